@@ -51,6 +51,14 @@ def overfull(view):
 """
 
 
+class MoeLoadBalancerConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """TensorRT-LLM's class of this name (`llmapi/llm_args.py`, strict pydantic): its fields and types."""
+
+    num_slots: int | None = None
+    initial_global_assignments: dict[int, list[int]] | None = None
+    layer_updates_per_iter: int = 0
+
+
 @pytest.fixture
 def policy(tmp_path: Path) -> str:
     (tmp_path / "my_policy.py").write_text(HEAVIEST_FIRST)
@@ -98,10 +106,32 @@ def test_a_dump_becomes_files_for_the_engines(tmp_path, policy):
             assert len(set(held)) == 4
             assert layer == 0 or set(table[layer - 1, device].tolist()) - {EMPTY} <= set(held)
 
+    assert_tensorrt_llm_takes(tmp_path / "moe.yaml", num_ranks=4, num_experts=12, layers=(1, 2, 3))
     balancer = yaml.safe_load((tmp_path / "moe.yaml").read_text())
-    assert balancer["num_slots"] == 16
-    assert balancer["layer_updates_per_iter"] == 0
     assert balancer["initial_global_assignments"] == {layer: rows[layer].tolist() for layer in (1, 2, 3)}
+
+
+def assert_tensorrt_llm_takes(path: Path, num_ranks: int, num_experts: int, layers: tuple[int, ...]) -> None:
+    """Read a file as TensorRT-LLM does, and check what it and its load balancer require of each layer with experts.
+
+    `validate_load_balancer` calls `yaml.safe_load` and passes the keys to the class; then each layer with experts asks
+    for its row by number, whose length must be `num_slots`, and takes `num_slots // ep_size` successive slots a rank.
+    """
+    config = msgspec.convert(yaml.safe_load(path.read_text()), MoeLoadBalancerConfig)
+    assert config.layer_updates_per_iter == 0  # static
+    assert config.num_slots % num_ranks == 0
+    assert set(config.initial_global_assignments) == set(layers)
+    for row in config.initial_global_assignments.values():
+        assert len(row) == config.num_slots
+        assert set(row) == set(range(num_experts))
+
+
+@pytest.mark.parametrize("dead", [None, "2"])
+def test_tensorrt_llm_takes_files_of_other_groups(tmp_path, policy, dead):
+    path = tmp_path / "moe.yaml"
+    arguments = [DUMPS / "stat.pt", "--devices", 6, "--slots-per-device", 3, "--policy", f"{policy}heaviest_first"]
+    assert place(*arguments, "--tensorrt-llm", path, *([] if dead is None else ["--dead", dead])) == 0
+    assert_tensorrt_llm_takes(path, num_ranks=6 if dead is None else 5, num_experts=12, layers=(1, 2, 3))
 
 
 def test_a_written_placement_is_a_present_placement_and_a_written_profile_a_profile(tmp_path, policy, capsys):

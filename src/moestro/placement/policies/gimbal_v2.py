@@ -23,9 +23,9 @@ _MAX_SWEEPS = 4  # over all layers; the last ones rarely find a step
 # Restarts of a small layer, after which each of 240 random cases was within 1.7 % of its optimum (10 % without them).
 _NUM_RESTARTS = 8
 # Slots of a layer above which rounds of exchanges between pairs of devices take the place of single steps.
-_LARGE_SLOTS = 64
+_LARGE_SLOTS = 32
 # Rounds of these exchanges; and steps of a large layer afterwards, by the whole objective.
-_ROUNDS, _LARGE_STEPS = SearchLimits(0.9995, 0.01, 24, 8, 0), 4
+_ROUNDS, _LARGE_STEPS = SearchLimits(0.9995, 0.01, 24, 8, 0), 8
 
 
 @PLACE_POLICIES.register_function(

@@ -1,0 +1,219 @@
+"""Sweeps the constants that decide in `moestro.placement`: each one alone, all others as they are.
+
+    python bench/simulator/placement_constants.py --json bench/results/simulator/placement_constants.json
+    python bench/simulator/placement_constants.py --only LEVELS KEPT
+
+Every value plans the same seeded cases, of 12 layers each. Figures are computed by the traffic model, so a run repeats
+them exactly; only the time is measured, as processor time of all plans together.
+
+warm: after a drift (10 % noise) on 64 devices, from EPLB's placement. budget: the same with 15 % of the copies.
+fresh: from vLLM's placement of the start. next: the fresh placement in the next window, after shares alone were refreshed.
+dead: 4 of 64 devices die, each alone. far: rows between nodes if these prefer different tasks. small: step of 12
+problems of 9 to 40 slots against the best value of this sweep. gimbal: objective of `gimbal_v2` on a large and four
+medium problems against the best value of this sweep.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from moestro.config.run_record import run_record
+from moestro.core.expert_table import EMPTY
+from moestro.placement import descent, replicas, restoring, search, sharing, small
+from moestro.placement.linear_costs import objective_s
+from moestro.placement.policies import gimbal_v2, moestro
+from moestro.placement.registry import PLACE_POLICIES, PlaceView
+from moestro.placement.score import score
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import placement_loads as loads
+from placement_loads import DEEPSEEK_V3, GPT_OSS_20B, Bed
+from shared.results import make_parser, save
+
+NUM_LAYERS = 12
+LARGE = Bed(replace(DEEPSEEK_V3, num_layers=NUM_LAYERS), 64, 5, 8)
+TIGHT = Bed(replace(DEEPSEEK_V3, num_layers=NUM_LAYERS), 144, 2, 18)
+SMALL = tuple(
+    Bed(replace(GPT_OSS_20B, num_layers=1, num_experts=experts), devices, slots, nodes, rows_per_source=rows)
+    for experts, devices, slots, nodes in ((5, 3, 3, 1), (8, 4, 3, 2), (32, 8, 5, 2))
+    for rows in (256, 1024, 4096, 16_384)
+)
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Values of one constant, and the part of the cases that it can change."""
+
+    module: ModuleType
+    name: str
+    values: tuple[float, ...]
+    part: str = "moestro"
+
+
+SWEEPS = (
+    Sweep(moestro, "URGENT_TARGET", (0.94, 0.955, 0.97, 0.99)),
+    Sweep(moestro, "FAR_OFF", (0.3, 0.55, 0.8)),
+    Sweep(moestro, "MISSED_BY", (0.002, 0.01, 0.03)),
+    Sweep(moestro, "CLOSER", (0.1, 0.25, 0.5, 1.0)),
+    Sweep(search, "SHARE_STEPS", (1, 2, 3, 5, 8)),
+    Sweep(search, "SHARE_STEPS_AGAIN", (1, 2, 3, 5)),
+    Sweep(search, "LEVELS", (1, 2, 4, 6)),
+    Sweep(search, "HEAVY_COPY", (0.4, 0.6, 0.8)),
+    Sweep(search, "HEAVIER_COPY", (1.0, 1.05, 1.2)),
+    Sweep(search, "STAY", (0.0, 0.1, 0.3)),
+    Sweep(search, "NEAR", (0.0, 2.0, 8.0, 16.0)),
+    Sweep(restoring, "HARM_POWER", (2, 4, 8, 16, 32)),
+    Sweep(restoring, "NUM_SLOTS", (8, 16, 24, 64)),
+    Sweep(restoring, "RELIEFS", (1, 2, 3)),
+    Sweep(restoring, "COPIES_A_RELIEF", (1, 2, 4, 8)),
+    Sweep(restoring, "LEAST_RELIEF", (1e-4, 1e-3, 3e-3, 1e-2)),
+    Sweep(sharing, "KEPT", (0.01, 0.05, 0.2)),
+    Sweep(sharing, "LEAST_STEP", (0.0, 1e-4, 1e-3, 1e-2)),
+    Sweep(descent, "PATIENCE", (1, 2, 3, 6)),
+    Sweep(replicas, "COPIES_MAY_COST", (0.0, 0.005, 0.01, 0.02, 0.05)),
+    Sweep(replicas, "NUM_GIVERS", (4, 8, 16), "tight"),
+    Sweep(small, "MOST_STARTS", (32, 64, 128, 256, 512), "small"),
+    Sweep(small, "NUM_CLIMBERS", (4, 12, 24), "small"),
+    Sweep(small, "MOST_CLIMBS", (4, 12, 24), "small"),
+    Sweep(small, "LEVEL_FIRST", (1.0, 10.0, 100.0), "small"),
+    Sweep(gimbal_v2, "_MAX_SWEEPS", (1, 2, 4, 8), "gimbal"),
+    Sweep(gimbal_v2, "_NUM_RESTARTS", (0, 4, 8), "gimbal"),
+    Sweep(gimbal_v2, "_LARGE_STEPS", (0, 4, 8, 24), "gimbal"),
+)
+
+
+def judged(view: PlaceView, text: str = "moestro") -> tuple[float, float]:
+    """Return the balance after a policy's plan, and the copies that live devices receive per copy that was there."""
+    table = PLACE_POLICIES.make(text)(view)
+    received = (table.num_copies > 0) & (view.table.num_copies == 0) & view.devices.is_alive[:, None, None]
+    balance = score(view.load, table, view.devices, view.prices).mean_balance
+    return balance, float(received.sum() / (view.table.logical_of != EMPTY).sum())
+
+
+def zipf_view(bed: Bed, seed: int, exponent: float = 0.6) -> PlaceView:
+    rng = np.random.default_rng([4, seed])
+    return bed.view(loads.from_every_source(loads.zipf(bed.model, exponent, rng), bed))
+
+
+def moestro_cases() -> Callable[[], Figures]:
+    """Prepare the cases of the policy `moestro` on many devices."""
+    rng = np.random.default_rng([5, 0])
+    before = loads.zipf(LARGE.model, 0.6, rng)
+    table = PLACE_POLICIES.make("eplb:hierarchy=never")(LARGE.view(loads.from_every_source(before, LARGE)))
+    warm = LARGE.view(loads.from_every_source(loads.drifted(before, 0.1, 0.0, rng), LARGE), table)
+    most = int(0.15 * (table.logical_of != EMPTY).sum() * warm.prices.expert_bytes)
+    budget = replace(warm, limits=replace(warm.limits, max_bytes=most))
+    fresh = zipf_view(LARGE, 0)
+    following = loads.with_noise(fresh.load, np.random.default_rng([6, 0]))
+    dead = [loads.kill(LARGE.view(warm.load, table), rank) for rank in (0, 17, 34, 51)]
+    apart = LARGE.view(loads.from_clusters(LARGE, 0.9, np.random.default_rng([7, 0])))
+
+    def run() -> Figures:
+        found = dict(zip(("warm", "warm_moved"), judged(warm), strict=True))
+        found |= dict(zip(("budget", "budget_moved"), judged(budget), strict=True))
+        plan = PLACE_POLICIES.make("moestro")(fresh)
+        found["fresh"] = score(fresh.load, plan, fresh.devices, fresh.prices).mean_balance
+        refreshed = replace(fresh, table=plan, load=following, limits=replace(fresh.limits, max_receives=0))
+        found["next"] = judged(refreshed)[0]
+        deaths = np.array([judged(view) for view in dead])
+        found["dead"], found["dead_moved"] = deaths[:, 0].min(), deaths[:, 1].max()
+        near = PLACE_POLICIES.make("moestro")(apart)
+        found["far"] = score(apart.load, near, apart.devices, apart.prices).far_share
+        return {name: float(each) for name, each in found.items()}
+
+    return run
+
+
+def tight_cases() -> Callable[[], Figures]:
+    views = [zipf_view(TIGHT, seed, 0.4) for seed in range(2)]
+    return lambda: {"fresh": float(np.mean([judged(view)[0] for view in views]))}
+
+
+def small_cases() -> Callable[[], Figures]:
+    views = [zipf_view(bed, seed) for seed, bed in enumerate(SMALL)]
+
+    def run() -> Figures:
+        plans = [PLACE_POLICIES.make("moestro:weighted=0")(view) for view in views]
+        return {f"small {i}": objective_s(view, plan) for i, (view, plan) in enumerate(zip(views, plans, strict=True))}
+
+    return run
+
+
+def gimbal_cases() -> Callable[[], Figures]:
+    few = replace(LARGE, model=replace(LARGE.model, num_layers=3))
+    views = [zipf_view(few, 0), *(zipf_view(bed, seed) for seed, bed in enumerate(SMALL[::3]))]
+    return lambda: {f"gimbal {i}": objective_s(view, gimbal_v2.gimbal_v2(view)) for i, view in enumerate(views)}
+
+
+CASES = {"moestro": moestro_cases, "tight": tight_cases, "small": small_cases, "gimbal": gimbal_cases}
+
+
+@contextmanager
+def changed(sweep: Sweep, value: float) -> Iterator[None]:
+    """Set a constant for a while."""
+    before = getattr(sweep.module, sweep.name)
+    setattr(sweep.module, sweep.name, value)
+    try:
+        yield
+    finally:
+        setattr(sweep.module, sweep.name, before)
+
+
+def swept(sweep: Sweep, run: Callable[[], Figures]) -> list[dict[str, object]]:
+    """Return a row for each value; costs become their mean excess over the best value's."""
+    rows, figures = [], []
+    for value in sweep.values:
+        with changed(sweep, value):
+            begin = time.process_time()
+            figures.append(run())
+            spent_ms = 1e3 * (time.process_time() - begin)
+        is_default = value == getattr(sweep.module, sweep.name)
+        rows.append({"constant": sweep.name, "value": value, "is_default": is_default, "ms": round(spent_ms)})
+    if sweep.part in {"small", "gimbal"}:
+        costs = np.array([list(each.values()) for each in figures])
+        excess = costs / costs.min(axis=0) - 1
+        figures = [{"mean_excess": each.mean(), "most_excess": each.max()} for each in excess]
+    return [row | {name: round(float(each), 5) for name, each in of.items()} for row, of in zip(rows, figures, strict=True)]
+
+
+def show(console: Console, rows: list[dict[str, object]]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in {"constant", "value", "is_default"}))
+    table = Table(title=str(rows[0]["constant"]), title_justify="left")
+    for heading in ("value", *names):
+        table.add_column(heading)
+    for row in rows:
+        star = " *" if row["is_default"] else ""
+        table.add_row(f"{row['value']:g}{star}", *(f"{row[name]:g}" if name in row else "" for name in names))
+    console.print(table)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=[sweep.name for sweep in SWEEPS], help="constants to sweep")
+    asked = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 190)
+    chosen = [sweep for sweep in SWEEPS if asked.only is None or sweep.name in asked.only]
+    runs = {part: CASES[part]() for part in dict.fromkeys(sweep.part for sweep in chosen)}
+    rows: list[dict[str, object]] = []
+    for sweep in track(chosen, "constants", console=console, auto_refresh=False, transient=True):
+        rows += (found := swept(sweep, runs[sweep.part]))
+        show(console, found)
+    conditions = run_record("simulated", "balance, moves and prices are computed; ms is processor time of all plans")
+    save(asked.json, conditions, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
