@@ -81,7 +81,7 @@ class Group:
     def __init__(self, policy: str) -> None:
         num_workers = NUM_HOMES + NUM_EXPERTS
         table = spread_evenly(NUM_LAYERS, NUM_EXPERTS, list(range(NUM_HOMES, num_workers)), num_workers)
-        self.inbox: deque = deque()
+        self.inboxes: list[deque] = [deque() for _ in range(num_workers)]
         self.spent_ns = [0, 0]  # of homes, of expert workers
         self.executors, self.devices = [], []
         for worker in range(num_workers):
@@ -100,7 +100,7 @@ class Group:
 
     def send(self, message, now_ns: int) -> None:
         """Implement `Links.send`."""
-        self.inbox.append(message)
+        self.inboxes[message.hop.dst].append(message)
 
     def step(self) -> None:
         """Take 256 units of each home through all layers."""
@@ -112,10 +112,9 @@ class Group:
                 left -= self._timed(worker, lambda worker=worker: self._work(worker)) is not None
 
     def _work(self, worker: int):
-        executor = self.executors[worker]
-        for message in [each for each in self.inbox if each.hop.dst == worker]:
-            self.inbox.remove(message)
-            executor.receive(message, 0)
+        executor, inbox = self.executors[worker], self.inboxes[worker]
+        while inbox:
+            executor.receive(inbox.popleft(), 0)
         executor.start(0)
         return executor.poll(0)
 

@@ -168,15 +168,19 @@ def test_no_request_notices_the_death_of_an_expert_worker(paced, expected, numbe
     assert not sum(value for name, value in metrics(paced).items() if name.startswith("moestro:requests_moved_total"))
 
 
-def test_a_home_s_death_is_an_engine_s_death(paced, expected):
-    old = worker(paced, "attention", 0)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+def test_a_home_s_death_is_an_engine_s_death(paced, expected, number):
+    """A stopped home ends after a second, because the other one can take its requests."""
+    old, restarts = worker(paced, "attention", 0), 'moestro:engine_restarts_total{engine="0"}'
+    num_restarts = metrics(paced)[restarts]
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(ask_many, paced, 6)
         wait_until(lambda: call(paced, "GET", "/load").json["engines"][0]["num_running"] > 0)
-        old.kill()
+        old.send_signal(number)
         assert texts(answers.result()) == expected
+    assert number == signal.SIGKILL or "stopped by a signal" in paced.text
     wait_until(lambda: metrics(paced)['moestro:engine_ready{engine="0"}'] == 1, 20)
-    assert metrics(paced)['moestro:engine_restarts_total{engine="0"}'] == 1
+    assert metrics(paced)[restarts] == num_restarts + 1
     assert texts(ask_many(paced, 6)) == expected
 
 

@@ -54,6 +54,16 @@ def rename_last_arguments(marker: str, text: str) -> None:
         ctypes.memmove(start, title, room)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process (SIGSTOP, SIGTSTP); False if the system does not tell.
+
+    A process that computes, waits for a device or is traced by a debugger is not stopped.
+    """
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 def has_opened_gpu() -> bool:
     """Whether this process has opened a GPU of NVIDIA, so that processes which it forks could not use it."""
     with contextlib.suppress(OSError):

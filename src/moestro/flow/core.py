@@ -258,8 +258,9 @@ class FlowCore:
             self._withdraw(commands)
 
     def _runs_best_effort(self) -> bool:
-        may_be = self._passed_over.may_happen
-        return may_be and any(self._items.has_best_effort_batches(launched) for launched in self._launched)
+        if not self._launched or not self._passed_over.may_happen:
+            return False
+        return any(self._items.has_best_effort_batches(launched) for launched in self._launched)
 
     def _withdraw(self, commands: list[Command]) -> None:
         self._ask_again_ns = None

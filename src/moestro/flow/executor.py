@@ -188,14 +188,7 @@ class FlowExecutor:
 
     def _apply(self, event: Event, now_ns: int) -> None:
         for command in self._core.on_event(now_ns, event):
-            match command:
-                case Launch(item):
-                    self._device.launch(item, now_ns)
-                case Withdraw():
-                    self._device.withdraw(now_ns)
-                case Emit(result):
-                    self._results.append(result)
-                    self._emitted_ns = now_ns
+            match command:  # the most frequent first
                 case Send(message, places, choices):
                     assert self._links is not None, "a device that is alone sends nothing"
                     if choices is None:
@@ -209,3 +202,10 @@ class FlowExecutor:
                         self._device.store_inputs(places, vectors)
                     else:
                         self._device.store_contributions(places, choices, vectors)
+                case Launch(item):
+                    self._device.launch(item, now_ns)
+                case Withdraw():
+                    self._device.withdraw(now_ns)
+                case Emit(result):
+                    self._results.append(result)
+                    self._emitted_ns = now_ns

@@ -8,8 +8,8 @@ are few. There is no Python object per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,7 +25,7 @@ Int64s = NDArray[np.int64]
 _MANY_SEGMENTS = 16
 
 
-class Batches(NamedTuple):
+class Batches(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Expert batches of one layer, one after another; see `core.stages.Experts`."""
 
     experts: Int32s

@@ -199,7 +199,7 @@ class Guests:
         is_here[: self._first] = False
         return is_here
 
-    def is_wanted(self, places: Int32s) -> NDArray[np.bool_]:
+    def is_wanted(self, places: Int32s | Int64s) -> NDArray[np.bool_]:
         """bool[n], whether the homes of the guests at `places` still wait for them."""
         is_wanted: NDArray[np.bool_] = self._home.take(places) != _GIVEN_UP
         return is_wanted

@@ -124,4 +124,6 @@ class ItemMaker:
             batches = self._queues.experts.take_one(run.layer, run.group - 1, run.max_rows, run.classes)
         if len(batches.experts) == 0:
             return None
-        return LaunchedItem(Experts(run.layer, *batches), _NO_UNITS)
+        return LaunchedItem(
+            Experts(run.layer, batches.experts, batches.counts, batches.places, batches.choices), _NO_UNITS
+        )

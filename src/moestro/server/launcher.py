@@ -58,6 +58,11 @@ class StartedProcess(Protocol):
         """Whether it has ended, or its machine does not answer."""
         ...
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it for certain; False where that is not known."""
+        ...
+
     async def write(self, data: bytes) -> None:
         """Write to its stdin, which stays open: its end tells the process that the API server is gone."""
         ...

@@ -100,13 +100,17 @@ class Liveness:
         self._heard_ns = min(self._heard_ns + pause_ns, now_ns)
         self._stepped_ns = min(self._stepped_ns + pause_ns, now_ns)
 
+    def silence_ns(self, now_ns: int) -> int:
+        """Return the time since the last message, in nanoseconds."""
+        return now_ns - self._heard_ns
+
     def judge(self, num_in_flight: int, now_ns: int) -> RankStatus:
         """Return the status of a rank with `num_in_flight` requests."""
         if not self.is_ready:
             return self._judge_start(now_ns)
         if num_in_flight == 0:
             self._stepped_ns = now_ns  # There is nothing to compute.
-        silence_ns, idle_ns = now_ns - self._heard_ns, now_ns - self._stepped_ns
+        silence_ns, idle_ns = self.silence_ns(now_ns), now_ns - self._stepped_ns
         if silence_ns >= self._timeouts.silence_ns:
             digits = 0 if silence_ns >= NS_PER_S else 1
             self.reason = f"no message for {silence_ns / 1e9:.{digits}f} s ({self._timeouts.silence_flag})"

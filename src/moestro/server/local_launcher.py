@@ -9,6 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from moestro.config.linux_process import is_stopped
 from moestro.core.curve_keys import CurveKeys
 from moestro.server.launcher import WORKER, ProcessEnd, StartedProcess
 from moestro.server.standby import Standby
@@ -27,6 +28,11 @@ class LocalProcess:
     def has_ended(self) -> bool:
         """Implement `StartedProcess.has_ended`."""
         return self._process.returncode is not None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Implement `StartedProcess.is_stopped`."""
+        return not self.has_ended and is_stopped(self._process.pid)
 
     async def write(self, data: bytes) -> None:
         """Implement `StartedProcess.write`."""

@@ -221,6 +221,11 @@ class RayProcess:
         """Implement `StartedProcess.has_ended`."""
         return self._end.done()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Implement `StartedProcess.is_stopped`."""
+        return False  # Its node would have to say so.
+
     async def write(self, data: bytes) -> None:
         """Implement `StartedProcess.write`."""
         try:

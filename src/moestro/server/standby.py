@@ -10,7 +10,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from moestro.config.launch_spec import STANDBY
-from moestro.config.linux_process import adopt_orphans
+from moestro.config.linux_process import adopt_orphans, is_stopped
 from moestro.server.launcher import ProcessEnd
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,11 @@ class ForkedWorker:
     def has_ended(self) -> bool:
         """Implement `StartedProcess.has_ended`."""
         return self._end.done()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Implement `StartedProcess.is_stopped`."""
+        return not self.has_ended and is_stopped(self._pid)
 
     async def write(self, data: bytes) -> None:
         """Implement `StartedProcess.write`. A launch spec is far smaller than a pipe's buffer of 64 KiB."""

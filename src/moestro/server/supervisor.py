@@ -94,7 +94,7 @@ class Supervisor:
             RankState(launching.timeouts if is_engine else launching.expert_timeouts, now_ns(), is_engine=is_engine)
             for is_engine in (rank < num_engines for rank in range(num_ranks))
         ]
-        control = RankControl(self._name, self._kill, self._processes.signal)
+        control = RankControl(self._name, self._kill, self._processes.signal, self._is_stopped)
         self._watchdog = Watchdog(self._ranks, engines, coordinator, metrics, control)
         parts = [tuple(range(num_ranks))] if launching.is_one_group else [(rank,) for rank in range(num_ranks)]
         self._groups = [
@@ -236,6 +236,10 @@ class Supervisor:
     def _kill(self, rank: int, why: str) -> None:
         self._ranks[rank].why_killed = f"killed: {why}"
         self._processes.signal(rank, signal.SIGKILL)
+
+    def _is_stopped(self, rank: int) -> bool:
+        """Whether a signal has stopped an engine whose end would end no other one."""
+        return self._group_of[rank].is_single and self._processes.is_stopped(rank)
 
     def _on_exit(self, rank: int, how: str) -> None:
         state, group = self._ranks[rank], self._group_of[rank]

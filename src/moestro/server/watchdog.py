@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.05
 _LATE_TICK_S = 4 * TICK_S  # A longer interval means that this process was stopped.
 _TOLD_PAUSE_NS = NS_PER_S
+# Silence after which an engine that a signal has stopped is killed, if others can take its requests. Between a Ctrl-Z
+# and its end, the API server is stopped too, and that time does not count.
+STOPPED_NS = NS_PER_S
 _SILENT = (RankStatus.SILENT, RankStatus.HUNG)
 
 
@@ -59,11 +62,13 @@ class RankControl:
         name: Returns a rank's name for the log.
         kill: Kills a rank's process, for a reason.
         signal: Sends a signal to a rank's process.
+        is_stopped: Whether a signal has stopped an engine's process for certain, and its end would end no other one.
     """
 
     name: Callable[[int], str]
     kill: Callable[[int, str], None]
     signal: Callable[[int, int], None]
+    is_stopped: Callable[[int], bool]
 
 
 class Watchdog:
@@ -123,19 +128,30 @@ class Watchdog:
             self._coordinator.doubt(rank, is_silent=is_silent)
         if state.status is before is RankStatus.HUNG and not state.why_killed:
             self._control.kill(rank, state.liveness.reason)
+        elif is_silent and self._stands_still(rank, state, now_ns):
+            self._control.kill(rank, "stopped by a signal, while other engines can take its requests")
         self._log_stall(rank, state)
 
     def _may_get_requests(self, rank: int, state: RankState, *, is_silent: bool) -> bool:
         """Whether to route requests to an engine. One that is merely silent keeps them if it is the last one."""
         if state.why_killed or state.status is RankStatus.STALLED:
             return False
-        if not is_silent:
-            return True
-        return not any(
-            self._engines.is_routable(other)
-            for other, each in enumerate(self._ranks)
-            if each.is_engine and other != rank
-        )
+        return not is_silent or not self._has_others(rank)
+
+    def _has_others(self, rank: int) -> bool:
+        """Whether another engine takes requests."""
+        others = (other for other, each in enumerate(self._ranks) if each.is_engine and other != rank)
+        return any(self._engines.is_routable(other) for other in others)
+
+    def _stands_still(self, rank: int, state: RankState, now_ns: int) -> bool:
+        """Whether a signal has stopped an engine, whose requests need not wait for it.
+
+        A step of any length, a device that does not answer and a busy machine are no signal. The last engine is left to
+        `--engine-timeout`: nothing is gained by its end.
+        """
+        if not state.is_engine or state.why_killed or state.liveness.silence_ns(now_ns) < STOPPED_NS:
+            return False
+        return self._has_others(rank) and self._control.is_stopped(rank)
 
     def _log_stall(self, rank: int, state: RankState) -> None:
         if state.status is RankStatus.STALLED and not state.is_stalled:

@@ -88,6 +88,11 @@ class WorkerProcesses:
         process = self._processes.get(rank)
         return "" if process is None else process.place
 
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether a signal has stopped the process of `rank`, as far as is known."""
+        process = self._processes.get(rank)
+        return process is not None and process.is_stopped
+
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to the process of `rank`, if it has one."""
         process = self._processes.get(rank)
