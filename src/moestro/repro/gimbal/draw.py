@@ -64,7 +64,7 @@ def _stack(findings: GimbalFindings) -> Figure:
         }
         _waterfall(axes, values, lower_is_better=name != "throughput")
         axes.set_title(f"{name}, {'ms' if name != 'throughput' else 'requests/s'}")
-    figure.suptitle("The whole stack: drifting tenants on eight A100 in two machines, simulated")
+    figure.suptitle("The whole stack: drifting tenants on four A100 in two machines, simulated")
     return figure
 
 
