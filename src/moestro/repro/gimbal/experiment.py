@@ -106,8 +106,9 @@ class GimbalExperiment(PartsExperiment[GimbalFindings, GimbalPart]):
         if part.users is not None and tenants is not None:
             return with_domains(user_load(part.users, part.num_requests, run.rate, JITTER_S, run.seed), tenants)
         load = shaped_load(self._trace, part.shape, part.num_requests, run.rate, run.seed)
-        if part.kv_blocks:
-            load = replace(load, rows=fitting(load.rows, int(run.setting) * BLOCK_SIZE))
+        num_blocks = int(run.setting) if part.kv_blocks else part.bed.num_blocks
+        if num_blocks is not None:
+            load = replace(load, rows=fitting(load.rows, num_blocks * BLOCK_SIZE))
         return load if tenants is None else tenant_load(load.rows, tenants, run.rate, run.seed)
 
     def _find(self, part: GimbalPart, setting: str) -> float:
