@@ -55,7 +55,7 @@ TINY = (
         name="stack", num_requests=6, rates=(30.0,), systems=(VLLM_EPLB, PLACE, MOESTRO),
         bed=replace(BED, num_ranks=4, num_machines=2, num_spares=1,
                     popularity=PopularityForm(hot_ids="permuted", num_domains=4)),
-        tenants=Tenants(drifts=True),
+        tenants=Tenants(drifts=True), users=USERS,
     ),
 )  # fmt: skip
 

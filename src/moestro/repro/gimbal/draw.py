@@ -10,7 +10,7 @@ from moestro.repro.gimbal.experiment import GimbalExperiment
 from moestro.repro.gimbal.findings import FIGURES, GimbalFindings
 from moestro.repro.gimbal.systems import MOESTRO, STACK, TABLE, VLLM, VLLM_EPLB
 
-_ENGINES = ("healthy", "slow")
+_ENGINES = ("healthy", "slow", "scarce")
 _LEVELS = {"moestro_route": "1 route", "moestro_order": "2 order", "moestro_place": "4 place"}
 _SHOWN = ("TTFT", "TPOT", "throughput")
 _BETTER, _WORSE, _WHOLE = "C2", "C3", "0.4"
@@ -64,7 +64,7 @@ def _stack(findings: GimbalFindings) -> Figure:
         }
         _waterfall(axes, values, lower_is_better=name != "throughput")
         axes.set_title(f"{name}, {'ms' if name != 'throughput' else 'requests/s'}")
-    figure.suptitle("The whole stack: drifting tenants on eight A100 in two machines, simulated")
+    figure.suptitle("The whole stack: drifting tenants on four A100 in two machines, simulated")
     return figure
 
 

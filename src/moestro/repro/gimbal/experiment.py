@@ -13,13 +13,13 @@ from moestro.repro.gimbal import GimbalSettings
 from moestro.repro.gimbal.beds import BLOCK_SIZE
 from moestro.repro.gimbal.claims import claims_of
 from moestro.repro.gimbal.findings import GimbalCell, GimbalFindings, ttft_p99
-from moestro.repro.gimbal.loads import fitting, shaped_load, tenant_load, user_load
+from moestro.repro.gimbal.loads import fitting, shaped_load, tenant_load, user_load, with_domains
 from moestro.repro.gimbal.parts import P99_GOAL_MS, QUICK, GimbalPart, whole
 from moestro.repro.gimbal.serving import RunName, serve, serve_prefixes
 from moestro.repro.gimbal.systems import SYSTEMS
 from moestro.repro.gimbal.tables import tables_of
 from moestro.repro.results import Claim
-from moestro.workload.session_shapes import SessionShape
+from moestro.repro.testbed import TimedLoad
 
 # The search for the level (factor on steps, or rate) at which the baseline's P99 TTFT is near the age threshold.
 _FIRST_LEVEL = {"slowdown": 16.0, "rate": 48.0}
@@ -52,7 +52,7 @@ class GimbalExperiment(PartsExperiment[GimbalFindings, GimbalPart]):
     def num_runs(self, load: str) -> int:
         """One for each combination; the search for a level counts as one for each setting."""
         part = self.parts[load]
-        if part.users is not None:
+        if part.counts_hits:
             return len(part.systems) * part.num_runs
         num_settings = max(len(part.kv_blocks), len(part.skews), 1)
         at_rates = len(part.systems) * max(len(part.rates), 1) + len(part.repeated) * (len(part.seeds) - 1)
@@ -61,9 +61,10 @@ class GimbalExperiment(PartsExperiment[GimbalFindings, GimbalPart]):
     def run(self, load: str, step: Callable[[str], None]) -> GimbalFindings:
         """Run one part."""
         part = self.parts[load]
-        if part.users is not None:
-            return self._run_prefixes(part, part.users, step)
-        findings = GimbalFindings(about_lengths={load: self._about_lengths})
+        if part.counts_hits:
+            return self._run_prefixes(part, step)
+        about = self._about_lengths if part.users is None else f"generated like {part.users.like}"
+        findings = GimbalFindings(about_lengths={load: about})
         for setting in [f"{each:g}" for each in (*part.kv_blocks, *part.skews)] or [""]:
             here, level = part, None
             if part.finds:
@@ -76,7 +77,9 @@ class GimbalExperiment(PartsExperiment[GimbalFindings, GimbalPart]):
                 findings.cells.append(self._serve(here, run))
         return findings
 
-    def _run_prefixes(self, part: GimbalPart, users: SessionShape, step: Callable[[str], None]) -> GimbalFindings:
+    def _run_prefixes(self, part: GimbalPart, step: Callable[[str], None]) -> GimbalFindings:
+        users = part.users
+        assert users is not None, "a part about prefix hits has users"
         findings = GimbalFindings(about_lengths={part.name: f"generated like {users.like}"})
         for number in range(part.num_runs):
             load = user_load(users, part.num_requests, part.rates[0], JITTER_S, number)
@@ -96,12 +99,17 @@ class GimbalExperiment(PartsExperiment[GimbalFindings, GimbalPart]):
             bed = replace(bed, num_blocks=int(run.setting))
         if part.skews:
             bed = replace(bed, popularity=replace(bed.popularity, skew=float(run.setting)))
+        return serve(bed, self._load(part, run), run)
+
+    def _load(self, part: GimbalPart, run: RunName) -> TimedLoad:
+        tenants = part.tenants
+        if part.users is not None and tenants is not None:
+            return with_domains(user_load(part.users, part.num_requests, run.rate, JITTER_S, run.seed), tenants)
         load = shaped_load(self._trace, part.shape, part.num_requests, run.rate, run.seed)
-        if part.kv_blocks:
-            load = replace(load, rows=fitting(load.rows, int(run.setting) * BLOCK_SIZE))
-        if part.tenants is not None:
-            load = tenant_load(load.rows, part.tenants, run.rate, run.seed)
-        return serve(bed, load, run)
+        num_blocks = int(run.setting) if part.kv_blocks else part.bed.num_blocks
+        if num_blocks is not None:
+            load = replace(load, rows=fitting(load.rows, num_blocks * BLOCK_SIZE))
+        return load if tenants is None else tenant_load(load.rows, tenants, run.rate, run.seed)
 
     def _find(self, part: GimbalPart, setting: str) -> float:
         """Find the level at which the baseline's P99 TTFT is near the goal; it grows with the level."""

@@ -103,6 +103,17 @@ def user_load(shape: SessionShape, num_requests: int, rate: float, jitter_s: flo
     return TimedLoad(shape.like, replace(rows.select(order), timestamp_ns=offsets), offsets, is_generated=True)
 
 
+def with_domains(load: TimedLoad, tenants: Tenants) -> TimedLoad:
+    """Give the requests of users the domain of their user; the second half comes from other domains if they drift."""
+    user = load.rows.user
+    assert user is not None, "requests of users"
+    domain = user % tenants.num_domains
+    if tenants.drifts:
+        half = tenants.num_domains // 2
+        domain = user % half + half * (np.arange(len(user)) >= len(user) // 2)
+    return replace(load, rows=replace(load.rows, domain=domain))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenants:
     """Tenants whose requests visit other experts.
