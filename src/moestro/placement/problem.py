@@ -23,13 +23,15 @@ class PlaceProblem:
     """What the search balances. Batches are layers; devices are the live ones.
 
     Attributes:
-        token_s: float64[batches, experts], seconds in which a device of speed 1 computes all tokens of each expert.
+        token_s: float64[batches, experts], seconds in which a device of speed 1 receives the rows of all tokens of each
+            expert and computes them; computes them alone where devices differ in speed.
         idle: float64[batches, experts], fraction of steps without a token of the expert.
         expert_s: Seconds in which a device of speed 1 reads the weights of one activated expert.
         speed: float64[devices].
         room: bool[devices, slots], slots that exist.
         row_s: float64[batches, experts + 1, devices], mean seconds over devices in which rows and answers of an expert
-            travel, if the device had its only copy; 0 for EMPTY. None means that all devices are equally far.
+            travel, if the device had its only copy, weighted as `token_s` is; 0 for EMPTY. None means that all devices
+            are equally far.
         moved: bool[batches, experts + 1, devices], whether a device would have to receive the expert.
         move_s: Seconds of one received copy, spread over devices and the horizon.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import EMPTY
 from moestro.placement.budget import Allowance
 from moestro.placement.copies import Packing, held_by, live_counts, normal_shares
 from moestro.placement.problem import Experts, PlaceProblem

@@ -15,8 +15,8 @@ from moestro.placement.pricing import LayerPrices, Pricer, present_packing, tabl
 from moestro.placement.problem import TINY, PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.restoring import recover, restore
-from moestro.placement.sharing import share_out
 from moestro.placement.search import SHARE_STEPS, SearchLimits, improve, is_level, start_anew
+from moestro.placement.sharing import share_out
 from moestro.placement.small import SmallSearch, is_small
 from moestro.placement.traffic import Floats, origins_of
 
@@ -42,18 +42,19 @@ ROUNDING = 1e-9  # of the seconds of a step; a smaller gain is none
 class MoestroPlacement:
     """Plans by the traffic model of `placement.score`, all terms in seconds.
 
-    The search starts from the present table and moves no more than its target takes. Layers that miss the target are
-    also placed anew. Each layer takes what is best for it; layers whose savings pay for their move are changed, and
+    The search starts from the present table and moves no more than its target takes: shares first, then single copies
+    that join heavy devices to light ones, then exchanges. Layers that miss the target are also placed anew. Each layer takes what is best for it; layers whose savings pay for their move are changed, and
     the limits of the view are never exceeded, except that experts without a live copy are always placed.
     Groups of experts (`num_groups`) are ignored: they bound which experts a token takes, not where these live.
 
     Attributes:
         target: Mean load over largest load at which a layer is left alone: fewer moves below 1.
-        slack: Part of its load that a device may have more so that rows travel less.
+        slack: Part of its load that a device may have more so that rows travel less. Small problems are searched by
+            their whole price, where it has no part.
         hysteresis: Part by which savings over the horizon must exceed the seconds of the move.
-        risk: Standard deviations of an expert's tokens that are added to their mean. FlashLB's 0.674 (the upper
-            quartile) in a sweep of 0 to 1 on next windows: balance -0.001 where all experts vary alike, and +0.022
-            where a fifth of them is bursty.
+        risk: Standard deviations of an expert's tokens that are added to their mean; variance as of independent tokens
+            does not count. FlashLB's 0.674 (the upper quartile) in a sweep of 0 to 1 on next windows: balance -0.001
+            where all experts vary alike, and +0.035 where a fifth of them is bursty.
         weighted: 1 for shares of copies, 0 for equal parts.
         rounds: Rounds of exchanges for balance.
         turns: Rotations of pairs of devices for nearness.
