@@ -21,7 +21,7 @@ from moestro.placement.small import SmallSearch, is_small
 from moestro.placement.traffic import Floats, origins_of
 
 # After a death, service comes before the last percent: fewer copies move, and the next change levels the rest.
-URGENT_TARGET = 0.955
+URGENT_TARGET = 0.97
 # A layer with a lower mean load over largest load is only placed anew: exchanges would move as much and take longer.
 FAR_OFF = 0.55
 # A layer that misses the target by more is also placed anew; for less, it would move most of its copies.
