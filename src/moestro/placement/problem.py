@@ -94,18 +94,19 @@ class PlaceProblem:
         return even
 
 
-def problem_of(view: PlaceView, origin: TokenOrigins, risk: float) -> PlaceProblem:
+def problem_of(view: PlaceView, origin: TokenOrigins, risk: float, *, has_ways: bool = True) -> PlaceProblem:
     """State the view as a problem.
 
     Args:
         origin: Sums of the view's load.
         risk: Standard deviations of an expert's tokens that are added to their mean.
+        has_ways: Whether the ways of rows count (`PlaceProblem.row_s`), which takes a quarter of a short plan's time.
     """
     load, devices, prices = view.load, view.devices, view.prices
     live = np.flatnonzero(devices.is_alive)
     num_layers, num_experts = load.variance.shape
     token_s = prices.token_s + _row_s(devices, prices)
-    row_s = _ways_of_rows(view, origin, live)
+    row_s = _ways_of_rows(view, origin, live) if has_ways else None
     if row_s is not None and prices.token_s > 0:
         row_s *= token_s / prices.token_s  # weighted as loads are, so that these do not outweigh nearness
     moved = np.ones((num_layers, num_experts + 1, len(live)), np.bool_)

@@ -11,6 +11,7 @@ from moestro.core.expert_table import ExpertTable
 from moestro.errors import ConfigError
 from moestro.placement.budget import Allowance, LayerOffers, allowance_of, layers_that_pay
 from moestro.placement.copies import Packing, in_old_slots
+from moestro.placement.payback import live_table
 from moestro.placement.pricing import LayerPrices, Pricer, present_packing, table_of
 from moestro.placement.problem import TINY, PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
@@ -43,8 +44,9 @@ class MoestroPlacement:
     """Plans by the traffic model of `placement.score`, all terms in seconds.
 
     The search starts from the present table and moves no more than its target takes: shares first, then single copies
-    that join heavy devices to light ones, then exchanges. Layers that miss the target are also placed anew. Each layer takes what is best for it; layers whose savings pay for their move are changed, and
-    the limits of the view are never exceeded, except that experts without a live copy are always placed.
+    that join heavy devices to light ones, then exchanges. Layers that miss the target are also placed anew. Each layer
+    takes what is best for it; layers whose savings pay for their move are changed, and the limits of the view are never
+    exceeded, except that experts without a live copy are always placed.
     Groups of experts (`num_groups`) are ignored: they bound which experts a token takes, not where these live.
 
     Attributes:
@@ -85,7 +87,7 @@ class MoestroPlacement:
             ValueError: The live devices have fewer slots than there are experts.
         """
         origin = origins_of(view.load, view.devices)
-        problem = problem_of(view, origin, self.risk)
+        problem = problem_of(view, origin, self.risk, has_ways=live_table(view.table, view.devices) is not None)
         if int(problem.room.sum()) < problem.shape[1]:
             raise ValueError(
                 f"{problem.shape[1]} experts do not fit into the {int(problem.room.sum())} slots of the live devices"
