@@ -61,6 +61,7 @@ SOURCE_BEDS = (Bed(DEEPSEEK_V3, 32, 9, 4), Bed(DEEPSEEK_V3, 64, 5, 8), Bed(QWEN3
 STICKY = (0.0, 0.5, 0.9)
 REAL_BEDS = (Bed(GPT_OSS_20B, 8, 5, 2), Bed(GPT_OSS_20B, 8, 4, 2))
 BUDGETS = (0.01, 0.03, 0.05, 0.10, 0.15, 0.20, 0.30)  # parts of all copies whose bytes may move
+FRONT = (0.05, 0.15, 0.30)  # moved copies at most, for which the best balance is printed
 SLOW_S, QUICK_SLOW_S = 20.0, 2.0  # a policy that plans for longer is left out of the other trials of that case
 Figures = dict[str, float]
 
@@ -330,6 +331,28 @@ def show(console: Console, part: str, rows: list[dict[str, object]]) -> None:
         console.print(table)
 
 
+def show_front(console: Console, rows: list[dict[str, object]]) -> None:
+    """Print the best balance of `moestro` and of all others within some shares of moved copies, by case and drift."""
+    rows = [row for row in rows if row["part"] == "drift" and "moved" in row]
+    table = Table(title="drift: best balance for moved copies at most", title_justify="left")
+    for heading in ("case", "drift", "policies", *(f"{most:.0%}" for most in (*FRONT, 1.0))):
+        table.add_column(heading)
+    for case, load in dict.fromkeys((row["case"], row["load"]) for row in rows):
+        for name, is_ours in (("moestro", True), ("others", False)):
+            best = []
+            for most in (*FRONT, 1.0):
+                fits = [
+                    row["balance_sglang"][0]
+                    for row in rows
+                    if (row["case"], row["load"]) == (case, load)
+                    and row["moved"][0] <= most
+                    and row["policy"].startswith("moestro") == is_ours
+                ]
+                best.append(f"{max(fits):.4f}" if fits else "")
+            table.add_row(case, load, name, *best)
+    console.print(table)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--policies", nargs="+", help="NAME or NAME:SETTING=VALUE,...; all of them by default")
@@ -365,6 +388,8 @@ def main() -> None:
             for trial in track(trials_of(part, asked), part, console=console, auto_refresh=False, transient=True):
                 results.run(trial, policies, asked.repeats)
             show(console, part, results.rows())
+            if part == "drift":
+                show_front(console, results.rows())
             for (of_part, case, text), reason in results.skipped.items():
                 if of_part == part:
                     console.print(f"{part}: {case}: {text} was left out: {reason}", soft_wrap=True)

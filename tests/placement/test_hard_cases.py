@@ -1,4 +1,4 @@
-"""Every policy on loads and devices that break simple code: no load, one hot expert, deaths, uneven nodes, no budget."""
+"""Policies on loads and devices that break simple code: no load, one hot expert, deaths, uneven nodes, no budget."""
 
 from __future__ import annotations
 

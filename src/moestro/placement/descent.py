@@ -14,9 +14,6 @@ from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
 LEAST_GAIN = 1e-6  # of the even load; less is rounding
-# Rounds in which the heaviest device finds no exchange with any other one, after which a layer is at rest. Exchanges of
-# other devices may open a way between them.
-PATIENCE = 3
 
 
 def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds: int, allowance: Allowance) -> None:
@@ -26,10 +23,10 @@ def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds:
         target: float64[batches], load at which a device is left alone.
         num_rounds: Rounds at most; in each one every heavy device makes one exchange at most.
     """
-    num_idle = np.zeros(len(target), np.int64)  # rounds of the heaviest device without a gain
+    at_rest = np.zeros(len(target), np.bool_)  # the heaviest device finds no exchange with any other one
     for turn in range(num_rounds):
         load = problem.load(packing.work)
-        batch = np.flatnonzero((load.max(axis=1) > target * (1 + LEAST_GAIN)) & (num_idle < PATIENCE))
+        batch = np.flatnonzero((load.max(axis=1) > target * (1 + LEAST_GAIN)) & ~at_rest)
         if not len(batch) or allowance.total < 1:
             return
         load = load[batch]
@@ -38,8 +35,9 @@ def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds:
         num_heavy = min(int((load > target[batch, None]).sum(axis=1).max()), num_devices // 2)
         if turn % 3 == 2 or num_heavy == 1:
             heavy = np.broadcast_to(order[:, -1:], (len(batch), num_devices - 1))
-            has_gained = exchange(problem, packing, (batch, heavy, order[:, :-1]), target, allowance, one_each=True)
-            num_idle[batch] = np.where(has_gained, 0, num_idle[batch] + 1)
+            at_rest[batch] = ~exchange(
+                problem, packing, (batch, heavy, order[:, :-1]), target, allowance, one_each=True
+            )
         else:
             heavy = order[:, ::-1][:, :num_heavy]
             light = order[:, (np.arange(num_heavy) + turn // 3 * 2 + turn % 3) % (num_devices - num_heavy)]
@@ -88,6 +86,7 @@ def exchange(
     Args:
         pairs: int64[batches] and twice int64[batches, pairs]: batches, and the devices of each pair.
         target: float64[all batches].
+        one_each: Whether each batch makes the best of its exchanges only, so that its pairs may share a device.
 
     Returns:
         bool[batches], whether any pair of the batch made an exchange.

@@ -35,20 +35,17 @@ def pack(problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Flo
     item_work = np.append(work, np.zeros((num_batches, 1)), axis=1)[np.arange(num_batches)[:, None], items]
     stay_s = np.broadcast_to(stay, (num_batches, 1, 1))[:, :, 0] * item_work
     far_s = _far(problem, work, near)
-    every = np.arange(num_batches)
     joins = _joins(counts, items) if are_joined else np.zeros((num_batches, 0), np.int64)
-    expert = np.full((num_batches, num_devices, num_slots), EMPTY, np.int64)
-    flat = expert.reshape(-1)
+    expert, every = np.full((num_batches, num_devices, num_slots), EMPTY, np.int64), np.arange(num_batches)
     has_speeds = problem.speed.min() != problem.speed.max()
     room, slowness = problem.room.sum(axis=1), 1 / problem.speed
     far_above = (work * counts).sum(axis=1, keepdims=True) * slowness.max() + 1.0
     # Ties go to another device in each layer; else the first one would hold what joins the others in all of them.
     turn = (np.arange(num_devices) - np.arange(num_batches)[:, None]) % num_devices
     load = np.where(room == 0, np.inf, turn * (TIE * far_above / num_devices))
-    filled = np.zeros((num_batches, num_devices), np.int64)
+    filled, last = np.zeros(load.shape, np.int64), np.full(load.shape, EMPTY)
     # Devices that a copy should not take: filled ones where it adds a device to those that shared copies join.
     is_filled, adds, joining_s = np.zeros(load.shape, np.bool_), joins < 0, far_above * (joins != 0)
-    last = np.full((num_batches, num_devices), EMPTY)
     for k in range(items.shape[1]):
         what = items[:, k]
         cost = problem.moved[every, what] * stay_s[:, k, None]
@@ -66,7 +63,7 @@ def pack(problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Flo
         ok = np.isfinite(cost.reshape(-1)[at]) & (what != EMPTY)
         if not ok.all():
             at, what, device = at[ok], what[ok], device[ok]
-        flat[at * num_slots + filled.reshape(-1)[at]] = what
+        expert.reshape(-1)[at * num_slots + filled.reshape(-1)[at]] = what
         filled.reshape(-1)[at] += 1
         is_filled.reshape(-1)[at] = True
         last.reshape(-1)[at] = what

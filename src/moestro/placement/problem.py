@@ -24,13 +24,15 @@ class PlaceProblem:
     """What the search balances. Batches are layers; devices are the live ones.
 
     Attributes:
-        token_s: float64[batches, experts], seconds in which a device of speed 1 computes all tokens of each expert.
+        token_s: float64[batches, experts], seconds in which a device of speed 1 receives the rows of all tokens of each
+            expert and computes them; computes them alone where devices differ in speed.
         idle: float64[batches, experts], fraction of steps without a token of the expert.
         expert_s: Seconds in which a device of speed 1 reads the weights of one activated expert.
         speed: float64[devices].
         room: bool[devices, slots], slots that exist.
         row_s: float64[batches, experts + 1, devices], mean seconds over devices in which rows and answers of an expert
-            travel, if the device had its only copy; 0 for EMPTY. None means that all devices are equally far.
+            travel, if the device had its only copy, weighted as `token_s` is; 0 for EMPTY. None means that all devices
+            are equally far.
         moved: bool[batches, experts + 1, devices], whether a device would have to receive the expert.
         move_s: Seconds of one received copy, spread over devices and the horizon.
     """
@@ -93,18 +95,19 @@ class PlaceProblem:
         return even
 
 
-def problem_of(view: PlaceView, origin: TokenOrigins, risk: float) -> PlaceProblem:
+def problem_of(view: PlaceView, origin: TokenOrigins, risk: float, *, has_ways: bool = True) -> PlaceProblem:
     """State the view as a problem.
 
     Args:
         origin: Sums of the view's load.
         risk: Standard deviations of an expert's tokens that are added to their mean.
+        has_ways: Whether the ways of rows count (`PlaceProblem.row_s`), which takes a quarter of a short plan's time.
     """
     load, devices, prices = view.load, view.devices, view.prices
     live = np.flatnonzero(devices.is_alive)
     num_layers, num_experts = load.variance.shape
     token_s = prices.token_s + _row_s(devices, prices)
-    row_s = _ways_of_rows(view, origin, live)
+    row_s = _ways_of_rows(view, origin, live) if has_ways else None
     if row_s is not None and prices.token_s > 0:
         row_s *= token_s / prices.token_s  # weighted as loads are, so that these do not outweigh nearness
     moved = np.ones((num_layers, num_experts + 1, len(live)), np.bool_)

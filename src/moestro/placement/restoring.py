@@ -13,11 +13,14 @@ from moestro.placement.replicas import put_copies
 from moestro.placement.sharing import KEPT, share_out
 from moestro.placement.traffic import Floats
 
-HARM_POWER = 16  # of loads; 2, 4, 8 moved more in a sweep of deaths among 64 devices
+# Swept by bench/simulator/placement_constants.py, as the others of this room are.
+HARM_POWER = 16  # of loads, so that their sum stands for the largest
 LAST_CHOICE = 1e6  # times the even load: above any load, so that other devices come first
-NUM_SLOTS = 24  # least harmful slots of a layer in which a further copy is tried
-SHARE_STEPS_AGAIN = 2
-RELIEFS, COPIES_A_RELIEF = 2, 4  # times that copies are added before tokens are divided anew, and copies each time
+NUM_SLOTS = 16  # least harmful slots of a layer in which a further copy is tried
+# Times that copies are added before tokens are divided anew; copies each time; and Newton steps for the shares.
+RELIEFS = 2
+COPIES_A_RELIEF = 4
+RELIEF_SHARE_STEPS = 2
 LEAST_RELIEF = 1e-3  # of the even load; a copy that relieves a device by less is not worth its bytes
 
 
@@ -82,7 +85,7 @@ def recover(problem: PlaceProblem, packing: Packing, target: Floats, allowance: 
     """
     for _ in range(RELIEFS):
         relieve(problem, packing, target, COPIES_A_RELIEF, allowance)
-        share_out(problem, packing, target, SHARE_STEPS_AGAIN)
+        share_out(problem, packing, target, RELIEF_SHARE_STEPS)
 
 
 def relieve(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds: int, allowance: Allowance) -> None:
@@ -102,11 +105,10 @@ def relieve(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds:
         batch = np.flatnonzero((load.max(axis=1) > target) & ~at_rest)
         if not len(batch) or allowance.total < 1:
             return
-        choice = _best_relief(problem, packing, batch, load[batch], target[batch])
-        item, slot, part, gain = choice
+        item, slot, part, gain = _best_relief(problem, packing, batch, load[batch], target[batch])
         ok = gain > LEAST_RELIEF * target[batch]
         at_rest[batch[~ok]] = True
-        batch, item, slot, part, gain = (each[ok] for each in (batch, *choice))
+        batch, item, slot, part, gain = batch[ok], item[ok], slot[ok], part[ok], gain[ok]
         heavy, device = load[batch].argmax(axis=1), slot // num_slots
         expert = packing.expert[batch, heavy, item]
         if allowance.is_limited and len(batch):
@@ -115,7 +117,7 @@ def relieve(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds:
             pairs = np.stack([device, device], axis=1)
             ok = allowance.admit(gain, pairs, np.stack([receives, np.zeros_like(receives)], axis=1))
             at_rest[batch[~ok]] = True
-            batch, item, slot, part = (each[ok] for each in (batch, item, slot, part))
+            batch, item, slot, part = batch[ok], item[ok], slot[ok], part[ok]
             heavy, expert = heavy[ok], expert[ok]
         if len(batch):
             share = packing.share[batch, heavy, item]

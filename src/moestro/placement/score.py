@@ -126,9 +126,10 @@ def _answer_rows(load: ExpertLoad, devices: Devices, origin: TokenOrigins, where
     in_nodes = np.bincount(index.ravel(), parts.ravel(), origin.by_node.size).reshape(origin.by_node.shape)
     in_node = origin.by_source.copy()
     for node in range(len(in_nodes) if len(in_nodes) > 1 else 0):
-        sources: NDArray[np.intp] | slice = np.flatnonzero(origin.node_at[device] == node)
-        if len(sources) and sources[-1] - sources[0] + 1 == len(sources):
-            sources = slice(int(sources[0]), int(sources[-1]) + 1)  # a view, where an index would copy all tokens
+        here = np.flatnonzero(origin.node_at[device] == node)
+        is_run = len(here) > 0 and int(here[-1] - here[0]) + 1 == len(here)
+        # A run gives a view, where an index would copy all tokens.
+        sources = slice(int(here[0]), int(here[-1]) + 1) if is_run else here
         in_node[sources] = np.einsum("sle,le->sl", load.tokens[sources], in_nodes[node])
     # All shares of an expert sum to 1, so each source gets as many answers as it sent tokens.
     return np.stack([own, in_node - own, origin.by_source - in_node])

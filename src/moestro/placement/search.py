@@ -23,9 +23,8 @@ from moestro.placement.traffic import Floats
 HEAVY_COPY = 0.6
 # A copy may weigh this much more than with the best numbers of copies before one of them moves.
 HEAVIER_COPY = 1.05
-SHARE_STEPS = 3  # Newton steps from shares of another load; few more gain nothing (sweep, 58 x 256 on 64 devices)
-SHARE_STEPS_AGAIN = 3
-LEVELS = 4
+SHARE_STEPS = 3  # Newton steps for shares; further ones gain nothing (bench/simulator/placement_constants.py)
+LEVELS = 4  # times that shares are set between exchanges; fewer move more, and more leave too few exchanges each time
 STAY = 0.1  # load that a new packing may cost a copy more, as a part of the copy, so that it stays where it is held
 SLOTS_A_TURN = 8  # devices with more slots take more turns, because each turn exchanges one of them
 NEAR = 8.0  # weight of the way of rows in a new packing; a sweep from 0 to 8 shortened ways at no loss of balance
@@ -71,7 +70,7 @@ def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowan
     num_parts = LEVELS if limits.num_share_steps else 1
     for _ in range(num_parts):
         balance(problem, packing, goal, math.ceil(num_rounds / num_parts), allowance)
-        share_out(problem, packing, goal, min(SHARE_STEPS_AGAIN, limits.num_share_steps))
+        share_out(problem, packing, goal, limits.num_share_steps)
 
 
 def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:

@@ -19,7 +19,6 @@ from moestro.placement.traffic import Floats
 
 RIDGE = 1e-4  # of the even load: joins devices that no expert joins, so that the system can be solved
 KEPT = 0.05  # part of a share that a step keeps at least, so that the share can grow again
-LEAST_STEP = 1e-4  # part of its largest load that a batch must gain by a step to take another one
 
 
 def share_out(problem: PlaceProblem, packing: Packing, target: Floats, num_steps: int) -> None:
@@ -43,7 +42,7 @@ def share_out(problem: PlaceProblem, packing: Packing, target: Floats, num_steps
         better = largest < before
         best[copies.batch] = np.minimum(before, largest)
         copies.of_rows(better).put(packing)
-        left = (largest < before * (1 - LEAST_STEP)) & (largest > target[copies.batch])
+        left = better & (largest > target[copies.batch])
         if not left.any():
             return
         if not left.all():
@@ -132,7 +131,7 @@ class _SharedCopies:
 
 def _shared_copies(problem: PlaceProblem, packing: Packing, batch: NDArray[np.intp]) -> _SharedCopies:
     """Find the copies of experts with several ones in some batches."""
-    num_experts, num_devices = problem.shape[1:3]
+    num_experts = problem.shape[1]
     expert, work = packing.expert[batch], packing.work[batch]
     is_shared = np.append(live_counts(expert, num_experts) > 1, np.zeros((len(batch), 1), np.bool_), axis=1)
     of_slot = is_shared[np.arange(len(batch))[:, None, None], expert] & (expert != EMPTY)

@@ -27,7 +27,6 @@ MOST_STARTS = 256
 TINY_SLOTS = 24  # slots of a layer up to which all neighbours of a placement are priced
 NUM_CLIMBERS = 12  # best starts of a layer from which neighbours are tried
 MOST_CLIMBS = 12
-LEVEL_FIRST = 100.0  # weight of work against rows and moves in the second climb
 
 
 def is_small(problem: PlaceProblem) -> bool:
@@ -59,10 +58,8 @@ class SmallSearch:
         expert = np.concatenate([self._starts(layers), present.expert])
         layers = np.append(layers, np.arange(num_layers))
         if self.problem.room.size <= TINY_SLOTS:
-            # Some of the best placements lie where work is level, and a climb by the whole price passes them by.
-            climbed = [self._climb(expert, layers, weight) for weight in (1.0, LEVEL_FIRST)]
-            expert = np.concatenate([expert, *(each for each, _ in climbed)])
-            layers = np.concatenate([layers, *(each for _, each in climbed)])
+            climbed, of_climbed = self._climb(expert, layers)
+            expert, layers = np.concatenate([expert, climbed]), np.append(layers, of_climbed)
         packing = packing_of(self.problem.of_layers(layers), expert, even_shares(expert, self.problem.shape[1]))
         if self.limits.num_share_steps:
             wide = self.problem.of_layers(layers)
@@ -70,7 +67,7 @@ class SmallSearch:
             share_out(wide, shared, least_load(wide, shared) / self.limits.target, self.limits.num_share_steps)
             packing = _joined(packing, shared)
             layers = np.tile(layers, 2)
-        cost = self._cost(packing, layers, 1.0)
+        cost = self._cost(packing, layers)
         order = np.lexsort((cost, layers))
         first = order[np.searchsorted(layers[order], np.arange(num_layers))]
         return packing.of_layers(first)
@@ -100,13 +97,13 @@ class SmallSearch:
         expert[rows] = packing.expert
         return expert
 
-    def _cost(self, packing: Packing, layers: NDArray[np.intp], weight: float) -> Floats:
-        """Return float64[placements], seconds per step and of the move; those of the slowest device's work weigh."""
+    def _cost(self, packing: Packing, layers: NDArray[np.intp]) -> Floats:
+        """Return float64[placements], seconds per step and of the move."""
         prices = self.pricer.price(packing, layers)
-        cost: Floats = weight * prices.compute_s + prices.exchange_s + self.move_weight * prices.receive_s.max(axis=1)
+        cost: Floats = prices.step_s + self.move_weight * prices.receive_s.max(axis=1)
         return cost
 
-    def _climb(self, expert: Experts, layers: NDArray[np.intp], weight: float) -> tuple[Experts, NDArray[np.intp]]:
+    def _climb(self, expert: Experts, layers: NDArray[np.intp]) -> tuple[Experts, NDArray[np.intp]]:
         """Move the best placements of each layer to their best neighbours until none is better."""
         num_experts = self.problem.shape[1]
         best = np.full(self.problem.shape[0], np.inf)
@@ -115,7 +112,7 @@ class SmallSearch:
             _, index = np.unique(_keys(expert, layers), axis=0, return_index=True)
             expert, layers = expert[index], layers[index]
             packing = packing_of(self.problem.of_layers(layers), expert, even_shares(expert, num_experts))
-            cost = self._cost(packing, layers, weight)
+            cost = self._cost(packing, layers)
             order = np.lexsort((cost, layers))
             place = np.arange(len(order)) - np.searchsorted(layers[order], layers[order])
             expert, layers, first = expert[order], layers[order], cost[order][place == 0]

@@ -151,8 +151,7 @@ class GimbalMilpPlacement:
         alpha: weight of D, the largest deviation from a layer's mean load, in tokens per step. The paper gives none.
         beta: weight of the cut, in tokens per step. The paper gives none.
         cut: "literal" counts pairs (j, k) with j < k only, as equation 11 does; "symmetric" counts all.
-        time_limit_s: time after which the search gives up, seconds. Small models take less than one; a larger one rarely
-            ends in minutes.
+        time_limit_s: time after which the search gives up, seconds; small models take less than one.
     """
 
     needs_pairs: ClassVar[bool] = True

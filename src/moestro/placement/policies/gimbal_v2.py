@@ -19,7 +19,7 @@ from moestro.placement.slots import Holders, table_with
 from moestro.placement.starts import fresh_start, present_start
 from moestro.placement.traffic import origins_of
 
-_MAX_SWEEPS = 4  # over all layers; the last ones rarely find a step
+_MAX_SWEEPS = 2  # over all layers; further ones find no step (bench/simulator/placement_constants.py)
 # Restarts of a small layer, after which each of 240 random cases was within 1.7 % of its optimum (10 % without them).
 _NUM_RESTARTS = 8
 # Slots of a layer above which rounds of exchanges between pairs of devices take the place of single steps.

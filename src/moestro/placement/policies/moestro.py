@@ -11,6 +11,7 @@ from moestro.core.expert_table import ExpertTable
 from moestro.errors import ConfigError
 from moestro.placement.budget import Allowance, LayerOffers, allowance_of, layers_that_pay
 from moestro.placement.copies import Packing, in_old_slots
+from moestro.placement.payback import live_table
 from moestro.placement.pricing import LayerPrices, Pricer, present_packing, table_of
 from moestro.placement.problem import TINY, PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
@@ -21,7 +22,7 @@ from moestro.placement.small import SmallSearch, is_small
 from moestro.placement.traffic import Floats, origins_of
 
 # After a death, service comes before the last percent: fewer copies move, and the next change levels the rest.
-URGENT_TARGET = 0.955
+URGENT_TARGET = 0.97
 # A layer with a lower mean load over largest load is only placed anew: exchanges would move as much and take longer.
 FAR_OFF = 0.55
 # A layer that misses the target by more is also placed anew; for less, it would move most of its copies.
@@ -42,18 +43,20 @@ ROUNDING = 1e-9  # of the seconds of a step; a smaller gain is none
 class MoestroPlacement:
     """Plans by the traffic model of `placement.score`, all terms in seconds.
 
-    The search starts from the present table and moves no more than its target takes. Layers that miss the target are
-    also placed anew. Each layer takes what is best for it; layers whose savings pay for their move are changed, and
-    the limits of the view are never exceeded, except that experts without a live copy are always placed.
+    The search starts from the present table and moves no more than its target takes: shares first, then single copies
+    that join heavy devices to light ones, then exchanges. Layers that miss the target are also placed anew. Each layer
+    takes what is best for it; layers whose savings pay for their move are changed, and the limits of the view are never
+    exceeded, except that experts without a live copy are always placed.
     Groups of experts (`num_groups`) are ignored: they bound which experts a token takes, not where these live.
 
     Attributes:
         target: Mean load over largest load at which a layer is left alone: fewer moves below 1.
-        slack: Part of its load that a device may have more so that rows travel less.
+        slack: Part of its load that a device may have more so that rows travel less. Small problems are searched by
+            their whole price, where it has no part.
         hysteresis: Part by which savings over the horizon must exceed the seconds of the move.
-        risk: Standard deviations of an expert's tokens that are added to their mean. FlashLB's 0.674 (the upper
-            quartile) in a sweep of 0 to 1 on next windows: balance -0.001 where all experts vary alike, and +0.022
-            where a fifth of them is bursty.
+        risk: Standard deviations of an expert's tokens that are added to their mean; variance as of independent tokens
+            does not count. FlashLB's 0.674 (the upper quartile) in a sweep of 0 to 1 on next windows: balance -0.001
+            where all experts vary alike, and +0.035 where a fifth of them is bursty.
         weighted: 1 for shares of copies, 0 for equal parts.
         rounds: Rounds of exchanges for balance.
         turns: Rotations of pairs of devices for nearness.
@@ -84,7 +87,7 @@ class MoestroPlacement:
             ValueError: The live devices have fewer slots than there are experts.
         """
         origin = origins_of(view.load, view.devices)
-        problem = problem_of(view, origin, self.risk)
+        problem = problem_of(view, origin, self.risk, has_ways=live_table(view.table, view.devices) is not None)
         if int(problem.room.sum()) < problem.shape[1]:
             raise ValueError(
                 f"{problem.shape[1]} experts do not fit into the {int(problem.room.sum())} slots of the live devices"
