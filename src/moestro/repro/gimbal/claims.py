@@ -30,8 +30,8 @@ _ENGINES = {
     "slow_": "an engine so slow that the baseline's P99 TTFT is 4.9 s",
 }
 _WHY = {
-    "scarce_": "requests wait for KV memory, so it matters that Algorithm 1 avoids the full engine; decodes take what"
-    " they take",
+    "scarce_": "whether requests wait for KV memory, and Algorithm 1 then avoids the full engine: 512 blocks bind for"
+    " shapes with long prompts only; decodes take what they take",
     "healthy_": "the A100's kernels and vLLM's host bear ten times these rates: nothing waits, KV use stays far below"
     " theta_kv, and Algorithm 1 then takes the engines in turn, as the baseline does",
     "slow_": "TTFT is 4.9 s because steps are slow, not because requests wait; KV use stays below theta_kv, and"
