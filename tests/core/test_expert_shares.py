@@ -29,7 +29,7 @@ def test_all_workers_have_as_many_slots_as_the_fullest_one_and_the_spare_ones():
 def test_a_message_has_the_layers_with_experts_and_gives_the_table_of_all_layers():
     experts = ExpertLayers(num_layers=5, layers=(1, 3), num_experts=2)
     logical_of = np.array([[[0, EMPTY], [1, 0]], [[1, EMPTY], [EMPTY, 1]]], np.int32)
-    table = TableMessage.of(experts, logical_of, (True, True)).table(7)
+    table = TableMessage.of_slots(experts, 7, logical_of, (True, True)).whole_table()
     assert table.version == 7
     assert (table.logical_of == logical_of[:, [0, 0, 0, 1, 1]]).all()
     assert table.is_alive.all()

@@ -8,7 +8,7 @@ from support.moving_tables import random_target
 
 from moestro.core.expert_table import EMPTY, ExpertTable, spread_evenly
 from moestro.core.layer_moves import moves_between, rounds_of, with_layer
-from moestro.core.table_record import record_of
+from moestro.core.table_message import ExpertLayers, TableMessage
 
 NUM_LAYERS = 4
 
@@ -87,9 +87,10 @@ def test_equal_parts_are_no_shares():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_table_comes_back_from_its_record(seed):
+def test_a_table_comes_back_from_its_message(seed):
     _, table, _ = two_placements(seed)
-    found = record_of(table, (1, 2, 3, 5)).table()
+    experts = ExpertLayers(num_layers=6, layers=(1, 2, 3, 5), num_experts=table.num_experts)
+    found = TableMessage.of_table(experts, table).table()
     assert (found.logical_of == table.logical_of).all()
     assert (found.slot_parts == table.slot_parts).all()
     assert (found.version, found.num_experts) == (table.version, table.num_experts)

@@ -63,7 +63,7 @@ def test_a_layer_is_prepared_then_committed_then_drained():
     group.prepare(1)
     assert 0 not in group.sent
     group.prepare(2)
-    table = group.told(0).table.table(0)
+    table = group.told(0).table.whole_table()
     assert table.logical_of[1, 0].tolist() == [0, 1, EMPTY, 3]
     assert table.logical_of[2, 0].tolist() == [EMPTY, 4, 5, 2]
     assert group.rows() == [*map(list, EVEN)], "a home may send by the former table"
@@ -106,7 +106,7 @@ def test_a_destination_that_is_killed_before_the_commit_leaves_the_former_table(
         assert "expert worker 0 ended before" in group.migration.progress.error
         group.prepare(2)  # too late
         assert group.rows() == [*map(list, EVEN)]
-        assert group.told(0).table.table(0).logical_of[2, 0].tolist() == [3, 4, 5, EMPTY]
+        assert group.told(0).table.whole_table().logical_of[2, 0].tolist() == [3, 4, 5, EMPTY]
         group.launch(1)
         assert slots_at_start(group, 1) == [0, 1, 2, EMPTY]
         group.join(1)
@@ -129,7 +129,7 @@ def test_a_worker_that_is_killed_after_the_commit_starts_with_its_new_experts():
     group.start(*SWAPPED)
     group.prepare(1, 2)
     group.end(1)
-    assert group.told(0).table.table(0).logical_of[1, 0].tolist() == [0, 1, EMPTY, 3]
+    assert group.told(0).table.whole_table().logical_of[1, 0].tolist() == [0, 1, EMPTY, 3]
     group.confirm(0)
     group.launch(1)
     assert slots_at_start(group, 1) == [0, 1, EMPTY, 3]

@@ -74,7 +74,7 @@ class Group:
 
     def used_in(self, members: Members) -> list[tuple[int, ...]]:
         """Shares of the experts whose tokens each worker gets, which are the same in both layers."""
-        logical_of = members.table.table(members.version).logical_of
+        logical_of = members.table.whole_table().logical_of
         assert (logical_of[:, 0] == logical_of[:, 2]).all()
         parts = np.array_split(np.arange(LAYERS.num_experts), self.num_shares)
         share_of = {expert: share for share, part in enumerate(parts) for expert in part.tolist()}

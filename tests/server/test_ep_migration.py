@@ -8,13 +8,13 @@ from support.moving_tables import random_target
 
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.core.layer_moves import SettledLayer
-from moestro.core.table_record import record_of
+from moestro.core.table_message import ExpertLayers, TableMessage
 from moestro.errors import NoEngineError
 from moestro.server.ep_migration import EpMigration
 from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
 from moestro.wire.messages import Ready, decode_from_rank, decode_to_rank, encode
 
-LAYERS = (1, 2, 4)
+EXPERTS = ExpertLayers(num_layers=5, layers=(1, 2, 4), num_experts=4)
 
 
 def first_table() -> ExpertTable:
@@ -29,7 +29,7 @@ class Group:
         self.sent: list[list] = [[], []]
         self.unreachable: set[int] = set()
         self.migration = EpMigration(2, self._send)
-        self.migration.heard(0, ExpertsPlaced(record_of(first_table(), LAYERS)))
+        self.migration.heard(0, ExpertsPlaced(TableMessage.of_table(EXPERTS, first_table())))
         for rank in range(2 if is_ready else 1):
             self.migration.heard(rank, Ready(None))
         self.rng = np.random.default_rng(1)
@@ -60,7 +60,7 @@ def test_layers_are_sent_one_by_one_to_all_ranks_and_the_table_follows_each_comm
     for number in range(3):
         assert len(group.sent[0]) == len(group.sent[1]) == number + 1
         plan = group.sent[1][-1].plan
-        assert (plan.layer, plan.version, plan.max_bytes_per_step) == (LAYERS[number], number + 1, 5000)
+        assert (plan.layer, plan.version, plan.max_bytes_per_step) == (EXPERTS.layers[number], number + 1, 5000)
         assert (plan.rows() == target.logical_of[:, number]).all()
         assert np.allclose(plan.part_rows(), target.slot_parts[:, number])
         assert (group.migration.table.logical_of[:, number] != target.logical_of[:, number]).any()
@@ -153,7 +153,7 @@ def test_the_end_of_a_rank_ends_the_migration_and_the_group_restarts_with_the_co
     placed = group.migration.placed
     assert placed is not None
     assert placed.version == 1
-    assert placed.layers == LAYERS
+    assert placed.experts == EXPERTS
     assert (placed.table().logical_of[:, 0] == target.logical_of[:, 0]).all()
     assert (placed.table().logical_of[:, 1] == first_table().logical_of[:, 1]).all()
     group.migration.heard(0, ExpertsPlaced(placed))
@@ -178,8 +178,8 @@ def test_what_does_not_fit_is_refused(group):
     with pytest.raises(ValueError, match=r"\(2, 2, 3\), and the group has 4 in \(2, 3, 3\)"):
         group.migration.start(ExpertTable(0, target.logical_of[:, :2], 4, np.ones(2, np.bool_)), 1)
     few = EpMigration(2, lambda *_: None)  # of a network so small that one rank can have all experts
-    rows = np.array([[[0, 1]], [[0, 1]]], np.int32)
-    few.heard(0, ExpertsPlaced(record_of(ExpertTable(0, rows, 2, np.ones(2, np.bool_)), (0,))))
+    rows, one = np.array([[[0, 1]], [[0, 1]]], np.int32), ExpertLayers(num_layers=1, layers=(0,), num_experts=2)
+    few.heard(0, ExpertsPlaced(TableMessage.of_table(one, ExpertTable(0, rows, 2, np.ones(2, np.bool_)))))
     for rank in range(2):
         few.heard(rank, Ready(None))
     with pytest.raises(ValueError, match="dead engines"):

@@ -109,7 +109,7 @@ class MigratingGroup(FakeGroup):
             self.coordinator.launched(worker, 0, 0)
             self.coordinator.heard(worker, Joined(f"ipc://{worker}.0", EXPERTS), 0)
         members = self.coordinator.members()
-        super().__init__(rng, options.num_homes, members.table.table(members.version), lambda _: in_order, **settings)
+        super().__init__(rng, options.num_homes, members.table.whole_table(), lambda _: in_order, **settings)
         self.inboxes: list[PeerInbox] = []
         for worker in range(options.num_places):
             self.inboxes.append(self._join(worker))

@@ -20,7 +20,7 @@ from support.lock_step_ranks import STUCK_S, ThreadChannel
 
 from moestro.config.launch_spec import LockStepSpec
 from moestro.core.request import Request
-from moestro.core.table_record import TableRecord
+from moestro.core.table_message import TableMessage
 from moestro.engine.lock_step import build_lock_step_rank
 from moestro.errors import GroupLostError
 from moestro.model.device import open_device
@@ -111,7 +111,7 @@ class MovingRanks:
         num_ranks: int,
         num_redundant: int,
         dtype: str = "float64",
-        placed: TableRecord | None = None,
+        placed: TableMessage | None = None,
     ) -> None:
         self.told: dict[str, list[int]] = {}
         self.running: set[str] = set()

@@ -13,7 +13,6 @@ from moestro.config.kv_events_settings import KvEventsSettings
 from moestro.core.curve_keys import CurveKeys
 from moestro.core.expert_table import ExpertTable, slots_of_shares
 from moestro.core.table_message import TableMessage
-from moestro.core.table_record import TableRecord
 from moestro.core.worker_names import Worker, WorkerKind
 from moestro.cost.settings import PacedSettings
 from moestro.engine.settings import SchedulerOptions
@@ -72,7 +71,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
             num_layers, num_experts: of the network.
         """
         if self.table is not None:
-            return self.table.table(0)
+            return self.table.whole_table()
         slots = slots_of_shares(num_experts, self.num_shares, self.first_shares, self.num_spare)
         by_layer = np.repeat(slots[:, None], num_layers, axis=1)
         return ExpertTable(0, by_layer, num_experts, np.ones(len(slots), np.bool_))
@@ -104,7 +103,7 @@ class LockStepSpec(msgspec.Struct, frozen=True, kw_only=True):
     join_by_ns: int
     timeout_s: float
     num_redundant_experts: int = 0
-    placed: TableRecord | None = None
+    placed: TableMessage | None = None
 
     def join_wait_s(self, now_ns: int) -> float:
         """Seconds that are left to join."""

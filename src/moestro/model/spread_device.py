@@ -13,7 +13,7 @@ from moestro.core.expert_table import ExpertTable
 from moestro.core.layer_moves import LayerPlan, SettledLayer, with_layer
 from moestro.core.model_info import ModelInfo
 from moestro.core.move_agreement import MoveAction, MoveAgreement
-from moestro.core.table_record import TableRecord, record_of
+from moestro.core.table_message import ExpertLayers, TableMessage
 from moestro.core.work import Units
 from moestro.errors import ConfigError
 from moestro.model.device import TorchDevice, open_device
@@ -54,7 +54,7 @@ class SpreadDevice(TorchDevice):
         self.on_settled: Callable[[SettledLayer], None] = lambda _: None
 
     @property
-    def placed(self) -> TableRecord:
+    def placed(self) -> TableMessage:
         """The placement by which the group computes now."""
         layers = [layer for layer, _ in self.network.experts]
         table, shares = self._table, self._table.shares
@@ -65,7 +65,9 @@ class SpreadDevice(TorchDevice):
             table.is_alive,
             None if shares is None else shares[:, layers],
         )
-        return record_of(own, tuple(layers))
+        num_layers = table.logical_of.shape[1]
+        experts = ExpertLayers(num_layers=num_layers, layers=tuple(layers), num_experts=table.num_experts)
+        return TableMessage.of_table(experts, own)
 
     def open_step(self, units: Units | None) -> NDArray[np.int64]:
         """Implement `LockStepDevice.open_step`. Experts move here, between two steps.

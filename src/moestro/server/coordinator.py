@@ -343,7 +343,7 @@ class Coordinator:
         return self.takes | (self.alive(used) & (used != EMPTY).any(axis=(1, 2))), self._version
 
     def _message(self, logical_of: NDArray[np.int32], alive: tuple[bool, ...]) -> TableMessage:
-        return TableMessage.of(self.table.experts, logical_of, alive)
+        return TableMessage.of_slots(self.table.experts, self._version, logical_of, alive)
 
     def _used(self) -> NDArray[np.int32]:
         return self.table.used(self.takes, np.array([member.is_draining for member in self._members], np.bool_))

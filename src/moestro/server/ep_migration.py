@@ -15,7 +15,7 @@ import numpy as np
 
 from moestro.core.expert_table import ExpertTable
 from moestro.core.layer_moves import LayerPlan, SettledLayer, with_layer
-from moestro.core.table_record import TableRecord, record_of
+from moestro.core.table_message import ExpertLayers, TableMessage
 from moestro.errors import NoEngineError
 from moestro.server.migration import MigrationProgress
 from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
@@ -38,7 +38,7 @@ class EpMigration:
     def __init__(self, num_ranks: int, send: Callable[[int, ToRank], None]) -> None:
         self._num_ranks, self._send = num_ranks, send
         self._table: ExpertTable | None = None
-        self._layers: tuple[int, ...] = ()
+        self._experts = ExpertLayers(num_layers=0, layers=(), num_experts=0)
         self._ready: set[int] = set()
         self._target: ExpertTable | None = None
         self._max_bytes_per_step = 0
@@ -59,7 +59,7 @@ class EpMigration:
     @property
     def layers(self) -> tuple[int, ...]:
         """The network's layer of each layer of the table."""
-        return self._layers
+        return self._experts.layers
 
     @property
     def progress(self) -> MigrationProgress:
@@ -86,15 +86,15 @@ class EpMigration:
     # --- from the supervisor
 
     @property
-    def placed(self) -> TableRecord | None:
+    def placed(self) -> TableMessage | None:
         """The committed table for a group that restarts; None before its first start."""
-        return None if self._table is None else record_of(self._table, self._layers)
+        return None if self._table is None else TableMessage.of_table(self._experts, self._table)
 
     def heard(self, rank: int, message: FromRank) -> None:
         """Take in a message of a rank."""
         match message:
             case ExpertsPlaced(placed):
-                self._table, self._layers = placed.table(), placed.layers
+                self._table, self._experts = placed.table(), placed.experts
                 self._version = max(self._version, placed.version)
             case Ready():
                 self._ready.add(rank)
@@ -139,7 +139,7 @@ class EpMigration:
         parts = np.ascontiguousarray(target.slot_parts[:, place], np.float64)
         plan = LayerPlan(
             version=self._version,
-            layer=self._layers[place],
+            layer=self.layers[place],
             num_workers=self._num_ranks,
             logical_of=rows.tobytes(),
             parts=parts.tobytes(),

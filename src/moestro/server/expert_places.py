@@ -60,9 +60,8 @@ class AsyncExpertPlaces(ExpertPlaces):
 
     def table(self, num_layers: int, num_experts: int) -> ExpertTable | None:
         """Implement `ExpertPlaces.table`: None while no worker has some expert, because its process has just ended."""
-        members = self._coordinator.members()
         try:
-            return members.table.table(members.version)
+            return self._coordinator.members().table.whole_table()
         except ValueError:
             return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moestro.core.layer_moves import LayerPlan, SettledLayer
-from moestro.core.table_record import TableRecord
+from moestro.core.table_message import TableMessage
 
 # From the API server to all ranks of a group.
 
@@ -28,7 +28,7 @@ class DropLayer(msgspec.Struct, frozen=True, tag=True):
 class ExpertsPlaced(msgspec.Struct, frozen=True, tag=True):
     """Tell by which placement the group serves from its start on."""
 
-    placed: TableRecord
+    placed: TableMessage
 
 
 class LayerMoving(msgspec.Struct, frozen=True, tag=True):

@@ -154,7 +154,7 @@ def _executor(spec: LaunchSpec, group: GroupSpec, part: WorkerPart, links: PeerL
     peers = PeerSettings(
         worker=group.worker,
         num_workers=group.num_workers,
-        table=members.table.table(members.version),
+        table=members.table.whole_table(),
         num_credits=stepping.expert_credits or num_home_rows(spec.scheduler),
         dtype=part.tensors.dtype,
         incarnation=spec.launch,

@@ -282,7 +282,7 @@ class PeerInbox:
             return
         is_near = near_workers(members.addresses, self._group.worker)
         if old.table != members.table or is_near != near_workers(old.addresses, self._group.worker):
-            self._executor.change_table(members.table.table(members.version), now_ns, is_near)
+            self._executor.change_table(members.table.whole_table(), now_ns, is_near)
         for worker in changed:
             self._executor.lose(worker, now_ns)
         self._unconfirmed, self._confirm_at_ns = members.version, now_ns

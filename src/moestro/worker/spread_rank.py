@@ -55,13 +55,6 @@ def table_of(lock_step: LockStepSpec, num_layers: int, num_experts: int) -> Expe
     Raises:
         ConfigError: the network has too few experts, or the slots do not divide evenly.
     """
-    table = spread_over_ranks(num_layers, num_experts, lock_step.num_ranks, lock_step.num_redundant_experts)
-    if lock_step.placed is None:
-        return table
-    placed = lock_step.placed.table()
-    logical_of, shares = table.logical_of.copy(), table.slot_parts.copy()
-    layers = list(lock_step.placed.layers)
-    logical_of[:, layers], shares[:, layers] = placed.logical_of, placed.slot_parts
-    return ExpertTable(
-        placed.version, logical_of, num_experts, table.is_alive, None if placed.shares is None else shares
-    )
+    if lock_step.placed is not None:
+        return lock_step.placed.whole_table()
+    return spread_over_ranks(num_layers, num_experts, lock_step.num_ranks, lock_step.num_redundant_experts)
