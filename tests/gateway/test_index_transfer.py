@@ -35,7 +35,7 @@ def prompts_of(it: Rig, name: str) -> list[bytes]:
 @looped
 async def test_a_router_that_takes_an_index_sends_a_conversation_where_it_was_before():
     engines = [FakeEngine(name) for name in "abcdef"]
-    async with rig(*engines, route_policy="lmetric") as it, admin_of(it) as admin:
+    async with rig(*engines, route_policy="lmetric:hotspots=off") as it, admin_of(it) as admin:
         router, fleet = it.app.shared.fleet.router, it.app.shared.fleet
         chosen = (await it.call(body=BODY)).headers["x-moestro-engine"]
         given = await (await admin.get("/admin/index")).read()

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import numpy as np
 import pytest
-from moestro.gateway.replay import replay_record
 from rich.console import Console
 from support.running import MOESTRO, REAL, Running, call_admin, complete, free_port, metrics, wait_until
 
+from moestro.cli.recorded.replay import replay_record
 from moestro.core.expert_pressure import expert_pressures
 from moestro.core.expert_table import spread_evenly
 from moestro.core.near_experts import DISTANCES

@@ -280,7 +280,7 @@ class FakeCoordinator:
             "num_restarts": 0,
             "num_doubts": 0,
             "is_draining": False,
-            "shares": (),
+            "num_experts": 0,
             "phase": "serving",
         }
         self._views = [

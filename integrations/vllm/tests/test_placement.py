@@ -67,7 +67,7 @@ def test_any_question_of_vllm_is_answered_with_full_slots_that_keep_what_stays(p
 
 
 # EPLB's second copies on a rank give way to other experts here, so the parts of its hottest experts grow.
-@pytest.mark.parametrize(("policy", "bound"), [("eplb", 1.15), ("moestro", 1.02)])
+@pytest.mark.parametrize(("policy", "bound"), [("eplb", 1.15), ("moestro", 1.03)])
 def test_a_skewed_load_is_leveled(policy, bound):
     rng = np.random.default_rng(1)
     load = rng.permuted(np.tile(1e6 / np.arange(1, 65) ** 0.8, (4, 1)), axis=1)
