@@ -97,7 +97,7 @@ def test_each_request_queues_then_is_admitted_then_leaves(seed, policies):
 
 
 def test_a_replay_notices_another_order_and_another_victim():
-    _, events, _ = history(7, ("qllm", "decode_first", "least_computed_be_first"))
+    _, events, _ = history(14, ("qllm", "decode_first", "least_computed_be_first"))  # one with several victims
     events = as_read(events)
     replay = DecisionReplay()
     replay.take(events[0])

@@ -8,6 +8,7 @@ import torch
 from parity import drive, tiny
 from support import plain_sampling
 from support.fake_device import make_request
+from support.plain_grammar import backend, random_grammar
 from support.plain_sampling import random_wishes
 
 from moestro.engine.rank import build_rank
@@ -48,7 +49,7 @@ def random_requests(rng, num):
                 seed=int(rng.integers(2**63)),
                 stop_token_ids=tuple(rng.integers(0, tiny.VOCAB, 3).tolist()),
                 prompt_logprobs=0 if rng.random() < 0.3 else None,
-                **random_wishes(rng, tiny.VOCAB, max_tokens),
+                **(random_wishes(rng, tiny.VOCAB, max_tokens) | random_grammar(rng)),
             )
         )
     return requests
@@ -66,6 +67,7 @@ def serve(network, requests, rng, *, num_blocks, max_num_seqs, budget, caching, 
         enable_prefix_caching=caching,
     )
     rank = build_rank(settings, drive.make_device(network, num_blocks, host))
+    rank.scheduler.use_grammars(backend(tiny.VOCAB))
     arriving, tokens, prompts, ended, aborted = list(requests), {}, {}, set(), set()
     for now_ns in range(5000):
         while arriving and rng.random() < 0.5:

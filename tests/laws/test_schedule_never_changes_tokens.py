@@ -14,9 +14,11 @@ from support.fake_device import (
     expected_tokens,
     make_request,
 )
+from support.plain_grammar import backend, random_grammar
 from support.plain_sampling import random_wishes
 from support.policy_text import policy_text
 
+from moestro.core.grammar import Grammar
 from moestro.core.request import ServiceClass
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import build_rank
@@ -59,7 +61,7 @@ def random_requests(rng: np.random.Generator, num: int, longest: int) -> list:
             stop_token_ids=tuple(rng.integers(0, VOCAB_SIZE, 2).tolist()),
             prompt_logprobs=0 if rng.random() < 0.25 else None,
             logprobs=1 if rng.random() < 0.25 else None,
-            **random_wishes(rng, VOCAB_SIZE, max_tokens),
+            **(random_wishes(rng, VOCAB_SIZE, max_tokens) | random_grammar(rng)),
         )
         whose = {"service_class": ServiceClass(rng.choice(["ls", "be"])), "user": str(rng.choice(["ann", "bob"]))}
         requests.append(msgspec.structs.replace(request, **whose))
@@ -69,6 +71,7 @@ def random_requests(rng: np.random.Generator, num: int, longest: int) -> list:
 def serve(rank, requests, rng, *, abort_share: float = 0.0):
     """Run everything to its end. Returns {id: tokens}, {id: prompt logprobs}, {id: reason} and the aborted ids."""
     waiting, tokens, prompts, reasons, aborted = list(requests), {}, {}, {}, set()
+    rank.scheduler.use_grammars(backend(VOCAB_SIZE))
     for now_ns in range(20_000):
         while waiting and rng.random() < 0.5:
             rank.add(waiting.pop(0), now_ns)
@@ -215,6 +218,7 @@ def test_several_plans_in_flight_and_results_in_pieces_change_nothing(seed, num_
     rng = np.random.default_rng(seed)
     bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "num_host_blocks": host}
     scheduler = Scheduler(SchedulerSettings(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=32, **bounds))
+    scheduler.use_grammars(backend(VOCAB_SIZE))
     device, requests = KvDevice(num_blocks, BLOCK_SIZE, num_host_blocks=host), random_requests(rng, 14, 32)
     executor, flights = FusedExecutor(device), []
     arriving, tokens, aborted = list(requests), {}, set()
@@ -296,6 +300,27 @@ def test_the_law_can_fail_a_device_that_ignores_a_wish_is_caught(name):
     rank = build_rank(SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32), Deaf(8, 4))
     tokens, *_ = serve(rank, [request], np.random.default_rng(0))
     assert tokens["r"] != expected_tokens(request)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"allowed_token_ids": (3, 4)}, {"bad_words": ((3,), (4,))}, {"grammar": Grammar("regex", "(yz|x)*")}],
+    ids=lambda wish: next(iter(wish)),
+)
+def test_the_law_can_fail_a_device_that_ignores_a_mask_or_a_ban_is_caught(wish):
+    class Lax(KvDevice):
+        def _read_all(self, units):
+            nothing = np.empty((2, 0), np.int32)
+            edits = None if units.edits is None else msgspec.structs.replace(units.edits, masks=(), banned=nothing)
+            return super()._read_all(msgspec.structs.replace(units, edits=edits))
+
+    found = []
+    for device in (KvDevice(16, 4), Lax(16, 4)):
+        rank = build_rank(SchedulerSettings(num_blocks=16, block_size=4, max_model_len=64), device)
+        request = make_request("r", range(6), max_tokens=30, temperature=1.0, **wish)
+        tokens, *_ = serve(rank, [request], np.random.default_rng(0))
+        found.append(tokens["r"] == expected_tokens(request))
+    assert found == [True, False]
 
 
 def test_a_request_for_no_tokens_ends_with_its_prompts_logprobs_and_no_token():

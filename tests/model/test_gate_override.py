@@ -22,6 +22,11 @@ def trace_of(path, rows: np.ndarray) -> str:
     return f"trace:{path / 'trace.npy'}"
 
 
+def named_trace_of(path, rows: np.ndarray, token_ids: np.ndarray) -> str:
+    np.savez(path / "trace.npz", experts=rows, token_ids=token_ids)
+    return f"trace:{path / 'trace.npz'}"
+
+
 @pytest.fixture
 def recorded(tmp_path):
     rng = np.random.default_rng(5)
@@ -29,9 +34,15 @@ def recorded(tmp_path):
     return rows, trace_of(tmp_path, rows)
 
 
-@pytest.fixture(params=["uniform", "exponential:0.5", "exponential:40", "trace"])
-def spec(request, recorded):
-    return recorded[1] if request.param == "trace" else request.param
+RECORDED_IDS = np.arange(50) * 1000 % 7000  # seven tokens, in no order
+
+
+@pytest.fixture(params=["uniform", "exponential:0.5", "exponential:40", "trace", "trace of tokens"])
+def spec(request, recorded, tmp_path):
+    rows, trace = recorded
+    if request.param == "trace of tokens":
+        return named_trace_of(tmp_path, rows, RECORDED_IDS)
+    return trace if request.param == "trace" else request.param
 
 
 def test_a_choice_depends_on_the_token_alone_and_never_on_the_batch(spec):
@@ -100,6 +111,32 @@ def test_a_trace_gives_whole_recorded_rows_and_all_of_them(recorded):
     assert seen == {row.tobytes() for row in rows}
 
 
+def test_a_trace_of_tokens_gives_a_token_the_rows_of_its_id_and_an_unknown_one_any(recorded, tmp_path):
+    rows, _ = recorded
+    override = make_override(named_trace_of(tmp_path, rows, RECORDED_IDS), SHAPE, 0)
+    positions = np.arange(2_000)
+    for token_id in (1, 0, 3000, 6000, 6500):
+        chosen = override.choose(positions, np.full(2_000, token_id, np.int32)).transpose(1, 0, 2)
+        own = rows[token_id == RECORDED_IDS] if token_id in RECORDED_IDS else rows
+        assert {row.astype(np.uint8).tobytes() for row in chosen} == {row.tobytes() for row in own}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "reason"),
+    [
+        ({"token_ids": np.zeros(50, np.int32)}, "cannot be read"),
+        ({"experts": np.zeros((50, 3, 3), np.uint8)}, "cannot be read"),
+        ({"experts": "recorded", "token_ids": np.zeros(49, np.int32)}, "an integer for each of the 50 rows"),
+        ({"experts": "recorded", "token_ids": np.zeros(50)}, "an integer for each of the 50 rows"),
+    ],
+)
+def test_a_trace_of_tokens_that_lacks_something_is_refused(arrays, reason, recorded, tmp_path):
+    given = {name: recorded[0] if isinstance(array, str) else array for name, array in arrays.items()}
+    np.savez(tmp_path / "trace.npz", **given)
+    with pytest.raises(ConfigError, match=reason):
+        make_override(f"trace:{tmp_path / 'trace.npz'}", SHAPE, 0)
+
+
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
@@ -118,8 +155,9 @@ def test_a_trace_that_does_not_fit_the_network_is_refused(rows, reason, tmp_path
 
 
 def test_a_trace_that_is_missing_or_no_array_is_refused(tmp_path):
-    (tmp_path / "torn.npy").write_bytes(b"not an array")
-    for name in ("gone.npy", "torn.npy"):
+    for name in ("torn.npy", "torn.npz"):
+        (tmp_path / name).write_bytes(b"not an array")
+    for name in ("gone.npy", "torn.npy", "torn.npz"):
         with pytest.raises(ConfigError, match="cannot be read"):
             make_override(f"trace:{tmp_path / name}", SHAPE, 0)
 

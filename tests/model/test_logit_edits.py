@@ -8,8 +8,10 @@ import torch
 from parity import drive, tiny
 from support import plain_sampling
 from support.fake_device import make_request
+from support.plain_grammar import backend
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from moestro.core.grammar import Grammar
 from moestro.core.work import LOGITS_LAST, LOGITS_NONE, LogitEdits
 from moestro.engine.logit_edits import SequenceEdits, join_edits
 from moestro.engine.sequences import sampling_row
@@ -77,6 +79,49 @@ def test_a_ban_outlives_bias_and_penalties():
     request = make_request("r", [2, 2], max_tokens=30, **wishes)
     ours = edited([request], [np.array([2, 2], np.int32)], np.ones((1, 5), np.float32))
     assert ours[0].tolist() == [1, 1, -np.inf, 1, 1]
+
+
+def masked(request, known: list[int], vocabulary: int = 40) -> list[int]:
+    """Tokens that are possible after `known`, which the request's prompt begins."""
+    matcher = None if request.sampling.grammar is None else backend(vocabulary).matcher(request.sampling.grammar)
+    edits = join_edits([0], [SequenceEdits(request, matcher)], [np.array(known, np.int32)], backend(vocabulary))
+    sampling = np.array([sampling_row(request.sampling)])
+    (row,) = edit_logits(torch.zeros(1, vocabulary), edits, np.arange(1), sampling).numpy()
+    return np.flatnonzero(np.isfinite(row)).tolist()
+
+
+def test_only_listed_tokens_remain():
+    request = make_request("r", [9], max_tokens=5, allowed_token_ids=(3, 31, 32, 39))
+    assert masked(request, [9]) == [3, 31, 32, 39]
+
+
+def test_the_last_token_of_a_bad_word_is_banned_where_the_others_stand_before_it():
+    request = make_request("r", [4, 5], max_tokens=9, bad_words=((7,), (4, 5, 6), (8, 8)))
+    assert set(range(40)) - set(masked(request, [4, 5])) == {7}, "a prompt completes no word"
+    assert set(range(40)) - set(masked(request, [4, 5, 4, 5])) == {6, 7}
+    assert set(range(40)) - set(masked(request, [4, 5, 8, 8])) == {7, 8}
+
+
+def test_a_grammar_and_listed_tokens_both_hold():
+    grammar = Grammar("regex", "[a-d]{2}")
+    request = make_request("r", [9], max_tokens=5, grammar=grammar, allowed_token_ids=(3, 5, 7, 0))
+    assert masked(request, [9]) == [3, 5]  # b and d
+    assert masked(request, [9, 3, 3]) == [0]
+
+
+def test_a_complete_text_ends_before_min_tokens_and_any_other_does_not():
+    wishes = {"grammar": Grammar("regex", "ab?"), "min_tokens": 5, "stop_token_ids": (0, 1)}
+    request = make_request("r", [9], max_tokens=9, **wishes)
+    assert masked(request, [9, 2]) == [3]
+    assert masked(request, [9, 2, 3]) == [0, 1]
+
+
+def test_a_mask_covers_fewer_tokens_than_the_logits():
+    request = make_request("r", [9], max_tokens=5, grammar=Grammar("regex", "[0-9a-z]"))
+    matcher = backend(40).matcher(request.sampling.grammar)
+    edits = join_edits([0], [SequenceEdits(request, matcher)], [np.array([9], np.int32)], backend(40))
+    (row,) = edit_logits(torch.zeros(1, 90), edits, np.arange(1), np.array([sampling_row(request.sampling)])).numpy()
+    assert np.flatnonzero(np.isfinite(row)).tolist() == list(range(2, 38))
 
 
 def test_the_repetition_penalty_is_that_of_transformers():

@@ -41,8 +41,8 @@ def requests(rng: np.random.Generator) -> list[Request]:
     ]
 
 
-def answers_alone(checkpoint, asked: list[Request]) -> dict[str, list[int]]:
-    rank = build_rank(SETTINGS, open_device(settings_of(checkpoint))[0])
+def answers_alone(checkpoint, asked: list[Request], dtype: str = "float64") -> dict[str, list[int]]:
+    rank = build_rank(SETTINGS, open_device(settings_of(checkpoint, dtype))[0])
     told: dict[str, list[int]] = {request.request_id: [] for request in asked}
     for request in asked:
         rank.add(request, 0)
@@ -183,7 +183,9 @@ def test_a_dropped_layer_leaves_no_trace(num_redundant, checkpoint, group):
         for place, (_, module) in enumerate(device.network.experts):
             tag = tag_of(module)
             assert (tag.logical_of == rows[place]).all()
-            assert all(bool(up.numel()) == (row != EMPTY) for (up, _), row in zip(tag.packed, rows[place], strict=True))
+            assert all(
+                bool(up.numel()) == (row != EMPTY) for (up, _), row in zip(tag.packed.slots, rows[place], strict=True)
+            )
 
 
 def test_a_rank_that_ends_between_prepare_and_commit_leaves_the_old_placement(checkpoint, group):

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 from parity import tiny
+from support import plain_sampling
 from support.fake_device import make_request
+from support.plain_grammar import PATTERNS, backend
 from support.step_policies import ADVERSARIES, Random
 
+from moestro.core.grammar import Grammar
 from moestro.core.request import ServiceClass
 from moestro.core.stages import StageShape
 from moestro.engine.rank import build_preemptive_rank
@@ -64,6 +67,7 @@ def serve(device, policy, requests, rng, num_host_blocks: int = 0):
         evict_policy="least_computed_be_first",
     )
     rank = build_preemptive_rank(bounds, device, policy)
+    rank.scheduler.use_grammars(backend(tiny.VOCAB))
     arriving, tokens = list(requests), {}
     for now_ns in range(50_000):
         if arriving and rng.random() < 0.2:
@@ -117,6 +121,30 @@ def test_a_family_in_stages_gets_the_greedy_tokens_of_transformers(name, policy,
     if num_sparse:
         computed = sum(r.num_prompt_tokens + NUM_NEW - 1 for r in requests) - rank.stats().num_hit_tokens
         assert rank.expert_counts.sum(1).max() == computed * device.shape.num_chosen
+
+
+@pytest.mark.parametrize("policy", ["random", "in order", "qllm"])
+@torch.inference_mode()
+def test_grammars_hold_under_any_step_policy(policy, checkpoint):
+    """Units of several plans are sampled together, and their masks go with them."""
+    network = tiny.load(checkpoint("qwen3_moe"), dtype="float64")
+    oracle = tiny.load_oracle(checkpoint("qwen3_moe"), torch.float64, "sdpa")
+    rng = np.random.default_rng(3)
+    requests = [
+        msgspec.structs.replace(
+            request, sampling=msgspec.structs.replace(request.sampling, grammar=Grammar("regex", PATTERNS[i % 6]))
+        )
+        if i % 3
+        else request
+        for i, request in enumerate(make_requests(rng, 10))
+    ]
+    tokens, _ = serve(staged_device(network, num_blocks=24), make_policy(policy), requests, rng)
+    for request in requests:
+        known = request.token_array().tolist()
+        for token in tokens[request.request_id]:
+            logits = oracle(input_ids=torch.tensor([known]), use_cache=False).logits[0, -1].numpy()
+            assert token == plain_sampling.next_token(logits, known, request)
+            known.append(token)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral-window", "deepseek_v3", "gpt_oss"])

@@ -7,15 +7,18 @@ from functools import cache
 import msgspec
 import numpy as np
 import pytest
+import regex
 import torch
 from parity import drive, tiny
 from support.fake_device import make_request
 from support.linked_group import serve
+from support.plain_grammar import backend, token_texts
 from support.step_policies import Random
 from support.torch_group import BLOCK_SIZE, Layout, TorchGroup
 
 from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.core.request import ServiceClass
+from moestro.core.grammar import Grammar
+from moestro.core.request import SamplingParams, ServiceClass
 from moestro.flow.policies.basic import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.flow.registry import make_step_policy
@@ -70,6 +73,25 @@ def test_a_family_spread_over_workers_gives_the_tokens_of_the_whole_network(name
     assert serve(group, make_requests()) == fused(name, "float64")
     if group.devices[0].shape.num_chosen:
         assert group.num_messages > 0
+
+
+@pytest.mark.parametrize("shape", LAYOUTS)
+def test_homes_follow_grammars(shape, checkpoint):
+    """Each home samples for its own requests, with masks of its own."""
+    grammar = Grammar("regex", "([a-c]{1,3}[0-9]?){1,4}")
+    sampling = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, grammar=grammar)
+    requests = [msgspec.structs.replace(request, sampling=sampling) for request in make_requests()]
+    found = []
+    for layout in (LAYOUTS[shape], Layout(num_homes=1, num_expert_workers=0)):
+        group = TorchGroup(np.random.default_rng(5), checkpoint("qwen3_moe"), layout, POLICIES[shape])
+        for rank in group.ranks:
+            rank.scheduler.use_grammars(backend(tiny.VOCAB))
+        found.append(serve(group, requests))
+    assert found[0] == found[1]
+    for tokens in found[0].values():
+        text = "".join(token_texts(tiny.VOCAB)[token] or "" for token in tokens)
+        assert regex.fullmatch(grammar.text, text, partial=True)
+        assert text
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])

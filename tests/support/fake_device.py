@@ -53,6 +53,9 @@ def edited_scores(tokens, units, i: int) -> np.ndarray:
         logits[token] -= float(row["presence_penalty"])
     for unit, token in edits.banned.T.tolist():
         logits[token] = -np.inf if unit == i else logits[token]
+    for words in (mask.words() for unit, mask in edits.masks if unit == i):
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=min(32 * len(words), VOCAB_SIZE))
+        logits[np.flatnonzero(np.pad(bits, (0, VOCAB_SIZE - len(bits))) == 0)] = -np.inf
     return logits
 
 

@@ -96,6 +96,10 @@ SAMPLED = {"temperature": 1.0, "seed": 11}
 NEAR_TIES = 1
 
 
+_WORDS = {"type": "array", "items": {"type": "string", "minLength": 2, "maxLength": 9}, "minItems": 25, "maxItems": 40}
+LISTS = {"type": "json_schema", "json_schema": {"name": "lists", "schema": _WORDS}}
+
+
 def streams(parts_of_characters: list[int]) -> list[tuple[str, dict[str, Any]]]:
     likely = dict.fromkeys(map(str, parts_of_characters), 9)
     return [
@@ -108,6 +112,8 @@ def streams(parts_of_characters: list[int]) -> list[tuple[str, dict[str, Any]]]:
         stream("s = 'é", **SAMPLED, logit_bias=likely),
         stream("if x:", **SAMPLED, ignore_eos=False, min_tokens=60),
         chat("Sort a list.", stream=True, temperature=0, stream_options={"include_usage": True}),
+        stream("k = ", **SAMPLED, guided_regex="[a-z]{40}( [a-z0-9é]{3,9}){30,60}"),
+        stream("j = ", **SAMPLED, ignore_eos=False, response_format=LISTS),
         stream("y = {", **SAMPLED, stream_options={"include_usage": True, "continuous_usage_stats": True}),
     ]
 

@@ -36,7 +36,7 @@ class PlacedGroup:
         settings = LivePlacementSettings(placement_policy=policy, **flags)
         self.control = PlacementControl(self.migration, settings)
         network = SimpleNamespace(name="a-network", groups=())
-        prices = LivePrices(network=network, gpu="a-gpu", link="a-link", prices=PRICES)
+        prices = LivePrices(network=network, gpu="a-gpu", link="a-link", link_across="a-wire", prices=PRICES)
         places = group_places(range(NUM_WORKERS), range(NUM_WORKERS))
         self.now_ns, self.is_complete = 0, True
         group = PlaceableGroup(

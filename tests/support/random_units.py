@@ -30,8 +30,25 @@ def random_units(rng: np.random.Generator, num: int, *, width: int, first_slot: 
         sampling=greedy(num, seed=rng.integers(0, 99, num)),
         token_ids=rng.integers(0, 99, int(num_tokens.sum())).astype(np.int32),
         next_token_ids=rng.integers(0, 99, asked).astype(np.int32) if asked else None,
-        edits=LogitEdits(said, rng.random(said.shape[1]) < 0.5, biased, rng.random(biased.shape[1]), pairs(4)),
+        edits=LogitEdits(
+            said, rng.random(said.shape[1]) < 0.5, biased, rng.random(biased.shape[1]), pairs(4), random_masks(rng, num)
+        ),
     )
+
+
+class NumberedMask:
+    """A mask that is only told apart from others."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def words(self) -> np.ndarray:
+        return np.array([self.number], np.int32)
+
+
+def random_masks(rng: np.random.Generator, num: int) -> tuple[tuple[int, NumberedMask], ...]:
+    units = np.flatnonzero(rng.random(num) < 0.3).tolist()
+    return tuple((unit, NumberedMask(int(rng.integers(1000)))) for unit in units)
 
 
 def unit_by_unit(units: Units) -> list[dict]:
@@ -50,6 +67,7 @@ def unit_by_unit(units: Units) -> list[dict]:
                     (t, float(b)) for (u, t), b in zip(edits.biased.T.tolist(), edits.bias, strict=True) if u == i
                 ],
                 "banned": [t for u, t in edits.banned.T.tolist() if u == i],
+                "masks": [mask.words().tolist() for u, mask in edits.masks if u == i],
             }
         found.append(
             {

@@ -103,7 +103,7 @@ class Running:
 
 
 _RENDERER = "moestro.text.template_worker"
-_NO_RANKS = (_RENDERER, STANDBY[0])
+_NO_RANKS = (_RENDERER, "moestro.grammar.check_worker", STANDBY[0])
 
 
 def _has_argument(process: psutil.Process, *arguments: str) -> bool:

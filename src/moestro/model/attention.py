@@ -8,7 +8,7 @@ purpose: transformers builds no mask for a name that it does not know.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from moestro.model.step import DecodeView, PagedStep, PieceView, Reach
 
 PAGED, PLAIN = "moestro", "moestro_plain"  # names in the registry: the fast path, and its plain twin
 STEP_ARGUMENT = "paged_step"  # keyword of the network's call that carries the step
+# Attributes of an attention module, in its `__dict__` because modules look up others slowly.
+OWN_ATTENTION = "moestro_attention"  # an `OwnAttention` that replaces torch's
+ATTENTION_FORM = "moestro_form"  # its `AttentionForm`, from its first step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +38,33 @@ class Scoring:
     scaling: float | None
     window: int | None
     sinks: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionForm:
+    """Shape of a layer's attention.
+
+    Attributes:
+        num_heads, num_kv_heads: heads of the queries, and of K and V.
+        key_size, value_size: entries of a head.
+        scoring: how it scores keys.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    scoring: Scoring
+
+
+class OwnAttention(Protocol):
+    """Replaces torch's attention in a layer."""
+
+    def __call__(
+        self, step: PagedStep, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """Return the result of `attend_paged` with the same arguments."""
+        ...
 
 
 def paged_attention(
@@ -59,18 +89,36 @@ def paged_attention(
         UnsupportedModelError: a mask or softcapped scores.
     """
     step, scoring = _read_arguments(attention_mask, kwargs)
-    pools = step.pools.write(_layer_of(module), step.write_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    own: OwnAttention | None = module.__dict__.get(OWN_ATTENTION)
+    if own is not None:
+        return own(step, _layer_of(module), query, key, value, scoring), None
+    if ATTENTION_FORM not in module.__dict__:
+        sizes = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+        module.__dict__[ATTENTION_FORM] = AttentionForm(*sizes, scoring)
+    return attend_paged(step, _layer_of(module), query, key, value, scoring), None
+
+
+def attend_paged(step: PagedStep, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """[1, tokens, query heads, V size], attention of a layer by torch, after its K and V are written to the pools.
+
+    Args:
+        step: the step.
+        layer: the layer.
+        query, key, value: as for `paged_attention`.
+        scoring: how the layer scores keys.
+    """
+    pools = step.pools.write(layer, step.write_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     view = step.view(Reach(scoring.window, has_sink=scoring.sinks is not None))
     rows = query[0].transpose(0, 1)
     out = rows.new_empty(*rows.shape[:2], value.shape[-1])
     for group in view.decode:
         if group.rows is None:
-            return _attend_decode(rows, pools, group, scoring)[None], None
+            return _attend_decode(rows, pools, group, scoring)[None]
         out.index_copy_(0, group.rows, _attend_decode(rows.index_select(0, group.rows), pools, group, scoring))
     for piece in view.pieces:
         queries = query[:, :, piece.first_row : piece.end_row]
         out[piece.first_row : piece.end_row] = _attend_piece(queries, pools, piece, scoring)
-    return out[None], None
+    return out[None]
 
 
 def plain_attention(

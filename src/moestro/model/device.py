@@ -17,6 +17,7 @@ from moestro.core.work import BlockMoves, Forward, StepResult
 from moestro.model.check import check_network
 from moestro.model.gate_override import make_override
 from moestro.model.generation_config import eos_token_ids, read_generation_config, sampling_defaults
+from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
 from moestro.model.load import load_network, read_config
 from moestro.model.network import Network
 from moestro.model.pools import (
@@ -66,6 +67,7 @@ class TorchDevice:
     @torch.inference_mode()
     def _compute(self) -> None:
         while self._launched:
+            self.network.adopt_kernels()
             step = PagedStep(self._launched.popleft().units, self.pools, self.network.device)
             logits = self.network.logits(step)
             routing = self.network.routing
@@ -86,8 +88,9 @@ class TorchDevice:
         return None
 
 
-# Rounding depends on the shape of a batch. In these types it changes a token only where two candidates are within about
-# 1e-5 of each other, and an undisturbed answer could have either; in half precision it changes many tokens.
+# With torch's kernels rounding depends on the shape of a batch. In these types it changes a token only where two
+# candidates are within about 1e-5 of each other, and an undisturbed answer could have either; in half precision it
+# changes many tokens. With own kernels it depends on nothing but the request.
 _EXACT_DTYPES = ("float32", "float64")
 
 
@@ -124,7 +127,7 @@ class CheckpointFacts:
             num_experts=network.num_experts,
             num_experts_per_token=num_chosen,
             num_parameters=network.num_parameters,
-            is_exact=dtype in _EXACT_DTYPES,
+            is_exact=dtype in _EXACT_DTYPES or network.is_batch_invariant,
         )
 
 
@@ -153,6 +156,8 @@ class CheckedNetwork:
             ConfigError: the settings are impossible.
         """
         probe, notes, wanted_len = self.probe, self.notes, self.facts.max_model_len
+        if self.network.exchange is not None:
+            notes += (self.network.exchange.note,)
         num_blocks = choose_num_blocks(settings, probe.bytes_per_block)
         num_host_blocks = choose_num_host_blocks(settings, probe.bytes_per_block)
         max_model_len = fit_max_model_len(settings, wanted_len, num_blocks, probe.bytes_per_block)
@@ -192,12 +197,14 @@ def open_network(
     settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
 ) -> CheckedNetwork:
     """Load a network and check it. Arguments and errors as `open_device`."""
+    kernels = begin_search(settings)
     on_phase("read config")
     facts = read_facts(settings)
     on_phase("load weights")
     network, notes = load_network(settings, facts.config, rank)
     on_phase("check")
     probe, num_chosen = check_network(network, facts.max_model_len, settings.block_size)
+    notes += choose_kernels(network, kernels, settings)
     if settings.gate_override is not None:
         network.override = make_override(settings.gate_override, network.gate_shape(num_chosen), settings.seed)
     return CheckedNetwork(facts=facts, network=network, probe=probe, num_chosen=num_chosen, notes=notes)

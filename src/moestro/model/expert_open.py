@@ -17,6 +17,8 @@ from moestro.model.arena import TokenForm
 from moestro.model.device import CheckpointFacts, open_network, read_facts
 from moestro.model.expert_files import read_layer
 from moestro.model.expert_pieces import ExpertRunner
+from moestro.model.kernels.kernel_build import KernelBuild
+from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
 from moestro.model.load import build_skeleton, choose_device
 from moestro.model.network import Network, find_experts
 from moestro.model.settings import ModelSettings
@@ -41,10 +43,11 @@ def open_expert_device(
         ConfigError: as `open_device`.
         UnsupportedModelError: as `open_device`.
     """
+    kernels = begin_search(settings)
     on_phase("read config")
     facts = read_facts(settings)
     on_phase("load weights")
-    network, num_chosen = _load_share(settings, facts, share, rank)
+    network, num_chosen = _load_share(settings, facts, share, kernels, rank)
     sparse = {layer for layer, _ in network.experts}
     shape = StageShape(
         is_sparse=tuple(layer in sparse for layer in range(network.num_layers)),
@@ -66,7 +69,9 @@ def open_expert_device(
     return device, facts.describe(settings, network, num_chosen)
 
 
-def _load_share(settings: ModelSettings, facts: CheckpointFacts, share: WorkerShare, rank: int) -> tuple[Network, int]:
+def _load_share(
+    settings: ModelSettings, facts: CheckpointFacts, share: WorkerShare, kernels: KernelBuild | None, rank: int
+) -> tuple[Network, int]:
     """A network that has the share's experts alone, and the number of experts that a token visits."""
     if settings.load_format == "dummy":  # random weights are drawn in the order of the whole network
         return _load_whole(settings, share, rank)
@@ -79,6 +84,7 @@ def _load_share(settings: ModelSettings, facts: CheckpointFacts, share: WorkerSh
     num_chosen = _count_chosen(network, loaded)
     if num_chosen is None:
         return _load_whole(settings, share, rank)
+    choose_kernels(network, kernels, settings)
     slots = share.slots(network)
     for layer in layers:
         if layer != layers[0]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moestro.core.expert_table import EMPTY
 from moestro.core.work import Int32s
 from moestro.model.experts import PackedExperts, retag, tag_of, weights_of
-from moestro.model.packing import pack
+from moestro.model.packing import TORCH_PACKING, PackedSlots, WeightPacking
 
 
 class ExpertWeights(NamedTuple):
@@ -39,7 +39,7 @@ def keep_experts(module: nn.Module, logical_of: Int32s) -> None:
     """
     tag = tag_of(module)
     assert tag.logical_of is None, "experts are kept by logical id, which a cut module no longer has"
-    assert not tag.packed, "experts are packed after they are cut"
+    assert tag.packed is None, "experts are packed after they are cut"
     for tensor in weights_of(cast(PackedExperts, module)):
         if tensor is not None:
             kept = tensor.data.new_zeros(len(logical_of), *tensor.shape[1:])
@@ -49,27 +49,37 @@ def keep_experts(module: nn.Module, logical_of: Int32s) -> None:
     retag(module, logical_of=logical_of.copy())
 
 
-def pack_experts(module: nn.Module) -> None:
-    """Pack the weights of a tagged experts module for `run_each` and drop the unpacked ones."""
+def pack_experts(module: nn.Module, packing: WeightPacking = TORCH_PACKING) -> None:
+    """Pack the weights of a tagged experts module and drop the unpacked ones, or change the layout of packed ones."""
     tag, experts = tag_of(module), cast(PackedExperts, module)
     up, _, down, _ = weights_of(experts)
+    if tag.packed is not None:
+        retag(module, packed=_repack(tag.packed, packing))
+        return
     is_empty = np.zeros(len(up), np.bool_) if tag.logical_of is None else tag.logical_of == EMPTY
     none = (up.new_empty(0), down.new_empty(0))
-    packed = [
-        none if empty else (_pack(experts, up.data[slot]), _pack(experts, down.data[slot]))
+    slots = tuple(
+        none if empty else (_pack(experts, up.data[slot], packing), _pack(experts, down.data[slot], packing))
         for slot, empty in enumerate(is_empty.tolist())
-    ]
-    retag(module, packed=packed)
+    )
+    retag(module, packed=PackedSlots(packing, slots))
     for weight in (up, down):
         weight.data = weight.data.new_empty(0)
+
+
+def _repack(packed: PackedSlots, packing: WeightPacking) -> PackedSlots:
+    def change(weight: Tensor) -> Tensor:
+        return packing.pack(packed.packing.unpack(weight)) if weight.numel() else weight
+
+    return PackedSlots(packing, tuple((change(up), change(down)) for up, down in packed.slots))
 
 
 def read_expert(module: nn.Module, slot: int) -> ExpertWeights:
     """Copy the weights in a slot that is not empty, bit for bit as the checkpoint has them."""
     experts, packed = cast(PackedExperts, module), tag_of(module).packed
     up, up_bias, down, down_bias = weights_of(experts)
-    if packed:
-        first, second = (weight.to_dense() for weight in packed[slot])
+    if packed is not None:
+        first, second = (packed.packing.unpack(weight) for weight in packed.slots[slot])
         first, second = (first.T, second.T) if experts.is_transposed else (first, second)
     else:
         first, second = up.data[slot], down.data[slot]
@@ -92,12 +102,14 @@ class PreparedExpert(NamedTuple):
     Attributes:
         up, down: weights, packed where the module's are.
         up_bias, down_bias: biases, or None.
+        packing: layout of the weights; None if they are not packed.
     """
 
     up: Tensor
     up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    packing: WeightPacking | None
 
 
 def prepare_expert(module: nn.Module, weights: ExpertWeights) -> PreparedExpert:
@@ -105,13 +117,14 @@ def prepare_expert(module: nn.Module, weights: ExpertWeights) -> PreparedExpert:
     experts = cast(PackedExperts, module)
     up, up_bias, down, down_bias = weights_of(experts)
     first, second = weights.up.to(up.device), weights.down.to(down.device)
-    if tag_of(module).packed:
-        first, second = _pack(experts, first), _pack(experts, second)
+    packed = tag_of(module).packed
+    if packed is not None:
+        first, second = _pack(experts, first, packed.packing), _pack(experts, second, packed.packing)
     biases = [
         None if mine is None or given is None else given.to(mine.device)
         for mine, given in ((up_bias, weights.up_bias), (down_bias, weights.down_bias))
     ]
-    return PreparedExpert(first, biases[0], second, biases[1])
+    return PreparedExpert(first, biases[0], second, biases[1], None if packed is None else packed.packing)
 
 
 def install_expert(module: nn.Module, slot: int, logical: int, prepared: PreparedExpert) -> None:
@@ -126,8 +139,8 @@ def install_expert(module: nn.Module, slot: int, logical: int, prepared: Prepare
     tag = tag_of(module)
     assert tag.logical_of is not None, "a module with all experts has no slots to rewrite"
     up, up_bias, down, down_bias = weights_of(cast(PackedExperts, module))
-    if tag.packed:
-        retag(module, packed=[*tag.packed[:slot], (prepared.up, prepared.down), *tag.packed[slot + 1 :]])
+    if tag.packed is not None:
+        retag(module, packed=tag.packed.with_slot(slot, *_in_layout(prepared, tag.packed.packing)))
     else:
         up.data[slot] = prepared.up
         down.data[slot] = prepared.down
@@ -149,12 +162,19 @@ def empty_slot(module: nn.Module, slot: int) -> None:
     """
     tag = tag_of(module)
     assert tag.logical_of is not None, "a module with all experts has no slots to empty"
-    if tag.packed:
+    if tag.packed is not None:
         up, _, down, _ = weights_of(cast(PackedExperts, module))
-        none = (up.new_empty(0), down.new_empty(0))
-        retag(module, packed=[*tag.packed[:slot], none, *tag.packed[slot + 1 :]])
+        retag(module, packed=tag.packed.with_slot(slot, up.new_empty(0), down.new_empty(0)))
     tag.logical_of[slot] = EMPTY
 
 
-def _pack(experts: PackedExperts, weight: Tensor) -> Tensor:
-    return pack(weight.T if experts.is_transposed else weight)
+def _pack(experts: PackedExperts, weight: Tensor, packing: WeightPacking) -> Tensor:
+    return packing.pack(weight.T if experts.is_transposed else weight)
+
+
+def _in_layout(prepared: PreparedExpert, packing: WeightPacking) -> tuple[Tensor, Tensor]:
+    """Up and down weights in a layout, to which the module may have changed since they were prepared."""
+    if prepared.packing is packing:
+        return prepared.up, prepared.down
+    assert prepared.packing is not None, "weights are packed before experts move"
+    return packing.pack(prepared.packing.unpack(prepared.up)), packing.pack(prepared.packing.unpack(prepared.down))

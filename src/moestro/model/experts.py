@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
 from moestro.model.expert_visits import ExpertVisitCounter
-from moestro.model.packing import packed_linear
+from moestro.model.packing import PackedSlots
 
 EXPERTS = "moestro"  # name in the registry
 _TAG = "moestro_layer"
@@ -109,8 +109,7 @@ class ExpertLayer:
             experts have no bias.
         logical_of: int32[slots], logical expert in each slot; EMPTY means none. None means that the module has all
             experts, each in the slot of its number.
-        packed: packed up and down weights of each slot, without elements for an empty one; empty if the weights are not
-            packed.
+        packed: packed weights of the slots; None if the weights are not packed.
     """
 
     layer: int
@@ -120,7 +119,7 @@ class ExpertLayer:
     dtype: torch.dtype
     layout: tuple[tuple[torch.Size, torch.dtype] | None, ...]
     logical_of: NDArray[np.int32] | None = None
-    packed: Sequence[tuple[Tensor, Tensor]] = ()
+    packed: PackedSlots | None = None
 
 
 def tag_experts(modules: list[tuple[int, nn.Module]], routing: Routing) -> None:
@@ -170,6 +169,8 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
     if tag.routing.stand_in is not None:
         return tag.routing.stand_in(module, hidden, top_k_index, top_k_weights)
     assert tag.logical_of is None, "some experts of this module are elsewhere"
+    if tag.packed is not None and tag.packed.whole is not None:
+        return tag.packed.whole.weighted_sum(hidden, top_k_index, top_k_weights, tag.routing.counts[tag.layer])
     experts = cast(PackedExperts, module)
     flat = top_k_index.reshape(-1)
     by_expert = flat.argsort(stable=True)
@@ -193,9 +194,7 @@ def run_slots(module: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
     return run_each(experts, rows, counts, tag_of(module).packed)
 
 
-def run_each(
-    experts: PackedExperts, rows: Tensor, counts: Tensor, packed: Sequence[tuple[Tensor, Tensor]] = ()
-) -> Tensor:
+def run_each(experts: PackedExperts, rows: Tensor, counts: Tensor, packed: PackedSlots | None = None) -> Tensor:
     """[rows, hidden size], one expert after the other: the plain twin, and with packed weights the fast path on a CPU.
 
     The host reads the counts, so an accelerator is waited for here.
@@ -218,7 +217,7 @@ def run_batches(
     out: Tensor,
     *,
     start: int = 0,
-    packed: Sequence[tuple[Tensor, Tensor]] = (),
+    packed: PackedSlots | None = None,
 ) -> int:
     """Write what some experts answer, not weighted, one after the other.
 
@@ -230,10 +229,13 @@ def run_batches(
     Returns:
         The row behind the last.
     """
-    multiply = packed_linear if packed else torch.matmul if experts.is_transposed else functional.linear
+    if packed is not None and packed.whole is not None:
+        return packed.whole.answers(batches, rows, out, start)
+    plain = torch.matmul if experts.is_transposed else functional.linear
+    multiply = plain if packed is None else packed.packing.linear
     up, up_bias, down, down_bias = weights_of(experts)  # once: a module finds its parameters slowly
     for expert, count in batches:
-        first, second = packed[expert] if packed else (up[expert], down[expert])
+        first, second = (up[expert], down[expert]) if packed is None else packed.slots[expert]
         inner = multiply(rows[start : start + count], first)
         if up_bias is not None:
             inner += up_bias[expert]

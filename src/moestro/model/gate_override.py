@@ -6,6 +6,7 @@ that run the same tokens under the same override therefore visit the same expert
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from moestro.core.rng import mix64, uniform
 from moestro.errors import ConfigError
 
-_FORMS = "uniform, exponential:LAMBDA (LAMBDA >= 0) or trace:FILE.npy"
+_FORMS = "uniform, exponential:LAMBDA (LAMBDA >= 0), or trace:FILE (.npy or .npz)"
 _RANKS, _DRAWS, _ROWS = (np.uint64(n) for n in range(3))  # separate the keys of different uses
 
 
@@ -76,8 +77,12 @@ class ExponentialGate:
 class TraceGate:
     """Replays recorded expert choices: each token takes one whole recorded row, selected by its position and id.
 
+    A recording that names the token of each row gives a token a row of its own id, and one that was not recorded any
+    row. So the load of a server follows what its requests are about, as recorded.
+
     Args:
-        path: a `.npy` file of integers, [recorded tokens, layers with experts, chosen].
+        path: a `.npy` file of integers, [recorded tokens, layers with experts, chosen]; or an `.npz` file with this
+            array as `experts`, and `token_ids`, integers [recorded tokens].
         shape: the network's gates, which the recording must match.
         seed: seed of the selection.
 
@@ -86,13 +91,24 @@ class TraceGate:
     """
 
     def __init__(self, path: Path, shape: GateShape, seed: int) -> None:
-        self._rows = _read_trace(path, shape)
+        rows, token_ids = _read_trace(path, shape)
+        self._rows, self._num_rows, self._ids = rows, len(rows), np.empty(0, np.int64)
+        if token_ids is not None:
+            order = token_ids.argsort(kind="stable")
+            self._rows = rows[order]
+            self._ids, self._first, self._count = np.unique(token_ids[order], return_index=True, return_counts=True)
         self._seed = _layer_keys(seed, (0,), _ROWS)
 
     def choose(self, positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> NDArray[np.int64]:
         """Implement `GateOverride`."""
         draws = uniform(self._seed, _token_keys(positions, token_ids))
-        return self._rows[(draws * len(self._rows)).astype(np.int64)].transpose(1, 0, 2).astype(np.int64)
+        first, count = np.zeros(len(draws), np.int64), np.full(len(draws), self._num_rows)
+        if len(self._ids):
+            at = np.minimum(self._ids.searchsorted(token_ids), len(self._ids) - 1)
+            is_known = self._ids[at] == token_ids
+            first, count = np.where(is_known, self._first[at], 0), np.where(is_known, self._count[at], self._num_rows)
+        chosen: NDArray[np.int64] = self._rows[first + (draws * count).astype(np.int64)].transpose(1, 0, 2)
+        return chosen.astype(np.int64)
 
 
 def check_spec(spec: str) -> None:
@@ -104,7 +120,7 @@ def check_spec(spec: str) -> None:
     kind, _, value = spec.partition(":")
     if spec == "uniform" or (kind == "exponential" and _is_decay(value)):
         return
-    if kind == "trace" and value.endswith(".npy"):
+    if kind == "trace" and value.endswith((".npy", ".npz")):
         return
     hint = " Unpack it first (zstd -d)." if kind == "trace" and value.endswith(".zst") else ""
     raise ConfigError(f"--gate-override {spec!r} is unknown: give {_FORMS}.{hint}")
@@ -158,22 +174,33 @@ def _smallest(times: NDArray[np.float64], count: int) -> NDArray[np.int64]:
     return np.take_along_axis(first, np.take_along_axis(times, first, 1).argsort(axis=1, kind="stable"), 1)
 
 
-def _read_trace(path: Path, shape: GateShape) -> NDArray[np.integer]:
+def _read_trace(path: Path, shape: GateShape) -> tuple[NDArray[np.integer], NDArray[np.int64] | None]:
+    """Return the recorded rows, and the token of each, or None."""
+    name = f"--gate-override trace:{path}"
     try:
-        rows = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--gate-override trace:{path} cannot be read as a .npy array: {error}") from error
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        arrays = [found] if isinstance(found, np.ndarray) else [found["experts"], found["token_ids"]]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{name} cannot be read as an array, or as `experts` and `token_ids`: {error}") from error
+    rows = arrays[0]
     wanted = (len(shape.layers), shape.num_chosen)
     if rows.ndim != 3 or rows.shape[1:] != wanted or not len(rows) or rows.dtype.kind not in "iu":
         raise ConfigError(
-            f"--gate-override trace:{path} holds {rows.dtype}{list(rows.shape)}, but this model needs integers"
+            f"{name} holds {rows.dtype}{list(rows.shape)}, but this model needs integers"
             f" [tokens >= 1, {wanted[0]} layers with experts, {wanted[1]} experts a token]."
         )
     if rows.min() < 0 or rows.max() >= shape.num_experts:
         raise ConfigError(
-            f"--gate-override trace:{path} names experts {rows.min()} .. {rows.max()}, but this model has"
-            f" 0 .. {shape.num_experts - 1}."
+            f"{name} names experts {rows.min()} .. {rows.max()}, but this model has 0 .. {shape.num_experts - 1}."
         )
     if (np.diff(np.sort(rows, axis=2), axis=2) == 0).any():
-        raise ConfigError(f"--gate-override trace:{path}: some token names one expert twice in a layer.")
-    return np.asarray(rows)
+        raise ConfigError(f"{name}: some token names one expert twice in a layer.")
+    if len(arrays) == 1:
+        return np.asarray(rows), None
+    token_ids = arrays[1]
+    if token_ids.shape != rows.shape[:1] or token_ids.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{name} has token_ids {token_ids.dtype}{list(token_ids.shape)}, and needs an integer for each of the"
+            f" {len(rows)} rows."
+        )
+    return np.asarray(rows), token_ids.astype(np.int64)

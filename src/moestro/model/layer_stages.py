@@ -65,6 +65,21 @@ class LayerStages(Protocol):
         ...
 
 
+# Attribute of a layer, in its `__dict__`: a `LayerFront` that replaces the modules of its front.
+LAYER_FRONT = "moestro_front"
+
+
+class LayerFront(Protocol):
+    """Computes a canonical layer up to its gate in one call."""
+
+    def __call__(self, hidden: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """Return the residual stream and the experts' input, each [tokens, hidden size].
+
+        None means that the arguments are unknown to it, and that the layer's modules have to run.
+        """
+        ...
+
+
 class WholeLayer:
     """A layer without routed experts."""
 
@@ -117,15 +132,23 @@ class DirectLayer:
         self._between = layer.post_attention_layernorm
         self._gate = layer.mlp.gate if hasattr(layer.mlp, "gate") else layer.mlp.router
         self._correction = (layer.mlp.e_score_correction_bias,) if corrects else ()
+        self._attributes = layer.__dict__
 
     def attend(self, hidden: Tensor, arguments: dict[str, Any]) -> Attended:
         """Implement `LayerStages`."""
+        front: LayerFront | None = self._attributes.get(LAYER_FRONT)
+        done = None if front is None else front(hidden, arguments)
+        if done is not None:
+            return self.choose(*done)
         stream = hidden[None]
         mixed, _ = self._attention(hidden_states=self._before(stream), **arguments)
         stream = stream + mixed
-        inputs = self._between(stream)[0]
+        return self.choose(stream[0], self._between(stream)[0])
+
+    def choose(self, stream: Tensor, inputs: Tensor) -> Attended:
+        """Let the gate choose. `stream`, `inputs`: [tokens, hidden size], as in `Attended`."""
         _, weights, ids = self._gate(inputs, *self._correction)
-        return Attended(stream[0], inputs, ids, weights)
+        return Attended(stream, inputs, ids, weights)
 
     def complete(self, attended: Attended, total: Tensor, arguments: dict[str, Any]) -> Tensor:
         """Implement `LayerStages`."""

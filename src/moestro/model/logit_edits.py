@@ -1,16 +1,20 @@
-"""Biases, penalties and bans, applied to the logits of all units of a step at once.
+"""Biases, penalties, bans and masks, applied to the logits of all units of a step at once.
 
 The order is that of vLLM v1: biases, then the repetition, frequency and presence penalties, then (in `sampler`)
-temperature, min_p, top_k and top_p. Bans come last here and first there, which is equivalent: nothing lifts -inf.
+temperature, min_p, top_k and top_p. Bans and masks come last here and first there, which is equivalent: nothing lifts
+-inf.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moestro.core.grammar import TokenMask
 from moestro.core.work import Int32s, LogitEdits
 from moestro.model.upload import upload
 
@@ -32,7 +36,25 @@ def edit_logits(logits: Tensor, edits: LogitEdits, units: NDArray[np.int64], sam
         _penalise(logits, edits, np.searchsorted(units, edits.said[0]), sampling)
     if edits.banned.size:
         flat[_places(np.searchsorted(units, edits.banned[0]), edits.banned[1], logits)] = float("-inf")
+    if edits.masks:
+        at = upload(np.searchsorted(units, [unit for unit, _ in edits.masks]), logits.device)
+        forbidden = _forbidden([mask for _, mask in edits.masks], logits)
+        logits[at] = logits[at].masked_fill(forbidden, float("-inf"))
     return logits
+
+
+def _forbidden(masks: Sequence[TokenMask], like: Tensor) -> Tensor:
+    """bool[masks, vocabulary], tokens that each mask excludes. Tokens beyond the end of a mask are excluded.
+
+    The masks were computed while the device computed the logits, and travel with one bit for each token.
+    """
+    packed = np.zeros((len(masks), -(-like.shape[1] // 32)), np.int32)
+    for row, mask in zip(packed, masks, strict=True):
+        words = mask.words()[: len(row)]
+        row[: len(words)] = words
+    of_byte = 1 << torch.arange(8, dtype=torch.uint8, device=like.device)
+    bits = upload(packed.view(np.uint8), like.device)[:, :, None] & of_byte
+    return bits.flatten(1)[:, : like.shape[1]] == 0
 
 
 def _penalise(logits: Tensor, edits: LogitEdits, rows: NDArray[np.int64], sampling: NDArray[np.void]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,9 +20,17 @@ from moestro.model.expert_slots import keep_experts, pack_experts
 from moestro.model.expert_visits import ExpertVisitCounter
 from moestro.model.experts import Routing, is_experts, tag_experts
 from moestro.model.gate_override import GateOverride, GateShape
+from moestro.model.kernels.exchange import KernelExchange
+from moestro.model.kernels.kernel_build import KernelBuild
+from moestro.model.kernels.library import KernelLibrary
 from moestro.model.packing import can_pack, pack_linears
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
+
+logger = logging.getLogger(__name__)
+
+# Weights that change their layout between two steps while the network serves: about 20 ms of a core.
+_BYTES_A_STEP = 16 << 20
 
 
 class Network:
@@ -38,6 +49,7 @@ class Network:
         routing: shared state of its experts; None for a dense model.
         override: replacement of its gates' choices; None means that the gates choose.
         experts: (layer, experts module), ascending.
+        exchange: exchange of its modules for own kernels; None while torch computes all.
     """
 
     def __init__(self, model: Any, device: torch.device | None = None) -> None:
@@ -52,6 +64,9 @@ class Network:
         self.bytes_per_expert = max((_bytes_per_expert(module) for _, module in self.experts), default=0)
         self.num_experts = max((int(module.num_experts) for _, module in self.experts), default=0)
         self.num_slots = self.num_experts
+        self.exchange: KernelExchange | None = None
+        self._awaited: KernelBuild | None = None
+        self._exchanging: Iterator[int] | None = None
         self.routing = Routing(self.num_layers, self.num_experts, self.device) if self.experts else None
         if self.routing is not None:
             tag_experts(self.experts, self.routing)
@@ -82,8 +97,7 @@ class Network:
         self.num_slots = len(slots)
         keep_experts(module, np.where(slots < module.num_experts, slots, EMPTY))
         module.to(self.device)
-        if can_pack(self.device, self.dtype):
-            pack_experts(module)
+        self._pack_experts([(layer, module)])
 
     def drop_all_but_experts(self) -> None:
         """Drop embeddings, attention, norms, gates, shared experts, dense layers and the head.
@@ -91,6 +105,19 @@ class Network:
         Only the modules in `experts` remain; no step can run.
         """
         self.model = None
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether own kernels compute everything that may round by the batch, from the first step on."""
+        return self.exchange is not None and self._awaited is None and not self.exchange.kept
+
+    def use_kernels(self, library: KernelLibrary) -> None:
+        """Let `pack` exchange modules for own kernels. The network is in bfloat16 on a CPU, and has run a step."""
+        self.exchange = KernelExchange(library)
+
+    def await_kernels(self, build: KernelBuild) -> None:
+        """Let `adopt_kernels` exchange modules for own kernels when a search has found them."""
+        self._awaited = build
 
     def pack(self) -> None:
         """Convert the weights to the layout of the CPU's kernels, where such kernels exist.
@@ -100,16 +127,59 @@ class Network:
         self.pack_linears()
         self.pack_experts()
 
+    @torch.inference_mode()
     def pack_linears(self) -> None:
-        """Do the part of `pack` that concerns linear layers."""
+        """Do the part of `pack` that concerns everything but routed experts."""
+        if self.exchange is not None:
+            for _ in self.exchange.exchange_modules(self.model, self.routing):
+                pass
         if can_pack(self.device, self.dtype):
             pack_linears(self.model)
 
     def pack_experts(self) -> None:
         """Do the part of `pack` that concerns routed experts."""
-        if can_pack(self.device, self.dtype):
-            for _, module in self.experts:
+        self._pack_experts(self.experts)
+
+    @torch.inference_mode()
+    def _pack_experts(self, modules: list[tuple[int, Any]]) -> None:
+        if self.exchange is not None:
+            for _ in self.exchange.exchange_experts(modules):
+                pass
+        elif can_pack(self.device, self.dtype):
+            for _, module in modules:
                 pack_experts(module)
+
+    def finish_kernels(self) -> None:
+        """Wait for awaited kernels and exchange all modules now, so that all steps from here on compute alike."""
+        if self._awaited is not None:
+            self._awaited.wait()
+        while self._awaited is not None:
+            self.adopt_kernels()
+
+    @torch.inference_mode()
+    def adopt_kernels(self) -> None:
+        """Exchange some modules for own kernels that have arrived while the network serves. Called between two steps.
+
+        Each exchanged module computes what it did but for rounding, so that steps may run while others still follow.
+        """
+        if self._awaited is None or not self._awaited.is_over:
+            return
+        library = self._awaited.library
+        if library is None:
+            self._awaited = None
+            return
+        if self.exchange is None or self._exchanging is None:
+            self.exchange = KernelExchange(library)
+            has_layers = self.model is not None
+            parts = self.exchange.exchange_modules(self.model, self.routing) if has_layers else ()
+            self._exchanging = chain(parts, self.exchange.exchange_experts(self.experts))
+        num_bytes = 0
+        for size in self._exchanging:
+            num_bytes += size
+            if num_bytes >= _BYTES_A_STEP:
+                return
+        self._awaited = self._exchanging = None
+        logger.info(self.exchange.note)
 
     def sample_choices(self, interval: int) -> None:
         """Keep the choices of some tokens in one step of `interval`, for `StepResult.expert_choices`."""

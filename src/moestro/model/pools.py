@@ -62,12 +62,20 @@ class KVPools:
         Returns:
             K and V, each [slots, heads, head size].
         """
-        if layer not in self._by_layer:
-            self._by_layer[layer] = (self._empty(key), self._empty(value))
-        keys, values = self._by_layer[layer]
+        keys, values = self.of_layer(layer, key, value)
         keys.index_copy_(0, slots, key)
         values.index_copy_(0, slots, value)
         return keys, values
+
+    def find(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """K and V of a layer, [slots, heads, head size]; None before its first write."""
+        return self._by_layer.get(layer)
+
+    def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of a layer. `key`, `value`: [tokens, heads, head size], whose shapes a new pool gets."""
+        if layer not in self._by_layer:
+            self._by_layer[layer] = (self._empty(key), self._empty(value))
+        return self._by_layer[layer]
 
     def allocate(self, num_blocks: int) -> KVPools:
         """Allocate new zeroed pools with the shapes of these.

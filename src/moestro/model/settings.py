@@ -14,6 +14,7 @@ from moestro.model.gate_override import check_spec
 
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
+KernelKind = Literal["auto", "own", "eager"]
 LoadFormat = Literal["auto", "dummy"]
 
 DEMO_MODEL = "moestro-demo"  # the small model that comes with Moestro
@@ -36,10 +37,15 @@ class NetworkSettings(CheckedSettings):
     "Data type of weights, activations and KV cache; auto: what the checkpoint was saved in."
     device: str = "auto"
     "cpu, cuda, auto (an accelerator if there is one), or paced:h20 (modelled durations of MODEL on that GPU)."
+    kernels: KernelKind = "auto"
+    "CPU kernels for bfloat16; auto: Moestro's own once compiled; own: the start waits for them; eager: torch's."
     load_format: LoadFormat = "auto"
     "dummy: random weights of the right shapes, to measure speed without a download."
     gate_override: str | None = None
-    "Replace the gate's choice of experts to study load: uniform, exponential:LAMBDA or trace:FILE."
+    (
+        "Replace the gate's choice of experts to study load: uniform, exponential:LAMBDA or trace:FILE, with recorded"
+        " choices [tokens, layers, chosen] (.npy), or `experts` and `token_ids`, whose rows go to equal tokens (.npz)."
+    )
     generation_config: Literal["auto", "vllm"] = "auto"
     "Sampling defaults where a request names none; auto: the checkpoint's generation_config.json; vllm: neutral ones."
     seed: Annotated[int, between(0, 2**63 - 1)] = 0

@@ -124,6 +124,7 @@ class SpreadDevice(TorchDevice):
 
     def take_part(self, now_ns: int) -> None:
         """Implement `LockStepDevice.take_part`."""
+        self.network.adopt_kernels()
         self._spread.take_part()
         if self.network.device.type == "cuda":
             torch.cuda.current_stream(self.network.device).synchronize()

@@ -78,6 +78,8 @@ class ExpertTorchDevice:
 
     def launch(self, item: StageItem, now_ns: int) -> None:
         """Start `item`. Items that touch the same blocks, rows or places run in launch order."""
+        if not self._running:
+            self.network.adopt_kernels()
         progress = Progress(item)
         self._running.append(_LaunchedItem(progress, self._runner.pieces(progress)))
         if not self._is_cpu:

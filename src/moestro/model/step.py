@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -84,6 +84,23 @@ class StepView:
     pieces: tuple[PieceView, ...]
 
 
+class StepLayout:
+    """A step's units as kernels read them. All arrays are contiguous.
+
+    Attributes:
+        tables: int32[units, blocks], block tables.
+        rows: int64[units + 1], first row of each unit, and the number of rows.
+        lengths: int64[units], tokens of each unit's sequence, those of the step included.
+        addresses: addresses of the three.
+    """
+
+    def __init__(self, units: Units, end_row_of: Int64s, length_of: Int64s) -> None:
+        self.tables = np.ascontiguousarray(units.block_tables, np.int32)
+        self.rows = np.concatenate([np.zeros(1, np.int64), end_row_of])
+        self.lengths = length_of.astype(np.int64)
+        self.addresses = (self.tables.ctypes.data, self.rows.ctypes.data, self.lengths.ctypes.data)
+
+
 class PagedStep:
     """One step over some units.
 
@@ -95,6 +112,7 @@ class PagedStep:
     Attributes:
         positions: int64[tokens], as `position_ids`, on the host.
         token_ids: int32[tokens], as `input_ids`, on the host.
+        kernel_units: what a kernel keeps of the step while layers share it.
     """
 
     def __init__(self, units: Units, pools: KVPools, device: torch.device) -> None:
@@ -108,6 +126,7 @@ class PagedStep:
         self.length_of = units.start + self.num_tokens_of
         self.positions = np.arange(self.end_row_of[-1]) + np.repeat(units.start - self.first_row_of, self.num_tokens_of)
         self.token_ids = units.token_ids
+        self.kernel_units: Any = None
         self._views: dict[Reach, StepView] = {}
 
     # Cached properties: the front part alone reads the ids, and the sampler's stage needs no slots.
@@ -125,6 +144,11 @@ class PagedStep:
     def write_slots(self) -> Tensor:
         """int64[tokens], destination of each token's K and V."""
         return self.upload(self._slots_to_write())
+
+    @cached_property
+    def layout(self) -> StepLayout:
+        """Units on the host, for kernels."""
+        return StepLayout(self.units, self.end_row_of, self.length_of)
 
     @cached_property
     def logit_rows(self) -> Int64s:

@@ -1,0 +1,144 @@
+"""Exchanges the modules of a loaded network, by their types, for own kernels.
+
+Every module is compared with its original on random rows. One that differs stays as it was, so that transformers'
+definition of the network remains the truth.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from moestro.model.attention import ATTENTION_FORM, AttentionForm
+from moestro.model.experts import Routing, is_experts, tag_of
+from moestro.model.kernels.layout import KernelPacking
+from moestro.model.kernels.library import KernelLibrary
+from moestro.model.kernels.matching import is_close, is_rowwise, random_rows
+from moestro.model.kernels.paged import exchange_attention
+from moestro.model.kernels.plan import plan_layer
+from moestro.model.kernels.routed import exchange_experts
+from moestro.model.kernels.rows import exchange_gate, exchange_norm, exchange_rotary
+from moestro.model.packing import PackedLinear
+
+_NUM_ROWS = 3
+
+
+class KernelExchange:
+    """An exchange of modules, and what it came to.
+
+    Args:
+        library: The kernels.
+
+    Attributes:
+        library: As above.
+        kept: Number of modules of each class whose results may depend on the batch, because no kernel computes them.
+        num_planned: Number of layers whose front is one call.
+    """
+
+    def __init__(self, library: KernelLibrary) -> None:
+        self.library = library
+        self.kept: Counter[str] = Counter()
+        self.num_planned = 0
+        self._packing = KernelPacking(library)
+
+    @property
+    def note(self) -> str:
+        """A sentence for the operator."""
+        kernels = f"CPU kernels: Moestro's own ({self.library.instruction_set})"
+        if not self.kept:
+            return f"{kernels}; a request's logits do not depend on the batch."
+        kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.kept.items()))
+        return f"{kernels}; torch computes {kinds}, so logits may depend on the batch in their last bits."
+
+    def exchange_modules(self, model: Any, routing: Routing | None) -> Iterator[int]:
+        """Exchange everything but routed experts. Yields the bytes of weights of each module after its exchange.
+
+        Args:
+            model: transformers' network.
+            routing: State of its experts; None for a dense network.
+        """
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                yield self._exchange_child(parent, name, child)
+        for module in model.modules():
+            form = module.__dict__.get(ATTENTION_FORM)
+            if form is not None:
+                self._exchange_attention(module, form)
+                yield 0
+        for layer in getattr(model.get_decoder(), "layers", ()):
+            self.num_planned += plan_layer(layer, routing, self.library)
+            yield 0
+
+    def exchange_experts(self, modules: list[tuple[int, Any]]) -> Iterator[int]:
+        """Exchange routed experts. `modules`: as `Network.experts`. Yields as `exchange_modules`."""
+        for _, module in modules:
+            if not exchange_experts(module, self.library, self._packing):
+                self._keep(module)
+            packed = tag_of(module).packed
+            yield 0 if packed is None else 2 * sum(up.numel() + down.numel() for up, down in packed.slots)
+
+    def _exchange_child(self, parent: nn.Module, name: str, child: nn.Module) -> int:
+        """Exchange one module. Returns the bytes of its weight."""
+        weight = child._parameters.get("weight")
+        if type(child) is nn.Linear or isinstance(child, PackedLinear):
+            if not self._exchange_linear(parent, name, child):
+                self._keep(child)
+            return 2 * child.weight.numel()
+        if type(child).__name__.endswith("RMSNorm"):
+            is_exchanged = exchange_norm(child, self.library) or _is_rowwise_norm(child)
+        elif is_experts(child) or isinstance(child, nn.Embedding) or not child._parameters:
+            # Experts follow, rows of an embedding are copied, and elementwise functions of bfloat16 know no batch.
+            return 0
+        elif isinstance(child, nn.LayerNorm):
+            is_exchanged = _is_rowwise_norm(child)
+        elif weight is not None and weight.dim() == 2:
+            is_exchanged = exchange_gate(child, self._pack, self.library)
+        else:
+            # An attention has its sinks, and is exchanged with them; what else is added is added entry by entry.
+            is_added = all(each is None or "bias" in name for name, each in child._parameters.items())
+            is_exchanged = is_added or ATTENTION_FORM in child.__dict__
+        if not is_exchanged:
+            self._keep(child)
+        return 0
+
+    def _exchange_linear(self, parent: nn.Module, name: str, child: nn.Linear | PackedLinear) -> bool:
+        if child.weight.dtype is not torch.bfloat16 or child.weight.shape[1] % 2:
+            return False
+        rows = random_rows(_NUM_ROWS, child.weight.shape[1])
+        wanted = child(rows)
+        if isinstance(child, PackedLinear):
+            before = child.packing
+            child.repack(self._packing)
+            if not is_close(child(rows), wanted):
+                child.repack(before)
+                return False
+            return True
+        made = PackedLinear(child, self._packing)
+        if not is_close(made(rows), wanted):
+            return False
+        setattr(parent, name, made)
+        return True
+
+    def _exchange_attention(self, module: nn.Module, form: AttentionForm) -> None:
+        exchange_rotary(module, form.key_size, self.library)  # other rotations are elementwise, whatever the batch
+        if not exchange_attention(module, form, self.library):
+            self._keep(module)
+
+    def _pack(self, weight: torch.Tensor) -> torch.Tensor | None:
+        return self._packing.pack(weight) if self._packing.fits(weight) else None
+
+    def _keep(self, module: nn.Module) -> None:
+        self.kept[type(module).__name__] += 1
+
+
+def _is_rowwise_norm(norm: nn.Module) -> bool:
+    """Whether a norm that stays torch's gives each row the same bits in any batch."""
+    weight = norm._parameters.get("weight")
+    try:
+        return weight is not None and is_rowwise(norm, weight.numel())
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return False
