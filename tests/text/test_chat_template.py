@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moestro.errors import RequestError
 from moestro.text.render_job import MEMORY_LIMIT_BYTES
-from moestro.text.tokenizer import Tokenizer
+from moestro.text.tokenizer import TemplateOptions, Tokenizer
 
 SERVER = (sys.executable, template_server.__file__)
 # What a chat's first message makes the template do.
@@ -150,9 +150,9 @@ def test_the_text_is_what_transformers_renders(name, demo_dir, tmp_path):
     (messages, tools), ours = CHATS[name], Tokenizer(directory)
     theirs = PreTrainedTokenizerFast.from_pretrained(directory)
     for adds in (True, False):
-        assert ours.render_chat(messages, tools=tools, add_generation_prompt=adds) == theirs.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=adds
-        )
+        assert ours.render_chat(
+            messages, tools=tools, options=TemplateOptions(add_generation_prompt=adds)
+        ) == theirs.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=adds)
     ours.close()
 
 

@@ -148,3 +148,27 @@ def test_a_token_is_shown_with_its_space_a_byte_by_its_value_and_a_special_token
     assert spelt.token_texts[5 + ord("A")].text == "A"
     special = min(tokenizer.special_ids)
     assert tokenizer.token_texts[special].text == tokenizer.backend.id_to_token(special)
+
+
+def test_special_tokens_that_a_format_needs_keep_their_text(tokenizer):
+    ids = tokenizer.encode("a<|im_start|>日b<|im_end|>c", add_special_tokens=False)
+    shown = tokenizer.special_ids_of({"<|im_start|>", "a", "no token"})
+    assert len(shown) == 1
+    for kept, text in ((frozenset(), "a日bc"), (shown, "a<|im_start|>日bc"), (tokenizer.special_ids, None)):
+        decoded = tokenizer.detokenizer([], kept)
+        found = "".join(decoded.push(token_id) for token_id in ids) + decoded.flush()
+        assert found == (text or "a<|im_start|>日b<|im_end|>c")
+    within = tokenizer.encode("日", add_special_tokens=False)[:1] + list(shown)
+    cut = tokenizer.detokenizer([], shown)
+    assert "".join(map(cut.push, within)) + cut.flush() == "\ufffd<|im_start|>"
+
+
+def test_a_template_is_a_file_or_a_text(demo_dir, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    for given in (str(file), "{{ messages[0].content }}!"):
+        own = Tokenizer(demo_dir, given)
+        assert own.render_chat([{"role": "user", "content": "hi"}]) == "hi!"
+        own.close()
+    with pytest.raises(ConfigError, match="--chat-template"):
+        Tokenizer(demo_dir, str(tmp_path / "none"))

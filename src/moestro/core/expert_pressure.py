@@ -8,10 +8,13 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 # Visits to a layer that a source is assumed to make as the whole group does, besides its own: an estimate from fewer of
-# its own is mostly chance, and a source without any has the group's pressure.
+# its own is mostly chance, and a source without any has the group's pressure. Values from 1 to 256 are alike, and 1024
+# is worse for a source of 5 tokens a second (`bench/simulator/pressure_constants.py`).
 PRIOR_VISITS = 64.0
-# An oldest token that waits in a queue for so long counts as much as a mean load. Targets for the mean time per output
-# token are of this size (DistServe, OSDI 2024, table 1: 0.1 s for chats), and a token passes many queues.
+# An oldest token that waits in a queue for so long counts as much as a mean load. It is a whole token's time, a target
+# of chats (DistServe, OSDI 2024, table 1: 0.1 s), and not that of a layer, because the greatest age of all queues of a
+# worker is an extreme: in a healthy group it adds little, and where a worker stands still it soon outweighs any load.
+# Named, not swept: no simulated group has this figure.
 FULL_WAIT_S = 0.1
 
 

@@ -28,6 +28,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_experts_per_token: experts that each token visits in a layer; 0 means a dense model.
         pace_dilation: factor on the modelled durations of a paced device; 1 without one.
         notes: notes for the operator, one sentence each.
+        has_logits: whether a network computes logits; a paced device without arithmetic has none.
         is_exact: whether batch and schedule never change tokens, so that another engine can continue an answer.
     """
 
@@ -48,4 +49,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_experts_per_token: int
     pace_dilation: float = 1.0
     notes: tuple[str, ...] = ()
+    has_logits: bool = True
     is_exact: bool = False

@@ -135,7 +135,8 @@ class PolicyKind(Generic[PolicyT]):
     def help_text(self) -> str:
         """One line for each policy with its settings, as a Markdown list for `--help`."""
         return "\n\n".join(
-            f"* {name}: {entry.description}{self._settings_in_words(entry)}" for name, entry in self.entries().items()
+            f"* {name}: {entry.description}{self._settings_in_words(entry)}{self._needs_in_words(entry)}"
+            for name, entry in self.entries().items()
         )
 
     def table(self) -> str:
@@ -192,6 +193,11 @@ class PolicyKind(Generic[PolicyT]):
     def _settings_in_words(self, entry: PolicyEntry[PolicyT]) -> str:
         written = self._written_settings(entry)
         return f" Settings: {', '.join(written)}." if written else ""
+
+    def _needs_in_words(self, entry: PolicyEntry[PolicyT]) -> str:
+        """Sentence about what the policy needs, where the kind has a column of that name."""
+        words = self.facts["needs"](entry.make()) if "needs" in self.facts else "none"
+        return "" if words == "none" else f" Needs: {words.replace('`', '')}."
 
     def _check_settings(self, name: str, entry: PolicyEntry[PolicyT], settings: Mapping[str, object]) -> None:
         defaults = self._settings(entry)

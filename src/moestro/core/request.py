@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.grammar import Grammar
 from moestro.core.hashing import HASH_BYTES
 
 
@@ -22,6 +23,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the client disconnected
     ERROR = "error"  # the rank failed
     NON_FINITE = "non_finite_logits"  # the logits hold NaN or infinity, so there is no next token
+    GRAMMAR = "grammar_limit"  # the grammar is too complex at this place of the answer
 
 
 class ServiceClass(StrEnum):
@@ -77,6 +79,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()  # includes the model's end tokens, unless the client ignores them
     logprobs: int | None = None  # alternatives reported for each sampled token; None means no logprobs
     prompt_logprobs: int | None = None  # the same for each prompt token except the first
+    grammar: Grammar | None = None  # language of the answer's text; None means any text
+    allowed_token_ids: tuple[int, ...] = ()  # no other tokens are sampled; () means all tokens
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that no answer contains
 
     def __post_init__(self) -> None:
         if self.max_tokens < 0:
@@ -96,7 +101,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def edits_logits(self) -> bool:
         """Whether the logits are changed before a token is chosen, beyond temperature and filters."""
-        return self.has_penalties or bool(self.logit_bias or (self.min_tokens and self.stop_token_ids))
+        limits = self.logit_bias or self.grammar or self.allowed_token_ids or self.bad_words
+        return self.has_penalties or bool(limits or (self.min_tokens and self.stop_token_ids))
 
 
 def _allowed_ranges() -> dict[str, AllowedRange]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,9 +58,10 @@ def select_edits(edits: LogitEdits, index: Int64s, num_units: int) -> LogitEdits
     said, said_at = keep(edits.said)
     biased, biased_at = keep(edits.biased)
     banned, _ = keep(edits.banned)
-    if not (said.size or biased.size or banned.size):
+    kept_masks = sorted(((int(new[unit]), mask) for unit, mask in edits.masks if new[unit] >= 0), key=itemgetter(0))
+    if not (said.size or biased.size or banned.size or kept_masks):
         return None
-    return LogitEdits(said, edits.generated[said_at], biased, edits.bias[biased_at], banned)
+    return LogitEdits(said, edits.generated[said_at], biased, edits.bias[biased_at], banned, tuple(kept_masks))
 
 
 def join_edits(parts: Sequence[tuple[LogitEdits | None, int]]) -> LogitEdits | None:
@@ -78,4 +80,5 @@ def join_edits(parts: Sequence[tuple[LogitEdits | None, int]]) -> LogitEdits | N
         biased=np.concatenate([edits.biased + by for edits, by in shifted], axis=1),
         bias=np.concatenate([edits.bias for edits, _ in shifted]),
         banned=np.concatenate([edits.banned + by for edits, by in shifted], axis=1),
+        masks=tuple((unit + int(by[0, 0]), mask) for edits, by in shifted for unit, mask in edits.masks),
     )

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.grammar import TokenMask
 from moestro.core.load_figures import PassCounts
 from moestro.core.request import SAMPLING_RANGES, SamplingParams, TokenLogprobs
 
@@ -48,6 +49,8 @@ class LogitEdits(msgspec.Struct, frozen=True, eq=False, gc=False):
         biased: int32[2, n], each pair at most once.
         bias: float32[n], added to the logits of `biased`.
         banned: int32[2, n], tokens that must not be sampled yet.
+        masks: pairs (index into the units, mask of its tokens), by unit, each unit at most once. The masks may still be
+            in computation.
     """
 
     said: Int32s
@@ -55,6 +58,7 @@ class LogitEdits(msgspec.Struct, frozen=True, eq=False, gc=False):
     biased: Int32s
     bias: NDArray[np.float32]
     banned: Int32s
+    masks: tuple[tuple[int, TokenMask], ...] = ()
 
 
 class Units(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -1,1 +1,1 @@
-"""Tokenizer, chat templates, incremental detokenizing, stop strings, and the threads that they run on."""
+"""Tokenizer, chat templates, detokenizing, parsers of answers, stop strings, and the threads that they run on."""

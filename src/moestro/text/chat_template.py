@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
 import sys
 import weakref
 from threading import Lock
@@ -15,6 +14,7 @@ from threading import Lock
 import msgspec
 
 from moestro.errors import DrainingError, RequestError, shown
+from moestro.text.message_process import MessageProcess
 from moestro.text.render_job import (
     TIME_LIMIT_S,
     LimitExceeded,
@@ -22,13 +22,12 @@ from moestro.text.render_job import (
     Rendered,
     RenderJob,
     TemplateRefused,
-    read_message,
-    write_job,
 )
 
 logger = logging.getLogger(__name__)
 
 _COMMAND = (sys.executable, "-m", "moestro.text.template_worker")
+_encode = msgspec.msgpack.Encoder().encode
 _decode_answer = msgspec.msgpack.Decoder(RenderAnswer).decode
 
 
@@ -51,50 +50,6 @@ class TemplateLimitError(RequestError):
         )
 
 
-class _Renderer:
-    """One rendering process."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(  # noqa: S603 - the command is a constant
-            _COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C reaches only the server, which decides how to end
-        )
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process can render."""
-        return self._process.poll() is None
-
-    def render(self, job: RenderJob) -> RenderAnswer:
-        """Render `job`. If the process dies of it, the answer names the exceeded limit."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            write_job(self._process.stdin.fileno(), job)
-            body = read_message(self._process.stdout.fileno())
-        except BrokenPipeError:
-            body = None
-        if body is not None:
-            answer: RenderAnswer = _decode_answer(body)
-            return answer
-        code = self._process.wait()
-        if code == -signal.SIGALRM:
-            return LimitExceeded(f"{TIME_LIMIT_S:g} s")
-        return LimitExceeded(f"the rendering process can bear (status {code})")
-
-    def kill(self) -> None:
-        """End the process, even during a chat."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """End the process and close its pipes. Call it while no thread renders with it."""
-        with self._process:  # leaving the block waits for its end
-            self.kill()
-
-
 class Renderers:
     """Renders chats in several processes. Safe to call from several threads.
 
@@ -103,15 +58,15 @@ class Renderers:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._idle: list[_Renderer] = []
-        self._busy: set[_Renderer] = set()
+        self._idle: list[MessageProcess] = []
+        self._busy: set[MessageProcess] = set()
         self._end = weakref.finalize(self, _end_all, self._idle, self._busy)
 
     def warm(self) -> None:
         """Start a process before the first chat arrives, because a start takes half a second."""
         with self._lock:
             if not self._idle:
-                self._idle.append(_Renderer())
+                self._idle.append(MessageProcess(_COMMAND))
 
     def render(self, job: RenderJob) -> str:
         """Return the prompt that the job's template makes of its messages.
@@ -123,7 +78,7 @@ class Renderers:
         """
         renderer = self._take()
         try:
-            answer = renderer.render(job)
+            answer = _answer_of(renderer.exchange(_encode(job)))
             if isinstance(answer, LimitExceeded):
                 renderer.close()  # its remaining memory must not reach another chat
         finally:
@@ -143,18 +98,18 @@ class Renderers:
         with self._lock:
             self._end()
 
-    def _take(self) -> _Renderer:
+    def _take(self) -> MessageProcess:
         """Take an idle renderer, or start one if all are busy."""
         with self._lock:
             if not self._end.alive:
                 raise DrainingError
             while self._idle and not self._idle[-1].is_alive:  # something outside of the server ended it
                 self._idle.pop().close()
-            renderer = self._idle.pop() if self._idle else _Renderer()
+            renderer = self._idle.pop() if self._idle else MessageProcess(_COMMAND)
             self._busy.add(renderer)
             return renderer
 
-    def _give_back(self, renderer: _Renderer) -> None:
+    def _give_back(self, renderer: MessageProcess) -> None:
         """Return a renderer. A dead one is replaced at once, so that the next chat finds a warm one."""
         with self._lock:
             self._busy.remove(renderer)
@@ -164,10 +119,20 @@ class Renderers:
                 return
             renderer.close()
             if is_open:
-                self._idle.append(_Renderer())
+                self._idle.append(MessageProcess(_COMMAND))
 
 
-def _end_all(idle: list[_Renderer], busy: set[_Renderer]) -> None:
+def _answer_of(message: bytes | int) -> RenderAnswer:
+    """Decode an answer. Of a process that died, the answer names the exceeded limit."""
+    if isinstance(message, bytes):
+        answer: RenderAnswer = _decode_answer(message)
+        return answer
+    if message == -signal.SIGALRM:
+        return LimitExceeded(f"{TIME_LIMIT_S:g} s")
+    return LimitExceeded(f"the rendering process can bear (status {message})")
+
+
+def _end_all(idle: list[MessageProcess], busy: set[MessageProcess]) -> None:
     for renderer in idle:
         renderer.close()
     for renderer in busy:

@@ -20,7 +20,8 @@ class RenderJob(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     add_generation_prompt: bool
-    special_tokens: dict[str, Any]  # by name; templates insert them
+    continue_final_message: bool
+    variables: dict[str, Any]  # by name; the special tokens among them, which templates insert
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
@@ -42,17 +43,6 @@ class LimitExceeded(msgspec.Struct, frozen=True, tag=True):
 
 
 RenderAnswer = Rendered | TemplateRefused | LimitExceeded
-
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def write_job(file: int, job: RenderJob) -> None:
-    """Write `job` to a pipe.
-
-    Raises:
-        BrokenPipeError: the process at its other end is gone.
-    """
-    write_message(file, _encode(job))
 
 
 def read_message(file: int) -> bytes | None:

@@ -13,10 +13,12 @@ class StopFinder:
 
     Args:
         stops: non-empty strings; without any, all text passes at once.
+        keeps_stop: whether the stop string itself is shown.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
         self._stops = stops
+        self._keeps_stop = keeps_stop
         self._held = ""
         self._num_unseen = 0  # leading characters of `_held` in which no stop may end
         self.found: str | None = None
@@ -34,8 +36,8 @@ class StopFinder:
             self._num_unseen = len(self._held)
         matches = [(at + len(stop), at, stop) for stop in self._stops if (at := self._find(stop)) >= 0]
         if matches:
-            _, at, self.found = min(matches)
-            shown, self._held = self._held[:at], ""
+            end, at, self.found = min(matches)
+            shown, self._held = self._held[: end if self._keeps_stop else at], ""
             return shown
         kept = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         shown, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]

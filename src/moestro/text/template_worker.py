@@ -67,7 +67,8 @@ def _render(job: RenderJob) -> Rendered:
         tools=job.tools,
         chat_template=job.template,
         add_generation_prompt=job.add_generation_prompt,
-        **job.special_tokens,
+        continue_final_message=job.continue_final_message,
+        **job.variables,
     )
     return Rendered(texts[0])
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,39 @@ _LEAST_CONTEXT = 4
 _INVALID_PREFIX = "Invalid prefix encountered"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateOptions:
+    """What a request says about the rendering of its chat.
+
+    Attributes:
+        add_generation_prompt: the prompt ends with the start of an assistant's message.
+        continue_final_message: the prompt ends within the last message, which the answer continues.
+        variables: values for the template, by name.
+        template: template instead of the model's own.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: dict[str, Any] = field(default_factory=dict)
+    template: str | None = None
+
+
+PLAIN = TemplateOptions()
+
+
 class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
     Args:
-        path: directory with tokenizer.json and, for chats, a chat template.
+        path: directory with tokenizer.json and, for chats, a chat template. It is kept as an attribute.
+        chat_template: template instead of the directory's: the name of a file, or the text itself.
 
     Raises:
-        ConfigError: there is no readable tokenizer.json, or a file is a link out of the directory.
+        ConfigError: there is no readable tokenizer.json, or a file is a link out of the directory; or the template is
+            neither a file nor a text.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, chat_template: str | None = None) -> None:
         if not (path / "tokenizer.json").is_file():
             raise ConfigError(
                 f"no tokenizer.json in {path}: only fast tokenizers are supported;"
@@ -45,6 +68,9 @@ class Tokenizer:
             self._fast = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         except Exception as error:  # each reader of a broken file raises errors of its own
             raise ConfigError(f"cannot load the tokenizer in {path}: {shown(error)}") from error
+        if chat_template is not None:
+            self._fast.chat_template = template_text(chat_template)
+        self.path = path
         # The fast tokenizer's own call would set truncation on this shared object, and two threads at once would fail
         # with "Already borrowed".
         self.backend: Backend = self._fast.backend_tokenizer
@@ -53,6 +79,7 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in self.backend.get_added_tokens_decoder().items() if token.special
         )
+        self.special_texts = frozenset(map(self.backend.id_to_token, self.special_ids))
         self.token_texts = TokenTexts(self.backend)
         # Upper bound: a byte-level token of n symbols stands for n bytes, which are n characters at most.
         self.max_token_chars = max(map(len, self.backend.get_vocab(with_added_tokens=True)))
@@ -68,7 +95,7 @@ class Tokenizer:
         messages: Sequence[dict[str, Any]],
         *,
         tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
+        options: TemplateOptions = PLAIN,
     ) -> str:
         """Return the prompt that the chat template makes of `messages`, by default up to the assistant's turn.
 
@@ -78,26 +105,41 @@ class Tokenizer:
         Raises:
             RequestError: the model has no template, or its template refuses these messages or exceeds its limits.
         """
+        given_tools = None if tools is None else list(tools)
+        job = RenderJob(
+            template=self._template(given_tools) if options.template is None else options.template,
+            messages=list(messages),
+            tools=given_tools,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            variables={**options.variables, **self._fast.special_tokens_map},
+        )
+        return self._renderers.render(job)
+
+    def template_names(self, variable: str) -> bool:
+        """Return whether any chat template of the model mentions `variable`, so that its value may matter."""
+        template = self._fast.chat_template or ""
+        return any(variable in text for text in (template.values() if isinstance(template, dict) else [template]))
+
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those special tokens whose text is in `texts`."""
+        found = {self.backend.token_to_id(text) for text in texts}
+        return frozenset(token_id for token_id in found if token_id is not None and token_id in self.special_ids)
+
+    def _template(self, tools: list[Any] | None) -> str:
         if not self._fast.chat_template:
             raise RequestError(
-                "This model has no chat template. Send the prompt as text to /v1/completions.",
+                "This model has no chat template. Send the prompt as text to /v1/completions, or start the server with"
+                " --chat-template.",
                 param="messages",
                 code="no_chat_template",
             )
-        given_tools = None if tools is None else list(tools)
         try:
-            template = self._fast.get_chat_template(tools=given_tools)
+            template: str = self._fast.get_chat_template(tools=tools)
         except ValueError as error:  # several templates, but none for this kind of chat
             text = f"This model has no chat template for these messages: {shown(error)}"
             raise RequestError(text, param="messages", code="no_chat_template") from error
-        job = RenderJob(
-            template=template,
-            messages=list(messages),
-            tools=given_tools,
-            add_generation_prompt=add_generation_prompt,
-            special_tokens=self._fast.special_tokens_map,
-        )
-        return self._renderers.render(job)
+        return template
 
     def warm_chats(self) -> None:
         """Start the rendering process, so that the first chat does not wait for it."""
@@ -108,13 +150,27 @@ class Tokenizer:
         """End the rendering processes."""
         self._renderers.close()
 
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+    def detokenizer(self, prompt_ids: Sequence[int], shown_special: frozenset[int] = frozenset()) -> Detokenizer:
         """Make a detokenizer for the tokens generated after `prompt_ids`."""
-        return Detokenizer(self, prompt_ids)
+        return Detokenizer(self, prompt_ids, shown_special)
+
+
+def template_text(given: str) -> str:
+    """Return the template in the file `given`, or `given` itself if it is one.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if "{" in given or "\n" in given:  # as in vLLM: no name of a file has these
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {given!r} is neither a readable file nor a template: {error}") from None
 
 
 class Detokenizer:
-    """Text of a growing token sequence. Special tokens have no text; unfinished characters wait for their bytes.
+    """Text of a growing token sequence. Unfinished characters wait for their bytes.
 
     The pieces, `flush` included, join to the text of decoding everything at once, for any tokenizer whose text of more
     tokens begins with its text of fewer. (Byte-fallback tokenizers break that rule where the model emits invalid UTF-8;
@@ -123,18 +179,21 @@ class Detokenizer:
     Args:
         prompt_ids: the preceding tokens, or the last `CONTEXT_TOKENS` of them. Some tokenizers strip the space of a
             first token, and these make sure that no generated token is the first.
+        shown_special: special tokens whose text is kept nevertheless.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], shown_special: frozenset[int] = frozenset()
+    ) -> None:
         self._backend = tokenizer.backend
-        self._special_ids = tokenizer.special_ids
+        self._hidden_ids = tokenizer.special_ids - shown_special
         self._before = _context(tokenizer, prompt_ids)  # the last tokens whose text was returned
         self._held: list[int] = []  # tokens whose text was not returned yet
-        self._stream = DecodeStream(ids=self._before, skip_special_tokens=True)
+        self._stream = DecodeStream(ids=self._before, skip_special_tokens=False)  # the hidden ones never reach it
 
     def push(self, token_id: int) -> str:
         """Return the text that this token makes certain; often "" and seldom more than a word."""
-        if token_id in self._special_ids:
+        if token_id in self._hidden_ids:
             return ""
         self._held.append(token_id)
         text = self._step(token_id)
@@ -147,8 +206,8 @@ class Detokenizer:
         """Return the held-back text at the end: bytes that never became a character; "" if they change sent text."""
         if not self._held:
             return ""
-        before = self._backend.decode(self._before)
-        text = self._backend.decode(self._before + self._held)
+        before = self._backend.decode(self._before, skip_special_tokens=False)
+        text = self._backend.decode(self._before + self._held, skip_special_tokens=False)
         self._before, self._held = self._held, []
         return text.removeprefix(before) if text.startswith(before) else ""
 
@@ -160,7 +219,7 @@ class Detokenizer:
                 raise
         # Invalid UTF-8 in a byte-fallback vocabulary changed returned text: continue from here, as vLLM does.
         self._held = [token_id]
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=False)
         return self._stream.step(self._backend, token_id)
 
 

@@ -1,0 +1,180 @@
+"""Text that arrives in pieces of any size, for parsers that are written as generators.
+
+A step of a parser is a generator that yields where it needs more text. Each character is looked at a bounded number of
+times, so that the time is linear in the length of the answer, however it is split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+Show = Callable[[str], None]
+
+NAME_LIMIT = 256  # characters of a tool's name, a key or a header; longer ones are broken output
+
+
+class BrokenCallError(Exception):
+    """The text is no call of a tool, or the answer ended within one."""
+
+
+_SPACE = re.compile(r"\s*")
+
+
+class Markers:
+    """Strings that end a stretch of text. None of them begins with another one."""
+
+    def __init__(self, *markers: str) -> None:
+        self._pattern = re.compile("|".join(map(re.escape, markers)))
+        self._longest = max(map(len, markers))
+        self._beginnings = frozenset(marker[:n] for marker in markers for n in range(1, len(marker)))
+
+    def find(self, text: str, start: int) -> re.Match[str] | None:
+        """Return the first marker in `text` from `start` on."""
+        return self._pattern.search(text, start)
+
+    def num_held(self, text: str, start: int) -> int:
+        """Return the length of the longest end of `text`, from `start` on, with which a marker may begin."""
+        most = min(len(text) - start, self._longest - 1)
+        return next((n for n in range(most, 0, -1) if text[-n:] in self._beginnings), 0)
+
+
+class Scan(Protocol):
+    """Finds the end of something in text that comes in pieces."""
+
+    is_complete: bool
+
+    def end_in(self, text: str, start: int) -> int:
+        """Return the index behind the characters from `start` on that belong to it."""
+        ...
+
+
+class ParserInput:
+    """Text of an answer that a parser has not taken yet.
+
+    Attributes:
+        has_ended: Whether no more text follows; then no step yields.
+    """
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self._text = ""
+        self._at = 0
+        self._record: list[str] | None = None
+
+    def push(self, text: str) -> None:
+        """Append the next piece."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    # --- taken text, which comes back if it turns out to be no call
+
+    def record(self) -> None:
+        """Begin to keep the text that is taken."""
+        self._record = []
+
+    def forget(self) -> None:
+        """Drop the kept text, and keep no more."""
+        self._record = None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether taken text is kept."""
+        return self._record is not None
+
+    def recorded(self) -> str | None:
+        """Return the kept text, and keep no more; None if it was dropped."""
+        pieces, self._record = self._record, None
+        return None if pieces is None else "".join(pieces)
+
+    # --- steps
+
+    def next_char(self) -> Steps[str]:
+        """Return the next character without taking it; "" at the end of the answer."""
+        while self._at == len(self._text) and not self.has_ended:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def all_at_hand(self) -> str:
+        """Take all text that has come."""
+        return self._take(len(self._text))
+
+    def skip_space(self) -> Steps[str]:
+        """Take white space, and return it."""
+        pieces: list[str] = []
+        while (yield from self.next_char()).isspace():
+            found = _SPACE.match(self._text, self._at)
+            assert found is not None
+            pieces.append(self._take(found.end()))
+        return "".join(pieces)
+
+    def take_if(self, *literals: str) -> Steps[str]:
+        """Take the literal that follows, as soon as it is certain; "" if none does. None may begin with another one."""
+        while True:
+            for literal in literals:
+                if self._text.startswith(literal, self._at):
+                    return self._take(self._at + len(literal))
+            num_chars = len(self._text) - self._at
+            rest = self._text[self._at :] if num_chars < max(map(len, literals)) else None
+            if self.has_ended or rest is None or not any(literal.startswith(rest) for literal in literals):
+                return ""
+            yield
+
+    def until(self, markers: Markers, show: Show) -> Steps[str]:
+        """Show the text before the next marker as it comes, and take the marker; "" at the end of the answer."""
+        while True:
+            if found := markers.find(self._text, self._at):
+                if found.start() > self._at:
+                    show(self._take(found.start()))
+                return self._take(found.end())
+            held = 0 if self.has_ended else markers.num_held(self._text, self._at)
+            if len(self._text) - held > self._at:
+                show(self._take(len(self._text) - held))
+            if self.has_ended:
+                return ""
+            yield
+
+    def short_until(self, markers: Markers) -> Steps[tuple[str, str]]:
+        """Return a short text and the marker after it.
+
+        Raises:
+            BrokenCallError: The text is longer than `NAME_LIMIT`, or the answer ends before a marker.
+        """
+        text = ""
+
+        def keep(piece: str) -> None:
+            nonlocal text
+            text += piece
+            if len(text) > NAME_LIMIT:
+                raise BrokenCallError
+
+        marker = yield from self.until(markers, keep)
+        if not marker:
+            raise BrokenCallError
+        return text, marker
+
+    def scanned(self, scan: Scan, show: Show) -> Steps[None]:
+        """Show and take what `scan` accepts, until it is complete.
+
+        Raises:
+            BrokenCallError: A character does not belong to it, or the answer ends within it.
+        """
+        while not scan.is_complete:
+            if not (yield from self.next_char()):
+                raise BrokenCallError
+            end = scan.end_in(self._text, self._at)
+            is_broken = end < len(self._text) and not scan.is_complete
+            if end > self._at:
+                show(self._take(end))
+            if is_broken:
+                raise BrokenCallError
+
+    def _take(self, end: int) -> str:
+        text = self._text[self._at : end]
+        self._at = end
+        if self._record is not None:
+            self._record.append(text)
+        return text

@@ -1,0 +1,1 @@
+"""Parsers of reasoning, a file for each format."""

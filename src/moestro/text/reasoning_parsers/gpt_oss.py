@@ -1,0 +1,29 @@
+"""Reasoning in harmony, the format of gpt-oss: messages of the analysis channel."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from moestro.text.answer_grammars import HARMONY_THOUGHT
+from moestro.text.harmony import MARKERS, HarmonyReader
+from moestro.text.output_parser import ReasoningParser
+from moestro.text.parser_input import Steps
+from moestro.text.parser_registry import REASONING_PARSERS
+
+
+@REASONING_PARSERS.register_function("openai_gptoss", "vLLM's name of `gpt-oss`.", source="vLLM 0.33")
+@REASONING_PARSERS.register_function(
+    "gpt-oss", "gpt-oss: the analysis channel of the harmony format.", source="OpenAI's harmony guide"
+)
+class GptOssReasoningParser(ReasoningParser):
+    """Parses reasoning and content of harmony, where the request has no tools."""
+
+    MARKERS = MARKERS
+
+    def steps(self) -> Steps[None]:
+        """Parse all messages."""
+        yield from HarmonyReader(self, self._input, lambda _recipient: False).messages()
+
+    def thought(self, special: Container[str]) -> str:
+        """Return the rules of an analysis, if there is one, and of the head of the final message."""
+        return HARMONY_THOUGHT

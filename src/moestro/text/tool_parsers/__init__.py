@@ -1,0 +1,1 @@
+"""Parsers of tool calls, a file for each format."""

@@ -1,0 +1,27 @@
+"""Calls in harmony, the format of gpt-oss: messages to `functions.NAME`."""
+
+from __future__ import annotations
+
+from moestro.text.harmony import CHANNEL, FUNCTIONS, MARKERS, HarmonyReader
+from moestro.text.output_parser import ToolParser
+from moestro.text.parser_input import Steps
+from moestro.text.parser_registry import TOOL_PARSERS
+
+
+@TOOL_PARSERS.register_function("openai", "vLLM's name of `gpt-oss`.", source="vLLM 0.33")
+@TOOL_PARSERS.register_function(
+    "gpt-oss", "gpt-oss: the harmony format, with its reasoning.", source="OpenAI's harmony guide"
+)
+class GptOssToolParser(ToolParser):
+    """Parses reasoning, content and calls of harmony."""
+
+    MARKERS = MARKERS
+    STARTS = (CHANNEL,)
+    SEPARATES_REASONING = True
+
+    def steps(self) -> Steps[None]:
+        """Parse all messages."""
+        yield from HarmonyReader(self, self._input, self._is_tool).messages()
+
+    def _is_tool(self, recipient: str) -> bool:
+        return recipient.startswith(FUNCTIONS) or recipient in self.tools

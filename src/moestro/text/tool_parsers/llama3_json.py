@@ -1,0 +1,42 @@
+"""Calls as Llama 3.1 to 3.3 write them: JSON objects instead of an answer, perhaps after `<|python_tag|>`."""
+
+from __future__ import annotations
+
+from moestro.text.json_calls import JsonCallReader
+from moestro.text.output_parser import ToolParser
+from moestro.text.parser_input import Markers, Steps
+from moestro.text.parser_registry import TOOL_PARSERS
+
+_TAG = "<|python_tag|>"
+_TAGS = Markers(_TAG)
+
+
+@TOOL_PARSERS.register_function(
+    "llama3_json",
+    "Llama 3.1 to 3.3: `{...}` with `name` and `parameters`; several are separated by `;`.",
+    source="Llama 3.1's prompt format",
+)
+class Llama3JsonParser(ToolParser):
+    """Parses JSON objects that name a tool of the request. Any other JSON is content: it may be the answer itself."""
+
+    MARKERS = (_TAG,)
+    STARTS = (_TAG,)
+
+    def steps(self) -> Steps[None]:
+        """Parse calls at the start of the answer, and after each tag."""
+        yield from self._input.skip_space()
+        if (yield from self._input.next_char()) == "{":
+            yield from self._calls("")
+        while (yield from self._input.until(_TAGS, self.show)):
+            yield from self._calls(_TAG)
+
+    def _calls(self, marker: str) -> Steps[None]:
+        while (yield from self.or_content(self._call(), marker)):
+            yield from self._input.skip_space()
+            marker = yield from self._input.take_if(";", ",")
+            if not marker:
+                return
+
+    def _call(self) -> Steps[None]:
+        yield from self._input.skip_space()
+        yield from JsonCallReader(self, self._input, self.tools.__contains__).call()
