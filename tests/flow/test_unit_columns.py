@@ -33,6 +33,16 @@ def test_a_gathered_unit_is_what_was_put(seed):
     assert unit_by_unit(columns.gather(ids, rows)) == [known[unit] for unit in ids.tolist()]
 
 
+def test_numbers_whose_ends_lie_as_far_apart_as_consecutive_ones_are_not_taken_for_them():
+    columns, units = UnitColumns(64), random_units(np.random.default_rng(1), 4, width=2)
+    first = units.num_tokens.cumsum() - units.num_tokens
+    rows = np.arange(20, 20 + len(units.token_ids), dtype=np.int32)
+    rows[first] = (5, 9, 2, 8)
+    columns.put(rows[first].astype(np.int64), rows, units)
+    ids = np.array([9, 2])
+    assert columns.gather(ids, columns.rows_of(ids)).serial.tolist() == units.serial[1:3].tolist()
+
+
 def test_units_of_hashed_traces_have_no_tokens():
     rng = np.random.default_rng(0)
     columns, units = UnitColumns(64), random_units(rng, 3, width=2)

@@ -340,6 +340,8 @@ def test_a_network_gives_the_answers_of_fused_mode_while_workers_die(server, rea
     try:
         assert (ask_for_counts(running, "async") == ask_for_counts(server, "async")).all()
         assert texts(ask_many(running, 12)) == fused
+        words = {"guided_regex": "[a-z]{2,9}( [a-z]{2,9}){0,5}"}
+        assert texts(ask_many(running, 6, **words)) == texts(ask_many(server, 6, **words))
         with ThreadPoolExecutor(1) as pool:
             answers = pool.submit(ask_many, running, 12)
             wait_until(lambda: not is_idle(running))

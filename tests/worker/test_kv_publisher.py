@@ -3,99 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
 import time
-from pathlib import Path
 
-import numpy as np
 import pytest
 import zmq
 from support.fake_publisher import Sink
+from support.kv_listener import MODEL, Listener, free_ports, names, publishing_config
 from support.running import Running, complete, wait_until
 
 from moestro.config.kv_events_settings import KvEventsSettings, kv_events_from
-from moestro.core.hashing import hash_blocks, hash_key, split_hashes
 from moestro.errors import ConfigError
 from moestro.gateway.kv_sources import KvSource
 from moestro.gateway.kv_subscriber import KvSubscription
 from moestro.routing.kv_events import KvFeed, KvFeedSettings
-from moestro.text.tokenizer import Tokenizer
 from moestro.web.log_limit import LogLimit
 from moestro.wire.kv_names import NamingRules
 
-DEMO = Path(__file__).parents[2] / "src" / "moestro" / "assets" / "demo"
-MODEL = "moestro-demo"
 PROMPT = "def fibonacci(number):\n    return number if number < 2 else fibonacci(number - 1)\n" * 4
-
-
-def free_ports(num_engines: int) -> tuple[int, int]:
-    """Two ports, behind each of which as many are free: below those that the system gives to connections of others."""
-    for base in np.random.default_rng().permutation(np.arange(20_000, 32_000, 2 * num_engines)).tolist():
-        with contextlib.ExitStack() as held:
-            try:
-                for port in range(base, base + 2 * num_engines):
-                    held.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return base, base + num_engines
-    raise AssertionError("no port is free")
-
-
-class Listener:
-    """A subscriber of one rank, and the router's books of what it hears."""
-
-    def __init__(self, events_port: int, replay_port: int) -> None:
-        self.context = zmq.Context()
-        self.context.linger = 0
-        self.events, self.replay = self.context.socket(zmq.SUB), self.context.socket(zmq.DEALER)
-        self.events.subscribe(b"kv")
-        self.events.connect(f"tcp://127.0.0.1:{events_port}")
-        self.replay.connect(f"tcp://127.0.0.1:{replay_port}")
-        self.sink = Sink()
-        naming = NamingRules(model=MODEL, block_size=16)
-        settings = KvFeedSettings(engine=0, name="e", naming=naming, can_replay=True)
-        self.feed = KvFeed(self.sink, settings, lambda _kind, _text: None)
-        self.feed.stream.connected(0)
-
-    def ask(self) -> None:
-        """What the feed wants replayed."""
-        start = self.feed.stream.request()
-        if start is not None:
-            self.replay.send_multipart([b"", start.to_bytes(8, "big")])
-            while not self.feed.replayed(self.replay.recv_multipart(), 0):
-                pass
-
-    def hear(self) -> None:
-        while self.events.poll(0):
-            frames = self.events.recv_multipart()
-            assert frames[0] == b"kv"
-            self.feed.live(frames, 0)
-        self.ask()
-
-    def lose(self) -> int:
-        """Let what was published pass unheard."""
-        wait_until(lambda: self.events.poll(0))
-        num_lost = 0
-        while self.events.poll(100):
-            self.events.recv_multipart()
-            num_lost += 1
-        return num_lost
-
-    @property
-    def held(self) -> set[bytes]:
-        self.hear()
-        return self.sink.held.get(0, set())
-
-    def close(self) -> None:
-        self.context.destroy(linger=0)
-
-
-def names(text: str, salt: str | None = None) -> list[bytes]:
-    """As a router names the blocks of a prompt."""
-    ids = Tokenizer(DEMO).encode(text, add_special_tokens=True)
-    return split_hashes(hash_blocks(hash_key(MODEL, None, salt), np.array(ids, np.int32), 16))
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +31,8 @@ def ports() -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def publishing(real_command, tmp_path_factory, ports):
     directory = tmp_path_factory.mktemp("publishing")
-    config = (
-        '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv",'
-        f' "endpoint": "tcp://127.0.0.1:{ports[0]}", "replay_endpoint": "tcp://127.0.0.1:{ports[1]}"}}'
-    )
-    command = (*real_command, "--engines", "2", "--route-policy", "round_robin", "--kv-events-config", config)
+    config = ("--kv-events-config", publishing_config(ports))
+    command = (*real_command, "--engines", "2", "--route-policy", "round_robin", *config)
     server = Running(command, directory)
     yield server
     server.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,15 @@ def test_without_arithmetic_no_process_loads_torch(paced):
     mapped = [Path(f"/proc/{rank.pid}/maps").read_text() for rank in paced.ranks()]
     assert mapped
     assert all(("libtorch" in maps) == (paced.arithmetic == "demo") for maps in mapped)
+
+
+def test_a_grammar_is_followed_where_a_network_computes_and_refused_elsewhere(paced):
+    reply = complete(paced, guided_regex="[ab]{3}", max_tokens=9)
+    if paced.arithmetic == "none":
+        assert reply.status == 400
+        assert "compute no logits" in reply.json["error"]["message"]
+    else:
+        assert re.fullmatch("[ab]{3}", reply.json["choices"][0]["text"])
 
 
 def test_log_probabilities_can_be_asked_for(paced):

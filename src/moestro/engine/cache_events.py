@@ -1,7 +1,8 @@
-"""Events of a rank's prefix cache, with the tokens of each stored block, for a publisher."""
+"""Changes of a rank's prefix cache: with the tokens of each stored block for a publisher, as names for a router."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moestro.engine.block_pool import CacheEvent
@@ -29,6 +30,33 @@ class RemovedBlocks(NamedTuple):
     """Blocks that left the prefix cache."""
 
     names: tuple[bytes, ...]
+
+
+class CacheChanges(NamedTuple):
+    """Blocks by which a prefix cache differs from an earlier state of itself.
+
+    Attributes:
+        stored: packed hashes of the blocks that it has gained, in the order of their entries.
+        removed: packed hashes of the blocks that it has lost.
+    """
+
+    stored: bytes = b""
+    removed: bytes = b""
+
+
+UNCHANGED = CacheChanges()
+
+
+def changes_of(journal: Sequence[CacheEvent]) -> CacheChanges:
+    """Return the net changes of a journal. A block that entered and left in it counts as removed, which is harmless."""
+    is_stored: dict[bytes, bool] = {}
+    for event in journal:
+        is_stored.pop(event.block_hash, None)  # so that the order is that of the last events
+        is_stored[event.block_hash] = event.is_stored
+    return CacheChanges(
+        b"".join([name for name, stays in is_stored.items() if stays]),
+        b"".join([name for name, stays in is_stored.items() if not stays]),
+    )
 
 
 class CacheEvents:

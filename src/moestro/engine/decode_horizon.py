@@ -12,9 +12,9 @@ import numpy as np
 from moestro.core.clock import FOREVER_NS
 from moestro.core.columns import true_rows
 from moestro.core.request import FinishReason
-from moestro.core.views import BatchView
-from moestro.core.work import Int32s
+from moestro.core.work import Int32s, Slots
 from moestro.engine.scheduler import Scheduler
+from moestro.engine.sequences import CAPACITY, COMPUTED, TOKENS
 from moestro.engine.step_output import StepOutput
 
 TAKE, FILL = 0, 1  # within a step: `schedule` takes blocks, then `update` caches the full ones
@@ -34,16 +34,43 @@ class Horizon(NamedTuple):
     until_ns: int
 
 
+STEPWISE = Horizon(0, FOREVER_NS)
+
+
+class _Growth(NamedTuple):
+    """The running sequences as `DecodeJumps` gathered them.
+
+    Attributes:
+        running: slots, the very array of the table.
+        num_steps: steps of the scheduler by then. Another number means that the columns have changed.
+        computed: int32[n], tokens with KV.
+        until_last, until_full, until_short: for the nearest sequence, tokens with KV to come until `last_num_tokens`,
+            until a block is full, and those that its blocks still hold.
+    """
+
+    running: Slots
+    num_steps: int
+    computed: Int32s
+    until_last: int
+    until_full: int
+    until_short: int
+
+
 class DecodeJumps:
     """Takes many decode steps of `scheduler` at once, with the same effect as single steps.
 
     Sequences carry no token ids.
+
+    Attributes:
+        computed: int32[n], tokens with KV of the running sequences at the last `horizon`, if that found steps.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._state, self._table, self._pool = scheduler.state, scheduler.table, scheduler.pool
         self._decodes: dict[int, bool] = {}  # by number of sequences: whether the batch policy takes them all
+        self._growth: _Growth | None = None
+        self.computed: Int32s = np.empty(0, np.int32)
 
     def horizon(self, now_ns: int) -> Horizon:
         """The coming steps in which every running sequence decodes one token and nothing is decided.
@@ -53,49 +80,58 @@ class DecodeJumps:
         the end of a script: the caller asks it.
         """
         scheduler, table, running = self._scheduler, self._table, self._table.running
-        if len(running) == 0 or table.num_units_in_flight:
-            return Horizon(0, FOREVER_NS)
-        view = scheduler.views.running(running, now_ns)
-        if np.count_nonzero(view.is_decode) < len(running) or not self._all_decode(view):
-            return Horizon(0, FOREVER_NS)
-        computed, block_size = table.num_computed.take(running), table.block_size
-        most = int((table.last_num_tokens.take(running) - computed).min()) - 1
-        until_ns = scheduler.views.holds_until_ns(running, now_ns)
-        if len(scheduler.waiting) and self._could_admit() and (room := self._room(view)) > 0:
+        num, block_size = len(running), table.block_size
+        if num == 0 or table.num_units_in_flight:
+            return STEPWISE
+        columns = table.growth.take(running, axis=1)
+        computed = columns[COMPUTED]
+        left = columns - computed
+        np.negative(left[TOKENS], out=left[TOKENS])  # its least is then the most that a sequence has to compute
+        behind, _, until_last, until_short, until_full = np.minimum.reduce(left, axis=1).tolist()
+        if behind < -1 or not self._all_decode(num, now_ns):
+            return STEPWISE
+        most, until_ns = until_last - 1, FOREVER_NS
+        if table.num_be:
+            until_ns = scheduler.views.holds_until_ns(running, now_ns)
+        if len(scheduler.waiting) and self._could_admit() and (room := self._room(now_ns)) > 0:
             if scheduler.admission.candidates(room, scheduler.limits, now_ns) or self._makes_way(now_ns):
-                return Horizon(0, FOREVER_NS)
+                return STEPWISE
             until_ns = min(until_ns, scheduler.waiting.order_holds_until_ns(now_ns))
             # A block that becomes full may be the prefix that the next waiting request lacks.
             most = min(most, int((block_size - computed % block_size).min()))
             if scheduler.waiting.policy.reads_cache:
                 # An allocated block may have been cached, as a prefix on which the order depends.
-                most = min(most, int((table.capacity.take(running) - computed).min()) + 1)
-        if -(-most // block_size) * len(running) > self._pool.num_free:
-            num_blocks = table.capacity.take(running) // block_size
+                most = min(most, until_short + 1)
+        if -(-most // block_size) * num > self._pool.num_free:
+            num_blocks = columns[CAPACITY] // block_size
             most = steps_that_fit(computed, num_blocks, block_size, self._pool.num_free, most)
+        self.computed = computed
+        self._growth = _Growth(running, scheduler.num_steps, computed, until_last, until_full, until_short)
         return Horizon(most, until_ns)
 
-    def _all_decode(self, view: BatchView) -> bool:
-        """Whether the batch policy takes every row of `view`, which are decodes.
+    def _all_decode(self, num: int, now_ns: int) -> bool:
+        """Whether the batch policy takes all running sequences, which are `num` decodes.
 
         The answer for latency-sensitive rows alone depends on their number, so the policy is asked once for each.
         """
         if self._table.num_be:
-            return self._takes_all(view)
-        num_rows = len(view.num_left)
-        if num_rows not in self._decodes:
-            self._decodes[num_rows] = self._takes_all(view)
-        return self._decodes[num_rows]
+            return self._takes_all(now_ns)
+        known = self._decodes.get(num)
+        if known is None:
+            known = self._decodes[num] = self._takes_all(now_ns)
+        return known
 
-    def _takes_all(self, view: BatchView) -> bool:
+    def _takes_all(self, now_ns: int) -> bool:
+        view = self._scheduler.views.running(self._table.running, now_ns)
         return bool((self._scheduler.batch_policy.plan(view, self._scheduler.limits) == 1).all())
 
     def _could_admit(self) -> bool:
         """Whether any sequence could be admitted while the running ones decode, so that the order matters."""
         return self._table.num_free_slots > 0 or self._scheduler.preemption.makes_way
 
-    def _room(self, view: BatchView) -> int:
+    def _room(self, now_ns: int) -> int:
         """Tokens that the batch policy would give to admitted sequences."""
+        view = self._scheduler.views.running(self._table.running, now_ns)
         return self._scheduler.batch_policy.room(view, self._scheduler.limits)
 
     def _makes_way(self, now_ns: int) -> bool:
@@ -116,13 +152,18 @@ class DecodeJumps:
         table, running = self._table, self._table.running
         for slot, packed in (block_hashes or {}).items():
             table.learn_hashes(slot, packed)
-        self._advance_blocks(num_steps)
+        growth = None if block_hashes else self._growth  # new hashes let blocks become full
+        if growth is None or growth.running is not running or growth.num_steps != self._scheduler.num_steps:
+            growth = self._gathered()
+        self._advance_blocks(num_steps, growth)
         self._scheduler.num_steps += num_steps
-        num_tokens = table.num_computed.take(running) + num_steps
+        num_tokens = growth.computed + num_steps
         table.num_computed[running] = num_tokens
         num_tokens += 1
         table.num_tokens[running] = num_tokens
-        at_last = true_rows(num_tokens >= table.last_num_tokens.take(running))
+        at_last: list[int] = []
+        if num_steps + 1 >= growth.until_last:
+            at_last = true_rows(num_tokens >= table.last_num_tokens.take(running))
         if not at_last and not finished:
             return StepOutput()
         reasons = dict.fromkeys(running.take(at_last).tolist(), FinishReason.LENGTH)
@@ -132,13 +173,20 @@ class DecodeJumps:
         self._state.finish_all(output)
         return output
 
-    def _advance_blocks(self, num_steps: int) -> None:
+    def _gathered(self) -> _Growth:
+        """Gather the running sequences, of which there is one at least."""
+        running = self._table.running
+        columns = self._table.growth.take(running, axis=1)
+        computed = columns[COMPUTED]
+        _, _, until_last, until_short, until_full = np.minimum.reduce(columns - computed, axis=1).tolist()
+        return _Growth(running, self._scheduler.num_steps, computed, until_last, until_full, until_short)
+
+    def _advance_blocks(self, num_steps: int, growth: _Growth) -> None:
         """Allocate and cache the blocks of `num_steps` steps, in the order of single steps."""
-        table, pool, running = self._table, self._pool, self._table.running
+        table, pool, running, computed = self._table, self._pool, growth.running, growth.computed
         block_size = table.block_size
-        computed, capacity = table.num_computed.take(running), table.capacity.take(running)
-        end = computed + num_steps
-        if pool.journal is not None or np.count_nonzero(end >= table.next_full_at.take(running)):
+        if pool.journal is not None or num_steps >= growth.until_full:
+            capacity = table.capacity.take(running)
             for step, kind, row in block_events(computed, capacity // block_size, block_size, num_steps):
                 pool.step = step
                 slot, position = int(running[row]), int(computed[row]) + step + 1
@@ -149,8 +197,9 @@ class DecodeJumps:
             pool.step = 0
             return
         # No block enters the cache, so only the order of allocations matters.
-        short = true_rows(end > capacity)
-        if short:
+        if num_steps > growth.until_short:
+            capacity = table.capacity.take(running)
+            short = true_rows(computed + num_steps > capacity)
             taken = blocks_taken(computed.take(short).tolist(), capacity.take(short).tolist(), block_size, num_steps)
             short_slots = running.take(short).tolist()
             table.add_blocks([short_slots[row] for row in taken], pool.allocate_many(len(taken)))

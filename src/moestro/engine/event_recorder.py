@@ -5,10 +5,8 @@ A scheduler without a recorder pays for one comparison with None at each of thes
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Iterable
-from typing import Concatenate, ParamSpec
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +23,7 @@ from moestro.core.scheduling_events import (
     SequencePreempted,
     SequenceQueued,
 )
+from moestro.core.side_job import ending_on_error
 from moestro.core.views import EvictView, Victim
 from moestro.core.work import StepVisits
 from moestro.engine.policy_contract import OrderPolicy
@@ -35,24 +34,7 @@ logger = logging.getLogger(__name__)
 
 MOST_ROWS = 8  # waiting requests in an `OrderDecision`, and requests of each list of a `BatchPassed`
 MOST_VERSIONS = 4  # versions of the expert table that one request tells apart
-_P = ParamSpec("_P")
-
-
-def _guarded(
-    method: Callable[Concatenate[EventRecorder, _P], None],
-) -> Callable[Concatenate[EventRecorder, _P], None]:
-    """Make a method end the notes where it fails, and do nothing from then on."""
-
-    @functools.wraps(method)
-    def guarded(self: EventRecorder, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        if not self.has_failed:
-            try:
-                method(self, *args, **kwargs)
-            except Exception:
-                self.has_failed = True
-                logger.exception("the scheduler's decisions are no longer recorded; requests are served as before")
-
-    return guarded
+_guarded = ending_on_error(logger, "the scheduler's decisions are no longer recorded; requests are served as before")
 
 
 class EventRecorder:

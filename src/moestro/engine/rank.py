@@ -21,6 +21,8 @@ from moestro.engine.step_output import StepOutput
 from moestro.errors import InvariantError
 from moestro.flow.executor import FlowExecutor
 
+_WITHOUT_TOKEN = {FinishReason.NON_FINITE, FinishReason.GRAMMAR}
+
 
 class ExpertObserver(Protocol):
     """Learns which experts the tokens of each step visited; `worker.expert_collection` has one."""
@@ -241,7 +243,7 @@ def outputs_of(output: StepOutput) -> list[Output]:
     """One message per sequence that gained a token, whose prompt is over and that wanted none, or that had to end."""
     outputs = []
     for row, (sequence, reason) in enumerate(zip(output.sequences, output.finish_reasons, strict=True)):
-        has_token = sequence.request.sampling.max_tokens > 0 and reason is not FinishReason.NON_FINITE
+        has_token = sequence.request.sampling.max_tokens > 0 and reason not in _WITHOUT_TOKEN
         logprobs: tuple[TokenLogprobs, ...] = (output.logprobs[row],) if row in output.logprobs else ()
         outputs.append(
             Output(

@@ -10,8 +10,11 @@ The scheduler has no effects: it computes no tokens, never sleeps and reads no c
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from moestro.core.grammar import GrammarBackend
 from moestro.core.request import Request
 from moestro.core.scheduling_events import SequencePreempted
 from moestro.core.views import BE, LS, BatchLimits, BatchView
@@ -26,7 +29,7 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput, append_sampled_tokens
 from moestro.engine.units import make_units
 from moestro.engine.waiting_admission import AdmissionCandidate, WaitingAdmission
-from moestro.errors import InvariantError
+from moestro.errors import InvariantError, RequestError
 
 # Of the token budget: a prompt waits for others' rows rather than be cut into smaller chunks, each of which reads the
 # weights anew. bench/simulator/least_chunk.py sweeps it.
@@ -89,11 +92,25 @@ class Scheduler:
         )
         if request.request_id in self.by_id:
             raise InvariantError(f"request id {request.request_id!r} is in use")
-        sequence = Sequence(request, self._num_added)
+        sequence = Sequence(request, self._num_added, self._matcher(request))
         self._num_added += 1
         self.by_id[request.request_id] = sequence
         self.state.enqueue(sequence)
         return sequence.serial
+
+    def use_grammars(self, grammars: GrammarBackend) -> None:
+        """Let answers follow grammars from now on."""
+        self.table.grammars = grammars
+
+    def _matcher(self, request: Request) -> Any:
+        """Matcher of the request's grammar. None means that it has none."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        if self.table.grammars is None:
+            text = "This engine cannot follow a grammar: it computes no logits, or its tokenizer has no use for one."
+            raise RequestError(text, param="structured_outputs", code="unsupported_parameter")
+        return self.table.grammars.matcher(grammar)
 
     def abort(self, request_id: str, now_ns: int) -> bool:
         """Drop a request, and return whether its id was known; the request may just have ended.
@@ -322,14 +339,15 @@ class Scheduler:
         # 4. A sequence without uncomputed tokens has sampled one, and may have ended with it.
         output = append_sampled_tokens(table, result, computed == table.num_tokens.take(slots))
         self.state.finish_all(output)
-        output.add_failed(failed)
+        output.add_failed(failed, [table.has_failed_grammar(sequence) for sequence in failed])
         return output
 
     def _remove_failed(self, result: StepResult, rows: Slots) -> tuple[StepResult, list[Sequence]]:
-        """Remove the sequences in `rows` of the result, whose logits are not finite.
+        """Remove the sequences in `rows` of the result, whose logits are not finite, or whose grammar failed.
 
-        The prefix cache forgets all hashes of their blocks, also of blocks that other sequences stored. Chunks without
-        wanted logits enter the cache unchecked, so the next equal prompt is computed from its first token.
+        Unless its grammar failed, the prefix cache forgets all hashes of a sequence's blocks, also of blocks that other
+        sequences stored. Chunks without wanted logits enter the cache unchecked, so the next equal prompt is computed
+        from its first token.
 
         Returns:
             The result of the other rows, and the removed sequences that were not aborted before.
@@ -337,7 +355,8 @@ class Scheduler:
         failed = []
         for slot in result.slot[rows].tolist():
             sequence = self.table.at(slot)
-            self.pool.forget(sequence.hashes)
+            if not self.table.has_failed_grammar(sequence):
+                self.pool.forget(sequence.hashes)
             if sequence.is_aborted:
                 self._num_aborted_in_flight -= 1
                 self.state.leave(sequence)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.grammar import GrammarBackend
 from moestro.core.hashing import HASH_BYTES, ROOT, block_hash, name_key, split_hashes
 from moestro.core.request import Request, SamplingParams, ServiceClass, TokenLogprobs
 from moestro.core.views import BE, LS
@@ -67,7 +68,7 @@ class Sequence:
         "slot", "stop_token_ids", "user",
     )  # fmt: skip
 
-    def __init__(self, request: Request, serial: int) -> None:
+    def __init__(self, request: Request, serial: int, matcher: Any = None) -> None:
         self.request = request
         self.serial = serial
         self.slot: int | None = None
@@ -87,7 +88,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self.sampling_row = sampling_row(request.sampling)
         edits_logits = request.sampling.edits_logits and request.token_ids is not None  # a hashed trace has no logits
-        self.edits = SequenceEdits(request) if edits_logits else None
+        self.edits = SequenceEdits(request, matcher) if edits_logits else None
 
     @property
     def num_tokens(self) -> int:
@@ -151,11 +152,17 @@ def _row_of(*values: float) -> NDArray[np.void]:
     return np.array(values, SAMPLING_ROW)
 
 
+TOKENS, COMPUTED, LAST_TOKENS, CAPACITY, FULL_AT = range(5)  # rows of `SequenceTable.growth`
+NUM_GROWTH_COLUMNS = 5
+
+
 class SequenceTable:
     """Columns of the running sequences; a row is a *slot*.
 
     Attributes:
         running: int64, slots in order of admission.
+        growth: int32[NUM_GROWTH_COLUMNS, slots], the columns that TOKENS to FULL_AT number, which are rows of it, so
+            that one gather reads all of them.
         serial: int64[slots], `Sequence.serial`.
         num_tokens: int32[slots], tokens known.
         num_computed: int32[slots], tokens whose KV is in the pool.
@@ -177,6 +184,7 @@ class SequenceTable:
         num_wanting_prompt_logprobs, num_editing: rows that ask for prompt logprobs, or for changes to their logits.
         num_scoring: rows with max_tokens 0.
         num_be: best-effort rows.
+        grammars: computes the masks of sequences with a grammar. None means that there are none.
 
     The counts spare the usual step a look at columns that are all zero.
     """
@@ -188,15 +196,12 @@ class SequenceTable:
         self.block_size = block_size
         self.running: Slots = np.empty(0, np.int64)
         self.serial = np.zeros(num_slots, np.int64)
-        self.num_tokens = column()
-        self.num_computed = column()
+        self.growth = np.zeros((NUM_GROWTH_COLUMNS, num_slots), np.int32)
+        self.num_tokens, self.num_computed, self.last_num_tokens, self.capacity, self.next_full_at = self.growth
         self.num_prompt = column()
         self.service_class = np.zeros(num_slots, np.uint8)
         self.arrival_ns = np.zeros(num_slots, np.int64)
-        self.last_num_tokens = column()
-        self.capacity = column()
         self.write_start = column()
-        self.next_full_at = column()
         self.num_in_flight = column()
         self.wants_prompt_logprobs = np.zeros(num_slots, np.bool_)
         self.edits_logits = np.zeros(num_slots, np.bool_)
@@ -209,6 +214,7 @@ class SequenceTable:
         self.num_editing = 0
         self.num_scoring = 0
         self.num_be = 0
+        self.grammars: GrammarBackend | None = None
         self.sequences: list[Sequence | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -295,13 +301,8 @@ class SequenceTable:
 
     def add_blocks(self, slots: list[int], blocks: list[int]) -> None:
         """Append each block to the sequence in its slot; a slot may occur more than once."""
-        positions = []
         for slot, block in zip(slots, blocks, strict=True):
-            held = self.at(slot).blocks
-            positions.append(len(held))
-            held.append(block)
-        self.block_table[slots, positions] = blocks
-        np.add.at(self.capacity, slots, self.block_size)
+            self.add_block(slot, block)  # they are few: a loop costs less than `np.add.at`
 
     def learn_hashes(self, slot: int, packed: bytes) -> None:
         """Append hashes, known from its script, of blocks that the sequence completes before they are looked up."""
@@ -344,7 +345,14 @@ class SequenceTable:
             assert edits is not None, f"slot {slot} edits no logits"
             sequences.append(edits)
             tokens.append(self.token_ids[slot, : self.num_tokens[slot]])
-        return join_edits(rows, sequences, tokens) if rows else None
+        return join_edits(rows, sequences, tokens, self.grammars) if rows else None
+
+    def has_failed_grammar(self, sequence: Sequence) -> bool:
+        """Whether the grammar of `sequence` allows no token any more."""
+        edits = sequence.edits
+        if edits is None or edits.matcher is None or self.grammars is None:
+            return False
+        return self.grammars.failure(edits.matcher) is not None
 
     def idle(self, service_class: int | None = None) -> Slots:
         """Slots without a unit in flight, in order of admission. With `service_class`, only slots of that class."""

@@ -20,7 +20,7 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
     Attributes:
         sequences: the sequence of each row.
         token_ids: the sampled token of each row. The value is -1 where there is no token: in a hashed trace, after a
-            prompt with max_tokens 0, and with the finish reason NON_FINITE.
+            prompt with max_tokens 0, and with the finish reasons NON_FINITE and GRAMMAR.
         finish_reasons: why the sequence of each row ended. None means that it continues.
         logprobs: by row, of the sampled token.
         prompt_logprobs: by row, of the whole prompt, once.
@@ -32,11 +32,17 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
     logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
 
-    def add_failed(self, sequences: list[Sequence]) -> None:
-        """Append a row for each of `sequences`, which ended because their logits were not finite."""
+    def add_failed(self, sequences: list[Sequence], has_failed_grammar: list[bool]) -> None:
+        """Append a row for each of `sequences`, which ended without a token.
+
+        Args:
+            has_failed_grammar: whether that is because of the sequence's grammar, or because of non-finite logits.
+        """
         self.sequences.extend(sequences)
         self.token_ids.extend([-1] * len(sequences))
-        self.finish_reasons.extend([FinishReason.NON_FINITE] * len(sequences))
+        self.finish_reasons.extend(
+            FinishReason.GRAMMAR if failed else FinishReason.NON_FINITE for failed in has_failed_grammar
+        )
 
 
 def append_sampled_tokens(table: SequenceTable, result: StepResult, sampled: NDArray[np.bool_]) -> StepOutput:

@@ -61,7 +61,7 @@ class UnitColumns:
 
     def _write_units(self, ids: Int64s, rows: Int32s, units: Units) -> None:
         # Units that enter together mostly have consecutive rows, and a slice is written several times as fast.
-        at = slice(int(ids[0]), int(ids[-1]) + 1) if int(ids[-1]) - int(ids[0]) == len(ids) - 1 else ids
+        at = slice(int(ids[0]), int(ids[-1]) + 1) if np.all(ids[1:] - ids[:-1] == 1) else ids
         for name in _WRITTEN_LATER:
             getattr(self, name)[at] = getattr(units, name)
         width = units.block_tables.shape[1]

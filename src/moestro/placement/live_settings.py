@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from moestro.core.setting_checks import CheckedSettings, at_least, between
 from moestro.cost.gpus import GPUS, gpu_named
-from moestro.cost.links import LINKS, link_named
+from moestro.cost.links import INFINIBAND_HDR, LINKS, link_named
 from moestro.errors import ConfigError
 from moestro.placement.devices import PlaceLimits
 from moestro.placement.registry import PLACE_POLICIES
@@ -59,6 +59,10 @@ class LivePlacementSettings(CheckedSettings):
             f" NVSwitch; one of {', '.join(LINKS)}."
         ),
     ] = None
+    placement_link_across: Annotated[
+        str,
+        Parameter(help=f"Link between machines whose prices plans use with --launcher ray; one of {', '.join(LINKS)}."),
+    ] = INFINIBAND_HDR.name
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,6 +72,7 @@ class LivePlacementSettings(CheckedSettings):
             gpu_named(self.placement_gpu)
         if self.placement_link is not None:
             link_named(self.placement_link)
+        link_named(self.placement_link_across)
 
     @property
     def plans_by_itself(self) -> bool:

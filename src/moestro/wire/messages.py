@@ -151,11 +151,18 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """Outputs of one step, and the rank's load figures after it."""
+    """Outputs of one step, and the rank's load figures and prefix cache after it.
+
+    Attributes:
+        as_of_ns: When the rank last read its inbox: the figures exclude requests that were sent later.
+        stored, removed: Packed hashes of the blocks that entered the prefix cache, and of those that left it.
+    """
 
     outputs: tuple[Output, ...]
     load: LoadFigures
-    as_of_ns: int = 0  # When the rank last read its inbox: the figures exclude requests that were sent later.
+    as_of_ns: int = 0
+    stored: bytes = b""
+    removed: bytes = b""
 
 
 class EngineEvents(msgspec.Struct, frozen=True, tag=True):

@@ -26,6 +26,7 @@ from moestro.wire.hop_frames import Hello, HopLimits, TensorFrames
 from moestro.wire.messages import Joined, Members, Ready
 from moestro.worker.channel import Channel
 from moestro.worker.expert_loader import SlotMemory
+from moestro.worker.grammar_inbox import follow_grammars
 from moestro.worker.group_rank import ExpertRank
 from moestro.worker.paced_links import LinkPace
 from moestro.worker.peer_inbox import PeerInbox, near_workers
@@ -130,13 +131,15 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
         inbox.use(executor)
         if not inbox.await_peers():
             return
-        channel.send(Ready(part.info))
-        if part.info is not None:
-            home = make_home(spec, executor, part.info)
-            part.on_home(home)
-            run_rank(home, inbox, channel.now_ns, side_jobs_of(spec, home))
-        else:
+        if part.info is None:
+            channel.send(Ready(None))
             run_rank(ExpertRank(executor), inbox, channel.now_ns)
+            return
+        home = make_home(spec, executor, part.info)
+        part.on_home(home)
+        source = follow_grammars(spec, home, part.info, inbox)
+        channel.send(Ready(part.info))
+        run_rank(home, source, channel.now_ns, side_jobs_of(spec, home))
     finally:
         links.close()
 

@@ -308,6 +308,7 @@ def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int, num_
         num_experts_per_token=network.experts.top_k if network.experts else 0,
         pace_dilation=paced.pace_dilation,
         notes=(*paced_notes(paced), "Answers repeat fixed words."),
+        has_logits=False,
         is_exact=True,
     )
 

@@ -10,7 +10,7 @@ from moestro.config.launch_spec import LaunchSpec
 from moestro.core.model_info import ModelInfo
 from moestro.core.stages import StagedDevice
 from moestro.core.work import Device
-from moestro.engine.cache_events import CacheEvents
+from moestro.engine.cache_events import UNCHANGED, CacheChanges, CacheEvents, changes_of
 from moestro.engine.lock_step import LockStepRank
 from moestro.engine.rank import Rank, build_preemptive_rank, build_rank, recorder_of
 from moestro.engine.scheduler import Scheduler
@@ -64,7 +64,7 @@ def side_jobs_of(spec: LaunchSpec, rank: Rank) -> SideJobs:
     collection = ExpertCollection(spec.expert_load)
     rank.expert_observer = collection
     return SideJobs(
-        after_step=_publisher_of(spec, rank),
+        take_cache_changes=_cache_reader(spec, rank),
         pace_counts=rank.pace_counts,
         report_experts=collection.report,
         take_events=recorder_of(rank).take if spec.records_events else tuple,
@@ -79,10 +79,28 @@ def _move_experts(rank: LockStepRank, message: MoveLayer | DropLayer) -> None:
         rank.drop_layer(message.version)
 
 
-def _publisher_of(spec: LaunchSpec, rank: Rank) -> Callable[[], None]:
-    """Make the function to call after each step: it publishes the prefix cache, if the settings say so."""
-    if spec.kv_events is None:
-        return lambda: None
-    scheduler = rank.scheduler
-    publisher = KvPublisher(spec.kv_events, spec.rank, CacheEvents(scheduler), scheduler.settings.block_size)
-    return publisher.publish
+def _cache_reader(spec: LaunchSpec, rank: Rank) -> Callable[[], CacheChanges]:
+    """Make the function to call after each step: it publishes changes of the prefix cache, and returns them.
+
+    Both happen only if `spec` says so.
+    """
+    pool = rank.scheduler.pool
+    publish: Callable[[], None] | None = None
+    if spec.kv_events is not None:
+        events = CacheEvents(rank.scheduler)
+        publish = KvPublisher(spec.kv_events, spec.rank, events, rank.scheduler.settings.block_size).publish
+    elif spec.reports_cache:
+        pool.journal = []
+    else:
+        return lambda: UNCHANGED
+
+    def read() -> CacheChanges:
+        assert pool.journal is not None
+        changes = changes_of(pool.journal) if spec.reports_cache and pool.journal else UNCHANGED
+        if publish is not None:
+            publish()  # it empties the journal
+        else:
+            pool.journal.clear()
+        return changes
+
+    return read

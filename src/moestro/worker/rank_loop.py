@@ -12,6 +12,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import IDLE, LoadFigures, PaceCounts
 from moestro.core.request import Output, Request
 from moestro.core.scheduling_events import SchedulingEvent
+from moestro.engine.cache_events import UNCHANGED, CacheChanges
 from moestro.errors import RequestError
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
 from moestro.wire.layer_messages import DropLayer, MoveLayer
@@ -84,7 +85,7 @@ class SideJobs:
     """What a rank's loop does beside the steps.
 
     Attributes:
-        after_step: Called after each step, before its outputs are sent.
+        take_cache_changes: Supplier of the changes of the prefix cache since the last call, asked after each step.
         pace_counts: Supplier of the counts of a paced device, which accompany other news: they change too often to be
             news themselves.
         report_experts: Answers a question about the load of experts. None means that the rank has no experts.
@@ -92,7 +93,7 @@ class SideJobs:
         move_experts: Takes a message about moves of experts. None means that the rank moves none.
     """
 
-    after_step: Callable[[], None] = lambda: None
+    take_cache_changes: Callable[[], CacheChanges] = lambda: UNCHANGED
     pace_counts: Callable[[], PaceCounts | None] = lambda: None
     report_experts: Callable[[ReadExperts], ExpertReport] | None = None
     take_events: Callable[[], tuple[SchedulingEvent, ...]] = tuple
@@ -134,14 +135,14 @@ def run_rank(
         if goes_on:
             rank.begin(now_ns())
         channel.num_steps = rank.num_steps
-        jobs.after_step()
+        cache = jobs.take_cache_changes()
         if events := jobs.take_events():
             channel.send(EngineEvents(events))  # before the outputs, so that an ended request's events are complete
         load = rank.stats()
-        if outputs or load != told:
+        if outputs or load != told or cache is not UNCHANGED:
             pace = jobs.pace_counts()
             reported = load if pace is None else msgspec.structs.replace(load, pace=pace)
-            channel.send(Outputs(tuple(outputs), reported, as_of_ns))
+            channel.send(Outputs(tuple(outputs), reported, as_of_ns, cache.stored, cache.removed))
             told = load
         if not goes_on:
             return
