@@ -69,7 +69,10 @@ def told(record) -> tuple[bool, str]:
     return replay_record(record, Console(file=text, width=200)), text.getvalue()
 
 
-@pytest.mark.parametrize("policy", ["moestro", "lmetric", "least_loaded", "power_of_two", "gimbal-v1", "bounded_hash"])
+@pytest.mark.parametrize(
+    "policy",
+    ["moestro", "lmetric", "least_loaded", "power_of_two", "gimbal-v1", "bounded_hash", "llm-d", "preble"],
+)
 @looped
 async def test_a_record_of_a_live_router_replays_to_the_same_decisions(policy, tmp_path):
     record = tmp_path / "record.jsonl"

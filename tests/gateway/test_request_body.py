@@ -7,11 +7,15 @@ import random
 
 import numpy as np
 import pytest
+from support.fake_rank import INFO
 
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, hash_text, split_hashes
 from moestro.gateway.http_headers import Incoming, RequestHead
 from moestro.gateway.request_body import NOTHING, plain_text, prompt_key, read, request_from_text
 from moestro.gateway.tokenized_blocks import TokenizedReader
+from moestro.server.request_builder import ServedModel, chat_prompt
+from moestro.server.validation import parse_chat
+from moestro.text.tokenizer import Tokenizer
 from moestro.web.json_elements import MAX_ELEMENTS
 
 LONG = "You are a helpful assistant. " * 40
@@ -190,6 +194,66 @@ class TestExact:
         assert asked.num_prompt_tokens == len(tokenizer.encode(text, add_special_tokens=False))
         assert asked.block_hashes
 
+    def test_a_chat_with_tools_and_variables_has_the_engines_tokens(self, demo_dir):
+        template = (
+            "{% for each in messages %}{{ each.role }}{{ each.content }}{{ each.reasoning }}{{ each.tool_call_id }}"
+            "{% for call in each.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+            "{{ tools | tojson }}{{ color }}{{ enable_thinking }}{{ add_generation_prompt }}"
+        )
+        tokenizer = Tokenizer(demo_dir, template)
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, 2]}'}}
+        body = {
+            "messages": [
+                turn("user", [{"type": "text", "text": LONG}, {"type": "text", "text": "more"}]),
+                {"role": "assistant", "tool_calls": [call], "reasoning_content": "Hm."},
+                {"role": "tool", "tool_call_id": "a", "content": "3"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "description": "é"}}],
+            "tool_choice": "required",
+            "chat_template_kwargs": {"color": "red"},
+            "reasoning_effort": "none",
+            "add_generation_prompt": False,
+        }
+        model = ServedModel(names=("m",), root="r", created=0, fingerprint="f", info=INFO, tokenizer=tokenizer)
+        ids, _ = chat_prompt(parse_chat(json.dumps(body).encode()), model)
+        arrived = incoming(body)
+        asked = TokenizedReader(tokenizer, 16)(read(arrived.body), arrived, 0)
+        tokenizer.close()
+        assert asked.num_prompt_tokens == len(ids)
+        assert asked.block_hashes == hash_blocks(prompt_key(None, None), np.array(ids, np.int32), 16)
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/messages", {"system": [{"type": "text", "text": LONG}], "messages": [turn("user", "hi")]}),
+            ("/v1/messages/count_tokens", {"system": LONG, "messages": [turn("user", "hi")]}),
+            ("/v1/responses", {"instructions": LONG, "input": "hi"}),
+            ("/v1/responses", {"instructions": LONG, "input": [turn("user", [{"type": "input_text", "text": "hi"}])]}),
+        ],
+    )
+    def test_other_apis_have_the_blocks_of_the_chat_to_which_engines_translate_them(
+        self, reader, tokenizer, path, body
+    ):
+        data = json.dumps({"model": "m", "max_tokens": 3} | body).encode()
+        arrived = Incoming(RequestHead(b"POST", path.encode(), [], {}), data, request_id="r")
+        asked = reader(read(data), arrived, 0)
+        text = tokenizer.render_chat([turn("system", LONG), turn("user", "hi")])
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert asked.num_prompt_tokens == len(ids)
+        assert asked.block_hashes == hash_blocks(prompt_key("m", None), np.array(ids, np.int32), 16)
+
+    def test_a_message_that_cannot_be_translated_is_routed_by_its_length(self, reader):
+        for content in ([{"type": "image"}], 5, "[" * 10):
+            data = json.dumps({"messages": [turn("user", content)]}).encode()
+            arrived = Incoming(RequestHead(b"POST", b"/v1/messages", [], {}), data, request_id="r")
+            assert reader(read(data), arrived, 0).block_hashes == b""
+
+    def test_a_truncated_prompt_has_the_blocks_of_its_end(self, reader, tokenizer):
+        arrived = incoming({"model": "m", "prompt": LONG, "truncate_prompt_tokens": 40})
+        asked = reader(read(arrived.body), arrived, 0)
+        ids = tokenizer.encode(LONG, add_special_tokens=True)[-40:]
+        assert asked.block_hashes == hash_blocks(prompt_key("m", None), np.array(ids, np.int32), 16)
+
     @pytest.mark.parametrize(
         "body",
         [
@@ -203,6 +267,22 @@ class TestExact:
         asked = reader(read(arrived.body), arrived, 0)
         assert asked.num_prompt_tokens >= 1
         assert asked.block_hashes == b"" or body == {"messages": []}
+
+
+def test_calls_and_results_of_tools_tell_prompts_apart():
+    def body(result: str, city: str = "Ulm"):
+        use = {"type": "tool_use", "id": "t", "name": "weather", "input": {"city": city}}
+        return {
+            "messages": [
+                turn("user", LONG),
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, use]},
+                turn("user", [{"type": "tool_result", "tool_use_id": "t", "content": result}]),
+            ]
+        }
+
+    texts = {plain_text(read(json.dumps(each).encode())) for each in (body("a"), body("b"), body("a", "Bonn"))}
+    assert len(texts) == 3
+    assert shared_blocks(body("a" * 500), body("b" * 500)) > 10
 
 
 def test_nothing_is_read_of_nothing():

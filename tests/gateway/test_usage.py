@@ -107,6 +107,72 @@ async def test_a_client_that_hangs_up_at_the_last_event_has_had_its_answer():
         assert (story.status, story.usage["completion_tokens"]) == (200, 7)
 
 
+CLAUDE = (
+    (
+        b'event: message_delta\ndata: {"type":"message_delta","delta":{},"usage":{"input_tokens":9,'
+        b'"cache_creation_input_tokens":0,"cache_read_input_tokens":32,"output_tokens":7}}\n\n'
+    ),
+    b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+)
+RESPONSE = (
+    (
+        b'event: response.completed\ndata: {"type":"response.completed","response":{"usage":{"input_tokens":41,'
+        b'"input_tokens_details":{"cached_tokens":32},"output_tokens":7,"output_tokens_details":{"reasoning_tokens":3},'
+        b'"total_tokens":48}}}\n\n'
+    ),
+)
+
+
+@pytest.mark.parametrize(("path", "events"), [("/v1/messages", CLAUDE), ("/v1/responses", RESPONSE)])
+@looped
+async def test_usage_has_one_meaning_in_all_apis(path, events):
+    async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        wire.write(HEAD + chunked(*events))
+
+    async with rig(FakeEngine("e", script)) as it:
+        headers = (await it.call(path, STREAMED)).headers
+        await it.until_idle()
+        assert figures(it) == (41, 32)
+        assert it.app.shared.decision_log.trace(headers["x-request-id"]).usage["completion_tokens"] == 7
+
+
+@looped
+async def test_a_client_that_hangs_up_at_the_end_of_a_message_has_had_its_answer():
+    async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        wire.write(HEAD + chunked(*CLAUDE).removesuffix(b"0\r\n\r\n"))
+        await wire.is_lost.wait()
+
+    async with rig(FakeEngine("e", script)) as it:
+        caller = await it.caller()
+        caller.ask("/v1/messages", STREAMED)
+        await caller.head()
+        await caller.reader.readuntil(b'"message_stop"}\n\n')
+        caller.hang_up()
+        await it.until_idle()
+        assert it.engine("e").counts.num_left == 0
+
+
+@looped
+async def test_errors_of_the_router_have_the_form_of_the_path():
+    async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        wire.write(HEAD + chunked(CLAUDE[0]).removesuffix(b"0\r\n\r\n"))
+        await asyncio.sleep(0.02)
+        wire.transport.abort()
+
+    async with rig(FakeEngine("e", script)) as it:
+        refused = await it.call("/v1/messages", method="GET")
+        assert refused.status == 405
+        body = json.loads(refused.body)
+        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+        assert body["request_id"] == refused.headers["x-request-id"]
+        assert json.loads((await it.call("/v1/responses", method="GET")).body)["error"]["code"] == "method_not_allowed"
+        caller = await it.caller()
+        caller.ask("/v1/messages", STREAMED)
+        await caller.head()
+        rest = await caller.reader.read(-1)
+        assert b'event: error\ndata: {"type":"error","error":{"type":"api_error"' in rest
+
+
 @looped
 async def test_a_client_that_leaves_before_the_last_event_has_left_and_what_was_told_is_counted():
     async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:

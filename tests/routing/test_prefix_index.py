@@ -288,3 +288,43 @@ def test_the_size_of_a_cache_is_learned_from_answers(learns):
             one.surprised(0, surprise)
         wrong.append(surprise != 0)
     assert np.mean(wrong[100:]) < 0.1 if learns else np.mean(wrong[100:]) > 0.4
+
+
+def test_events_that_stop_without_a_gap_are_noticed_and_the_next_one_is_believed_again():
+    one = index(1)
+    one.cleared(0)
+    one.said(0, packed(1))
+
+    def served(*blocks: int, says: bool) -> None:
+        pending = one.sent(0, packed(*blocks))
+        if says:
+            one.said(0, packed(*blocks))
+        if pending is not None:
+            one.ended(0, pending, is_computed=True)
+
+    served(2, 3, says=True)
+    for blocks in ((4, 5), (6, 7)):
+        served(*blocks, says=False)
+        assert one.is_exact(0), "a full cache may have lost one of them"
+        assert one.match(packed(*blocks)).tolist() == [0]
+    served(8, 9, says=False)
+    assert not one.is_exact(0)
+    assert one.lacks_events(0)
+    assert one.match(packed(8, 9)).tolist() == [2], "predicted from now on"
+    one.said(0, packed(10))
+    assert one.is_exact(0)
+    assert not one.lacks_events(0)
+    assert one.match(packed(8, 9)).tolist() == [0]
+
+
+def test_a_prompt_that_was_never_computed_and_a_cache_that_is_empty_raise_no_doubt():
+    one = index(1)
+    one.cleared(0)
+    one.said(0, b"")  # as `moestro serve` does at the start of an engine
+    for first in range(1, 9, 2):
+        one.ended(0, one.sent(0, packed(first, first + 1)), is_computed=True)
+    assert one.is_exact(0)
+    one.said(0, packed(20))
+    for first in range(1, 9, 2):
+        one.ended(0, one.sent(0, packed(first, first + 1)), is_computed=False)
+    assert one.is_exact(0)

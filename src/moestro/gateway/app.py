@@ -17,21 +17,24 @@ from moestro.gateway.fleet import Fleet
 from moestro.gateway.health_checks import HealthWatch, MetricsWatch, Watch, Watcher, WatchRules
 from moestro.gateway.http_headers import CORS_HEADERS, KEY_HEADERS
 from moestro.gateway.kv_prometheus import KvFigures
+from moestro.gateway.kv_sources import KvSources
 from moestro.gateway.kv_watch import KvEventsWatch
 from moestro.gateway.metrics import Counts
 from moestro.gateway.paths import Routes
 from moestro.gateway.prometheus import RouteCollector
 from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.proxy import Proxy
-from moestro.gateway.settings import FrontSettings, ReliabilitySettings, RouteSettings
+from moestro.gateway.settings import EngineSettings, FrontSettings, ReliabilitySettings, RouteSettings
+from moestro.gateway.source_reports import HasEvents, SourceReports
 from moestro.routing.breaker import BreakerRules
 from moestro.routing.decision_log import DecisionLog
 from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
 from moestro.routing.health import HealthRules
-from moestro.routing.registry import policy_from
+from moestro.routing.policy_contract import FRESH_NS, RouteInputs
 from moestro.routing.request_trace import RequestTrace
 from moestro.routing.retry_budget import RetryBudget, RetryRules
 from moestro.routing.router import Router
+from moestro.routing.scrape import SCRAPED_FIGURES
 from moestro.routing.settings import RouterSettings
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.access import Access
@@ -96,27 +99,14 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
         active={},
     )
     access = Access.of(front.api_key, settings.access)
-    engines = settings.engines
-    rules = WatchRules(
-        health_path=engines.health_path,
-        health_s=engines.health_interval,
-        timeout_s=engines.probe_timeout,
-        metrics_s=engines.metrics_interval,
-    )
-    collectors: list[Collector] = [RouteCollector(fleet, counts)]
-    watchers: list[Watcher] = [HealthWatch(fleet, rules), MetricsWatch(fleet, rules)]
-    kv_events = None
-    if engines.kv_sources:
-        kv_events = KvEventsWatch(fleet, engines.kv_sources, settings.routing.block_size, engines.kv_tiers)
-        collectors.append(KvFigures(kv_events))
-        watchers.append(kv_events)
-    watch, exposition = Watch(watchers), Exposition(*collectors)
+    collectors, watchers, kv_events = _observers(settings, fleet)
+    watch, exposition = Watch(watchers), Exposition(RouteCollector(fleet, counts), *collectors)
     proxy = Proxy(shared, prompt_reader, access, Routes(front.open_path), exposition.text)
     return RouterApp(
         shared=shared,
         proxy=proxy,
         clients=ClientConnections(proxy, _client_limits(front), access.cors),
-        engine_admin=EngineAdmin(fleet, watch, engines, _withheld(access), prompt_reader.words),
+        engine_admin=EngineAdmin(fleet, watch, settings.engines, _withheld(access), prompt_reader.words),
         exposition=exposition,
         record=record,
         threads=prompt_reader.threads,
@@ -125,21 +115,58 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
     )
 
 
+def _observers(settings: RouteSettings, fleet: Fleet) -> tuple[list[Collector], list[Watcher], KvEventsWatch | None]:
+    """Make what watches the engines: collectors of its figures, watchers of each engine, and that of KV events."""
+    engines = settings.engines
+    rules = WatchRules(
+        health_path=engines.health_path,
+        health_s=engines.health_interval,
+        timeout_s=engines.probe_timeout,
+        metrics_s=engines.metrics_interval,
+    )
+    policy = settings.policy.route_score or settings.policy.route_policy
+    reports = SourceReports(fleet, policy, _fresh_ns(engines), _has_events(engines.kv_sources))
+    collectors: list[Collector] = [reports]
+    watchers: list[Watcher] = [HealthWatch(fleet, rules), MetricsWatch(fleet, rules), reports]
+    if not engines.kv_sources:
+        return collectors, watchers, None
+    kv_events = KvEventsWatch(fleet, engines.kv_sources, settings.routing.block_size, engines.kv_tiers)
+    return [*collectors, KvFigures(kv_events)], [*watchers, kv_events], kv_events
+
+
 def _record(path: Path) -> RecordFile[Entry]:
     """Open the record. After a gap it continues with request traces only, because a replay would be wrong."""
     return RecordFile(path, (RequestTrace,), "it can be replayed up to here; from now on it has only request traces")
 
 
 def _router(settings: RouteSettings, prompt_reader: PromptReader, record: RecordFile[Entry] | None) -> Router:
-    policy = settings.policy
+    policy = PolicyText(settings.policy.route_policy, settings.policy.route_score, _inputs(settings.engines))
     bounds = RouterSettings(
         block_size=prompt_reader.block_tokens,
         seed=settings.routing.seed,
         index_bytes=settings.routing.index_memory_bytes,
+        fresh_ns=_fresh_ns(settings.engines),
+        engine_block_size=settings.routing.block_size,
     )
     if record is None:
-        return Router(policy_from(policy.route_policy, policy.route_score), bounds)
-    return RecordedRouter(PolicyText(policy.route_policy, policy.route_score), bounds, record.write, read_clocks())
+        return Router(policy.make(), bounds)
+    return RecordedRouter(policy, bounds, record.write, read_clocks())
+
+
+def _inputs(engines: EngineSettings) -> RouteInputs:
+    """Return what `/metrics` of the engines can give to a policy."""
+    figures = SCRAPED_FIGURES if engines.metrics_interval else frozenset[str]()
+    remedy = "It comes with the engines' /metrics: set --metrics-interval above 0, or choose another policy."
+    return RouteInputs(figures=figures, remedy=remedy)
+
+
+def _fresh_ns(engines: EngineSettings) -> int:
+    """Return the age up to which a figure counts: one read of `/metrics` may be late, and one may be missing."""
+    return max(FRESH_NS, int((2 * engines.metrics_interval + engines.probe_timeout) * 1e9))
+
+
+def _has_events(sources: KvSources) -> HasEvents:
+    return lambda engine: sources.of(engine.name, "") is not None
 
 
 def _health_rules(reliability: ReliabilitySettings) -> HealthRules:

@@ -13,7 +13,7 @@ from moestro.gateway.header_cache import HeaderCache
 from moestro.gateway.http_headers import Incoming, RequestHead, own_head
 from moestro.gateway.request_reader import RequestReader
 from moestro.web.cors import Cors
-from moestro.web.errors import BodyTimeoutError, error_json
+from moestro.web.errors import BodyTimeoutError, error_body, error_json
 
 _HIGH_WATER_BYTES = 256 << 10  # Unsent bytes of an answer, beyond which reading from the engine pauses.
 _MAX_EARLY_BYTES = 64 << 10  # Bytes read ahead while an answer is under way, beyond which reading pauses.
@@ -180,8 +180,9 @@ class ClientConnection(asyncio.Protocol):
         self.end()
 
     def refuse(self, error: RequestError, added: bytes = b"") -> None:
-        """Write an error in OpenAI's form, with `added` as further lines of its head."""
-        body = error_json(error)
+        """Write an error in the form of the path's API, with `added` as further lines of its head."""
+        current = self._current
+        body = error_json(error) if current is None else error_body(current.head.path, error, current.request_id)
         if error.retry_after_s is not None:
             added += b"Retry-After: %d\r\n" % error.retry_after_s
         if error.http_status == 401:

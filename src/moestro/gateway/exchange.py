@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from moestro.routing.decision_log import DecisionLog
 from moestro.routing.health import Condition
 from moestro.routing.retry_budget import RetryBudget
 from moestro.routing.router import RouteDecision
-from moestro.web.errors import GenerationError, HttpError, InternalError, error_json
+from moestro.web.errors import GenerationError, HttpError, InternalError, error_body
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,11 @@ _FAILED = frozenset({500, 502, 504})
 _STALE_NS = 1_000_000_000  # A kept connection that its engine has closed fails within this time.
 _TAIL_BYTES = 4096  # Kept end of an answer, which contains its usage.
 _MAX_TAIL_BYTES = 4 * _TAIL_BYTES  # The tail is cut only beyond this size, not at every piece.
+_LAST_BYTES = 256  # Longest end of a stream in which the last event is looked for.
 _MAX_LOST = 1  # Engines that one request may lose: a request that loses two may be the cause.
 _LEFT_STATUS = 499  # nginx' status for a client that disconnected.
-_LAST_EVENT = b"data: [DONE]"  # Many clients close the connection after this event.
+# Many clients close the connection after this event, of OpenAI's or of Anthropic's API.
+_LAST_EVENT = re.compile(rb'(?:data: \[DONE\]|data: ?\{"type": ?"message_stop"[^\n]*)\s*\Z')
 
 
 # Stages of an exchange: no engine has the request; a connection is being made; the request is sent and no byte of a
@@ -163,7 +166,7 @@ class Exchange:
         if self._stage == _OVER:
             return
         # A stream whose last event has been sent lacks only its last chunk.
-        is_whole = self._is_event_stream and self._tail.rstrip().endswith(_LAST_EVENT)
+        is_whole = self._is_event_stream and _LAST_EVENT.search(self._tail, len(self._tail) - _LAST_BYTES) is not None
         if self._engine is not None and not is_whole:
             self._engine.health.breaker.abandoned(self._mark)
             self._engine.counts.num_left += 1
@@ -384,7 +387,8 @@ class Exchange:
         """Write the cause and close the connection, because every client notices this end of a broken stream."""
         if self._is_event_stream:
             border = b"" if self._tail.endswith(b"\n\n") else b"\n\n"
-            self._client.piece(border + b"event: error\ndata: " + error_json(error) + b"\n\n")
+            body = error_body(self._incoming.head.path, error, self._incoming.request_id)
+            self._client.piece(border + b"event: error\ndata: " + body + b"\n\n")
         self._client.cut()
 
     # --- the end

@@ -149,9 +149,10 @@ class MetricsWatch:
             engine.health.counted(load.num_tokens_computed, num_in_flight, now_ns)
 
     def _specify(self, engine: RoutedEngine, load: ScrapedLoad, known: EngineSpec | None) -> EngineSpec | None:
-        if load.num_kv_tokens is None:
+        if load.num_kv_tokens is None and load.block_size is None:
             return known
-        spec = EngineSpec(num_blocks=load.num_kv_tokens // self._fleet.block_tokens)
+        num_blocks = None if load.num_kv_tokens is None else load.num_kv_tokens // self._fleet.block_tokens
+        spec = EngineSpec(num_blocks=num_blocks, block_size=load.block_size)
         if spec != known:
             self._fleet.router.set_spec(engine.row, spec)
         return spec

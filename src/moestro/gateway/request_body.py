@@ -21,10 +21,15 @@ ABSENT = msgspec.Raw()  # marks a missing field, because a Raw cannot be in a un
 
 
 class MessagePart(msgspec.Struct):
-    """One part of a message's content."""
+    """One part of a message's content, of OpenAI's or Anthropic's kinds."""
 
     text: str | None = None
+    thinking: str | None = None
+    name: str | None = None
+    input: msgspec.Raw = ABSENT
+    content: msgspec.Raw = ABSENT
     image_url: msgspec.Raw = ABSENT
+    source: msgspec.Raw = ABSENT
 
 
 class BodyMessage(msgspec.Struct):
@@ -35,6 +40,8 @@ class BodyMessage(msgspec.Struct):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: msgspec.Raw = ABSENT
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class RequestBody(msgspec.Struct):
@@ -51,6 +58,10 @@ class RequestBody(msgspec.Struct):
     system: msgspec.Raw = ABSENT
     instructions: msgspec.Raw = ABSENT
     tools: msgspec.Raw = ABSENT
+    reasoning_effort: str | None = None
+    chat_template_kwargs: msgspec.Raw = ABSENT
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -59,6 +70,7 @@ class RequestBody(msgspec.Struct):
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 NOTHING = RequestBody()
@@ -165,9 +177,14 @@ def prompt_key(model: str | None, salt: str | None) -> bytes:
 def _said(message: BodyMessage) -> str:
     content = message.content
     if not isinstance(content, str):
-        content = "".join([part.text or _spelt(part.image_url) for part in content or ()])
+        content = "".join([part.text or _spelt_part(part) for part in content or ()])
     calls = _spelt(message.tool_calls) if is_given(message.tool_calls) else ""
     return f"{message.role}\n{content}{calls}\n"
+
+
+def _spelt_part(part: MessagePart) -> str:
+    raws = [part.input, part.content, part.image_url, part.source]
+    return "".join([part.thinking or "", part.name or "", *[_spelt(raw) for raw in raws if is_given(raw)]])
 
 
 def _spelt(raw: msgspec.Raw) -> str:

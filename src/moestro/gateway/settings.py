@@ -153,7 +153,10 @@ class RoutingSettings(CheckedSettings):
     tokenizer: Annotated[Path | None, Parameter(group=_ROUTING)] = None
     "Directory with the model's tokenizer.json and chat template; prompts are then compared by tokens, not text."
     block_size: Annotated[int, at_least(1), Parameter(group=_ROUTING)] = 16
-    "With --tokenizer: tokens of one block, equal to the engines' (vLLM's --block-size)."
+    (
+        "Tokens of one KV block of the engines (vLLM's --block-size), unless their /metrics say otherwise; a hit is"
+        " whole blocks. With --tokenizer also of the router's blocks."
+    )
     text_block_bytes: Annotated[int, at_least(16), Parameter(group=_ROUTING)] = 512
     "Without --tokenizer: bytes of one block of text. Smaller blocks match more finely, and take longer."
     index_memory_bytes: Annotated[int, at_least(1 << 20), Parameter(group=_ROUTING)] = 1 << 30

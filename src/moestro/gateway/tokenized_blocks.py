@@ -18,8 +18,19 @@ from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.gateway.http_headers import Incoming
 from moestro.gateway.prompt_blocks import PromptReader
-from moestro.gateway.request_body import BodyMessage, RequestBody, is_given, make_request, prompt_key, request_from_text
-from moestro.text.tokenizer import Tokenizer
+from moestro.gateway.request_body import (
+    BodyMessage,
+    RequestBody,
+    is_given,
+    make_request,
+    prompt_key,
+    read,
+    request_from_text,
+)
+from moestro.text.chat_history import calls_for_templates, template_variables
+from moestro.text.tokenizer import TemplateOptions, Tokenizer
+from moestro.web.adapters.paths import chat_body
+from moestro.web.json_elements import has_many_elements
 
 MAX_TEXT_BYTES = 4 << 20  # limit of tokenized bodies; a longer one would occupy a thread for seconds
 
@@ -56,21 +67,24 @@ class TokenizedReader:
 
     def __call__(self, asked: RequestBody, incoming: Incoming, now_ns: int) -> Request:
         """Return the request with its exact token count and block hashes."""
-        ids = self._ids(asked) if len(incoming.body) <= MAX_TEXT_BYTES else None
+        ids = self._ids(asked, incoming) if len(incoming.body) <= MAX_TEXT_BYTES else None
         if ids is None or not len(ids):
             return request_from_text(asked, incoming, now_ns, len(incoming.body) + 1)  # too long a block: no hashes
         key = prompt_key(asked.model, asked.cache_salt)
         return make_request(asked, incoming, now_ns, (len(ids), key, hash_blocks(key, ids, self._block_size)))
 
-    def _ids(self, asked: RequestBody) -> NDArray[np.int32] | None:
+    def _ids(self, asked: RequestBody, incoming: Incoming) -> NDArray[np.int32] | None:
         try:
-            return np.array(self._id_list(asked), np.int32)
-        except (RequestError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
+            ids = np.array(self._id_list(_as_chat(asked, incoming)), np.int32)
+        except (RequestError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError):
             return None
+        most = asked.truncate_prompt_tokens
+        return ids if most is None or most < 1 else ids[-most:]
 
     def _id_list(self, asked: RequestBody) -> Sequence[int]:
         if asked.messages is not None:
-            text = self._tokenizer.render_chat([_message(said) for said in asked.messages], tools=_tools(asked))
+            messages = [_message(said) for said in asked.messages]
+            text = self._tokenizer.render_chat(messages, tools=_tools(asked), options=_options(asked))
             return self._tokenizer.encode(text, add_special_tokens=False)
         raw = asked.prompt if is_given(asked.prompt) else asked.text
         prompt = msgspec.json.decode(raw, type=str | list[str | int | list[int]])
@@ -81,21 +95,43 @@ class TokenizedReader:
         return msgspec.convert(prompt, list[int])
 
 
+def _as_chat(asked: RequestBody, incoming: Incoming) -> RequestBody:
+    """Return the fields of the chat to which engines translate a request of another API."""
+    if has_many_elements(incoming.body):
+        return asked
+    chat = chat_body(incoming.head.path, incoming.body)
+    return asked if chat is None else read(chat)
+
+
 def _message(said: BodyMessage) -> dict[str, Any]:
     content = said.content
     if not isinstance(content, str):
         parts = content or ()
         if any(part.text is None for part in parts):
             raise RequestError("A part of a message is not text, so its tokens are not known.")
-        content = "".join([part.text or "" for part in parts])
+        content = "\n".join([part.text or "" for part in parts])  # as engines join them
     message: dict[str, Any] = {"role": said.role, "content": content}
     if said.name is not None:
         message["name"] = said.name
     if said.tool_call_id is not None:
         message["tool_call_id"] = said.tool_call_id
     if is_given(said.tool_calls):
-        message["tool_calls"] = msgspec.json.decode(said.tool_calls)
+        message["tool_calls"] = calls_for_templates(msgspec.json.decode(said.tool_calls, type=list[dict[str, Any]]))
+    reasoning = said.reasoning if said.reasoning is not None else said.reasoning_content
+    if reasoning is not None:
+        message["reasoning"] = message["reasoning_content"] = reasoning
     return message
+
+
+def _options(asked: RequestBody) -> TemplateOptions:
+    kwargs = asked.chat_template_kwargs
+    given = msgspec.json.decode(kwargs, type=dict[str, Any]) if is_given(kwargs) else {}
+    continues = bool(asked.continue_final_message)
+    return TemplateOptions(
+        add_generation_prompt=not continues and asked.add_generation_prompt is not False,
+        continue_final_message=continues,
+        variables=template_variables(asked.reasoning_effort, given, {}),
+    )
 
 
 def _tools(asked: RequestBody) -> list[Any] | None:

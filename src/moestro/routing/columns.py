@@ -20,6 +20,7 @@ class EngineColumns:
 
     Attributes:
         is_up: bool[n], whether the engine is in rotation, even with a full queue.
+        block_tokens: int64[n], tokens of the engine's own KV blocks.
         table: read-only view of the rows for policies, in the same memory.
     """
 
@@ -75,12 +76,22 @@ class EngineColumns:
         self.num_foreign = np.zeros(capacity, np.int64)
         self.num_kv_tokens = np.full(capacity, UNKNOWN_KV_TOKENS)
         self.speed = np.ones(capacity, np.float64)
+        self.block_tokens = np.ones(capacity, np.int64)
         self._values = np.zeros((len(ROUTED_FIGURES), capacity), np.float64)
         self._as_of_ns = np.full((len(ROUTED_FIGURES), capacity), NEVER_NS, np.int64)
         self._show()
 
     def _grow(self) -> None:
-        names = ("is_up", "routable", "said_prefill_tokens", "speed", "_values", "_as_of_ns", *OWN_COUNTS)
+        names = (
+            "is_up",
+            "routable",
+            "said_prefill_tokens",
+            "speed",
+            "block_tokens",
+            "_values",
+            "_as_of_ns",
+            *OWN_COUNTS,
+        )
         old, num_rows = {name: getattr(self, name) for name in names}, self._capacity
         self._allocate(2 * num_rows)
         for name, column in old.items():

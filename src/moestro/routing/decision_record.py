@@ -21,8 +21,8 @@ from moestro.core.views import NEVER_NS
 from moestro.errors import RequestError
 from moestro.routing.candidates import Candidates, finite
 from moestro.routing.indicators import batch_size, fresh, queued_prefill_tokens
-from moestro.routing.policy_contract import Choice, RouteView
-from moestro.routing.registry import policy_from
+from moestro.routing.policy_contract import Choice, RouteInputs, RoutePolicy, RouteView
+from moestro.routing.registry import ANY_INPUTS, policy_from
 from moestro.routing.request_trace import RequestTrace
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.settings import ANY_ENGINE, EngineSpec, RouterSettings
@@ -227,10 +227,15 @@ def is_entry(line: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PolicyText:
-    """A policy in text form, as `policy_from` takes it."""
+    """A policy in text form, as `policy_from` takes it, and what its router can supply."""
 
     policy: str
     score: str | None = None
+    inputs: RouteInputs = ANY_INPUTS
+
+    def make(self) -> RoutePolicy:
+        """Make the policy. Raises ConfigError as `policy_from` does."""
+        return policy_from(self.policy, self.score, self.inputs)
 
 
 class RecordedRouter(Router):
@@ -250,7 +255,7 @@ class RecordedRouter(Router):
         write: Callable[[Entry], None],
         clocks: ClockPair | None = None,
     ) -> None:
-        self._chosen_by = policy_from(policy.policy, policy.score)
+        self._chosen_by = policy.make()
         super().__init__(self._chosen_by, settings)
         self._write_now = write
         self._reports: dict[int, Reported] = {}  # by engine, the last one that is not written
@@ -347,25 +352,27 @@ class RecordedRouter(Router):
             self._write_now(_routed_part(earlier))
         self._reports[engine] = report
 
+    # Calls about caches do not depend on reports, which therefore stay unwritten: engines make both at every step.
+
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Implement `Router.kv_stored`, and record the call."""
         super().kv_stored(engine, hashes, now_ns)
-        self._write(KvStored(engine, hashes, now_ns))
+        self._write_now(KvStored(engine, hashes, now_ns))
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Implement `Router.kv_removed`, and record the call."""
         super().kv_removed(engine, hashes, now_ns)
-        self._write(KvRemoved(engine, hashes, now_ns))
+        self._write_now(KvRemoved(engine, hashes, now_ns))
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:
         """Implement `Router.kv_cleared`, and record the call."""
         super().kv_cleared(engine, now_ns)
-        self._write(KvCleared(engine, now_ns))
+        self._write_now(KvCleared(engine, now_ns))
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
         """Implement `Router.kv_lost`, and record the call."""
         super().kv_lost(engine, now_ns)
-        self._write(KvLost(engine, now_ns))
+        self._write_now(KvLost(engine, now_ns))
 
     def _decided(self, view: RouteView, choice: Choice, candidates: Candidates) -> None:
         try:

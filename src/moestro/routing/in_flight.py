@@ -127,6 +127,11 @@ class InFlight:
             columns.num_unseen[flight.engine] -= 1
         return flight
 
+    def is_computed(self, request_id: str) -> bool:
+        """Return whether a request in flight has had its first token."""
+        flight = self._by_id.get(request_id)
+        return flight is not None and not flight.is_prefilling
+
     def of_engine(self, engine: int) -> tuple[str, ...]:
         """Return the ids of the requests on one engine, in sending order."""
         return tuple(self._rows[engine].flights)

@@ -1,6 +1,6 @@
 """Indicators: figures of each engine by which policies score.
 
-Each indicator returns a value for every row. A figure that an engine has not reported within FRESH_NS is replaced by
+Each indicator returns a value for every row. A figure that an engine has not reported within `fresh_ns` is replaced by
 the router's own count. A figure older than the last decision is corrected by the requests sent since.
 """
 
@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from moestro.core.views import Figure
-from moestro.routing.policy_contract import FRESH_NS, RouteView
+from moestro.routing.policy_contract import RouteView
 from moestro.routing.scoring import Counts, Mask, Scores
 
 
 def fresh(view: RouteView, figure: Figure) -> Mask:
-    """Return bool[n]: whether the figure is no older than FRESH_NS."""
-    return figure.known(view.now_ns, FRESH_NS)
+    """Return bool[n]: whether the figure is no older than the view's `fresh_ns`."""
+    return figure.known(view.now_ns, view.fresh_ns)
 
 
 def all_fresh(view: RouteView, *figures: Figure) -> bool:
@@ -141,3 +141,5 @@ FIGURES_OF: Mapping[str, tuple[str, ...]] = {
     "expert_pressure": ("expert_pressure",),
     "expert_local_share": ("expert_local_share",),
 }
+# Figures that no count of the router replaces.
+REQUIRED_FIGURES = frozenset({"kv_usage", "expert_pressure", "expert_local_share"})

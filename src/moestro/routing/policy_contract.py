@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -14,8 +14,13 @@ from moestro.core.request import Request
 from moestro.core.rng import Draws
 from moestro.core.views import EngineTable
 
-# Busy engines report at every step, vLLM's coordinator at least every 4 s. Older figures say little about a queue.
+# Engines report at every step, vLLM's coordinator at least every 4 s, and `moestro route` reads /metrics every second.
+# So each of them has reported again within 5 s; an owner with slower reports sets `RouterSettings.fresh_ns`.
 FRESH_NS = 5_000_000_000
+
+# (p_tokens, queued_tokens, batch), each [n] -> ns [n]: predicted time to first token on each engine. `p_tokens` counts
+# the request's own and the queued prompt tokens, `batch` the requests on the engine.
+PredictTtft = Callable[[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]], NDArray[np.float64]]
 
 
 class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -29,6 +34,7 @@ class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
         block_size: tokens per KV block.
         now_ns: time of the decision.
         decision_id: number of earlier decisions.
+        fresh_ns: age up to which a reported figure counts, ns.
     """
 
     request: Request
@@ -37,6 +43,7 @@ class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
     block_size: int
     now_ns: int
     decision_id: int
+    fresh_ns: int = FRESH_NS
 
 
 class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -97,17 +104,54 @@ RouteEvent = Routed | FirstToken | Ended | EngineLost
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Inputs that a policy reads beyond the router's own counts.
+    """The sources of a policy: inputs that it reads beyond the router's own counts.
 
     Attributes:
         hits: whether the policy reads `hit_tokens`. If not, the router keeps no prefix index.
-        figures: names of `LoadFigures` fields, each valid until it is older than FRESH_NS.
+        figures: names of `LoadFigures` fields, each valid until it is older than the view's `fresh_ns`.
         otherwise: replacement for a missing or old figure, in words.
+        required: those of `figures` without which the policy would be another one. A router whose sources cannot give
+            them refuses the policy.
+        mark: field of a request that names its session or user; None means that the policy reads neither.
+        ttft: whether the policy compares predicted times to first token.
     """
 
     hits: bool = False
     figures: tuple[str, ...] = ()
     otherwise: str = ""
+    required: tuple[str, ...] = ()
+    mark: Literal["session_id", "user"] | None = None
+    ttft: bool = False
+
+    def in_words(self) -> str:
+        """Describe the sources for the table of policies."""
+        parts = ["cache hits"] if self.hits else []
+        parts += [f"`{figure}`, required" for figure in self.required]
+        others = ", ".join(f"`{figure}`" for figure in self.figures if figure not in self.required)
+        if others or self.otherwise:
+            parts.append(f"{others} (otherwise {self.otherwise})" if self.otherwise else others)
+        parts += [f"the request's `{self.mark}`"] if self.mark else []
+        parts += ["predicted TTFT"] if self.ttft else []
+        return "; ".join(parts) or "own counts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteInputs:
+    """What the owner of a router can supply to its policy.
+
+    Attributes:
+        figures: names of the `LoadFigures` fields that engines may report. None means all of them.
+        remedy: what an operator changes so that more figures come; a sentence.
+        predict_ttft_ns: predictor of the TTFT. None means that a policy that needs one learns from answers.
+    """
+
+    figures: frozenset[str] | None = None
+    remedy: str = ""
+    predict_ttft_ns: PredictTtft | None = None
+
+    def lacking(self, needs: Needs) -> tuple[str, ...]:
+        """Return the required figures that cannot come."""
+        return () if self.figures is None else tuple(name for name in needs.required if name not in self.figures)
 
 
 class RoutePolicy(Protocol):

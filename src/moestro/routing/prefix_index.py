@@ -32,6 +32,7 @@ SAID_BYTES = 300  # one block reported by one engine
 PROMPT_BYTES = 130  # one prompt in a history
 RUN_BYTES = 700  # one run of one engine, without its blocks
 _UNLIMITED = 1 << 62
+_MOST_UNSAID = 3  # prompts in a row; a cache that is full may have lost one of them before its request ended
 _FEW = 8  # up to this number bits are extracted one by one, above it by unpacking all bits
 
 Steps = list[tuple[int, int]]  # (depth in blocks, engines that hold that many leading blocks), by ascending depth
@@ -46,12 +47,14 @@ class _Engine:
         prompts: history, oldest first, as (last run, whether this router sent it).
         capacity: size of the engine's cache in blocks.
         is_capacity_known: whether the engine said so; else it is learned.
+        num_unsaid: computed prompts in a row of which no event reported the first block.
     """
 
     said: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     prompts: deque[tuple[BlockRun, bool]] = field(default_factory=deque)
     capacity: int = _UNLIMITED
     is_capacity_known: bool = False
+    num_unsaid: int = 0
 
 
 class PrefixIndex:
@@ -145,15 +148,33 @@ class PrefixIndex:
             self._keep_share(engine)
         return self._pending.add(engine, hashes) if is_ours and self._exact >> engine & 1 else None
 
-    def ended(self, engine: int, pending: BlockRun) -> None:
-        """Drop a pending prompt after its request ended: KV events report the blocks that remain."""
+    def ended(self, engine: int, pending: BlockRun, *, is_computed: bool = False) -> None:
+        """Drop a pending prompt after its request ended: KV events report the blocks that remain.
+
+        If the events stop, the history represents the engine until it reports a block again.
+
+        Args:
+            is_computed: whether the engine has computed the prompt, so that its events must have reported it.
+        """
+        row, first = self._engines[engine], pending
+        while first.parent is not None:
+            first = first.parent
         self._pending.drop(engine, pending)
+        if is_computed and row.said:  # an engine without any block may have caching turned off
+            row.num_unsaid = 0 if first.blocks[:HASH_BYTES] in row.said else row.num_unsaid + 1
+            if row.num_unsaid >= _MOST_UNSAID:
+                self._exact &= ~(1 << engine)
+
+    def lacks_events(self, engine: int) -> bool:
+        """Return whether prompts were sent to `engine` and no complete events tell what it holds of them."""
+        return bool(self._engines[engine].prompts) and not self.is_exact(engine)
 
     # --- KV events
 
     def said(self, engine: int, hashes: bytes) -> None:
         """Record blocks that `engine` reported as stored."""
         row, bit = self._engines[engine], 1 << engine
+        row.num_unsaid = 0
         self._exact |= self._complete & bit
         mine, all_holders, last, last_with = row.said, self._said, -1, bit
         for block in reversed(split_hashes(hashes)):  # so that a prompt's first blocks are evicted last

@@ -14,7 +14,7 @@ from moestro.core.request import Request, SamplingParams
 from moestro.core.rng import Draws
 from moestro.core.views import EngineTable
 from moestro.errors import ConfigError
-from moestro.routing.policy_contract import Needs, RouteEvent, RoutePolicy, RouteView
+from moestro.routing.policy_contract import Needs, RouteEvent, RouteInputs, RoutePolicy, RouteView
 from moestro.routing.score_expression import expression_policy
 from moestro.routing.scoring import Scored
 
@@ -23,17 +23,31 @@ logger = logging.getLogger(__name__)
 _ANYTHING = Needs(hits=True, figures=ROUTED_FIGURES, otherwise="what the file does")
 
 
-def policy_from(text: str, score: str | None = None) -> RoutePolicy:
-    """Make the policy that an operator named.
+ANY_INPUTS = RouteInputs()
+
+
+def policy_from(text: str, score: str | None = None, inputs: RouteInputs = ANY_INPUTS) -> RoutePolicy:
+    """Make the policy that an operator named. Servers, routers and simulations all make theirs here.
 
     Args:
         text: a name in ROUTE_POLICIES with optional settings (`bailian:hit_weight=0.55`), or `FILE.py:NAME`.
         score: an expression over indicators, which replaces `text`.
+        inputs: what the router's owner can supply.
 
     Raises:
-        ConfigError: no such policy exists, or it does not accept these settings.
+        ConfigError: no such policy exists, it does not accept these settings, or it requires what cannot be supplied.
     """
-    return ROUTE_POLICIES.make(text) if score is None else expression_policy(score)
+    if score is None:
+        policy = ROUTE_POLICIES.make(text, predict_ttft_ns=inputs.predict_ttft_ns)
+    else:
+        policy = expression_policy(score)
+    if lacking := inputs.lacking(policy.needs):
+        flag = f"--route-policy {text}" if score is None else f"--route-score {score!r}"
+        raise ConfigError(
+            f"{flag} requires {' and '.join(lacking)}, which no engine can report here."
+            f" {inputs.remedy or 'Choose another policy.'}"
+        )
+    return policy
 
 
 def _try_once(policy: RoutePolicy) -> None:
@@ -49,15 +63,6 @@ def _try_once(policy: RoutePolicy) -> None:
         raise ConfigError(f"it chose engine {engine!r} of two")
     assert policy.needs is not None
     assert callable(policy.observe)
-
-
-def _needs_in_words(policy: RoutePolicy) -> str:
-    """Describe a policy's inputs: cache hits, figures and their replacement."""
-    needs = policy.needs
-    figures = ", ".join(f"`{figure}`" for figure in needs.figures)
-    if figures and needs.otherwise:
-        figures += f" (otherwise {needs.otherwise})"
-    return "; ".join(filter(None, ["cache hits" if needs.hits else "", figures])) or "own counts"
 
 
 def _adapt(found: Any, text: str) -> RoutePolicy:
@@ -112,6 +117,7 @@ ROUTE_POLICIES: PolicyKind[RoutePolicy] = PolicyKind(
     "--route-policy",
     "moestro.routing.policies",
     try_once=_try_once,
-    facts={"needs": _needs_in_words},
+    facts={"needs": lambda policy: policy.needs.in_words()},
     adapt=_adapt,
+    offered=("predict_ttft_ns",),
 )

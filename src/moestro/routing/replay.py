@@ -1,4 +1,4 @@
-"""Replay of decision records: makes the same decisions again."""
+"""Replay of decision records: makes the same decisions again, or those of another policy."""
 
 from __future__ import annotations
 
@@ -36,15 +36,19 @@ from moestro.routing.decision_record import (
 from moestro.routing.request_trace import RequestTrace
 
 
-def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
+def replay(lines: Iterable[bytes], policy: PolicyText | None = None) -> Iterator[tuple[Submitted, Submitted]]:
     """Replay every decision of a record.
+
+    Another policy decides with a router of its own, which counts each request on the engine that it chose. Its
+    requests begin and end when the recorded ones did, and engines report what they reported.
 
     Args:
         lines: lines of the record, its head first. A policy of the user's own must still be at its recorded path.
+        policy: policy that decides in place of the recorded one; None means the recorded one.
 
     Yields:
-        Each decision or refusal, as recorded and as replayed. The two are equal unless the code, the policy's file or
-        the record has changed.
+        Each decision or refusal, as recorded and as replayed. With the recorded policy the two are equal unless the
+        code, the policy's file or the record has changed.
 
     Raises:
         ConfigError: the record has no head, is damaged elsewhere than at the end of a run, or its policy cannot be
@@ -52,7 +56,31 @@ def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
     """
     remade: list[Entry] = []
     router: RecordedRouter | None = None
-    damage = "it does not begin with a header"
+    refused: set[str] = set()  # requests that the other policy's router refused, whose recorded end means nothing to it
+    for entry in _entries(lines):
+        if isinstance(entry, Head):
+            text = policy or PolicyText(entry.policy, entry.score)
+            router = RecordedRouter(text, entry.settings, remade.append)
+            refused.clear()
+            continue
+        assert router is not None, "a run begins with its head"
+        remade.clear()
+        if isinstance(entry, Submitted):
+            with contextlib.suppress(RequestError):  # the record contains refusals too
+                router.submit(entry.request, entry.now_ns, entry.exclude)
+            again = remade[-1]  # the reports before it are written with it
+            assert isinstance(again, Submitted)
+            yield entry, again
+            _settle(router, entry, again, refused)
+        elif isinstance(entry, RequestEnded) and entry.request_id in refused:
+            refused.discard(entry.request_id)
+        else:
+            _apply(router, entry)
+
+
+def _entries(lines: Iterable[bytes]) -> Iterator[Entry]:
+    """Yield the router's calls of each run, its head first; a run may be cut off at its end."""
+    damage: str | None = "it does not begin with a header"
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -61,24 +89,23 @@ def replay(lines: Iterable[bytes]) -> Iterator[tuple[Submitted, Submitted]]:
                 continue
             entry = decode_entry(line)
         except msgspec.MsgspecError as error:
-            router, damage = None, f"line {number} is not an entry of a record: {error}"
+            damage = f"line {number} is not an entry of a record: {error}"
             continue
         if isinstance(entry, RequestTrace | ScheduledOn | ExpertsMoved):
             continue
         if isinstance(entry, Head):
-            router = RecordedRouter(PolicyText(entry.policy, entry.score), entry.settings, remade.append)
-            continue
-        if router is None:
+            damage = None
+        elif damage is not None:
             raise ConfigError(f"the record cannot be replayed from line {number}: {damage}")
-        remade.clear()
-        if isinstance(entry, Submitted):
-            with contextlib.suppress(RequestError):  # the record contains refusals too
-                router.submit(entry.request, entry.now_ns, entry.exclude)
-            again = remade[-1]  # the reports before it are written with it
-            assert isinstance(again, Submitted)
-            yield entry, again
-        else:
-            _apply(router, entry)
+        yield entry
+
+
+def _settle(router: RecordedRouter, entry: Submitted, again: Submitted, refused: set[str]) -> None:
+    """Let a request that only one of the two routers refused be in flight in neither."""
+    if again.decision is None and entry.decision is not None:
+        refused.add(entry.request.request_id)
+    elif entry.decision is None and again.decision is not None:
+        router.ended(entry.request.request_id, entry.now_ns)
 
 
 def _apply(router: RecordedRouter, entry: Entry) -> None:

@@ -16,7 +16,16 @@ from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.routing.candidates import Candidates, candidates_of
 from moestro.routing.columns import EngineColumns
 from moestro.routing.in_flight import Flight, InFlight
-from moestro.routing.policy_contract import Choice, Ended, EngineLost, FirstToken, Routed, RoutePolicy, RouteView
+from moestro.routing.policy_contract import (
+    Choice,
+    Ended,
+    EngineLost,
+    FirstToken,
+    Needs,
+    Routed,
+    RoutePolicy,
+    RouteView,
+)
 from moestro.routing.prefix_index import PrefixIndex
 from moestro.routing.settings import ANY_ENGINE, DEFAULT_SETTINGS, EngineSpec, RouterSettings
 
@@ -63,6 +72,7 @@ class Router:
         self._removed: set[int] = set()  # removed engines with requests that have not ended
         self._absent: set[int] = set()  # removed engines whose numbers are not reused yet
         self._num_decisions = 0
+        self._has_larger_blocks = False  # an engine has larger KV blocks than the router
 
     # --- engines
 
@@ -169,11 +179,12 @@ class Router:
             cached_share: part of the prompt's tokens that the engine had cached, 0 .. 1; None means that it did not
                 say. A share, because the engine may count other tokens than the router.
         """
+        is_computed = self._flights.is_computed(request_id)
         flight = self._flights.ended(request_id, now_ns)
         if cached_share is not None and self._policy.needs.hits:
             self._learn(flight, cached_share)
         if flight.pending is not None:
-            self._index.ended(flight.engine, flight.pending)
+            self._index.ended(flight.engine, flight.pending, is_computed=is_computed)
         self._policy.observe(Ended(request_id, flight.engine, flight.submit_ns, now_ns, num_output_tokens))
         self._release(flight.engine)
 
@@ -188,6 +199,10 @@ class Router:
     def forget_elsewhere(self, engine: int) -> None:
         """Discard the records of `sent_elsewhere` for `engine`, before the caller sends them again."""
         self._index.forget_elsewhere(engine)
+
+    def lacks_kv_events(self, engine: int) -> bool:
+        """Return whether the cache of `engine` is only predicted although prompts were sent there."""
+        return self._index.lacks_events(engine)
 
     def prompts_sent(self, engine: int) -> list[BlockRun]:
         """Return the prompts in the history of `engine`, each as its last run, oldest first."""
@@ -235,6 +250,11 @@ class Router:
     # --- state
 
     @property
+    def needs(self) -> Needs:
+        """What the policy reads beyond the router's own counts."""
+        return self._policy.needs
+
+    @property
     def table(self) -> EngineTable:
         """The engines, as a read-only live view."""
         return self._columns.table
@@ -279,6 +299,9 @@ class Router:
             UNKNOWN_KV_TOKENS if num_blocks is None else num_blocks * self._settings.block_size
         )
         self._columns.speed[engine] = spec.speed
+        self._columns.block_tokens[engine] = spec.block_size or self._settings.engine_block_size
+        num_rows = self._columns.num_rows
+        self._has_larger_blocks = bool((self._columns.block_tokens[:num_rows] > self._settings.block_size).any())
         self._index.set_capacity(engine, spec.num_blocks)
 
     def _learn(self, flight: Flight, cached_share: float) -> None:
@@ -287,9 +310,9 @@ class Router:
             return
         # An engine computes the last token of a prompt again, however much it has cached.
         predicted = min(flight.num_hit_tokens, flight.num_known_tokens - 1)
-        num_blocks = int((cached_share * flight.num_known_tokens - predicted) / self._settings.block_size)
-        if num_blocks:
-            self._index.surprised(flight.engine, num_blocks)
+        num_tokens = cached_share * flight.num_known_tokens - predicted
+        if abs(num_tokens) >= max(self._settings.block_size, int(self._columns.block_tokens[flight.engine])):
+            self._index.surprised(flight.engine, int(num_tokens / self._settings.block_size))
 
     def _set_routable(self, engine: int, *, routable: bool) -> None:
         self._columns.is_up[engine] = routable
@@ -310,9 +333,11 @@ class Router:
             table = table.without(exclude)
         if self._policy.needs.hits:
             hit_tokens = self._index.match(request.block_hashes) * block_size
+            if self._has_larger_blocks:  # an engine finds only whole blocks of its own
+                hit_tokens -= hit_tokens % self._columns.block_tokens[: self._columns.num_rows]
         else:
             hit_tokens = np.zeros(self._columns.num_rows, np.int64)
-        return RouteView(request, table, hit_tokens, block_size, now_ns, self._num_decisions)
+        return RouteView(request, table, hit_tokens, block_size, now_ns, self._num_decisions, self._settings.fresh_ns)
 
     def _release(self, engine: int) -> None:
         """Free the number of a removed engine, once no request is in flight there."""

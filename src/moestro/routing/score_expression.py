@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moestro.errors import ConfigError
-from moestro.routing.indicators import FIGURES_OF, HIT_INDICATORS, INDICATORS
+from moestro.routing.indicators import FIGURES_OF, HIT_INDICATORS, INDICATORS, REQUIRED_FIGURES
 from moestro.routing.policy_contract import Needs, RouteView
 from moestro.routing.scoring import Scored, Scores
 
@@ -67,7 +67,8 @@ def expression_policy(text: str) -> Scored:
     needs = Needs(
         hits=bool(names & HIT_INDICATORS),
         figures=tuple(sorted(figures)),
-        otherwise="the router's own counts" if figures else "",
+        otherwise="the router's own counts" if figures - REQUIRED_FIGURES else "",
+        required=tuple(sorted(figures & REQUIRED_FIGURES)),
     )
     return Scored(score, text, needs)
 

@@ -53,6 +53,7 @@ _NAMES = {
     for figure, spec in FIGURES.items()
     if spec.is_routed and spec.metric is not None and spec.kind is FigureKind.GAUGE
 }
+SCRAPED_FIGURES = frozenset(_NAMES)  # figures that some known server shows
 _PROMPT = ("moestro:prompt_tokens_total", "vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
 _GENERATED = ("moestro:generation_tokens_total", "vllm:generation_tokens_total", "sglang:generation_tokens_total")
 _CACHE_CONFIG = ("moestro:cache_config_info", "vllm:cache_config_info")

@@ -9,6 +9,7 @@ import msgspec
 from cyclopts import Parameter
 
 from moestro.core.setting_checks import CheckedSettings, at_least, check_settings
+from moestro.routing.policy_contract import FRESH_NS
 from moestro.routing.registry import ROUTE_POLICIES
 
 _HELP = f"Policy that chooses engines (bailian:hit_weight=0.5), or FILE.py:NAME.\n\n{ROUTE_POLICIES.help_text()}"
@@ -32,6 +33,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             but refuse only between two steps.
         seed: random seed of draws between equal engines.
         index_bytes: memory limit of the prefix index, bytes.
+        fresh_ns: age up to which a reported figure counts, ns; longer than the interval between two reports.
+        engine_block_size: tokens per KV block of an engine that does not say it. An engine caches whole blocks only.
     """
 
     PLACE: ClassVar[str] = ""
@@ -40,6 +43,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued: int | None = None
     seed: int = 0
     index_bytes: Annotated[int, at_least(1)] = 1 << 30
+    fresh_ns: Annotated[int, at_least(1)] = FRESH_NS
+    engine_block_size: Annotated[int, at_least(1)] = 1
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -49,12 +54,14 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of an engine that are known before its first report.
 
     Attributes:
-        num_blocks: size of the engine's KV cache in blocks; None means unknown.
+        num_blocks: size of the engine's KV cache in blocks of the router; None means unknown.
         speed: speed relative to the other engines.
+        block_size: tokens per KV block of the engine; None means unknown.
     """
 
     num_blocks: int | None = None
     speed: float = 1.0
+    block_size: Annotated[int, at_least(1)] | None = None
 
 
 DEFAULT_SETTINGS = RouterSettings()

@@ -93,3 +93,16 @@ def test_what_is_remembered_of_keys_expires_from_the_oldest():
 def test_an_impossible_setting_is_refused(make):
     with pytest.raises(ConfigError):
         make()
+
+
+@pytest.mark.parametrize("policy", [SessionAffinity, UserAffinity])
+def test_every_use_renews_the_memory_and_a_pause_beyond_it_ends_it(policy):
+    four = router(4, policy(expiry_s=10))
+    mark = {policy.key_of: "x"}
+    home = four.submit(request("0", **mark), 0).engine
+    for engine in {0, 1, 2, 3} - {home}:
+        four.submit(request(f"keeps {engine} busy"), 0, exclude={0, 1, 2, 3} - {engine})
+    for use in range(1, 6):  # 8 s apart, so that the first is long forgotten at the last
+        found = four.submit(request(str(use), **mark), use * 8 * SECOND)
+        assert (found.engine, found.reason) == (home, f"the engine of its {policy.key_of}")
+    assert four.submit(request("late", **mark), 51 * SECOND).engine != home, "the home has the largest batch"

@@ -114,3 +114,34 @@ def test_gimbal_v2_adds_four_pressures_each_over_its_greatest():
 def test_gimbal_v2_without_figures_compares_what_the_router_knows():
     known = table(prefill_tokens=[100, 50], num_prefilling=[1, 2], num_in_flight=[2, 2])
     assert decide(GimbalV2(), known).scores.tolist() == [1.5, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("kv", "load", "branch"),
+    [
+        ([0.875, 0.75], [0, 0], "least KV"),  # theta_kv and theta_diff at equality: both comparisons are "at least"
+        ([0.8749, 0.5], [0, 0], "no user"),
+        ([0.875, 0.7501], [0, 0], "saturated and even"),
+        ([0.875, 0.875], [40, 0], "saturated and even"),  # theta_load at equality: the comparison is "above"
+        ([0.875, 0.875], [41, 0], "least load"),
+    ],
+)
+def test_each_threshold_at_equality(kv, load, branch):
+    policy = GimbalV1(kv_threshold=0.875, kv_gap=0.125, load_gap=40)
+    assert decide(policy, table(kv_usage=kv, num_tokens=load)).reason == branch
+
+
+def test_an_engine_between_the_papers_threshold_and_a_higher_one_is_saturated():
+    for usage in (0.9, 0.92, 0.94):
+        assert decide(GimbalV1(), table(kv_usage=[usage, 0.1], num_tokens=[0, 0])).reason == "least KV"
+
+
+def test_a_user_who_comes_back_in_time_is_never_forgotten():
+    three = router(3, GimbalV1(user_expiry_s=10))
+    engines = []
+    for number in range(6):
+        at_ns = number * 8 * SECOND
+        for engine in range(3):
+            three.report(engine, LoadFigures(kv_usage=0.1, num_tokens=0), at_ns, at_ns)
+        engines.append(three.submit(request(str(number), user="u"), at_ns).engine)
+    assert set(engines) == {0}

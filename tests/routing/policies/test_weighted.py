@@ -16,8 +16,8 @@ def test_bailian_adds_the_miss_ratio_and_the_relative_batch():
     assert decide(Bailian(hit_weight=0.2), known, req=HUNDRED, hit_tokens=[80, 0, 0]).engine == 2
 
 
-def test_preble_multiplies_the_miss_ratio_and_the_batch():
-    choice = decide(ROUTE_POLICIES.make("preble"), table(num_in_flight=[4, 1]), req=HUNDRED, hit_tokens=[80, 0])
+def test_miss_ratio_multiplies_the_miss_ratio_and_the_batch():
+    choice = decide(ROUTE_POLICIES.make("miss_ratio"), table(num_in_flight=[4, 1]), req=HUNDRED, hit_tokens=[80, 0])
     assert choice.scores.tolist() == pytest.approx([0.2 * 5, 2])
 
 

@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -119,7 +119,7 @@ class Sticky:
         expiry_s: time without use after which a key is forgotten, seconds.
     """
 
-    needs = Needs()
+    needs: ClassVar[Needs]
     key_of: Literal["session_id", "user"]
 
     def __init__(self, *, expiry_s: float = 600.0) -> None:
@@ -160,6 +160,7 @@ class SessionAffinity(Sticky):
     """Keeps the requests of a session together."""
 
     key_of = "session_id"
+    needs = Needs(mark="session_id")
 
 
 @ROUTE_POLICIES.register(
@@ -171,3 +172,4 @@ class UserAffinity(Sticky):
     """Keeps the requests of a user together."""
 
     key_of = "user"
+    needs = Needs(mark="user")

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from moestro.core.rng import Draws
 from moestro.errors import ConfigError
-from moestro.routing.indicators import batch_size, new_tokens, p_tokens, queued_prefill_tokens
-from moestro.routing.policy_contract import Choice, Needs, RouteView
+from moestro.routing.indicators import batch_size, new_tokens
+from moestro.routing.policy_contract import Choice, Needs, PredictTtft, RouteView
 from moestro.routing.registry import ROUTE_POLICIES
-from moestro.routing.scoring import Scores, Stateless, choose, range_of
+from moestro.routing.scoring import Stateless, choose, range_of
+from moestro.routing.ttft import PredictsTtft
 
-# (p_tokens, queued_tokens, batch), each [n] -> ns [n]: predicted time to first token on each engine. `p_tokens` counts
-# the request's own and the queued prompt tokens, `batch` the requests on the engine.
-PredictTtft = Callable[[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]], NDArray[np.float64]]
-
-LLMD_TOKENS_PER_S = 15_928  # llm-d's own default
+_PREDICTED = Needs(
+    hits=True,
+    figures=("queued_prefill_tokens",),
+    otherwise="the router's own count of prompt tokens",
+    ttft=True,
+)
 
 
 @ROUTE_POLICIES.register(
@@ -109,33 +107,39 @@ class CacheAware(Stateless):
     "Takes the fewest tokens among engines with a good hit, unless they would wait `max_penalty_s` longer.",
     source="llm-d router, filter `prefix-cache-affinity` and scorer `token-load`, August 2026",
 )
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LlmdAffinity(Stateless):
+class LlmdAffinity(PredictsTtft):
     """Chooses the fewest tokens among engines with a good hit, unless their first token would come much later.
 
-    Attributes:
+    Args:
         min_hit: fraction of the prompt that makes a hit good.
         max_penalty_s: tolerated excess of the best TTFT with a good hit over the best other TTFT, seconds.
-        predict_ttft_ns: predictor of the TTFT; None means tokens in flight over llm-d's default rate.
+        predict_ttft_ns: predictor of the TTFT; None means one that learns from the answers.
 
     Source: llm-d router, filter `prefix-cache-affinity` and scorer `token-load`, August 2026.
     """
 
-    min_hit: float = 0.8
-    max_penalty_s: float = 18.0
-    predict_ttft_ns: PredictTtft | None = None
-    needs = Needs(hits=True, figures=("queued_prefill_tokens",), otherwise="the router's own count of prompt tokens")
+    needs = _PREDICTED
+
+    def __init__(
+        self, *, min_hit: float = 0.8, max_penalty_s: float = 18.0, predict_ttft_ns: PredictTtft | None = None
+    ) -> None:
+        super().__init__(predict_ttft_ns)
+        self._min_hit = min_hit
+        self._max_penalty_ns = max_penalty_s * 1e9
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the fewest tokens, in flight and new, among engines with a good hit."""
+        return self.with_terms(view, self._decide(view, draws))
+
+    def _decide(self, view: RouteView, draws: Draws) -> Choice:
         routable, tokens = view.engines.routable, view.engines.context_tokens + new_tokens(view)
-        sticky = routable & (view.hit_tokens >= self.min_hit * view.request.num_prompt_tokens)
+        sticky = routable & (view.hit_tokens >= self._min_hit * view.request.num_prompt_tokens)
         if not sticky.any():
             return choose(view, tokens, draws, "no good hit; tokens")
         others = routable & ~sticky
         if others.any():
-            ttft_ns = predicted_ttft_ns(view, self.predict_ttft_ns)
-            if ttft_ns[sticky].min() - ttft_ns[others].min() > self.max_penalty_s * 1e9:
+            ttft_ns = self.predicted_ttft_ns(view)
+            if ttft_ns[sticky].min() - ttft_ns[others].min() > self._max_penalty_ns:
                 return choose(view, tokens, draws, "engines with good hits have too long a queue; tokens")
         return choose(view, tokens, draws, "good hit; tokens", sticky)
 
@@ -145,27 +149,19 @@ class LlmdAffinity(Stateless):
     "Takes the lowest predicted TTFT.",
     source="llm-d as in LMetric, Fig. 14",
 )
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowestTtft(Stateless):
+class LowestTtft(PredictsTtft):
     """Chooses the engine with the lowest predicted time to first token.
 
-    Attributes:
+    Args:
         predict_ttft_ns: predictor of the TTFT. A tuned predictor uses the cost model of the served network, a mistuned
-            one that of another (LMetric, section 4.6). None means tokens over llm-d's default rate.
-
-    Source: llm-d as in LMetric, Fig. 14.
+            one that of another (LMetric, section 4.6). None means one that learns from the answers.
     """
 
-    predict_ttft_ns: PredictTtft | None = None
-    needs = Needs(hits=True, figures=("queued_prefill_tokens",), otherwise="the router's own count of prompt tokens")
+    needs = _PREDICTED
+
+    def __init__(self, *, predict_ttft_ns: PredictTtft | None = None) -> None:
+        super().__init__(predict_ttft_ns)
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the lowest predicted TTFT."""
-        return choose(view, predicted_ttft_ns(view, self.predict_ttft_ns), draws, "predicted TTFT in ns")
-
-
-def predicted_ttft_ns(view: RouteView, predict: PredictTtft | None) -> Scores:
-    """Return the TTFT on each engine, float64[n] in ns, from `predict` or from llm-d's default rate."""
-    if predict is None:
-        return p_tokens(view) * (1e9 / LLMD_TOKENS_PER_S)
-    return predict(p_tokens(view), queued_prefill_tokens(view), batch_size(view))
+        return self.with_terms(view, choose(view, self.predicted_ttft_ns(view), draws, "predicted TTFT in ns"))

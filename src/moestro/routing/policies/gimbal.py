@@ -48,7 +48,9 @@ class GimbalV1:
 
     needs = Needs(
         figures=("kv_usage", "num_tokens"),
-        otherwise="the engines in turn without KV use; the router's own count of tokens",
+        required=("kv_usage",),
+        otherwise="the router's own count of tokens",
+        mark="user",
     )
 
     def __init__(
@@ -122,6 +124,7 @@ class GimbalV2(ScorePolicy):
 
     needs = Needs(
         figures=("kv_usage", "queued_prefill_tokens", "num_waiting", "expert_pressure"),
+        required=("kv_usage",),
         otherwise="the router's own counts; expert pressure 1",
     )
     words = "pressure"

@@ -107,7 +107,7 @@ class Vllm027(Stateless):
     """
 
     num_clients: int = 1
-    needs = Needs(figures=("num_waiting", "num_running", "kv_usage"), otherwise="as vllm-0.26; no KV term")
+    needs = Needs(figures=("num_waiting", "num_running", "kv_usage"), required=("kv_usage",), otherwise="as vllm-0.26")
 
     def __post_init__(self) -> None:
         if self.num_clients < 1:
@@ -133,7 +133,7 @@ class MostFreeKv(Stateless):
     Source: AMoE, section 3.1 ("assigns each new request to the rank with the most available memory").
     """
 
-    needs = Needs(figures=("kv_usage",), otherwise="fewest requests in flight")
+    needs = Needs(figures=("kv_usage",), required=("kv_usage",))
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the most free tokens where every engine's capacity is known, otherwise the lowest KV use."""

@@ -8,10 +8,11 @@ A request with p new tokens, sent to engine i behind Q queued tokens, delays
     R + W requests, by its own decode:       L each, where L is the mean number of tokens of an answer
     itself, by their decode:                 L for each of them
 
-in units of one prompt token's time. A second before a first token weighs more than a second spread over an answer. The
-ratio is that of the durations of answers and of waiting for first tokens. By Little's law this is R / W, summed over
-all engines. Adding 1 to both limits the effect of small counts, and the weight is at least 1:
-g = max(1, (R + 1) / (W + 1)). The score is
+in units of one prompt token's time. The last two lines give 2 L (R + W). A second before a first token weighs more than
+a second spread over an answer. The ratio is that of the durations of answers and of waiting for first tokens. By
+Little's law this is R / W, summed over all engines. Adding 1 to both limits the effect of small counts:
+g = max(1, (R + 1) / (W + 1)), where 1 is the weight of a client that only counts the time to its last token. The score
+is
 
     score = pressure / speed * (g (Q + p (1 + W)) + p R + 2 L (R + W))
 
@@ -21,6 +22,8 @@ full hit on an engine with an empty queue costs nothing, whatever its batch.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,9 +39,31 @@ from moestro.routing.policy_contract import Choice, Ended, EngineLost, Needs, Ro
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import Counts, Mask, Scores, choose
 
-_HORIZON = 1024  # approximate number of requests in a mean
-_ROUNDS = 16  # approximate number of decisions per engine over which recent work is remembered
-_RESCALE_AT = 1e12
+_RESCALE_AT = 1e12  # far below the largest float, so that sums keep their precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoestroConstants:
+    """Constants of the policy `moestro`. `bench/simulator/moestro_constants.py` varies each of them.
+
+    Attributes:
+        horizon: approximate number of answers in a mean. The mean of 1,024 lengths whose deviation equals their mean
+            is right within 3 %.
+        rounds: approximate number of decisions per engine over which recent work is remembered.
+        decode_weight: tokens by which a decoding neighbour delays an answer, over its length, in both directions; 2
+            follows from the model.
+        least_weight: least weight of a second before the first token; 1 follows from the model.
+        first_answer_tokens: length of an answer before any has ended; OpenAI's default of `max_tokens`.
+    """
+
+    horizon: int = 1024
+    rounds: int = 16
+    decode_weight: float = 2.0
+    least_weight: float = 1.0
+    first_answer_tokens: float = 16.0
+
+
+CONSTANTS = MoestroConstants()
 
 
 @ROUTE_POLICIES.register(
@@ -57,7 +82,10 @@ class Moestro:
     * Requests of other routers count by the excess over the engine with the fewest, less those sent since its report.
       Otherwise all routers would send to the engine that looks emptiest to all of them.
 
-    The policy has no settings: its weights follow from counts.
+    The policy has no settings: its weights follow from counts, and its constants from the model or from a sweep.
+
+    Args:
+        constants: constants to try in place of the policy's own.
 
     Source: Moestro; LMetric, section 5, for the product.
     """
@@ -68,10 +96,11 @@ class Moestro:
         otherwise="the router's own counts; expert pressure 1; no other router",
     )
 
-    def __init__(self) -> None:
-        self._answer_tokens = _Mean()
-        self._new_tokens = _Mean()
-        self._stay_ns = _Mean()
+    def __init__(self, constants: MoestroConstants = CONSTANTS) -> None:
+        self._constants = constants
+        self._answer_tokens = _Mean(constants.horizon)
+        self._new_tokens = _Mean(constants.horizon)
+        self._stay_ns = _Mean(constants.horizon)
         self._work = np.zeros(0)  # per engine: tokens of each request times `_worth` at its sending
         self._work_in_all = 0.0
         self._worth = 1.0  # weight of a token sent now; it grows, so that older work counts less and less
@@ -81,15 +110,17 @@ class Moestro:
         engines = view.engines
         load, waiting = engines.num_in_flight, engines.num_prefilling
         num_waiting = int(np.add.reduce(waiting))
-        weight = max(1.0, (int(np.add.reduce(load)) - num_waiting + 1) / (num_waiting + 1))
+        constants = self._constants
+        weight = max(constants.least_weight, (int(np.add.reduce(load)) - num_waiting + 1) / (num_waiting + 1))
         batch: Scores = load + self._recent_share(view)
         queued = own_prefill_tokens(view)
         if np.count_nonzero(engines.num_foreign):
             batch, queued = self._with_others(view, batch, queued)
         new = np.maximum(new_tokens(view), 1)
-        answer = self._answer_tokens.value or float(view.block_size)
+        answer = self._answer_tokens.value or constants.first_answer_tokens
         queued += _missing_tokens(view, new + answer)
-        scores: Scores = weight * (queued + new * (1 + waiting)) + new * (batch - waiting) + 2 * answer * batch
+        decode = constants.decode_weight * answer * batch
+        scores: Scores = weight * (queued + new * (1 + waiting)) + new * (batch - waiting) + decode
         scores *= _slowness(view)
         return choose(view, scores, draws, "delay in prompt tokens")
 
@@ -123,7 +154,7 @@ class Moestro:
             self._work = np.concatenate([self._work, np.zeros(engine + 1 - len(self._work))])
         self._work[engine] += tokens * self._worth
         self._work_in_all += tokens * self._worth
-        self._worth *= 1 + 1 / (_ROUNDS * len(self._work))
+        self._worth *= 1 + 1 / (self._constants.rounds * len(self._work))
         if self._worth > _RESCALE_AT:
             self._work /= self._worth
             self._work_in_all /= self._worth
@@ -146,14 +177,15 @@ class Moestro:
 
 
 class _Mean:
-    """Running mean; after _HORIZON numbers, older ones fade."""
+    """Running mean; after `horizon` numbers, older ones fade."""
 
-    def __init__(self) -> None:
+    def __init__(self, horizon: int) -> None:
         self.value = 0.0
+        self._horizon = horizon
         self._num = 0
 
     def add(self, number: float) -> None:
-        self._num = min(self._num + 1, _HORIZON)
+        self._num = min(self._num + 1, self._horizon)
         self.value += (number - self.value) / self._num
 
 

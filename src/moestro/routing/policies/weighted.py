@@ -104,12 +104,15 @@ class Dynamo(Stateless):
 
 
 @ROUTE_POLICIES.register(
-    "preble",
+    "miss_ratio",
     "Multiplies the miss ratio and the batch, `(1 - hit ratio) * (B + 1)`.",
-    source="LMetric, section 5.1, on Preble and AIGW",
+    source="LMetric, section 5.1, on the indicator of AIGW and Preble",
 )
-class Preble(ScorePolicy):
-    """Multiplies the miss ratio and the batch, where LMetric multiplies the P-token and the batch."""
+class MissRatio(ScorePolicy):
+    """Multiplies the miss ratio and the batch, where LMetric multiplies the P-token and the batch.
+
+    This is LMetric's product with the indicator that it attributes to Preble and AIGW; `preble` is Preble's own rule.
+    """
 
     needs = Needs(hits=True)
     words = "miss ratio * batch"

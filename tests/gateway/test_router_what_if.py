@@ -1,0 +1,179 @@
+"""A live router's record as a workload, and its requests decided by another policy."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+
+import msgspec
+import pytest
+from gateway.rig import looped
+from gateway.test_record import run
+from rich.console import Console
+from support.routers import request
+
+from moestro.cli import main
+from moestro.cli.recorded.redecide import print_redecisions, redecide
+from moestro.core.hashing import HASH_BYTES, name_key
+from moestro.errors import ConfigError, QueueFullError
+from moestro.routing.decision_record import PolicyText, RecordedRouter, RequestEnded, Submitted, decode_entry
+from moestro.routing.replay import replay
+from moestro.routing.settings import RouterSettings
+from moestro.sim.recorded_engines import WhatIfSettings, read_engines
+from moestro.sim.replay import what_if
+from moestro.sim.router_record import is_router_record, read_router_record
+
+COST = "h20/qwen3-30b-a3b"
+
+
+@looped
+async def test_a_live_routers_record_is_simulated_with_the_lengths_that_engines_counted(tmp_path):
+    path = tmp_path / "record.jsonl"
+    await run(path, "round_robin")
+    assert is_router_record(path)
+    record = read_router_record(path)
+    assert len(record) == 40, "a retry is no other request"
+    assert {each.num_prompt_tokens for each in record.requests} == {500}, "as counted, not as estimated from the text"
+    assert {each.num_output_tokens for each in record.requests} == {9}
+    assert {each.session for each in record.requests} == {name_key(f"s{i}") for i in range(4)}
+    assert all(len(each.block_hashes) == 500 // record.header.block_size * HASH_BYTES for each in record.requests)
+    answer = what_if(record, WhatIfSettings(policies=("session_affinity",), cost=COST))
+    recorded, _, affine = (results for _, results in answer.runs)
+    numbers = [each.session for each in record.requests]
+    homes = {number: {int(affine.engine[i]) for i, each in enumerate(numbers) if each == number} for number in numbers}
+    assert all(len(engines) == 1 for engines in homes.values())
+    assert (recorded.first_token_ns >= recorded.arrival_ns).all()
+    assert answer.report.outcomes[0].max_queue_depth is None, "a router sees no queues"
+    assert any("first byte" in note for note in answer.report.notes)
+    assert any("max_num_seqs 256" in note for note in answer.report.notes)
+
+
+@looped
+async def test_what_a_router_cannot_tell_is_left_out_and_counted(tmp_path):
+    path = tmp_path / "record.jsonl"
+    await run(path, "round_robin", num_requests=8)
+    lines = path.read_bytes().splitlines(keepends=True)
+    entries = [decode_entry(line) if line.strip() else None for line in lines]
+    ends = [i for i, entry in enumerate(entries) if isinstance(entry, RequestEnded) and entry.num_output_tokens]
+    lines[ends[0]] = msgspec.json.encode(msgspec.structs.replace(entries[ends[0]], num_output_tokens=None)) + b"\n"
+    path.write_bytes(b"".join(lines))
+    record = read_router_record(path)
+    assert len(record) == 7
+    assert any("left out: 1 have answers without usage" in note for note in record.notes)
+    without = [re.sub(rb'"num_output_tokens":\d+', b'"num_output_tokens":null', line) for line in lines]
+    path.write_bytes(b"".join(without))
+    with pytest.raises(ConfigError, match="include_usage"):
+        read_router_record(path)
+
+
+def routed(path, policy="round_robin", num_blocks=None, num_requests=24, estimate=1.0):
+    """A router's record of sessions that share their beginnings, whose prompts it estimates."""
+    entries = []
+    router = RecordedRouter(PolicyText(policy), RouterSettings(max_num_queued=3), entries.append)
+    for _ in range(2):
+        router.set_routable(router.add_engine(), routable=True)
+    for i in range(num_requests):
+        name = f"r{i}"
+        prompt = [i % 3] * 160 + [100 + i] * 80
+        asked = request(name, prompt=prompt, session_id=f"s{i % 3}" if i % 4 else None, user="u")
+        router.submit(asked, 1000 * i + 1)
+        if i >= 4:
+            router.first_token(f"r{i - 4}", 1000 * i + 2)
+            router.ended(f"r{i - 4}", 1000 * i + 3, 5)
+    path.write_bytes(msgspec.json.Encoder().encode_lines(entries))
+    return entries
+
+
+def told(path, *policies: str) -> str:
+    text = io.StringIO()
+    print_redecisions(path, policies, Console(file=text, width=200, soft_wrap=True))
+    return text.getvalue()
+
+
+def test_the_recorded_policy_changes_nothing(tmp_path):
+    path = tmp_path / "record.jsonl"
+    for policy in ("round_robin", "lmetric", "session_affinity"):
+        routed(path, policy)
+        found = redecide(path.read_bytes().splitlines(), PolicyText(policy))
+        assert (found.num, found.num_moved, found.first) == (24, 0, None)
+        assert found.was == found.now
+
+
+def test_an_affinity_policy_follows_its_own_choices_not_the_recorded_ones(tmp_path):
+    path = tmp_path / "record.jsonl"
+    routed(path)
+    found = redecide(path.read_bytes().splitlines(), PolicyText("session_affinity"))
+    assert found.num_moved > 0
+    assert found.was.requests == {0: 12, 1: 12}
+    assert found.now.requests.total() == 24
+    text = told(path, "session_affinity")
+    assert f"Under session_affinity, {found.num_moved} of 24 decisions" in text
+    assert "goes by session_id, which 25% of the requests do not name" in text
+    assert "first difference: request r" in text
+    assert "user_affinity goes by" not in told(path, "user_affinity"), "all requests name their user"
+
+
+def test_a_request_that_one_of_both_refused_is_in_flight_in_neither(tmp_path):
+    """Affinity fills engine 0, the smallest batch engine 1: each refuses a request that may not go to the other one."""
+    path = tmp_path / "record.jsonl"
+    entries = []
+    router = RecordedRouter(PolicyText("user_affinity"), RouterSettings(max_num_queued=2), entries.append)
+    for _ in range(2):
+        router.set_routable(router.add_engine(), routable=True)
+    for i, exclude in enumerate([(1,), (), (1,), (0,), (0,)]):
+        with contextlib.suppress(QueueFullError):
+            router.submit(request(f"r{i}", user="ann"), i, exclude)
+    for i in (0, 1, 3, 4):
+        router.ended(f"r{i}", 10 + i, 1)
+    router.submit(request("r5", user="ann"), 20)
+    path.write_bytes(msgspec.json.Encoder().encode_lines(entries))
+    refusals = [entry.refusal for entry in entries if isinstance(entry, Submitted)]
+    assert refusals == [None, None, "QueueFullError", None, None, None]
+    pairs = list(replay(path.read_bytes().splitlines(), PolicyText("least_loaded")))
+    assert [again.refusal for _, again in pairs] == [None] * 4 + ["QueueFullError", None]
+    last = pairs[-1][1].decision
+    assert [each.num_requests for each in last.candidates] == [0, 0], "all others have ended"
+
+
+def test_the_head_names_the_recorded_policy_and_other_files_are_refused(tmp_path):
+    path = tmp_path / "record.jsonl"
+    routed(path, "lmetric")
+    assert "than under lmetric" in told(path, "round_robin")
+    for text in ("", "{}\n", "no json\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="contains no decision"):
+            told(path, "round_robin")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        told(tmp_path / "missing", "round_robin")
+    routed(path)
+    with pytest.raises(ConfigError, match="unknown route policy 'dice'"):
+        told(path, "dice")
+
+
+def test_the_engines_of_a_router_are_described_in_a_file(tmp_path, capsys):
+    path, engines = tmp_path / "record.jsonl", tmp_path / "engines.toml"
+    routed(path)
+    engines.write_text("[engines]\nmax_num_seqs = 2\nnum_blocks = 900\ngpu = 'h100'\n[other]\nx = 1\n")
+    assert read_engines(engines) == {"max_num_seqs": 2, "num_blocks": 900, "gpu": "h100"}
+    with pytest.raises(SystemExit) as ended:
+        main(["sim", "--replay", str(path), "--policy", "lmetric", "--engines", str(engines)])
+    assert not ended.value.code
+    text = capsys.readouterr().out
+    assert "Simulated: 2 with 900 blocks of 16 tokens, max_num_seqs 2, max_num_batched_tokens 2,048" in text
+    assert "4 had not ended" in text
+    for wrong, words in (("[engines]\nseats = 1", "unknown field `seats`"), ("x = 1", "no table"), ("[e", "engines")):
+        engines.write_text(wrong)
+        with pytest.raises(SystemExit):
+            main(["sim", "--replay", str(path), "--engines", str(engines)])
+        assert words in capsys.readouterr().err
+
+
+def test_a_routers_record_without_prices_or_beside_another_is_refused(tmp_path, capsys):
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    routed(one)
+    routed(two)
+    for arguments, words in (([one], "comes from a router and holds no step durations"), ([one, two], "on its own")):
+        with pytest.raises(SystemExit):
+            main(["sim", "--replay", *map(str, arguments)])
+        assert words in capsys.readouterr().err
