@@ -18,7 +18,8 @@ from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group
 from moestro.sim.prices import OneRank
 from moestro.sim.scenario import make_scenario, run
-from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
+from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
+from moestro.sim.workload_settings import WorkloadSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

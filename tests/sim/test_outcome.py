@@ -87,7 +87,7 @@ def test_that_steps_went_beyond_a_table_is_said_once(tmp_path, chunk, is_beyond)
     )
     (tmp_path / "table.json").write_bytes(msgspec.json.encode(table))
     (tmp_path / "scenario.toml").write_text(SCENARIO)
-    report, _ = simulate(read_settings(tmp_path / "scenario.toml"), tmp_path)
+    report = simulate(read_settings(tmp_path / "scenario.toml"), tmp_path).report
     console = Console(record=True, width=200)
     print_report(console, report)
     said = [line for line in console.export_text().splitlines() if line.startswith("note: ")]

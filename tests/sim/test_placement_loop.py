@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.plain_stages import PlainStages, network
 from support.routers import router
 
+from moestro.core.expert_pressure import expert_pressures
 from moestro.core.expert_table import EMPTY, ExpertTable, spread_evenly
 from moestro.core.token_keys import request_key
 from moestro.cost.ahead_gate import AheadGate
@@ -25,7 +26,13 @@ from moestro.sim.arrivals import AtTimes
 from moestro.sim.baselines import LOCK_STEP, expert_parallel, lock_step, slowed
 from moestro.sim.cluster import Cluster
 from moestro.sim.lock_step_group import LockStepGroup
-from moestro.sim.placement_loop import PlacementSite, ReplanSettings, SimPlacement, with_spare_slots
+from moestro.sim.placement_loop import (
+    _PRESSURE_INTERVAL,
+    PlacementSite,
+    ReplanSettings,
+    SimPlacement,
+    with_spare_slots,
+)
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 
@@ -126,14 +133,16 @@ def test_a_plan_sees_only_the_steps_before_it():
     assert (one.table.logical_of == other.table.logical_of).all()
 
 
-def test_expert_pressure_is_the_busiest_device_over_the_mean_by_source():
-    loop = loop_of("static")
-    tokens = np.zeros((RANKS, LAYERS, EXPERTS), np.int64)
-    tokens[0, :, : EXPERTS // 2] = 3  # all on device 0
-    tokens[1] = 1
-    loop.begin_step()
-    loop.observe(tokens)
-    assert loop.expert_pressure == pytest.approx([2.0, 1.0])
+def test_expert_pressure_is_that_of_the_decayed_visits_in_each_window():
+    half_life = 4.0
+    loop = loop_of("static", half_life_steps=half_life)
+    steps = [counts(number) for number in range(_PRESSURE_INTERVAL + 1)]  # the last of them measures
+    for tokens in steps:
+        loop.begin_step()
+        loop.observe(tokens)
+    visits = sum(tokens * 0.5 ** (age / half_life) for age, tokens in enumerate(reversed(steps)))
+    assert loop.expert_pressure == pytest.approx(expert_pressures(visits, loop.table.parts))
+    assert not np.allclose(loop.expert_pressure, 1.0)
 
 
 # --- in a group -------------------------------------------------------------------------------------------------------

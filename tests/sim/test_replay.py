@@ -12,7 +12,9 @@ from moestro.core.clock import ClockPair
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.request import ServiceClass
 from moestro.errors import ConfigError
-from moestro.sim.replay import RECORDED, what_if
+from moestro.sim.recorded_engines import WhatIfSettings
+from moestro.sim.replay import RECORDED
+from moestro.sim.replay import what_if as _what_if
 from moestro.workload.request_record import FORMAT, Header, RecordedRequest, read_request_record
 
 HEADER = Header(
@@ -25,6 +27,10 @@ HEADER = Header(
     limits={"max_num_seqs": 16, "max_num_batched_tokens": 512, "scheduling_policy": "fcfs", "max_num_queued_reqs": 64},
     route_policy="round_robin",
 )
+
+
+def what_if(record, policies=(), cost=None, **more):
+    return _what_if(record, WhatIfSettings(policies=policies, cost=cost, **more))
 
 
 def request(i: int, rng: np.random.Generator, stems: list[bytes]) -> RecordedRequest:
@@ -47,6 +53,7 @@ def request(i: int, rng: np.random.Generator, stems: list[bytes]) -> RecordedReq
         block_hashes=shared + own[len(shared) :],
         service_class=ServiceClass.BE if i % 4 == 0 else ServiceClass.LS,
         user=i % 5,
+        session=i % 6,
     )
 
 
@@ -68,7 +75,8 @@ def test_what_is_written_is_read_in_order_of_arrival(path):
     made, script = record.make(8, 2_400_000_000)
     assert (made.num_prompt_tokens, made.sampling.max_tokens, made.arrival_ns) == (640, 64, 2_400_000_000)
     assert made.service_class is ServiceClass.BE
-    assert made.user == "user-3"
+    assert (made.user, made.session_id) == ("user-3", "session-2")
+    assert record.make(30, 0)[0].session_id is None, "it named none"
     assert script.num_output_tokens == 40
 
 
@@ -265,7 +273,7 @@ def test_a_start_that_answered_nothing_is_passed_over(path):
     [
         (
             {"clocks": REBOOTED, "num_engines": 3},
-            "line 63: .* begins here, with another num_engines",
+            "line 63: .* begins here, with another num_engines: replay it on its own",
         ),
         ({"clocks": None}, "lacks its wall-clock time"),
     ],
@@ -276,3 +284,11 @@ def test_records_that_cannot_be_joined_are_refused_and_the_line_is_named(path, c
     record_of(path, (header, requests), (msgspec.structs.replace(header, **changes), requests))
     with pytest.raises(ConfigError, match=words):
         read_request_record(path)
+
+
+def test_engines_report_their_figures_as_in_a_server(path):
+    """Gimbal v1 goes by the user only where every engine has reported its KV use; without it sends in turn."""
+    answer = what_if(read_request_record(path), ("gimbal-v1",), None)
+    engine = answer.runs[2][1].engine
+    late = {user: {int(engine[i]) for i in range(20, 60) if i % 5 == user} for user in range(1, 5)}
+    assert all(len(engines) == 1 for engines in late.values()), late

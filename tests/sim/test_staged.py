@@ -200,7 +200,7 @@ step_policy = "in_order"
 def test_a_scenario_compares_the_modes(tmp_path):
     path = tmp_path / "modes.toml"
     path.write_text(SCENARIO)
-    report, _ = simulate(read_settings(path), tmp_path)
+    report = simulate(read_settings(path), tmp_path).report
     fused, preemptive, _ = report.outcomes
     assert all(outcome.report.num_ok == 30 for outcome in report.outcomes)
     assert preemptive.ls_ttft_ms.mean < fused.ls_ttft_ms.mean
@@ -210,8 +210,9 @@ def test_a_scenario_compares_the_modes(tmp_path):
 def test_prefill_is_told_where_steps_have_it_to_themselves_alone(tmp_path):
     path = tmp_path / "modes.toml"
     path.write_text(SCENARIO)
-    report, runs = simulate(read_settings(path), tmp_path)
-    fused, *preemptive = report.outcomes
+    answer = simulate(read_settings(path), tmp_path)
+    runs = answer.first_runs()
+    fused, *preemptive = answer.report.outcomes
     assert fused.prefill.most_s > 0
     assert [outcome.prefill for outcome in preemptive] == [None, None]
     assert "prefill.png" in {file.name for file in save_plots(tmp_path, runs)}
@@ -224,7 +225,7 @@ def test_modes_are_compared_with_equal_places_where_that_is_asked_for(tmp_path):
         told = "" if places is None else f"\nmax_num_urgent_seqs = {places}"
         text = SCENARIO.replace("max_num_seqs = 8", "max_num_seqs = 1")
         path.write_text(text.replace('scheduling_policy = "qllm"', f'scheduling_policy = "qllm"{told}'))
-        report, _ = simulate(read_settings(path), tmp_path)
+        report = simulate(read_settings(path), tmp_path).report
         found[places] = [outcome.ls_ttft_ms.mean for outcome in report.outcomes[:2]]
     for without, with_place in zip(found[0], found[1], strict=True):
         assert with_place < 0.9 * without, "who has a place need not wait until another's answer is over"
@@ -235,7 +236,7 @@ def test_a_roofline_prices_stages_too(tmp_path):
     path = tmp_path / "modes.toml"
     text = SCENARIO.replace('engine = "qllm"\n', "").replace("mixtral-8x7b", "qwen3-30b-a3b")
     path.write_text(text.replace("rate = 3.0", "rate = 60.0"))
-    report, _ = simulate(read_settings(path), tmp_path)
+    report = simulate(read_settings(path), tmp_path).report
     assert all(outcome.report.num_ok == 30 for outcome in report.outcomes)
 
 
@@ -247,7 +248,7 @@ def test_where_kv_is_scarce_host_memory_saves_what_would_be_computed_again(tmp_p
         text = SCENARIO.replace("num_blocks = 500", f"num_blocks = 20\nkv_offloading_size = {size}")
         text = text.replace("output_tokens = 4", "output_tokens = 40")
         path.write_text(text.replace('mode = "preemptive"', f'mode = "{mode}"'))
-        report, _ = simulate(read_settings(path), tmp_path)
+        report = simulate(read_settings(path), tmp_path).report
         outcome = report.outcomes[1]
         assert outcome.report.num_ok == 30
         assert outcome.num_preemptions > 0

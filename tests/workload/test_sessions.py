@@ -8,7 +8,7 @@ from moestro.errors import ConfigError
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import labelled
 from moestro.workload.session_generator import generate, steady_rows, steady_sessions
-from moestro.workload.session_shapes import SHAPES, App, LogNormal, SessionShape
+from moestro.workload.session_shapes import PUBLISHED_SHAPES, SHAPES, App, LogNormal, SessionShape
 from moestro.workload.sessions import Pace
 from moestro.workload.statistics import measure
 
@@ -128,7 +128,7 @@ def test_the_same_seed_gives_the_same_sessions_and_another_others():
     assert (first.rows.num_prompt_tokens != other.rows.num_prompt_tokens).any()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", PUBLISHED_SHAPES)
 def test_a_shape_has_the_figures_of_the_trace_that_it_is_made_like(name):
     rate = 6
     found = measure(steady_rows(SHAPES[name], 20_000, rate, 5), 64)

@@ -49,6 +49,7 @@ def profile_random_input(settings: ModelSettings, text: RandomInput, observer: E
     device, info = open_device(settings)
     if not info.num_experts:
         raise ConfigError(f"{settings.model} is dense: it has no experts to profile")
+    device.network.finish_kernels()
     device.network.sample_choices(1)
     limits = Limits(
         max_model_len=info.max_model_len,

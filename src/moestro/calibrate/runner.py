@@ -86,6 +86,7 @@ def calibrate(settings: CalibrateSettings, console: Console) -> Table:
                 kv_cache_memory_bytes=model.kv_cache_memory_bytes,
             )
         )
+        device.network.finish_kernels()
     limits = Limits(
         max_model_len=info.max_model_len,
         max_num_seqs=measured_range.max_num_seqs,

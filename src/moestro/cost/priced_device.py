@@ -53,8 +53,9 @@ class Scripts:
         self._progress: dict[int, _Progress] = {}
         # Columns by slot; each holds the sequence that was last computed there.
         self._serial: Int64s = np.full(16, _NOBODY, np.int64)
-        self._ends_at: Int32s = np.zeros(16, np.int32)  # tokens with KV at which the last token is sampled
-        self._fills_at: Int32s = np.zeros(16, np.int32)  # tokens with KV at which the next generated block is full
+        self._borders = np.zeros((2, 16), np.int32)
+        self._ends_at: Int32s = self._borders[0]  # tokens with KV at which the last token is sampled
+        self._fills_at: Int32s = self._borders[1]  # tokens with KV at which the next generated block is full
         self._request_key: Keys = np.zeros(16, np.uint64)
 
     # --- scripts ----------------------------------------------------------------------------------------------------
@@ -125,8 +126,8 @@ class Scripts:
     def _grow(self, num_slots: int) -> None:
         added = num_slots - len(self._serial)
         self._serial = np.append(self._serial, np.full(added, _NOBODY, np.int64))
-        self._ends_at = np.append(self._ends_at, np.zeros(added, np.int32))
-        self._fills_at = np.append(self._fills_at, np.zeros(added, np.int32))
+        self._borders = np.append(self._borders, np.zeros((2, added), np.int32), axis=1)
+        self._ends_at, self._fills_at = self._borders
         self._request_key = np.append(self._request_key, np.zeros(added, np.uint64))
 
     def _load(self, progress: _Progress) -> None:
@@ -168,6 +169,8 @@ class ScriptedDevice(Scripts):
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
+        # Columns of the last `steps_until_finish`, and the steps to their nearest end and their nearest full block.
+        self._nearest: tuple[Int32s | None, int, int] = (None, 0, 0)
         self._pending: deque[tuple[int, StepResult]] = deque()
         self._launched: tuple[Batch, StepResult] | None = None
         self._num_moved = 0
@@ -225,10 +228,14 @@ class ScriptedDevice(Scripts):
         if len(slots) == 0:
             return 0
         try:
-            ends_at = self._ends_at.take(slots)
+            left = self._borders.take(slots, axis=1)
         except IndexError:
             return 0  # a slot without any launch so far
-        return max(int((ends_at - num_computed).min()), 0)
+        left -= num_computed
+        least: list[int] = np.minimum.reduce(left, axis=1).tolist()
+        until_end, until_full = least
+        self._nearest = (num_computed, until_end, until_full)
+        return max(until_end, 0)
 
     def complete_steps(self, slots: Slots, num_computed: Int32s, num_steps: int) -> tuple[dict[int, bytes], list[int]]:
         """Apply the effect of `num_steps` decode steps, at most `steps_until_finish`.
@@ -237,6 +244,9 @@ class ScriptedDevice(Scripts):
             The arguments of `DecodeJumps.advance`: by slot, the packed hashes of the generated blocks that fill up; and
             the slots whose scripts end in the last step.
         """
+        nearest, until_end, until_full = self._nearest
+        if nearest is num_computed and num_steps < until_end and num_steps < until_full:
+            return {}, []  # the columns are those that `steps_until_finish` has read, and none is reached
         end = num_computed + num_steps
         told = {}
         for row in true_rows(end >= self._fills_at.take(slots)):

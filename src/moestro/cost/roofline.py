@@ -285,18 +285,16 @@ class Roofline:
     # --- attention of a batch ---------------------------------------------------------------------------------------
 
     def _attention(self, batch: Batch) -> _Attention:
-        is_chunk = batch.num_tokens > 1
-        (rows,) = is_chunk.nonzero()
-        decoding = batch.start if len(rows) == 0 else batch.start[~is_chunk]
+        (rows,) = (batch.num_tokens > 1).nonzero()
         chunks: Chunks = list(zip(batch.start.take(rows).tolist(), batch.num_tokens.take(rows).tolist(), strict=True))
-        kernels, num_decodes = self._kernels, len(decoding)
+        kernels, num_decodes = self._kernels, len(batch.start) - len(chunks)
         constant = round(kernels.decode_ns(num_decodes) * PS_PER_NS) if num_decodes else 0
         constant_ps, contexts = [], []
         for group in self._groups:
             prefill = round(kernels.prefill_ns(chunks, group.window) * PS_PER_NS) if chunks else 0
             constant_ps.append(constant + prefill)
-            contexts.append(contexts_of(decoding, group.window))
-        return _Attention(num_decodes + sum(new for _, new in chunks), len(is_chunk), constant_ps, contexts)
+            contexts.append(_decode_contexts(batch, chunks, group.window))
+        return _Attention(num_decodes + sum(new for _, new in chunks), len(batch.start), constant_ps, contexts)
 
     def _decoding(self, start: Ints, num_steps: int) -> _Attention:
         constant = round(self._kernels.decode_ns(len(start)) * PS_PER_NS)
@@ -310,6 +308,13 @@ class Roofline:
     def _idle(self) -> _Attention:
         """Attention of a rank without requests: one dummy token, no attention, no head."""
         return _Attention(1, 0, [0] * len(self._groups), [0] * len(self._groups))
+
+
+def _decode_contexts(batch: Batch, chunks: Chunks, window: int | None) -> int:
+    """Tokens that the decodes of a batch attend to; `chunks` are its other units."""
+    if window is None:  # a sum less a few numbers costs less than a selection
+        return contexts_of(batch.start, None) - sum(start + 1 for start, _ in chunks)
+    return contexts_of(batch.start[batch.num_tokens == 1], window)
 
 
 def contexts_of(start: Ints, window: int | None) -> int:

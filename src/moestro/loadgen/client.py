@@ -50,6 +50,16 @@ class Endpoint:
     pace_dilation: float = 1.0
 
 
+def unlimited_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    """Open a session of any number of connections that no timeout ends. `headers` accompany each request."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+        headers=headers,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
 class BenchClient:
     """Connections to one server, open during an `async with`."""
 
@@ -60,12 +70,7 @@ class BenchClient:
             self._headers["Authorization"] = f"Bearer {settings.api_key}"
 
     async def __aenter__(self) -> BenchClient:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-            headers=self._headers,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        self._session = unlimited_session(self._headers)
         return self
 
     async def __aexit__(

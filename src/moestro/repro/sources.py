@@ -12,7 +12,7 @@ from moestro.repro.testbed import TimedLoad
 from moestro.workload.arrivals import at_rate, replay
 from moestro.workload.rows import Rows
 from moestro.workload.session_generator import steady_rows
-from moestro.workload.session_shapes import SHAPES
+from moestro.workload.session_shapes import PUBLISHED_SHAPES, SHAPES
 from moestro.workload.traces import read_trace
 
 MOONCAKE_BLOCK = 512  # tokens of a block of Mooncake's traces, which name no smaller ones
@@ -58,7 +58,7 @@ def generated_sources(num_requests: int) -> list[Source]:
             rows_of=_steady(name, num_requests),
             num_unseen=1 << 30,
         )
-        for name in SHAPES
+        for name in PUBLISHED_SHAPES
     ]
 
 

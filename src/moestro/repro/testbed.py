@@ -24,6 +24,7 @@ from moestro.sim.cluster import Cluster
 from moestro.sim.group import Group
 from moestro.sim.prices import OneRank
 from moestro.sim.results import WINDOW_NS, Results
+from moestro.sim.saturation import middle_rate
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
@@ -205,10 +206,3 @@ def latency_ms(values_ns: NDArray[np.int64] | Floats) -> Latency:
     """The latency figures of values in nanoseconds."""
     values = values_ns / 1e6
     return Latency(float(values.mean()), float(np.percentile(values, 50)), float(np.percentile(values, 99)))
-
-
-def middle_rate(end_ns: NDArray[np.int64]) -> float:
-    """Requests a second between the ends of the first and the last tenth, int64[n] ends in ns."""
-    ends = np.sort(end_ns)
-    first, last = int(0.1 * len(ends)), int(0.9 * len(ends))
-    return (last - first) / (float(ends[last] - ends[first]) / NS_PER_S)

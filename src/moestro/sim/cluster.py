@@ -9,6 +9,7 @@ import numpy as np
 
 from moestro.core.request import Request, ServiceClass
 from moestro.core.script import Script
+from moestro.core.work import Plan
 from moestro.engine.sequences import Sequence as EngineSequence
 from moestro.engine.step_output import StepOutput
 from moestro.errors import RequestError
@@ -83,7 +84,9 @@ class Cluster:
         ]
         self.signals = Signals(router, [(groups[engine.group], engine.index) for engine in self.engines], signals)
         self.world = World()
-        self._first_engine = np.cumsum([0, *(len(group.seats) for group in groups)]).tolist()
+        self._of_group: list[list[ClusterEngine]] = [[] for _ in groups]
+        for engine in self.engines:
+            self._of_group[engine.group].append(engine)
         self._on_arrival = on_arrival
         self._arrivals: Arrivals = AtTimes(np.empty(0, np.int64))
         self._firsts: Iterator[tuple[int, int]] = iter(())
@@ -149,17 +152,18 @@ class Cluster:
         engine.without_token.add(serial)
         if group.next_ns != before_ns:
             assert group.next_ns is not None
-            for seat in range(len(group.seats)):
-                self.signals.cut(self._first_engine[engine.group] + seat)
+            for each in self._of_group[engine.group]:
+                self.signals.cut(each.number)
             self.world.at(group.next_ns, Kind.STEP, engine.group)
 
     def _turn(self, number: int, results: Results) -> None:
         now_ns, group = self.world.now_ns, self.groups[number]
-        first = self._first_engine[number]
-        for engine in self.engines[first : first + len(group.seats)]:
-            _count_prefill(engine, group.began_ns, now_ns, results)
+        engines = self._of_group[number]
+        for engine in engines:
+            if engine.seat.plan is not None:
+                _count_prefill(engine, engine.seat.plan, group.began_ns, now_ns, results)
         output = group.turn(now_ns, self.world.next_ns)
-        for engine, gained in zip(self.engines[first:], output, strict=False):
+        for engine, gained in zip(engines, output, strict=True):
             if gained.sequences:
                 self._take(engine, gained, results)
             self.signals.turned(engine.number, now_ns)
@@ -192,13 +196,10 @@ def _note_end(results: Results, row: int, sequence: EngineSequence, now_ns: int)
     results.status[row] = ANSWERED
 
 
-def _count_prefill(engine: ClusterEngine, began_ns: int, now_ns: int, results: Results) -> None:
+def _count_prefill(engine: ClusterEngine, plan: Plan, began_ns: int, ended_ns: int, results: Results) -> None:
     """Attribute a step's time to prefill by the share of its tokens that are prefill."""
-    plan = engine.seat.plan
-    if plan is None:
-        return
     num_tokens = plan.units.num_tokens
-    total = int(num_tokens.sum())
+    total = int(np.add.reduce(num_tokens))
     if total > len(num_tokens):
         num_prefill = total - int(np.count_nonzero(num_tokens == 1))
-        results.prefilled(engine.number, began_ns, (now_ns - began_ns) * num_prefill // total)
+        results.prefilled(engine.number, began_ns, (ended_ns - began_ns) * num_prefill // total)

@@ -22,7 +22,7 @@ from moestro.core.script import Script
 from moestro.core.token_keys import named_request_key
 from moestro.core.work import Int32s, Plan, Slots
 from moestro.cost.priced_device import ScriptedDevice, Scripts
-from moestro.engine.decode_horizon import DecodeJumps, Horizon, steps_without_blocks
+from moestro.engine.decode_horizon import STEPWISE, DecodeJumps, Horizon, steps_without_blocks
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
@@ -36,7 +36,6 @@ Int64s = NDArray[np.int64]
 _LONGEST_JUMP = 1024  # steps; pricing more is mostly wasted, because the next arrival cuts the jump
 _NO_SLOTS = np.empty(0, np.int64)
 _NOBODY = np.empty(0, np.int32)
-STEPWISE = Horizon(0, FOREVER_NS)
 
 
 class KvEvent(NamedTuple):
@@ -64,7 +63,8 @@ class Seat:
         computed: their computed tokens at its start, int32[n].
         kv_events: events of the prefix cache that no reader has taken yet. None means that the rank publishes none.
         has_prompt_kv: whether requests enter with the KV of their prompts, as `sim.dummy_kv` describes.
-        expert_pressure: load of the busiest expert device by the rank's tokens over the mean. None means unknown.
+        expert_pressure: load of the devices that compute the experts of the rank's tokens, over the mean device's, as
+            `core.expert_pressure` defines it. None means unknown.
     """
 
     __slots__ = ("computed", "expert_pressure", "has_prompt_kv", "kv_events", "plan", "rank", "running", "scripts")
@@ -253,8 +253,7 @@ class Group:
             num_steps, own_until_ns = seat.jumps.horizon(now_ns)
             if num_steps == 0:
                 return STEPWISE
-            seat.running = scheduler.table.running
-            seat.computed = scheduler.table.num_computed.take(seat.running)
+            seat.running, seat.computed = scheduler.table.running, seat.jumps.computed
             num_steps = min(num_steps, seat.device.steps_until_finish(seat.running, seat.computed))
             if num_steps == 0:
                 return STEPWISE

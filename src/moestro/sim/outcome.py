@@ -7,7 +7,9 @@ import numpy as np
 
 from moestro import __version__
 from moestro.sim.group_figures import GroupFigures
-from moestro.sim.results import WINDOW_NS, Results
+from moestro.sim.intervals import FigureInterval
+from moestro.sim.results import NOT_YET_NS, WINDOW_NS, Results
+from moestro.sim.saturation import Saturation
 from moestro.workload.report import Report, Spread, make_report, spread_of
 from moestro.workload.slos import Slos
 
@@ -37,13 +39,14 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         title: name of the policy.
+        seed: random seed of the run.
         report: report in the load generator's form.
         ls_ttft_ms, be_ttft_ms: TTFT of latency-sensitive and best-effort requests, ms. None unless both classes exist.
         num_preemptions: sequence preemptions of all requests.
         num_refused: requests that every engine refused.
         load_imbalance: largest over mean, at least 1, of the engines' request time. An engine's request time is the
             area under its number of requests in flight, so empty stretches do not count.
-        max_queue_depth: longest waiting queue of any engine.
+        max_queue_depth: longest waiting queue of any engine. None means unknown, as in a router's record.
         prefill: prefill of the busiest and the idlest engine. None for recorded runs and in `preemptive` mode.
         digest: hash of the results; equal digests mean equal runs.
         group: figures of the groups of workers. None where each engine computes alone.
@@ -56,10 +59,11 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int
     num_refused: int
     load_imbalance: float
-    max_queue_depth: int
+    max_queue_depth: int | None
     prefill: PrefillSplit | None
     digest: str
     group: GroupFigures | None = None
+    seed: int = 0
 
 
 class SimReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +75,11 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
         workload: short description of the workload.
         is_generated: whether a generator made the workload; otherwise it was recorded.
         settings: settings of the simulation.
+        saturation: how the rate was found, where the settings have a load.
         notes: limits of these figures, for instance steps priced beyond a table.
-        outcomes: one for each policy; the others are compared with the first.
+        outcomes: one for each policy and seed, seed by seed; the other policies are compared with the first.
+        intervals: mean and 95 % confidence interval of each figure over the seeds, and of its ratio to the first
+            policy, by title and figure. Empty with a single seed.
     """
 
     kind: str = "simulated"
@@ -80,14 +87,20 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     workload: str
     is_generated: bool
     settings: object
+    saturation: Saturation | None = None
     notes: tuple[str, ...] = ()
     outcomes: tuple[PolicyOutcome, ...]
+    intervals: dict[str, dict[str, FigureInterval]] = {}
 
 
-def outcome_of(title: str, results: Results, slos: Slos | None, group: GroupFigures | None = None) -> PolicyOutcome:
+def outcome_of(
+    title: str, results: Results, slos: Slos | None, group: GroupFigures | None = None, seed: int = 0
+) -> PolicyOutcome:
     """Compute the figures of one run."""
     load = results.request_seconds()
-    depth = max(int(results.queue_depth(engine, results.arrival_ns).max()) for engine in range(results.num_engines))
+    depth = None
+    if (results.admitted_ns != NOT_YET_NS).any():
+        depth = max(int(results.queue_depth(engine, results.arrival_ns).max()) for engine in range(results.num_engines))
     return PolicyOutcome(
         title=title,
         report=make_report(results.records(), slos),
@@ -100,6 +113,7 @@ def outcome_of(title: str, results: Results, slos: Slos | None, group: GroupFigu
         prefill=_prefill_of(results),
         digest=results.digest(),
         group=group,
+        seed=seed,
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_load import ExpertLoad, LayerPairs
+from moestro.core.expert_pressure import expert_pressures
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.core.source_load import merge_sources
 from moestro.placement.devices import Devices, PlaceLimits, PlacePrices
@@ -97,7 +98,7 @@ class SimPlacement:
         table: placement of the next step.
         plans: all plans so far, those without moves included.
         stall_ns: time for which steps have waited for weights.
-        expert_pressure: float64[sources], load of the busiest device by each source's tokens over the mean, at least 1.
+        expert_pressure: float64[sources], as `core.expert_pressure` defines it, of the visits in each source's window.
     """
 
     def __init__(self, policy: PlacePolicy, table: ExpertTable, site: PlacementSite, settings: ReplanSettings) -> None:
@@ -133,11 +134,9 @@ class SimPlacement:
         self._num_steps += 1
 
     def _measure_pressure(self) -> None:
-        parts = self.table.parts
-        for source, window in enumerate(self._windows):
-            by_device = np.einsum("wle,le->lw", parts, window.load().mean)
-            mean = float(by_device.mean(axis=1).sum())
-            self.expert_pressure[source] = float(by_device.max(axis=1).sum()) / mean if mean else 1.0
+        loads = [window.load() for window in self._windows]
+        visits = np.stack([load.mean * load.weight for load in loads])
+        self.expert_pressure = expert_pressures(visits, self.table.parts)
 
     def _plan(self) -> None:
         merged = merge_sources([window.load() for window in self._windows])

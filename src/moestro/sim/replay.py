@@ -1,30 +1,30 @@
-"""What-if analysis: a server's recorded requests, simulated under other routing policies."""
+"""What-if analysis: recorded requests of servers or of a router, simulated under other routing policies."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from moestro.core.request import ServiceClass
-from moestro.core.setting_checks import CheckedSettings
-from moestro.engine.settings import SchedulerLimits, SchedulerPolicies
 from moestro.errors import ConfigError
-from moestro.flow.settings import SteppingSettings
-from moestro.sim.arrivals import AtTimes
+from moestro.sim.arrivals import Arrivals, AtTimes, ClosedLoop, Int64s, think_times
 from moestro.sim.engine_prices import make_prices
-from moestro.sim.group_settings import GROUP_MODES
 from moestro.sim.outcome import SimReport, outcome_of
+from moestro.sim.recorded_engines import (
+    WhatIfSettings,
+    assumed_engines_note,
+    recorded_engines,
+    recorded_policy,
+    recorded_signals,
+)
 from moestro.sim.results import ANSWERED, NOT_YET_NS, Results
-from moestro.sim.scenario import Scenario, make_bounds, run
+from moestro.sim.scenario import Scenario, affinity_notes, make_bounds, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings
 from moestro.sim.show import REQUESTS_PER_UPDATE
 from moestro.workload.progress import progress
-from moestro.workload.request_record import Header, RequestRecord
+from moestro.workload.request_record import RequestRecord
 
 RECORDED = "recorded"
 # A mean that the simulation of the recorded run misses by a larger factor is not compared. In 15 runs of our own server
@@ -81,47 +81,97 @@ class WhatIf:
         return {name: pair for name, pair in means.items() if max(pair) > MOST_OFF * min(pair)}
 
 
-def what_if(record: RequestRecord, policies: Sequence[str], cost: str | None) -> WhatIf:
-    """Replay `record` under its own and under other routing policies.
+def what_if(record: RequestRecord, asked: WhatIfSettings) -> WhatIf:
+    """Simulate `record` under its own and under other routing policies.
 
-    Args:
-        record: requests of a server.
-        policies: names of routing policies.
-        cost: GPU/NETWORK, qllm/NETWORK, or a table of `moestro calibrate`. None means the device of the record.
+    Records of several servers are simulated as they were, each server alone, and then as one pool of engines behind
+    one router.
 
     Raises:
-        ConfigError: step durations are unknown, a policy does not exist, or the engines formed a group.
+        ConfigError: step durations are unknown, a policy does not exist, the engines formed a group, or the loop is to
+            be closed and no request names a session.
     """
-    header = record.header
-    if header.stepping.get("mode") in GROUP_MODES:
-        raise ConfigError(
-            f"the record comes from engines in mode {header.stepping['mode']!r}, and a replay simulates engines that"
-            " compute alone: simulate the group by a file with a table [group], see docs/simulator.md"
-        )
-    engines = _engines(header, cost)
-    chosen = tuple(_policy(header, name) for name in dict.fromkeys((header.route_policy, *policies)))
-    scenario = Scenario(
-        workload=record,
-        arrivals=AtTimes(record.arrival_ns),
-        engines=engines,
-        bounds=make_bounds(engines),
-        prices=make_prices(engines),
-        source=f"{len(record):,} requests recorded under {header.route_policy}",
-        is_generated=False,
-    )
-    runs = [(RECORDED, recorded_results(record))]
-    for policy in chosen:
-        with progress(policy.title, len(record), REQUESTS_PER_UPDATE) as advance:
-            runs.append((policy.title, run(scenario, policy, advance)))
+    if asked.is_closed_loop and not record.session.any():
+        raise ConfigError("--closed-loop needs sessions, and no request of the record names one (session_id)")
+    if len(record.headers) > 1 and "count" in asked.engines:
+        raise ConfigError("--engines: the engines of several servers are counted from their records: drop count")
+    own = record.header.route_policy
+    engines = recorded_engines(record, asked, record.num_engines)
+    scenario = _scenario(record, engines, asked, 0)
+    runs = [(RECORDED, recorded_results(record)), _as_it_was(record, asked)]
+    names = [name for name in dict.fromkeys(asked.policies) if name != own or len(record.headers) > 1]
+    others = [recorded_policy(record.header, name, f"{name} (simulated)") for name in names]
+    runs += [(policy.title, _run(scenario, policy)) for policy in others]
+    policies = [recorded_policy(record.header, own, own), *others]
+    assumed = assumed_engines_note(record.header, engines, scenario.bounds.num_blocks)
     report = SimReport(
         workload=scenario.source,
         is_generated=False,
-        settings={"header": msgspec.to_builtins(header), "engines": msgspec.to_builtins(engines)},
-        notes=tuple(scenario.prices.notes()),
+        settings={"headers": msgspec.to_builtins(record.headers), "engines": msgspec.to_builtins(engines)},
+        notes=(
+            *scenario.prices.notes(),
+            *record.notes,
+            *([assumed] if assumed else []),
+            *affinity_notes(policies, scenario.named),
+        ),
         outcomes=tuple(outcome_of(title, results, None) for title, results in runs),
     )
     base = runs[1][1]
     return WhatIf(report, runs, {title: float((each.engine != base.engine).mean()) for title, each in runs[2:]})
+
+
+def _as_it_was(record: RequestRecord, asked: WhatIfSettings) -> tuple[str, Results]:
+    """Simulate each server alone under the recorded policy. Return a title and the results."""
+    policy = recorded_policy(record.header, record.header.route_policy, f"{record.header.route_policy} (simulated)")
+    if len(record.headers) == 1:
+        return policy.title, _run(
+            _scenario(record, recorded_engines(record, asked, record.num_engines), asked, 0), policy
+        )
+    whole, first_engine = Results(len(record), record.num_engines), 0
+    for server, header in enumerate(record.headers):
+        part = record.part(server)
+        begin_ns = part.requests[0].arrival_ns - record.requests[0].arrival_ns
+        engines = recorded_engines(part, asked, header.num_engines)
+        results = _run(_scenario(part, engines, asked, begin_ns), policy)
+        whole.place(np.flatnonzero(record.server == server), first_engine, results)
+        first_engine += header.num_engines
+    return f"{record.header.route_policy} on each server (simulated)", whole
+
+
+def _run(scenario: Scenario, policy: PolicySettings) -> Results:
+    with progress(policy.title, len(scenario.workload), REQUESTS_PER_UPDATE) as advance:
+        return run(scenario, policy, advance)
+
+
+def _scenario(record: RequestRecord, engines: SimEngineSettings, asked: WhatIfSettings, begin_ns: int) -> Scenario:
+    num_servers = len(record.headers)
+    where = f" by {num_servers} servers" if num_servers > 1 else ""
+    requests = record.requests
+    return Scenario(
+        workload=record,
+        arrivals=_arrivals(record, begin_ns, is_closed_loop=asked.is_closed_loop),
+        engines=engines,
+        bounds=make_bounds(engines),
+        prices=make_prices(engines),
+        source=f"{len(record):,} requests recorded{where} under {record.header.route_policy}",
+        is_generated=False,
+        signals=recorded_signals(record.header),
+        named={
+            "session_id": record.session != 0,
+            "user": np.array([request.user != 0 for request in requests], np.bool_),
+        },
+    )
+
+
+def _arrivals(record: RequestRecord, begin_ns: int, *, is_closed_loop: bool) -> Arrivals:
+    arrival_ns: Int64s = record.arrival_ns + begin_ns
+    if not is_closed_loop:
+        return AtTimes(arrival_ns)
+    took_ns = np.array([max(each.last_token_ns - each.arrival_ns, 0) for each in record.requests], np.int64)
+    session = np.unique(record.session, return_inverse=True)[1]
+    strangers = np.flatnonzero(record.session == 0)
+    session[strangers] = len(record) + strangers  # a request without a session is one of its own
+    return ClosedLoop(session, arrival_ns, think_times(session, arrival_ns, arrival_ns + took_ns))
 
 
 def recorded_results(record: RequestRecord) -> Results:
@@ -129,69 +179,24 @@ def recorded_results(record: RequestRecord) -> Results:
 
     A record holds no end time for a scored prompt, which has no output tokens. Here the request ends at admission.
     """
-    results = Results(len(record), record.header.num_engines, tells_prefill=False)
+    results = Results(len(record), record.num_engines, tells_prefill=False)
     requests, start_ns = record.requests, record.requests[0].arrival_ns
-    for name in ("arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns"):
+    for name in ("arrival_ns", "first_token_ns", "last_token_ns"):
         getattr(results, name)[:] = [getattr(request, name) - start_ns for request in requests]
     for column, name in (
+        (results.admitted_ns, "admitted_ns"),
         (results.num_prompt_tokens, "num_prompt_tokens"),
         (results.num_tokens, "num_output_tokens"),
         (results.num_hit_tokens, "num_hit_tokens"),
         (results.engine, "engine"),
     ):
         column[:] = [getattr(request, name) for request in requests]
+    is_admitted = results.admitted_ns != 0  # a router does not know
+    results.admitted_ns[is_admitted] -= start_ns
+    results.admitted_ns[~is_admitted] = NOT_YET_NS
     results.is_best_effort[:] = np.array([request.service_class is ServiceClass.BE for request in requests])
     is_scored = results.num_tokens == 0
     results.first_token_ns[is_scored] = NOT_YET_NS
     results.last_token_ns[is_scored] = results.admitted_ns[is_scored]
     results.status[:] = ANSWERED
     return results
-
-
-def _engines(header: Header, cost: str | None) -> SimEngineSettings:
-    """Return the server's engines as far as the record describes them, with the cost of their steps."""
-    told = {
-        "count": header.num_engines,
-        "block_size": header.block_size,
-        "num_blocks": header.num_blocks,
-        "kv_offloading_size": header.kv_offloading_size,
-        "max_model_len": header.max_model_len,
-        **_recorded(header.limits, SchedulerLimits),
-        **_cost(header, cost),
-    }
-    if header.kv_offloading_size and "table" in told:
-        raise ConfigError(
-            "this server kept KV of preempted requests in host memory, and a table does not price these copies:"
-            " give --cost GPU/NETWORK"
-        )
-    return msgspec.convert(told, SimEngineSettings)
-
-
-def _cost(header: Header, cost: str | None) -> dict[str, str]:
-    if cost is None and header.device.startswith("paced:"):
-        source = header.device.removeprefix("paced:")
-        cost = source if source.endswith(".json") else f"{source}/{header.model}"
-    if cost is None:
-        raise ConfigError(
-            f"the record comes from a server on {header.device} and holds no step durations: give --cost with the"
-            " table that `moestro calibrate` writes on that machine, or --cost GPU/NETWORK, for instance"
-            " h20/qwen3-30b-a3b"
-        )
-    if cost.endswith(".json"):
-        return {"table": str(Path(cost).absolute())}
-    gpu, separator, network = cost.partition("/")
-    if not separator:
-        raise ConfigError(f"--cost {cost!r} is neither GPU/NETWORK nor a table, FILE.json")
-    return {"engine": "qllm", "network": network} if gpu == "qllm" else {"gpu": gpu, "network": network}
-
-
-def _policy(header: Header, route: str) -> PolicySettings:
-    told = _recorded(header.limits, SchedulerPolicies) | _recorded(header.stepping, SteppingSettings)
-    if told.get("max_be_wait", 0.0) is None:
-        told["max_be_wait"] = math.inf  # JSON has no inf
-    return msgspec.convert({"name": f"{route} (simulated)", "route": route, **told}, PolicySettings)
-
-
-def _recorded(values: Mapping[str, object], kind: type[CheckedSettings]) -> dict[str, object]:
-    """Return the values that a header holds for the fields of `kind`."""
-    return {each.name: values[each.name] for each in fields(kind) if each.name in values}

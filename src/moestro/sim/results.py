@@ -16,6 +16,10 @@ Floats = NDArray[np.float64]
 PENDING, ANSWERED, REFUSED = 0, 1, 2
 NOT_YET_NS = -1  # the event has not happened
 WINDOW_NS = 10_000_000_000  # window of prefill seconds: LMetric's (section 4.2)
+_COLUMNS = (
+    "arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns", "num_prompt_tokens", "num_tokens", "num_hit_tokens",
+    "num_preemptions", "engine", "is_best_effort", "status",
+)  # fmt: skip
 
 
 class Results:
@@ -69,6 +73,21 @@ class Results:
         windows, window = self.prefill_ns[engine], start_ns // WINDOW_NS
         windows[window] = windows.get(window, 0) + duration_ns
 
+    def place(self, rows: Int64s, first_engine: int, other: Results) -> None:
+        """Take over the results of other engines' requests.
+
+        Args:
+            rows: row of each request of `other`, int64[m].
+            first_engine: number here of the first engine of `other`.
+        """
+        for name in _COLUMNS:
+            getattr(self, name)[rows] = getattr(other, name)
+        self.engine[rows[other.engine >= 0]] += first_engine
+        self.prefill_ns[first_engine : first_engine + other.num_engines] = other.prefill_ns
+        for word, (count, first) in other.refusals.items():
+            known, text = self.refusals.get(word, (0, first))
+            self.refusals[word] = (known + count, text)
+
     @property
     def is_answered(self) -> NDArray[np.bool_]:
         """Requests that were answered to their end, bool[n]."""
@@ -78,11 +97,8 @@ class Results:
     def digest(self) -> str:
         """Hash every column: simulations with equal digests are identical."""
         digest = blake2b(digest_size=16)
-        for column in (
-            self.arrival_ns, self.admitted_ns, self.first_token_ns, self.last_token_ns, self.num_prompt_tokens,
-            self.num_tokens, self.num_hit_tokens, self.num_preemptions, self.engine, self.is_best_effort, self.status,
-        ):  # fmt: skip
-            digest.update(column.tobytes())
+        for name in _COLUMNS:
+            digest.update(getattr(self, name).tobytes())
         digest.update(repr(self.prefill_ns).encode())
         return digest.hexdigest()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.setting_checks import fields_of
 from moestro.cost.capacity import kv_blocks
@@ -16,9 +17,12 @@ from moestro.cost.hf_config import network_named
 from moestro.cost.popularity import PopularityForm
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies, SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.routing.registry import policy_from
+from moestro.routing.policy_contract import RouteInputs, RoutePolicy
+from moestro.routing.registry import ANY_INPUTS, policy_from
+from moestro.routing.request_names import unnamed_note
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
+from moestro.routing.ttft import priced_ttft
 from moestro.sim.arrivals import Arrivals
 from moestro.sim.cluster import Cluster, Workload
 from moestro.sim.engine import Ranks
@@ -51,6 +55,7 @@ class Scenario:
         prices: durations of an engine's steps in `fused` mode.
         source: short description of the workload, for titles.
         is_generated: whether a generator made the requests; otherwise they were recorded. Results say so.
+        named: whether each request names its session and its user, bool[n], by the names of `routing.request_names`.
         signals: signals that reach the router, unless a policy sets its own.
         group: groups of workers, for the modes that need them.
         popularity: popularity of the experts. None means that of the prices.
@@ -64,6 +69,7 @@ class Scenario:
     prices: Prices
     source: str
     is_generated: bool
+    named: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
     signals: SignalSettings = AT_ONCE
     group: GroupSetup | None = None
     popularity: PopularityForm | None = None
@@ -101,6 +107,10 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
         prices=make_prices(settings.engines, directory, settings.popularity),
         source=describe(settings.workload),
         is_generated=rows.is_generated,
+        named={
+            "session_id": np.full(len(rows), rows.session is not None),
+            "user": np.full(len(rows), rows.user is not None),
+        },
         signals=settings.signals,
         group=group,
         popularity=settings.popularity,
@@ -191,6 +201,25 @@ def run_with_figures(
     return results, group_figures(scenario.group, policy, groups, results)
 
 
+def make_route_policy(policy: PolicySettings, inputs: RouteInputs = ANY_INPUTS) -> RoutePolicy:
+    """Make the routing policy of a combination.
+
+    Raises:
+        ConfigError: no such policy exists, a setting of it is wrong, or it requires what `inputs` lack.
+    """
+    return policy_from(policy.route, policy.route_score, inputs)
+
+
+def affinity_notes(policies: Sequence[PolicySettings], named: Mapping[str, NDArray[np.bool_]]) -> list[str]:
+    """Name the policies that go by sessions or users which requests lack.
+
+    Args:
+        named: whether each request names its session and its user, bool[n], by the names of `routing.request_names`.
+    """
+    notes = (unnamed_note(policy.title, make_route_policy(policy), named) for policy in policies)
+    return [note for note in notes if note is not None]
+
+
 def _serve(
     groups: Sequence[Ranks],
     bounds: SchedulerSettings,
@@ -198,13 +227,29 @@ def _serve(
     policy: PolicySettings,
     on_arrival: OnArrival,
 ) -> Results:
-    router = Router(policy_from(policy.route), RouterSettings(block_size=bounds.block_size, seed=scenario.seed))
+    router = Router(
+        make_route_policy(policy, route_inputs(scenario, policy)),
+        RouterSettings(block_size=bounds.block_size, seed=scenario.seed),
+    )
     for group in groups:
         for seat in group.seats:
             seat.has_prompt_kv = scenario.engines.dummy_kv
             router.set_routable(router.add_engine(EngineSpec(num_blocks=bounds.num_blocks)), routable=True)
     cluster = Cluster(groups, router, policy.signals or scenario.signals, on_arrival)
     return cluster.run(scenario.workload, scenario.arrivals)
+
+
+def route_inputs(scenario: Scenario, policy: PolicySettings) -> RouteInputs:
+    """Return what a simulated router can supply: the figures of its signals, and TTFTs at the engines' prices."""
+    signals, prices = policy.signals or scenario.signals, scenario.prices
+    idle = [None] * (prices.num_ranks - 1)
+    return RouteInputs(
+        figures=frozenset(name for channel in signals.channels for name in channel.figures),
+        remedy="Give it a channel: [[signals.channels]] with its name in figures.",
+        predict_ttft_ns=priced_ttft(
+            lambda batch: prices.step_ns([batch, *idle]), scenario.bounds.max_num_batched_tokens
+        ),
+    )
 
 
 def _make_ranks(bounds: SchedulerSettings, scenario: Scenario, policy: PolicySettings) -> Ranks:

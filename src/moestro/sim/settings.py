@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from moestro.core.setting_checks import CheckedSettings, above, at_least, check_settings, choices_of
+from moestro.core.setting_checks import CheckedSettings, at_least, check_settings, choices_of
 from moestro.cost.popularity import PopularityForm
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies
 from moestro.errors import ConfigError
@@ -21,61 +21,7 @@ from moestro.flow.settings import PreemptionSettings
 from moestro.model.settings import CacheSettings
 from moestro.sim.group_settings import GROUP_MODES, GroupModeSettings, GroupSettings
 from moestro.sim.signals import AT_ONCE, SignalSettings
-from moestro.workload.length_shapes import Shape
-
-Pattern = Literal["trace", "poisson", "gamma", "weibull", "constant"]
-
-
-class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The workload, from exactly one source: a trace, generated sessions, or requests of one size.
-
-    Attributes:
-        trace: file that `workload.traces` reads; a relative path starts at the configuration file.
-        sessions: shape of `workload.session_shapes`. A turn arrives after the answer to the previous turn has ended.
-        prompt_tokens, output_tokens: tokens of each request, for requests of one size.
-        num_requests: number of requests; of a trace, the first ones.
-        arrivals: arrival pattern. `trace` keeps the recorded times; the others draw or space them at `rate`.
-        rate: requests a second. Recorded times are scaled to it.
-        burstiness: shape parameter of gamma and Weibull arrivals; below 1, requests come in bursts.
-        shape: one of Gimbal's five shapes, in which the lengths of a trace are drawn anew.
-        ls_share: share of latency-sensitive requests, drawn at random; unset: as in the workload.
-        max_tokens: `max_tokens` of every request; unset: the longest answer of the workload.
-    """
-
-    PLACE: ClassVar[str] = "[workload] "
-
-    trace: str | None = None
-    sessions: str | None = None
-    prompt_tokens: Annotated[int | None, at_least(1)] = None
-    output_tokens: Annotated[int | None, at_least(1)] = None
-    num_requests: Annotated[int | None, at_least(1)] = None
-    arrivals: Pattern | None = None
-    rate: Annotated[float | None, above(0)] = None
-    burstiness: Annotated[float, above(0)] = 1.0
-    shape: Shape | None = None
-    ls_share: float | None = None
-    max_tokens: Annotated[int | None, at_least(1)] = None
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-        given = [self.trace is not None, self.sessions is not None, self.prompt_tokens is not None]
-        if sum(given) != 1:
-            raise ConfigError("[workload] needs exactly one of trace, sessions, and prompt_tokens with output_tokens")
-        if (self.prompt_tokens is None) != (self.output_tokens is None):
-            raise ConfigError("[workload] prompt_tokens and output_tokens go together")
-        if self.shape is not None and self.trace is None:
-            raise ConfigError("[workload] shape draws the lengths of a trace anew: give a trace, or drop it")
-        if self.trace is None and (self.num_requests is None or self.rate is None):
-            raise ConfigError("[workload] num_requests and rate are required: how many requests come, and how fast")
-        self._check_arrivals()
-
-    def _check_arrivals(self) -> None:
-        if self.sessions is not None and self.arrivals is not None:
-            raise ConfigError("[workload] sessions have arrival times of their own: drop arrivals")
-        if self.arrivals not in {None, "trace"} and self.rate is None:
-            raise ConfigError(f"[workload] arrivals = {self.arrivals!r} needs a rate, in requests a second")
-        if self.arrivals == "trace" and self.trace is None:
-            raise ConfigError("[workload] arrivals = 'trace' needs a trace")
+from moestro.sim.workload_settings import WorkloadSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +84,7 @@ class PolicySettings(PreemptionSettings, SchedulerPolicies, GroupModeSettings):
     Attributes:
         name: title in tables; unset: the name of the routing policy, and the mode where it has groups of workers.
         route: routing policy.
+        route_score: expression over indicators that replaces the policy, as --route-score of `moestro serve`.
         max_num_urgent_seqs: sequences of each engine beyond max_num_seqs, reserved for latency-sensitive requests;
             unset: none in `fused` mode and max_num_seqs in `preemptive` mode, as in `moestro serve`.
         signals: signals that reach the router, and their delays; unset: the file's [signals].
@@ -147,6 +94,7 @@ class PolicySettings(PreemptionSettings, SchedulerPolicies, GroupModeSettings):
 
     name: str = ""
     route: str = "moestro"
+    route_score: str | None = None
     max_num_urgent_seqs: Annotated[int | None, at_least(0)] = None
     signals: SignalSettings | None = None
 
@@ -175,7 +123,7 @@ class PolicySettings(PreemptionSettings, SchedulerPolicies, GroupModeSettings):
     @property
     def title(self) -> str:
         """Name of the combination in tables."""
-        return self.name or (self.mode if self.has_group else self.route)
+        return self.name or (self.mode if self.has_group else self.route_score or self.route)
 
 
 class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -196,6 +144,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         seed: random seed of every draw.
+        num_seeds: runs of each policy, with seeds from `seed` on; with several, figures have confidence intervals.
         policies: combinations of policies, one run each; the others are compared with the first.
         group: workers of each group, for the modes that need them.
         popularity: popularity of the experts; unset: as the prices of the engines have it.
@@ -212,6 +161,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     policies: tuple[PolicySettings, ...] = (PolicySettings(),)
     slos: SloSettings | None = None
     seed: Annotated[int, at_least(0)] = 0
+    num_seeds: Annotated[int, at_least(1)] = 1
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -244,9 +194,9 @@ def read_settings(path: Path) -> SimSettings:
         tables = tomllib.loads(text)
         settings = msgspec.convert(tables, SimSettings)
         for name, kind in (("engines", SimEngineSettings), ("group", GroupSettings), ("popularity", PopularityForm)):
-            _refuse_unknown(tables.get(name, {}), kind, name)
+            refuse_unknown(tables.get(name, {}), kind, name)
         for index, table in enumerate(tables.get("policies", ())):
-            _refuse_unknown(table, PolicySettings, f"policies[{index}]")
+            refuse_unknown(table, PolicySettings, f"policies[{index}]")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as error:
@@ -256,7 +206,7 @@ def read_settings(path: Path) -> SimSettings:
     return settings
 
 
-def _refuse_unknown(table: Mapping[str, object], kind: type[CheckedSettings], place: str) -> None:
+def refuse_unknown(table: Mapping[str, object], kind: type[CheckedSettings], place: str) -> None:
     """Raise ConfigError for a key that is not a field of the dataclass `kind`; msgspec checks only its own structs."""
     known = {each.name for each in fields(kind)}
     for key in table:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
 from moestro.sim.group_figures import GroupFigures
+from moestro.sim.intervals import FigureInterval
 from moestro.sim.outcome import PolicyOutcome, SimReport
-from moestro.workload.report import Spread
+from moestro.sim.shown_figures import shown_figures
 
 REQUESTS_PER_UPDATE = 256  # of a progress bar: one update costs as much as routing a request
 
@@ -18,65 +18,70 @@ REQUESTS_PER_UPDATE = 256  # of a progress bar: one update costs as much as rout
 def print_report(console: Console, report: SimReport) -> None:
     """Print a table with a column for each policy, then notes and failures."""
     origin = "generated" if report.is_generated else "recorded"
+    first = report.outcomes[0]
     console.print(
-        f"simulated: {report.workload} ({origin}), {report.outcomes[0].report.num_requests:,} requests",
+        f"simulated: {report.workload} ({origin}), {first.report.num_requests:,} requests",
         highlight=False,
         soft_wrap=True,
     )
-    console.print(_table(report.outcomes))
-    if any(outcome.group is not None for outcome in report.outcomes):
-        console.print(_stall_table(report.outcomes))
+    if report.saturation is not None:
+        console.print(report.saturation.sentence(first.report.num_requests), highlight=False, soft_wrap=True)
+    of_first = [outcome for outcome in report.outcomes if outcome.seed == first.seed]
+    console.print(_interval_table(report) if report.intervals else _table(of_first))
+    if any(outcome.group is not None for outcome in of_first):
+        console.print(_stall_table(of_first))
     for note in report.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     for outcome in report.outcomes:
+        where = f"{outcome.title}, seed {outcome.seed}" if report.intervals else outcome.title
         for word, failure in outcome.report.failures.items():
-            console.print(f"{outcome.title}: {failure.count} {word}: {failure.example}", markup=False, soft_wrap=True)
+            console.print(f"{where}: {failure.count} {word}: {failure.example}", markup=False, soft_wrap=True)
 
 
 def _table(outcomes: Sequence[PolicyOutcome]) -> Table:
-    table = Table(title="Latency in ms; in brackets, the ratio to the first policy", title_justify="left")
-    table.add_column("")
-    for outcome in outcomes:
-        table.add_column(outcome.title, justify="right")
-    figures = [_figures(outcome) for outcome in outcomes]
-    if any(outcome.group is not None for outcome in outcomes):
-        figures = [some | _group_figures(outcome) for some, outcome in zip(figures, outcomes, strict=True)]
+    figures = shown_figures(outcomes)
+    table = _empty_table(
+        [outcome.title for outcome in outcomes], "Latency in ms; in brackets, the ratio to the first policy"
+    )
     for name, base in figures[0].items():
         table.add_row(name, _cell(base), *(_cell(each[name]) + _ratio(each[name], base) for each in figures[1:]))
     return table
 
 
-def _figures(outcome: PolicyOutcome) -> dict[str, float | None]:
-    report = outcome.report
-    figures = {
-        "TTFT mean": _of(report.ttft_ms, "mean"),
-        "TTFT p99": _of(report.ttft_ms, "p99"),
-        "TPOT mean": _of(report.tpot_ms, "mean"),
-        "TPOT p99": _of(report.tpot_ms, "p99"),
-        "E2E mean": _of(report.e2e_ms, "mean"),
-        "requests/s": report.requests_per_s,
-        "hit ratio": report.cached_share,
-        "imbalance": outcome.load_imbalance,
-        "max queue": float(outcome.max_queue_depth),
-        "preempted": float(outcome.num_preemptions),
-    }
-    if outcome.ls_ttft_ms is not None and outcome.be_ttft_ms is not None:
-        figures |= {"TTFT mean, LS": outcome.ls_ttft_ms.mean, "TTFT mean, BE": outcome.be_ttft_ms.mean}
-    return figures if report.goodput is None else figures | {"goodput": report.goodput.share}
+def _interval_table(report: SimReport) -> Table:
+    seeds = sorted({outcome.seed for outcome in report.outcomes})
+    title = (
+        f"Mean and 95 % interval over {len(seeds)} seeds, {seeds[0]} to {seeds[-1]}; latency in ms; in brackets, the"
+        " ratio to the first policy, seed by seed"
+    )
+    table = _empty_table(list(report.intervals), title)
+    columns = list(report.intervals.values())
+    for name in shown_figures(report.outcomes)[0]:
+        found = [each.get(name) for each in columns]
+        table.add_row(name, _interval_cell(found[0], None), *(_interval_cell(each, each) for each in found[1:]))
+    return table
 
 
-def _group_figures(outcome: PolicyOutcome) -> dict[str, float | None]:
-    group = outcome.group
-    sent = None if group is None or group.num_bytes is None else group.num_bytes / 1e9
-    return {
-        "output tokens/s": outcome.report.output_tokens_per_s,
-        "bound, same hot ids": None if group is None else group.bound_same,
-        "bound, permuted": None if group is None else group.bound_permuted,
-        "share of its bound": None if group is None else group.share_of_bound,
-        "mean stall": None if group is None else fmean(group.stall_shares),
-        "messages": None if group is None or group.num_messages is None else float(group.num_messages),
-        "GB sent": sent,
-    }
+def _empty_table(titles: Sequence[str], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for each in titles:
+        table.add_column(each, justify="right")
+    return table
+
+
+def _interval_cell(interval: FigureInterval | None, compared: FigureInterval | None) -> str:
+    if interval is None:
+        return "-"
+    text = _cell(interval.mean) + _half(interval.half_width)
+    if compared is None or compared.ratio is None:
+        return text
+    half = "" if compared.ratio_half_width is None else f" ±{compared.ratio_half_width:.3f}"
+    return f"{text} ({compared.ratio:.3f}{half})"
+
+
+def _half(half_width: float | None) -> str:
+    return "" if half_width is None else f" ±{half_width:.2g}" if half_width < 100 else f" ±{half_width:,.0f}"
 
 
 def _stall_table(outcomes: Sequence[PolicyOutcome]) -> Table:
@@ -97,10 +102,6 @@ def _stall(group: GroupFigures, worker: int) -> str:
         num_workers = group.num_attention_workers + group.num_expert_workers
         kind = "A" if worker % num_workers < group.num_attention_workers else "E"
     return f"{kind} {group.stall_shares[worker]:.3f}"
-
-
-def _of(spread: Spread | None, name: str) -> float | None:
-    return None if spread is None else float(getattr(spread, name))
 
 
 def _cell(value: float | None) -> str:

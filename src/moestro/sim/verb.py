@@ -3,78 +3,144 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from moestro.errors import ConfigError
-from moestro.sim.outcome import SimReport, outcome_of
+from moestro.sim.intervals import FigureInterval, intervals
+from moestro.sim.outcome import PolicyOutcome, SimReport, outcome_of
+from moestro.sim.recorded_engines import WhatIfSettings
 from moestro.sim.replay import what_if
 from moestro.sim.results import Results
-from moestro.sim.scenario import make_scenario, run_with_figures
+from moestro.sim.router_record import is_router_record, read_router_record
+from moestro.sim.runs import RunAnswer, run_all, scenario_of
+from moestro.sim.saturation import at_load
+from moestro.sim.scenario import affinity_notes
 from moestro.sim.settings import SimSettings, read_settings
-from moestro.sim.show import REQUESTS_PER_UPDATE, print_report
-from moestro.workload.progress import progress
-from moestro.workload.request_record import read_request_record
+from moestro.sim.show import print_report
+from moestro.sim.shown_figures import shown_figures
+from moestro.workload.request_record import RequestRecord, read_request_record
 from moestro.workload.slos import Slos
 
-Runs = list[tuple[str, Results]]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimAnswer:
+    """A finished simulation.
+
+    Attributes:
+        report: all figures.
+        runs: the run of each policy and seed, in the order of the report's outcomes.
+    """
+
+    report: SimReport
+    runs: list[RunAnswer]
+
+    def first_runs(self) -> list[tuple[str, Results]]:
+        """Title and results of each policy with the first seed, for pictures."""
+        return [(run.title, run.results) for run in self.runs if run.seed == self.runs[0].seed]
 
 
-def run_scenario(path: Path) -> tuple[SimReport, Runs]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunChoices:
+    """Choices of the command line that replace those of a file; None leaves the file's.
+
+    Attributes:
+        load: share of saturation that is offered.
+        num_seeds: number of seeds.
+        num_processes: processes to run in; None means one for each core if that pays.
+    """
+
+    load: float | None = None
+    num_seeds: int | None = None
+    num_processes: int | None = None
+
+
+def run_scenario(path: Path, choices: RunChoices = RunChoices()) -> SimAnswer:
     """Run the simulation that the TOML file at `path` describes, and print its report.
-
-    Returns:
-        The report, and the title and results of each policy.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or a file cannot be read.
     """
-    settings = read_settings(path)
-    report, runs = simulate(settings, path.parent)
-    print_report(Console(), report)
-    return report, runs
+    answer = simulate(_chosen(read_settings(path), choices), path.parent, choices.num_processes)
+    print_report(Console(), answer.report)
+    return answer
 
 
-def replay_record(path: Path, policies: Sequence[str], cost: str | None) -> tuple[SimReport, Runs]:
-    """Replay a server's record, and print the changes under other policies.
+def _chosen(settings: SimSettings, choices: RunChoices) -> SimSettings:
+    replaced = msgspec.structs.replace
+    if choices.load is not None:
+        settings = replaced(settings, workload=replaced(settings.workload, load=choices.load, rate=None))
+    return settings if choices.num_seeds is None else replaced(settings, num_seeds=choices.num_seeds)
 
-    Args:
-        path: file that `moestro serve --record` wrote.
-        policies: names of routing policies.
-        cost: cost of the engines' steps, as for `replay.what_if`.
+
+def replay_records(paths: Sequence[Path], asked: WhatIfSettings) -> SimAnswer:
+    """Replay the records of servers, or that of a router, and print the changes under other policies.
 
     Raises:
-        ConfigError: the file is not a record, or step durations are unknown.
+        ConfigError: a file is no record, records cannot be merged, or step durations are unknown.
     """
-    answer = what_if(read_request_record(path), policies, cost)
+    answer = what_if(read_records(paths), asked)
     console = Console()
     print_report(console, answer.report)
     for warning in answer.warnings():
         console.print(f"[yellow]{warning}[/]", highlight=False, soft_wrap=True)
     for sentence in answer.sentences():
         console.print(sentence, highlight=False, soft_wrap=True)
-    return answer.report, answer.runs
+    runs = [RunAnswer(title, 0, results, None, None, ()) for title, results in answer.runs]
+    return SimAnswer(answer.report, runs)
 
 
-def simulate(settings: SimSettings, directory: Path) -> tuple[SimReport, Runs]:
-    """Run the simulation that `settings` describe; relative paths start at `directory`."""
-    scenario, runs, outcomes = make_scenario(settings, directory), [], []
+def read_records(paths: Sequence[Path]) -> RequestRecord:
+    """Read the records of servers, merged, or that of a router.
+
+    Raises:
+        ConfigError: a file is no record, or records cannot be merged.
+    """
+    of_routers = [path for path in paths if is_router_record(path)]
+    if of_routers and len(paths) > 1:
+        raise ConfigError(
+            f"{of_routers[0]} is the record of a router, which has the requests of all its engines: replay it on its"
+            " own, or merge records of servers"
+        )
+    return read_router_record(paths[0]) if of_routers else read_request_record(*paths)
+
+
+def simulate(settings: SimSettings, directory: Path, num_processes: int | None = 1) -> SimAnswer:
+    """Run the simulation that `settings` describe; relative paths start at `directory`.
+
+    Args:
+        num_processes: as in `runs.run_all`. Several start this program again, so a script needs a main guard for them.
+    """
+    asked, saturation = settings, None
+    if settings.workload.load is not None:
+        settings, saturation = at_load(settings, directory)
     slos = None if settings.slos is None else Slos(**msgspec.structs.asdict(settings.slos))
-    for policy in settings.policies:
-        with progress(policy.title, len(scenario.workload), REQUESTS_PER_UPDATE) as advance:
-            results, group = run_with_figures(scenario, policy, advance)
-        runs.append((policy.title, results))
-        outcomes.append(outcome_of(policy.title, results, slos, group))
+    runs = list(run_all(settings, directory, num_processes))
+    outcomes = [outcome_of(run.title, run.results, slos, run.group, run.seed) for run in runs]
+    first = msgspec.structs.replace(settings, num_seeds=1)
+    scenario = scenario_of(first, directory)
+    notes = dict.fromkeys(note for run in runs for note in run.notes)
     report = SimReport(
         workload=scenario.source,
         is_generated=scenario.is_generated,
-        settings=msgspec.to_builtins(settings),
-        notes=tuple(scenario.prices.notes()),
+        settings=msgspec.to_builtins(asked),
+        saturation=saturation,
+        notes=(*notes, *affinity_notes(settings.policies, scenario.named)),
         outcomes=tuple(outcomes),
+        intervals=_intervals(outcomes) if settings.num_seeds > 1 else {},
     )
-    return report, runs
+    return SimAnswer(report, runs)
+
+
+def _intervals(outcomes: Sequence[PolicyOutcome]) -> dict[str, dict[str, FigureInterval]]:
+    by_title: dict[str, list[dict[str, float | None]]] = {}
+    for outcome, figures in zip(outcomes, shown_figures(outcomes), strict=True):
+        by_title.setdefault(outcome.title, []).append(figures)
+    base = by_title[outcomes[0].title]
+    return {title: intervals(runs, base) for title, runs in by_title.items()}
 
 
 def write_json(path: Path, report: SimReport) -> None:

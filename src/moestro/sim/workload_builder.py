@@ -6,14 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
+from moestro.core.clock import NS_PER_S, to_ns
 from moestro.errors import ConfigError
-from moestro.sim.arrivals import Arrivals, AtTimes
-from moestro.sim.settings import WorkloadSettings
+from moestro.sim.arrivals import Arrivals, AtTimes, ClosedLoop, think_times
+from moestro.sim.workload_settings import WorkloadSettings
 from moestro.workload.arrivals import at_rate, constant, gamma, poisson, replay, weibull
 from moestro.workload.length_shapes import draw_shape
 from moestro.workload.rows import Int64s, Rows, equal_rows, labelled
 from moestro.workload.session_generator import steady_sessions
 from moestro.workload.session_shapes import SHAPES
+from moestro.workload.sessions import Pace
 from moestro.workload.traces import read_trace
 
 _ARRIVALS, _SHAPE = range(2)  # random streams of a seed
@@ -41,7 +43,9 @@ def make_workload(settings: WorkloadSettings, directory: Path, seed: int) -> tup
     if settings.shape is not None:
         rng = np.random.default_rng([seed, _SHAPE])
         rows = draw_shape(rows, settings.shape, settings.num_requests or len(rows), rng)
-    return _labelled(rows, settings, seed), AtTimes(_times(rows, settings, np.random.default_rng([seed, _ARRIVALS])))
+    times = _times(rows, settings, np.random.default_rng([seed, _ARRIVALS]))
+    arrivals = _closed_loop(rows, settings, times) if settings.closed_loop else AtTimes(times)
+    return _labelled(rows, settings, seed), arrivals
 
 
 def describe(settings: WorkloadSettings) -> str:
@@ -52,21 +56,59 @@ def describe(settings: WorkloadSettings) -> str:
         source = f"{settings.sessions} sessions"
     else:
         source = f"requests of {settings.prompt_tokens} and {settings.output_tokens} tokens"
+    end_s = None if settings.duration_s is None else settings.start_s + settings.duration_s
     words = [
         source,
+        f"{settings.start_s:g} s to {'its end' if end_s is None else f'{end_s:g} s'}" if settings.has_window else "",
         f"{settings.shape} shape" if settings.shape else "",
-        f"{settings.rate:g} requests/s" if settings.rate else "",
+        "closed loop" if settings.closed_loop else "",
+        f"{settings.rate:.4g} requests/s" if settings.rate else "",
     ]
     return ", ".join(word for word in words if word)
 
 
 def _rows(settings: WorkloadSettings, directory: Path) -> Rows:
     if settings.trace is not None:
-        return read_trace(directory / settings.trace, None if settings.shape else settings.num_requests)
+        reads_all = settings.shape is not None or settings.has_window
+        rows = read_trace(directory / settings.trace, None if reads_all else settings.num_requests)
+        return _window(rows, settings) if settings.has_window else rows
     assert settings.num_requests is not None, "checked by the settings"
     assert settings.prompt_tokens is not None, "checked by the settings"
     assert settings.output_tokens is not None, "checked by the settings"
     return equal_rows(settings.num_requests, settings.prompt_tokens, settings.output_tokens)
+
+
+def _window(rows: Rows, settings: WorkloadSettings) -> Rows:
+    """Select the part of a trace that the settings name, and its first `num_requests` requests."""
+    if rows.timestamp_ns is None:
+        raise ConfigError("[workload] start_s and duration_s need a trace with times, and this one has none")
+    since_ns = rows.timestamp_ns - rows.timestamp_ns[0]
+    begin_ns = to_ns(settings.start_s)
+    is_inside = since_ns >= begin_ns
+    if settings.duration_s is not None:
+        is_inside &= since_ns < begin_ns + to_ns(settings.duration_s)
+    inside = np.flatnonzero(is_inside)
+    if not len(inside):
+        raise ConfigError(
+            f"[workload] no request of the trace, which lasts {since_ns[-1] / NS_PER_S:,.1f} s, is in the part from"
+            f" start_s = {settings.start_s:g} on"
+        )
+    return rows.select(inside if settings.shape else inside[: settings.num_requests])
+
+
+def _closed_loop(rows: Rows, settings: WorkloadSettings, times: Int64s) -> ClosedLoop:
+    """Let turns follow answers. Conversations begin at the times of their first turns."""
+    if rows.session is None:
+        raise ConfigError(
+            "[workload] closed_loop needs a trace with conversations (Bailian, BurstGPT with Session ID), and this one"
+            " names none"
+        )
+    if settings.think_s is not None:
+        return ClosedLoop(rows.session, times, np.full(len(rows), to_ns(settings.think_s)))
+    if rows.timestamp_ns is None:
+        raise ConfigError("[workload] closed_loop needs a trace with times, or think_s")
+    ended_ns = rows.timestamp_ns + Pace().service_ns(rows.num_output_tokens)
+    return ClosedLoop(rows.session, times, think_times(rows.session, rows.timestamp_ns, ended_ns))
 
 
 def _labelled(rows: Rows, settings: WorkloadSettings, seed: int) -> Rows:

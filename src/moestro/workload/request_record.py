@@ -3,13 +3,14 @@
 Each line is a JSON object: first a `Header`, then a `RecordedRequest` for each request, in the order of their ends.
 A restarted server appends another header and continues.
 Lines with a `type` are the decisions of the server, which `moestro explain` and `moestro replay` read.
-The record holds no prompt and no answer: blocks appear as keyed hashes, users as numbers.
+The record holds no prompt and no answer: blocks appear as keyed hashes, users and sessions as numbers.
+Several servers' records are merged on the wall clock.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from moestro.workload.files import open_lines
 from moestro.workload.rows import Int64s
 
 FORMAT = "moestro-requests-1"
+ROUTER = "router"  # device of a record that a router wrote, which does not know its engines
 _TAGGED = '{"type":'  # lines of the decision record, `routing.decision_record`, which the same file holds
 _TIMES = ("arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns")
 
@@ -35,7 +37,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         format: FORMAT.
         model: served model name.
-        device: device as its engines call it; the name of a paced one begins with "paced".
+        device: device as its engines call it; the name of a paced one begins with "paced". ROUTER means a router's
+            record, of which `num_blocks` and `max_model_len` may be 0, unknown, and `limits` are empty.
         pace_dilation: factor on the durations of a paced device, by which all times of the record are longer.
         num_engines, block_size, num_blocks, max_model_len: sizes of the server and of each engine.
         kv_offloading_size: GiB of host memory of each engine for the KV of preempted requests.
@@ -66,14 +69,15 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         request_id: id that the server gave.
         arrival_ns: arrival at the API server.
-        admitted_ns: first allocation of KV blocks.
+        admitted_ns: first allocation of KV blocks; 0 if unknown.
         first_token_ns, last_token_ns: arrival of the tokens at the API server; 0 if the request asked for none.
         engine: number of the engine that answered.
         num_prompt_tokens, num_output_tokens, num_hit_tokens: tokens of prompt, answer, and prefix-cache hit.
         max_tokens: requested limit.
         block_hashes: packed hashes of the prompt's full blocks; base64 in the file.
         priority, service_class: as requested.
-        user: number of the user; 0 if the request named none.
+        user, session: numbers of the user and of the conversation, from `core.hashing.name_key`, so that they are the
+            same on every server; 0 if the request named none.
     """
 
     request_id: str
@@ -90,22 +94,51 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     service_class: ServiceClass = ServiceClass.LS
     user: int = 0
+    session: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestRecord:
-    """A record as a workload: each recorded request, with its answer's length as its hidden future.
+    """Records of one or more servers as a workload: each request, with its answer's length as its hidden future.
 
     The record lacks the hashes of answers. In a replay, a turn of a conversation therefore hits the prompts of earlier
     turns and not their answers.
 
     Attributes:
-        header: header of the first server.
-        requests: requests in order of arrival.
+        headers: first header of each server. They differ in `num_engines` and `clocks` at most.
+        requests: requests of all servers in order of arrival. Engines are numbered through the servers in order.
+        server: int64[n], server of each request.
+        notes: what a reader of results has to know of the record.
     """
 
-    header: Header
+    headers: tuple[Header, ...]
     requests: list[RecordedRequest]
+    server: Int64s
+    notes: tuple[str, ...] = ()
+
+    @property
+    def header(self) -> Header:
+        """Header of the first server."""
+        return self.headers[0]
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of all servers."""
+        return sum(header.num_engines for header in self.headers)
+
+    @property
+    def session(self) -> Int64s:
+        """int64[n], session of each request; 0 if it named none."""
+        return np.array([request.session for request in self.requests], np.int64)
+
+    def part(self, server: int) -> RequestRecord:
+        """Return the record of one server, with its engines numbered from 0."""
+        rows = np.flatnonzero(self.server == server).tolist()
+        first = sum(header.num_engines for header in self.headers[:server])
+        requests = [self.requests[row] for row in rows]
+        if first:
+            requests = [msgspec.structs.replace(each, engine=each.engine - first) for each in requests]
+        return RequestRecord((self.headers[server],), requests, np.zeros(len(rows), np.int64))
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -129,45 +162,78 @@ class RequestRecord:
             priority=told.priority,
             service_class=told.service_class,
             user=f"user-{told.user}" if told.user else None,
+            session_id=f"session-{told.session}" if told.session else None,
         )
         return request, Script(max(told.num_output_tokens, 1), request_key=request_key(index))
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """The lines of one server, from its header on."""
+class RecordRun:
+    """The lines of one start of a server.
 
-    line: int
+    Attributes:
+        place: file and line of its header, for messages.
+        header: header.
+        requests: requests, in any order.
+    """
+
+    place: str
     header: Header
     requests: list[RecordedRequest] = field(default_factory=list)
 
 
-def read_request_record(path: Path) -> RequestRecord:
-    """Read the record in `path`.
+def read_request_record(path: Path, *others: Path) -> RequestRecord:
+    """Read the record in `path`, or merge the records of several servers, one file each.
 
-    Requests of consecutive servers with equal settings are joined on the wall clock. The time between two servers, in
-    which none ran, stays in the arrivals. Times of a dilated paced server are divided by its dilation.
+    Starts of a server with equal settings, and servers, are joined on the wall clock. The time in which none ran stays
+    in the arrivals. Times of dilated paced servers are divided by their dilation.
 
     Raises:
-        ConfigError: the file cannot be read, is no record, or holds servers that cannot be joined; the text names the
-            line.
+        ConfigError: a file cannot be read, is no record, is given twice, or holds servers that cannot be joined; the
+            text names the line.
     """
-    runs = [run for run in _runs(path) if run.requests]
-    if not runs:
-        raise ConfigError(f"{path} holds no requests")
-    first = runs[0]
-    for run in runs[1:]:
-        _check_joins(path, first, run)
-    requests = first.requests if len(runs) == 1 else [request for run in runs for request in _on_wall_clock(run)]
-    requests.sort(key=lambda request: (request.arrival_ns, request.request_id))
+    paths = (path, *others)
+    if len({each.resolve() for each in paths}) < len(paths):
+        raise ConfigError(f"the same record is given twice: {', '.join(map(str, paths))}")
+    servers = []
+    for each in paths:
+        runs = [run for run in _runs(each) if run.requests]
+        if not runs:
+            raise ConfigError(f"{each} holds no requests")
+        servers.append(runs)
+    return join_runs(servers)
+
+
+def join_runs(servers: Sequence[Sequence[RecordRun]]) -> RequestRecord:
+    """Join the starts of one or more servers, each with requests.
+
+    Raises:
+        ConfigError: two starts have different settings, or lack their wall-clock times.
+    """
+    first = servers[0][0]
+    for runs in servers:
+        if runs[0] is not first:
+            _check_joins(first, runs[0], is_same_server=False)
+        for run in runs[1:]:
+            _check_joins(runs[0], run, is_same_server=True)
+    is_one = len(servers) == len(servers[0]) == 1
+    found: list[tuple[int, RecordedRequest]] = []
+    first_engine = 0
+    for number, runs in enumerate(servers):
+        for run in runs:
+            found += [(number, _moved(each, run, first_engine, is_one=is_one)) for each in run.requests]
+        first_engine += runs[0].header.num_engines
+    found.sort(key=lambda each: (each[1].arrival_ns, each[1].request_id))
+    requests = [request for _, request in found]
     if first.header.pace_dilation != 1:
         requests = list(_undilated(requests, first.header.pace_dilation))
-    return RequestRecord(first.header, requests)
+    headers = tuple(runs[0].header for runs in servers)
+    return RequestRecord(headers, requests, np.array([number for number, _ in found], np.int64))
 
 
-def _runs(path: Path) -> list[_Run]:
+def _runs(path: Path) -> list[RecordRun]:
     """Split the file at its headers, ignoring a truncated line at the end of a run (from a kill or a full disk)."""
-    runs: list[_Run] = []
+    runs: list[RecordRun] = []
     cut_off = ""
     with open_lines(path) as lines:
         for number, line in enumerate(lines, 1):
@@ -183,7 +249,7 @@ def _runs(path: Path) -> list[_Run]:
             if isinstance(entry, Header):
                 if entry.format != FORMAT:
                     raise ConfigError(f"{path} is a record of format {entry.format!r}; this version reads {FORMAT!r}")
-                runs.append(_Run(number, entry))
+                runs.append(RecordRun(f"{path}, line {number}", entry))
                 cut_off = ""
             elif cut_off or not runs:
                 raise _damaged(path, cut_off or f"line {number} comes before a header", runs)
@@ -194,7 +260,7 @@ def _runs(path: Path) -> list[_Run]:
     return runs
 
 
-def _damaged(path: Path, how: str, runs: list[_Run]) -> ConfigError:
+def _damaged(path: Path, how: str, runs: list[RecordRun]) -> ConfigError:
     what = "is damaged" if runs else "is no record of `moestro serve --record`"
     return ConfigError(f"{path} {what}: {how}")
 
@@ -212,16 +278,17 @@ def _decoded(line: str) -> Header | RecordedRequest:
         raise error from None
 
 
-def _check_joins(path: Path, first: _Run, run: _Run) -> None:
-    where = f"{path}, line {run.line}: another server's record begins here,"
-    names = [name for name in Header.__struct_fields__ if name != "clocks"]
+def _check_joins(first: RecordRun, run: RecordRun, *, is_same_server: bool) -> None:
+    where = f"{run.place}: another server's record begins here,"
+    free = {"clocks"} if is_same_server else {"clocks", "num_engines"}
+    names = [name for name in Header.__struct_fields__ if name not in free]
     changed = [name for name in names if getattr(run.header, name) != getattr(first.header, name)]
     if changed:
-        raise ConfigError(f"{where} with another {', '.join(changed)}: put its lines into a file of their own")
+        raise ConfigError(f"{where} with another {', '.join(changed)}: replay it on its own")
     if run.header.clocks is None or first.header.clocks is None:
         raise ConfigError(
-            f"{where} and one of the two headers lacks its wall-clock time, so they cannot be joined: put its lines"
-            " into a file of their own"
+            f"{where} and one of the two headers lacks its wall-clock time, so they cannot be joined: replay it on its"
+            " own"
         )
 
 
@@ -233,10 +300,12 @@ def _undilated(requests: list[RecordedRequest], dilation: float) -> Iterator[Rec
         yield msgspec.structs.replace(request, **moved)
 
 
-def _on_wall_clock(run: _Run) -> Iterator[RecordedRequest]:
-    assert run.header.clocks is not None
+def _moved(request: RecordedRequest, run: RecordRun, first_engine: int, *, is_one: bool) -> RecordedRequest:
+    """Return a request with times on the wall clock and its engine's number among those of all servers."""
+    if is_one:
+        return request
+    assert run.header.clocks is not None, "checked before"
     offset_ns = run.header.clocks.offset_ns
-    for request in run.requests:
-        times = {name: getattr(request, name) for name in _TIMES}
-        moved = {name: time_ns + offset_ns for name, time_ns in times.items() if time_ns}  # 0 means no such moment
-        yield msgspec.structs.replace(request, **moved)
+    times = {name: getattr(request, name) for name in _TIMES}
+    moved = {name: time_ns + offset_ns for name, time_ns in times.items() if time_ns}  # 0 means no such moment
+    return msgspec.structs.replace(request, engine=request.engine + first_engine, **moved)

@@ -19,6 +19,8 @@ from moestro.errors import ConfigError
 from moestro.workload.block_names import block_names, block_numbers, check_block_size
 from moestro.workload.rows import Rows
 
+_NAMED_AT_ONCE = 64  # rows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestForm:
@@ -72,6 +74,8 @@ class RequestMaker:
         self.form = form
         cap = int(rows.num_output_tokens.max()) if form.max_tokens is None else form.max_tokens
         self._sampling = SamplingParams(max_tokens=cap)
+        self._named: dict[int, bytes] = {}  # names of rows that will be made next
+        self._last_named = -1
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -90,7 +94,7 @@ class RequestMaker:
         """Build row `index` with the given arrival, and its script."""
         rows = self.rows
         num_prompt, num_output = int(rows.num_prompt_tokens[index]), int(rows.num_output_tokens[index])
-        names, num_bytes = self._names(index, num_prompt, num_output)
+        names, num_bytes = self._names(index)
         request = Request(
             request_id=f"{self.form.name}-{index}",
             num_prompt_tokens=num_prompt,
@@ -105,11 +109,29 @@ class RequestMaker:
         domain = 0 if rows.domain is None else int(rows.domain[index])
         return request, Script(num_output, names[num_bytes:], request_key(index, domain))
 
-    def _names(self, index: int, num_prompt: int, num_output: int) -> tuple[bytes, int]:
+    def _names(self, index: int) -> tuple[bytes, int]:
         """Packed names of the prompt's and then the answer's blocks, and how many bytes belong to the prompt."""
-        size = self.form.block_size
         if not self.form.names_blocks:
             return b"", 0
-        whole = num_prompt + num_output if self.rows.stream is not None else num_prompt
-        numbers = block_numbers(self.rows, index, whole, size)
-        return block_names(self.form.hash_key, numbers), num_prompt // size * HASH_BYTES
+        names = self._named.pop(index, None)
+        if names is None:
+            # Rows are mostly made in order. Naming the blocks of several at once costs little more than those of one.
+            is_next, self._last_named = index == self._last_named + 1, index
+            num_rows = min(_NAMED_AT_ONCE, len(self.rows) - index) if is_next else 1
+            self._named = self._named_rows(range(index, index + num_rows))
+            self._last_named += num_rows - 1
+            names = self._named.pop(index)
+        return names, int(self.rows.num_prompt_tokens[index]) // self.form.block_size * HASH_BYTES
+
+    def _named_rows(self, indices: range) -> dict[int, bytes]:
+        """Name the blocks of several rows at once."""
+        rows, size = self.rows, self.form.block_size
+        whole = rows.num_prompt_tokens[indices.start : indices.stop]
+        if rows.stream is not None:
+            whole = whole + rows.num_output_tokens[indices.start : indices.stop]
+        numbers = [block_numbers(rows, i, num, size) for i, num in zip(indices, whole.tolist(), strict=True)]
+        names, begin, found = block_names(self.form.hash_key, np.concatenate(numbers)), 0, {}
+        for index, each in zip(indices, numbers, strict=True):
+            end = begin + len(each) * HASH_BYTES
+            found[index], begin = names[begin:end], end
+        return found

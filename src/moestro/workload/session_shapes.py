@@ -33,6 +33,20 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """Times of two kinds: `first` with the chance `share`, otherwise `second`."""
+
+    share: float
+    first: LogNormal
+    second: LogNormal
+
+    def draw(self, rng: np.random.Generator, size: int, unit: float = 1) -> Int64s:
+        """int64[size], as `LogNormal.draw`."""
+        is_first = rng.random(size) < self.share
+        return np.where(is_first, self.first.draw(rng, size, unit), self.second.draw(rng, size, unit))
+
+
+@dataclass(frozen=True, slots=True)
 class App:
     """A program that users talk to.
 
@@ -74,7 +88,7 @@ class SessionShape:
     first_tokens: LogNormal
     next_tokens: LogNormal
     output_tokens: LogNormal
-    think_s: LogNormal
+    think_s: LogNormal | Mixture
     max_model_len: int
 
 
@@ -134,4 +148,20 @@ TOOL_AGENT = SessionShape(
     think_s=LogNormal(115, 1.4),
     max_model_len=131_072,
 )
-SHAPES = {"chat": CHAT, "api_agent": API_AGENT, "coder": CODER, "tool_agent": TOOL_AGENT}
+CODING_AGENT = SessionShape(
+    like="coding agents (TraceLab)",
+    single_share=0.05,
+    mean_turns=40.0,
+    apps=(App(0.5, 14_000), App(0.5, 9_000)),
+    num_users=400,
+    user_skew=0.5,
+    user_tokens=LogNormal(2_000, 0.7),
+    first_tokens=LogNormal(1_200, 1.2),
+    next_tokens=LogNormal(800, 1.2),
+    output_tokens=LogNormal(180, 1.2),
+    think_s=Mixture(0.89, LogNormal(1.0, 1.5), LogNormal(150, 1.0)),
+    max_model_len=131_072,
+)
+# The shapes of the traces on which routers were published.
+PUBLISHED_SHAPES = ("chat", "api_agent", "coder", "tool_agent")
+SHAPES = {"chat": CHAT, "api_agent": API_AGENT, "coder": CODER, "tool_agent": TOOL_AGENT, "coding_agent": CODING_AGENT}

@@ -97,7 +97,7 @@ def _panels() -> list[Part]:
 
 
 def _others() -> list[Part]:
-    medium, two = Bed(popularity=SKEWED), Bed(network=TOP_2, popularity=SKEWED)
+    medium = Bed(popularity=SKEWED)
     one_node = Bed(gpu="a100-40g", popularity=SKEWED)
     nodes = Bed(network=SIXTEEN, gpu="a100-40g", num_gpus=16, popularity=SKEWED)
     kernels = Bed(popularity=SKEWED, prices="kernels")
@@ -108,9 +108,7 @@ def _others() -> list[Part]:
         ("one_node", "10", "medium", one_node, RATES["medium"], every, ()),
         ("two_nodes", "10", "medium", nodes, (100, 300, 500), every, ()),
         ("schedulers_top1", "11", "medium", medium, (250,), schedulers, (0.8,)),
-        ("schedulers_top2", "11", "medium", two, (150,), schedulers, (0.8,)),
         ("ratio_medium", "sec. 3.3", "medium", medium, (250, 400), RATIOS, ()),
-        ("ratio_reasonable", "sec. 3.3", "reasonable", medium, (100, 200), RATIOS, ()),
         ("tuning", "sec. 3.4", "medium", medium, (), TUNED, (0.8,)),
     )
     return [

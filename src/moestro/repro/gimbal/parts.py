@@ -146,7 +146,7 @@ QUICK = (
         systems=(VLLM, DPLB, SJFS, EDR, GIMBAL_V1, MOESTRO),
     ),
     GimbalPart(
-        name="kv_memory", finds="slowdown", shape="central", num_requests=24, rates=(HIGH,), systems=(VLLM, DPLB),
+        name="kv_memory", finds="slowdown", shape="central", num_requests=12, rates=(HIGH,), systems=(VLLM, DPLB),
         kv_blocks=(384,),
     ),
     GimbalPart(

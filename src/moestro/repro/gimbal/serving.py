@@ -12,7 +12,7 @@ from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.repro.gimbal.beds import BLOCK_SIZE, EpBed
 from moestro.repro.gimbal.findings import GimbalCell, PrefixCell
 from moestro.repro.gimbal.systems import SYSTEMS, System
-from moestro.repro.testbed import TimedLoad, latency_ms, middle_rate, signals_of
+from moestro.repro.testbed import TimedLoad, latency_ms, signals_of
 from moestro.routing.policies.gimbal import GimbalV1
 from moestro.routing.policy_contract import RoutePolicy
 from moestro.routing.registry import ROUTE_POLICIES
@@ -26,6 +26,7 @@ from moestro.sim.lock_step_group import LockStepGroup
 from moestro.sim.placement_loop import SimPlacement
 from moestro.sim.prices import Barrier
 from moestro.sim.results import Results
+from moestro.sim.saturation import middle_rate
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

@@ -33,17 +33,17 @@ from moestro.repro.lmetric.findings import (
     LmetricFindings,
     Pair,
 )
-from moestro.repro.lmetric.predictions import Watched, predictor
+from moestro.repro.lmetric.predictions import Watched
 from moestro.repro.lmetric.prefix_classes import WatchedClasses
 from moestro.repro.lmetric.tables import tables_of
 from moestro.repro.results import Claim
 from moestro.repro.sources import Source, generated_sources, trace_sources
 from moestro.repro.testbed import ServingFigures, Testbed, measured, paired_interval, run, saturation_rate, signals_of
 from moestro.routing.indicators import batch_size, hit_ratio, num_tokens, p_tokens
-from moestro.routing.policies.filtered import LowestTtft
-from moestro.routing.policy_contract import Needs, RoutePolicy
+from moestro.routing.policy_contract import Needs, RouteInputs, RoutePolicy
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
 from moestro.routing.scoring import Scored
+from moestro.routing.ttft import priced_ttft
 from moestro.sim.student_t import student_t_quantile
 
 OTHER_NETWORK, GPU = "qwen2-7b", "h20"
@@ -267,7 +267,8 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         bed = self.bed(source)
         for network in (NETWORK, OTHER_NETWORK):
             cost = Roofline(RooflineSettings(network=network_named(network), gpu=bed.gpu))
-            watched = Watched(LowestTtft(predict_ttft_ns=predictor(cost, bed.max_num_batched_tokens)))
+            predict = priced_ttft(cost.step_ns, bed.max_num_batched_tokens)
+            watched = Watched(policy_from("llm-d", inputs=RouteInputs(predict_ttft_ns=predict)))
             figures = self._once(source, HALF, watched, "llm-d")
             errors = watched.relative_errors()
             self.findings.errors.append(
@@ -298,10 +299,9 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
 
 def _made(name: str, bed: Testbed) -> RoutePolicy:
-    """A policy by name. The policy that predicts gets the cost model of the served network."""
-    if name != "llm-d":
-        return policy_from(name)
-    return LowestTtft(predict_ttft_ns=predictor(bed.cost(), bed.max_num_batched_tokens))
+    """A policy by name. A policy that predicts gets the cost model of the served network."""
+    inputs = RouteInputs(predict_ttft_ns=priced_ttft(bed.cost().step_ns, bed.max_num_batched_tokens))
+    return policy_from(name, inputs=inputs)
 
 
 # Products of indicators (Fig. 18: P-token against the miss ratio; Fig. 19: the batch against its tokens).

@@ -16,7 +16,7 @@ HALF = 0.5
 OUR_POLICY, PAPER_POLICY, BASELINE = "moestro", "lmetric", "vllm-0.26"
 # Each is the best of some cell at seed 0. In some cells the best is one of seven other policies, with which `moestro`
 # is not compared under more seeds (docs/repro.md).
-RIVALS = ("lmetric", "llm-d", "dynamo", "bailian", "llm-d-affinity", "preble")
+RIVALS = ("lmetric", "llm-d", "dynamo", "bailian", "llm-d-affinity", "miss_ratio")
 FIGURES: dict[str, Callable[[ServingFigures], float]] = {
     "TTFT mean": lambda figures: figures.ttft_ms.mean,
     "TTFT P99": lambda figures: figures.ttft_ms.p99,

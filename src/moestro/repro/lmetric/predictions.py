@@ -6,42 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.rng import Draws
-from moestro.cost.model import Batch, CostModel
 from moestro.repro.lmetric.watching import Watching
-from moestro.routing.policies.filtered import PredictTtft
 from moestro.routing.policy_contract import Choice, FirstToken, Routed, RouteEvent, RoutePolicy, RouteView
 
 Floats = NDArray[np.float64]
 
 _SCORE = "predicted_ttft_ns"
-
-
-def predictor(cost: CostModel, max_num_batched_tokens: int) -> PredictTtft:
-    """Make a predictor of TTFT. Prefill is priced in full steps of the token budget, each beside the decoding batch.
-
-    Args:
-        cost: cost model of the served network (tuned) or of another (mistuned).
-    """
-    table: dict[tuple[int, int], int] = {}
-
-    def step_ns(num_tokens: int, batch: int) -> int:
-        key = (num_tokens, batch)
-        if key not in table:
-            decodes = np.full(batch, 1024, np.int64)  # a router knows the batch, but not its contexts
-            start = np.concatenate([decodes, [0]])
-            table[key] = cost.step_ns(Batch(start, np.concatenate([np.ones(batch, np.int64), [num_tokens]])))
-        return table[key]
-
-    def predict(p_tokens: Floats, queued_tokens: Floats, batch: NDArray[np.int64]) -> Floats:
-        del queued_tokens  # `p_tokens` includes them
-        ttft_ns = np.empty(len(p_tokens))
-        for engine, (tokens, others) in enumerate(zip(p_tokens.tolist(), batch.tolist(), strict=True)):
-            full, rest = divmod(max(int(tokens), 1), max_num_batched_tokens)
-            rest -= rest % 64 if rest > 64 else 0  # so that a table of prices stays small
-            ttft_ns[engine] = full * step_ns(max_num_batched_tokens, others) + (step_ns(rest, others) if rest else 0)
-        return ttft_ns
-
-    return predict
 
 
 class Watched(Watching):
