@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from support.running import FAKE, REAL, Running, free_port
@@ -48,6 +49,25 @@ def tokenizer(demo_dir: Path):
 @pytest.fixture(scope="session")
 def openai() -> ModuleType:
     return import_module("openai")  # only where a test needs it: it takes half a second
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> ModuleType:
+    return pytest.importorskip("anthropic")  # a dependency of development alone
+
+
+@pytest.fixture
+def claude(anthropic: ModuleType, place: Running) -> Iterator[Any]:
+    """Anthropic's client of the server or router that the file's fixture `place` names."""
+    with anthropic.Anthropic(base_url=place.url, api_key="x", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def openai_client(openai: ModuleType, place: Running) -> Iterator[Any]:
+    """OpenAI's client of the server or router that the file's fixture `place` names."""
+    with openai.OpenAI(base_url=f"{place.url}/v1", api_key="x", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "core": set(),
     "wire": {"core"},
     "text": {"core"},
+    "grammar": {"core", "text"},
     "cost": {"core"},
     "workload": {"core"},
     "flow": {"core"},
@@ -31,22 +32,24 @@ MAY_IMPORT = {
     "sim": {"core", "wire", "cost", "workload", "config", *LEVELS},
     "repro": {"sim", "core", "wire", "cost", "workload", "config", *LEVELS},
     "planner": {"sim", "core", "wire", "cost", "workload", "config", *LEVELS},
-    "worker": {"core", "wire", "model", "cost", "config", *LEVELS},
-    "server": {"core", "wire", "routing", "placement", "cost", "text", "web", "workload", "config"},
+    "worker": {"core", "wire", "grammar", "model", "cost", "config", *LEVELS},
+    "server": {"core", "wire", "routing", "placement", "cost", "text", "grammar", "web", "workload", "config"},
     "gateway": {"core", "wire", "routing", "text", "web", "workload", "config"},
     "loadgen": {"core", "workload", "cost", "web", "config"},
+    "offline": {"core", "web", "workload", "loadgen"},
     "calibrate": {"core", "workload", "cost", "web", "config", "engine", "model"},  # it times a rank in its own process
 }
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 # `config` composes the settings modules of these rooms, and imports nothing else of them. A room that may import
 # `config` may import these modules too: they load neither torch nor anything with effects.
-SETTINGS_OF = {*LEVELS, "model", "cost", "web"}
+SETTINGS_OF = {*LEVELS, "model", "cost", "text", "web"}
 EFFECTS = {
     "text",
     "worker",
     "server",
     "gateway",
     "loadgen",
+    "offline",
     "calibrate",
     "web",
 }  # sockets, processes and the wall clock

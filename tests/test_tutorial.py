@@ -57,6 +57,7 @@ def test_every_command_of_the_tutorial_runs(tmp_path):
     assert status == 0, shown
     assert shown.count("20 answered of 20") == 2
     assert "40 answered of 40" in shown
+    assert "2 answered of 2, 0 errors" in shown
     assert re.search(r"^(\d+) of \1 decisions are reproduced", shown, re.MULTILINE)
     assert "Under round_robin (simulated)" in shown
     assert "Under my_policy.py:fewest_tokens (simulated)" in shown

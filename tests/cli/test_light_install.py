@@ -58,12 +58,25 @@ def test_the_table_of_extras_names_the_packages_of_pyproject():
 
 
 def test_every_verb_shows_its_help():
-    verbs = ["serve", "route", "sim", "bench", "replay", "explain", "repro", "calibrate", "plan", "place"]
+    verbs = [
+        "serve",
+        "route",
+        "sim",
+        "bench",
+        "replay",
+        "explain",
+        "repro",
+        "calibrate",
+        "plan",
+        "place",
+        "chat",
+        "run-batch",
+    ]
     help_of_all = f"[app([verb, '--help'], result_action='return_value') for verb in {verbs}]"
     code = f"{ABSENCE}; import moestro.cli; from moestro.cli.app import app; {help_of_all}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"Usage: moestro (\w+)", done.stdout) == verbs
+    assert re.findall(r"Usage: moestro ([\w-]+)", done.stdout) == verbs
 
 
 def test_sim_runs(tmp_path):

@@ -69,7 +69,8 @@ def test_a_value_that_is_no_usable_number_is_refused_with_the_flag_and_the_value
 
 
 PLACES = [
-    *(("workload", name) for name in ("rate", "burstiness", "ls_share")),
+    *(("workload", name) for name in ("rate", "load", "burstiness", "ls_share")),
+    *(("workload", name) for name in ("start_s", "duration_s", "think_s")),
     *(("engines", name) for name in ("host_step_us", "host_sequence_us", "gpu_memory_utilization")),
     ("engines", "kv_offloading_size"),
     *(("engines", name) for name in ("host_attention_us", "host_expert_us")),
@@ -89,7 +90,7 @@ def test_a_scenario_with_such_a_value_is_refused_with_its_place(tmp_path, table,
         pytest.skip("allowed")
     file = tmp_path / "scenario.toml"
     lines = ["[workload]\nprompt_tokens = 8\noutput_tokens = 8\nnum_requests = 1"]
-    lines += [] if name == "rate" else ["rate = 1.0"]
+    lines += [] if name in {"rate", "load"} else ["rate = 1.0"]
     heading = {
         "policies": "[[policies]]",
         "group": "[group]\nnum_workers = 2",

@@ -31,7 +31,7 @@ def test_a_completion_is_whole(fake):
     assert answer["system_fingerprint"].startswith("fp_")
     [choice] = answer["choices"]
     assert "def f(x):".startswith(choice.pop("text"))
-    assert choice == {"index": 0, "finish_reason": "length", "logprobs": None}
+    assert choice == {"index": 0, "finish_reason": "length", "logprobs": None, "stop_reason": None}
     assert answer["usage"]["completion_tokens"] == 4
     assert answer["usage"]["total_tokens"] == 4 + answer["usage"]["prompt_tokens"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,34 @@ def test_the_api_server_never_maps_torch_and_the_rank_does(server):
 
 def test_a_prompt_of_special_tokens_is_served(server):
     assert complete(server, prompt="<|im_end|><|endoftext|>", max_tokens=2).status == 200
+
+
+# --- tools: the demo model never learnt any, so a grammar makes it call them
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY | {"required": ["city"]}}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "Weather?"}], "max_tokens": 120, "seed": 5}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_tool_that_must_be_called_is_called_with_arguments_that_follow_its_schema(client, choice):
+    asked = ASKED | {"tools": [WEATHER, CLOCK], "tool_choice": choice, "parallel_tool_calls": False}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    [made] = whole.message.tool_calls
+    arguments = json.loads(made.function.arguments)
+    if made.function.name == "weather":
+        assert arguments["city"] in ("Paris", "Rome")
+    else:
+        assert (choice, arguments) == ("required", {})
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.message.tool_calls[0].function.arguments == made.function.arguments
+    assert streamed.finish_reason == whole.finish_reason
+
+
+def test_tools_that_the_model_may_ignore_need_a_parser(client, openai):
+    with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice"):
+        client.chat.completions.create(**ASKED, tools=[WEATHER])
+    assert client.chat.completions.create(**ASKED, tools=[WEATHER], tool_choice="none").choices[0].message.content

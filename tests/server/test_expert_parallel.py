@@ -59,9 +59,10 @@ def spread(real_command, tmp_path_factory) -> Iterator[Running]:
 
 
 def ask(server: Running, number: int) -> str:
-    reply = complete(
-        server, prompt=PROMPTS[number % len(PROMPTS)] + f"# {number}\n", max_tokens=12 + number, temperature=0
-    )
+    fields = {"prompt": PROMPTS[number % len(PROMPTS)] + f"# {number}\n", "max_tokens": 12 + number, "temperature": 0}
+    if number % 4 == 1:
+        fields["guided_regex"] = "[a-z]{2,9}( [a-z]{2,9}){0,5}"
+    reply = complete(server, **fields)
     assert reply.status == 200, reply.body
     return reply.json["choices"][0]["text"]
 

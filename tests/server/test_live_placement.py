@@ -77,7 +77,10 @@ def test_plan_then_apply_while_requests_run(placed, server):
 
 
 def test_a_file_of_moestro_place_is_applied(placed, server, tmp_path, capsys):
+    expected = answers(server, range(8))
+    assert answers(placed, range(8)) == expected
     reply = call_admin(placed, "GET", "/admin/experts/profile")
+    assert reply.status == 200, reply.body
     (tmp_path / "load.npz").write_bytes(reply.body)
     arguments = ["place", tmp_path / "load.npz", "--devices", 2, "--slots-per-device", 10, "--policy", "gimbal_v2"]
     with pytest.raises(SystemExit) as end:
@@ -86,7 +89,7 @@ def test_a_file_of_moestro_place_is_applied(placed, server, tmp_path, capsys):
     assert re.search(r"moves \d+ copies of experts|has this placement already", capsys.readouterr().out)
     wait_until(lambda: not shown(placed)["progress"]["is_running"], 60)
     assert shown(placed)["progress"]["error"] == ""
-    assert answers(placed, range(8)) == answers(server, range(8))
+    assert answers(placed, range(8)) == expected
 
 
 def test_a_worker_that_is_killed_while_experts_move_leaves_a_table_that_serves(placed, server):
@@ -121,9 +124,9 @@ def test_flags_of_placement_need_a_group(flags):
 
 
 def test_unknown_names_are_refused_at_the_start():
-    for flags in ({"placement_policy": "nonsense"}, {"placement_gpu": "nonsense"}, {"placement_link": "nonsense"}):
+    for flag in ("placement_policy", "placement_gpu", "placement_link", "placement_link_across"):
         with pytest.raises(ConfigError, match="nonsense"):
-            LivePlacementSettings(**flags)
+            LivePlacementSettings(**{flag: "nonsense"})
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -22,7 +22,10 @@ VLLM_NAMES = {
     "vllm:request_time_per_output_token_seconds", "vllm:prompt_tokens", "vllm:generation_tokens",
     "vllm:request_success", "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
     "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
-    "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
+    "vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:request_inference_time_seconds",
+    "vllm:request_prefill_kv_computed_tokens", "vllm:request_params_max_tokens", "vllm:request_params_n",
+    "vllm:request_max_num_generation_tokens", "vllm:prompt_tokens_cached", "vllm:prompt_tokens_by_source",
+    "vllm:num_requests_waiting_by_reason", "vllm:corrupted_requests",
 }  # fmt: skip
 OWN_NAMES = {
     "moestro:engine_ready", "moestro:engine_restarts", "moestro:engine_stalls", "moestro:messages_dropped",
@@ -43,6 +46,33 @@ def test_the_names_of_dashboards_and_our_own_are_there_with_model_and_engine(fak
             assert (sample.labels["model_name"], sample.labels["engine"]) == ("moestro-demo", "0")
     [cache] = families["vllm:cache_config_info"].samples
     assert (cache.labels["block_size"], cache.labels["num_gpu_blocks"]) == ("16", "1024")
+
+
+def test_sizes_of_prompts_and_their_choices_are_counted_once_for_each_prompt(fake):
+    before = metrics(fake)
+    assert complete(fake, prompt=[[10, 11, 12], [13, 14]], n=3, max_tokens=4).status == 200
+    after = metrics(fake)
+    prefix, labels = "vllm:", '{engine="0"}'
+
+    def grown(name: str) -> float:
+        return after[f"{prefix}{name}{labels}"] - before[f"{prefix}{name}{labels}"]
+
+    assert (grown("request_params_n_count"), grown("request_params_n_sum")) == (2, 6)
+    assert (grown("request_max_num_generation_tokens_count"), grown("request_max_num_generation_tokens_sum")) == (2, 8)
+    assert (grown("request_params_max_tokens_count"), grown("request_params_max_tokens_sum")) == (6, 24)
+    assert grown("request_inference_time_seconds_count") == 6
+    cached, computed = (
+        after[f'vllm:prompt_tokens_by_source_total{{engine="0",source="{source}"}}']
+        - before[f'vllm:prompt_tokens_by_source_total{{engine="0",source="{source}"}}']
+        for source in ("local_cache_hit", "local_compute")
+    )
+    assert cached == grown("prompt_tokens_cached_total")
+    assert cached + computed == grown("prompt_tokens_total") == 15
+    assert grown("request_prefill_kv_computed_tokens_sum") == computed
+
+
+def test_a_full_queue_is_a_rejection_by_vllms_name(fake):
+    assert 'vllm:admission_rejections_total{,reason="max_num_queued_reqs"}' in metrics(fake)
 
 
 def test_head_answers_as_get_does_without_a_body(fake):

@@ -25,6 +25,7 @@ from moestro.placement.score import score
 from moestro.placement.slots import in_slots_of
 from moestro.server.expert_loads import ExpertLoads
 from moestro.server.live_placement import open_placement
+from moestro.server.placeable_groups import ELSEWHERE
 from moestro.server.placement_plan import PlanRequest, ask_policy
 from moestro.server.placement_view import (
     GroupPlaces,
@@ -69,7 +70,7 @@ def in_group(part: ExpertTable) -> ExpertTable:
 def view_of(sources=HOLDERS, *, has_shares: bool = True) -> GroupView:
     places = group_places(HOLDERS, sources)
     network = SimpleNamespace(name="a-network", groups=())
-    prices = LivePrices(network=network, gpu="a-gpu", link="a-link", prices=PRICES)
+    prices = LivePrices(network=network, gpu="a-gpu", link="a-link", link_across="a-wire", prices=PRICES)
     return GroupView(placeable(places, has_shares=has_shares), prices, PlaceLimits())
 
 
@@ -128,6 +129,27 @@ def test_engines_without_experts_send_every_row_whatever_the_placement():
     np.testing.assert_allclose(rows, rows[0])
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_tokens_of_an_engine_count_as_those_of_the_holders_on_its_machine(seed):
+    rng = np.random.default_rng(seed)
+    engine_machines = [str(each) for each in rng.integers(0, 3, 4)]
+    holders = list(zip(rng.permutation(HOLDERS).tolist(), ("0", "1", "1"), strict=True))
+    places = group_places(
+        [holder for holder, _ in holders], (ELSEWHERE,) * 4, ([machine for _, machine in holders], engine_machines)
+    )
+    load, machine_of = random_load(seed, num_sources=4), dict(holders)
+    expected = np.zeros((len(HOLDERS), *load.tokens.shape[1:]))
+    for tokens, machine in zip(load.tokens, engine_machines, strict=True):
+        near = [at for at, holder in enumerate(HOLDERS) if machine_of[holder] == machine] or range(len(HOLDERS))
+        for at in near:
+            expected[at] += tokens / len(near)
+    view = view_of((ELSEWHERE,) * 4).view(load, in_group(random_table(seed)), places)
+    np.testing.assert_allclose(view.load.tokens, expected)
+    node_of = view.devices.node_of.tolist()
+    names = [machine_of[holder] for holder in HOLDERS]
+    assert [[one == other for one in node_of] for other in node_of] == [[a == b for a in names] for b in names]
+
+
 def test_shares_are_left_out_where_the_group_has_none():
     load, table = random_load(3), in_group(random_table(3))
 
@@ -163,6 +185,18 @@ def test_prices_are_those_of_the_named_gpu_in_the_served_type(demo_dir):
     paced = PacedSettings(device="paced:a100-80g", network="mixtral-8x7b", paced_link="ethernet-100g")
     found = live_prices(replace(settings(), pacing=paced), "bfloat16")
     assert (found.gpu, found.link, found.network.name) == ("a100-80g", "ethernet-100g", "mixtral-8x7b")
+
+
+def test_rows_and_moves_between_machines_have_the_price_of_the_link_across(demo_dir):
+    model = ModelSettings(model=str(demo_dir))
+    slow, fast = (
+        live_prices(replace(settings(placement_link_across=name), model=model), "bfloat16")
+        for name in ("ethernet-100g", "infiniband-ndr")
+    )
+    assert (slow.link_across, fast.link_across) == ("ethernet-100g", "infiniband-ndr")
+    assert slow.prices.row_s[:2] == fast.prices.row_s[:2]
+    assert slow.prices.row_s[2] == 4 * fast.prices.row_s[2]
+    assert fast.prices.move_bytes_per_s[2] == 4 * slow.prices.move_bytes_per_s[2]
 
 
 @pytest.mark.parametrize(

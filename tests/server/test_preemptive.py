@@ -47,6 +47,7 @@ def answers(server: Running) -> list[str]:
             "max_tokens": 12 + number,
             "temperature": 0,
             "service_class": "ls" if number % 3 == 0 else "be",
+            "guided_regex": "[a-z]{2,9}( [a-z]{2,9}){0,5}" if number % 4 == 1 else None,
         }
         reply = complete(server, **body)
         assert reply.status == 200, reply.body

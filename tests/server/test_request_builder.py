@@ -13,7 +13,7 @@ from support.fake_rank import INFO
 from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.request import SamplingDefaults, ServiceClass
 from moestro.errors import PromptTooLongError, RequestError
-from moestro.server.request_builder import Arrival, ServedModel, chat_jobs, completion_jobs
+from moestro.server.request_builder import Arrival, ServedModel, completion_jobs, prepare_chat_ask
 from moestro.server.validation import parse_chat, parse_completion
 
 ARRIVAL = Arrival("cmpl-1", 42)
@@ -129,7 +129,7 @@ def test_biased_tokens_must_exist(model):
 def test_min_tokens_must_have_room_and_leave_a_token_to_come(model):
     body = b'{"messages": [{"role": "user", "content": "hi"}], "min_tokens": 4090}'
     with pytest.raises(RequestError, match=r"min_tokens must not exceed the 40.. tokens that fit into the context"):
-        chat_jobs(parse_chat(body), model, ARRIVAL)
+        prepare_chat_ask(parse_chat(body), model, ARRIVAL)
     small = dataclasses.replace(model, info=msgspec.structs.replace(INFO, vocab_size=60))
     with pytest.raises(RequestError, match="lists every token of the vocabulary"):
         requests(small, stop_token_ids=list(range(60)), min_tokens=1)
@@ -173,11 +173,11 @@ def test_prompt_and_answer_may_fill_the_context_and_not_one_token_more(model):
 
 
 def test_a_chat_without_a_limit_may_fill_the_context(model):
-    [job] = chat_jobs(parse_chat(b'{"messages": [{"role": "user", "content": "hi"}]}'), model, ARRIVAL)
+    [job] = prepare_chat_ask(parse_chat(b'{"messages": [{"role": "user", "content": "hi"}]}'), model, ARRIVAL).jobs
     assert job.request.num_total_tokens == 4096
     full = json.dumps({"messages": [{"role": "user", "content": "a b" * 4000}]}).encode()
     with pytest.raises(PromptTooLongError):
-        chat_jobs(parse_chat(full), model, ARRIVAL)
+        prepare_chat_ask(parse_chat(full), model, ARRIVAL)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_network_is_caught(model):

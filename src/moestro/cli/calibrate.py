@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from moestro.calibrate.settings import MODEL_GROUP, MeasuredModel, Measuring, Range
 from moestro.cli.app import app
 from moestro.cli.extras import require_extra
+from moestro.cli.loading import loading
 from moestro.model.settings import DEMO_MODEL
 
 
@@ -40,9 +41,10 @@ def calibrate(
     require_extra("serve", "moestro calibrate")
     from rich.console import Console
 
-    from moestro.calibrate.runner import CalibrateSettings
-    from moestro.calibrate.runner import calibrate as run
-    from moestro.server.checkpoint import locate_model
+    with loading("the engine"):
+        from moestro.calibrate.runner import CalibrateSettings
+        from moestro.calibrate.runner import calibrate as run
+        from moestro.server.checkpoint import locate_model
 
     settings = CalibrateSettings(
         checkpoint=str(locate_model(model)),

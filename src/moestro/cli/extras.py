@@ -8,8 +8,17 @@ from moestro.errors import ConfigError
 
 # Extra of pyproject.toml -> modules that its packages install.
 EXTRAS = {
-    "serve": ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "huggingface_hub", "jinja2"),
-    "tokenizer": ("transformers", "tokenizers", "huggingface_hub", "jinja2"),
+    "serve": (
+        "torch",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "accelerate",
+        "huggingface_hub",
+        "jinja2",
+        "llguidance",
+    ),
+    "tokenizer": ("transformers", "tokenizers", "huggingface_hub", "jinja2", "llguidance"),
     "plots": ("matplotlib",),
     "ray": ("ray",),
     "exact": ("scipy",),

@@ -6,16 +6,33 @@ import os
 import sys
 from collections.abc import Sequence
 
-from moestro.cli import bench, calibrate, explain, place, plan, replay, repro, route, serve, sim  # noqa: F401 each registers its verb
+from moestro.cli import (  # noqa: F401 each registers its verb
+    bench,
+    calibrate,
+    chat,
+    explain,
+    place,
+    plan,
+    replay,
+    repro,
+    route,
+    run_batch,
+    serve,
+    sim,
+)
 from moestro.cli.app import app
 from moestro.config.user_code import accept_user_code
+from moestro.config.vllm_flags import refuse_vllm_flags
 from moestro.errors import ConfigError, MoestroError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the `moestro` command. The exit status is 2 for an error in the settings and 1 for any other failure."""
     accept_user_code()
+    given = sys.argv[1:] if arguments is None else arguments
     try:
+        if given[:1] == ["serve"]:
+            refuse_vllm_flags(given[1:])
         app(arguments)
     except MoestroError as error:
         print(f"moestro: {error}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moestro.cli.app import app
 from moestro.cli.extras import install_command, is_installed
+from moestro.cli.loading import loading
 from moestro.planner.settings import (
     HardwareSettings,
     ObjectiveSettings,
@@ -34,7 +35,8 @@ def plan(
     """
     from rich.console import Console
 
-    from moestro.planner.verb import run_plan
+    with loading("the planner"):
+        from moestro.planner.verb import run_plan
 
     settings = PlanSettings(model=model, hardware=hardware, traffic=traffic, objectives=objectives, search=search)
     console = Console()

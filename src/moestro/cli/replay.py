@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from moestro.cli.app import app
 
 
 @app.command(name="replay")
-def replay_decisions(record: Path) -> None:
+def replay_decisions(
+    record: Path, *, policy: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
+) -> None:
     """Repeat every decision of a record; the exit status is 0 if all are equal, 1 if not.
 
     The record holds the router's whole input, so decisions differ only if Moestro or a policy's file has changed.
@@ -19,8 +24,16 @@ def replay_decisions(record: Path) -> None:
     ----------
     record
         A file of --record, of moestro route or of moestro serve.
+    policy
+        Decide by these routing policies instead, and say what changes: lmetric, bailian:hit_weight=0.5, FILE.py:NAME.
     """
     from rich.console import Console
+
+    if policy:
+        from moestro.cli.recorded.redecide import print_redecisions
+
+        print_redecisions(record, policy, Console(soft_wrap=True))
+        return
 
     from moestro.cli.recorded.replay import replay_record
 

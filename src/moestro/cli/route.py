@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moestro.cli.app import ORIGINS, app
 from moestro.cli.extras import require_extra
+from moestro.cli.loading import loading
 from moestro.config.config_sources import ConfigFlags, config_lines
 from moestro.gateway.settings import RouteSettings
 
@@ -23,7 +24,8 @@ def route(
     if source.print_config:
         print("\n".join(config_lines(flags, ORIGINS)))
         return
-    from moestro.gateway.server import route as run
+    with loading("the router"):
+        from moestro.gateway.server import route as run
 
     routing = flags.routing
     if routing.tokenizer is None:
@@ -32,7 +34,8 @@ def route(
         reading = text_prompt_reader(routing.text_block_bytes)
     else:  # the tokenizer's libraries take seconds to load
         require_extra("tokenizer", "--tokenizer")
-        from moestro.gateway.tokenized_blocks import tokenized_prompt_reader
+        with loading("the tokenizer"):
+            from moestro.gateway.tokenized_blocks import tokenized_prompt_reader
 
         reading = tokenized_prompt_reader(routing.tokenizer, routing.block_size)
     run(flags, reading)

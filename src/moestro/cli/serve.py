@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moestro.cli.app import ORIGINS, app
 from moestro.cli.extras import require_extra
+from moestro.cli.loading import loading
 from moestro.config.config_sources import ConfigFlags, config_lines
 from moestro.config.serve_settings import ServeSettings, with_derived
 
@@ -18,11 +21,29 @@ def serve(
     if source.print_config:
         print("\n".join(config_lines(settings, ORIGINS)))
         return
+    run_serve(settings)
+
+
+def run_serve(settings: ServeSettings, on_ready: Callable[[str], None] | None = None) -> None:
+    """Serve until a signal.
+
+    Args:
+        on_ready: Function that receives the server's URL once it takes requests, in place of the banner.
+
+    Raises:
+        ConfigError: The settings cannot be honoured, or a library is missing; the text says what to do.
+        EngineDiedError: No engine is left; the text is the cause.
+    """
     # A paced device without arithmetic computes nothing, so a tokenizer is enough.
     require_extra("tokenizer" if settings.pacing.paced_arithmetic == "none" else "serve", "moestro serve")
     if settings.launching.launcher == "ray":
         require_extra("ray", "--launcher ray")
-    from moestro.server.checkpoint import locate_model
-    from moestro.server.server import serve as run
+    with loading("the server"):
+        from moestro.server.checkpoint import locate_model
+        from moestro.server.server import serve as run
 
-    run(with_derived(settings, locate_model))
+    derived = with_derived(settings, locate_model)
+    if on_ready is None:
+        run(derived)
+    else:
+        run(derived, on_ready=on_ready)

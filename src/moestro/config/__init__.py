@@ -1,1 +1,1 @@
-"""Settings trees, the origin of each value, and facts about the machine."""
+"""Settings trees, the origin of each value, facts about the machine, and processes for independent jobs."""

@@ -12,6 +12,7 @@ from cyclopts import App, ArgumentCollection, Group, Parameter
 from cyclopts.config import Dict
 
 from moestro.config.config_file import read_config_file
+from moestro.config.vllm_flags import remedy_of
 from moestro.errors import ConfigError
 
 SECRETS = frozenset({"api_key", "engine_api_key", "admin_api_key"})
@@ -40,6 +41,11 @@ class ConfigFile:
         for entry in read_config_file(Path(option.tokens[-1].value).expanduser()):
             if entry.key.replace("_", "-") in _NOT_IN_FILES:
                 raise ConfigError(f"{entry.place}: {entry.key} is for the command line only")
+            flag = f"--{entry.key}".replace("_", "-")
+            remedy = remedy_of(flag)
+            if remedy is not None and not any(flag in argument.names for argument in arguments):
+                text = f"{entry.key} is a flag of vLLM and not supported, see docs/scope.md: {remedy}"
+                raise ConfigError(f"{entry.place}: {text}")
             Dict({entry.key: entry.value}, source=entry.place)(app, (), arguments)
 
 

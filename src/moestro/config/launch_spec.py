@@ -128,6 +128,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     paced: PacedSettings | None = None
     kv_events: KvEventsSettings | None = None
     records_events: bool = False  # whether the rank reports what its scheduler does
+    reports_cache: bool = False  # whether the rank reports which blocks enter and leave its prefix cache
     group: GroupSpec | None = None  # None means no group of mode `async`
     lock_step: LockStepSpec | None = None  # None means no group of mode `ep`
     beat_ms: int = 500  # time between heartbeats

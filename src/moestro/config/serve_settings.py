@@ -20,6 +20,7 @@ from moestro.model.settings import DEMO_MODEL, ModelSettings
 from moestro.placement.live_settings import LivePlacementSettings
 from moestro.placement.settings import ExpertLoadSettings
 from moestro.routing.settings import RoutePolicySettings
+from moestro.text.settings import ChatSettings
 from moestro.web.access_settings import AccessSettings
 
 
@@ -31,6 +32,7 @@ def _panel(name: str, text: str, sort_key: int) -> Parameter:
 _MODEL = _panel("Model", "The model, and how it is loaded.", 1)
 _SCHEDULING = _panel("Scheduling", "The contents of one step of one engine.", 3)
 _SERVER = _panel("Server", "The address of the server, and the access to it.", 4)
+_CHAT = _panel("Chats", "Chat templates, calls of tools, and reasoning.", 4)
 _PROCESSES = _panel("Engines", "The processes behind the API server.", 5)
 _GROUP = _panel("Workers", "The workers of --mode async.", 6)
 _PLACEMENT = _panel("Placement", "Where experts live while a group serves, in --mode ep and async.", 7)
@@ -46,6 +48,7 @@ class ServeSettings:
     scheduler: Annotated[SchedulerOptions, _SCHEDULING] = field(default_factory=SchedulerOptions)
     stepping: Annotated[SteppingSettings, _SCHEDULING] = field(default_factory=SteppingSettings)
     server: Annotated[ServerSettings, _SERVER] = field(default_factory=ServerSettings)
+    chat: Annotated[ChatSettings, _CHAT] = field(default_factory=ChatSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
     processes: Annotated[ProcessSettings, _PROCESSES] = field(default_factory=ProcessSettings)
     launching: Annotated[LauncherSettings, _PROCESSES] = field(default_factory=LauncherSettings)

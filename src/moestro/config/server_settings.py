@@ -32,6 +32,8 @@ class ServerSettings(CheckedSettings):
     "Append each request's way through all levels, without text, to this file: for moestro explain, replay and sim."
     record_max_size: Annotated[float, at_least(0)] = 16.0
     "GiB of the file at which --record ends, with one line in the log. A request takes about 5 kB."
+    strict_fields: bool = False
+    "Refuse a request with an unknown field with a 400. Unset: the answer has a Warning header that names the field."
     shutdown_timeout: Annotated[float, at_least(0)] = 10.0
     "Seconds in which running requests can finish after SIGTERM or Ctrl-C."
     write_timeout: Annotated[float, at_least(1)] = 60.0

@@ -1,25 +1,24 @@
-"""The HTTP API of `moestro serve`: one handler per path. `web/middleware.py` handles errors, keys and request ids."""
+"""The HTTP API of `moestro serve`: OpenAI's completions and models, and the routes of all other paths.
+
+`web/middleware.py` handles errors, keys and request ids.
+"""
 
 from __future__ import annotations
-
-import time
-import uuid
-from collections.abc import Callable
 
 import msgspec
 from aiohttp import web
 
+from moestro.server.agent_api import AgentApi
 from moestro.server.engine_client import EngineClient
-from moestro.server.generation import Generation
 from moestro.server.operations import Operations
 from moestro.server.protocol import ModelCard, ModelList
-from moestro.server.request_builder import Arrival, Prepared, ServedModel, prepare_chat, prepare_completion
-from moestro.server.responses import AnswerForm, ChatForm, CompletionForm, heading
-from moestro.server.sse import EventStream, UsageWanted, stream
+from moestro.server.request_builder import Prepared, ServedModel, prepare_chat, prepare_completion
+from moestro.server.request_runner import RequestRunner
+from moestro.server.responses import ChatForm, CompletionForm, Heading, heading
+from moestro.server.server_info import ServerInfo
+from moestro.server.sse import OpenAIEncoding
 from moestro.server.text_api import TextApi
-from moestro.server.traffic import Traffic
-from moestro.text.thread_pool import PrepareThreads
-from moestro.web.bodies import MAX_BODY_BYTES, Bodies
+from moestro.web.bodies import MAX_BODY_BYTES
 from moestro.web.prometheus import Exposition
 
 
@@ -36,71 +35,47 @@ class ApiServer:
     def __init__(self, engines: EngineClient, model: ServedModel, write_timeout_s: float) -> None:
         self._engines = engines
         self._model = model
-        self._write_timeout_s = write_timeout_s
-        self._bodies = Bodies()
-        self._threads = PrepareThreads()
-        self._chat_threads = PrepareThreads()  # A chat template may take seconds; completions do not wait for it.
-        self.traffic = Traffic()
+        self._runner = RequestRunner(engines, model, write_timeout_s)
+        self.traffic = self._runner.traffic
 
-    def app(self, exposition: Exposition) -> web.Application:
+    def app(self, exposition: Exposition, info: ServerInfo) -> web.Application:
         """Return the application, which runs behind `HttpMiddleware`."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
+        runner, model = self._runner, self._model
         app.add_routes(
             [
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{name:.+}", self.model),
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat),
-                *TextApi(self._model, self._bodies, self._chat_threads).routes(),
-                *Operations(self._engines, self.traffic, exposition).routes(),
+                *AgentApi(runner, model).routes(),
+                *TextApi(model, runner.bodies, runner.chat_threads).routes(),
+                *Operations(self._engines, self.traffic, exposition, info).routes(),
             ]
         )
         return app
 
     def close(self) -> None:
         """Stop the threads, and the processes that render chat templates."""
-        self._threads.close()
-        self._chat_threads.close()
+        self._runner.close()
         self._model.tokenizer.close()
 
     # --- generation
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """Handle POST /v1/completions."""
-        arrival = Arrival(f"cmpl-{uuid.uuid4().hex}", time.monotonic_ns())
-        prepared = await self._prepare(http, prepare_completion, arrival, self._threads)
-        form = CompletionForm(heading(arrival.answer_id, prepared.name, self._model.fingerprint), prepared.options)
-        return await self._answer(http, prepared, form)
+        prepared = await self._runner.prepare(http, "cmpl-", prepare_completion, self._runner.threads)
+        form = CompletionForm(self._heading(prepared), prepared.options)
+        return await self._runner.answer(http, prepared, form, OpenAIEncoding())
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """Handle POST /v1/chat/completions."""
-        arrival = Arrival(f"chatcmpl-{uuid.uuid4().hex}", time.monotonic_ns())
-        prepared = await self._prepare(http, prepare_chat, arrival, self._chat_threads)
-        form = ChatForm(heading(arrival.answer_id, prepared.name, self._model.fingerprint), prepared.options)
-        return await self._answer(http, prepared, form)
+        prepared = await self._runner.prepare(http, "chatcmpl-", prepare_chat, self._runner.chat_threads)
+        form = ChatForm(self._heading(prepared), prepared.options)
+        return await self._runner.answer(http, prepared, form, OpenAIEncoding())
 
-    async def _prepare(
-        self,
-        http: web.Request,
-        prepare: Callable[[bytes, ServedModel, Arrival], Prepared],
-        arrival: Arrival,
-        threads: PrepareThreads,
-    ) -> Prepared:
-        self.traffic.check_open()
-        self._engines.check_room()  # Before the body is decoded and tokenized, so that a refusal is cheap.
-        async with self._bodies.reading(http) as body:
-            return await threads.run(lambda: prepare(body, self._model, arrival))
-
-    async def _answer(self, http: web.Request, prepared: Prepared, form: AnswerForm) -> web.StreamResponse:
-        options = prepared.options
-        with (
-            self.traffic.answering(),
-            Generation(self._engines, self._model, prepared.jobs) as generation,
-        ):
-            if options.stream:
-                wanted = UsageWanted(options.include_usage, options.continuous_usage)
-                return await stream(EventStream(http, self._write_timeout_s), generation, form, wanted)
-            return _json(form.whole(await generation.all_pieces(), generation.usage()))
+    def _heading(self, prepared: Prepared) -> Heading:
+        return heading(prepared.answer_id, prepared.name, self._model.fingerprint)
 
     # --- models
 

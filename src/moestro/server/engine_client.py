@@ -18,7 +18,7 @@ from moestro.server.expert_loads import ExpertLoads
 from moestro.server.metrics import Metrics
 from moestro.server.rank_errors import RefusedByRankError
 from moestro.server.request_log import RequestLog
-from moestro.server.request_state import Inbox, Interrupted, RequestState
+from moestro.server.request_state import Inbox, Interrupted, PromptChoices, RequestState
 from moestro.web.errors import GenerationError, InternalError
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
 from moestro.wire.messages import (
@@ -38,6 +38,10 @@ from moestro.workload.request_record import RecordedRequest
 logger = logging.getLogger(__name__)
 
 
+_FAILED = {
+    FinishReason.NON_FINITE: "its logits are not finite (NaN or infinity)",
+    FinishReason.GRAMMAR: "its grammar is too complex there",
+}
 _MOST_NAMED = 8  # engines in a line of the log
 UNASSIGNED_S = 60.0  # Time that a request which lost its engine waits for another one, in seconds.
 
@@ -52,6 +56,7 @@ class EngineClient:
         now_ns: Clock of the requests' `arrival_ns`.
 
     Attributes:
+        follows_caches: Whether the engines report which blocks their prefix caches hold, because the router asks.
         on_answered: Callback for each request with a complete answer; None means no callback.
         loads: Load figures of each engine after its last step.
         phases: Phases of each engine's last start.
@@ -81,6 +86,7 @@ class EngineClient:
         self._causes: dict[int, MoestroError] = {}
         self.expert_loads = ExpertLoads(router.num_engines, self._ask_experts)
         self.log: RequestLog | None = None
+        self.follows_caches = router.num_engines > 1 and router.needs.hits
         self._is_up = [False] * router.num_engines
         self.loads = [IDLE] * router.num_engines
         self.phases: list[list[Phase]] = [[] for _ in range(router.num_engines)]
@@ -130,14 +136,28 @@ class EngineClient:
 
     # --- from the handlers
 
-    def submit(self, request: Request, inbox: Inbox) -> None:
+    def submit(self, request: Request, inbox: Inbox, choices: PromptChoices | None = None) -> None:
         """Send `request` to the engine that the router chooses, and deliver its outputs to `inbox`.
+
+        Args:
+            choices: All choices of the request's prompt; None means that it is the only one.
 
         Raises:
             NoEngineError: No engine is ready.
             QueueFullError: The waiting queue of every engine is full.
         """
-        self._requests[request.request_id] = RequestState(request, inbox, self._send_somewhere(request))
+        state = RequestState(request, inbox, self._send_somewhere(request))
+        if choices is not None:
+            state.choices = choices
+        self._requests[request.request_id] = state
+
+    def unused_id(self, request_id: str) -> str:
+        """Return `request_id`, with a number behind it if a running request has it."""
+        unused, number = request_id, 1
+        while unused in self._requests:
+            number += 1
+            unused = f"{request_id}~{number}"
+        return unused
 
     def check_room(self) -> None:
         """Raise the error that `submit` would raise now."""
@@ -219,6 +239,10 @@ class EngineClient:
         for engine, info in infos.items():
             self._is_up[engine] = True
             self._router.set_spec(engine, EngineSpec(num_blocks=info.num_blocks))
+            if self.follows_caches:
+                now_ns = self._now_ns()
+                self._router.kv_cleared(engine, now_ns)
+                self._router.kv_stored(engine, b"", now_ns)  # So that an empty cache counts as known.
             self._router.set_routable(engine, routable=True)
             if not self._ready[engine].done():
                 self._ready[engine].set_result(info)
@@ -232,6 +256,7 @@ class EngineClient:
                 self.loads[engine] = message.load
                 try:
                     self._router.report(engine, message.load, message.as_of_ns, now_ns)
+                    self._follow_cache(engine, message, now_ns)
                 finally:  # An error of the router must not lose the outputs.
                     for output in message.outputs:
                         with self._ending_on_error(output.request_id):
@@ -252,6 +277,13 @@ class EngineClient:
                 kind = ConfigError if message.is_config else EngineDiedError
                 self._causes[engine] = kind(message.cause)
                 self._take_down(engine)
+
+    def _follow_cache(self, engine: int, message: Outputs, now_ns: int) -> None:
+        """Pass on changes of the engine's prefix cache, before an output ends a prompt's claim on it."""
+        if message.removed:
+            self._router.kv_removed(engine, message.removed, now_ns)
+        if message.stored:
+            self._router.kv_stored(engine, message.stored, now_ns)
 
     def _take_report(self, engine: int, report: ExpertReport | EngineEvents) -> None:
         if isinstance(report, ExpertReport):
@@ -360,10 +392,10 @@ class EngineClient:
         state = self._requests.get(output.request_id)
         if state is None or state.engine != engine or not state.is_placed:
             return  # The request was aborted or interrupted while this output was in transit.
-        if output.finish_reason is FinishReason.NON_FINITE:
+        if output.finish_reason in _FAILED:
             logger.error(
-                "engine %d: request %s ended after %d tokens: its logits are not finite (NaN or infinity)",
-                engine, output.request_id, state.num_tokens,
+                "engine %d: request %s ended after %d tokens: %s",
+                engine, output.request_id, state.num_tokens, _FAILED[output.finish_reason],
             )  # fmt: skip
         else:
             if state.is_prefilling:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,8 +11,7 @@ from moestro.core.expert_table import ExpertTable, spread_evenly
 from moestro.server.coordinator import Coordinator
 from moestro.server.ep_migration import EpMigration
 from moestro.server.expert_signals import ExpertPlaces
-
-MachineOf = Callable[[int], str]  # name of the machine of a rank's process
+from moestro.server.machines import MachineOf, machine_numbers
 
 
 class LockStepExpertPlaces(ExpertPlaces):
@@ -39,9 +36,9 @@ class LockStepExpertPlaces(ExpertPlaces):
             self._table = spread_evenly(num_layers, num_experts, engines, self._num_engines)
         return self._table
 
-    def machines(self) -> NDArray[np.int64]:
+    def machines(self) -> NDArray[np.int32]:
         """Implement `ExpertPlaces.machines`."""
-        return _numbered([self._machine_of(engine) for engine in range(self._num_engines)])
+        return machine_numbers([self._machine_of(engine) for engine in range(self._num_engines)])
 
     def oldest_s(self) -> None:
         """Implement `ExpertPlaces.oldest_s`: the group computes in step, so no token waits in a queue."""
@@ -65,9 +62,9 @@ class AsyncExpertPlaces(ExpertPlaces):
         except ValueError:
             return None
 
-    def machines(self) -> NDArray[np.int64]:
+    def machines(self) -> NDArray[np.int32]:
         """Implement `ExpertPlaces.machines`."""
-        return _numbered([self._machine_of(worker) for worker in range(self._coordinator.num_places)])
+        return machine_numbers([self._machine_of(worker) for worker in range(self._coordinator.num_places)])
 
     def oldest_s(self) -> NDArray[np.float64]:
         """Implement `ExpertPlaces.oldest_s`."""
@@ -94,9 +91,3 @@ def places_of(
     if settings.stepping.mode != "ep":
         return None
     return LockStepExpertPlaces(settings.num_engines, machine_of, migration)
-
-
-def _numbered(names: Sequence[str]) -> NDArray[np.int64]:
-    """int64[names], the same number for the same name."""
-    _, numbers = np.unique(np.array(names), return_inverse=True)
-    return numbers

@@ -27,7 +27,8 @@ Floats = NDArray[np.float64]
 
 PERIOD_S = 2.0  # between questions: policies drop a figure after 5 s (FRESH_NS), so one late answer costs nothing
 # Visits count half after this time. It is long against the period, so that a few tokens do not turn the figures, and as
-# short as an answer, so that a change of the load or of the placement shows while it lasts.
+# short as an answer, so that a change of the load or of the placement shows while it lasts. For sessions of 20 to 180 s
+# the error is least at 5 to 10 s (`bench/simulator/pressure_constants.py`).
 HALF_LIFE_NS = 10_000_000_000
 
 
@@ -42,8 +43,8 @@ class ExpertPlaces(Protocol):
         """
         ...
 
-    def machines(self) -> NDArray[np.int64]:
-        """int64[workers], number of each worker's machine."""
+    def machines(self) -> NDArray[np.int32]:
+        """int32[workers], number of each worker's machine."""
         ...
 
     def oldest_s(self) -> Floats | None:

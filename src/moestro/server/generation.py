@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import msgspec
@@ -14,9 +14,10 @@ from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.errors import RequestError
 from moestro.server.engine_client import EngineClient
 from moestro.server.logprobs import Score, first_score, score_of
-from moestro.server.protocol import PromptTokensDetails, Usage
+from moestro.server.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
 from moestro.server.request_builder import Job, ServedModel
-from moestro.server.request_state import Inbox, Interrupted
+from moestro.server.request_state import Inbox, Interrupted, PromptChoices
+from moestro.text.answer_parser import ChatPart
 from moestro.text.stop_strings import StopFinder
 from moestro.text.tokenizer import CONTEXT_TOKENS, Tokenizer
 from moestro.web.errors import GenerationError
@@ -29,8 +30,12 @@ class Piece:
     Attributes:
         text: New text; may be empty.
         finish_reason: Reason for the end of the choice; None means that more pieces follow.
+        stop_reason: Stop string, or the client's stop token, that ended the choice.
         scores: Scores of the new tokens, shown or not, after those of an echoed prompt; None means not requested.
         prompt_scores: Scores of the prompt's tokens, if `prompt_logprobs` requests them.
+        token_ids: New tokens, shown or not; None means not requested.
+        prompt_token_ids: Tokens of the prompt, with the first piece of a choice that requests them.
+        parts: Parsed parts of a chat's text; None means that all text is content.
     """
 
     index: int
@@ -38,10 +43,17 @@ class Piece:
     finish_reason: str | None
     scores: tuple[Score, ...] | None = None
     prompt_scores: tuple[Score, ...] | None = None
+    stop_reason: str | int | None = None
+    token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    parts: tuple[ChatPart, ...] | None = None
 
 
 class _Choice:
-    """One sequence as the client sees it. Counts generated tokens, including a stop token, which is not shown."""
+    """One sequence as the client sees it. Counts generated tokens, including a stop token, which is not shown.
+
+    The state of the parsers is here, so that an answer that another engine resumes is parsed on.
+    """
 
     def __init__(self, index: int, job: Job, tokenizer: Tokenizer) -> None:
         self.index = index
@@ -49,9 +61,14 @@ class _Choice:
         self.num_generated = 0
         self.num_cached = 0
         self._token_ids = array("i")
+        self.num_reasoning = 0
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(job.request.token_array()[-CONTEXT_TOKENS:].tolist())
-        self._stops = StopFinder(job.stop)
+        self._parser = None if job.answers is None else job.answers.parser()
+        self._parts: list[ChatPart] = []
+        self._detokenizer = tokenizer.detokenizer(
+            job.request.token_array()[-CONTEXT_TOKENS:].tolist(), _shown_special_ids(job, tokenizer)
+        )
+        self._stops = StopFinder(job.stop, keeps_stop=job.keeps_stop)
         self._num_chars = 0  # Length of the decoded text, including stop strings and held-back text.
         self._has_begun = False
 
@@ -59,28 +76,53 @@ class _Choice:
         """Convert an output's tokens to text. A stop string ends the choice; the tokens after it are discarded."""
         if not self._token_ids:  # An engine that resumes the answer may have cached more, or less, of the prompt.
             self.num_cached = output.num_cached_tokens
+        is_first = not self._token_ids
         self._token_ids.extend(output.token_ids)
+        num_before = self.num_generated
         prompt_scores = self._score_prompt(output.prompt_logprobs)
         text, scores = self._begin(prompt_scores)
+        text += self._text_of(output, scores)
         reason: str | None = output.finish_reason
-        is_stopped = output.finish_reason is FinishReason.STOP
+        if output.finish_reason is not None:
+            text += self._parsed(self._show(self._detokenizer.flush()) + self._stops.flush())
+        if self._stops.found is not None:
+            reason = FinishReason.STOP
+        parts, reason = self._take_parts(reason)
+        job = self.job
+        wants_scores, wants_ids = job.request.sampling.logprobs is not None, job.returns_token_ids
+        return Piece(
+            self.index,
+            text,
+            reason,
+            tuple(scores) if wants_scores else None,
+            prompt_scores if job.prompt_logprobs is not None else None,
+            self._stop_reason(output),
+            output.token_ids[: self.num_generated - num_before] if wants_ids else None,
+            tuple(job.request.token_array().tolist()) if wants_ids and is_first else None,
+            parts,
+        )
+
+    def _text_of(self, output: Output, scores: list[Score]) -> str:
+        """Return the text of the new tokens, count them, and add their scores to `scores`."""
+        text = ""
+        hides_last = output.finish_reason is FinishReason.STOP and not self.job.keeps_stop
         entries: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
         for i, (token_id, entry) in enumerate(zip(output.token_ids, entries, strict=True), 1):
             self.num_generated += 1
             if entry is not None:
                 scores.append(score_of(entry, self._num_chars, self._tokenizer.token_texts))
-            if is_stopped and i == len(output.token_ids):
+            if hides_last and i == len(output.token_ids):
                 break  # The stop token is counted and not shown.
-            text += self._show(self._detokenizer.push(token_id))
+            text += self._parsed(self._show(self._detokenizer.push(token_id)))
             if self._stops.found is not None:
                 break
-        if output.finish_reason is not None:
-            text += self._show(self._detokenizer.flush()) + self._stops.flush()
-        if self._stops.found is not None:
-            reason = FinishReason.STOP
-        wants = self.job.request.sampling.logprobs is not None
-        shown_apart = prompt_scores if self.job.prompt_logprobs is not None else None
-        return Piece(self.index, text, reason, tuple(scores) if wants else None, shown_apart)
+        return text
+
+    def _stop_reason(self, output: Output) -> str | int | None:
+        if self._stops.found is not None or output.finish_reason is not FinishReason.STOP:
+            return self._stops.found
+        last = output.token_ids[-1]
+        return last if last in self.job.stop_token_ids else None
 
     def resumed(self) -> Request:
         """Return the request with all tokens of its answer so far, for another engine to continue."""
@@ -98,11 +140,30 @@ class _Choice:
         self._num_chars += len(text)
         return self._stops.push(text, look=self.num_generated > self.job.request.sampling.min_tokens)
 
+    def _parsed(self, text: str) -> str:
+        """Pass the text of one token to the parser, and count the token if it is within the reasoning."""
+        if self._parser is not None:
+            was_reasoning = self._parser.is_reasoning
+            self._parts += self._parser.feed(text)
+            self.num_reasoning += was_reasoning and self._parser.is_reasoning
+        return text
+
+    def _take_parts(self, reason: str | None) -> tuple[tuple[ChatPart, ...] | None, str | None]:
+        """Return the new parts, and the reason that the client gets for the end of the choice."""
+        if self._parser is None:
+            return None, reason
+        if reason is not None:
+            self._parts += self._parser.finish()
+            reason = self._parser.finish_reason(reason)
+        parts, self._parts = tuple(self._parts), []
+        return parts, reason
+
     def _score_prompt(self, entries: Sequence[TokenLogprobs] | None) -> tuple[Score, ...] | None:
         """Return the scores of the prompt's tokens, with offsets into the text that these tokens spell."""
         if entries is None:
             return None
-        texts, spelling = self._tokenizer.token_texts, self._tokenizer.detokenizer([])
+        shown = self._tokenizer.special_ids if self.job.echo_has_special_tokens else frozenset[int]()
+        texts, spelling = self._tokenizer.token_texts, self._tokenizer.detokenizer([], shown)
         first, *rest = self.job.request.token_array().tolist()
         scores, num_chars = [first_score(first, texts)], len(spelling.push(first))
         for token_id, entry in zip(rest, entries, strict=True):
@@ -130,14 +191,18 @@ class Generation:
         self._engines = engines
         self._model = model
         self._inbox: Inbox = asyncio.Queue()
-        self._choices = [_Choice(i, job, model.tokenizer) for i, job in enumerate(jobs)]
+        self._choices = [_Choice(i, _with_unused_id(job, engines), model.tokenizer) for i, job in enumerate(jobs)]
         self._collected: list[list[Piece]] = [[] for _ in jobs]
         self._running = {choice.job.request.request_id: choice for choice in self._choices}
 
     def __enter__(self) -> Generation:
+        siblings = PromptChoices()
         try:
             for choice in self._choices:
-                self._engines.submit(choice.job.request, self._inbox)
+                if not choice.job.is_copy:
+                    siblings = PromptChoices()
+                siblings.num_choices += 1
+                self._engines.submit(choice.job.request, self._inbox, siblings)
         except BaseException:
             self._stop_all()
             raise
@@ -161,14 +226,8 @@ class Generation:
             if isinstance(event, Interrupted):
                 self._move(event)
                 continue
-            if event.finish_reason is FinishReason.ERROR:
-                raise GenerationError("The engine failed on this request; its log says why.", code="engine_error")
-            if event.finish_reason is FinishReason.NON_FINITE:
-                raise GenerationError(
-                    "The model's logits are not finite (NaN or infinity) after these tokens, so that there is no next"
-                    " token. A retry will likely fail in the same way: change the prompt, or contact the operator.",
-                    code=event.finish_reason,
-                )
+            if (failure := _failure(event.finish_reason)) is not None:
+                raise failure
             choice = self._running.get(event.request_id)
             if choice is None:
                 continue  # This output came after a stop string, before the engine received the abort.
@@ -197,7 +256,11 @@ class Generation:
         prompt = sum(choice.job.request.num_prompt_tokens for choice in prompts)
         generated = sum(choice.num_generated for choice in self._choices)
         cached = sum(choice.num_cached for choice in prompts)
-        return Usage(prompt, generated, prompt + generated, PromptTokensDetails(cached))
+        usage = Usage(prompt, generated, prompt + generated, PromptTokensDetails(cached))
+        if self._model.chat.reasoning is not None:
+            reasoning = sum(choice.num_reasoning for choice in self._choices)
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning)
+        return usage
 
     def _move(self, interrupted: Interrupted) -> None:
         """Move a choice whose engine has ended to another engine.
@@ -240,7 +303,50 @@ class Generation:
         self._running.clear()
 
 
+def _failure(reason: FinishReason | None) -> RequestError | None:
+    """Return the error of an answer that its engine could not complete; None means that `reason` is no failure."""
+    match reason:
+        case FinishReason.ERROR:
+            return GenerationError("The engine failed on this request; its log says why.", code="engine_error")
+        case FinishReason.NON_FINITE:
+            return GenerationError(
+                "The model's logits are not finite (NaN or infinity) after these tokens, or the request excludes all"
+                " tokens, so that there is no next token. A retry will likely fail in the same way: change the prompt,"
+                " or contact the operator.",
+                code=reason,
+            )
+        case FinishReason.GRAMMAR:
+            text = "The grammar is too complex to be followed after these tokens. Send a simpler one."
+            return RequestError(text, code=reason)
+    return None
+
+
 def _join(parts: Sequence[Piece]) -> Piece:
     first, last = parts[0], parts[-1]
-    scores = None if first.scores is None else tuple(score for part in parts for score in part.scores or ())
-    return Piece(first.index, "".join(part.text for part in parts), last.finish_reason, scores, first.prompt_scores)
+    parsed = None if first.parts is None else tuple(part for piece in parts for part in piece.parts or ())
+    return Piece(
+        first.index,
+        "".join(part.text for part in parts),
+        last.finish_reason,
+        None if first.scores is None else tuple(score for part in parts for score in part.scores or ()),
+        first.prompt_scores,
+        last.stop_reason,
+        None if first.token_ids is None else tuple(token_id for part in parts for token_id in part.token_ids or ()),
+        first.prompt_token_ids,
+        parsed,
+    )
+
+
+def _shown_special_ids(job: Job, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the special tokens whose text is kept: on request all of them, else those that the parsers look for."""
+    if job.keeps_special_tokens:
+        return tokenizer.special_ids
+    return frozenset() if job.answers is None else tokenizer.special_ids_of(job.answers.markers)
+
+
+def _with_unused_id(job: Job, engines: EngineClient) -> Job:
+    """Return the job under an id that no running request has: a client may give one id to several requests."""
+    request_id = engines.unused_id(job.request.request_id)
+    if request_id == job.request.request_id:
+        return job
+    return replace(job, request=msgspec.structs.replace(job.request, request_id=request_id))

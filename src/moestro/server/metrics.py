@@ -22,7 +22,7 @@ _WHOLE_S = (
     *(1920.0, 7680.0),
 )
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 ByClass = dict[ServiceClass, Histogram]
 
@@ -39,7 +39,12 @@ class EngineMetrics:
         gap_s, whole_s: ITL and E2E latency, in seconds.
         queue_s: Time from arrival to admission by service class, in seconds.
         prefill_s, decode_s: Time from admission to the first output, and from the first to the last token, in seconds.
+        inference_s: Time from admission to the last token, in seconds.
         prompt_tokens, generation_tokens: Number of tokens of each finished request.
+        computed_tokens: Number of prompt tokens of each finished request that no cache had.
+        max_tokens: Limit of generated tokens of each finished request.
+        num_choices, longest_choice: Number of choices of each finished prompt, and tokens of the longest of them.
+        num_cached_tokens: Number of prompt tokens that came from a cache.
         num_prompt_tokens: Number of prompt tokens of requests with a first output.
         num_generated_tokens: Number of tokens received from the engine, shown or not.
         ended: Number of ended requests by finish reason.
@@ -49,7 +54,8 @@ class EngineMetrics:
     """
 
     __slots__ = (
-        "decode_s", "ended", "first_token_s", "gap_s", "generation_tokens", "mean_gap_s", "num_generated_tokens",
+        "computed_tokens", "decode_s", "ended", "first_token_s", "gap_s", "generation_tokens", "inference_s",
+        "longest_choice", "max_tokens", "mean_gap_s", "num_cached_tokens", "num_choices", "num_generated_tokens",
         "num_moved", "num_prompt_tokens", "num_restarts", "num_stalls", "num_streams_resumed", "prefill_s",
         "prompt_tokens", "queue_s", "whole_s",
     )  # fmt: skip
@@ -62,8 +68,14 @@ class EngineMetrics:
         self.queue_s = _by_class(_WHOLE_S)
         self.prefill_s = Histogram(_WHOLE_S)
         self.decode_s = Histogram(_WHOLE_S)
+        self.inference_s = Histogram(_WHOLE_S)
         self.prompt_tokens = Histogram(_TOKENS)
         self.generation_tokens = Histogram(_TOKENS)
+        self.computed_tokens = Histogram(_TOKENS)
+        self.max_tokens = Histogram(_TOKENS)
+        self.num_choices = Histogram(_CHOICES)
+        self.longest_choice = Histogram(_TOKENS)
+        self.num_cached_tokens = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.ended = dict.fromkeys(FinishReason, 0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
+from moestro.server.docs_api import docs_routes
 from moestro.server.engine_client import EngineClient
+from moestro.server.server_info import ServerInfo
 from moestro.server.traffic import Traffic
 from moestro.web.probes import HEALTH_PATHS, READY_PATHS, VERSION_BODY, probe_status
 from moestro.web.prometheus import CONTENT_TYPE, Exposition
@@ -14,8 +16,9 @@ from moestro.web.prometheus import CONTENT_TYPE, Exposition
 class Operations:
     """Handles requests of operators from the API server's own state, without waiting for an engine."""
 
-    def __init__(self, engines: EngineClient, traffic: Traffic, exposition: Exposition) -> None:
+    def __init__(self, engines: EngineClient, traffic: Traffic, exposition: Exposition, info: ServerInfo) -> None:
         self._engines = engines
+        self._info = info
         self._traffic = traffic
         self._exposition = exposition
 
@@ -27,6 +30,8 @@ class Operations:
             web.get("/version", self.version),
             web.get("/load", self.load),
             web.get("/metrics", self.metrics),
+            web.get("/server_info", self.server_info),
+            *docs_routes(),
         ]
 
     async def probe(self, http: web.Request) -> web.Response:
@@ -37,6 +42,10 @@ class Operations:
     async def version(self, _http: web.Request) -> web.Response:
         """Handle GET /version."""
         return web.Response(body=VERSION_BODY, content_type="application/json")
+
+    async def server_info(self, _http: web.Request) -> web.Response:
+        """Handle GET /server_info."""
+        return web.Response(body=msgspec.json.encode(self._info), content_type="application/json")
 
     async def load(self, _http: web.Request) -> web.Response:
         """Handle GET /load: the number of running requests, and the last load figures of each engine."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
 from moestro.server.ep_migration import EpMigration
+from moestro.server.machines import MachineOf
 from moestro.server.placement_view import GroupPlaces, PlaceableGroup, group_places
 
 ELSEWHERE = -1  # the worker of an engine that has no place for experts
 
 
 def lock_step_group(migration: EpMigration, num_engines: int, engines: EngineClient) -> PlaceableGroup:
-    """Return the group of mode `ep`, in which each engine holds experts."""
+    """Return the group of mode `ep`, in which each engine holds experts. It is on one machine (`docs/machines.md`)."""
     places = group_places(range(num_engines), range(num_engines))
     return PlaceableGroup(
         migration=migration,
@@ -22,16 +23,22 @@ def lock_step_group(migration: EpMigration, num_engines: int, engines: EngineCli
     )
 
 
-def async_group(coordinator: Coordinator) -> PlaceableGroup:
+def async_group(coordinator: Coordinator, machine_of: MachineOf) -> PlaceableGroup:
     """Return the group of mode `async`. Tables have a row for each place from the first one that can have experts on.
 
     Its attention workers choose among copies by queues and distance, so shares of a table mean nothing to them.
+
+    Args:
+        coordinator: Knows the workers of the group.
+        machine_of: Names the machine of each worker's process. A restarted worker may be on another one.
     """
 
     def places() -> GroupPlaces:
-        first = coordinator.table.first
-        holders = [worker - first for worker in coordinator.present if worker >= first]
-        return group_places(holders, [ELSEWHERE if first else home for home in range(coordinator.num_homes)])
+        first, homes = coordinator.table.first, range(coordinator.num_homes)
+        holders = [worker for worker in coordinator.present if worker >= first]
+        machines = [machine_of(worker) for worker in holders], [machine_of(home) for home in homes]
+        sources = [ELSEWHERE if first else home for home in homes]
+        return group_places([worker - first for worker in holders], sources, machines)
 
     return PlaceableGroup(
         migration=coordinator.migration,

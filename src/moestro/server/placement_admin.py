@@ -110,8 +110,8 @@ class PlacementAdmin:
 
     def _shown(self, *, has_arrays: bool) -> web.Response:
         self._control.tick(self._loop.now_ns())  # A migration may have ended since the last look.
-        workers = self._loop.view.group.places().holders.tolist()
-        return _json(placement_view(self._control, workers, self._loop.now_ns(), has_arrays=has_arrays))
+        places = self._loop.view.group.places()
+        return _json(placement_view(self._control, places, self._loop.now_ns(), has_arrays=has_arrays))
 
 
 class NoPlacementAdmin:

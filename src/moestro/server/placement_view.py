@@ -12,6 +12,7 @@ from moestro.config.serve_settings import ServeSettings
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.cost.gpus import gpu_named
+from moestro.cost.links import link_named
 from moestro.cost.named_parts import link_within, read_network
 from moestro.cost.networks import NetworkShape
 from moestro.placement.devices import Devices, PlaceLimits, PlacePrices
@@ -19,6 +20,7 @@ from moestro.placement.placement_file import table_of_contents
 from moestro.placement.prices import place_prices
 from moestro.placement.registry import PlacementError, PlaceView
 from moestro.placement.slots import in_slots_of
+from moestro.server.machines import machine_numbers
 from moestro.server.migration import Migration
 
 _DEFAULT_GPU = "h100"  # as in `moestro place`
@@ -31,13 +33,14 @@ class LivePrices:
 
     Attributes:
         network: Sizes of the model.
-        gpu, link: Names of the GPU and of the link between GPUs whose figures hold.
+        gpu, link, link_across: Names of the GPU, and of the links between GPUs within a machine and between machines.
         prices: The prices.
     """
 
     network: NetworkShape
     gpu: str
     link: str
+    link_across: str
     prices: PlacePrices
 
 
@@ -58,10 +61,11 @@ def live_prices(settings: ServeSettings, dtype: str) -> LivePrices:
     gpu = gpu_named(live.placement_gpu or name)
     link = link_within(live.placement_link or link_name, gpu, "--placement-link")
     network = read_network(paced.network if paced is not None and is_priced else settings.model.model)
-    prices = place_prices(network, gpu, link, link)
+    across = link_named(live.placement_link_across)
+    prices = place_prices(network, gpu, link, across)
     if not is_priced and network.experts is not None and network.experts.bytes_per_weight == 2:
         prices = replace(prices, expert_bytes=prices.expert_bytes * _BYTES.get(dtype, 2) // 2)
-    return LivePrices(network=network, gpu=gpu.name, link=link.name, prices=prices)
+    return LivePrices(network=network, gpu=gpu.name, link=link.name, link_across=across.name, prices=prices)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,10 +75,14 @@ class GroupPlaces:
     Attributes:
         holders: int64[holders], workers with slots for experts, as indices into tables, in ascending order.
         sources: Worker of each engine.
+        holder_machines: int32[holders], machine of each holder.
+        source_machines: int32[engines], machine of each engine.
     """
 
     holders: NDArray[np.int64]
     sources: tuple[int, ...]
+    holder_machines: NDArray[np.int32]
+    source_machines: NDArray[np.int32]
 
     @property
     def sources_hold(self) -> bool:
@@ -82,9 +90,21 @@ class GroupPlaces:
         return bool(np.isin(self.sources, self.holders).all())
 
 
-def group_places(holders: Sequence[int], sources: Sequence[int]) -> GroupPlaces:
-    """Return the places of a group whose workers are given by their numbers."""
-    return GroupPlaces(np.array(sorted(holders), np.int64), tuple(sources))
+def group_places(
+    holders: Sequence[int], sources: Sequence[int], machines: tuple[Sequence[str], Sequence[str]] | None = None
+) -> GroupPlaces:
+    """Return the places of a group whose workers are given by their numbers.
+
+    Args:
+        holders: Workers with slots for experts.
+        sources: Worker of each engine.
+        machines: Names of the machines of the holders, and of the engines. None means one machine.
+    """
+    of_holders, of_sources = machines or ([""] * len(holders), [""] * len(sources))
+    numbers = machine_numbers([*of_holders, *of_sources])
+    order = np.argsort(np.array(holders, np.int64))
+    held = numbers[: len(holders)]
+    return GroupPlaces(np.array(holders, np.int64)[order], tuple(sources), held[order], numbers[len(holders) :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +166,9 @@ class GroupView:
     def view(self, load: ExpertLoad, table: ExpertTable, places: GroupPlaces) -> PlaceView:
         """Return the view of the workers that hold experts.
 
-        Where engines have no experts, every row travels, whatever the placement; its source then counts as spread over
-        all workers with experts, and a row costs the same on each of them.
+        Where engines have no experts, every row travels. The tokens of an engine then count as spread over the workers
+        with experts on its machine, or over all of them where its machine has none; a row within a machine costs the
+        same whether it stays on the worker or not.
 
         Raises:
             PlacementError: The load has other layers or experts than the table.
@@ -164,9 +185,9 @@ class GroupView:
             source_on = np.searchsorted(places.holders, places.sources).astype(np.int32)
         else:
             source_on = np.arange(num_holders, dtype=np.int32)
-            load = replace(load, tokens=np.repeat(load.total[None] / num_holders, num_holders, axis=0))
+            load = replace(load, tokens=_spread(load.tokens, places))
             prices = replace(prices, row_s=(prices.row_s[1], *prices.row_s[1:]))
-        return PlaceView(load, part, _devices(part, source_on), prices, self._limits)
+        return PlaceView(load, part, _devices(part, source_on, places), prices, self._limits)
 
     def table_of(self, contents: object, table: ExpertTable) -> ExpertTable:
         """Return the table of all workers that a file's contents describe.
@@ -180,7 +201,7 @@ class GroupView:
         """
         places = self.group.places()
         part = part_of(table, places)
-        devices = _devices(part, np.arange(len(places.holders), dtype=np.int32))
+        devices = _devices(part, np.arange(len(places.holders), dtype=np.int32), places)
         found = table_of_contents(contents, devices, self.group.layers(), table.num_experts)
         shares = found.shares if self.group.has_shares else None
         live = replace(
@@ -189,11 +210,19 @@ class GroupView:
         return whole_of(live, table, places)
 
 
-def _devices(part: ExpertTable, source_on: NDArray[np.int32]) -> Devices:
-    """Return equal devices on one machine, each with all slots of the table."""
+def _spread(tokens: NDArray[np.float64], places: GroupPlaces) -> NDArray[np.float64]:
+    """Return float64[holders, layers, experts]: the tokens of each engine, divided among the holders on its machine."""
+    is_near = places.holder_machines[:, None] == places.source_machines
+    divided = (is_near | ~is_near.any(axis=0)).astype(np.float64)
+    spread: NDArray[np.float64] = np.einsum("hs,sle->hle", divided / divided.sum(axis=0), tokens)
+    return spread
+
+
+def _devices(part: ExpertTable, source_on: NDArray[np.int32], places: GroupPlaces) -> Devices:
+    """Return devices of equal speed, each with all slots of the table."""
     num_workers, _, num_slots = part.logical_of.shape
     return Devices(
-        node_of=np.zeros(num_workers, np.int32),
+        node_of=places.holder_machines,
         num_slots=np.full(num_workers, num_slots, np.int32),
         is_alive=part.is_alive,
         speed=np.ones(num_workers),

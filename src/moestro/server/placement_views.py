@@ -6,12 +6,13 @@ import msgspec
 import numpy as np
 
 from moestro.core.clock import NS_PER_S
+from moestro.core.near_experts import OTHER_NODE, SAME_NODE
 from moestro.placement.payback import Payback
 from moestro.placement.placement_file import figures
 from moestro.placement.score import NOT_HELD
 from moestro.server.placement_control import PlacementControl
 from moestro.server.placement_plan import PlacementPlan
-from moestro.server.placement_view import GroupView, LivePrices
+from moestro.server.placement_view import GroupPlaces, GroupView, LivePrices
 
 
 class ProgressView(msgspec.Struct, kw_only=True):
@@ -38,19 +39,24 @@ class PricesView(msgspec.Struct, kw_only=True):
     """Prices by which plans are judged.
 
     Attributes:
-        network, gpu, link: Whose figures these are; they are priced, not measured.
-        token_s, expert_s, row_s: Seconds of a token at an expert, of an activated expert, and of a row between workers.
-        expert_bytes, move_s: Weights of one expert in one layer, and the seconds in which they move.
+        network, gpu, link, link_across: Whose figures these are; they are priced, not measured.
+        token_s, expert_s: Seconds of a token at an expert, and of an activated expert.
+        row_s, row_across_s: Seconds of a row between workers of a machine, and between machines.
+        expert_bytes: Weights of one expert in one layer.
+        move_s, move_across_s: Seconds in which they move, within a machine and between machines.
     """
 
     network: str
     gpu: str
     link: str
+    link_across: str
     token_s: float
     expert_s: float
     row_s: float
+    row_across_s: float
     expert_bytes: int
     move_s: float
+    move_across_s: float
 
 
 class PlanView(msgspec.Struct, kw_only=True):
@@ -93,6 +99,7 @@ class PlacementView(msgspec.Struct, kw_only=True):
     Attributes:
         policy: Policy that plans by itself, or none.
         workers: Workers that hold experts, as numbers in the table.
+        machines: Machine of each of them, as a number from 0.
         num_slots: Slots of a worker in a layer.
         balance_of_sums, mean_balance: Balance of the present placement under the last load, as vLLM and as SGLang
             define it; None means that nothing was counted.
@@ -114,6 +121,7 @@ class PlacementView(msgspec.Struct, kw_only=True):
     num_layers: int
     num_experts: int
     workers: list[int]
+    machines: list[int]
     num_slots: int
     balance_of_sums: float | None
     mean_balance: float | None
@@ -133,15 +141,20 @@ class PlacementView(msgspec.Struct, kw_only=True):
 
 def prices_view(prices: LivePrices) -> PricesView:
     """Return prices as operators see them."""
+    costs = prices.prices
+    _, within, across = costs.move_bytes_per_s
     return PricesView(
         network=prices.network.name,
         gpu=prices.gpu,
         link=prices.link,
-        token_s=prices.prices.token_s,
-        expert_s=prices.prices.expert_s,
-        row_s=prices.prices.row_s[1],
-        expert_bytes=prices.prices.expert_bytes,
-        move_s=prices.prices.expert_bytes / prices.prices.move_bytes_per_s[1],
+        link_across=prices.link_across,
+        token_s=costs.token_s,
+        expert_s=costs.expert_s,
+        row_s=costs.row_s[SAME_NODE],
+        row_across_s=costs.row_s[OTHER_NODE],
+        expert_bytes=costs.expert_bytes,
+        move_s=costs.expert_bytes / within,
+        move_across_s=costs.expert_bytes / across,
     )
 
 
@@ -177,12 +190,12 @@ def plan_view(plan: PlacementPlan, view: GroupView, horizon_steps: float, *, has
     )
 
 
-def placement_view(control: PlacementControl, workers: list[int], now_ns: int, *, has_arrays: bool) -> PlacementView:
+def placement_view(control: PlacementControl, places: GroupPlaces, now_ns: int, *, has_arrays: bool) -> PlacementView:
     """Return the state of live placement as operators see it.
 
     Args:
         control: The state.
-        workers: Workers that hold experts.
+        places: Workers that hold experts, and their machines.
         now_ns: Time.
         has_arrays: Whether to list all slots.
     """
@@ -197,7 +210,8 @@ def placement_view(control: PlacementControl, workers: list[int], now_ns: int, *
         table_version=table.version,
         num_layers=table.logical_of.shape[1],
         num_experts=table.num_experts,
-        workers=workers,
+        workers=places.holders.tolist(),
+        machines=places.holder_machines.tolist(),
         num_slots=table.logical_of.shape[2],
         balance_of_sums=None if score is None else score.balance_of_sums,
         mean_balance=None if score is None else score.mean_balance,

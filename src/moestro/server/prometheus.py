@@ -55,6 +55,12 @@ class Sources:
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("prompt_tokens", "Prompt tokens of requests with a first output.", lambda m: m.num_prompt_tokens),
     ("generation_tokens", "Tokens generated.", lambda m: m.num_generated_tokens),
+    ("prompt_tokens_cached", "Prompt tokens that came from a cache.", lambda m: m.num_cached_tokens),
+    (
+        "corrupted_requests",
+        "Requests that ended because their logits were not finite.",
+        lambda m: m.ended[FinishReason.NON_FINITE],
+    ),
 )
 _CLASS_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], ByClass]], ...] = (
     ("time_to_first_token_seconds", "Time from a request's arrival to its first token.", lambda m: m.first_token_s),
@@ -80,7 +86,28 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] =
     ),
     ("request_prompt_tokens", "Prompt tokens of each finished request.", lambda m: m.prompt_tokens),
     ("request_generation_tokens", "Generated tokens of each finished request.", lambda m: m.generation_tokens),
+    ("request_inference_time_seconds", "Time from admission to the last token.", lambda m: m.inference_s),
+    (
+        "request_prefill_kv_computed_tokens",
+        "Prompt tokens of each finished request that no cache had.",
+        lambda m: m.computed_tokens,
+    ),
+    ("request_params_max_tokens", "Limit of generated tokens of each finished request.", lambda m: m.max_tokens),
+    ("request_params_n", "Number of choices of each finished prompt.", lambda m: m.num_choices),
+    (
+        "request_max_num_generation_tokens",
+        "Generated tokens of the longest choice of each finished prompt.",
+        lambda m: m.longest_choice,
+    ),
 )
+# Sources of prompt tokens by vLLM's names.
+_SOURCES: tuple[tuple[str, Callable[[EngineMetrics], float]], ...] = (
+    ("local_compute", lambda m: m.num_prompt_tokens - m.num_cached_tokens),
+    ("local_cache_hit", lambda m: m.num_cached_tokens),
+)
+# vLLM's reasons of requests that wait. Nothing but a lack of capacity makes a request wait here.
+_WAITING_REASONS = ("capacity", "deferred")
+_QUEUE_FULL = "queue_full"  # Code of the refusal that vLLM counts as a rejection.
 _OWN_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("engine_restarts", "Restarts of the engine's process.", lambda m: m.num_restarts),
     ("engine_stalls", "Stalls of the engine: it has requests and makes no step.", lambda m: m.num_stalls),
@@ -126,6 +153,9 @@ class ServerCollector(Collector):
                 yield self._histogram_by_class(f"{prefix}:{name}", text, map(by_class_of, engines))
         for name, text, histogram_of in _HISTOGRAMS:
             yield self._histogram(f"{prefix}:{name}", text, map(histogram_of, engines))
+        yield self._by_source(f"{prefix}:prompt_tokens_by_source")
+        yield self._waiting(f"{prefix}:num_requests_waiting_by_reason")
+        yield self._rejections(f"{prefix}:admission_rejections")
         yield self._ended(f"{prefix}:request_success")
         yield self._cache_config(f"{prefix}:cache_config_info")
 
@@ -186,6 +216,28 @@ class ServerCollector(Collector):
         for labels, by_class in zip(self._label_values, by_classes, strict=True):
             for service_class, histogram in by_class.items():
                 family.add_metric((*labels, service_class), buckets(histogram), histogram.total)
+        return family
+
+    def _by_source(self, name: str) -> Metric:
+        family = CounterMetricFamily(name, "Prompt tokens by source.", labels=(*_LABELS, "source"))
+        for labels, metrics in zip(self._label_values, self._sources.metrics.engines, strict=True):
+            for source, of_engine in _SOURCES:
+                family.add_metric((*labels, source), of_engine(metrics))
+        return family
+
+    def _waiting(self, name: str) -> Metric:
+        family = GaugeMetricFamily(name, "Waiting requests by reason.", labels=(*_LABELS, "reason"))
+        for labels, load in zip(self._label_values, self._sources.engines.loads, strict=True):
+            for reason in _WAITING_REASONS:
+                num_waiting = load.num_waiting or 0 if reason == _WAITING_REASONS[0] else 0
+                family.add_metric((*labels, reason), num_waiting)
+        return family
+
+    def _rejections(self, name: str) -> Metric:
+        text = "Requests refused because the queues of all engines were full."
+        family = CounterMetricFamily(name, text, labels=("model_name", "reason"))
+        num_full = self._sources.metrics.refusals[_QUEUE_FULL]
+        family.add_metric((self._sources.model_name, "max_num_queued_reqs"), num_full)
         return family
 
     def _ended(self, name: str) -> Metric:

@@ -1,9 +1,11 @@
 """Request and response bodies of the OpenAI API as typed structs.
 
-A field that is neither here nor in `unsupported.py` is ignored, as in other engines.
+A field that is neither here nor in `unsupported.py` is ignored with a warning in the answer's headers.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -15,6 +17,34 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None  # One last chunk with the usage and no choices.
     continuous_usage_stats: bool | None = None  # The usage so far, in every chunk.
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    """A JSON schema with OpenAI's frame. It is always enforced, whatever `strict` says, as in vLLM."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """Form of an answer: `text`, `json_object` or `json_schema`."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's field: one of the first five, and options of JSON."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # EBNF, or Lark's notation.
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
@@ -40,10 +70,25 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     n: int | None = None
     best_of: int | None = None
     prompt_logprobs: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None  # These four are vLLM's older names.
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     user: str | None = None
+    session_id: str | None = None  # Conversation, for affinity; as `moestro route` reads it.
+    prompt_cache_key: str | None = None  # OpenAI's name for the same.
     cache_salt: str | None = None
     priority: int | None = None
     service_class: str | None = None  # "ls" or "be"; a field of Moestro alone.
+    request_id: str | None = None  # Names the answer, `cmpl-ID` or `chatcmpl-ID`.
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None  # None means yes.
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None  # Number of the last tokens that are kept; -1 means all that fit.
 
 
 class CompletionFields(GenerationFields, kw_only=True):
@@ -61,14 +106,45 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
+class FunctionField(msgspec.Struct):
+    """Function of a call in the history. Its arguments are the text of a JSON object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class CallField(msgspec.Struct):
+    """Call of a tool in the history."""
+
+    function: FunctionField
+    id: str | None = None
+    type: str | None = None
+
+
 class Message(msgspec.Struct):
-    """One message of a chat."""
+    """One message of a chat. `reasoning` and `reasoning_content` are two names of one field."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: list[CallField] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class ToolFunction(msgspec.Struct):
+    """Function that a tool offers. Without `parameters` it takes no arguments."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class ToolField(msgspec.Struct):
+    """One tool, of which chat templates also read further fields."""
+
+    type: str
+    function: ToolFunction
 
 
 class ChatFields(GenerationFields, kw_only=True):
@@ -78,6 +154,15 @@ class ChatFields(GenerationFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None  # None means yes.
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None  # None means yes; a field of vLLM.
+    add_generation_prompt: bool | None = None  # None means yes, unless the final message is continued.
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 # --- response bodies ----------------------------------------------------------------------------------------------
@@ -89,6 +174,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Number of generated tokens that belong to the reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Token counts of one response, summed over its choices. Hidden tokens count; each prompt counts once for any n."""
 
@@ -96,6 +187,19 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    # Set if the server parses reasoning.
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+class PromptLogprob(msgspec.Struct):
+    """A token at one position of a prompt, or of an answer. Rank 1 is the most likely token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # vLLM's form: by position and token id; null for the first.
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -105,6 +209,7 @@ class CompletionLogprobs(msgspec.Struct):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]  # Start of each token in the choice's text, in characters.
+    by_token_id: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET  # Set if token ids are requested.
 
 
 class TopLogprob(msgspec.Struct):
@@ -131,17 +236,6 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class PromptLogprob(msgspec.Struct):
-    """A token at one position of a prompt. Rank 1 is the most likely token."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # vLLM's form: by position and token id; null for the first.
-
-
 class TextChoice(msgspec.Struct):
     """One choice of a completion, or of a chunk of its stream."""
 
@@ -149,15 +243,37 @@ class TextChoice(msgspec.Struct):
     text: str
     finish_reason: str | None
     logprobs: CompletionLogprobs | None = None
+    stop_reason: str | int | None = None  # Stop string or stop token that ended the choice; null for an end token.
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET  # Set if requested.
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # Set if requested.
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # Set if requested; in a stream once.
+
+
+class CalledFunction(msgspec.Struct, omit_defaults=True):
+    """Called function, or an addition to one. The arguments are the text of a JSON object, if the model wrote one."""
+
+    arguments: str
+    name: str | None = None
+
+
+class ChatToolCall(msgspec.Struct, omit_defaults=True):
+    """Call of a tool, or an addition to the call number `index` of a stream."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+    index: int | None = None
 
 
 class ChatMessage(msgspec.Struct):
-    """The assistant's message."""
+    """The assistant's message. vLLM names the reasoning `reasoning`, and DeepSeek and SGLang `reasoning_content`."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ChatToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -167,6 +283,8 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessage
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # Set if requested.
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
@@ -174,6 +292,9 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ChatToolCall] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -183,6 +304,8 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # Set if requested.
 
 
 class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -196,6 +319,7 @@ class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
     system_fingerprint: str
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | None = None  # Set in a chat completion if requested.
+    prompt_token_ids: list[int] | None = None  # The same; in a stream once.
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

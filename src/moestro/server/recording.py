@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 
 from moestro.config.serve_settings import ServeSettings
+from moestro.core.load_figures import FIGURES, ROUTED_FIGURES
 from moestro.core.model_info import ModelInfo
 from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
-from moestro.routing.registry import policy_from
+from moestro.routing.policy_contract import RouteInputs
 from moestro.routing.request_trace import ServerFacts
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
@@ -57,10 +58,10 @@ class Recording:
     def make_router(self, bounds: RouterSettings) -> Router:
         """Make the router, whose calls and decisions are recorded if there is a file."""
         routing = self._settings.routing
+        policy = PolicyText(routing.route_policy, routing.route_score, route_inputs(self._settings))
         if self._file is not None:
-            text = PolicyText(routing.route_policy, routing.route_score)
-            return RecordedRouter(text, bounds, self._file.write, read_clocks())
-        router = Router(policy_from(routing.route_policy, routing.route_score), bounds)
+            return RecordedRouter(policy, bounds, self._file.write, read_clocks())
+        router = Router(policy.make(), bounds)
         router.keeps_candidates = self.log is not None
         return router
 
@@ -108,6 +109,13 @@ class Recording:
             route_policy=settings.routing.route_score or settings.routing.route_policy,
             clocks=read_clocks(),
         )
+
+
+def route_inputs(settings: ServeSettings) -> RouteInputs:
+    """Return what the engines of a server report to its router: figures of experts only where engines share them."""
+    has_group = settings.stepping.mode in ("ep", "async")
+    figures = frozenset(name for name in ROUTED_FIGURES if has_group or FIGURES[name].is_from_rank)
+    return RouteInputs(figures=figures, remedy="Engines that share experts report it: use --mode ep or async.")
 
 
 def _looker(watch: TableWatch | None) -> Callable[[], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -14,7 +14,11 @@ from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import Request, SamplingParams
 from moestro.errors import PromptTooLongError, RequestError, shown
-from moestro.server.validation import ChatAsk, CompletionAsk, Options, parse_chat, parse_completion
+from moestro.server.chat_fields import DEFAULT_EFFORT
+from moestro.server.request_fields import refuse_unknown
+from moestro.server.structured_output import AskedGrammar, refuse_large_grammar
+from moestro.server.validation import ALL_LOGPROBS, ChatAsk, CompletionAsk, Options, parse_chat, parse_completion
+from moestro.text.chat_format import AnswerFormat, ChatEnd, ChatFormat
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.errors import UnknownModelError
 
@@ -32,6 +36,8 @@ class ServedModel:
         fingerprint: String that changes whenever answers may change.
         has_priorities: Whether the scheduling policy uses `priority`.
         resumes_streams: Whether another engine continues a stream even if its next tokens may differ.
+        has_strict_fields: Whether a request with an unknown field is refused.
+        chat: Formats of the model's answers to chats.
     """
 
     names: tuple[str, ...]
@@ -42,6 +48,8 @@ class ServedModel:
     tokenizer: Tokenizer
     has_priorities: bool = False
     resumes_streams: bool = False
+    has_strict_fields: bool = False
+    chat: ChatFormat = field(default_factory=ChatFormat)
 
     def name_for(self, asked: str | None) -> str:
         """Return the model name for the response. A request without a name gets the first one."""
@@ -52,10 +60,17 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Arrival time of an HTTP request, and the id of its response."""
+    """Arrival of an HTTP request.
+
+    Attributes:
+        answer_id: Id of its response.
+        now_ns: Time of the arrival.
+        session_id: Conversation that its headers name; None means that the body may name one.
+    """
 
     answer_id: str
     now_ns: int
+    session_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +79,28 @@ class Job:
 
     Attributes:
         stop: Stop strings.
+        stop_token_ids: The client's stop tokens, without the model's end tokens.
+        keeps_stop: Whether the text of the stop string or the stop token is shown.
+        keeps_special_tokens: Whether special tokens of the answer are shown.
+        returns_token_ids: Whether the response has the ids of the prompt and the answer.
         echo: Text of the prompt, put before the answer; None means no echo.
+        echo_has_special_tokens: Whether `echo` has the text of special tokens, as that of a prompt in token ids has.
         prompt_logprobs: Number of alternatives shown for each prompt token; None means no prompt log probabilities.
         is_copy: Whether the job has the prompt of the job before it, which is counted already.
+        answers: Format by which the answer is parsed; None means that all text is content.
     """
 
     request: Request
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    keeps_stop: bool = False
+    keeps_special_tokens: bool = False
+    returns_token_ids: bool = False
     echo: str | None = None
+    echo_has_special_tokens: bool = False
     prompt_logprobs: int | None = None
     is_copy: bool = False
+    answers: AnswerFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +110,66 @@ class Prepared:
     Attributes:
         name: Model name for the response.
         jobs: Jobs, one per choice, in order.
+        answer_id: Id of the response.
     """
 
     name: str
     options: Options
     jobs: list[Job]
+    answer_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
     ids: Sequence[int]
-    text: str | None  # Text for an echo.
+    text: str | None = None  # Text for an echo.
+    has_special_tokens: bool = False  # Whether `text` has the text of special tokens.
 
 
 def prepare_completion(body: bytes, model: ServedModel, arrival: Arrival) -> Prepared:
     """Return the prepared request for a body of `POST /v1/completions`; RequestError if it cannot be served."""
     ask = parse_completion(body, model.info.max_model_len)
-    return Prepared(model.name_for(ask.options.model), ask.options, completion_jobs(ask, model, arrival))
+    ask = replace(ask, options=_for_vocabulary(ask.options, model.info))
+    named = _named(arrival, ask.options)
+    jobs = completion_jobs(ask, model, named)
+    return Prepared(model.name_for(ask.options.model), ask.options, jobs, named.answer_id)
 
 
 def prepare_chat(body: bytes, model: ServedModel, arrival: Arrival) -> Prepared:
     """Return the prepared request for a body of `POST /v1/chat/completions`; RequestError if it cannot be served."""
-    ask = parse_chat(body)
-    return Prepared(model.name_for(ask.options.model), ask.options, chat_jobs(ask, model, arrival))
+    ask = parse_chat(body, model.chat.variables)
+    ask = replace(ask, options=_for_vocabulary(ask.options, model.info))
+    return prepare_chat_ask(ask, model, _named(arrival, ask.options))
+
+
+def prepare_chat_ask(ask: ChatAsk, model: ServedModel, arrival: Arrival) -> Prepared:
+    """Return the prepared request of a validated chat. Without max_tokens, each answer may fill the context.
+
+    Raises:
+        RequestError: The model or its chat template cannot take the chat.
+    """
+    name = model.name_for(ask.options.model)
+    model.chat.check(ask.use)
+    ids, end = chat_prompt(ask, model)
+    asked = ask.options.grammar
+    grammar = None if asked is None else asked.grammar
+    answers = model.chat.answers(ask.use, end, grammar, shows_reasoning=ask.shows_reasoning)
+    options = ask.options
+    if answers is not None and answers.grammar is not None:
+        param = "tools" if asked is None else asked.param
+        refuse_large_grammar(answers.grammar, param)
+        options = replace(options, grammar=AskedGrammar(answers.grammar, param))
+    prompt = _Prompt(_truncated(ids, options, model.info))
+    jobs = [replace(job, answers=answers) for job in _jobs([prompt], options, model, arrival)]
+    return Prepared(name, options, jobs, arrival.answer_id)
+
+
+def _named(arrival: Arrival, options: Options) -> Arrival:
+    """Return the arrival under the id that the client gave, if it did."""
+    if options.request_id is None:
+        return arrival
+    kind = arrival.answer_id.partition("-")[0]
+    return replace(arrival, answer_id=f"{kind}-{options.request_id}")
 
 
 def completion_jobs(ask: CompletionAsk, model: ServedModel, arrival: Arrival) -> list[Job]:
@@ -117,18 +181,30 @@ def completion_jobs(ask: CompletionAsk, model: ServedModel, arrival: Arrival) ->
     return _jobs([_prompt(prompt, ask.options, model) for prompt in ask.prompts], ask.options, model, arrival)
 
 
-def chat_jobs(ask: ChatAsk, model: ServedModel, arrival: Arrival) -> list[Job]:
-    """Return the n jobs of a chat. Without max_tokens, each answer may fill the context.
+def chat_prompt(ask: ChatAsk, model: ServedModel, *, add_special_tokens: bool = False) -> tuple[list[int], ChatEnd]:
+    """Return the tokens of a chat's prompt, and how its text ends.
+
+    Args:
+        add_special_tokens: Whether the tokenizer adds its own special tokens; the template writes the usual ones.
 
     Raises:
         RequestError: The model or its chat template cannot take the chat.
     """
+    _refuse_vain_template(ask, model)
     refuse_too_much_text(sum(len(message["content"]) for message in ask.messages), model)
-    text = model.tokenizer.render_chat(ask.messages)
+    shows_tools = ask.use.choice != "none" or model.chat.shows_unused_tools
+    tools = ask.tools if ask.tools and shows_tools else None
+    text = model.tokenizer.render_chat(ask.messages, tools=tools, options=ask.template)
     refuse_too_much_text(len(text), model)  # The template may add text to the messages.
-    ids = model.tokenizer.encode(text, add_special_tokens=False)  # The template writes the special tokens.
+    ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     refuse_foreign_ids("messages", ids, model.info.vocab_size)
-    return _jobs([_Prompt(ids, None)], ask.options, model, arrival)
+    continued = ask.messages[-1]["content"] if ask.template.continue_final_message else None
+    return ids, ChatEnd(prompt=text, continued=continued)
+
+
+def _for_vocabulary(options: Options, info: ModelInfo) -> Options:
+    """Return the options with the model's number of tokens where they request log probabilities of all tokens."""
+    return replace(options, prompt_logprobs=info.vocab_size) if options.prompt_logprobs == ALL_LOGPROBS else options
 
 
 def _prompt(prompt: str | tuple[int, ...], options: Options, model: ServedModel) -> _Prompt:
@@ -138,28 +214,56 @@ def _prompt(prompt: str | tuple[int, ...], options: Options, model: ServedModel)
     else:
         ids = prompt
     refuse_foreign_ids("prompt", ids, model.info.vocab_size)
+    kept = _truncated(ids, options, model.info)
     if not options.echo:
-        return _Prompt(ids, None)
-    return _Prompt(ids, prompt if isinstance(prompt, str) else model.tokenizer.backend.decode(list(ids)))
+        return _Prompt(kept)
+    if isinstance(prompt, str) and len(kept) == len(ids):
+        return _Prompt(kept, prompt)
+    text = model.tokenizer.backend.decode(list(kept), skip_special_tokens=False)
+    return _Prompt(kept, text, has_special_tokens=True)
+
+
+def _truncated(ids: Sequence[int], options: Options, info: ModelInfo) -> Sequence[int]:
+    """Return the last tokens of a prompt, as many as the client allows."""
+    most = options.truncate_prompt_tokens
+    if most == -1:
+        most = max(1, info.max_model_len - (options.max_tokens or 1))
+    return ids if most is None else ids[-most:]
 
 
 def _jobs(prompts: Sequence[_Prompt], options: Options, model: ServedModel, arrival: Arrival) -> list[Job]:
+    refuse_unknown(options.unknown_fields, is_strict=model.has_strict_fields)
     _refuse_vain_priority(options.priority, model)
+    if arrival.session_id is not None:
+        options = replace(options, session_id=arrival.session_id)
+    refuse_foreign_ids("allowed_token_ids", options.allowed_token_ids, model.info.vocab_size)
+    bad_words = _bad_words(options.bad_words, model)
     refuse_foreign_ids("stop_token_ids", options.stop_token_ids, model.info.vocab_size)
     refuse_foreign_ids("logit_bias", [token_id for token_id, _ in options.logit_bias], model.info.vocab_size)
     scored = _scored(options)
     if scored is not None:
         _refuse_too_many_scores(scored, options.n * sum(len(prompt.ids) for prompt in prompts))
+    ends = () if options.ignore_eos else model.info.eos_token_ids
+    stop_token_ids = tuple(token_id for token_id in options.stop_token_ids if token_id not in ends)
     jobs: list[Job] = []
     for prompt in prompts:
         first = _request(prompt.ids, options, model, f"{arrival.answer_id}-{len(jobs)}", arrival.now_ns)
+        if bad_words:
+            first = msgspec.structs.replace(
+                first, sampling=msgspec.structs.replace(first.sampling, bad_words=bad_words)
+            )
         for copy in range(options.n):
             request = first if copy == 0 else _copy(first, options, copy, f"{arrival.answer_id}-{len(jobs)}")
             jobs.append(
                 Job(
                     request=request,
                     stop=options.stop,
+                    stop_token_ids=stop_token_ids,
+                    keeps_stop=options.keeps_stop,
+                    keeps_special_tokens=options.keeps_special_tokens,
+                    returns_token_ids=options.returns_token_ids,
                     echo=prompt.text,
+                    echo_has_special_tokens=prompt.has_special_tokens,
                     prompt_logprobs=options.prompt_logprobs,
                     is_copy=copy > 0,
                 )
@@ -184,6 +288,7 @@ def _request(ids: Sequence[int], options: Options, model: ServedModel, request_i
         priority=options.priority,
         service_class=options.service_class,
         user=options.user,
+        session_id=options.session_id,
     )
 
 
@@ -216,8 +321,27 @@ def _sampling(num_prompt_tokens: int, options: Options, info: ModelInfo) -> Samp
         stop_token_ids=stops,
         logprobs=options.logprobs,
         prompt_logprobs=_scored(options),
+        grammar=None if options.grammar is None else options.grammar.grammar,
+        allowed_token_ids=options.allowed_token_ids,
         **numbers,
     )
+
+
+def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences that spell the words, at the start of a text and, as in vLLM, after a space.
+
+    The second spelling counts only if it has as many tokens, and another first one.
+    """
+    spellings: list[tuple[int, ...]] = []
+    for word in words:
+        plain, spaced = (
+            tuple(model.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+        )
+        refuse_foreign_ids("bad_words", (*plain, *spaced), model.info.vocab_size)
+        spellings.append(plain)
+        if spaced[0] != plain[0] and len(spaced) == len(plain):
+            spellings.append(spaced)
+    return tuple(spellings)
 
 
 def _scored(options: Options) -> int | None:
@@ -226,6 +350,25 @@ def _scored(options: Options) -> int | None:
         count for count in (options.prompt_logprobs, options.logprobs if options.echo else None) if count is not None
     ]
     return max(wanted, default=None)
+
+
+def _refuse_vain_template(ask: ChatAsk, model: ServedModel) -> None:
+    """Refuse a template that the operator does not trust, and an effort that the template does not read."""
+    if ask.template.template is not None and not model.chat.trusts_templates:
+        raise RequestError(
+            "chat_template is refused, because a template is a program. The operator can accept it with"
+            " --trust-request-chat-template.",
+            param="chat_template",
+            code="unsupported_parameter",
+        )
+    is_read = any(model.tokenizer.template_names(name) for name in ("reasoning_effort", "enable_thinking"))
+    if ask.effort not in (None, DEFAULT_EFFORT) and ask.template.template is None and not is_read:
+        raise RequestError(
+            f"reasoning_effort {shown(ask.effort)} would have no effect, because the model's chat template does not"
+            " read it. Leave it out.",
+            param="reasoning_effort",
+            code="unsupported_parameter",
+        )
 
 
 def _refuse_vain_priority(priority: int, model: ServedModel) -> None:

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import codecs
-import logging
 import re
 import sys
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from moestro.errors import RequestError, shown
 from moestro.server.protocol import ChatFields, CompletionFields
-from moestro.server.unsupported import IN_CHAT, IN_COMPLETIONS, refuse_unsupported
+from moestro.server.unsupported import IN_CHAT, IN_COMPLETIONS, WITHOUT_EFFECT, Neutral, refuse_unsupported
 from moestro.web.json_elements import MAX_DIGITS, MAX_ELEMENTS, SCAN_BYTES, count_elements, has_long_number
-
-logger = logging.getLogger(__name__)
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 Check = Callable[[memoryview], None]
 
-_ABSENT = msgspec.Raw()
-_NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
+_NOT_QUOTABLE = re.compile(r"[^\x20\x21\x23-\x5b\x5d-\x7e]")
+_MAX_NAMED = 16  # Unknown fields in a warning.
+_MAX_NAME_CHARS = 64
 _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
+
+
+class Decoded(NamedTuple, Generic[Fields]):
+    """A decoded body, and the first names of its fields that nothing reads, in the body's order."""
+
+    fields: Fields
+    unknown: tuple[str, ...]
 
 
 class BodyDecoder(Generic[Fields]):
@@ -36,18 +42,14 @@ class BodyDecoder(Generic[Fields]):
         ids: Name of the field that may hold more token ids than `MAX_ELEMENTS`.
     """
 
-    def __init__(
-        self, fields: type[Fields], neutral: dict[str, tuple[object, ...]] | None = None, ids: str | None = None
-    ) -> None:
+    def __init__(self, fields: type[Fields], neutral: Neutral | None = None, ids: str | None = None) -> None:
         self._neutral = neutral or {}
         self._ids = ids
         self._decoder = msgspec.json.Decoder(fields)
-        names = dict.fromkeys((*fields.__struct_fields__, *self._neutral))
-        # Unlike a dict, a struct creates no objects for unknown fields, however many there are.
-        self._raw = msgspec.json.Decoder(msgspec.defstruct("RawFields", [(n, msgspec.Raw, _ABSENT) for n in names]))
+        self._known = {*fields.__struct_encode_fields__, *self._neutral}
 
-    def __call__(self, body: bytes, check_ids: Check | None = None) -> Fields:
-        """Return the fields of `body`.
+    def __call__(self, body: bytes, check_ids: Check | None = None) -> Decoded[Fields]:
+        """Return the fields of `body`, and the names of those that are unknown.
 
         Args:
             check_ids: Callable that refuses too many token ids; receives their JSON before they are decoded.
@@ -58,10 +60,10 @@ class BodyDecoder(Generic[Fields]):
         try:
             _check_utf8(body)
             _refuse_slow_reading(body)
-            raw = self._raw_fields(body)
+            raw = _decode_names(body)  # At most `MAX_ELEMENTS` objects, in the body's order.
             if check_ids is not None and self._ids in raw:
                 check_ids(memoryview(raw[self._ids]))
-            _refuse_many_elements(body, raw, self._ids)
+            self._refuse_many_elements(body, raw)
             refuse_unsupported(raw, self._neutral)
             fields = self._decoder.decode(body)
         except msgspec.ValidationError as error:
@@ -70,17 +72,20 @@ class BodyDecoder(Generic[Fields]):
             raise _not_json("it is nested too deeply") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _not_json(str(error)) from None
-        if logger.isEnabledFor(logging.DEBUG) and (ignored := _NAMES.decode(body).keys() - set(self._known())):
-            logger.debug("fields ignored: %s", shown(", ".join(sorted(ignored))))
-        return fields
+        return Decoded(fields, _named([name for name in raw if name not in self._known and name not in WITHOUT_EFFECT]))
 
-    def _known(self) -> tuple[str, ...]:
-        return self._raw.type.__struct_fields__
-
-    def _raw_fields(self, body: bytes) -> dict[str, msgspec.Raw]:
-        """Return the JSON of each known field in `body`."""
-        found = self._raw.decode(body)
-        return {name: value for name in self._known() if (value := getattr(found, name)) is not _ABSENT}
+    def _refuse_many_elements(self, body: bytes, raw: dict[str, msgspec.Raw]) -> None:
+        if len(body) <= MAX_ELEMENTS:
+            return
+        ids = self._ids
+        allowed = MAX_ELEMENTS + (count_elements(raw[ids], sys.maxsize) if ids in raw else 0)
+        if count_elements(body, allowed + 1) <= allowed:
+            return
+        counts = {
+            name: count_elements(raw[name], MAX_ELEMENTS + 1) for name in raw if name in self._known and name != ids
+        }
+        largest = max(counts, key=counts.__getitem__, default=None)
+        raise _too_many_elements(largest)
 
 
 decode_completion = BodyDecoder(CompletionFields, IN_COMPLETIONS, ids="prompt")
@@ -102,17 +107,6 @@ def _refuse_slow_reading(body: bytes) -> None:
         raise _too_many_elements(None)
     if has_long_number(body):
         raise RequestError(f"A number in the request body may have at most {MAX_DIGITS} digits.", code="invalid_value")
-
-
-def _refuse_many_elements(body: bytes, raw: dict[str, msgspec.Raw], ids: str | None) -> None:
-    if len(body) <= MAX_ELEMENTS:
-        return
-    allowed = MAX_ELEMENTS + (count_elements(raw[ids], sys.maxsize) if ids in raw else 0)
-    if count_elements(body, allowed + 1) <= allowed:
-        return
-    counts = {name: count_elements(value, MAX_ELEMENTS + 1) for name, value in raw.items() if name != ids}
-    largest = max(counts, key=counts.__getitem__, default=None)
-    raise _too_many_elements(largest)
 
 
 def _too_many_elements(param: str | None) -> RequestError:
@@ -139,3 +133,27 @@ def _wrong_type(message: str) -> RequestError:
         message = "this field is required and is missing"
     place = f"{shown(param)}: " if param else "Request body: "
     return RequestError(f"{place}{message}.", param=param, code="invalid_type")
+
+
+def _named(unknown: Sequence[str]) -> tuple[str, ...]:
+    """Return a few short names, which a request may keep until its answer is complete."""
+    names = tuple(name[:_MAX_NAME_CHARS] for name in unknown[:_MAX_NAMED])
+    return names if len(unknown) <= _MAX_NAMED else (*names, f"and {len(unknown) - _MAX_NAMED} more")
+
+
+def refuse_unknown(unknown: Sequence[str], *, is_strict: bool) -> None:
+    """Raise RequestError for the first unknown field, on a server with --strict-fields."""
+    if is_strict and unknown:
+        raise RequestError(
+            f"{shown(unknown[0])} is no field of this request, and this server refuses what it does not know"
+            " (--strict-fields). Leave it out.",
+            param=shown(unknown[0]),
+            code="unknown_parameter",
+        )
+
+
+def ignored_warning(unknown: Sequence[str]) -> dict[str, str]:
+    """Return the response header that names ignored fields; empty without any. Source: RFC 7234, section 5.5."""
+    if not unknown:
+        return {}
+    return {"Warning": f'299 moestro "unknown fields were ignored: {_NOT_QUOTABLE.sub("?", ", ".join(unknown))}"'}

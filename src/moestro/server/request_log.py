@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Concatenate, ParamSpec
 
 import msgspec
 
@@ -23,6 +21,7 @@ from moestro.core.scheduling_events import (
     SequencePreempted,
     SequenceQueued,
 )
+from moestro.core.side_job import ending_on_error
 from moestro.routing.decision_log import DecisionLog
 from moestro.routing.decision_record import Entry, ScheduledOn
 from moestro.routing.request_trace import RequestTrace, ServerFacts
@@ -34,22 +33,7 @@ logger = logging.getLogger(__name__)
 REMEMBERED = 1000  # ended requests that `moestro explain` knows; a trace takes about 5 kB
 _STATUS = {FinishReason.STOP: 200, FinishReason.LENGTH: 200, FinishReason.ABORT: 499, None: 400}
 _FAILED = 500
-_P = ParamSpec("_P")
-
-
-def _guarded(method: Callable[Concatenate[RequestLog, _P], None]) -> Callable[Concatenate[RequestLog, _P], None]:
-    """Make a method end the log where it fails, and do nothing from then on."""
-
-    @functools.wraps(method)
-    def guarded(self: RequestLog, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        if not self.has_failed:
-            try:
-                method(self, *args, **kwargs)
-            except Exception:
-                self.has_failed = True
-                logger.exception("requests are no longer explained or recorded; they are served as before")
-
-    return guarded
+_guarded = ending_on_error(logger, "requests are no longer explained or recorded; they are served as before")
 
 
 class RequestLog:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moestro.core.hashing import name_key
 from moestro.core.request import Output, Request
@@ -31,6 +31,29 @@ Inbox = asyncio.Queue[Output | Interrupted | RequestError]
 
 
 @dataclass(slots=True)
+class PromptChoices:
+    """The choices of one prompt, whose sizes are counted when the last of them has been answered.
+
+    Attributes:
+        num_choices: Number of choices.
+        num_answered: Number of choices with a complete answer.
+        longest: Tokens of the longest answer so far.
+    """
+
+    num_choices: int = 0
+    num_answered: int = 0
+    longest: int = 0
+
+    def count_answer(self, num_tokens: int, metrics: EngineMetrics) -> None:
+        """Count an answer of `num_tokens` tokens."""
+        self.num_answered += 1
+        self.longest = max(self.longest, num_tokens)
+        if self.num_answered == self.num_choices:
+            metrics.num_choices.observe(self.num_choices)
+            metrics.longest_choice.observe(self.longest)
+
+
+@dataclass(slots=True)
 class RequestState:
     """State of one request between its submission and its end.
 
@@ -42,6 +65,7 @@ class RequestState:
         num_tokens: Number of answer tokens so far.
         num_tokens_before: Value of `num_tokens` at the last move.
         has_output, has_token: Whether an output, and a token, has come from any engine.
+        choices: All choices of the request's prompt.
     """
 
     request: Request
@@ -58,6 +82,7 @@ class RequestState:
     admitted_ns: int = 0
     first_ns: int = 0
     last_ns: int = 0
+    choices: PromptChoices = field(default_factory=lambda: PromptChoices(1))
 
     def may_move(self) -> bool:
         """Return whether another engine may take the request: without progress, it may have crashed its last engine."""
@@ -77,6 +102,7 @@ class RequestState:
             self.has_output = True
             self.admitted_ns, self.num_hit_tokens = output.admitted_ns, output.num_cached_tokens
             metrics.num_prompt_tokens += request.num_prompt_tokens
+            metrics.num_cached_tokens += output.num_cached_tokens
             metrics.queue_s[request.service_class].observe((output.admitted_ns - request.arrival_ns) / 1e9)
             metrics.prefill_s.observe((now_ns - output.admitted_ns) / 1e9)
         if not num_tokens:
@@ -96,6 +122,10 @@ class RequestState:
         request, decode_s = self.request, (self.last_ns - self.first_ns) / 1e9
         metrics.whole_s.observe((now_ns - request.arrival_ns) / 1e9)
         metrics.decode_s.observe(decode_s)
+        metrics.inference_s.observe(max(0, self.last_ns - self.admitted_ns) / 1e9)
+        metrics.computed_tokens.observe(request.num_prompt_tokens - self.num_hit_tokens)
+        metrics.max_tokens.observe(request.sampling.max_tokens)
+        self.choices.count_answer(self.num_tokens, metrics)
         metrics.prompt_tokens.observe(request.num_prompt_tokens)
         metrics.generation_tokens.observe(self.num_tokens)
         if self.num_tokens > 1:
@@ -119,4 +149,5 @@ class RequestState:
             priority=request.priority,
             service_class=request.service_class,
             user=name_key(request.user),
+            session=name_key(request.session_id),
         )

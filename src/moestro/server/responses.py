@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from moestro.server.generation import Piece
 from moestro.server.logprobs import Score
+from moestro.server.messages import chat_delta, chat_message
 from moestro.server.protocol import (
     Answer,
     ChatChoice,
@@ -16,7 +19,6 @@ from moestro.server.protocol import (
     ChatDelta,
     ChatLogprob,
     ChatLogprobs,
-    ChatMessage,
     CompletionLogprobs,
     PromptLogprob,
     PromptLogprobs,
@@ -81,11 +83,15 @@ class CompletionForm:
         return _answer(self._heading, "text_completion", [], usage)
 
     def _choice(self, piece: Piece) -> TextChoice:
-        choice = TextChoice(piece.index, piece.text, piece.finish_reason)
+        choice = TextChoice(piece.index, piece.text, piece.finish_reason, stop_reason=piece.stop_reason)
         if piece.scores is not None:
             choice.logprobs = _completion_logprobs(piece.scores, self._options.logprobs or 0)
+            if piece.token_ids is not None:
+                choice.logprobs.by_token_id = _logprobs_by_id(piece.scores, self._options.logprobs or 0)
         if piece.prompt_scores is not None:
-            choice.prompt_logprobs = _prompt_logprobs(piece.prompt_scores, self._options.prompt_logprobs or 0)
+            choice.prompt_logprobs = _logprobs_by_id(piece.prompt_scores, self._options.prompt_logprobs or 0)
+        choice.token_ids = _ids(piece.token_ids)
+        choice.prompt_token_ids = _ids(piece.prompt_token_ids)
         return choice
 
 
@@ -99,12 +105,21 @@ class ChatForm:
     def whole(self, choices: Sequence[Piece], usage: Usage) -> Answer:
         """Return the complete response."""
         messages = [
-            ChatChoice(piece.index, ChatMessage(piece.text), piece.finish_reason, _chat_logprobs(piece.scores))
+            ChatChoice(
+                piece.index,
+                chat_message(piece),
+                piece.finish_reason,
+                _chat_logprobs(piece.scores),
+                piece.stop_reason,
+                _ids(piece.token_ids),
+            )
             for piece in choices
         ]
         answer = _answer(self._heading, "chat.completion", messages, usage)
         if choices[0].prompt_scores is not None:
-            answer.prompt_logprobs = _prompt_logprobs(choices[0].prompt_scores, self._options.prompt_logprobs or 0)
+            answer.prompt_logprobs = _logprobs_by_id(choices[0].prompt_scores, self._options.prompt_logprobs or 0)
+        if choices[0].prompt_token_ids is not None:
+            answer.prompt_token_ids = list(choices[0].prompt_token_ids)
         return answer
 
     def openings(self) -> Sequence[Answer]:
@@ -114,9 +129,18 @@ class ChatForm:
 
     def chunk(self, piece: Piece) -> Answer:
         """Return the chunk for a new piece of one choice."""
-        shows_nothing_more = not piece.text and piece.finish_reason is not None
-        delta = ChatDelta(content=None if shows_nothing_more else piece.text)
-        return self._chunk([ChatChunkChoice(piece.index, delta, piece.finish_reason, _chat_logprobs(piece.scores))])
+        choice = ChatChunkChoice(
+            piece.index,
+            chat_delta(piece),
+            piece.finish_reason,
+            _chat_logprobs(piece.scores),
+            piece.stop_reason,
+            _ids(piece.token_ids),
+        )
+        chunk = self._chunk([choice])
+        if piece.prompt_token_ids is not None and piece.index == 0:
+            chunk.prompt_token_ids = list(piece.prompt_token_ids)
+        return chunk
 
     def closing(self, usage: Usage) -> Answer:
         """Return the last chunk, with the usage and no choices."""
@@ -124,6 +148,10 @@ class ChatForm:
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> Answer:
         return _answer(self._heading, "chat.completion.chunk", choices, usage)
+
+
+def _ids(token_ids: Sequence[int] | None) -> list[int] | msgspec.UnsetType:
+    return msgspec.UNSET if token_ids is None else list(token_ids)
 
 
 def heading(answer_id: str, model: str, fingerprint: str) -> Heading:
@@ -161,7 +189,7 @@ def _chat_logprob(score: Score) -> ChatLogprob:
     return ChatLogprob(score.token.text, score.logprob, list(score.token.raw), top)
 
 
-def _prompt_logprobs(scores: Sequence[Score], num_top: int) -> PromptLogprobs:
+def _logprobs_by_id(scores: Sequence[Score], num_top: int) -> PromptLogprobs:
     return [_by_id(score, num_top) for score in scores]
 
 

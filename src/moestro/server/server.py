@@ -47,6 +47,7 @@ from moestro.server.prometheus import ServerCollector, Sources
 from moestro.server.rank_socket import RankSocket
 from moestro.server.recording import Recording
 from moestro.server.request_builder import ServedModel
+from moestro.server.server_info import server_info
 from moestro.server.start_checks import check_start
 from moestro.server.start_clock import StartClock
 from moestro.server.statline import StatLines
@@ -54,6 +55,7 @@ from moestro.server.supervisor import Launching, Supervisor
 from moestro.server.table_watch import ReadTable, ServedTable
 from moestro.server.worker_admin import WorkerAdmin
 from moestro.server.worker_processes import now_ns
+from moestro.text.chat_format import chat_format
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access import Access
 from moestro.web.banner import print_banner
@@ -77,11 +79,16 @@ IDLE_BEATS = 3  # of a worker without tokens, in the time after which it counts 
 _MEETING_SHARE = 0.9
 
 
-def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None:
+def serve(
+    settings: ServeSettings,
+    command: Sequence[str] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT; a second signal ends the wait for running requests.
 
     Args:
         command: Command of a rank process; None means the one that the settings need.
+        on_ready: Function that receives the URL once the server takes requests; None means that a banner shows it.
 
     Raises:
         ConfigError: The settings cannot be honoured; the text says what to do.
@@ -91,7 +98,7 @@ def serve(settings: ServeSettings, command: Sequence[str] | None = None) -> None
         check_start(settings)
     make_launcher = _launcher_maker(settings, command or _command(settings))
     run_server(
-        lambda lifecycle: _ServeProcess(settings, make_launcher, lifecycle).run(),
+        lambda lifecycle: _ServeProcess(settings, make_launcher, lifecycle, on_ready).run(),
         log_level=settings.server.log_level,
         shutdown_timeout_s=settings.server.shutdown_timeout,
     )
@@ -146,9 +153,14 @@ class _ServeProcess:
     """One run of the server."""
 
     def __init__(
-        self, settings: ServeSettings, make_launcher: Callable[[Path, int], Launcher], lifecycle: Lifecycle
+        self,
+        settings: ServeSettings,
+        make_launcher: Callable[[Path, int], Launcher],
+        lifecycle: Lifecycle,
+        on_ready: Callable[[str], None] | None,
     ) -> None:
         self._settings = settings
+        self._on_ready = on_ready
         self._access = Access.of(settings.server.api_key, settings.access)
         self._max_per_address = settings.access.max_connections_per_address
         self._make_launcher = make_launcher
@@ -193,6 +205,7 @@ class _ServeProcess:
                 router.add_engine()
             engines = EngineClient(router, wire.send, metrics)
             engines.log = self._recording.log
+            self._follows_caches = engines.follows_caches
             timeouts = _timeouts(processes)
             launching = Launching(
                 spec=lambda rank, launch, listener: self._spec((rank, launch), endpoint, coordinator, listener),
@@ -232,7 +245,7 @@ class _ServeProcess:
     def _placeable_group(self, cluster: _Cluster) -> PlaceableGroup | None:
         """Return the group whose experts can move; None where each engine has all, and for paced engines in `ep`."""
         if cluster.coordinator is not None:
-            return async_group(cluster.coordinator)
+            return async_group(cluster.coordinator, cluster.supervisor.machine_of)
         if self._migration is not None:
             return lock_step_group(self._migration, self._settings.num_engines, cluster.engines)
         return None
@@ -267,6 +280,7 @@ class _ServeProcess:
             expert_load=self._settings.expert_load,
             kv_events=self._settings.kv_events if rank < self._settings.num_engines else None,
             records_events=self._recording.log is not None,
+            reports_cache=self._follows_caches and rank < self._settings.num_engines,
             group=group,
             lock_step=None if listener is None else self._lock_step_spec(rank, listener),
             beat_ms=self._expert_beat_ms if has_experts_alone else ENGINE_BEAT_MS,
@@ -298,7 +312,8 @@ class _ServeProcess:
         """Load the tokenizer while the engines load, and return the served model with each engine's information."""
         server, model = self._settings.server, self._settings.model
         startup_timeout = self._settings.processes.startup_timeout
-        tokenizer = await asyncio.to_thread(Tokenizer, model.tokenizer or Path(model.model))
+        chat = self._settings.chat
+        tokenizer = await asyncio.to_thread(Tokenizer, model.tokenizer or Path(model.model), chat.chat_template)
         tokenizer.warm_chats()
         progress = asyncio.create_task(log_forever(lambda _: [_describe_start(cluster)]))
         try:
@@ -323,6 +338,8 @@ class _ServeProcess:
             tokenizer=tokenizer,
             has_priorities=self._settings.scheduler.scheduling_policy == "priority",
             resumes_streams=self._settings.processes.resume_streams,
+            has_strict_fields=server.strict_fields,
+            chat=chat_format(chat, tokenizer.special_texts),
         )
         return served, infos
 
@@ -352,9 +369,8 @@ class _ServeProcess:
         )
         refusals = cluster.metrics.refusals
         middleware = HttpMiddleware(self._access, refusals, MAX_BODY_BYTES)
-        runner = await middleware.runner(
-            api.app(Exposition(ServerCollector(sources))), shutdown_timeout=RESPONSE_FLUSH_S
-        )
+        app = api.app(Exposition(ServerCollector(sources)), server_info(self._settings, infos, self._clock.phases))
+        runner = await middleware.runner(app, shutdown_timeout=RESPONSE_FLUSH_S)
         tasks = [asyncio.create_task(log_forever(_stat_lines(cluster)))]
         if cluster.signals is not None:
             tasks.append(asyncio.create_task(cluster.signals.follow(cluster.metrics)))
@@ -432,6 +448,9 @@ class _ServeProcess:
         warn_if_open(listener, server.api_key)
         self._clock.mark("listen")
         names, url = server.served_model_name, url_of(listener)
+        if self._on_ready is not None:
+            self._on_ready(url)
+            return
         print_banner(serve_banner(infos, self._clock.phases, names, url, needs_key=bool(server.api_key)))
 
 
@@ -463,6 +482,6 @@ def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:
 
 def _fingerprint(settings: ServeSettings, info: ModelInfo) -> str:
     """Return a name that differs where answers may differ. The name of a paced server contains `paced`."""
-    parts = (__version__, str(settings.model), str(settings.paced), info.dtype, info.device)
+    parts = (__version__, str(settings.model), str(settings.paced), str(settings.chat), info.dtype, info.device)
     kind = "fp_" if settings.paced is None else "fp_paced_"
     return kind + hashlib.blake2b("\0".join(parts).encode(), digest_size=5).hexdigest()

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import socket
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
@@ -32,6 +34,46 @@ class UsageWanted:
     in_chunks: bool
 
 
+class AnswerEncoding(Protocol):
+    """Bytes of an answer on one path."""
+
+    def whole(self, answer: Answer) -> bytes:
+        """Return the body of a complete answer."""
+        ...
+
+    def chunk(self, answer: Answer) -> bytes:
+        """Return the events of a chunk of a stream; may be empty."""
+        ...
+
+    def end(self) -> bytes:
+        """Return the events that end a complete stream; may be empty."""
+        ...
+
+    def failure(self, error: RequestError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        ...
+
+
+class OpenAIEncoding:
+    """Answers of `/v1/completions` and `/v1/chat/completions`, which need no translation."""
+
+    def whole(self, answer: Answer) -> bytes:
+        """Return the answer as JSON."""
+        return _encode(answer)
+
+    def chunk(self, answer: Answer) -> bytes:
+        """Return the chunk as one event."""
+        return b"data: " + _encode(answer) + b"\n\n"
+
+    def end(self) -> bytes:
+        """Return the mark for which clients wait."""
+        return b"data: [DONE]\n\n"
+
+    def failure(self, error: RequestError) -> bytes:
+        """Return the event that all clients take for an error."""
+        return b"event: error\ndata: " + error_json(error) + b"\n\n"
+
+
 class EventStream:
     """Connection that streams one response.
 
@@ -39,32 +81,36 @@ class EventStream:
 
     Args:
         write_timeout_s: Time for which full buffers may stop the stream, in seconds.
+        encoding: Form of the events.
+        headers: Further headers of the response.
     """
 
-    def __init__(self, http: web.Request, write_timeout_s: float) -> None:
+    def __init__(
+        self, http: web.Request, write_timeout_s: float, encoding: AnswerEncoding, headers: Mapping[str, str]
+    ) -> None:
         self.request_id: str = http[REQUEST_ID]
         self._http = http
-        self._response = web.StreamResponse(headers=_HEADERS)
+        self._response = web.StreamResponse(headers={**_HEADERS, **headers})
         self._write_timeout_s = write_timeout_s
+        self._encoding = encoding
 
     async def open(self) -> web.StreamResponse:
         """Send the headers."""
         await self._response.prepare(self._http)
         return self._response
 
-    async def send(self, data: bytes) -> None:
-        """Send one event.
+    async def send(self, chunk: Answer) -> None:
+        """Send a chunk of the answer.
 
         Raises:
             ConnectionError: The client has disconnected.
             TimeoutError: The client has not read for too long.
         """
-        async with asyncio.timeout(self._write_timeout_s):
-            await self._response.write(data)
+        await self._send(self._encoding.chunk(chunk))
 
-    async def send_answer(self, answer: Answer) -> None:
-        """Send a response, or a chunk of one, as an event."""
-        await self.send(b"data: " + _encode(answer) + b"\n\n")
+    async def finish(self) -> None:
+        """Send the end of a complete answer; raises as `send` does."""
+        await self._send(self._encoding.end())
 
     async def break_off(self, error: RequestError) -> None:
         """Send `error` as an event, then close the connection without the end of the body.
@@ -73,7 +119,7 @@ class EventStream:
         end for success, even after an error event.
         """
         try:
-            await self.send(b"event: error\ndata: " + error_json(error) + b"\n\n")
+            await self._send(self._encoding.failure(error))
         except (ConnectionError, TimeoutError):
             logger.debug("%s: the error could not be sent to the client: %s", self.request_id, error)
         if self._http.transport is not None:
@@ -85,6 +131,11 @@ class EventStream:
             connection = self._http.transport.get_extra_info("socket")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._http.transport.abort()
+
+    async def _send(self, data: bytes) -> None:
+        if data:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._response.write(data)
 
 
 async def stream(
@@ -102,13 +153,14 @@ async def stream(
     response = await events.open()
     try:
         for opening in form.openings():
-            await events.send_answer(opening)
+            opening.usage = _of_prompt(generation.usage()) if usage.in_chunks else None
+            await events.send(opening)
         while piece is not None:
             await _send_piece(events, form, piece, generation.usage() if usage.in_chunks else None)
             piece = await generation.next_piece()
         if usage.at_end:
-            await events.send_answer(form.closing(generation.usage()))
-        await events.send(b"data: [DONE]\n\n")
+            await events.send(form.closing(generation.usage()))
+        await events.finish()
     except ConnectionError:
         logger.debug("%s: the client disconnected", events.request_id)
     except TimeoutError:
@@ -129,4 +181,9 @@ async def _send_piece(events: EventStream, form: AnswerForm, piece: Piece, usage
     """
     chunk = form.chunk(piece)
     chunk.usage = usage
-    await events.send_answer(chunk)
+    await events.send(chunk)
+
+
+def _of_prompt(usage: Usage) -> Usage:
+    """Return the usage before the first token of the answer."""
+    return msgspec.structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)

@@ -8,23 +8,29 @@ import msgspec
 from aiohttp import web
 
 from moestro.errors import RequestError
-from moestro.server.protocol import Message
-from moestro.server.request_builder import ServedModel, refuse_foreign_ids, refuse_too_much_text
-from moestro.server.request_fields import BodyDecoder
-from moestro.server.validation import check_messages
+from moestro.server.protocol import ChatFields
+from moestro.server.request_builder import ServedModel, chat_prompt, refuse_foreign_ids, refuse_too_much_text
+from moestro.server.request_fields import BodyDecoder, ignored_warning, refuse_unknown
+from moestro.server.unsupported import IN_CHAT
+from moestro.server.validation import chat_ask
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.bodies import Bodies
 from moestro.web.json_elements import count_elements
 
 
 class TokenizeFields(msgspec.Struct, kw_only=True):
-    """Body of `POST /tokenize`: a prompt, or the messages of a chat."""
+    """Body of `POST /tokenize` with a prompt."""
 
+    prompt: str
     model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool | None = None  # None means yes for a prompt, no for a chat, whose template writes them.
-    add_generation_prompt: bool | None = None  # None means yes.
+    add_special_tokens: bool | None = None  # None means yes.
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatFields(ChatFields, kw_only=True):
+    """Body of `POST /tokenize` with a chat, of which every field counts that shapes the prompt of a completion."""
+
+    add_special_tokens: bool | None = None  # None means no, because the chat template writes them.
     return_token_strs: bool | None = None
 
 
@@ -50,8 +56,24 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
+_NULL = msgspec.Raw(b"null")
+
+
+class _PromptOrChat(msgspec.Struct):
+    """Fields that tell a prompt from a chat."""
+
+    prompt: msgspec.Raw = _NULL
+    messages: msgspec.Raw = _NULL
+
+
+_OWN_FIELDS = frozenset(TokenizeChatFields.__struct_fields__)
+_NEUTRAL_IN_CHATS = {name: values for name, values in IN_CHAT.items() if name not in _OWN_FIELDS}
 _tokenize = BodyDecoder(TokenizeFields)
+_tokenize_chat = BodyDecoder(TokenizeChatFields, _NEUTRAL_IN_CHATS)
 _detokenize = BodyDecoder(DetokenizeFields, ids="tokens")
+_kind = BodyDecoder(_PromptOrChat)
+
+Unknown = tuple[str, ...]  # Names of fields that nothing reads.
 
 
 class TextApi:
@@ -69,38 +91,51 @@ class TextApi:
     async def tokenize(self, http: web.Request) -> web.Response:
         """Handle POST /tokenize."""
         async with self._bodies.reading(http) as body:
-            return _json(await self._threads.run(lambda: tokenized(_tokenize(body), self._model)))
+            return await self._threads.run(lambda: _json(*tokenized(body, self._model)))
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """Handle POST /detokenize."""
         async with self._bodies.reading(http) as body:
-            return _json(await self._threads.run(lambda: detokenized(body, self._model)))
+            return await self._threads.run(lambda: _json(*detokenized(body, self._model)))
 
 
-def tokenized(fields: TokenizeFields, model: ServedModel) -> Tokenized:
+def tokenized(body: bytes, model: ServedModel) -> tuple[Tokenized, Unknown]:
     """Return the tokens that a completion, or a chat completion, with the same fields would have.
 
     Raises:
         RequestError: The model is unknown, both or neither of prompt and messages are given, or the text is too long.
     """
-    model.name_for(fields.model)
-    if (fields.prompt is None) == (fields.messages is None):
+    kind = _kind(body).fields
+    has_prompt, has_messages = (bytes(field) != b"null" for field in (kind.prompt, kind.messages))
+    if has_prompt == has_messages:
         raise RequestError("Send either prompt or messages.", param="prompt", code="invalid_value")
-    if fields.messages is not None:
-        messages = check_messages(fields.messages)
-        refuse_too_much_text(sum(len(message["content"]) for message in messages), model)
-        text = model.tokenizer.render_chat(messages, add_generation_prompt=fields.add_generation_prompt is not False)
-    else:
-        assert fields.prompt is not None
-        text = fields.prompt
-    refuse_too_much_text(len(text), model)
-    adds = fields.messages is None if fields.add_special_tokens is None else fields.add_special_tokens
-    ids = model.tokenizer.encode(text, add_special_tokens=adds)
-    names = [model.tokenizer.backend.id_to_token(i) for i in ids] if fields.return_token_strs else None
+    return _tokenized_prompt(body, model) if has_prompt else _tokenized_chat(body, model)
+
+
+def _tokenized_prompt(body: bytes, model: ServedModel) -> tuple[Tokenized, Unknown]:
+    fields, unknown = _tokenize(body)
+    model.name_for(fields.model)
+    refuse_unknown(unknown, is_strict=model.has_strict_fields)
+    refuse_too_much_text(len(fields.prompt), model)
+    ids = model.tokenizer.encode(fields.prompt, add_special_tokens=fields.add_special_tokens is not False)
+    return _answer(ids, model, with_names=bool(fields.return_token_strs)), unknown
+
+
+def _tokenized_chat(body: bytes, model: ServedModel) -> tuple[Tokenized, Unknown]:
+    fields, unknown = _tokenize_chat(body)
+    model.name_for(fields.model)
+    refuse_unknown(unknown, is_strict=model.has_strict_fields)
+    ask = chat_ask(fields, unknown, model.chat.variables)
+    ids, _ = chat_prompt(ask, model, add_special_tokens=bool(fields.add_special_tokens))
+    return _answer(ids, model, with_names=bool(fields.return_token_strs)), unknown
+
+
+def _answer(ids: list[int], model: ServedModel, *, with_names: bool) -> Tokenized:
+    names = [model.tokenizer.backend.id_to_token(i) for i in ids] if with_names else None
     return Tokenized(len(ids), model.info.max_model_len, ids, names)
 
 
-def detokenized(body: bytes, model: ServedModel) -> Detokenized:
+def detokenized(body: bytes, model: ServedModel) -> tuple[Detokenized, Unknown]:
     """Return the text of the tokens, including special ones.
 
     Raises:
@@ -114,11 +149,13 @@ def detokenized(body: bytes, model: ServedModel) -> Detokenized:
                 f"tokens may hold {limit} ids at most, got {num_ids}.", param="tokens", code="invalid_value"
             )
 
-    fields = _detokenize(body, check_ids)
+    fields, unknown = _detokenize(body, check_ids)
     model.name_for(fields.model)
+    refuse_unknown(unknown, is_strict=model.has_strict_fields)
     refuse_foreign_ids("tokens", fields.tokens, model.info.vocab_size)
-    return Detokenized(model.tokenizer.backend.decode(fields.tokens, skip_special_tokens=False))
+    return Detokenized(model.tokenizer.backend.decode(fields.tokens, skip_special_tokens=False)), unknown
 
 
-def _json(value: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+def _json(value: object, unknown: Unknown) -> web.Response:
+    body = msgspec.json.encode(value)
+    return web.Response(body=body, content_type="application/json", headers=ignored_warning(unknown))

@@ -1,71 +1,184 @@
-"""Fields of the API that Moestro knows and does not support yet.
+"""Fields of this and other APIs that Moestro knows and does not support, and fields that never change an answer.
 
 An ignored field would silently change the answer, so a value that requests something is refused by name. A neutral
-value, which many clients always send, is accepted.
+value, which many clients always send, is accepted. A field that becomes supported leaves its table.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import msgspec
 
 from moestro.errors import RequestError, shown
 
-_TEXT = {"type": "text"}
+Neutral = Mapping[str, tuple[object, ...]]  # Field -> values that request nothing; null is always one of them.
 
-# Field -> values that request nothing; null is always one of them.
+# Names of OpenAI, vLLM, SGLang, llama.cpp, TGI, transformers, Ollama, DeepSeek, Qwen, GLM and OpenRouter.
 _BOTH: dict[str, tuple[object, ...]] = {
+    "adapter_id": (),
     "add_special_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "decoder_input_details": (False,),
+    "detokenize": (True,),
+    "do_sample": (True,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
     "ebnf": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
+    "enable_search": (False,),
+    "enable_thinking": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "flat_logprobs": (False,),
+    "format": ("",),
+    "grammar": ("",),
+    "guidance_scale": (1,),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "input": (),
+    "input_embeds": (),
+    "instructions": (),
     "json_schema": (),
     "length_penalty": (1,),
-    "logprob_token_ids": ([],),
+    "logit_processors": ([],),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "lora": ([],),
+    "lora_path": (),
+    "max_length": (),
+    "max_new_tokens": (),
+    "max_output_tokens": (),
+    "max_tokens_to_sample": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "mirostat": (0,),
+    "mm_processor_kwargs": ({},),
+    "n_predict": (),
+    "n_probs": (0,),
+    "negative_prompt": ("",),
+    "no_repeat_ngram_size": (0,),
+    "no_stop_trim": (False,),
+    "num_beams": (1,),
+    "num_predict": (),
+    "options": ({},),
+    "output_config": ({},),
+    "output_format": (),
+    "penalty_alpha": (0,),
+    "post_sampling_probs": (False,),
+    "prompt_embeds": (),
+    "reasoning": ({},),
     "regex": (),
+    "repeat_penalty": (1,),
     "repetition_detection": (),
-    "response_format": (_TEXT,),
-    "return_token_ids": (False,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
+    "samplers": (),
+    "sampling_params": ({},),
+    "sampling_seed": (),
+    "separate_reasoning": (True,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
+    "stop_regex": ("", []),
+    "stop_sequences": ([],),
+    "stream_reasoning": (True,),
+    "structural_tag": (),
+    "system": ("", []),
+    "tfs_z": (1,),
+    "think": (),
+    "thinking": (),
+    "thinking_budget": (),
     "thinking_token_budget": (-1,),
-    "truncate_prompt_tokens": (),
+    "top_a": (0,),
+    "top_n_sigma": (-1,),
+    "truncation_side": ("left",),
+    "typical": (1,),
+    "typical_p": (1,),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermark": (False,),
+    "xtc_probability": (0,),
 }
-IN_COMPLETIONS = _BOTH | {"prompt_embeds": (), "suffix": ("",)}
-IN_CHAT = _BOTH | {
-    "add_generation_prompt": (True,),
+_OF_CHATS: dict[str, tuple[object, ...]] = {
     "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "reasoning_effort": ("medium",),  # The API's default, as for verbosity.
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+IN_COMPLETIONS: Neutral = (
+    _BOTH
+    | _OF_CHATS
+    | {  # Fields of chats, which a completion does not read.
+        "add_generation_prompt": (True,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "include_reasoning": (True,),
+        "max_completion_tokens": (),
+        "messages": (),
+        "reasoning_effort": ("medium",),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+    }
+    | {"suffix": ("",)}
+)
+IN_CHAT: Neutral = _BOTH | _OF_CHATS | {"echo": (False,), "prompt": ()}
+
+_OF_MESSAGES: dict[str, tuple[object, ...]] = {"container": (), "context_management": ({},), "mcp_servers": ([],)}
+IN_COUNTS: Neutral = _OF_MESSAGES
+IN_MESSAGES: Neutral = _OF_MESSAGES | {"max_tokens_to_sample": (), "prompt": ()}
+IN_RESPONSES: Neutral = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "logit_bias": ({},),
+    "max_tokens": (),
+    "max_completion_tokens": (),
+    "max_tool_calls": (),
+    "messages": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "response_format": (),
+    "seed": (),
+    "stop": ([],),
+    "store": (False,),
+    "truncation": ("disabled",),
+}
+
+# What to do in place of a field, where "leave it out" does not say it.
+_NOT_STORED = "This server stores no responses: send the whole conversation as input"
+_REMEDIES = {
+    "conversation": f"{_NOT_STORED}.",
+    "previous_response_id": f"{_NOT_STORED}.",
+    "background": "This server stores no responses: wait for the answer, or stream it.",
+    "store": f"{_NOT_STORED}, with store: false.",
+}
+
+# Accepted without a warning: these name, account for or speed up a request, and leave its answer as it is.
+WITHOUT_EFFECT = frozenset(
+    {
+        *("cache_prompt", "data_parallel_rank", "id_slot", "keep_alive", "kv_transfer_params", "metadata"),
+        *("parallel_tool_calls", "prediction", "prompt_cache_options", "prompt_cache_retention"),
+        *("rid", "safety_identifier", "service_tier", "store", "stream_interval"),
+        *("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id"),  # Of Anthropic's API.
+    }
+)
 
 
-def refuse_unsupported(fields: dict[str, msgspec.Raw], neutral: dict[str, tuple[object, ...]]) -> None:
-    """Raise RequestError, which names the field, if a field of `neutral` has a value that requests something."""
-    for name in fields.keys() & neutral.keys():
-        value = msgspec.json.decode(fields[name])
+def refuse_unsupported(fields: Mapping[str, msgspec.Raw], neutral: Neutral) -> None:
+    """Raise RequestError for the first of `fields` that `neutral` lists and whose value requests something."""
+    for name, raw in fields.items():
+        if name not in neutral:
+            continue
+        value = msgspec.json.decode(raw)
         if value is not None and value not in neutral[name]:
-            raise RequestError(
-                f"{name} is not supported yet, and {shown(value)} would change the answer. Leave it out.",
-                param=name,
-                code="unsupported_parameter",
-            )
+            given = shown(bytes(raw).decode())
+            if name in _REMEDIES and neutral is IN_RESPONSES:
+                text = f"{name}: {given} is not supported. {_REMEDIES[name]}"
+            else:
+                text = f"{name} is not supported yet, and {given} would change the answer. Leave it out."
+            raise RequestError(text, param=name, code="unsupported_parameter")

@@ -6,13 +6,18 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from moestro.core.request import SAMPLING_RANGES, SamplingDefaults, SamplingParams, ServiceClass
-from moestro.errors import PromptTooLongError, RequestError, shown
-from moestro.server.protocol import ContentPart, GenerationFields, Message
+from moestro.errors import PromptTooLongError, shown
+from moestro.server.chat_fields import check_messages, invalid, template_options, tool_use
+from moestro.server.protocol import ChatFields, GenerationFields
 from moestro.server.request_fields import decode_chat, decode_completion
+from moestro.server.structured_output import AskedGrammar, asked_grammar
+from moestro.text.chat_format import NO_TOOLS, ToolUse
+from moestro.text.tokenizer import TemplateOptions
 from moestro.web.json_elements import count_elements
 
 MAX_PROMPTS = 1024
@@ -22,13 +27,17 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SALT_CHARS = 1024
 MAX_USER_CHARS = 1024
+MAX_ID_CHARS = 128
 MAX_COPIES = 128  # Limit of `n`.
 MAX_CHOICES = 1024  # Limit of the number of prompts times `n`.
 MAX_BIASES = 300
 MAX_LOGPROBS = 20
-ROLES = ("developer", "system", "user", "assistant", "tool")
+ALL_LOGPROBS = -1  # Of `prompt_logprobs`: the whole vocabulary.
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 DEFAULT_COMPLETION_TOKENS = 16
 _IDS = re.compile(rb"\s*\[[\s\[]*[-0-9\]]")  # Start of a prompt in token ids.
+_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARS}}}")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")  # One spelling for each id.
 
 
@@ -59,10 +68,20 @@ class Options:
     echo: bool
     logprobs: int | None  # Number of alternatives for each token; None means no log probabilities.
     prompt_logprobs: int | None
+    grammar: AskedGrammar | None  # Language of the answer, and the field that asks for it.
+    allowed_token_ids: tuple[int, ...]  # () means all tokens.
+    bad_words: tuple[str, ...]
     cache_salt: str | None
     priority: int
     service_class: ServiceClass
     user: str | None
+    session_id: str | None = None
+    request_id: str | None = None
+    returns_token_ids: bool = False
+    keeps_special_tokens: bool = False
+    keeps_stop: bool = False  # Whether the text of a stop string or stop token is shown.
+    truncate_prompt_tokens: int | None = None  # Most prompt tokens, of which the last are kept; -1 means all that fit.
+    unknown_fields: tuple[str, ...] = ()  # Names of fields that nothing reads, in the body's order.
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +92,25 @@ class CompletionAsk:
     options: Options
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAsk:
-    """Validated `POST /v1/chat/completions`. Messages are {"role", "content", ...}, as chat templates read them."""
+    """Validated `POST /v1/chat/completions`.
 
-    messages: tuple[dict[str, str], ...]
+    Attributes:
+        messages: {"role", "content", ...}, as chat templates read them.
+        tools: Tools in the API's form, for the template.
+        use: Use of these tools that the request allows.
+        effort: Effort of reasoning that the request asks for.
+        shows_reasoning: Whether the client wants the reasoning.
+    """
+
+    messages: tuple[dict[str, Any], ...]
     options: Options
+    template: TemplateOptions
+    tools: tuple[dict[str, Any], ...] = ()
+    use: ToolUse = NO_TOOLS
+    effort: str | None = None
+    shows_reasoning: bool = True
 
 
 def parse_completion(body: bytes, max_prompt_ids: int = sys.maxsize) -> CompletionAsk:
@@ -87,7 +119,7 @@ def parse_completion(body: bytes, max_prompt_ids: int = sys.maxsize) -> Completi
     Args:
         max_prompt_ids: Most token ids of one prompt.
     """
-    fields = decode_completion(body, lambda prompt: _refuse_swarm(prompt, max_prompt_ids))
+    fields, unknown = decode_completion(body, lambda prompt: _refuse_swarm(prompt, max_prompt_ids))
     echo = bool(fields.echo)
     limit = DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
     _refuse_too_many_ids(fields.prompt, limit, max_prompt_ids)
@@ -98,41 +130,55 @@ def parse_completion(body: bytes, max_prompt_ids: int = sys.maxsize) -> Completi
         echo=echo,
         logprobs=_logprobs("logprobs", fields.logprobs),
         has_default_limit=fields.max_tokens is None,
+        unknown_fields=unknown,
     )
     options = _options(fields, shape)
     if len(prompts) * options.n > MAX_CHOICES:
-        raise _invalid(
-            "n", f"times the number of prompts must be {MAX_CHOICES} at most, got {len(prompts) * options.n}"
-        )
+        raise invalid("n", f"times the number of prompts must be {MAX_CHOICES} at most, got {len(prompts) * options.n}")
     return CompletionAsk(prompts, options)
 
 
-def parse_chat(body: bytes) -> ChatAsk:
-    """Return the validated request; RequestError says what is wrong with the body."""
-    fields = decode_chat(body)
+def parse_chat(body: bytes, template_variables: dict[str, Any] | None = None) -> ChatAsk:
+    """Return the validated request; RequestError says what is wrong with the body.
+
+    Args:
+        template_variables: The operator's variables of the chat template.
+    """
+    return chat_ask(*decode_chat(body), template_variables)
+
+
+def chat_ask(fields: ChatFields, unknown: tuple[str, ...], template_variables: dict[str, Any] | None = None) -> ChatAsk:
+    """Return the validated request of decoded fields; RequestError names an invalid one.
+
+    Args:
+        unknown: Names of the body's other fields.
+        template_variables: The operator's variables of the chat template.
+    """
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     limit = getattr(fields, name)
     messages = check_messages(fields.messages)
     if fields.top_logprobs and not fields.logprobs:
-        raise _invalid("top_logprobs", "is only allowed with logprobs: true")
+        raise invalid("top_logprobs", "is only allowed with logprobs: true")
     logprobs = _logprobs("top_logprobs", fields.top_logprobs or 0) if fields.logprobs else None
-    return ChatAsk(messages, _options(fields, _Shape(_limit(name, limit), echo=False, logprobs=logprobs)))
-
-
-def check_messages(messages: Sequence[Message]) -> tuple[dict[str, str], ...]:
-    """Return a chat's messages in plain text, as chat templates read them; RequestError names an invalid one."""
-    if not messages:
-        raise _invalid("messages", "is an empty list; send at least one message")
-    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
-
-
-def _invalid(param: str, text: str) -> RequestError:
-    return RequestError(f"{param} {text}.", param=param, code="invalid_value")
+    shape = _Shape(_limit(name, limit), echo=False, logprobs=logprobs, unknown_fields=unknown)
+    options = _options(fields, shape)
+    use = tool_use(fields)
+    if options.grammar is not None and use.choice in ("required", "named"):
+        raise invalid(options.grammar.param, f"cannot be used together with tool_choice {shown(fields.tool_choice)}")
+    return ChatAsk(
+        messages=messages,
+        options=options,
+        template=template_options(fields, template_variables or {}),
+        tools=tuple(fields.tools or ()),
+        use=use,
+        effort=fields.reasoning_effort,
+        shows_reasoning=fields.include_reasoning is not False,
+    )
 
 
 def _range(param: str, value: int, low: int, high: int) -> int:
     if not low <= value <= high:
-        raise _invalid(param, f"must be between {low} and {high}, got {shown(value)}")
+        raise invalid(param, f"must be between {low} and {high}, got {shown(value)}")
     return value
 
 
@@ -144,12 +190,13 @@ class _Shape:
     echo: bool
     logprobs: int | None
     has_default_limit: bool = False
+    unknown_fields: tuple[str, ...] = ()
 
 
 def _options(fields: GenerationFields, shape: _Shape) -> Options:
     streaming, extras = bool(fields.stream), fields.stream_options
     if extras is not None and not streaming:
-        raise _invalid("stream_options", "is only allowed with stream: true")
+        raise invalid("stream_options", "is only allowed with stream: true")
     return Options(
         model=fields.model,
         stream=streaming,
@@ -168,10 +215,20 @@ def _options(fields: GenerationFields, shape: _Shape) -> Options:
         echo=shape.echo,
         logprobs=shape.logprobs,
         prompt_logprobs=_prompt_logprobs(fields.prompt_logprobs, streaming=streaming),
+        grammar=asked_grammar(fields),
+        allowed_token_ids=_allowed_token_ids(fields.allowed_token_ids),
+        bad_words=_bad_words(fields.bad_words or ()),
         cache_salt=_salt(fields.cache_salt),
         priority=_range("priority", fields.priority or 0, -(2**31), 2**31 - 1),
         service_class=_service_class(fields.service_class),
         user=_user(fields.user),
+        session_id=(fields.session_id or fields.prompt_cache_key or "")[:MAX_USER_CHARS] or None,
+        request_id=_request_id(fields.request_id),
+        returns_token_ids=bool(fields.return_token_ids),
+        keeps_special_tokens=fields.skip_special_tokens is False,
+        keeps_stop=bool(fields.include_stop_str_in_output),
+        truncate_prompt_tokens=_truncation(fields.truncate_prompt_tokens),
+        unknown_fields=shape.unknown_fields,
     )
 
 
@@ -184,7 +241,7 @@ def _sampling(fields: GenerationFields) -> dict[str, float]:
     given = {name: value for name in SAMPLING_RANGES if (value := getattr(fields, name)) is not None}
     for name, value in given.items():
         if value not in SAMPLING_RANGES[name]:
-            raise _invalid(name, f"must be {SAMPLING_RANGES[name]}, got {shown(value)}")
+            raise invalid(name, f"must be {SAMPLING_RANGES[name]}, got {shown(value)}")
     if given.get("top_k") == -1:  # vLLM's clients write "all tokens" as -1 or 0.
         given["top_k"] = 0
     return _API_DEFAULTS | given
@@ -192,25 +249,25 @@ def _sampling(fields: GenerationFields) -> dict[str, float]:
 
 def _min_tokens(value: int, max_tokens: int | None) -> int:
     if max_tokens is not None and value > max_tokens:
-        raise _invalid("min_tokens", f"must not exceed max_tokens ({max_tokens}), got {shown(value)}")
+        raise invalid("min_tokens", f"must not exceed max_tokens ({max_tokens}), got {shown(value)}")
     return _range("min_tokens", value, 0, 2**31 - 1)
 
 
 def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
     if len(biases) > MAX_BIASES:
-        raise _invalid("logit_bias", f"may hold {MAX_BIASES} tokens at most, got {len(biases)}")
+        raise invalid("logit_bias", f"may hold {MAX_BIASES} tokens at most, got {len(biases)}")
     for key, bias in biases.items():
         if not _TOKEN_ID.fullmatch(key):
-            raise _invalid("logit_bias", f"keys must be token ids, got {shown(key)}")
+            raise invalid("logit_bias", f"keys must be token ids, got {shown(key)}")
         if not -100 <= bias <= 100:
-            raise _invalid("logit_bias", f"values must be between -100 and 100, got {bias}")
+            raise invalid("logit_bias", f"values must be between -100 and 100, got {bias}")
     return tuple((int(key), bias) for key, bias in biases.items() if bias)
 
 
 def _copies(n: int | None, best_of: int | None) -> int:
     copies = _range("n", 1 if n is None else n, 1, MAX_COPIES)
     if best_of not in (None, copies):
-        raise _invalid("best_of", f"must equal n ({copies}), because all choices are returned, got {shown(best_of)}")
+        raise invalid("best_of", f"must equal n ({copies}), because all choices are returned, got {shown(best_of)}")
     return copies
 
 
@@ -220,42 +277,70 @@ def _logprobs(param: str, value: int | None) -> int | None:
 
 def _prompt_logprobs(value: int | None, *, streaming: bool) -> int | None:
     if value is not None and streaming:
-        raise _invalid("prompt_logprobs", "is not allowed with stream: true")
-    return _logprobs("prompt_logprobs", value)
+        raise invalid("prompt_logprobs", "is not allowed with stream: true")
+    return value if value == ALL_LOGPROBS else _logprobs("prompt_logprobs", value)
 
 
 def _salt(salt: str | None) -> str | None:
     if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARS:
-        raise _invalid("cache_salt", f"must have 1 to {MAX_SALT_CHARS} characters, got {len(salt)}")
+        raise invalid("cache_salt", f"must have 1 to {MAX_SALT_CHARS} characters, got {len(salt)}")
     return salt
 
 
 def _user(user: str | None) -> str | None:
     if user is not None and len(user) > MAX_USER_CHARS:
-        raise _invalid("user", f"may have {MAX_USER_CHARS} characters at most, got {len(user)}")
+        raise invalid("user", f"may have {MAX_USER_CHARS} characters at most, got {len(user)}")
     return user or None
+
+
+def _request_id(given: str | None) -> str | None:
+    if given is not None and not _REQUEST_ID.fullmatch(given):
+        text = f"must have 1 to {MAX_ID_CHARS} printable ASCII characters without spaces, got {shown(given)}"
+        raise invalid("request_id", text)
+    return given
+
+
+def _truncation(given: int | None) -> int | None:
+    if given is None or given == -1:
+        return given
+    return _range("truncate_prompt_tokens", given, 1, 2**31 - 1)
 
 
 def _service_class(given: str | None) -> ServiceClass:
     if given is not None and given not in set(ServiceClass):
-        raise _invalid("service_class", f"must be one of {', '.join(ServiceClass)}, got {shown(given)}")
+        raise invalid("service_class", f"must be one of {', '.join(ServiceClass)}, got {shown(given)}")
     return ServiceClass.LS if given is None else ServiceClass(given)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stops) > MAX_STOPS:
-        raise _invalid("stop", f"may hold {MAX_STOPS} strings at most, got {len(stops)}")
+        raise invalid("stop", f"may hold {MAX_STOPS} strings at most, got {len(stops)}")
     for text in stops:
         if not 1 <= len(text) <= MAX_STOP_CHARS:
-            raise _invalid("stop", f"strings must have 1 to {MAX_STOP_CHARS} characters, got one of {len(text)}")
+            raise invalid("stop", f"strings must have 1 to {MAX_STOP_CHARS} characters, got one of {len(text)}")
     return stops
 
 
 def _stop_token_ids(ids: Sequence[int]) -> tuple[int, ...]:
     if len(ids) > MAX_STOP_TOKEN_IDS:  # Counted first: deduplication takes seconds if the hashes of ids collide.
-        raise _invalid("stop_token_ids", f"may hold {MAX_STOP_TOKEN_IDS} ids at most, got {len(ids)}")
+        raise invalid("stop_token_ids", f"may hold {MAX_STOP_TOKEN_IDS} ids at most, got {len(ids)}")
     return tuple(dict.fromkeys(ids))
+
+
+def _allowed_token_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
+    if ids is not None and not ids:
+        raise invalid("allowed_token_ids", "is empty, so that no token is possible; leave it out for all tokens")
+    return tuple(ids or ())
+
+
+def _bad_words(words: Sequence[str]) -> tuple[str, ...]:
+    if len(words) > MAX_BAD_WORDS:
+        raise invalid("bad_words", f"may hold {MAX_BAD_WORDS} words at most, got {len(words)}")
+    for word in words:
+        if not 1 <= len(word.lstrip()) <= MAX_BAD_WORD_CHARS:
+            raise invalid("bad_words", f"must have 1 to {MAX_BAD_WORD_CHARS} characters each, got {len(word.lstrip())}")
+    return tuple(words)
 
 
 def _refuse_swarm(prompt: memoryview, limit: int) -> None:
@@ -265,19 +350,19 @@ def _refuse_swarm(prompt: memoryview, limit: int) -> None:
     """
     if not _IDS.match(prompt):
         if bytes(prompt[:1]) == b"[" and count_elements(prompt, MAX_PROMPTS + 1) > MAX_PROMPTS:
-            raise _invalid("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, and has more")
+            raise invalid("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, and has more")
         return
     chars = np.frombuffer(prompt, np.uint8)
     starts = np.flatnonzero(chars == ord("["))
     if len(starts) > MAX_PROMPTS + 1:
-        raise _invalid("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(starts) - 1}")
+        raise invalid("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(starts) - 1}")
     # A list of n ids has n - 1 commas, and perhaps one after it.
     counts = [int(np.count_nonzero(ids == ord(","))) for ids in np.split(chars, starts)]
     if max(counts) > limit:
         raise PromptTooLongError(max(counts), DEFAULT_COMPLETION_TOKENS, limit)
     if sum(counts) > max(limit, MAX_PROMPT_IDS):
         text = f"may hold {max(limit, MAX_PROMPT_IDS)} token ids in all, got {sum(counts)}; send several requests"
-        raise _invalid("prompt", text)
+        raise invalid("prompt", text)
 
 
 def _refuse_too_many_ids(prompt: str | Sequence[str | int | list[int]], max_tokens: int, limit: int) -> None:
@@ -299,38 +384,15 @@ def _prompts(prompt: str | Sequence[str | int | list[int]]) -> tuple[str | tuple
     else:
         prompts = [item if isinstance(item, str) else _token_ids(item) for item in prompt]
     if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise _invalid("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}")
+        raise invalid("prompt", f"must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}")
     if not all(prompts):
-        raise _invalid("prompt", "is empty or holds an empty prompt; each needs at least one character or token id")
+        raise invalid("prompt", "is empty or holds an empty prompt; each needs at least one character or token id")
     if len({type(item) for item in prompts}) > 1:
-        raise _invalid("prompt", "mixes texts and token ids; send one kind")
+        raise invalid("prompt", "mixes texts and token ids; send one kind")
     return tuple(prompts)
 
 
 def _token_ids(items: object) -> tuple[int, ...]:
     if isinstance(items, list) and all(isinstance(item, int) for item in items):
         return tuple(items)
-    raise _invalid("prompt", "mixes texts and token ids; send one kind")
-
-
-def _message(place: str, message: Message) -> dict[str, str]:
-    if message.role not in ROLES:
-        raise _invalid(f"{place}.role", f"must be one of {', '.join(ROLES)}, got {shown(message.role)}")
-    if message.tool_calls or message.role == "tool":
-        raise RequestError(f"{place}: tool calls are not supported yet.", param=place, code="unsupported_parameter")
-    if message.content is None:
-        raise _invalid(f"{place}.content", "is missing; send a text")
-    content = message.content if isinstance(message.content, str) else _text(place, message.content)
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": message.role, "content": content} | named
-
-
-def _text(place: str, parts: list[ContentPart]) -> str:
-    """Return the parts' texts, one a line, as vLLM joins them for templates that need a string."""
-    texts = []
-    for i, part in enumerate(parts):
-        if part.type != "text" or part.text is None:
-            where = f"{place}.content[{i}]"
-            raise RequestError(f"{where}: only parts of type text are supported, got {shown(part.type)}.", param=where)
-        texts.append(part.text)
-    return "\n".join(texts)
+    raise invalid("prompt", "mixes texts and token ids; send one kind")

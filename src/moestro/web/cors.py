@@ -7,9 +7,8 @@ from moestro.web.errors import HttpError
 
 _METHODS = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 _ALWAYS_ALLOWED = ("accept", "accept-language", "content-language", "content-type")  # Safelisted by the Fetch standard.
-_EXPOSED = (
-    "X-Request-Id, Retry-After, x-moestro-engine, x-moestro-reason"  # Readable by pages besides the standard headers.
-)
+# Readable by pages besides the standard headers.
+_EXPOSED = "X-Request-Id, Retry-After, Warning, x-moestro-engine, x-moestro-reason"
 _MAX_AGE_S = 600  # Time for which a browser caches a preflight.
 
 

@@ -1,4 +1,4 @@
-"""Error bodies in OpenAI's form, and the `RequestError`s that only HTTP servers raise."""
+"""Error bodies in OpenAI's and Anthropic's forms, and the `RequestError`s that only HTTP servers raise."""
 
 from __future__ import annotations
 
@@ -81,17 +81,62 @@ def too_large(limit: int) -> HttpError:
     return HttpError(413, f"The request body may have at most {limit} bytes.", "request_too_large")
 
 
-class _ErrorFields(msgspec.Struct):
+class ErrorFields(msgspec.Struct):
+    """Cause of a refusal."""
+
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class _ErrorBody(msgspec.Struct):
-    error: _ErrorFields
+class ErrorBody(msgspec.Struct):
+    """Body of a refusal in OpenAI's form."""
+
+    error: ErrorFields
 
 
 def error_json(error: RequestError) -> bytes:
     """Return the error body `{"error": {"message", "type", "param", "code"}}`, always with all four fields."""
-    return msgspec.json.encode(_ErrorBody(_ErrorFields(error.message, error.error_type, error.param, error.code)))
+    return msgspec.json.encode(ErrorBody(ErrorFields(error.message, error.error_type, error.param, error.code)))
+
+
+# Types of Anthropic's API by status; every other status of 400 or more is a request's or a server's fault.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+class AnthropicErrorFields(msgspec.Struct):
+    """Cause of a refusal in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, kw_only=True):
+    """Body of a refusal in Anthropic's form."""
+
+    type: str = "error"
+    error: AnthropicErrorFields
+    request_id: str | None
+
+
+def anthropic_error_json(error: RequestError, request_id: str | None = None) -> bytes:
+    """Return the error body `{"type": "error", "error": {"type", "message"}, "request_id"}` of Anthropic's API."""
+    default = "invalid_request_error" if error.http_status < 500 else "api_error"
+    fields = AnthropicErrorFields(_ANTHROPIC_TYPES.get(error.http_status, default), error.message)
+    return msgspec.json.encode(AnthropicErrorBody(error=fields, request_id=request_id))
+
+
+def error_body(path: str, error: RequestError, request_id: str | None = None) -> bytes:
+    """Return the error body in the form of the API to which `path` belongs."""
+    is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+    return anthropic_error_json(error, request_id) if is_anthropic else error_json(error)

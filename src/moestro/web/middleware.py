@@ -15,8 +15,8 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from moestro.errors import RequestError, shown
 from moestro.web.access import UNLIMITED, Access
 from moestro.web.cors import Cors
-from moestro.web.errors import AuthenticationError, HttpError, InternalError, error_json, too_large
-from moestro.web.probes import PROBES
+from moestro.web.errors import AuthenticationError, HttpError, InternalError, error_body, too_large
+from moestro.web.probes import PUBLIC
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class HttpMiddleware:
     """Runs before every handler of an application, and also for unknown paths.
 
     Args:
-        access: Access checks; probes need no key.
+        access: Access checks; public paths need no key.
         refusals: Counter of refusals, by code.
         max_body_bytes: Most bytes of a body; a longer one is refused unread.
     """
@@ -76,12 +76,12 @@ class HttpMiddleware:
         except RequestError as error:
             if error.http_status != 500:
                 self._refusals[error.code or error.error_type] += 1
-            response = _refusal(error)
+            response = _refusal(http, error)
         except web.HTTPException as error:
             response = _translated(http, error)
         except Exception:
             logger.exception("%s: %s %s failed", http[REQUEST_ID], http.method, shown(http.path))
-            response = _refusal(InternalError(http[REQUEST_ID]))
+            response = _refusal(http, InternalError(http[REQUEST_ID]))
         content = http.content
         if response.status in _UNFRAMED or not content.is_eof() or content.exception() is not None:
             response.force_close()  # The rest of the body is unwanted, or cannot be told from the next request.
@@ -106,7 +106,7 @@ class HttpMiddleware:
 
     def _key_of(self, http: web.BaseRequest) -> int | None:
         """Return the index of the request's key, None if none is needed; AuthenticationError if the key is missing."""
-        if http.path in PROBES:
+        if http.path in PUBLIC:
             return None
         return self._access.key_of(http.headers.get("Authorization", ""), http.headers.get("X-Api-Key", ""))
 
@@ -137,21 +137,20 @@ def _request_id(http: web.BaseRequest) -> str:
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def _refusal(error: RequestError) -> web.Response:
+def _refusal(http: web.BaseRequest, error: RequestError) -> web.Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
-    return web.Response(
-        status=error.http_status, body=error_json(error), content_type="application/json", headers=headers
-    )
+    body = error_body(http.path, error, http[REQUEST_ID])
+    return web.Response(status=error.http_status, body=body, content_type="application/json", headers=headers)
 
 
 def _translated(http: web.BaseRequest, error: web.HTTPException) -> web.Response:
     """Return a refusal of aiohttp in OpenAI's form."""
     what = f"{http.method} {shown(http.path)}: {error.reason}"
-    response = _refusal(HttpError(error.status, f"{what}.", _CODES.get(error.status, "http_error")))
+    response = _refusal(http, HttpError(error.status, f"{what}.", _CODES.get(error.status, "http_error")))
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

@@ -10,6 +10,9 @@ HEALTH_PATHS = ("/health", "/ping")
 READY_PATHS = ("/ready", "/readyz")
 PROBES = frozenset(HEALTH_PATHS + READY_PATHS)
 
+# Paths that say the same to everybody, so that they need no key.
+PUBLIC = PROBES | {"/docs", "/openapi.json"}
+
 VERSION_BODY = msgspec.json.encode({"version": __version__})
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
+from http import HTTPStatus
+from http.client import HTTPException
 
 import msgspec
 
+from moestro.cli.admin_port import ask_admin
 from moestro.placement.placement_file import PlacementFile
 from moestro.placement.registry import PlacementError
 
@@ -41,30 +42,26 @@ def apply_placement(url: str, key: str | None, placement: PlacementFile) -> str:
     Raises:
         PlacementError: The server cannot be reached, or refuses the placement; the text says why.
     """
-    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
     if not url.startswith(("http://", "https://")):
         raise PlacementError(
             f"--apply {url}: give the address of a server's --admin-port, such as http://localhost:8100"
         )
-    request = urllib.request.Request(  # noqa: S310 the scheme is HTTP
-        f"{url.rstrip('/')}/admin/placement/apply", msgspec.json.encode(placement), headers, method="POST"
-    )
+    address = f"{url.rstrip('/')}/admin/placement/apply"
     try:
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as reply:  # noqa: S310 the scheme is HTTP
-            status, body = reply.status, reply.read()
-    except urllib.error.HTTPError as error:
-        raise PlacementError(f"--apply {url}: the server refused: {_reason(error)}") from None
-    except (OSError, ValueError) as error:
+        status, body = ask_admin(address, key, _ANSWER_S, msgspec.json.encode(placement))
+    except (OSError, HTTPException, ValueError) as error:
         raise PlacementError(f"--apply {url}: the server cannot be reached: {error}") from None
+    if status >= HTTPStatus.BAD_REQUEST:
+        raise PlacementError(f"--apply {url}: the server refused: {_reason(status, body)}")
     answer = msgspec.json.decode(body, type=_ApplyAnswer)
     if status != 202:
         return f"{url} has this placement already"
     return f"{url} moves {answer.num_moves:,} copies of experts in {answer.num_layers} layers"
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
+def _reason(status: int, body: bytes) -> str:
     try:
-        found = msgspec.json.decode(error.read(), type=_ApplyAnswer).error
+        found = msgspec.json.decode(body, type=_ApplyAnswer).error
     except msgspec.MsgspecError:
         found = None
-    return f"{error.code} {error.reason}" if found is None else found.message
+    return f"status {status}" if found is None else found.message

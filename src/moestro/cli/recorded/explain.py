@@ -6,22 +6,20 @@ from collections.abc import Iterator
 from datetime import datetime
 from http.client import HTTPException
 from pathlib import Path
-from urllib.error import HTTPError
 from urllib.parse import quote
-from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moestro.cli.admin_port import ask_admin
 from moestro.cli.recorded.levels import tell_levels
 from moestro.errors import ConfigError, MoestroError
 from moestro.routing.decision_record import decode_entry, is_entry
 from moestro.routing.request_trace import Attempt, RequestTrace
 
 _TIMEOUT_S = 10.0
-_OPENER = build_opener(ProxyHandler({}))  # the operators' port is no business of a proxy
 _LEFT_STATUS = 499
 
 
@@ -80,13 +78,9 @@ def _from_file(request_id: str, record: Path) -> RequestTrace:
 
 
 def _from_router(request_id: str, admin_url: str, key: str | None) -> RequestTrace:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     url = f"{admin_url}/admin/explain/{quote(request_id, safe='')}"
     try:
-        with _OPENER.open(Request(url, headers=headers), timeout=_TIMEOUT_S) as answer:  # noqa: S310 - the operator's
-            status, body = answer.status, answer.read()
-    except HTTPError as refusal:
-        status, body = refusal.code, refusal.read()
+        status, body = ask_admin(url, key, _TIMEOUT_S)
     except (OSError, HTTPException, ValueError) as error:
         raise MoestroError(
             f"nothing answers at {admin_url} ({error or 'timed out'}): give the --admin-url of a router or server with"

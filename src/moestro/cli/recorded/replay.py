@@ -12,8 +12,10 @@ from rich.markup import escape
 
 from moestro.engine.decision_replay import DecisionReplay, ReplayedDecision
 from moestro.errors import ConfigError
-from moestro.routing.decision_record import Decision, ScheduledOn, Submitted, decode_entry, is_entry
+from moestro.routing.decision_record import Decision, Head, ScheduledOn, Submitted, decode_entry, is_entry
 from moestro.routing.replay import replay
+
+_HEAD = b'{"type":"Head"'
 
 
 def replay_record(record: Path, console: Console) -> bool:
@@ -63,9 +65,10 @@ def _compare(decisions: Iterator[ReplayedDecision]) -> _Comparison:
 
 def _routing_decisions(lines: Iterator[bytes], regrets: list[float]) -> Iterator[ReplayedDecision]:
     for was, again in replay(lines):
-        recorded = _told(was)
+        recorded = describe_decision(was)
         # The text rounds; entries are compared as a whole.
-        replayed = recorded if was == again else _told(again) + ("" if _told(again) != recorded else " (in details)")
+        text = describe_decision(again)
+        replayed = recorded if was == again else text + ("" if text != recorded else " (in details)")
         yield ReplayedDecision(was.request.request_id, recorded, replayed)
         if was.decision is not None and was.decision.regret is not None:
             regrets.append(was.decision.regret)
@@ -105,7 +108,28 @@ def _tell_regrets(regrets: list[float], console: Console) -> None:
         console.print(f"none of {len(regrets):,} decisions ignored an engine with a better score")
 
 
-def _told(entry: Submitted) -> str:
+def recorded_policy_of(record: Path) -> str:
+    """Return the policy of a record's first part.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no record of decisions.
+    """
+    try:
+        with record.open("rb") as lines:
+            for line in lines:
+                if line.startswith(_HEAD):
+                    head = decode_entry(line)
+                    assert isinstance(head, Head), "its tag says so"
+                    return head.score or head.policy
+    except OSError as error:
+        raise ConfigError(f"{record} cannot be read: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{record} is no record: {error}") from None
+    raise ConfigError(f"{record} contains no decision")
+
+
+def describe_decision(entry: Submitted) -> str:
+    """Describe a decision or a refusal in one line."""
     decision = entry.decision
     return f"refused ({entry.refusal})" if decision is None else _decision_told(decision)
 

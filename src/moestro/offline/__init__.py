@@ -1,0 +1,1 @@
+"""Models without a server started by hand: `moestro.LLM`, `moestro run-batch` and `moestro chat`."""

@@ -1,0 +1,203 @@
+"""`moestro.LLM`: generates for many prompts from Python, with the engines and the code path of `moestro serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from moestro.errors import RequestError
+from moestro.offline.api_client import ApiAnswer, ApiClient, UnreachableServerError, refusal_of
+from moestro.offline.background_loop import BackgroundLoop
+from moestro.offline.outputs import RequestOutput, request_output
+from moestro.offline.owned_server import OwnedServer, flags_from
+from moestro.offline.prompts import GivenPrompt, Params, Prompts, given_prompts, params_of_each
+from moestro.workload.progress import progress
+
+# Requests at the server at once: enough for the 64 running sequences of each of several engines, and half of what one
+# engine lets wait. Refusals are sent again, so a larger number is not wrong, only slower.
+MAX_IN_FLIGHT = 512
+
+Messages = Sequence[Mapping[str, Any]]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class LLM:
+    """A model for offline generation. It runs in processes of its own, as under `moestro serve`, so tokens are equal.
+
+    Processes that die are restarted, and their prompts go on. Close it, or use it in a `with` block; the processes also
+    end with this one.
+
+    Args:
+        model: Checkpoint directory, or a name on the Hugging Face hub. `moestro-demo` comes with Moestro.
+        settings: Flags of `moestro serve` as names: `max_num_seqs=8`, `dtype="float32"`, `enable_prefix_caching=False`.
+
+    Attributes:
+        max_model_len: Most tokens of a prompt and its answer.
+
+    Raises:
+        ConfigError: The settings cannot be honoured; the text says what to do.
+        EngineDiedError: An engine failed before it was ready; the text is its cause.
+    """
+
+    def __init__(self, model: str = "moestro-demo", **settings: object) -> None:
+        self._server = OwnedServer([*flags_from({"model": model} | settings)])
+        self._loop = BackgroundLoop()
+        try:
+            self.max_model_len = self._run(_max_model_len)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the model's processes. Further calls do nothing."""
+        self._loop.close()
+        self._server.close()
+
+    def generate(
+        self, prompts: Prompts, sampling_params: Params = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Return the answers to all prompts, in their order.
+
+        Args:
+            prompts: A prompt or several; each is a text, token ids, or a dictionary with `prompt` or
+                `prompt_token_ids`.
+            sampling_params: Parameters of all prompts, or of each; None means the defaults.
+            use_tqdm: Whether a terminal shows a progress bar. The name is vLLM's.
+
+        Raises:
+            RequestError: A prompt or a parameter is invalid; no answer is returned.
+            EngineDiedError: The model's processes have ended for good; the text is the cause.
+        """
+        asked = given_prompts(prompts, sampling_params)
+        return self._generated(asked, "prompts" if use_tqdm else None)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        **fields: object,
+    ) -> list[RequestOutput]:
+        """Return the answers to one chat or to several, in their order. The text is what the model wrote, not parsed.
+
+        Args:
+            messages: Messages of a chat, {"role", "content", ...} each, or a list of such chats.
+            sampling_params: Parameters of all chats, or of each; None means the defaults.
+            use_tqdm: Whether a terminal shows a progress bar. The name is vLLM's.
+            fields: Fields of the API that shape a chat's prompt: `tools`, `add_generation_prompt`,
+                `continue_final_message`, `chat_template_kwargs` and others.
+
+        Raises:
+            RequestError: A chat or a parameter is invalid; no answer is returned.
+            EngineDiedError: The model's processes have ended for good; the text is the cause.
+        """
+        is_one = not messages or isinstance(messages[0], Mapping)
+        chats: Sequence[Any] = [messages] if is_one else messages
+        params = params_of_each(sampling_params, len(chats))
+        prompts = self._run(lambda client: _gathered(chats, lambda chat: _rendered(client, chat, fields)))
+        asked = [GivenPrompt(ids, each, text) for (ids, text), each in zip(prompts, params, strict=True)]
+        return self._generated(asked, "chats" if use_tqdm else None)
+
+    def _generated(self, prompts: Sequence[GivenPrompt], title: str | None) -> list[RequestOutput]:
+        """Return the answers to all prompts, with a progress bar if there is a title for it."""
+        bar = contextlib.nullcontext(_nothing) if title is None else progress(title, len(prompts))
+        with bar as advance:
+            return self._run(lambda client: self._answers(client, prompts, advance))
+
+    def _run(self, work: Callable[[ApiClient], Coroutine[Any, Any, Result]]) -> Result:
+        """Run `work` with a client of the server. A lost server becomes the cause of its end."""
+        self._server.raise_if_closed()
+
+        async def with_client() -> Result:
+            async with ApiClient(self._server.url, self._server.api_key) as client:
+                return await work(client)
+
+        try:
+            return self._loop.run(with_client())
+        except UnreachableServerError:
+            self._server.raise_if_ended()
+            raise
+
+    async def _answers(
+        self, client: ApiClient, prompts: Sequence[GivenPrompt], advance: Callable[[], None]
+    ) -> list[RequestOutput]:
+        async def answer(prompt: GivenPrompt) -> RequestOutput:
+            fields = prompt.params.request_fields() | {"prompt": prompt.content, "return_token_ids": True}
+            fields["max_tokens"] = await self._max_tokens(client, prompt)
+            body = _checked(await client.post("/v1/completions", msgspec.json.encode(fields))).body
+            advance()
+            return request_output(body, prompt.text)
+
+        return await _gathered(prompts, answer)
+
+    async def _max_tokens(self, client: ApiClient, prompt: GivenPrompt) -> int:
+        """Return the most tokens of an answer, at least 1, with which the server names the length of a long prompt."""
+        if prompt.params.max_tokens is not None:
+            return prompt.params.max_tokens
+        num_tokens, limit = len(prompt.content), prompt.params.truncate_prompt_tokens
+        if isinstance(prompt.content, str):
+            num_tokens = int((await _ask(client, "/tokenize", {"prompt": prompt.content}))["count"])
+        return max(1, self.max_model_len - (num_tokens if limit is None or limit < 0 else min(limit, num_tokens)))
+
+
+def _nothing() -> None:
+    """Stand for a progress bar."""
+
+
+async def _max_model_len(client: ApiClient) -> int:
+    return (await client.models())[0].max_model_len or 0
+
+
+async def _rendered(client: ApiClient, chat: Messages, fields: Mapping[str, object]) -> tuple[list[int], str]:
+    """Return the prompt of a chat, as token ids and as text."""
+    ids = (await _ask(client, "/tokenize", {**fields, "messages": chat}))["tokens"]
+    return ids, (await _ask(client, "/detokenize", {"tokens": ids}))["prompt"]
+
+
+async def _ask(client: ApiClient, path: str, fields: Mapping[str, object]) -> dict[str, Any]:
+    answer = _checked(await client.post(path, msgspec.json.encode(fields)))
+    return msgspec.json.decode(answer.body, type=dict[str, Any])
+
+
+def _checked(answer: ApiAnswer) -> ApiAnswer:
+    if answer.status != 200:
+        raise refusal_of(answer.status, answer.body)
+    return answer
+
+
+async def _gathered(items: Sequence[Item], make: Callable[[Item], Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Return the results of `make` in order, at most `MAX_IN_FLIGHT` at once. The first error ends all others."""
+    slots = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+    async def one(number: int, item: Item) -> Result:
+        async with slots:
+            try:
+                return await make(item)
+            except RequestError as error:
+                if len(items) > 1:
+                    error.add_note(f"prompt number {number}, counted from 0")
+                raise
+
+    tasks = [asyncio.ensure_future(one(number, item)) for number, item in enumerate(items)]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

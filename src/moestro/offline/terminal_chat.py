@@ -1,0 +1,150 @@
+"""The chat of `moestro chat`, on a terminal or on pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import sys
+from collections.abc import Callable
+
+from rich.console import Console
+
+from moestro.errors import ConfigError, MoestroError, RequestError
+from moestro.offline.any_server import AnyServer
+from moestro.offline.api_client import UnreachableServerError
+from moestro.offline.background_loop import BackgroundLoop
+from moestro.offline.conversation import AnswerTimes, Conversation, ShownText
+
+HELP = """\
+/reset        forget the chat, but not the system message
+/system TEXT  set the system message and forget the chat; without TEXT, remove it
+/exit         end, as Ctrl-D does
+/help         show this
+Ctrl-C ends an answer."""
+# Control characters, with which an answer could command the terminal.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class TerminalChat:
+    """Reads messages, shows answers as they arrive, and obeys commands.
+
+    Args:
+        read: Function that returns the next line, with a prompt on a terminal; EOFError ends the chat.
+        console: Where answers are shown. Times and errors are dim on a terminal.
+    """
+
+    def __init__(
+        self, server: AnyServer, conversation: Conversation, read: Callable[[], str], console: Console
+    ) -> None:
+        self._server = server
+        self._conversation = conversation
+        self._read = read
+        self._console = console
+        self._loop = BackgroundLoop()
+        self._shows_reasoning = False
+
+    def run(self) -> None:
+        """Chat until /exit or the end of the input.
+
+        Raises:
+            EngineDiedError: The server that was started for the chat has ended.
+        """
+        try:
+            while (line := self._next_line()) is not None:
+                if line.startswith("/"):
+                    if not self._obey(line):
+                        return
+                elif line:
+                    self._answer(line)
+        finally:
+            self._loop.close()
+
+    def _next_line(self) -> str | None:
+        """Return the next line; None at the end of the input."""
+        while True:
+            try:
+                return self._read().strip()
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                self._say("\n/exit or Ctrl-D ends the chat")
+
+    def _obey(self, line: str) -> bool:
+        """Carry out a command, and return whether the chat goes on."""
+        name, _, rest = line.partition(" ")
+        match name:
+            case "/exit" | "/quit":
+                return False
+            case "/reset":
+                self._conversation.reset()
+                self._say("the chat is forgotten")
+            case "/system":
+                self._conversation.reset()
+                self._conversation.system = rest.strip()
+                self._say("the system message is set" if rest.strip() else "there is no system message")
+            case "/help":
+                self._say(HELP)
+            case _:
+                self._say(f"unknown command {name}: /help shows all")
+        return True
+
+    def _answer(self, text: str) -> None:
+        self._shows_reasoning = False
+        try:
+            times = self._loop.run(self._stream(text))
+        except KeyboardInterrupt:
+            self._say("\ninterrupted")
+        except MoestroError as error:
+            self._server.raise_if_ended()
+            self._say(f"error: {error}")
+        else:
+            self._say(f"\n[{times}]")
+
+    async def _stream(self, text: str) -> AnswerTimes:
+        async with self._server.client() as client:
+            return await self._conversation.answer(client, text, self._show)
+
+    def _show(self, new: ShownText) -> None:
+        if self._shows_reasoning and not new.is_reasoning:
+            self._console.out("\n")
+        self._shows_reasoning = new.is_reasoning
+        style = "dim" if new.is_reasoning else None
+        self._console.out(_CONTROL.sub("", new.text), end="", style=style, highlight=False)
+        self._console.file.flush()
+
+    def _say(self, text: str) -> None:
+        self._console.out(text, style="dim", highlight=False)
+
+
+def first_model(server: AnyServer) -> str:
+    """Return the name of the first model that the server lists.
+
+    Raises:
+        ConfigError: No server answers there, it needs a key, or it serves no model.
+    """
+
+    async def ask() -> str:
+        async with server.client() as client:
+            models = await client.models()
+            return models[0].id if models else ""
+
+    loop = BackgroundLoop()
+    try:
+        name = loop.run(ask())
+    except (UnreachableServerError, RequestError) as error:
+        raise ConfigError(f"--url {server.root}: {error}") from error
+    finally:
+        loop.close()
+    if not name:
+        raise ConfigError(f"{server.root} serves no model")
+    return name
+
+
+def line_reader() -> Callable[[], str]:
+    """Return the function that reads a line of standard input; a terminal has a prompt and can edit the line."""
+    if not sys.stdin.isatty():
+        return input
+    with contextlib.suppress(ImportError):  # Some builds of Python lack it.
+        importlib.import_module("readline")  # `input` then edits lines, and has a history.
+    return lambda: input(">>> ")

@@ -1,0 +1,168 @@
+"""Handlers of Anthropic's `/v1/messages` and OpenAI's `/v1/responses`, which agents use: adapters over chats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from moestro.errors import RequestError
+from moestro.server.protocol import Answer
+from moestro.server.request_builder import Arrival, Prepared, ServedModel, chat_prompt, prepare_chat
+from moestro.server.request_fields import BodyDecoder, ignored_warning, refuse_unknown
+from moestro.server.request_runner import RequestRunner
+from moestro.server.responses import ChatForm, heading
+from moestro.server.sse import AnswerEncoding
+from moestro.server.unsupported import IN_COUNTS, IN_MESSAGES, IN_RESPONSES
+from moestro.server.validation import parse_chat
+from moestro.web.adapters.messages_answer import MessageStream, message_of_chat
+from moestro.web.adapters.messages_request import CountFields, MessagesFields, chat_of_count, chat_of_message
+from moestro.web.adapters.paths import COUNT_TOKENS, MESSAGES, RESPONSES
+from moestro.web.adapters.responses_answer import ResponseStream, response_of_chat, settings_of
+from moestro.web.adapters.responses_request import ResponsesFields, chat_of_response
+from moestro.web.errors import HttpError, anthropic_error_json, error_json
+
+_decode_message = BodyDecoder(MessagesFields, IN_MESSAGES)
+_decode_count = BodyDecoder(CountFields, IN_COUNTS)
+_decode_response = BodyDecoder(ResponsesFields, IN_RESPONSES)
+_encode = msgspec.json.Encoder().encode
+
+
+class TokenCount(msgspec.Struct):
+    """Response of `POST /v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class MessageEncoding:
+    """Answers of `/v1/messages`."""
+
+    def __init__(self) -> None:
+        self._stream = MessageStream()
+
+    def whole(self, answer: Answer) -> bytes:
+        """Return the message as JSON."""
+        return _encode(message_of_chat(msgspec.to_builtins(answer)))
+
+    def chunk(self, answer: Answer) -> bytes:
+        """Return the events of a chunk."""
+        return _events(self._stream.take(msgspec.to_builtins(answer)))
+
+    def end(self) -> bytes:
+        """Return the events that end the message."""
+        return _events(self._stream.end())
+
+    def failure(self, error: RequestError) -> bytes:
+        """Return Anthropic's error event."""
+        return b"event: error\ndata: " + anthropic_error_json(error) + b"\n\n"
+
+
+class ResponseEncoding:
+    """Answers of `/v1/responses`.
+
+    Args:
+        settings: Fields of the request that its response repeats.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._stream = ResponseStream(settings)
+
+    def whole(self, answer: Answer) -> bytes:
+        """Return the response as JSON."""
+        return _encode(response_of_chat(msgspec.to_builtins(answer), self._settings))
+
+    def chunk(self, answer: Answer) -> bytes:
+        """Return the events of a chunk."""
+        return _events(self._stream.take(msgspec.to_builtins(answer)))
+
+    def end(self) -> bytes:
+        """Return the events that end the response."""
+        return _events(self._stream.end())
+
+    def failure(self, error: RequestError) -> bytes:
+        """Return an event with the error in two forms: the API's own, and the one at which clients stop reading."""
+        event = self._stream.failure(error.code, error.message, error.param)
+        return _events([event | msgspec.json.decode(error_json(error))])
+
+
+def _events(events: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event)) for event in events)
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """A prepared chat, and the form in which its client reads the answer."""
+
+    prepared: Prepared
+    encoding: AnswerEncoding
+
+
+class AgentApi:
+    """Translates requests to chat completions, and their answers back."""
+
+    def __init__(self, runner: RequestRunner, model: ServedModel) -> None:
+        self._runner = runner
+        self._model = model
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return all routes."""
+        return [
+            web.post(MESSAGES, self.messages),
+            web.post(COUNT_TOKENS, self.count_tokens),
+            web.post(RESPONSES, self.responses),
+            web.route("*", RESPONSES + "/{rest:.+}", self.stored_response),
+        ]
+
+    async def messages(self, http: web.Request) -> web.StreamResponse:
+        """Handle POST /v1/messages."""
+        return await self._answer(http, await self._runner.prepare(http, "msg_", _message, self._runner.chat_threads))
+
+    async def responses(self, http: web.Request) -> web.StreamResponse:
+        """Handle POST /v1/responses."""
+        return await self._answer(http, await self._runner.prepare(http, "resp_", _response, self._runner.chat_threads))
+
+    async def count_tokens(self, http: web.Request) -> web.Response:
+        """Handle POST /v1/messages/count_tokens."""
+        async with self._runner.bodies.reading(http) as body:
+            return await self._runner.chat_threads.run(lambda: _count(body, self._model))
+
+    async def stored_response(self, http: web.Request) -> web.Response:
+        """Refuse requests for an earlier response."""
+        raise HttpError(404, "This server stores no responses, so that none can be read or changed later.", "not_found")
+
+    async def _answer(self, http: web.Request, adapted: _Adapted) -> web.StreamResponse:
+        prepared = adapted.prepared
+        form = ChatForm(heading(prepared.answer_id, prepared.name, self._model.fingerprint), prepared.options)
+        return await self._runner.answer(http, prepared, form, adapted.encoding)
+
+
+def _message(body: bytes, model: ServedModel, arrival: Arrival) -> _Adapted:
+    fields, unknown = _decode_message(body)
+    prepared = prepare_chat(_encode(chat_of_message(fields)), model, arrival)
+    return _Adapted(_with_unknown(prepared, unknown, model), MessageEncoding())
+
+
+def _response(body: bytes, model: ServedModel, arrival: Arrival) -> _Adapted:
+    fields, unknown = _decode_response(body)
+    prepared = prepare_chat(_encode(chat_of_response(fields)), model, arrival)
+    return _Adapted(_with_unknown(prepared, unknown, model), ResponseEncoding(settings_of(fields)))
+
+
+def _with_unknown(prepared: Prepared, unknown: tuple[str, ...], model: ServedModel) -> Prepared:
+    """Return the request with the unknown fields of its own body; the chat's body has none."""
+    refuse_unknown(unknown, is_strict=model.has_strict_fields)
+    return replace(prepared, options=replace(prepared.options, unknown_fields=unknown))
+
+
+def _count(body: bytes, model: ServedModel) -> web.Response:
+    fields, unknown = _decode_count(body)
+    refuse_unknown(unknown, is_strict=model.has_strict_fields)
+    ask = parse_chat(_encode(chat_of_count(fields)), model.chat.variables)
+    model.name_for(ask.options.model)
+    ids, _ = chat_prompt(ask, model)
+    answer = _encode(TokenCount(len(ids)))
+    return web.Response(body=answer, content_type="application/json", headers=ignored_warning(unknown))

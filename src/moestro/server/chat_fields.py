@@ -1,0 +1,162 @@
+"""Validates the fields of a chat: its messages, its tools, and the arguments of its template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from moestro.errors import RequestError, shown
+from moestro.server.protocol import CallField, ChatFields, ContentPart, Message, ToolField
+from moestro.text.answer_parts import ToolSpec
+from moestro.text.chat_format import NO_TOOLS, ToolUse
+from moestro.text.chat_history import calls_for_templates, template_variables
+from moestro.text.parser_input import NAME_LIMIT
+from moestro.text.tokenizer import TemplateOptions
+
+MAX_TOOLS = 512
+ROLES = ("developer", "system", "user", "assistant", "tool")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+DEFAULT_EFFORT = "medium"  # Many clients always send it, so it requests nothing where a template knows no efforts.
+# Arguments of the rendering itself, which are no variables of a template.
+_RESERVED = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations", "messages",
+        "return_assistant_tokens_mask", "tokenize", "tools",
+    }
+)  # fmt: skip
+
+
+def check_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+    """Return a chat's messages as chat templates read them; RequestError names an invalid one."""
+    if not messages:
+        raise invalid("messages", "is an empty list; send at least one message")
+    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
+
+
+def tool_use(fields: ChatFields) -> ToolUse:
+    """Return the use of tools that the request allows. Tools without a choice mean `auto`.
+
+    Raises:
+        RequestError: A tool or the choice is invalid.
+    """
+    tools = tuple(_tool(i, tool) for i, tool in enumerate(fields.tools or ()))
+    if len(tools) > MAX_TOOLS:
+        raise invalid("tools", f"may hold {MAX_TOOLS} tools at most, got {len(tools)}")
+    choice = fields.tool_choice
+    is_parallel = fields.parallel_tool_calls is not False
+    if choice == "none" or (not tools and choice in (None, "auto")):
+        return NO_TOOLS
+    if not tools:
+        raise invalid("tool_choice", "needs tools; send some, or leave it out")
+    match choice:
+        case None | "auto":
+            return ToolUse(choice="auto", tools=tools, is_parallel=is_parallel)
+        case "required":
+            return ToolUse(choice="required", tools=tools, is_parallel=is_parallel)
+        case str():
+            words = f'must be "none", "auto", "required" or a named function, got {shown(choice)}'
+            raise invalid("tool_choice", words)
+    return ToolUse(choice="named", tools=(_named(choice, tools),))
+
+
+def template_options(fields: ChatFields, defaults: dict[str, Any]) -> TemplateOptions:
+    """Return the arguments of the rendering.
+
+    Args:
+        defaults: The operator's variables, which the request's override.
+
+    Raises:
+        RequestError: An argument is invalid, or contradicts another one.
+    """
+    continues = bool(fields.continue_final_message)
+    if continues and fields.add_generation_prompt:
+        text = "cannot be used together with add_generation_prompt: true, which begins a new message"
+        raise invalid("continue_final_message", text)
+    given = fields.chat_template_kwargs or {}
+    if wrong := sorted(given.keys() & _RESERVED):
+        raise invalid("chat_template_kwargs", f"may not set {wrong[0]}, which is no variable of a template")
+    effort = fields.reasoning_effort
+    if effort is not None and effort not in EFFORTS:
+        raise invalid("reasoning_effort", f"must be one of {', '.join(EFFORTS)}, got {shown(effort)}")
+    return TemplateOptions(
+        add_generation_prompt=not continues and fields.add_generation_prompt is not False,
+        continue_final_message=continues,
+        variables=template_variables(effort, given, defaults),
+        template=fields.chat_template,
+    )
+
+
+def invalid(param: str, text: str) -> RequestError:
+    """Return the error for an invalid value of the field `param`."""
+    return RequestError(f"{param} {text}.", param=param, code="invalid_value")
+
+
+def _tool(i: int, given: dict[str, Any]) -> ToolSpec:
+    place = f"tools[{i}]"
+    try:
+        tool = msgspec.convert(given, ToolField)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{place}: {error}.", param=place, code="invalid_type") from None
+    if tool.type != "function":
+        raise invalid(f"{place}.type", f"must be function, got {shown(tool.type)}")
+    name = tool.function.name
+    if not 1 <= len(name.strip()) == len(name) <= NAME_LIMIT or not name.isprintable():
+        text = f"must have 1 to {NAME_LIMIT} printable characters, without spaces around them, got {shown(name)}"
+        raise invalid(f"{place}.function.name", text)
+    return ToolSpec(name, tool.function.parameters or {})
+
+
+def _named(choice: dict[str, Any], tools: Sequence[ToolSpec]) -> ToolSpec:
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise invalid("tool_choice", 'must have the form {"type": "function", "function": {"name": ...}}')
+    found = next((tool for tool in tools if tool.name == name), None)
+    if found is None:
+        raise invalid("tool_choice", f"names the tool {shown(name)}, which is not in tools")
+    return found
+
+
+def _message(place: str, message: Message) -> dict[str, Any]:
+    if message.role not in ROLES:
+        raise invalid(f"{place}.role", f"must be one of {', '.join(ROLES)}, got {shown(message.role)}")
+    calls = message.tool_calls or ()
+    if calls and message.role != "assistant":
+        raise invalid(f"{place}.tool_calls", "belongs to messages of the assistant")
+    if message.content is None and not calls:
+        raise invalid(f"{place}.content", "is missing; send a text")
+    content = message.content or ""
+    made: dict[str, Any] = {
+        "role": message.role,
+        "content": content if isinstance(content, str) else _text(place, content),
+    }
+    if message.name is not None:
+        made["name"] = message.name
+    if calls:
+        made["tool_calls"] = calls_for_templates([_call(f"{place}.tool_calls", call) for call in calls])
+    if message.role == "tool" and message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
+    if reasoning is not None and message.role == "assistant":
+        made["reasoning"] = made["reasoning_content"] = reasoning
+    return made
+
+
+def _call(place: str, call: CallField) -> dict[str, Any]:
+    if call.type not in (None, "function"):
+        raise invalid(place, f"must be calls of type function, got {shown(call.type)}")
+    named = {} if call.id is None else {"id": call.id}
+    return {**named, "type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
+
+
+def _text(place: str, parts: list[ContentPart]) -> str:
+    """Return the parts' texts, one a line, as vLLM joins them for templates that need a string."""
+    texts = []
+    for i, part in enumerate(parts):
+        if part.type != "text" or part.text is None:
+            where = f"{place}.content[{i}]"
+            raise RequestError(f"{where}: only parts of type text are supported, got {shown(part.type)}.", param=where)
+        texts.append(part.text)
+    return "\n".join(texts)

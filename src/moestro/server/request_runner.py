@@ -1,0 +1,108 @@
+"""Runs generation requests of all APIs: reads a body, generates, and sends the answer whole or as a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+from aiohttp import web
+
+from moestro.grammar.checker import GrammarChecker
+from moestro.server.engine_client import EngineClient
+from moestro.server.generation import Generation
+from moestro.server.request_builder import Arrival, Prepared, ServedModel
+from moestro.server.request_fields import ignored_warning
+from moestro.server.responses import AnswerForm
+from moestro.server.session_names import session_in
+from moestro.server.sse import AnswerEncoding, EventStream, UsageWanted, stream
+from moestro.server.structured_output import GrammarGate
+from moestro.server.traffic import Traffic
+from moestro.text.thread_pool import PrepareThreads
+from moestro.web.bodies import Bodies
+from moestro.web.middleware import REQUEST_ID
+
+T = TypeVar("T")
+
+
+class RequestRunner:
+    """Answers generation requests with the outputs of the engines.
+
+    Args:
+        write_timeout_s: Time for which a client may leave its stream unread, in seconds.
+
+    Attributes:
+        bodies: Reader of all bodies.
+        threads: Threads that prepare completions.
+        chat_threads: Threads that prepare chats. A chat template may take seconds; completions do not wait for it.
+        traffic: Generation requests without a complete response.
+    """
+
+    def __init__(self, engines: EngineClient, model: ServedModel, write_timeout_s: float) -> None:
+        self._engines = engines
+        self._model = model
+        self._write_timeout_s = write_timeout_s
+        self.bodies = Bodies()
+        self.threads = PrepareThreads()
+        self.chat_threads = PrepareThreads()
+        self.traffic = Traffic()
+        self._grammars = GrammarGate(grammar_checker(model))
+
+    def close(self) -> None:
+        """Stop the threads, and the processes that check grammars."""
+        self.threads.close()
+        self.chat_threads.close()
+        self._grammars.close()
+
+    async def prepare(
+        self,
+        http: web.Request,
+        kind: str,
+        prepare: Callable[[bytes, ServedModel, Arrival], T],
+        threads: PrepareThreads,
+    ) -> T:
+        """Return what `prepare` makes of the body, on one of `threads`.
+
+        Args:
+            kind: Beginning of the answer's id, with its separator.
+
+        Raises:
+            RequestError: No engine takes requests, or the body is refused.
+        """
+        arrival = Arrival(f"{kind}{uuid.uuid4().hex}", time.monotonic_ns(), session_in(http.headers))
+        self.traffic.check_open()
+        self._engines.check_room()  # Before the body is decoded and tokenized, so that a refusal is cheap.
+        async with self.bodies.reading(http) as body:
+            return await threads.run(lambda: prepare(body, self._model, arrival))
+
+    async def answer(
+        self, http: web.Request, prepared: Prepared, form: AnswerForm, encoding: AnswerEncoding
+    ) -> web.StreamResponse:
+        """Generate and send the answer.
+
+        Raises:
+            RequestError: The request failed before anything was sent.
+        """
+        options = prepared.options
+        if options.request_id is not None and "X-Request-Id" not in http.headers:
+            http[REQUEST_ID] = options.request_id
+        if options.grammar is not None:
+            await self._grammars.check(options.grammar)
+        headers = ignored_warning(options.unknown_fields)
+        with (
+            self.traffic.answering(),
+            Generation(self._engines, self._model, prepared.jobs) as generation,
+        ):
+            if options.stream:
+                wanted = UsageWanted(options.include_usage, options.continuous_usage)
+                events = EventStream(http, self._write_timeout_s, encoding, headers)
+                return await stream(events, generation, form, wanted)
+            body = encoding.whole(form.whole(await generation.all_pieces(), generation.usage()))
+            return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+def grammar_checker(model: ServedModel) -> GrammarChecker | None:
+    """Return what checks the grammars of clients; None means that the model's engines compute no logits."""
+    info = model.info
+    return GrammarChecker(str(model.tokenizer.path), info.vocab_size, info.eos_token_ids) if info.has_logits else None

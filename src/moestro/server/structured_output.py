@@ -1,0 +1,169 @@
+"""Reads the fields by which a client asks for structured output, and checks the grammar that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from moestro.core.grammar import Grammar
+from moestro.errors import RequestError, shown
+from moestro.grammar.checker import GrammarChecker
+from moestro.server.protocol import GenerationFields, ResponseFormat, StructuredOutputs
+from moestro.text.thread_pool import PrepareThreads
+
+MAX_GRAMMAR_BYTES = 128 << 10  # A schema of a hundred tools has half of it.
+MAX_GRAMMAR_CHOICES = 4096
+# No whitespace between the elements of JSON; llguidance reads it in the schema.
+_NO_SPACE: dict[str, object] = {"whitespace_flexible": False, "whitespace_pattern": None}
+# Older fields of vLLM, with their names in `structured_outputs`.
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+
+
+class AskedGrammar(msgspec.Struct, frozen=True):
+    """Grammar of an answer, and the field of the request that asks for it."""
+
+    grammar: Grammar
+    param: str
+
+
+def asked_grammar(fields: GenerationFields) -> AskedGrammar | None:
+    """Return the grammar that the request asks for; None means that the answer may be any text.
+
+    Raises:
+        RequestError: A field is invalid, or several ask for a grammar.
+    """
+    found = [
+        *_of_format(fields.response_format),
+        *_of_structured(fields.structured_outputs),
+        *(each for name, kind in _GUIDED.items() for each in _of_kind(kind, getattr(fields, name), name)),
+    ]
+    if len(found) > 1:
+        names = " and ".join(each.param for each in found)
+        raise _invalid(found[1].param, f"cannot be used together with another grammar, got {names}")
+    if found:
+        refuse_large_grammar(found[0].grammar, found[0].param)
+    return found[0] if found else None
+
+
+def refuse_large_grammar(grammar: Grammar, param: str) -> None:
+    """Raise RequestError, which names the field `param`, if the text of `grammar` is too long."""
+    if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
+        raise _invalid(param, f"may have {MAX_GRAMMAR_BYTES} bytes at most")
+
+
+def _invalid(param: str, text: str) -> RequestError:
+    return RequestError(f"{param} {text}.", param=param, code="invalid_value")
+
+
+def _of_format(asked: ResponseFormat | None) -> list[AskedGrammar]:
+    if asked is None or asked.type == "text":
+        return []
+    if asked.type == "json_object":
+        return [AskedGrammar(Grammar("json_object"), "response_format")]
+    if asked.type != "json_schema":
+        raise _invalid("response_format.type", f"must be text, json_object or json_schema, got {shown(asked.type)}")
+    place = "response_format.json_schema"
+    if asked.json_schema is None or asked.json_schema.schema is None:
+        raise RequestError(f"{place}.schema is missing; send a JSON schema.", param=place, code="invalid_value")
+    return [AskedGrammar(_schema(asked.json_schema.schema, f"{place}.schema"), f"{place}.schema")]
+
+
+def _of_structured(asked: StructuredOutputs | None) -> list[AskedGrammar]:
+    if asked is None:
+        return []
+    found = [
+        each
+        for kind in ("json", "regex", "choice", "grammar")
+        for each in _of_kind(kind, getattr(asked, kind), f"structured_outputs.{kind}")
+    ]
+    if asked.json_object:
+        found.append(AskedGrammar(Grammar("json_object"), "structured_outputs.json_object"))
+    if not found:
+        raise _invalid("structured_outputs", "must have one of json, regex, choice, grammar and json_object")
+    return [_spaced(each, asked) for each in found]
+
+
+def _of_kind(kind: str, value: Any, place: str) -> list[AskedGrammar]:
+    """Return the grammar of a value of one kind; an empty list means that the value is absent."""
+    if value is None:
+        return []
+    match kind:
+        case "json":
+            grammar = _schema(value, place)
+        case "choice":
+            grammar = _choice(value, place)
+        case _:
+            if not value:
+                raise _invalid(place, "is empty")
+            grammar = Grammar("regex" if kind == "regex" else "lark", value)
+    return [AskedGrammar(grammar, place)]
+
+
+def _schema(given: dict[str, Any] | str, place: str) -> Grammar:
+    """Return the grammar of a JSON schema, which may be given as text."""
+    if not isinstance(given, str):
+        return Grammar("json_schema", msgspec.json.encode(given).decode())
+    if len(given) > MAX_GRAMMAR_BYTES:
+        raise _invalid(place, f"may have {MAX_GRAMMAR_BYTES} bytes at most")
+    try:
+        return _schema(msgspec.json.decode(given, type=dict[str, Any]), place)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _invalid(place, f"is not a JSON schema: {shown(error)}") from None
+
+
+def _choice(choices: Sequence[str], place: str) -> Grammar:
+    if not 1 <= len(choices) <= MAX_GRAMMAR_CHOICES:
+        raise _invalid(place, f"must hold 1 to {MAX_GRAMMAR_CHOICES} texts, got {len(choices)}")
+    return Grammar("choice", msgspec.json.encode(choices).decode())
+
+
+def _spaced(asked: AskedGrammar, given: StructuredOutputs) -> AskedGrammar:
+    """Apply the options about whitespace to a grammar of JSON."""
+    if not given.disable_any_whitespace and given.whitespace_pattern is None:
+        return asked
+    if not asked.grammar.kind.startswith("json"):
+        raise _invalid("structured_outputs", "has options about whitespace, which only JSON has")
+    pattern = None if given.disable_any_whitespace else given.whitespace_pattern
+    schema: dict[str, Any] = msgspec.json.decode(asked.grammar.text or b'{"type": "object"}')
+    own = schema.get("x-guidance")
+    options = (own if isinstance(own, dict) else {}) | {"whitespace_pattern": pattern}
+    changed = schema | {"x-guidance": options | ({} if pattern else _NO_SPACE)}
+    return AskedGrammar(Grammar("json_schema", msgspec.json.encode(changed).decode()), asked.param)
+
+
+class GrammarGate:
+    """Lets requests pass whose grammar compiles; others get a 400. New grammars are checked beside the event loop.
+
+    Args:
+        checker: What checks grammars; None means that the engines compute no logits, so nothing follows a grammar.
+    """
+
+    def __init__(self, checker: GrammarChecker | None) -> None:
+        self._checker = checker
+        self._threads = PrepareThreads()  # Slow grammars delay other new grammars alone.
+
+    async def check(self, asked: AskedGrammar) -> None:
+        """Return if the grammar can be used.
+
+        Raises:
+            RequestError: It cannot; the text says why and names the field.
+            BusyError: Too many grammars wait for a check.
+        """
+        checker = self._checker
+        if checker is None:
+            text = f"{asked.param} is not supported by these engines, which compute no logits. Leave it out."
+            raise RequestError(text, param=asked.param, code="unsupported_parameter")
+        known = checker.is_known(asked.grammar)
+        error = checker.check(asked.grammar) if known else await self._threads.run(lambda: checker.check(asked.grammar))
+        if error is not None:
+            raise RequestError(
+                f"{asked.param} cannot be used as a grammar: {shown(error)}.", param=asked.param, code="invalid_grammar"
+            )
+
+    def close(self) -> None:
+        """End the threads and processes."""
+        self._threads.close()
+        if self._checker is not None:
+            self._checker.close()

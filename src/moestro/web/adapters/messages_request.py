@@ -1,0 +1,260 @@
+"""Translates the body of Anthropic's `POST /v1/messages` to that of a chat completion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from moestro.errors import RequestError, shown
+
+_EFFORTS = {"xhigh": "high", "max": "high"}  # Levels that chat completions lack.
+
+
+class Block(msgspec.Struct):
+    """One content block of a message, of the system prompt, or of a tool's result."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+    is_error: bool | None = None  # Templates have no place for it; the text of the result says it.
+
+
+class ConversationTurn(msgspec.Struct):
+    """One message of the conversation."""
+
+    role: str
+    content: str | list[Block]
+
+
+class ToolDefinition(msgspec.Struct):
+    """One tool of the client. Tools that Anthropic's servers run have another `type`."""
+
+    name: str
+    input_schema: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b'{"type":"object"}'))
+    description: str | None = None
+    type: str | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    """Whether, and which, tools the model uses."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    """Whether the model thinks first. A budget is a target that the model may miss, and has no effect here."""
+
+    type: str
+    budget_tokens: int | None = None
+
+
+class SenderMetadata(msgspec.Struct):
+    """The sender of the request."""
+
+    user_id: str | None = None
+
+
+class OutputFormat(msgspec.Struct):
+    """JSON schema of the answer."""
+
+    type: str
+    schema: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
+
+
+class OutputConfig(msgspec.Struct):
+    """Form of the answer, and the effort spent on it."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class CountFields(msgspec.Struct, kw_only=True):
+    """Body of `POST /v1/messages/count_tokens`: the fields that shape a prompt."""
+
+    messages: list[ConversationTurn]
+    model: str | None = None
+    system: str | list[Block] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # Older name of `output_config.format`.
+
+
+class MessagesFields(CountFields, kw_only=True):
+    """Body of `POST /v1/messages`. The last three fields are Moestro's, as in chat completions."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: SenderMetadata | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    service_class: str | None = None
+
+
+def chat_of_message(fields: MessagesFields) -> dict[str, Any]:
+    """Return the body of the chat completion that answers the request.
+
+    Raises:
+        RequestError: A block, a tool or a choice has no counterpart in a chat completion.
+    """
+    chat = chat_of_count(fields)
+    chat |= {
+        "max_completion_tokens": fields.max_tokens,
+        "stop": fields.stop_sequences or None,
+        "user": fields.metadata.user_id if fields.metadata is not None else None,
+    }
+    for name in ("temperature", "top_p", "top_k", "cache_salt", "priority", "service_class"):
+        chat[name] = getattr(fields, name)
+    if fields.stream:
+        # The first event has the tokens of the prompt, and the last one those of the answer.
+        chat |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    return _given(chat)
+
+
+def chat_of_count(fields: CountFields) -> dict[str, Any]:
+    """Return the fields of a chat completion that shape its prompt; raises as `chat_of_message` does."""
+    messages: list[dict[str, Any]] = []
+    if fields.system:
+        messages.append({"role": "system", "content": _text("system", fields.system)})
+    for i, turn in enumerate(fields.messages):
+        messages += _turn(f"messages[{i}]", turn)
+    chat: dict[str, Any] = {"model": fields.model, "messages": messages}
+    if fields.messages and fields.messages[-1].role == "assistant":
+        chat |= {"add_generation_prompt": False, "continue_final_message": True}
+    if fields.tools:
+        chat["tools"] = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(fields.tools)]
+    if fields.tool_choice is not None:
+        chat |= _choice(fields.tool_choice)
+    return _given(chat | _thinking(fields.thinking) | _output(fields))
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _turn(place: str, turn: ConversationTurn) -> list[dict[str, Any]]:
+    """Return the chat messages of one message: results of tools are messages of their own."""
+    if turn.role == "assistant":
+        return [_assistant(place, turn)]
+    if turn.role not in ("user", "system"):
+        raise _invalid(f"{place}.role", f"must be user or assistant, got {shown(turn.role)}")
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    said: list[dict[str, Any]] = []
+    texts: list[str] = []
+
+    def flush() -> None:
+        if texts:
+            said.append({"role": turn.role, "content": "\n".join(texts)})
+            texts.clear()
+
+    for i, block in enumerate(turn.content):
+        where = f"{place}.content[{i}]"
+        if block.type == "tool_result":
+            flush()
+            content = "" if block.content is None else _text(f"{where}.content", block.content)
+            said.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+        else:
+            texts.append(_block_text(where, block))
+    flush()
+    return said
+
+
+def _assistant(place: str, turn: ConversationTurn) -> dict[str, Any]:
+    if isinstance(turn.content, str):
+        return {"role": "assistant", "content": turn.content}
+    texts, thoughts, calls = [], [], []
+    for i, block in enumerate(turn.content):
+        match block.type:
+            case "tool_use":
+                function = {"name": block.name, "arguments": bytes(block.input).decode()}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case "thinking":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking":
+                pass  # Encrypted by another server, so that no text of it is left.
+            case _:
+                texts.append(_block_text(f"{place}.content[{i}]", block))
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _text(place: str, content: str | list[Block]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join([_block_text(f"{place}[{i}]", block) for i, block in enumerate(content)])
+
+
+def _block_text(place: str, block: Block) -> str:
+    if block.type != "text" or block.text is None:
+        raise _unsupported(place, f"only text is supported here, got a block of type {shown(block.type)}")
+    return block.text
+
+
+def _tool(place: str, tool: ToolDefinition) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise _unsupported(place, f"tools that the server runs are not supported, got type {shown(tool.type)}")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": _given(function)}
+
+
+def _choice(choice: ToolChoice) -> dict[str, Any]:
+    serial = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    match choice.type:
+        case "auto" | "none":
+            return {"tool_choice": choice.type} | serial
+        case "any":
+            return {"tool_choice": "required"} | serial
+        case "tool":
+            return {"tool_choice": {"type": "function", "function": {"name": choice.name}}} | serial
+    raise _invalid("tool_choice.type", f"must be auto, any, tool or none, got {shown(choice.type)}")
+
+
+def _thinking(thinking: Thinking | None) -> dict[str, Any]:
+    """Return the arguments of templates that can think or not. Without a wish, the template's default holds."""
+    if thinking is None or thinking.type in ("adaptive", "between_tools"):
+        return {}
+    if thinking.type not in ("enabled", "disabled"):
+        text = f"must be enabled, disabled, adaptive or between_tools, got {shown(thinking.type)}"
+        raise _invalid("thinking.type", text)
+    is_on = thinking.type == "enabled"
+    return {"chat_template_kwargs": {"enable_thinking": is_on, "thinking": is_on}}  # Qwen's and GLM's, DeepSeek's name.
+
+
+def _output(fields: CountFields) -> dict[str, Any]:
+    config = fields.output_config or OutputConfig()
+    chat: dict[str, Any] = {}
+    if config.effort is not None:
+        chat["reasoning_effort"] = _EFFORTS.get(config.effort, config.effort)
+    wanted = config.format or fields.output_format
+    if wanted is not None:
+        if wanted.type != "json_schema":
+            raise _invalid("output_config.format.type", f"must be json_schema, got {shown(wanted.type)}")
+        schema = {"name": "answer", "schema": wanted.schema, "strict": True}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return chat
+
+
+def _invalid(param: str, text: str) -> RequestError:
+    return RequestError(f"{param} {text}.", param=param, code="invalid_value")
+
+
+def _unsupported(param: str, text: str) -> RequestError:
+    return RequestError(f"{param}: {text}.", param=param, code="unsupported_parameter")

@@ -1,0 +1,247 @@
+"""Translates chat completions, whole and in chunks, to OpenAI's responses and their events.
+
+A chat completion comes as its JSON in builtin types, so that fields which this version lacks are simply absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from moestro.web.adapters.responses_request import FunctionTool, ResponsesFields
+
+Event = dict[str, Any]  # Data of an event; its `type` is also the event's name.
+Item = dict[str, Any]  # One item of a response's output.
+
+# Status of a response, and of the item that a limit cut off.
+_COMPLETE, _CUT, _UNDER_WAY = "completed", "incomplete", "in_progress"
+
+
+def settings_of(fields: ResponsesFields) -> dict[str, Any]:
+    """Return the fields of a request that its response repeats."""
+    text, reasoning = fields.text, fields.reasoning
+    wanted = {"type": "text"} if text is None or text.format is None else _plain(text.format)
+    return {
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+        "store": False,
+        "temperature": fields.temperature,
+        "text": {"format": wanted},
+        "tool_choice": "auto" if fields.tool_choice is None else msgspec.to_builtins(fields.tool_choice),
+        "tools": [_plain_tool(tool) for tool in fields.tools or ()],
+        "top_p": fields.top_p,
+        "truncation": "disabled",
+        "user": fields.user,
+        "metadata": fields.metadata or {},
+    }
+
+
+def _plain(value: object) -> Any:
+    """Return a struct in builtin types, without its empty fields."""
+    return {name: each for name, each in msgspec.json.decode(msgspec.json.encode(value)).items() if each is not None}
+
+
+def _plain_tool(tool: FunctionTool) -> dict[str, Any]:
+    given: dict[str, Any] = _plain(tool)
+    return {"parameters": None, "strict": None} | given
+
+
+def response_of_chat(answer: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the response of a chat completion with one choice.
+
+    Args:
+        settings: Result of `settings_of`.
+    """
+    choice = answer["choices"][0]
+    said = choice["message"]
+    status = _status(choice)
+    output: list[Item] = []
+    if thought := said.get("reasoning_content"):
+        output.append(_reasoning_item(_item_id(answer, "rs", 0), thought, _COMPLETE))
+    text, calls = said.get("content"), said.get("tool_calls") or ()
+    if text or not (calls or output):
+        logprobs = (choice.get("logprobs") or {}).get("content") or []
+        output.append(_message_item(_item_id(answer, "msg", len(output)), text or "", logprobs, _COMPLETE))
+    for call in calls:
+        function = call["function"]
+        known = {"call_id": call["id"], "name": function["name"]}
+        output.append(_call_item(_item_id(answer, "fc", len(output)), known, function["arguments"], _COMPLETE))
+    output[-1]["status"] = status  # A limit cuts only the last item.
+    return _response(answer, settings, status, output, answer.get("usage"))
+
+
+def _status(choice: dict[str, Any]) -> str:
+    return _CUT if choice.get("finish_reason") == "length" else _COMPLETE
+
+
+def _response(
+    answer: dict[str, Any], settings: dict[str, Any], status: str, output: list[Item], usage: dict[str, Any] | None
+) -> dict[str, Any]:
+    details = {"reason": "max_output_tokens"} if status == _CUT else None
+    head = {"id": answer["id"], "object": "response", "created_at": answer["created"], "model": answer["model"]}
+    state = {"status": status, "error": None, "incomplete_details": details, "output": output}
+    return head | state | settings | {"usage": _usage(usage)}  # Last: routers look for it at the end.
+
+
+def _usage(usage: dict[str, Any] | None) -> dict[str, Any] | None:
+    if usage is None:
+        return None
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+def _item_id(answer: dict[str, Any], kind: str, index: int) -> str:
+    return f"{kind}_{answer['id'].partition('_')[2]}_{index}"
+
+
+def _text_part(text: str, logprobs: list[Any]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _message_item(item_id: str, text: str, logprobs: list[Any], status: str) -> Item:
+    content = [_text_part(text, logprobs)]
+    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _reasoning_item(item_id: str, text: str, status: str) -> Item:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
+def _call_item(item_id: str, known: dict[str, Any], arguments: str, status: str) -> Item:
+    return {"id": item_id, "type": "function_call"} | known | {"arguments": arguments, "status": status}
+
+
+class ResponseStream:
+    """Translates the chunks of one stream, in order.
+
+    An item ends where one of another kind, or another call of a function, begins. Every event has the next number.
+
+    Args:
+        settings: Result of `settings_of`.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._num_events = 0
+        self._head: dict[str, Any] = {}
+        self._output: list[Item] = []
+        self._kind = ""  # Kind of the open item: "msg", "rs" or "fc"; empty without one.
+        self._item: dict[str, Any] = {}  # The open item as it was added.
+        self._texts: list[str] = []  # Its text so far.
+        self._logprobs: list[Any] = []
+        self._call: object = None  # Index of the open call.
+        self._choice: dict[str, Any] = {}
+        self._usage: dict[str, Any] | None = None
+
+    def take(self, chunk: dict[str, Any]) -> Iterator[Event]:
+        """Yield the events of a chunk."""
+        self._usage = chunk.get("usage") or self._usage
+        if not self._head:
+            self._head = chunk
+            begun = _response(chunk, self._settings, _UNDER_WAY, [], None)
+            yield self._event("response.created", response=begun)
+            yield self._event("response.in_progress", response=begun)
+        for choice in chunk["choices"]:
+            yield from self._take_choice(choice)
+
+    def end(self) -> Iterator[Event]:
+        """Yield the events that end a complete response."""
+        status = _status(self._choice)
+        if not self._kind and not self._output:
+            yield from self._open("msg")  # An answer without text is a message without text.
+        yield from self._close(status)
+        whole = _response(self._head, self._settings, status, self._output, self._usage)
+        yield self._event(f"response.{status}", response=whole)
+
+    def failure(self, code: str | None, message: str, param: str | None) -> Event:
+        """Return the event that ends a stream with an error."""
+        return self._event("error", code=code, message=message, param=param)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1} | fields
+
+    def _take_choice(self, choice: dict[str, Any]) -> Iterator[Event]:
+        delta = choice.get("delta") or {}
+        if thought := delta.get("reasoning_content"):
+            yield from self._open("rs")
+            yield self._text_event("response.reasoning_text.delta", delta=thought)
+            self._texts.append(thought)
+        if text := delta.get("content"):
+            yield from self._open("msg")
+            logprobs = (choice.get("logprobs") or {}).get("content") or []
+            yield self._text_event("response.output_text.delta", delta=text, logprobs=logprobs)
+            self._texts.append(text)
+            self._logprobs += logprobs
+        for call in delta.get("tool_calls") or ():
+            yield from self._take_call(call)
+        if choice.get("finish_reason") is not None:
+            self._choice = choice
+
+    def _take_call(self, call: dict[str, Any]) -> Iterator[Event]:
+        function = call.get("function") or {}
+        if self._kind != "fc" or call.get("index") != self._call:
+            yield from self._close(_COMPLETE)
+            self._call = call.get("index")
+            yield from self._open("fc", call_id=call.get("id"), name=function.get("name"))
+        if arguments := function.get("arguments"):
+            place = {"item_id": self._item["id"], "output_index": len(self._output)}
+            yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+            self._texts.append(arguments)
+
+    def _text_event(self, kind: str, **fields: Any) -> Event:
+        place = {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
+        return self._event(kind, **place, **fields)
+
+    def _open(self, kind: str, **known: Any) -> Iterator[Event]:
+        """Open an item, unless one of its kind is open."""
+        if self._kind == kind:
+            return
+        yield from self._close(_COMPLETE)
+        self._kind, self._texts, self._logprobs = kind, [], []
+        item_id = _item_id(self._head, kind, len(self._output))
+        if kind == "fc":
+            self._item = _call_item(item_id, known, "", _UNDER_WAY)
+        else:
+            made = _message_item(item_id, "", [], _UNDER_WAY) if kind == "msg" else _reasoning_item(item_id, "", "")
+            self._item = made | {"status": _UNDER_WAY, "content": []}
+        yield self._event("response.output_item.added", output_index=len(self._output), item=self._item)
+        if kind != "fc":
+            yield self._text_event("response.content_part.added", part=self._part(""))
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return _text_part(text, self._logprobs) if self._kind == "msg" else {"type": "reasoning_text", "text": text}
+
+    def _close(self, status: str) -> Iterator[Event]:
+        if not self._kind:
+            return
+        text = "".join(self._texts)
+        if self._kind == "fc":
+            place = {"item_id": self._item["id"], "output_index": len(self._output)}
+            yield self._event(
+                "response.function_call_arguments.done", **place, arguments=text, name=self._item.get("name")
+            )
+            done = self._item | {"arguments": text, "status": status}
+        else:
+            is_message = self._kind == "msg"
+            logprobs = {"logprobs": self._logprobs} if is_message else {}
+            kind = "response.output_text.done" if is_message else "response.reasoning_text.done"
+            yield self._text_event(kind, text=text, **logprobs)
+            yield self._text_event("response.content_part.done", part=self._part(text))
+            done = self._item | {"content": [self._part(text)], "status": status}
+        yield self._event("response.output_item.done", output_index=len(self._output), item=done)
+        self._output.append(done)
+        self._kind = ""

@@ -1,0 +1,29 @@
+"""The sign that libraries load."""
+
+from __future__ import annotations
+
+import io
+
+from moestro.cli.loading import loading
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_that_libraries_load(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with loading("the server"):
+        pass
+    assert "Loading the server …" in terminal.getvalue()
+
+
+def test_a_file_gets_nothing(monkeypatch):
+    file = io.StringIO()
+    monkeypatch.setattr("sys.stderr", file)
+    with loading("the server"):
+        pass
+    assert file.getvalue() == ""

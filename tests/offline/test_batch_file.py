@@ -1,0 +1,143 @@
+"""`moestro run-batch`: each line of the input gets exactly one line of answer or error."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.running import MOESTRO, Running, call, wait_until
+
+from moestro.cli import main
+
+PACED = ("--model", "qwen3-30b-a3b", "--device", "paced:h20", "--paced-arithmetic", "none")
+GREEDY = {"temperature": 0, "max_tokens": 6, "return_token_ids": True}
+
+
+def run_batch(directory: Path, lines: Sequence[object], *flags: str) -> tuple[list[dict[str, Any]], str, int]:
+    """The lines of the output, standard error, and the exit status."""
+    source, target = directory / "in.jsonl", directory / "out.jsonl"
+    source.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    done = subprocess.run(
+        [MOESTRO, "run-batch", "-i", source, "-o", target, *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    answers = [json.loads(line) for line in target.read_text().splitlines()] if target.exists() else []
+    return answers, done.stderr, done.returncode
+
+
+def completion(number: object, **fields: object) -> dict[str, object]:
+    body = GREEDY | {"prompt": f"def f{number}("} | fields
+    return {"custom_id": f"c{number}", "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def chat(number: object, **fields: object) -> dict[str, object]:
+    body = GREEDY | {"messages": [{"role": "user", "content": f"Write f{number}."}]} | fields
+    return {"custom_id": f"m{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def tokens(body: dict[str, Any]) -> list[list[int]]:
+    return [choice["token_ids"] for choice in body["choices"]]
+
+
+def test_fifty_lines_get_the_answers_of_the_server_and_broken_ones_their_errors(server: Running, tmp_path):
+    good = [make(number) for number in range(25) for make in (completion, chat)]
+    broken = [
+        "not json",
+        "[1, 2]",
+        "",
+        completion("no_id") | {"custom_id": None},
+        completion("get") | {"method": "GET"},
+        completion("url") | {"url": "/v1/embeddings"},
+        completion("body") | {"body": [1]},
+        completion("stream", stream=True),
+        completion("cold", temperature=-1),
+        chat("unknown", model="no-such-model"),
+        completion("typed", max_tokens="six"),
+    ]
+    lines = [*good[:25], *broken, *good[25:]]
+    answers, told, status = run_batch(tmp_path, lines, "--url", f"{server.url}/v1/")
+    assert status == 0
+    assert told == f"50 answered of 60, 10 errors: {tmp_path / 'out.jsonl'}\n"
+    by_id = {answer["custom_id"]: answer for answer in answers if answer["custom_id"]}
+    assert Counter(answer["custom_id"] for answer in answers) == Counter([*by_id, None, None, None])
+    assert len({answer["id"] for answer in answers}) == 60
+    for line in good:
+        response = by_id[line["custom_id"]]["response"]
+        assert (response["status_code"], by_id[line["custom_id"]]["error"]) == (200, None)
+        assert response["request_id"]
+        assert tokens(response["body"]) == tokens(call(server, "POST", line["url"], line["body"]).json)
+    refused = {name: answer for name, answer in by_id.items() if answer["error"] is not None}
+    assert {name: answer["error"]["code"] for name, answer in refused.items()} == dict.fromkeys(
+        ("cget", "curl", "cbody", "cstream"), "invalid_value"
+    )
+    assert all(answer["response"] is None for answer in refused.values())
+    statuses = {name: by_id[name]["response"]["status_code"] for name in ("ccold", "munknown", "ctyped")}
+    assert statuses == {"ccold": 400, "munknown": 404, "ctyped": 400}
+    assert by_id["ccold"]["response"]["body"]["error"]["param"] == "temperature"
+
+
+def test_a_model_is_started_with_the_flags_of_serve(tmp_path):
+    lines = [completion(number, max_tokens=3) for number in range(50)]
+    answers, told, status = run_batch(tmp_path, lines, *PACED, "--max-num-seqs", "8", "--max-num-queued-reqs", "20")
+    assert status == 0, told
+    assert {answer["response"]["status_code"] for answer in answers} == {200}  # Refusals of the queue are sent again.
+    assert Counter(answer["custom_id"] for answer in answers) == Counter(line["custom_id"] for line in lines)
+
+
+def test_without_a_server_each_line_has_an_error(tmp_path):
+    answers, _, status = run_batch(tmp_path, [completion(1), completion(2)], "--url", "http://127.0.0.1:9")
+    assert status == 0
+    assert [answer["error"]["code"] for answer in answers] == ["no_answer"] * 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("-i", "missing.jsonl", "-o", "out.jsonl"), "cannot open missing.jsonl: No such file"),
+        (("-i", "in.jsonl", "-o", "in.jsonl"), "is the input"),
+        (("-i", "in.jsonl", "-o", "no/such/folder"), "cannot open no/such/folder"),
+        (("-i", "in.jsonl", "-o", "out.jsonl", "--url", "127.0.0.1:9"), "--url must begin with http"),
+        (
+            ("-i", "in.jsonl", "-o", "out.jsonl", "--url", "http://x", "--engines", "2"),
+            "--engines is for a server that",
+        ),
+        (("-i", "in.jsonl", "-o", "out.jsonl", "--engine", "2"), "--engine"),
+        (("-i", "in.jsonl", "-o", "out.jsonl", "--port", "80"), "--port is not for a server that is started here"),
+    ],
+)
+def test_a_wrong_command_says_what_is_wrong(flags, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text("{}\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["run-batch", *flags])
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+    assert Path("in.jsonl").read_text() == "{}\n"
+
+
+def test_after_the_end_of_the_started_server_each_line_still_has_an_answer_or_an_error(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [completion(0, max_tokens=1), *(completion(number, max_tokens=8000) for number in range(1, 300))]
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    command = [MOESTRO, "run-batch", "-i", source, "-o", target, *PACED]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
+        wait_until(lambda: target.exists() and target.stat().st_size > 0, 60)
+        (started,) = psutil.Process(program.pid).children()
+        started.kill()
+        _, told = program.communicate(timeout=60)
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert program.returncode == 1
+    assert "the server ended with status -9" in told
+    assert Counter(answer["custom_id"] for answer in answers) == Counter(line["custom_id"] for line in lines)
+    assert {answer["error"]["code"] for answer in answers if answer["error"]} == {"no_answer"}

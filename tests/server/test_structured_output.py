@@ -1,0 +1,270 @@
+"""Structured output: the fields that ask for it, and answers of the demo model, which end by themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import jsonschema
+import pytest
+from support.running import Running, chat, complete, metrics
+
+from moestro.core.grammar import Grammar
+from moestro.core.request import FinishReason
+from moestro.errors import RequestError
+from moestro.server.generation import _failure
+from moestro.server.structured_output import MAX_GRAMMAR_BYTES
+from moestro.server.validation import parse_chat, parse_completion
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "size": {"enum": ["small", "large"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "size", "count", "tags"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
+TEXT = json.dumps(SCHEMA, separators=(",", ":"))
+
+
+# --- fields ---------------------------------------------------------------------------------------------------------
+
+
+def asked(**fields: object):
+    found = parse_completion(json.dumps({"prompt": "x"} | fields).encode()).options.grammar
+    in_chat = parse_chat(json.dumps({"messages": [{"role": "user", "content": "x"}]} | fields).encode())
+    assert in_chat.options.grammar == found
+    return None if found is None else (found.grammar, found.param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object"), "response_format"),
+        ({"response_format": FORMAT}, Grammar("json_schema", TEXT), "response_format.json_schema.schema"),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", TEXT), "structured_outputs.json"),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Grammar("json_schema", TEXT), "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+"), "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["a", "é"]}}, Grammar("choice", '["a","é"]'), "structured_outputs.choice"),
+        (
+            {"structured_outputs": {"grammar": "root ::= x"}},
+            Grammar("lark", "root ::= x"),
+            "structured_outputs.grammar",
+        ),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json_object"), "structured_outputs.json_object"),
+        ({"guided_json": SCHEMA}, Grammar("json_schema", TEXT), "guided_json"),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+"), "guided_regex"),
+        ({"guided_choice": ["a"]}, Grammar("choice", '["a"]'), "guided_choice"),
+        ({"guided_grammar": "start: x"}, Grammar("lark", "start: x"), "guided_grammar"),
+    ],
+)
+def test_each_field_asks_for_its_grammar(fields, grammar, param):
+    assert asked(**fields) == (grammar, param)
+
+
+def test_neutral_values_ask_for_nothing():
+    neutral = {"guided_json": None, "structured_outputs": None, "guided_choice": None}
+    assert asked(response_format={"type": "text"}, **neutral) is None
+    assert asked(response_format=None) is None
+    assert asked(response_format={"type": "text"}, guided_regex="a") == (Grammar("regex", "a"), "guided_regex")
+
+
+def test_options_about_whitespace_are_part_of_the_schema():
+    compact, _ = asked(structured_outputs={"json": {"type": "object"}, "disable_any_whitespace": True})
+    options = {"whitespace_flexible": False, "whitespace_pattern": None}
+    assert json.loads(compact.text) == {"type": "object", "x-guidance": options}
+    spaced, _ = asked(structured_outputs={"json_object": True, "whitespace_pattern": " ?"})
+    assert json.loads(spaced.text)["x-guidance"] == {"whitespace_pattern": " ?"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema"),
+        ({"response_format": "json_object"}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "response_format.json_schema"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": 3}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs"),
+        ({"guided_json": "[" * 100_000}, "guided_json"),
+        ({"guided_json": "[" * 2000}, "guided_json"),
+        ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_regex"),
+        ({"guided_regex": "é" * (MAX_GRAMMAR_BYTES // 2 + 1)}, "guided_regex"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json"),
+    ],
+)
+def test_what_cannot_be_a_grammar_is_refused_by_name(fields, param):
+    with pytest.raises(RequestError) as caught:
+        asked(**fields)
+    assert caught.value.http_status == 400
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(param)
+
+
+# --- answers of the demo model --------------------------------------------------------------------------------------
+
+
+def text_of(reply) -> str:
+    assert reply.status == 200, reply.body
+    (choice,) = reply.json["choices"]
+    assert choice["finish_reason"] == "stop", choice
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+COMPACT = SCHEMA | {"x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None}}
+COMPACT_FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": COMPACT}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": COMPACT_FORMAT, "temperature": 0},
+        {"response_format": FORMAT, "temperature": 1.5, "seed": 3},
+    ],
+)
+def test_answers_under_a_bounded_schema_end_by_themselves_and_are_valid(server, fields):
+    fields = fields | {"max_tokens": 900}
+
+    def ask(i: int):
+        return chat(server, f"thing {i}", **fields) if i % 2 else complete(server, prompt=f"thing {i}", **fields)
+
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(ask, range(4)))
+    for reply in replies:
+        jsonschema.validate(json.loads(text_of(reply)), SCHEMA)
+
+
+def compact(**fields: object) -> dict[str, object]:
+    return {"structured_outputs": {"disable_any_whitespace": True} | fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        (compact(json=SCHEMA), r'\{"name":.*\}'),
+        ({"guided_regex": r"\d{3}-[a-f]{2,4}"}, r"\d{3}-[a-f]{2,4}"),
+        ({"guided_choice": ["red", "green", "blue é"]}, "red|green|blue é"),
+        ({"guided_grammar": 'root ::= "<" [a-c] [a-c] ">"'}, "<[a-c]{2}>"),
+        ({"structured_outputs": {"grammar": 'start: "yes" | "no" "!"'}}, "yes|no!"),
+    ],
+)
+def test_each_kind_of_grammar_shapes_the_answer(server, fields, pattern):
+    for seed in range(3):
+        reply = complete(server, max_tokens=900, temperature=1.2, seed=seed, **fields)
+        assert re.fullmatch(pattern, text_of(reply), re.DOTALL)
+
+
+def test_other_wishes_hold_together_with_a_grammar(server):
+    fields = {"guided_regex": "[ab]{1,40}", "max_tokens": 100, "temperature": 1.0, "seed": 5}
+    whole = complete(server, **fields, n=3, logprobs=2, min_tokens=4, presence_penalty=0.5)
+    assert whole.status == 200, whole.body
+    choices = whole.json["choices"]
+    assert all(re.fullmatch("[ab]{1,40}", choice["text"]) for choice in choices)
+    assert all(len(choice["logprobs"]["tokens"]) >= 4 for choice in choices)
+    assert len({choice["text"] for choice in choices}) > 1
+    short = complete(server, guided_regex="ab", min_tokens=9, max_tokens=20).json["choices"][0]
+    assert (short["text"], short["finish_reason"]) == ("ab", "stop"), "a complete text ends before min_tokens"
+    stopped = complete(server, guided_regex="[0-9]{3}x[0-9]{3}", stop="x", max_tokens=50).json["choices"][0]
+    assert re.fullmatch("[0-9]{3}", stopped["text"])
+    free = complete(server, guided_regex="ab", ignore_eos=True, max_tokens=30).json
+    assert free["choices"][0]["finish_reason"] == "length"
+    assert free["choices"][0]["text"].startswith("ab")
+    assert free["usage"]["completion_tokens"] == 30
+
+
+def test_streams_and_whole_answers_are_the_same_and_repeat(server):
+    fields = {"response_format": COMPACT_FORMAT, "max_tokens": 900, "temperature": 1.3, "seed": 11}
+    whole = complete(server, **fields)
+    events = complete(server, **fields, stream=True).events
+    streamed = "".join(event["choices"][0]["text"] for event in events[:-1])
+    assert streamed == text_of(whole)
+    assert text_of(complete(server, **fields)) == streamed
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "cause"),
+    [
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
+        ({"guided_regex": r"[^\s\S]"}, "guided_regex", "no text matches"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
+        ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json", "nothing"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "no text matches"),
+        ({"guided_json": {"type": "integer", "multipleOf": 9999991}}, "guided_json", "to compile"),
+        ({"guided_regex": "(" * 3000 + "a" + ")" * 3000}, "guided_regex", "nest"),
+    ],
+)
+def test_a_hostile_grammar_is_a_400_and_harms_nobody(server, fields, param, cause):
+    pids = [rank.pid for rank in server.ranks()]
+    reply = complete(server, **fields, stream=True)
+    assert reply.status == 400, reply.body
+    error = reply.json["error"]
+    assert (error["param"], error["code"]) == (param, "invalid_grammar")
+    assert cause in error["message"]
+    assert text_of(complete(server, guided_regex="a{3}", max_tokens=9)) == "aaa"
+    assert [rank.pid for rank in server.ranks()] == pids
+
+
+def test_grammars_that_grow_in_use_end_at_most_their_own_request(server):
+    hostile = ["(a|b)*a(a|b){60}", "((a{0,50}){0,50}){0,50}x", "([a-z]{1,60} ){1,60}\\.", "(.*a){15}b"]
+    pids = [rank.pid for rank in server.ranks()]
+    for pattern in hostile:
+        reply = complete(server, guided_regex=pattern, max_tokens=60, temperature=1.0, seed=1)
+        assert reply.status in (200, 400), reply.body
+    assert [rank.pid for rank in server.ranks()] == pids
+    assert all(value for name, value in metrics(server).items() if name.startswith("moestro:engine_ready"))
+
+
+# --- the cheap fields -----------------------------------------------------------------------------------------------
+
+
+def test_only_allowed_tokens_are_sampled(server, tokenizer):
+    ids = tokenizer.encode("abc", add_special_tokens=False) + tokenizer.encode(" xyz", add_special_tokens=False)
+    fields = {"allowed_token_ids": ids, "max_tokens": 30, "temperature": 1.5, "seed": 1, "logprobs": 0}
+    reply = complete(server, **fields)
+    assert reply.status == 200, reply.body
+    tokens = reply.json["choices"][0]["logprobs"]["tokens"]
+    assert set(tokens) <= {tokenizer.token_texts[i].text for i in ids}
+    assert len(tokens) == 30, "end tokens are not allowed"
+
+
+def test_bad_words_never_occur(server):
+    fields = {"prompt": "def read_file(path):\n", "max_tokens": 80, "temperature": 0}
+    plain = complete(server, **fields).json["choices"][0]["text"]
+    assert "return" in plain or "open" in plain
+    changed = complete(server, **fields, bad_words=["return", "open", "self"]).json["choices"][0]["text"]
+    assert not re.search(r"\b(return|open|self)\b", changed)
+    assert changed != plain
+
+
+def test_prompt_logprobs_of_the_whole_vocabulary(server: Running, tokenizer):
+    vocabulary = 4096
+    reply = complete(server, prompt="def f(", prompt_logprobs=-1, max_tokens=1)
+    assert reply.status == 200, reply.body
+    first, *rest = reply.json["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert [len(found) for found in rest] == [vocabulary] * len(rest)
+    assert len(rest) == len(tokenizer.encode("def f(", add_special_tokens=True)) - 1
+    too_many = complete(server, prompt="x " * 600, prompt_logprobs=-1, max_tokens=1)
+    assert too_many.status == 400
+
+
+def test_a_grammar_that_becomes_too_complex_is_the_clients_fault():
+    error = _failure(FinishReason.GRAMMAR)
+    assert error is not None
+    assert (error.http_status, error.code) == (400, "grammar_limit")
+    assert _failure(FinishReason.STOP) is None
