@@ -16,9 +16,11 @@ from moestro.core.source_load import SourceLoad
 from moestro.gateway.kv_prometheus import KvFigures
 from moestro.gateway.metrics import Counts, EngineCounts
 from moestro.gateway.prometheus import RouteCollector
+from moestro.gateway.source_reports import SourceReports
 from moestro.placement.live_settings import LivePlacementSettings
 from moestro.routing.breaker import BreakerState
 from moestro.routing.health import Condition
+from moestro.routing.policy_contract import Needs
 from moestro.server.expert_loads import ExpertLoads
 from moestro.server.expert_signals import ExpertSignal
 from moestro.server.metrics import Metrics
@@ -44,7 +46,10 @@ def own_metrics() -> str:
 
 def route_metrics() -> str:
     """Metrics of `moestro route`."""
-    return _table(_route().collect(), "moestro:route_")
+    fleet = _fleet()
+    fleet.router.needs = Needs(figures=("kv_usage",))
+    sources = SourceReports(fleet, "a-policy", 1, lambda engine: False)
+    return _table([*_route().collect(), *sources.collect()], "moestro:route_")
 
 
 def kv_event_metrics() -> str:
@@ -82,13 +87,17 @@ def _placement() -> PlacementControl:
 def _route() -> Collector:
     counts = Counts()
     counts.refusals["a_code"] = counts.retries["a_cause"] = 1
+    return RouteCollector(_fleet(), counts)
+
+
+def _fleet() -> MagicMock:
     engine = SimpleNamespace(name="a", row=0, counts=EngineCounts(), condition=Condition.UP)
     engine.counts.statuses[200] = 1
     fleet = MagicMock()
     fleet.__iter__.return_value = [engine]
     fleet.breaker_state.return_value = BreakerState.CLOSED
     fleet.router.num_in_flight_on.return_value = 0
-    return RouteCollector(fleet, counts)
+    return fleet
 
 
 def _vllm_name(family: Metric) -> str:

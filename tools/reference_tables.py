@@ -17,11 +17,13 @@ from pathlib import Path
 
 from flag_lists import flags_of
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
+from scope_tables import refused_fields, vllm_flags
 
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
 from moestro.flow.registry import STEP_POLICIES
 from moestro.placement.registry import PLACE_POLICIES
 from moestro.routing.registry import ROUTE_POLICIES
+from moestro.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -38,7 +40,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "evict policies": EVICT_POLICIES.table,
     "step policies": STEP_POLICIES.table,
     "place policies": PLACE_POLICIES.table,
+    "tool call parsers": TOOL_PARSERS.table,
+    "reasoning parsers": REASONING_PARSERS.table,
     "flags of moestro place": partial(flags_of, "place"),
+    "flags of moestro run-batch": partial(flags_of, "run-batch"),
+    "flags of moestro chat": partial(flags_of, "chat"),
+    "flags of moestro sim": partial(flags_of, "sim"),
+    "flags of vLLM": vllm_flags,
+    "refused fields": refused_fields,
 }
 
 _MARKED = re.compile(r"(<!-- generated: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -60,7 +60,7 @@ def make_request(i: int) -> Request:
 
 
 class IdleDevice:
-    """Answers at once, with token 7, and with visits if it is told so."""
+    """Returns token 7 for each request at once; with `has_visits`, also the experts that computed it."""
 
     def __init__(self, *, has_visits: bool) -> None:
         self._items: deque[Forward] = deque()

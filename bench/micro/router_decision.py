@@ -37,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save
 
 POLICIES = (
-    "round_robin", "least_loaded", "vllm-0.27", "gimbal-v1", "dynamo", "preble", "cache_aware", "lmetric", "moestro",
+    "round_robin", "least_loaded", "vllm-0.27", "gimbal-v1", "dynamo", "miss_ratio", "preble", "cache_aware",
+    "lmetric", "moestro",
 )  # fmt: skip
 BUDGETS_US = {16: 50, 4096: 100}
 NUM_BLOCKS, BLOCK_SIZE, REPEATS = 128, 16, 5

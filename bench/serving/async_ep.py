@@ -67,17 +67,28 @@ HOST_LOAD = replace(PACED_LOAD, seed=99)  # its runs give the host's times and n
 
 def paced_system(mode: str, gate: str, dilation: float) -> System:
     """Make the command of one paced system."""
+    flags = (*paced_flags(mode, dilation), "--gate-override", GATES[gate])
+    return System(f"{mode} {gate} x{dilation:g}", mode, flags, num_engines_of(mode))
+
+
+def num_engines_of(mode: str) -> int:
+    """Return the engines of a paced system."""
     num_workers, num_expert_workers = WORKERS[mode]
-    num_engines = num_workers - num_expert_workers
+    return num_workers - num_expert_workers
+
+
+def paced_flags(mode: str, dilation: float) -> list[str]:
+    """Return the flags of a paced system, without a gate."""
+    num_engines, (_, num_expert_workers) = num_engines_of(mode), WORKERS[mode]
     flags = [NETWORK, "--device", f"paced:{GPU}", "--paced-arithmetic", "none", "--paced-link", LINK]
-    flags += ["--pace-dilation", f"{dilation:g}", "--gate-override", GATES[gate], "--route-policy", ROUTE]
+    flags += ["--pace-dilation", f"{dilation:g}", "--route-policy", ROUTE]
     flags += ["--max-num-seqs", str(NUM_SEQS), "--max-num-batched-tokens", str(NUM_BATCHED_TOKENS)]
     if mode == "ep":
         flags += ["--engines", str(num_engines)]
     else:
         flags += ["--attention", str(num_engines), "--experts", str(num_expert_workers)]
         flags += ["--attention-step-policy", POLICY, "--expert-step-policy", POLICY]
-    return System(f"{mode} {gate} x{dilation:g}", mode, tuple(flags), num_engines)
+    return flags
 
 
 def paced_case(mode: str, gate: str, host: HostTimes, dilation: float) -> Case:
@@ -121,8 +132,9 @@ def measure_demo(work: Path, num_rounds: int, advance: Callable[[], None]) -> li
 def measure_paced(work: Path, mode: str, gate: str, dilation: float, load: Load) -> Row:
     """Run a load on one paced system."""
     system = paced_system(mode, gate, dilation)
-    with serving(system, PORT, work) as server:
-        found = measure(server, replace(load, num_warm=system.num_engines))
+    with serving(system, PORT, work) as running:
+        running.server.prefer_engines()
+        found = measure(running, replace(load, num_warm=system.num_engines))
     return {"mode": mode, "gate": gate, "dilation": dilation, **paced_figures(found, mode, dilation)}
 
 

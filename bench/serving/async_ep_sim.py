@@ -25,8 +25,9 @@ from moestro.sim.group_builder import SimGroup, group_kv_blocks, make_group, mak
 from moestro.sim.group_settings import GroupSettings
 from moestro.sim.results import Results
 from moestro.sim.scenario import make_bounds
-from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
+from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
 from moestro.sim.worker_group import WorkerGroup
+from moestro.sim.workload_settings import WorkloadSettings
 from moestro.workload.report import spread_of
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import equal_rows

@@ -4,10 +4,14 @@
     python bench/serving/migration.py --quick
 
 Two servers of the demo model have two engines each. In each round both serve the same streams, one server after the
-other. An operator's client moves the experts of one of them without a rest: to a random placement, back to the first
-one, to the next random one. The gap between two tokens of a stream is a step of its group, with the server's and the
-client's time. The answers are greedy and in float32, and those of the two servers are compared. --bytes-per-step are
-the bytes of weights that an engine sends or takes in between two steps at most; by default one expert, the least.
+other, and the next round begins with the other one. An operator's client moves the experts of one of them without a
+rest: to a random placement, back to the first one, to the next random one. The gap between two tokens of a stream is a
+step of its group, with the server's and the client's time. The answers are greedy and in float32, and those of the two
+servers are compared. --bytes-per-step are the bytes of weights that an engine sends or takes in between two steps at
+most; by default one expert, the least.
+
+A step of the group has 22 exchanges between its engines, so its time depends on how soon each of them gets a core: five
+rounds take two minutes on two idle cores, and several times as long where other processes compute.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
@@ -35,6 +39,7 @@ PORT, VOCAB, SEED = 8260, 4096, 3
 STILL, MOVING = "experts stay", "experts move"
 EP = ("--mode", "ep", "--engines", "2", "--dtype", "float32", "--route-policy", "round_robin")
 COUNTED_S = 3.0  # after which the server has counted the bytes of the last migration
+WARM_UP_TOKENS = 8
 RETRY_S = 0.01  # after a refusal, because the migration before runs still
 
 
@@ -55,7 +60,7 @@ class Load:
 
 @dataclass(slots=True)
 class Served:
-    """What one server did in one round: gaps between tokens in seconds, answers by stream, and the round's seconds."""
+    """Measurements of one server in one round: gaps between tokens (s), answers by stream, and the duration (s)."""
 
     gaps_s: list[float] = field(default_factory=list)
     answers: dict[int, str] = field(default_factory=dict)
@@ -184,16 +189,19 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     done: dict[str, list[Served]] = {STILL: [], MOVING: []}
     num_differing = 0
     with moestro(PORT, *EP, **one) as still, moestro(PORT + 1, *EP, *limit, **one) as moving:
-        warm_up = make_load(args, args.rounds)
+        warm_up = replace(make_load(args, args.rounds), num_output=WARM_UP_TOKENS)
         asyncio.run(serve(still, warm_up))
         asyncio.run(serve(moving, warm_up))
         before = asyncio.run(placement(PORT + 2))
         for number in range(args.rounds):
             load = make_load(args, number)
-            pair = [asyncio.run(serve(still, load)), asyncio.run(serve_while_moving(moving, load, PORT + 2))]
-            for name, served in zip(done, pair, strict=True):
-                done[name].append(served)
-            num_differing += sum(pair[0].answers[i] != pair[1].answers[i] for i in range(len(load.prompts)))
+            found = {}
+            for name in (STILL, MOVING) if number % 2 == 0 else (MOVING, STILL):
+                served = serve(still, load) if name == STILL else serve_while_moving(moving, load, PORT + 2)
+                found[name] = asyncio.run(served)
+                done[name].append(found[name])
+            answers = [found[name].answers for name in done]
+            num_differing += sum(answers[0][i] != answers[1][i] for i in range(len(load.prompts)))
         time.sleep(COUNTED_S)
         after = asyncio.run(placement(PORT + 2))
     return {name: figures(rounds) for name, rounds in done.items()} | {
@@ -208,7 +216,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--streams", type=int, default=48, help="streams of a round")
+    parser.add_argument("--streams", type=int, default=16, help="streams of a round")
     parser.add_argument("--users", type=int, default=8, help="streams at once")
     parser.add_argument("--output-len", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--bytes-per-step", type=int, default=1, help="of weights, for each engine")

@@ -31,7 +31,8 @@ import zstandard
 
 from moestro.config.run_record import run_record
 from moestro.sim.scenario import make_scenario, run
-from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
+from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
+from moestro.sim.workload_settings import WorkloadSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser

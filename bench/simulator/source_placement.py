@@ -29,7 +29,7 @@ from placement_loads import DEEPSEEK_V3, QWEN3_30B, Bed, from_clusters, load_of
 from shared.results import make_parser, save
 
 NUM_LAYERS = 2
-STICKY = 0.9  # part of a machine's tokens whose task is of its own kind
+STICKY = 0.9  # fraction of a machine's tokens that come from the kind of task that the machine prefers
 SMALL = Bed(replace(QWEN3_30B, num_layers=NUM_LAYERS), num_devices=8, num_slots=18, num_nodes=2)
 LARGE = Bed(replace(DEEPSEEK_V3, num_layers=NUM_LAYERS), num_devices=32, num_slots=9, num_nodes=4)
 POLICIES = {SMALL: ("gimbal_v2", "moestro"), LARGE: ("moestro",)}  # gimbal_v2 takes minutes for the large one
