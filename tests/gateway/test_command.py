@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from support.running import (
     MOESTRO,
+    PATIENCE_S,
     Running,
     call,
     complete,
@@ -193,7 +194,7 @@ def test_a_stopped_router_finishes_what_runs_and_refuses_what_comes(fake, tmp_pa
     assert call(running, "GET", "/health").status == 200
     refused = complete(running)
     assert (refused.status, refused.json["error"]["code"]) == (503, "shutting_down")
-    assert running.process.wait(10) == 0
+    assert running.process.wait(PATIENCE_S) == 0
     reader.join()
     waiting.close()
     assert b"data: [DONE]" in ended[0]

@@ -14,11 +14,7 @@ SHARED = "You are a careful assistant. Answer in one word.\n" * 6  # two text bl
 
 @pytest.fixture(scope="module")
 def pair(real_command, tmp_path_factory) -> Iterator[tuple[Running, Running]]:
-    server = Running(
-        (*real_command, "--block-size", str(BLOCK)),
-        tmp_path_factory.mktemp("large blocks"),
-        ready_s=120,
-    )
+    server = Running((*real_command, "--block-size", str(BLOCK)), tmp_path_factory.mktemp("large blocks"))
     flags = ("--engine", server.url, "--route-policy", "lmetric", "--text-block-bytes", "128")
     route = Running((*ROUTE, *flags), tmp_path_factory.mktemp("route"))
     yield server, route

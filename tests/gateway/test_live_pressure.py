@@ -35,7 +35,7 @@ def servers(tmp_path_factory) -> Iterator[list[Running]]:
     def start(override: str) -> Running:
         directory = tmp_path_factory.mktemp(override.partition(":")[0])
         command = (*REAL, *PACED, *GROUP, "--gate-override", override)
-        return Running(command, directory, ready_s=180, admin_port=free_port())
+        return Running(command, directory, admin_port=free_port())
 
     running = [start("uniform"), start("exponential:2")]
     yield running

@@ -132,7 +132,7 @@ def test_after_the_end_of_the_started_server_each_line_still_has_an_answer_or_an
     source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     command = [MOESTRO, "run-batch", "-i", source, "-o", target, *PACED]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
-        wait_until(lambda: target.exists() and target.stat().st_size > 0, 60)
+        wait_until(lambda: target.exists() and target.stat().st_size > 0)
         (started,) = psutil.Process(program.pid).children()
         started.kill()
         _, told = program.communicate(timeout=60)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.running import MOESTRO, call
+from support.running import MOESTRO, PATIENCE_S, call
 
 from moestro.cli import main
 from moestro.errors import RequestError
@@ -108,7 +108,7 @@ def test_on_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(server):
         until(b"interrupted")
         until(b">>> ")
         os.write(terminal, b"/exit\n")
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
         process.wait()

@@ -46,7 +46,7 @@ def small(real_command, tmp_path_factory, ports) -> Iterator[tuple[Running, Path
         *real_command, "--engines", "2", "--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "480",
         "--kv-events-config", publishing_config(ports), "--record", str(record),
     )  # fmt: skip
-    server = Running(command, directory, admin_port=free_port(), ready_s=120)
+    server = Running(command, directory, admin_port=free_port())
     yield server, record
     server.kill()
 
@@ -108,7 +108,7 @@ def test_after_evictions_the_routers_table_equals_the_engines_caches(small, port
         # A new process has an empty cache, which the router knows before the first block.
         ranks = [each for each in server.ranks() if "moestro.worker.worker" in " ".join(each.cmdline())]
         ranks[0].kill()
-        wait_until(lambda: set() in table_of(record).values(), 60)
+        wait_until(lambda: set() in table_of(record).values())
     finally:
         for listener in listeners:
             listener.close()

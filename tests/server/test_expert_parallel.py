@@ -35,7 +35,7 @@ from support.interrupted_answers import (
     tokens_come,
     total,
 )
-from support.running import REAL, Running, call_admin, complete, is_idle, metrics, wait_until
+from support.running import PATIENCE_S, REAL, Running, call_admin, complete, is_idle, metrics, wait_until
 
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
@@ -48,7 +48,6 @@ from moestro.model.settings import ModelSettings
 
 NUM_ENGINES = 3
 PROMPTS = ["def fibonacci(n):\n", "import os\n" * 60, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 90]
-RESTART_S = 90.0  # three processes load torch on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -232,14 +231,14 @@ def test_in_bfloat16_the_streams_of_all_engines_of_a_group_end_with_an_error_eve
 def test_a_group_that_cannot_be_started_any_more_is_given_up(start):
     server = start("--seed", "4")
     kill_an_engine(server)
-    assert server.process.wait(30) == 1
+    assert server.process.wait(PATIENCE_S) == 1
     assert "the group of engines 0, 1 is not restarted: it ended 5 times in a row before it was ready" in server.text
 
 
 def test_an_engine_that_does_not_start_is_named(fake_command, tmp_path):
     flags = ("--mode", "ep", "--engines", "2", "--no-standby", "--seed", "3", "--startup-timeout", "8")
     server = Running((*fake_command, *flags), tmp_path, wait=False)
-    assert server.process.wait(20) == 1
+    assert server.process.wait(PATIENCE_S) == 1
     assert "not ready within 8 s (engine 0 after 'pretend', engine 1 after 'pretend')" in server.text
 
 
@@ -265,7 +264,7 @@ def test_workers_meet_and_name_the_one_that_does_not_come():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE_S)
     assert errors == ["engine 1 did not join its group within 1 s"] * 2
 
 
@@ -298,5 +297,5 @@ def test_a_model_without_experts_fails_the_start_with_the_reason(demo_dir, tmp_p
     checkpoint = str(tiny.save_checkpoint(tmp_path / "dense", tiny.make_config("llama")))
     flags = ("--mode", "ep", "--engines", "2", "--tokenizer", str(demo_dir))
     server = Running((*REAL, checkpoint, *flags), tmp_path, wait=False)
-    assert server.process.wait(RESTART_S) == 2
+    assert server.process.wait(PATIENCE_S) == 2
     assert "this model has none: leave --mode out" in server.text

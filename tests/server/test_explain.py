@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import MOESTRO, Running, call_admin, complete, free_port, load, wait_until
+from support.running import MOESTRO, PATIENCE_S, Running, call_admin, complete, free_port, load, wait_until
 
 from moestro.workload.request_record import read_request_record
 
-READY_S = 200  # two processes load torch on a busy machine
 ONE_EACH = ("--engines", "2", "--route-policy", "round_robin", "--max-num-seqs", "1")
 QLLM = ("--scheduling-policy", "qllm", "--evict-policy", "least_computed_be_first")
 
@@ -24,7 +23,7 @@ QLLM = ("--scheduling-policy", "qllm", "--evict-policy", "least_computed_be_firs
 def started(command: tuple[str, ...], directory: Path) -> Iterator[tuple[Running, Path]]:
     record = directory / "record.jsonl"
     command = (*command, "--dtype", "float32", "--record", str(record))
-    server = Running(command, directory, admin_port=free_port(), ready_s=READY_S)
+    server = Running(command, directory, admin_port=free_port())
     try:
         yield server, record
         assert server.stop() == 0
@@ -72,10 +71,10 @@ def test_explain_tells_engine_queue_and_preempter_and_the_record_replays(classes
     threads = [threading.Thread(target=ask, args=(server, "be", 400 + i, batch)) for i in range(4)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: [(each["num_running"], each["num_waiting"]) for each in load(server)] == [(1, 1)] * 2, 120)
+    wait_until(lambda: [(each["num_running"], each["num_waiting"]) for each in load(server)] == [(1, 1)] * 2)
     ask(server, "ls", 4, urgent)
     for thread in threads:
-        thread.join(240)
+        thread.join(PATIENCE_S)
     wait_until(lambda: all(is_written(record, each) for each in batch + urgent))
 
     told = moestro("explain", urgent[0], "--record", str(record))
@@ -124,7 +123,7 @@ def swap_experts(server: Running) -> None:
     url = f"http://127.0.0.1:{server.admin_port}/admin/placement/apply"
     with urllib.request.urlopen(urllib.request.Request(url, body, method="POST"), timeout=60) as answer:
         assert answer.status == 202
-    wait_until(lambda: not call_admin(server, "GET", "/admin/placement").json["progress"]["is_running"], 120)
+    wait_until(lambda: not call_admin(server, "GET", "/admin/placement").json["progress"]["is_running"])
 
 
 def num_pairs(trace: dict[str, Any]) -> int:
@@ -136,9 +135,9 @@ def test_explain_tells_which_experts_moved_while_a_request_ran(spread):
     ids: list[str] = []
     asking = threading.Thread(target=ask, args=(server, "ls", 600, ids))
     asking.start()
-    wait_until(lambda: any(each["num_running"] for each in load(server)), 120)
+    wait_until(lambda: any(each["num_running"] for each in load(server)))
     swap_experts(server)
-    asking.join(240)
+    asking.join(PATIENCE_S)
     wait_until(lambda: is_written(record, ids[0]))
     trace = call_admin(server, "GET", f"/admin/explain/{ids[0]}").json
     assert num_pairs(trace) == (trace["usage"]["prompt_tokens"] + 600 - 1) * 2 * 7

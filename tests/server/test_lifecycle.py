@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from support.running import MOESTRO, REAL, Running, complete, open_stream, read_to_end, wait_until
+from support.running import MOESTRO, PATIENCE_S, REAL, Running, complete, open_stream, read_to_end, wait_until
 
 from moestro.cli import main
 
@@ -34,7 +34,10 @@ def assert_nothing_is_left(server: Running, ranks) -> None:
 def start_and_fail(command, directory) -> tuple[int, str]:
     """(exit status, last line) of a server that must not come up."""
     server = Running(command, directory, wait=False)
-    code = server.process.wait(30)
+    try:
+        code = server.process.wait(PATIENCE_S)
+    finally:
+        server.kill()
     assert server.left_behind() == []
     return code, last_line(server)
 
@@ -135,7 +138,7 @@ def test_ctrl_c_ends_everything_with_status_0_as_sigterm_does_elsewhere(fake_com
 
 def test_a_signal_while_engines_load_ends_everything(fake_command, tmp_path):
     server = Running((*fake_command, "--seed", "3"), tmp_path, wait=False)
-    wait_until(lambda: "pretend" in server.text, 20)
+    wait_until(lambda: "pretend" in server.text)
     ranks = server.ranks()
     assert server.stop() == 0
     assert_nothing_is_left(server, ranks)

@@ -20,10 +20,9 @@ from support.interrupted_answers import (
     tokens_come,
     total,
 )
-from support.running import REAL, Running, complete, metrics, wait_until
+from support.running import PATIENCE_S, REAL, Running, complete, metrics, wait_until
 
 NUM_ENGINES = 2
-READY_S = 180.0  # two processes load torch on a busy machine
 SCRIPT = str(Path(__file__).parents[1] / "support" / "restless_server.py")
 PROMPTS = ["def fibonacci(n):\n", "import os\n" * 60, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 90]
 MOVED = re.compile(r"experts of (\d+) of (\d+) layers moved, ([\d.]+) MB(.*)")
@@ -34,7 +33,7 @@ EP = ("--mode", "ep", "--engines", str(NUM_ENGINES), "--route-policy", "round_ro
 def restless(request, real_command, tmp_path_factory) -> Iterator[Running]:
     """Without spare slots, where each layer swaps its experts, and with two for each engine."""
     command = (sys.executable, SCRIPT, *real_command[1:], *EXACT, *EP, "--num-redundant-experts", request.param)
-    server = Running(command, tmp_path_factory.mktemp("restless"), ready_s=READY_S)
+    server = Running(command, tmp_path_factory.mktemp("restless"))
     try:
         yield server
         assert server.stop() == 0
@@ -103,5 +102,5 @@ def test_an_engine_that_is_killed_while_experts_move_changes_no_answer(restless,
 def test_slots_that_do_not_divide_evenly_are_refused(real_command, tmp_path):
     command = (*REAL, *real_command[2:], *EP, "--num-redundant-experts", "3")
     server = Running(command, tmp_path, wait=False)
-    assert server.process.wait(READY_S) == 2
+    assert server.process.wait(PATIENCE_S) == 2
     assert "are 19 slots, which do not divide evenly over --engines 2: give --num-redundant-experts 4" in server.text

@@ -19,7 +19,6 @@ from support.running import REAL, Reply, Running, complete, is_idle, metrics, wa
 pytest.importorskip("ray")
 
 PROMPTS = ("def fibonacci(n):", "class Stack:\n    def", "import os\n", "for i in range(10):\n")
-START_S = 120.0
 
 
 class RayNodes:
@@ -82,7 +81,7 @@ def texts(replies: list[Reply]) -> list[str]:
 def test_workers_on_several_nodes_answer_as_fused_mode_while_a_node_is_lost(server, real_command, nodes, tmp_path):
     fused = texts(ask_many(server, 6, 12))
     group = ("--mode", "async", "--attention", "2", "--experts", "2", "--launcher", "ray", "--ray-address")
-    running = Running((*real_command, "--dtype", "float32", *group, nodes.address), tmp_path, ready_s=START_S)
+    running = Running((*real_command, "--dtype", "float32", *group, nodes.address), tmp_path)
     try:
         assert texts(ask_many(running, 6, 12)) == fused
         before = node_ids(running)
@@ -92,7 +91,7 @@ def test_workers_on_several_nodes_answer_as_fused_mode_while_a_node_is_lost(serv
         victims = [worker for worker, node in before.items() if node == lost]
         with ThreadPoolExecutor(1) as pool:
             answers = pool.submit(ask_many, running, 6, 12)
-            wait_until(lambda: not is_idle(running), 20)
+            wait_until(lambda: not is_idle(running))
             nodes.remove(lost)
             while any(node_ids(running)[victim] == lost for victim in victims):
                 assert texts(answers.result()) == fused
@@ -103,8 +102,8 @@ def test_workers_on_several_nodes_answer_as_fused_mode_while_a_node_is_lost(serv
         num_moved = sum(value for name, value in values.items() if name.startswith("moestro:requests_moved_total"))
         assert lost in with_engines or not num_moved
         assert values["moestro:worker_connections_refused_total"] == 0
-        wait_until(lambda: is_idle(running), 20)
-        assert running.stop(timeout_s=40) == 0
+        wait_until(lambda: is_idle(running))
+        assert running.stop() == 0
         assert running.left_behind() == []
     finally:
         running.kill()
@@ -113,7 +112,7 @@ def test_workers_on_several_nodes_answer_as_fused_mode_while_a_node_is_lost(serv
 def test_replicas_run_on_nodes_restart_there_and_end_with_the_api_server(nodes, tmp_path):
     paced = ("--device", "paced:h200", "--model", "mixtral-8x7b-mqa-top1", "--paced-arithmetic", "none")
     ray = ("--engines", "2", "--launcher", "ray", "--ray-address", nodes.address)
-    running = Running((*REAL, *paced, *ray), tmp_path, ready_s=START_S)
+    running = Running((*REAL, *paced, *ray), tmp_path)
     try:
         assert len(set(node_ids(running).values())) == 2
         expected = texts(ask_many(running, 6, 8))
@@ -121,11 +120,11 @@ def test_replicas_run_on_nodes_restart_there_and_end_with_the_api_server(nodes, 
         assert len(before) == 2
         with ThreadPoolExecutor(1) as pool:
             answers = pool.submit(ask_many, running, 6, 8)
-            wait_until(lambda: not is_idle(running), 20)
+            wait_until(lambda: not is_idle(running))
             before[0].send_signal(signal.SIGKILL)
             assert texts(answers.result()) == expected
-        wait_until(lambda: "was killed by SIGKILL" in running.text, 20)
-        wait_until(lambda: len([each for each in nodes.workers() if each not in before]) == 1, 30)
+        wait_until(lambda: "was killed by SIGKILL" in running.text)
+        wait_until(lambda: len([each for each in nodes.workers() if each not in before]) == 1)
         assert texts(ask_many(running, 6, 8)) == expected
         left = nodes.workers()
         running.kill()

@@ -20,7 +20,6 @@ from support.running import Running, complete, is_idle, wait_until
 pytest.importorskip("ray")
 
 PORT = 6379
-START_S = 150.0
 # By default Ray takes up to half a minute to find that a machine has gone.
 FAST_CHECKS = {
     "RAY_health_check_period_ms": "1000",
@@ -71,7 +70,7 @@ def start_node(namespaces: Namespaces, machine: int, address: str, directory: Pa
             stderr=output,
             env=os.environ | FAST_CHECKS,
         )
-    wait_until(lambda: b"will now block" in log.read_bytes() or node.poll() is not None, 90)
+    wait_until(lambda: b"will now block" in log.read_bytes() or node.poll() is not None)
     assert node.poll() is None, log.read_text()
     return node
 
@@ -92,7 +91,7 @@ def test_machines_answer_as_one_while_the_wire_shows_nothing_and_a_machine_vanis
     capture = machines.capture(0)
     directory = tmp_path / "server"
     directory.mkdir()
-    running = Running(command, directory, ready_s=START_S)
+    running = Running(command, directory)
     try:
         assert ask(running) == fused
         packets = b"".join(capture.stop())
@@ -104,12 +103,12 @@ def test_machines_answer_as_one_while_the_wire_shows_nothing_and_a_machine_vanis
         assert lost != before["engine 0"]
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(ask, running)
-            wait_until(lambda: not is_idle(running), 20)
+            wait_until(lambda: not is_idle(running))
             machines.cut(machines.addresses.index(lost))
             while node_addresses(running)["expert worker 0"] == lost:
                 assert answer.result() == fused
                 answer = pool.submit(ask, running)
             assert answer.result() == fused
-        assert running.stop(timeout_s=40) == 0
+        assert running.stop() == 0
     finally:
         running.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -10,10 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 
-import psutil
 import pytest
 from support.fake_rank import BABBLE, CRASH, CRASH_AT_ONCE, HANG, STUCK
+from support.fake_server import STOPPED_S
 from support.running import (
+    PATIENCE_S,
     Reply,
     Running,
     call,
@@ -60,7 +60,7 @@ class Later:
         self.reply = complete(server, **fields)
 
     def wait(self) -> Reply:
-        self._thread.join(20)
+        self._thread.join(PATIENCE_S)
         assert self.reply is not None, "no answer came"
         return self.reply
 
@@ -119,14 +119,14 @@ def test_health_is_503_only_while_no_engine_is_ready(start):
     assert status(server, "/readyz") == 200
 
 
-def test_requests_go_around_a_silent_engine_until_it_speaks_again(start):
+def test_requests_go_around_a_silent_engine_until_it_speaks_again(start, monkeypatch):
+    monkeypatch.setenv(STOPPED_S, "1000")  # a stopped engine is not replaced
     server = start("--engines", "2", "--route-policy", "round_robin")
     silent = server.ranks()[0]
     silent.suspend()
     wait_until(lambda: sum(metrics(server)[f'moestro:engine_ready{{engine="{i}"}}'] for i in (0, 1)) == 1)
     assert [complete(server, max_tokens=2).status for _ in range(4)] == [200] * 4
-    with contextlib.suppress(psutil.NoSuchProcess):  # stopped for over a second, it is replaced
-        silent.resume()
+    silent.resume()
     wait_until(lambda: all(metrics(server)[f'moestro:engine_ready{{engine="{i}"}}'] for i in (0, 1)))
     assert silent in server.ranks()
 
@@ -237,7 +237,7 @@ def test_an_engine_that_hangs_in_a_step_is_out_of_rotation_dumps_its_stacks_and_
 def test_a_server_whose_engines_cannot_be_started_any_more_says_why_and_ends(fake_command, tmp_path):
     server = Running((*fake_command, "--seed", "4"), tmp_path)
     signal_first_engine(server)
-    assert server.process.wait(20) == 1
+    assert server.process.wait(PATIENCE_S) == 1
     assert "engine 0 is not restarted: it ended 5 times in a row before it was ready" in server.text
     assert server.text.strip().splitlines()[-1].endswith("status 7; its output is above")
     assert server.left_behind() == []

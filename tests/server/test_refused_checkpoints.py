@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from support.running import REAL, Running
+from support.running import PATIENCE_S, REAL, Running
 
 from moestro.errors import ConfigError
 from moestro.text.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def test_it_is_status_2_with_the_reason_last(spoil, checkpoint, tmp_path):
     reason = spoil(checkpoint)
     server = Running((*REAL, str(checkpoint)), tmp_path, wait=False)
     try:
-        assert server.process.wait(60) == 2
+        assert server.process.wait(PATIENCE_S) == 2
     finally:
         server.kill()
     last_line = server.text.strip().splitlines()[-1]

@@ -11,7 +11,6 @@ from support.fake_rank import CRASH
 from support.interrupted_answers import (
     EXACT,
     NEAR_TIES,
-    RESTART_S,
     SAMPLED,
     SCORED,
     TEXT,
@@ -55,7 +54,7 @@ def test_answers_are_the_same_to_the_byte_whichever_engine_is_killed_and_when(ex
     assert max(map(ord, "".join(body.decode() for _, body in expected))) > 0x7F, "no text of many bytes"
     differing: list[tuple[object, object]] = []
     for salt in range(1, 4):
-        wait_until(lambda: ready(exact), RESTART_S)
+        wait_until(lambda: ready(exact))
         asked, asked_for_scores = Asked(exact, salted(bodies, salt)), Asked(exact, salted(SCORED, salt))
         time.sleep(rng.uniform(0.1, 0.6) * undisturbed_s)
         kill_an_engine(exact, rng.randrange(2))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import moestro.server.restarts
 import moestro.server.server
+import moestro.server.watchdog
 from moestro.cli import main
+from moestro.core.clock import NS_PER_S
+
+STOPPED_S = "FAKE_STOPPED_S"  # variable of the environment: seconds until a stopped engine is replaced
 
 if __name__ == "__main__":
     real = moestro.server.server.serve
@@ -15,4 +20,6 @@ if __name__ == "__main__":
     moestro.server.server.serve = lambda settings: real(settings, command)
     moestro.server.restarts.FIRST_DELAY_S = 0.02
     moestro.server.restarts.STEADY_S = 0.0
+    if STOPPED_S in os.environ:
+        moestro.server.watchdog.STOPPED_NS = int(os.environ[STOPPED_S]) * NS_PER_S
     main(["serve", *sys.argv[1:]])

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from support.running import ANSWER_S, Reply, Running, call, free_port, is_idle, metrics, wait_until
+from support.running import PATIENCE_S, Reply, Running, call, free_port, is_idle, metrics, wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EXACT = ("--dtype", "float32")
-RESTART_S = 30.0  # until an engine that was killed is ready again, on a busy machine
 
 
 @contextmanager
@@ -40,7 +39,8 @@ class Asked:
     def answers(self) -> list[tuple[int, bytes]]:
         """Status and body of each, without what differs from answer to answer."""
         with self._pool:
-            return [(reply.status, bare(reply.body)) for reply in (future.result(ANSWER_S) for future in self._replies)]
+            replies = [future.result(PATIENCE_S) for future in self._replies]
+        return [(reply.status, bare(reply.body)) for reply in replies]
 
 
 def ask(server: Running, path: str, body: dict[str, Any]) -> Reply:
@@ -82,7 +82,7 @@ BEGUN = "time_to_first_token_seconds_count"
 def tokens_come(server: Running, num_tokens: int = 20) -> None:
     """Wait until `num_tokens` have been generated from now on."""
     before = total(server, "generation_tokens_total")
-    wait_until(lambda: total(server, "generation_tokens_total") >= before + num_tokens, 20)
+    wait_until(lambda: total(server, "generation_tokens_total") >= before + num_tokens)
 
 
 def kill_an_engine(server: Running, at: int = 0) -> None:
@@ -156,7 +156,7 @@ def disturbed(server: Running, *bodies: tuple[str, dict[str, Any]]) -> tuple[lis
     expected = Asked(server, [*bodies]).answers()
     num_begun = total(server, BEGUN) + len(bodies)
     asked = Asked(server, [*bodies])
-    wait_until(lambda: total(server, BEGUN) >= num_begun, 20)
+    wait_until(lambda: total(server, BEGUN) >= num_begun)
     tokens_come(server)
     kill_an_engine(server)
     found = asked.answers()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from conftest import NAME
 from support import template_server
-from support.running import Running, call, chat, complete, wait_until
+from support.running import PATIENCE_S, Running, call, chat, complete, wait_until
 from support.template_server import LIMIT_S
 from transformers import PreTrainedTokenizerFast
 
@@ -124,7 +124,7 @@ def test_no_renderer_outlives_the_server_even_in_the_middle_of_a_loop(number, co
             wait_until(lambda: len(server.renderers()) == 2)
             processes = server.processes()
             os.kill(server.process.pid, number)
-            server.process.wait(20)
+            server.process.wait(PATIENCE_S)
         wait_until(lambda: not any(each.is_running() for each in processes), 8 * LIMIT_S)
     finally:
         server.kill()

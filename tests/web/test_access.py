@@ -8,7 +8,7 @@ import random
 import socket
 
 import pytest
-from support.running import Running, call, open_stream, wait_until
+from support.running import PATIENCE_S, Running, call, open_stream, wait_until
 
 from moestro.errors import ConfigError
 from moestro.web.access import Access
@@ -277,5 +277,5 @@ def status_of(server: Running, path: str) -> int | None:
 
 def test_serve_refuses_impossible_limits_before_anything_is_started(fake_command, tmp_path):
     server = Running((*fake_command, "--max-concurrent-requests-per-key", "1"), tmp_path, wait=False)
-    assert server.process.wait(30) == 2
+    assert server.process.wait(PATIENCE_S) == 2
     assert "give --api-key" in server.text.splitlines()[-1]

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import NAME
-from support.running import Running, open_stream, read_to_end, wait_until
+from support.running import PATIENCE_S, Running, open_stream, read_to_end, wait_until
 
 from moestro.server.private_directory import private_directory
 
@@ -101,7 +101,7 @@ def test_a_thread_that_hangs_takes_no_time_from_the_requests_that_run(demo_dir, 
 def test_a_signal_while_the_tokenizer_hangs_ends_the_start(demo_dir, tmp_path):
     server = Running(serve_hanging("tokenizer", demo_dir), tmp_path, wait=False)
     try:
-        wait_until(lambda: "pretend" in server.text, 20)
+        wait_until(lambda: "pretend" in server.text)
         ranks = server.ranks()
         assert server.stop(signal.SIGTERM, SOON_S) == 0
         assert_gone(server, ranks)
@@ -113,7 +113,7 @@ def test_engines_that_fail_end_the_server_with_its_cause_although_a_thread_hangs
     server = Running(serve_hanging("threads", demo_dir, "--seed", "4"), tmp_path)
     try:
         os.kill(server.ranks()[0].pid, signal.SIGKILL)  # seed 4: no process can be started again
-        assert server.process.wait(60) == 1
+        assert server.process.wait(PATIENCE_S) == 1
         assert "moestro: no engine is left" in server.text
         assert server.left_behind() == []
     finally:
@@ -174,5 +174,5 @@ for _ in range(150):
     (tmp_path / "moestro-dead" / "lock").touch()
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     running = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(6)]
-    assert [process.wait(60) for process in running] == [0] * 6
+    assert [process.wait(PATIENCE_S) for process in running] == [0] * 6
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 import zmq
-from support.running import wait_until
+from support.running import PATIENCE_S, wait_until
 
 from moestro.core.curve_keys import CurveKeys
 from moestro.wire.curve import Doorkeeper, new_curve_keys, secure_client
@@ -81,7 +81,7 @@ def test_a_stranger_is_refused_and_counted_and_disturbs_nobody(listening, keys, 
         member.send(b"before")
         stranger.send(b"let me in")
         assert inbox.recv() == b"before"
-        wait_until(lambda: doorkeeper.num_refused > 0, 20)
+        wait_until(lambda: doorkeeper.num_refused > 0)
         member.send(b"after")
         assert inbox.recv() == b"after"
         assert not inbox.poll(50)
@@ -115,7 +115,7 @@ def test_a_flood_of_strangers_does_not_stop_a_member(listening, keys):
         for _ in range(200):
             with contextlib.suppress(OSError), connect(address) as stranger:
                 stranger.sendall(GREETING_WITHOUT_KEYS)
-        wait_until(lambda: doorkeeper.num_refused > 100, 20)
+        wait_until(lambda: doorkeeper.num_refused > 100)
         member.send(b"last")
         assert inbox.recv() == b"last"
 
@@ -175,5 +175,5 @@ def test_a_rank_ends_when_its_connection_breaks(keys):
         assert server.recv_multipart()[0] == b"rank-0.0"
         assert rank.poll() is None
         server.close(linger=0)
-        assert rank.wait(20) == 3
+        assert rank.wait(PATIENCE_S) == 3
     context.term()

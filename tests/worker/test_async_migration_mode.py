@@ -19,7 +19,7 @@ NUM_REQUESTS = 6
 
 def serving(directory: Path, *flags: str) -> Running:
     command = (*MIGRATING, *flags, "--admin-api-key", "key", "--expert-timeout", "100")
-    return Running(command, directory, admin_port=free_port(), ready_s=150)
+    return Running(command, directory, admin_port=free_port())
 
 
 def state(server: Running) -> dict:
@@ -71,7 +71,7 @@ def check_moves(server: Running) -> None:
     with under_load(server, expected):
         for target in (goal, before):
             start_exchange(server, experts)
-            wait_until(lambda: not state(server)["is_running"], 60)
+            wait_until(lambda: not state(server)["is_running"])
             after = state(server)
             assert (after["error"], after["num_committed"]) == ("", after["num_layers"])
             assert after["num_bytes"] > 0
@@ -79,19 +79,19 @@ def check_moves(server: Running) -> None:
         killed, stopped = worker(server, "experts", 0), worker(server, "experts", 1)
         stopped.suspend()
         start_exchange(server, experts)
-        wait_until(lambda: state(server)["num_bytes"], 30)  # one destination is prepared, the other one never
+        wait_until(lambda: state(server)["num_bytes"])  # one destination is prepared, the other one never
         killed.kill()
         wait_until(lambda: not state(server)["is_running"])
         stopped.resume()
         assert "expert worker 0 ended before the experts that it loaded were in use" in state(server)["error"]
         assert rows(server) == before
-        wait_until(lambda: all(each["phase"] == "serving" for each in workers(server).values()), 60)
+        wait_until(lambda: all(each["phase"] == "serving" for each in workers(server).values()))
         start_exchange(server, experts)
-        wait_until(lambda: not state(server)["is_running"], 60)
+        wait_until(lambda: not state(server)["is_running"])
         assert rows(server) == goal
         worker(server, "experts", 1).kill()  # its successor loads what moved to it
         wait_until(lambda: "experts-1" not in names(server) or worker(server, "experts", 1).is_running())
-    wait_until(lambda: all(each["phase"] == "serving" for each in workers(server).values()), 60)
+    wait_until(lambda: all(each["phase"] == "serving" for each in workers(server).values()))
     assert texts(ask_many(server, NUM_REQUESTS)) == expected
     assert server.stop() == 0
 

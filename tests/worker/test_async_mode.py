@@ -38,7 +38,7 @@ PROMPTS = ("def fibonacci(n):", "class Stack:\n    def", "import os\n", "for i i
 
 def worker(server: Running, kind: str, number: int) -> psutil.Process:
     """The process of a worker, by its name."""
-    wait_until(lambda: f"{kind}-{number}" in names(server), 20)
+    wait_until(lambda: f"{kind}-{number}" in names(server))
     (found,) = [each for each in server.ranks() if each.name() == f"{kind}-{number}"]
     return found
 
@@ -131,8 +131,8 @@ def test_one_process_forks_the_workers_and_their_successors(paced):
         old = [worker(paced, "experts", number) for number in range(2)]
         for each in old:
             each.kill()
-        wait_until(lambda gone=old: all(each not in gone for each in paced.ranks()), 20)
-        wait_until(lambda: all(each["phase"] == "serving" for each in workers(paced).values()), 20)
+        wait_until(lambda gone=old: all(each not in gone for each in paced.ranks()))
+        wait_until(lambda: all(each["phase"] == "serving" for each in workers(paced).values()))
     assert standbys(paced) == [standby]
     assert {each.ppid() for each in paced.ranks()} == {paced.process.pid}
     assert metrics(paced)['moestro:worker_restarts_total{worker="expert worker 1"}'] == 2
@@ -144,7 +144,7 @@ def test_workers_are_replaced_although_the_process_on_standby_has_ended(paced, e
     old = worker(paced, "experts", 0)
     old.kill()
     assert texts(ask_many(paced, 6)) == expected
-    wait_until(lambda: standbys(paced) not in ([], [standby]), 20)
+    wait_until(lambda: standbys(paced) not in ([], [standby]))
     assert worker(paced, "experts", 0).pid != old.pid
 
 
@@ -163,7 +163,7 @@ def test_no_request_notices_the_death_of_an_expert_worker(paced, expected, numbe
         wait_until(lambda: not is_idle(paced))
         old.send_signal(number)
         assert texts(answers.result()) == expected
-    wait_until(lambda: not old.is_running(), 10)
+    wait_until(lambda: not old.is_running())
     wait_until(lambda: worker(paced, "experts", 1).pid != old.pid)
     assert not sum(value for name, value in metrics(paced).items() if name.startswith("moestro:requests_moved_total"))
 
@@ -179,7 +179,7 @@ def test_a_home_s_death_is_an_engine_s_death(paced, expected, number):
         old.send_signal(number)
         assert texts(answers.result()) == expected
     assert number == signal.SIGKILL or "stopped by a signal" in paced.text
-    wait_until(lambda: metrics(paced)['moestro:engine_ready{engine="0"}'] == 1, 20)
+    wait_until(lambda: metrics(paced)['moestro:engine_ready{engine="0"}'] == 1)
     assert metrics(paced)[restarts] == num_restarts + 1
     assert texts(ask_many(paced, 6)) == expected
 
@@ -196,11 +196,11 @@ def test_workers_are_added_drained_and_removed_while_requests_run(paced, expecte
         answers = pool.submit(ask_many, paced, 6, max_tokens=20)
         status, added = admin(paced, "POST", **key)
         assert (status, added["name"], added["num_experts"]) == (201, "expert worker 2", 4 * NUM_LAYERS)
-        wait_until(lambda: workers(paced)[2]["phase"] == "serving", 20)
+        wait_until(lambda: workers(paced)[2]["phase"] == "serving")
         assert admin(paced, "POST", "/0/drain", **key)[1]["is_draining"] is True
         assert admin(paced, "POST", "/0/resume", **key)[1]["is_draining"] is False
         assert admin(paced, "DELETE", "/0", **key)[0] == 204
-        wait_until(lambda: "experts-0" not in names(paced), 20)
+        wait_until(lambda: "experts-0" not in names(paced))
         longer = texts(answers.result())
     assert all(long.startswith(short) for long, short in zip(longer, expected, strict=True))
     assert sorted(workers(paced)) == [1, 2]
@@ -225,7 +225,7 @@ def test_a_worker_takes_the_place_of_one_that_died_while_it_was_removed(tmp_path
         wait_until(lambda: not old.is_running())
         status, added = admin(running, "POST", **key)
         assert (status, added["number"]) == (201, 1)
-        wait_until(lambda: workers(running)[1]["phase"] == "serving", 20)
+        wait_until(lambda: workers(running)[1]["phase"] == "serving")
         time.sleep(1.5)  # the delay of the restart, and the time after which a removed worker is dismissed
         state = workers(running)[1]
         assert (state["phase"], state["launch"], state["num_restarts"]) == ("serving", added["launch"], 0)
@@ -250,7 +250,7 @@ def test_copies_answer_for_a_stopped_worker_which_is_used_again_when_it_goes_on(
         assert metrics(running)['moestro:worker_doubts_total{worker="expert worker 1"}'] == 1
         num_before = sent_to(1)
         stopped.resume()
-        wait_until(lambda: texts(ask_many(running, 6)) == expected and sent_to(1) > num_before, 60)
+        wait_until(lambda: texts(ask_many(running, 6)) == expected and sent_to(1) > num_before)
         assert worker(running, "experts", 1) == stopped
         assert running.stop() == 0
     finally:
@@ -303,7 +303,7 @@ def test_a_home_that_ends_keeps_its_part_of_the_load_of_experts(paced, expected)
     old.kill()
     after = call_admin(paced, "GET", "/admin/experts", **key).json
     assert [len(after["engines"]), len(after["layers"])] == [2, NUM_LAYERS]
-    wait_until(lambda: is_idle(paced) and texts(ask_many(paced, 6)) == expected, 60)
+    wait_until(lambda: is_idle(paced) and texts(ask_many(paced, 6)) == expected)
     wait_until(lambda: call_admin(paced, "GET", "/admin/experts", **key).json["engines"][0]["age_s"] < 1)
     assert call_admin(paced, "GET", "/admin/experts?arrays=true", **key).json["arrays"]["pairs"] is None
 
@@ -325,10 +325,10 @@ def test_groups_of_other_sizes_give_the_same_answers(tmp_path, expected, sizes):
 
 def test_streams_that_clients_leave_free_all_that_they_held(paced, expected):
     streams = [open_stream(paced, max_tokens=4000) for _ in range(4)]
-    wait_until(lambda: sum(engine["num_running"] for engine in call(paced, "GET", "/load").json["engines"]) == 4, 20)
+    wait_until(lambda: sum(engine["num_running"] for engine in call(paced, "GET", "/load").json["engines"]) == 4)
     for stream in streams:
         stream.close()
-    wait_until(lambda: is_idle(paced), 20)
+    wait_until(lambda: is_idle(paced))
     assert texts(ask_many(paced, 6)) == expected
 
 

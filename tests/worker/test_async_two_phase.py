@@ -46,7 +46,7 @@ def share_in_two_phases(running: Running) -> float:
 def test_tensors_travel_in_two_phases_and_answers_are_those_of_fused_mode(group, fused):
     assert texts(ask_many(group, NUM)) == fused
     assert texts(ask_many(group, NUM)) == fused
-    wait_until(lambda: share_in_two_phases(group) > 0.5, 10)  # the first ones go inline
+    wait_until(lambda: share_in_two_phases(group) > 0.5)  # the first ones go inline
     wait_until(lambda: is_idle(group))
     before = {process: sum(process.cpu_times()[:2]) for process in group.ranks() if "-" in process.name()}
     time.sleep(3)
@@ -55,20 +55,20 @@ def test_tensors_travel_in_two_phases_and_answers_are_those_of_fused_mode(group,
 
 @pytest.mark.parametrize("victim", ["experts", "attention"])
 def test_no_answer_differs_when_a_worker_is_killed_during_a_transfer(group, fused, victim):
-    wait_until(lambda: len(names(group)) == 4, 30)
-    wait_until(lambda: call(group, "GET", "/health").status == 200, 60)
+    wait_until(lambda: len(names(group)) == 4)
+    wait_until(lambda: call(group, "GET", "/health").status == 200)
     old = worker(group, victim, 1)
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(ask_many, group, NUM)
         wait_until(lambda: not is_idle(group))
         old.kill()
         assert texts(answers.result()) == fused
-    wait_until(lambda: worker(group, victim, 1).pid != old.pid, 30)
+    wait_until(lambda: worker(group, victim, 1).pid != old.pid)
 
 
 @pytest.mark.parametrize("victim", ["experts", "attention"])
 def test_no_answer_differs_when_a_worker_stands_still_for_a_while(group, fused, victim):
-    wait_until(lambda: len(names(group)) == 4, 30)
+    wait_until(lambda: len(names(group)) == 4)
     old = worker(group, victim, 0)
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(ask_many, group, NUM)

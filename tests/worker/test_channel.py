@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import zmq
 from support.fake_rank import FakeRank
-from support.running import wait_until
+from support.running import PATIENCE_S, wait_until
 
 from moestro.core.request import Output, Request, SamplingParams, ServiceClass
 from moestro.core.scheduling_events import SequenceLeft
@@ -305,7 +305,7 @@ def test_a_rank_that_cannot_read_a_message_ends(address, frame):
     with subprocess.Popen([sys.executable, "-c", code, address], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
         identity, _ = socket.recv_multipart()
         socket.send_multipart([identity, frame])
-        assert rank.wait(20) == 4
+        assert rank.wait(PATIENCE_S) == 4
         assert rank.stderr is not None
         assert b"the channel to the API server failed" in rank.stderr.read()
     context.destroy(linger=0)
@@ -431,7 +431,7 @@ def test_outputs_leave_before_the_next_step_is_worked_on_and_who_came_meanwhile_
     while sum(len(message.outputs) for message in list(channel.sent)) < 6:
         assert thread.is_alive()
     channel.inbox.put(Shutdown())
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert rank.sent_before[:3] == [0, 1, 3]
     assert rank.added_before[:2] == [2, 2]
 
@@ -444,7 +444,7 @@ def test_a_rank_serves_sleeps_and_leaves_when_told():
     while sum(len(message.outputs) for message in list(channel.sent)) < 3:
         assert thread.is_alive()
     channel.inbox.put(Shutdown())
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     last = channel.sent[-1]
     assert isinstance(last, Outputs)

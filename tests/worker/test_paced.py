@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.fake_device import KvDevice, make_request
-from support.running import REAL, Running, call, complete, is_idle, load, wait_until
+from support.running import PATIENCE_S, REAL, Running, call, complete, is_idle, load, wait_until
 
 from moestro.cli import main
 from moestro.config.launch_spec import LaunchSpec
@@ -343,7 +343,7 @@ def test_what_cannot_be_paced_is_exit_2_with_what_can(capsys, flags, words):
 )
 def test_what_does_not_fit_the_gpu_is_exit_2(tmp_path, flags, words):
     server = Running((*REAL, *flags, "--device", "paced:h20", "--paced-arithmetic", "none"), tmp_path, wait=False)
-    assert server.process.wait(30) == 2
+    assert server.process.wait(PATIENCE_S) == 2
     assert words in " ".join(server.text.split())
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support.interrupted_answers import Asked, completion, disturbed, stream, total
-from support.running import REAL, Running, call_admin, complete, free_port, is_idle, metrics, wait_until
+from support.running import PATIENCE_S, REAL, Running, call_admin, complete, free_port, is_idle, metrics, wait_until
 
 from moestro.config.launch_spec import LockStepSpec
 from moestro.config.serve_settings import ServeSettings
@@ -87,7 +87,7 @@ def in_threads(*calls) -> list:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     return found
 
 

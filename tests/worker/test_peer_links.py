@@ -191,7 +191,7 @@ def distant():
         home, expert = made
         home.connect(1, relays[1].address, 5)
         expert.connect(0, relays[0].address, 5)
-        wait_until(lambda: home.receive(0) == expert.receive(0) == [] and home.heard[1] == expert.heard[0] == 5, 20)
+        wait_until(lambda: home.receive(0) == expert.receive(0) == [] and home.heard[1] == expert.heard[0] == 5)
         yield home, expert, relays[1], relays[0]
 
 
@@ -202,7 +202,7 @@ def test_a_home_sends_again_when_its_connection_to_a_worker_breaks(distant):
     home.find_breaks()
     assert not home.to_resend
     relay.cut()
-    wait_until(lambda: home.find_breaks() or home.to_resend == {1}, 20)
+    wait_until(lambda: home.find_breaks() or home.to_resend == {1})
     home.send(message(0, 1, 1), 0)
     assert received(expert, 1) == [1]
 
@@ -210,5 +210,5 @@ def test_a_home_sends_again_when_its_connection_to_a_worker_breaks(distant):
 def test_a_worker_has_the_home_send_again_when_its_connection_to_it_breaks(distant):
     home, expert, _, relay = distant
     relay.cut()
-    wait_until(lambda: expert.find_breaks() or home.receive(0) or home.to_resend == {1}, 20)
+    wait_until(lambda: expert.find_breaks() or home.receive(0) or home.to_resend == {1})
     assert home.num_refused == expert.num_refused == 0

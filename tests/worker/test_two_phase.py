@@ -27,7 +27,6 @@ from moestro.worker import two_phase
 from moestro.worker.group_process import _two_phase as two_phase_of
 from moestro.worker.two_phase import MAX_MEETINGS, TwoPhase, TwoPhaseLinks
 
-WAIT_S = 20
 LIMIT, WIDTH = 10, 4  # bytes: tensors of three rows and more go on a channel
 
 
@@ -340,12 +339,12 @@ def test_real_links_bring_every_message_whole_and_in_order(tmp_path, seed):
             sent += 1
             if rng.random() < 0.3:
                 go_on()
-        wait_until(go_on, WAIT_S)
+        wait_until(go_on)
         for each in got:
             assert [one.hop.seq for one in each] == list(range(300))
             assert all((one.tensor == one.hop.seq % 256).all() for one in each)
         counts = home.sent[1]
-        wait_until(lambda: counts.num_two_phase or home.send(message(0, 9), 0), WAIT_S)
+        wait_until(lambda: counts.num_two_phase or home.send(message(0, 9), 0))
         assert counts.num_messages >= 300
         assert 0 < counts.two_phase_bytes <= counts.num_bytes
         assert not home.to_resend
@@ -369,11 +368,11 @@ def test_a_process_that_is_killed_during_a_receive_is_a_loss_and_leaves_nothing(
         home.connect(1, address_of(tmp_path, 1, 0), 0)
         peer.start()
         try:
-            wait_until(lambda: home.receive(0) is None or has_announced.is_set(), 60)
+            wait_until(lambda: home.receive(0) is None or has_announced.is_set())
             waiting = home._two_phase._peers[1]
 
             def stops_in_the_middle() -> bool:
-                wait_until(lambda: home.receive(0) is None or waiting.asked, WAIT_S)
+                wait_until(lambda: home.receive(0) is None or waiting.asked)
                 os.kill(peer.pid, signal.SIGSTOP)
                 settled = time.monotonic() + 0.5
                 while time.monotonic() < settled:  # what the connection holds may complete the tensor
@@ -383,11 +382,11 @@ def test_a_process_that_is_killed_during_a_receive_is_a_loss_and_leaves_nothing(
                     os.kill(peer.pid, signal.SIGCONT)
                 return bool(waiting.asked)
 
-            wait_until(stops_in_the_middle, 60)
+            wait_until(stops_in_the_middle)
             assert not home.to_resend  # it may come back
             os.kill(peer.pid, signal.SIGKILL)
             if not sends_tensors:  # otherwise gloo may say nothing
-                wait_until(lambda: home.receive(0) is None or home.to_resend == {1}, WAIT_S)
+                wait_until(lambda: home.receive(0) is None or home.to_resend == {1})
         finally:
             peer.kill()
             peer.join()
@@ -395,4 +394,4 @@ def test_a_process_that_is_killed_during_a_receive_is_a_loss_and_leaves_nothing(
         home.receive(0)
         assert not home._two_phase._peers[1].waiting
         assert not home._two_phase._peers[1].asked
-        wait_until(lambda: home.receive(0) == [] and set(threading.enumerate()) == before, WAIT_S)
+        wait_until(lambda: home.receive(0) == [] and set(threading.enumerate()) == before)
