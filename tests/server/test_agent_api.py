@@ -173,21 +173,73 @@ def test_refusals_before_a_handler_have_the_form_of_the_path(fake):
     assert call(fake, "POST", "/v1/messages", b"{").json["error"]["type"] == "invalid_request_error"
 
 
+USES = [{"type": "text", "text": "I look."}, {"type": "tool_use", "id": "t"}]
+
+
 @pytest.mark.parametrize(
-    ("path", "fields", "param"),
+    ("fields", "param"),
     [
-        ("/v1/messages", {"messages": MESSAGES}, "max_tokens"),
-        ("/v1/messages", {"messages": [], "max_tokens": 3}, "messages"),
-        ("/v1/messages/count_tokens", {"messages": MESSAGES, "mcp_servers": [{"a": 1}]}, "mcp_servers"),
-        ("/v1/responses", {"input": "x", "truncation": "auto"}, "truncation"),
-        ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_completion_tokens"),
-        ("/v1/responses", {}, "input"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 1_000_000}]}, "This model's maximum context length"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": USES}]}, "messages[1].content[1].name"),
+        ({"stop_sequences": list("abcde")}, "stop_sequences"),
+        ({"metadata": {"user_id": "x" * 2000}}, "metadata.user_id"),
+        ({"tools": [{"name": ""}]}, "tools[0].name"),
+        ({"tools": [{"name": "f"}, {"name": "g", "input_schema": 5}]}, "tools[1].input_schema"),
+        ({"tools": [{"name": "f"}], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
+        ({"output_format": {"type": "json_schema", "schema": 5}}, "output_format.schema"),
     ],
 )
-def test_what_is_refused_is_named(fake, path, fields, param):
-    reply = call(fake, "POST", path, fields)
+def test_a_refused_field_of_a_message_is_named_as_the_client_wrote_it(fake, fields, param):
+    body = {"system": "be brief", "messages": MESSAGES, "max_tokens": 3} | fields
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        if path == "/v1/messages" or fields.keys() & {"messages", "tools", "output_config"}:
+            reply = call(fake, "POST", path, body)
+            assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
+            assert reply.json["error"]["message"].startswith(param)
+
+
+def test_a_refused_field_of_a_count_is_named(fake):
+    reply = call(fake, "POST", "/v1/messages/count_tokens", {"messages": MESSAGES, "mcp_servers": [{"a": 1}]})
+    assert (reply.status, "mcp_servers" in reply.json["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"truncation": "auto"}, "truncation"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": None}, "input"),
+        ({"input": [], "instructions": None}, "input"),
+        ({"input": "x" * 1_000_000}, "input"),
+        ({"input": [{"role": "x", "content": "hi"}]}, "input[0].role"),
+        ({"input": [*MESSAGES, {"type": "function_call", "call_id": "c"}]}, "input[1].name"),
+        ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+    ],
+)
+def test_a_refused_field_of_a_response_is_named_as_the_client_wrote_it(fake, fields, param):
+    reply = call(fake, "POST", "/v1/responses", {"input": "x", "instructions": "be brief"} | fields)
+    error = reply.json["error"]
+    assert (reply.status, error["param"]) == (400, param)
+    assert param in error["message"] or error["code"] == "context_length_exceeded"
+
+
+def test_the_grammar_of_a_message_is_refused_by_its_own_name(place):
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}, "required": ["a"]}
+    wanted = {"type": "json_schema", "schema": schema}
+    body = {"messages": MESSAGES, "max_tokens": 3, "output_config": {"format": wanted}}
+    reply = call(place, "POST", "/v1/messages", body)
     assert reply.status == 400
-    assert param in reply.json["error"]["message"]
+    assert reply.json["error"]["message"].startswith("output_config.format.schema cannot be used as a grammar")
 
 
 def test_unknown_fields_of_an_adapter_are_named_in_a_warning(fake):

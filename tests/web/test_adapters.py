@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from moestro.errors import RequestError
+from moestro.web.adapters.field_places import FieldPlaces
 from moestro.web.adapters.messages_answer import MessageStream, message_of_chat
-from moestro.web.adapters.messages_request import MessagesFields, chat_of_message
+from moestro.web.adapters.messages_request import ConversationTurn, MessagesFields, chat_of_message
 from moestro.web.adapters.paths import chat_body
 from moestro.web.adapters.responses_answer import ResponseStream, response_of_chat, settings_of
 from moestro.web.adapters.responses_request import ResponsesFields, chat_of_response
@@ -126,7 +127,7 @@ def test_a_last_message_of_the_assistant_is_continued():
         ({"messages": [user("x")], "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
         ({"messages": [user("x")], "tool_choice": {"type": "all"}}, "tool_choice.type"),
         ({"messages": [user("x")], "thinking": {"type": "deep"}}, "thinking.type"),
-        ({"messages": [user("x")], "output_format": {"type": "xml"}}, "output_config.format.type"),
+        ({"messages": [user("x")], "output_format": {"type": "xml"}}, "output_format.type"),
         ({"messages": [user("x")], "system": [{"type": "image"}]}, "system[0]"),
     ],
 )
@@ -210,6 +211,34 @@ def test_what_a_chat_lacks_is_refused_by_its_place_in_a_response(fields, param):
     with pytest.raises(RequestError) as caught:
         of_response(**fields)
     assert caught.value.param == param
+
+
+# --- places of fields
+
+
+def test_errors_name_the_innermost_place_that_is_known():
+    places = FieldPlaces({"stop": "stop_sequences"})
+    places.add("messages[1]", "messages[0]")
+    places.add("messages[1].tool_calls[0].function", "messages[0].content[2]")
+    for place, own in (
+        ("stop", "stop_sequences"),
+        ("stop_token_ids", "stop_token_ids"),
+        ("messages[1].role", "messages[0].role"),
+        ("messages[1].tool_calls[0].function.name", "messages[0].content[2].name"),
+        ("messages[10].role", "messages[10].role"),
+        ("model", "model"),
+    ):
+        assert places.own_place(place) == own
+
+
+def test_an_error_has_the_clients_name_in_its_text_too():
+    places = FieldPlaces({"stop": "stop_sequences"})
+    with pytest.raises(RequestError, match="stop_sequences may hold 4") as caught, places.naming_errors():
+        raise RequestError("stop may hold 4", param="stop")
+    assert caught.value.param == "stop_sequences"
+    with pytest.raises(RequestError, match="The queue is full") as caught, places.naming_errors():
+        raise RequestError("The queue is full")
+    assert caught.value.param is None
 
 
 # --- answers
@@ -368,6 +397,6 @@ def test_law_the_events_of_a_response_add_up_to_the_response():
 
 def test_both_apis_answer_what_a_chat_answers_for_the_same_fields():
     """The structs read all of their own fields: a typed body and its JSON are the same chat."""
-    fields = MessagesFields(messages=[], max_tokens=3)
-    assert chat_of_message(fields)["max_completion_tokens"] == 3
-    assert chat_of_response(ResponsesFields(input="x"))["messages"] == [user("x")]
+    fields = MessagesFields(messages=[ConversationTurn("user", "x")], max_tokens=3)
+    assert chat_of_message(fields).fields["max_completion_tokens"] == 3
+    assert chat_of_response(ResponsesFields(input="x")).fields["messages"] == [user("x")]

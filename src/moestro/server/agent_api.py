@@ -18,6 +18,7 @@ from moestro.server.responses import ChatForm, heading
 from moestro.server.sse import AnswerEncoding
 from moestro.server.unsupported import IN_COUNTS, IN_MESSAGES, IN_RESPONSES
 from moestro.server.validation import parse_chat
+from moestro.web.adapters.field_places import FieldPlaces, TranslatedChat
 from moestro.web.adapters.messages_answer import MessageStream, message_of_chat
 from moestro.web.adapters.messages_request import CountFields, MessagesFields, chat_of_count, chat_of_message
 from moestro.web.adapters.paths import COUNT_TOKENS, MESSAGES, RESPONSES
@@ -95,10 +96,11 @@ def _events(events: Iterable[dict[str, Any]]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Adapted:
-    """A prepared chat, and the form in which its client reads the answer."""
+    """A prepared chat, the form in which its client reads the answer, and its fields' places in the client's body."""
 
     prepared: Prepared
     encoding: AnswerEncoding
+    places: FieldPlaces
 
 
 class AgentApi:
@@ -137,32 +139,37 @@ class AgentApi:
     async def _answer(self, http: web.Request, adapted: _Adapted) -> web.StreamResponse:
         prepared = adapted.prepared
         form = ChatForm(heading(prepared.answer_id, prepared.name, self._model.fingerprint), prepared.options)
-        return await self._runner.answer(http, prepared, form, adapted.encoding)
+        with adapted.places.naming_errors():
+            return await self._runner.answer(http, prepared, form, adapted.encoding)
 
 
 def _message(body: bytes, model: ServedModel, arrival: Arrival) -> _Adapted:
     fields, unknown = _decode_message(body)
-    prepared = prepare_chat(_encode(chat_of_message(fields)), model, arrival)
-    return _Adapted(_with_unknown(prepared, unknown, model), MessageEncoding())
+    chat = chat_of_message(fields)
+    return _Adapted(_prepared(chat, unknown, model, arrival), MessageEncoding(), chat.places)
 
 
 def _response(body: bytes, model: ServedModel, arrival: Arrival) -> _Adapted:
     fields, unknown = _decode_response(body)
-    prepared = prepare_chat(_encode(chat_of_response(fields)), model, arrival)
-    return _Adapted(_with_unknown(prepared, unknown, model), ResponseEncoding(settings_of(fields)))
+    chat = chat_of_response(fields)
+    return _Adapted(_prepared(chat, unknown, model, arrival), ResponseEncoding(settings_of(fields)), chat.places)
 
 
-def _with_unknown(prepared: Prepared, unknown: tuple[str, ...], model: ServedModel) -> Prepared:
+def _prepared(chat: TranslatedChat, unknown: tuple[str, ...], model: ServedModel, arrival: Arrival) -> Prepared:
     """Return the request with the unknown fields of its own body; the chat's body has none."""
     refuse_unknown(unknown, is_strict=model.has_strict_fields)
+    with chat.places.naming_errors():
+        prepared = prepare_chat(_encode(chat.fields), model, arrival)
     return replace(prepared, options=replace(prepared.options, unknown_fields=unknown))
 
 
 def _count(body: bytes, model: ServedModel) -> web.Response:
     fields, unknown = _decode_count(body)
     refuse_unknown(unknown, is_strict=model.has_strict_fields)
-    ask = parse_chat(_encode(chat_of_count(fields)), model.chat.variables)
-    model.name_for(ask.options.model)
-    ids, _ = chat_prompt(ask, model)
+    chat = chat_of_count(fields)
+    with chat.places.naming_errors():
+        ask = parse_chat(_encode(chat.fields), model.chat.variables)
+        model.name_for(ask.options.model)
+        ids, _ = chat_prompt(ask, model)
     answer = _encode(TokenCount(len(ids)))
     return web.Response(body=answer, content_type="application/json", headers=ignored_warning(unknown))

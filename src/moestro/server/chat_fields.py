@@ -9,6 +9,7 @@ import msgspec
 
 from moestro.errors import RequestError, shown
 from moestro.server.protocol import CallField, ChatFields, ContentPart, Message, ToolField
+from moestro.server.request_fields import wrong_type
 from moestro.text.answer_parts import ToolSpec
 from moestro.text.chat_format import NO_TOOLS, ToolUse
 from moestro.text.chat_history import calls_for_templates, template_variables
@@ -98,7 +99,7 @@ def _tool(i: int, given: dict[str, Any]) -> ToolSpec:
     try:
         tool = msgspec.convert(given, ToolField)
     except msgspec.ValidationError as error:
-        raise RequestError(f"{place}: {error}.", param=place, code="invalid_type") from None
+        raise wrong_type(error, place) from None
     if tool.type != "function":
         raise invalid(f"{place}.type", f"must be function, got {shown(tool.type)}")
     name = tool.function.name

@@ -20,9 +20,11 @@ from moestro.server.structured_output import AskedGrammar, refuse_large_grammar
 from moestro.server.validation import ALL_LOGPROBS, ChatAsk, CompletionAsk, Options, parse_chat, parse_completion
 from moestro.text.chat_format import AnswerFormat, ChatEnd, ChatFormat
 from moestro.text.tokenizer import Tokenizer
+from moestro.web.adapters.field_places import FieldPlaces
 from moestro.web.errors import UnknownModelError
 
 MAX_SCORES = 1_000_000  # Log probabilities of prompt tokens in one response.
+_CHAT_PLACES = FieldPlaces({"prompt": "messages"})  # A chat's prompt is what its template makes of the messages.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +162,8 @@ def prepare_chat_ask(ask: ChatAsk, model: ServedModel, arrival: Arrival) -> Prep
         refuse_large_grammar(answers.grammar, param)
         options = replace(options, grammar=AskedGrammar(answers.grammar, param))
     prompt = _Prompt(_truncated(ids, options, model.info))
-    jobs = [replace(job, answers=answers) for job in _jobs([prompt], options, model, arrival)]
+    with _CHAT_PLACES.naming_errors():
+        jobs = [replace(job, answers=answers) for job in _jobs([prompt], options, model, arrival)]
     return Prepared(name, options, jobs, arrival.answer_id)
 
 
@@ -191,11 +194,12 @@ def chat_prompt(ask: ChatAsk, model: ServedModel, *, add_special_tokens: bool = 
         RequestError: The model or its chat template cannot take the chat.
     """
     _refuse_vain_template(ask, model)
-    refuse_too_much_text(sum(len(message["content"]) for message in ask.messages), model)
     shows_tools = ask.use.choice != "none" or model.chat.shows_unused_tools
     tools = ask.tools if ask.tools and shows_tools else None
-    text = model.tokenizer.render_chat(ask.messages, tools=tools, options=ask.template)
-    refuse_too_much_text(len(text), model)  # The template may add text to the messages.
+    with _CHAT_PLACES.naming_errors():
+        refuse_too_much_text(sum(len(message["content"]) for message in ask.messages), model)
+        text = model.tokenizer.render_chat(ask.messages, tools=tools, options=ask.template)
+        refuse_too_much_text(len(text), model)  # The template may add text to the messages.
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     refuse_foreign_ids("messages", ids, model.info.vocab_size)
     continued = ask.messages[-1]["content"] if ask.template.continue_final_message else None

@@ -67,7 +67,7 @@ class BodyDecoder(Generic[Fields]):
             refuse_unsupported(raw, self._neutral)
             fields = self._decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise _wrong_type(str(error)) from None
+            raise wrong_type(error) from None
         except RecursionError:
             raise _not_json("it is nested too deeply") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -122,17 +122,23 @@ def _not_json(cause: str) -> RequestError:
     return RequestError(f"The request body is not valid JSON: {shown(cause)}.", code="invalid_json")
 
 
-def _wrong_type(message: str) -> RequestError:
-    """Return the error for a validation message of msgspec, with the place of the fault as `param`."""
-    param = None
+def wrong_type(error: msgspec.ValidationError, place: str = "") -> RequestError:
+    """Return the refusal for a field of a wrong type, with the field's place as `param`.
+
+    Args:
+        place: Place of the decoded value in the body; empty for the body itself.
+    """
+    message = str(error)
     if match := _PLACE.match(message):
-        message, param = match[1], match[2] or None
+        message, place = match[1], _joined(place, match[2])
     if missing := _MISSING.search(message):
-        name = missing[1]
-        param = f"{param}.{name}" if param else name
-        message = "this field is required and is missing"
-    place = f"{shown(param)}: " if param else "Request body: "
-    return RequestError(f"{place}{message}.", param=param, code="invalid_type")
+        message, place = "this field is required and is missing", _joined(place, missing[1])
+    named = f"{shown(place)}: " if place else "Request body: "
+    return RequestError(f"{named}{message}.", param=place or None, code="invalid_type")
+
+
+def _joined(place: str, inner: str) -> str:
+    return f"{place}.{inner}" if place and inner and not inner.startswith("[") else place + inner
 
 
 def _named(unknown: Sequence[str]) -> tuple[str, ...]:

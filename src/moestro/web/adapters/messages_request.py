@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from moestro.errors import RequestError, shown
+from moestro.web.adapters.field_places import FieldPlaces, TranslatedChat
 
+# Places of a chat's body, by which its errors name fields, with those of a message.
+_PLACES = {
+    "chat_template_kwargs": "thinking",
+    "continue_final_message": "messages",
+    "max_completion_tokens": "max_tokens",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "prompt": "messages",
+    "reasoning_effort": "output_config.effort",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+}
+_Said = tuple[dict[str, Any], dict[str, str]]  # A chat message, and its places in the client's body by its own.
 _EFFORTS = {"xhigh": "high", "max": "high"}  # Levels that chat completions lack.
 
 
@@ -104,82 +118,96 @@ class MessagesFields(CountFields, kw_only=True):
     service_class: str | None = None
 
 
-def chat_of_message(fields: MessagesFields) -> dict[str, Any]:
-    """Return the body of the chat completion that answers the request.
+def chat_of_message(fields: MessagesFields) -> TranslatedChat:
+    """Return the chat completion that answers the request.
 
     Raises:
         RequestError: A block, a tool or a choice has no counterpart in a chat completion.
     """
     chat = chat_of_count(fields)
-    chat |= {
+    sampling: dict[str, Any] = {
         "max_completion_tokens": fields.max_tokens,
         "stop": fields.stop_sequences or None,
         "user": fields.metadata.user_id if fields.metadata is not None else None,
     }
     for name in ("temperature", "top_p", "top_k", "cache_salt", "priority", "service_class"):
-        chat[name] = getattr(fields, name)
+        sampling[name] = getattr(fields, name)
     if fields.stream:
         # The first event has the tokens of the prompt, and the last one those of the answer.
-        chat |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    return _given(chat)
+        sampling |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    return TranslatedChat(chat.fields | _given(sampling), chat.places)
 
 
-def chat_of_count(fields: CountFields) -> dict[str, Any]:
+def chat_of_count(fields: CountFields) -> TranslatedChat:
     """Return the fields of a chat completion that shape its prompt; raises as `chat_of_message` does."""
+    if not fields.messages:  # A chat may consist of the system prompt alone.
+        raise _invalid("messages", "is an empty list; send at least one message")
+    places = FieldPlaces(_PLACES)
     messages: list[dict[str, Any]] = []
-    if fields.system:
-        messages.append({"role": "system", "content": _text("system", fields.system)})
-    for i, turn in enumerate(fields.messages):
-        messages += _turn(f"messages[{i}]", turn)
+    for said, own_places in _messages(fields):
+        for place, own in own_places.items():
+            places.add(f"messages[{len(messages)}]{place}", own)
+        messages.append(said)
     chat: dict[str, Any] = {"model": fields.model, "messages": messages}
-    if fields.messages and fields.messages[-1].role == "assistant":
+    if fields.messages[-1].role == "assistant":
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
     if fields.tools:
-        chat["tools"] = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(fields.tools)]
+        chat["tools"] = [_tool(f"tools[{i}]", tool, places) for i, tool in enumerate(fields.tools)]
     if fields.tool_choice is not None:
         chat |= _choice(fields.tool_choice)
-    return _given(chat | _thinking(fields.thinking) | _output(fields))
+    return TranslatedChat(_given(chat | _thinking(fields.thinking) | _output(fields, places)), places)
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _turn(place: str, turn: ConversationTurn) -> list[dict[str, Any]]:
-    """Return the chat messages of one message: results of tools are messages of their own."""
+def _messages(fields: CountFields) -> Iterator[_Said]:
+    if fields.system:
+        yield {"role": "system", "content": _text("system", fields.system)}, {"": "system"}
+    for i, turn in enumerate(fields.messages):
+        yield from _turn(f"messages[{i}]", turn)
+
+
+def _turn(place: str, turn: ConversationTurn) -> Iterator[_Said]:
+    """Yield the chat messages of one message: results of tools are messages of their own."""
     if turn.role == "assistant":
-        return [_assistant(place, turn)]
+        yield _assistant(place, turn)
+        return
     if turn.role not in ("user", "system"):
         raise _invalid(f"{place}.role", f"must be user or assistant, got {shown(turn.role)}")
     if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
-    said: list[dict[str, Any]] = []
+        yield {"role": turn.role, "content": turn.content}, {"": place}
+        return
     texts: list[str] = []
-
-    def flush() -> None:
-        if texts:
-            said.append({"role": turn.role, "content": "\n".join(texts)})
-            texts.clear()
-
     for i, block in enumerate(turn.content):
         where = f"{place}.content[{i}]"
-        if block.type == "tool_result":
-            flush()
-            content = "" if block.content is None else _text(f"{where}.content", block.content)
-            said.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-        else:
+        if block.type != "tool_result":
             texts.append(_block_text(where, block))
-    flush()
-    return said
+            continue
+        if texts:
+            yield {"role": turn.role, "content": "\n".join(texts)}, {"": place}
+            texts = []
+        content = "" if block.content is None else _text(f"{where}.content", block.content)
+        said = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        yield said, {"": where, ".tool_call_id": f"{where}.tool_use_id"}
+    if texts:
+        yield {"role": turn.role, "content": "\n".join(texts)}, {"": place}
 
 
-def _assistant(place: str, turn: ConversationTurn) -> dict[str, Any]:
+def _assistant(place: str, turn: ConversationTurn) -> _Said:
+    own_places = {"": place}
     if isinstance(turn.content, str):
-        return {"role": "assistant", "content": turn.content}
-    texts, thoughts, calls = [], [], []
+        return {"role": "assistant", "content": turn.content}, own_places
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
     for i, block in enumerate(turn.content):
+        where = f"{place}.content[{i}]"
         match block.type:
             case "tool_use":
+                call = f".tool_calls[{len(calls)}]"
+                own_places |= {call: where, f"{call}.function": where, f"{call}.function.arguments": f"{where}.input"}
                 function = {"name": block.name, "arguments": bytes(block.input).decode()}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case "thinking":
@@ -187,13 +215,13 @@ def _assistant(place: str, turn: ConversationTurn) -> dict[str, Any]:
             case "redacted_thinking":
                 pass  # Encrypted by another server, so that no text of it is left.
             case _:
-                texts.append(_block_text(f"{place}.content[{i}]", block))
+                texts.append(_block_text(where, block))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls
-    return message
+    return message, own_places
 
 
 def _text(place: str, content: str | list[Block]) -> str:
@@ -208,9 +236,11 @@ def _block_text(place: str, block: Block) -> str:
     return block.text
 
 
-def _tool(place: str, tool: ToolDefinition) -> dict[str, Any]:
+def _tool(place: str, tool: ToolDefinition, places: FieldPlaces) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise _unsupported(place, f"tools that the server runs are not supported, got type {shown(tool.type)}")
+    places.add(f"{place}.function", place)
+    places.add(f"{place}.function.parameters", f"{place}.input_schema")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": _given(function)}
 
@@ -223,6 +253,8 @@ def _choice(choice: ToolChoice) -> dict[str, Any]:
         case "any":
             return {"tool_choice": "required"} | serial
         case "tool":
+            if choice.name is None:
+                raise _invalid("tool_choice.name", "is missing; send the name of a tool")
             return {"tool_choice": {"type": "function", "function": {"name": choice.name}}} | serial
     raise _invalid("tool_choice.type", f"must be auto, any, tool or none, got {shown(choice.type)}")
 
@@ -238,15 +270,17 @@ def _thinking(thinking: Thinking | None) -> dict[str, Any]:
     return {"chat_template_kwargs": {"enable_thinking": is_on, "thinking": is_on}}  # Qwen's and GLM's, DeepSeek's name.
 
 
-def _output(fields: CountFields) -> dict[str, Any]:
+def _output(fields: CountFields, places: FieldPlaces) -> dict[str, Any]:
     config = fields.output_config or OutputConfig()
     chat: dict[str, Any] = {}
     if config.effort is not None:
         chat["reasoning_effort"] = _EFFORTS.get(config.effort, config.effort)
     wanted = config.format or fields.output_format
     if wanted is not None:
+        place = "output_format" if config.format is None else "output_config.format"
         if wanted.type != "json_schema":
-            raise _invalid("output_config.format.type", f"must be json_schema, got {shown(wanted.type)}")
+            raise _invalid(f"{place}.type", f"must be json_schema, got {shown(wanted.type)}")
+        places.add("response_format.json_schema", place)
         schema = {"name": "answer", "schema": wanted.schema, "strict": True}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     return chat

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from moestro.web.adapters.field_places import TranslatedChat
 from moestro.web.adapters.messages_request import CountFields, MessagesFields, chat_of_count, chat_of_message
 from moestro.web.adapters.responses_request import ResponsesFields, chat_of_response
 
@@ -14,7 +15,7 @@ MESSAGES, COUNT_TOKENS, RESPONSES = "/v1/messages", "/v1/messages/count_tokens",
 _decode_message = msgspec.json.Decoder(MessagesFields).decode
 _decode_count = msgspec.json.Decoder(CountFields).decode
 _decode_response = msgspec.json.Decoder(ResponsesFields).decode
-_TO_CHAT: dict[str, Callable[[bytes], dict[str, object]]] = {
+_TO_CHAT: dict[str, Callable[[bytes], TranslatedChat]] = {
     MESSAGES: lambda body: chat_of_message(_decode_message(body)),
     COUNT_TOKENS: lambda body: chat_of_count(_decode_count(body)),
     RESPONSES: lambda body: chat_of_response(_decode_response(body)),
@@ -28,4 +29,4 @@ def chat_body(path: str, body: bytes) -> bytes | None:
         RequestError, msgspec.MsgspecError, UnicodeDecodeError: The body cannot be translated.
     """
     translate = _TO_CHAT.get(path)
-    return None if translate is None else msgspec.json.encode(translate(body))
+    return None if translate is None else msgspec.json.encode(translate(body).fields)

@@ -7,7 +7,19 @@ from typing import Any
 import msgspec
 
 from moestro.errors import RequestError, shown
+from moestro.web.adapters.field_places import FieldPlaces, TranslatedChat
 
+# Places of a chat's body, by which its errors name fields, with those of a response's request.
+_PLACES = {
+    "logprobs": "include",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "verbosity": "text.verbosity",
+}
 _LOGPROBS = "message.output_text.logprobs"
 # Values of `include` that add nothing which this server could have.
 _WITHOUT_EFFECT = ("reasoning.encrypted_content",)
@@ -100,14 +112,15 @@ class ResponsesFields(msgspec.Struct, kw_only=True):
     service_class: str | None = None
 
 
-def chat_of_response(fields: ResponsesFields) -> dict[str, Any]:
-    """Return the body of the chat completion that answers the request.
+def chat_of_response(fields: ResponsesFields) -> TranslatedChat:
+    """Return the chat completion that answers the request.
 
     Raises:
         RequestError: An item, a part, a tool or a choice has no counterpart in a chat completion.
     """
+    places = FieldPlaces(_PLACES)
     chat: dict[str, Any] = {
-        "messages": _messages(fields),
+        "messages": _messages(fields, places),
         "max_completion_tokens": fields.max_output_tokens,
         "tool_choice": _choice(fields.tool_choice),
     }
@@ -117,44 +130,59 @@ def chat_of_response(fields: ResponsesFields) -> dict[str, Any]:
     ):
         chat[name] = getattr(fields, name)
     if fields.tools:
-        chat["tools"] = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(fields.tools)]
+        chat["tools"] = [_tool(f"tools[{i}]", tool, places) for i, tool in enumerate(fields.tools)]
     if fields.text is not None:
         chat |= {"verbosity": fields.text.verbosity, "response_format": _format(fields.text.format)}
     if fields.reasoning is not None:
         chat["reasoning_effort"] = fields.reasoning.effort
     if fields.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
-    return {name: value for name, value in (chat | _logprobs(fields)).items() if value is not None}
+    given = {name: value for name, value in (chat | _logprobs(fields)).items() if value is not None}
+    return TranslatedChat(given, places)
 
 
-def _messages(fields: ResponsesFields) -> list[dict[str, Any]]:
+def _messages(fields: ResponsesFields, places: FieldPlaces) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if fields.instructions:
+        places.add("messages[0]", "instructions")
         messages.append({"role": "system", "content": fields.instructions})
     if isinstance(fields.input, str):
+        places.add(f"messages[{len(messages)}]", "input")
         return [*messages, {"role": "user", "content": fields.input}]
     for i, item in enumerate(fields.input):
-        place = f"input[{i}]"
-        match item.type:
-            case "message":
-                content = _text(f"{place}.content", item.content)
-                if item.role == "assistant":
-                    _of_assistant(messages, "content")["content"] = content
-                else:
-                    messages.append({"role": item.role or "user", "content": content})
-            case "function_call":
-                function = {"name": item.name, "arguments": item.arguments or "{}"}
-                said = _of_assistant(messages, "")
-                said.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
-            case "function_call_output":
-                content = _text(f"{place}.output", item.output)
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
-            case "reasoning":
-                text = "\n".join(part.text or "" for part in _parts(item.content) or _parts(item.summary))
-                _of_assistant(messages, "reasoning_content")["reasoning_content"] = text
-            case _:
-                raise _unsupported(f"{place}.type", f"items of type {shown(item.type)} are not supported")
+        num_before = len(messages)
+        in_message = _take_item(f"input[{i}]", item, messages)
+        last = f"messages[{len(messages) - 1}]"
+        if len(messages) > num_before:
+            places.add(last, f"input[{i}]")
+        if in_message:
+            places.add(f"{last}{in_message}", f"input[{i}]")
     return messages
+
+
+def _take_item(place: str, item: InputItem, messages: list[dict[str, Any]]) -> str:
+    """Add an item to the messages. Returns its place within the last one; empty if it is that message."""
+    match item.type:
+        case "message":
+            content = _text(f"{place}.content", item.content)
+            if item.role == "assistant":
+                _of_assistant(messages, "content")["content"] = content
+            else:
+                messages.append({"role": item.role or "user", "content": content})
+        case "function_call":
+            calls = _of_assistant(messages, "").setdefault("tool_calls", [])
+            function = {"name": item.name, "arguments": item.arguments or "{}"}
+            calls.append({"id": item.call_id, "type": "function", "function": function})
+            return f".tool_calls[{len(calls) - 1}].function"
+        case "function_call_output":
+            content = _text(f"{place}.output", item.output)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+        case "reasoning":
+            text = "\n".join(part.text or "" for part in _parts(item.content) or _parts(item.summary))
+            _of_assistant(messages, "reasoning_content")["reasoning_content"] = text
+        case _:
+            raise _unsupported(f"{place}.type", f"items of type {shown(item.type)} are not supported")
+    return ""
 
 
 def _of_assistant(messages: list[dict[str, Any]], field: str) -> dict[str, Any]:
@@ -185,9 +213,10 @@ def _text(place: str, content: str | list[InputPart] | None) -> str:
     return "\n".join(texts)
 
 
-def _tool(place: str, tool: FunctionTool) -> dict[str, Any]:
+def _tool(place: str, tool: FunctionTool, places: FieldPlaces) -> dict[str, Any]:
     if tool.type != "function":
         raise _unsupported(place, f"only tools of type function are supported, got {shown(tool.type)}")
+    places.add(f"{place}.function", place)
     function: dict[str, Any] = {"name": tool.name, "description": tool.description, "strict": tool.strict}
     if bytes(tool.parameters) != b"null":
         function["parameters"] = tool.parameters
@@ -199,6 +228,8 @@ def _choice(choice: str | FunctionChoice | None) -> object:
         return choice
     if choice.type != "function":
         raise _unsupported("tool_choice", f"only a function can be chosen, got type {shown(choice.type)}")
+    if choice.name is None:
+        raise RequestError("tool_choice.name is missing; send a name.", param="tool_choice.name", code="invalid_value")
     return {"type": "function", "function": {"name": choice.name}}
 
 
