@@ -25,7 +25,7 @@ VLLM_NAMES = {
     "vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:request_inference_time_seconds",
     "vllm:request_prefill_kv_computed_tokens", "vllm:request_params_max_tokens", "vllm:request_params_n",
     "vllm:request_max_num_generation_tokens", "vllm:prompt_tokens_cached", "vllm:prompt_tokens_by_source",
-    "vllm:num_requests_waiting_by_reason", "vllm:corrupted_requests",
+    "vllm:num_requests_waiting_by_reason", "vllm:corrupted_requests", "vllm:iteration_tokens_total",
 }  # fmt: skip
 OWN_NAMES = {
     "moestro:engine_ready", "moestro:engine_restarts", "moestro:engine_stalls", "moestro:messages_dropped",
@@ -69,6 +69,8 @@ def test_sizes_of_prompts_and_their_choices_are_counted_once_for_each_prompt(fak
     assert cached == grown("prompt_tokens_cached_total")
     assert cached + computed == grown("prompt_tokens_total") == 15
     assert grown("request_prefill_kv_computed_tokens_sum") == computed
+    assert grown("iteration_tokens_total_sum") == 15 + 24
+    assert 4 <= grown("iteration_tokens_total_count") <= 24
 
 
 def test_a_full_queue_is_a_rejection_by_vllms_name(fake):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from moestro.core.load_figures import IDLE
 from moestro.core.model_info import ModelInfo
@@ -258,9 +258,7 @@ class EngineClient:
                     self._router.report(engine, message.load, message.as_of_ns, now_ns)
                     self._follow_cache(engine, message, now_ns)
                 finally:  # An error of the router must not lose the outputs.
-                    for output in message.outputs:
-                        with self._ending_on_error(output.request_id):
-                            self._deliver(engine, output, now_ns)
+                    self._deliver_all(engine, message.outputs, now_ns)
             case Refused():
                 with self._ending_on_error(message.request_id):
                     if state := self._end(message.request_id, None):
@@ -387,6 +385,16 @@ class EngineClient:
             state.inbox.put_nowait(InternalError(request_id))
             with contextlib.suppress(Exception):  # The same error may recur; the client has its response.
                 self.abort(request_id, FinishReason.ERROR)
+
+    def _deliver_all(self, engine: int, outputs: Sequence[Output], now_ns: int) -> None:
+        """Deliver the outputs of one step, and count its tokens."""
+        metrics = self._metrics.engines[engine]
+        num_before = metrics.num_prompt_tokens + metrics.num_generated_tokens
+        for output in outputs:
+            with self._ending_on_error(output.request_id):
+                self._deliver(engine, output, now_ns)
+        if num_new := metrics.num_prompt_tokens + metrics.num_generated_tokens - num_before:
+            metrics.step_tokens.observe(num_new)
 
     def _deliver(self, engine: int, output: Output, now_ns: int) -> None:
         state = self._requests.get(output.request_id)

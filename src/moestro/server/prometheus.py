@@ -93,6 +93,11 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] =
         lambda m: m.computed_tokens,
     ),
     ("request_params_max_tokens", "Limit of generated tokens of each finished request.", lambda m: m.max_tokens),
+    (
+        "iteration_tokens_total",
+        "Tokens of each step with an output: those generated, and the prompts that it completed.",
+        lambda m: m.step_tokens,
+    ),
     ("request_params_n", "Number of choices of each finished prompt.", lambda m: m.num_choices),
     (
         "request_max_num_generation_tokens",
