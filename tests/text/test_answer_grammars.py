@@ -9,6 +9,7 @@ import pytest
 from support.model_outputs import PARIS, PING, TOOLS, WEATHER, harmony
 
 from moestro.core.grammar import Grammar
+from moestro.grammar.compiler import GrammarCompiler, VocabularySource
 from moestro.text.answer_grammars import after_thought, thought_rules
 from moestro.text.answer_parser import merged
 from moestro.text.answer_parts import ToolSpec
@@ -74,6 +75,16 @@ def test_a_named_tool_is_its_arguments_alone(vocabulary):
     nothing = ChatFormat().answers(ToolUse(choice="named", tools=(PING,)), NEW)
     assert accepts(vocabulary, nothing.grammar, "{}")
     assert not accepts(vocabulary, nothing.grammar, '{"a": 1}')
+
+
+def test_engines_allow_no_spaces_but_pythons_in_the_arguments_of_a_named_tool(vocabulary, demo_dir):
+    grammar = ChatFormat().answers(ToolUse(choice="named", tools=(WEATHER,)), NEW).grammar
+    matcher = GrammarCompiler(VocabularySource(demo_dir, 4096, (2,))).compile(grammar)
+    for text in (PARIS[1].replace("{", "{ "), PARIS[1].replace(",", ",\n"), PARIS[1].replace(":", " :")):
+        tokens = vocabulary.tokenize_str(text)
+        assert matcher.deep_copy().try_consume_tokens(tokens) < len(tokens), text
+    tokens = vocabulary.tokenize_str(PARIS[1])
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
 
 
 def test_names_are_quoted_in_grammars(vocabulary):

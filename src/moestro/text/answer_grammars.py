@@ -15,7 +15,12 @@ from moestro.text.harmony import CALL_HEAD, FINAL_HEAD, OPTIONAL_ANALYSIS
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 # The spacing of Python's JSON, which models have learnt; otherwise one may write spaces for ever.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACING = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,  # The pattern of the compiler's defaults would allow other spaces.
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 _SPACES = r"[ \n\r\t]{0,64}"
 HARMONY_THOUGHT = f"thought: {OPTIONAL_ANALYSIS} {FINAL_HEAD}\nANALYSIS: /(?s:.*)/\n"
 
