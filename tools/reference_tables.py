@@ -1,4 +1,4 @@
-"""Write the reference tables of docs/, which are made from the code.
+"""Write the reference tables of docs/, which are made from the code, or from a stored result.
 
     python tools/reference_tables.py            # write them
     python tools/reference_tables.py --check    # exit status 1 if one is out of date
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from client_tables import clients_table
 from flag_lists import flags_of
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
 from scope_tables import refused_fields, vllm_flags
@@ -48,6 +49,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "flags of moestro sim": partial(flags_of, "sim"),
     "flags of vLLM": vllm_flags,
     "refused fields": refused_fields,
+    "clients": clients_table,
 }
 
 _MARKED = re.compile(r"(<!-- generated: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
