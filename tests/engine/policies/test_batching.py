@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moestro.core.views import BE, LS, BatchLimits, BatchView
@@ -39,6 +39,7 @@ def queue(rows, service_class, decode):
     return [i for i, row in enumerate(rows) if row[1:] == (decode, service_class)]
 
 
+@settings(deadline=None)
 @given(ROWS, LIMITS)
 def test_decode_first_equals_its_plain_twin(rows, limits):
     decodes = [i for i, row in enumerate(rows) if row[1]]
@@ -46,6 +47,7 @@ def test_decode_first_equals_its_plain_twin(rows, limits):
     assert DecodeFirst().plan(view_of(rows), limits).tolist() == plain_fill(rows, limits, chosen)
 
 
+@settings(deadline=None)
 @given(ROWS, LIMITS)
 def test_prefill_first_equals_its_plain_twin(rows, limits):
     prefills = [i for i, row in enumerate(rows) if not row[1]]
@@ -70,6 +72,7 @@ def algorithm_1(rows, max_batch):
     return batch
 
 
+@settings(deadline=None)
 @given(ROWS, LIMITS, st.integers(1, 8))
 def test_qllm_is_algorithm_1_line_by_line(rows, limits, max_batch):
     chosen = algorithm_1(rows, max_batch)
@@ -107,6 +110,7 @@ def test_run_to_completion_has_room_only_when_nobody_runs(rows, num_in_flight, r
     assert RunToCompletion().room(view_of(rows, num_in_flight), PLENTY) == room
 
 
+@settings(deadline=None)
 @given(st.sampled_from(BATCH_POLICIES.names()), ROWS, LIMITS)
 def test_every_policy_gives_somebody_something_and_nobody_too_much(name, rows, limits):
     view = view_of(rows)
@@ -116,6 +120,7 @@ def test_every_policy_gives_somebody_something_and_nobody_too_much(name, rows, l
     assert 0 < given_tokens.sum() <= limits.token_budget
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(sorted(set(BATCH_POLICIES.names()) - {"run_to_completion"})),
     ROWS,
@@ -134,3 +139,11 @@ def test_whoever_would_get_something_finds_room(name, rows, limits, service_clas
 def test_a_batch_size_that_is_no_number_of_sequences_is_refused(max_batch):
     with pytest.raises(ConfigError, match="max_batch must be a whole number"):
         BATCH_POLICIES.make(f"qllm:max_batch={max_batch}")
+
+
+@pytest.mark.parametrize("name", ["qllm", "qllm_mixed"])
+def test_as_many_ls_decodes_as_the_papers_batch_leave_no_room(name):
+    policy, decodes = BATCH_POLICIES.make(name), [(1, True, LS)] * 33
+    assert np.count_nonzero(policy.plan(view_of(decodes), PLENTY)) == 32
+    assert policy.room(view_of(decodes[:32]), PLENTY) == 0
+    assert policy.room(view_of(decodes[:31]), PLENTY) > 0

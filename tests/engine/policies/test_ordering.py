@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.policy_text import policy_text
 
@@ -66,6 +66,7 @@ def algorithm_2(queue, now_ns, theta_age_ns):
     return sorted(range(len(queue)), key=lambda r: priority[r])  # 9: ascending, and as they came where equal
 
 
+@settings(deadline=None)
 @given(st.lists(ROW, max_size=12), st.integers(20, 40), st.integers(0, 30))
 def test_sjf_is_algorithm_2_line_by_line(rows, now_ns, theta_ns):
     rows.sort(key=lambda row: row[0])
@@ -101,6 +102,7 @@ def test_qllm_takes_latency_sensitive_first_and_each_class_as_it_came():
 # --- laws of every order ----------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.sampled_from(ORDER_POLICIES.names()), st.lists(ROW, max_size=12), st.integers(20, 60))
 def test_every_order_is_total_and_does_not_depend_on_the_order_of_rows(name, rows, now_ns):
     policy, view = ORDER_POLICIES.make(policy_text(name, SHORT.get(name))), view_of(rows)
@@ -110,6 +112,7 @@ def test_every_order_is_total_and_does_not_depend_on_the_order_of_rows(name, row
     assert [len(rows) - 1 - row for row in policy.order(WaitingView(**back), now_ns)] == order
 
 
+@settings(deadline=None)
 @given(st.sampled_from(ORDER_POLICIES.names()), st.lists(ROW, max_size=8), st.integers(0, 30))
 def test_an_order_holds_until_it_says(name, rows, now_ns):
     policy, view = ORDER_POLICIES.make(policy_text(name, SHORT.get(name))), view_of(rows)
@@ -127,8 +130,10 @@ def test_an_ageing_order_changes_when_it_says(policy):
     assert changes_ns == 6 * NS_PER_S
     assert policy.order(view, changes_ns - 1).tolist() == [1, 0]
     assert policy.order(view, changes_ns).tolist() == [0, 1]
+    assert policy.next_change_ns(view, changes_ns) > changes_ns
 
 
+@settings(deadline=None)
 @given(st.sampled_from(ORDER_POLICIES.names()), st.lists(ROW, max_size=12), st.integers(20, 60))
 def test_who_arrives_later_than_the_bound_never_comes_before(name, rows, now_ns):
     policy, view = ORDER_POLICIES.make(policy_text(name, SHORT.get(name))), view_of(rows)
@@ -183,10 +188,15 @@ def test_what_a_user_generated_counts_when_its_request_is_over():
     assert policy.order(view, 0).tolist() == [0, 1]
     policy.observe(Left(name_key("ann"), 1))
     assert policy.order(view, 0).tolist() == [1, 0]
+    # Start tags: 2 and 0, 1.
+    assert policy.order(users_view(("ann", 10), ("bob", 1), ("bob", 10)), 0).tolist() == [1, 2, 0]
 
 
-def test_nobody_saves_up_while_away():
+@pytest.mark.parametrize("was_here", [False, True])
+def test_nobody_saves_up_while_away(was_here):
     policy = WeightedFair()
+    if was_here:
+        policy.observe(Admitted(name_key("bob"), 5))
     for _ in range(100):
         policy.observe(Admitted(name_key("ann"), 10))
     # Virtual time is 990, ann's clock 1000: bob starts at 990, not at 0.
