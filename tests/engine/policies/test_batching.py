@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.core.views import BE, LS, BatchLimits, BatchView
@@ -39,7 +39,6 @@ def queue(rows, service_class, decode):
     return [i for i, row in enumerate(rows) if row[1:] == (decode, service_class)]
 
 
-@settings(deadline=None)
 @given(ROWS, LIMITS)
 def test_decode_first_equals_its_plain_twin(rows, limits):
     decodes = [i for i, row in enumerate(rows) if row[1]]
@@ -47,7 +46,6 @@ def test_decode_first_equals_its_plain_twin(rows, limits):
     assert DecodeFirst().plan(view_of(rows), limits).tolist() == plain_fill(rows, limits, chosen)
 
 
-@settings(deadline=None)
 @given(ROWS, LIMITS)
 def test_prefill_first_equals_its_plain_twin(rows, limits):
     prefills = [i for i, row in enumerate(rows) if not row[1]]
@@ -72,7 +70,6 @@ def algorithm_1(rows, max_batch):
     return batch
 
 
-@settings(deadline=None)
 @given(ROWS, LIMITS, st.integers(1, 8))
 def test_qllm_is_algorithm_1_line_by_line(rows, limits, max_batch):
     chosen = algorithm_1(rows, max_batch)
@@ -110,7 +107,6 @@ def test_run_to_completion_has_room_only_when_nobody_runs(rows, num_in_flight, r
     assert RunToCompletion().room(view_of(rows, num_in_flight), PLENTY) == room
 
 
-@settings(deadline=None)
 @given(st.sampled_from(BATCH_POLICIES.names()), ROWS, LIMITS)
 def test_every_policy_gives_somebody_something_and_nobody_too_much(name, rows, limits):
     view = view_of(rows)
@@ -120,7 +116,6 @@ def test_every_policy_gives_somebody_something_and_nobody_too_much(name, rows, l
     assert 0 < given_tokens.sum() <= limits.token_budget
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(sorted(set(BATCH_POLICIES.names()) - {"run_to_completion"})),
     ROWS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.policy_text import policy_text
 
@@ -66,7 +66,6 @@ def algorithm_2(queue, now_ns, theta_age_ns):
     return sorted(range(len(queue)), key=lambda r: priority[r])  # 9: ascending, and as they came where equal
 
 
-@settings(deadline=None)
 @given(st.lists(ROW, max_size=12), st.integers(20, 40), st.integers(0, 30))
 def test_sjf_is_algorithm_2_line_by_line(rows, now_ns, theta_ns):
     rows.sort(key=lambda row: row[0])
@@ -102,7 +101,6 @@ def test_qllm_takes_latency_sensitive_first_and_each_class_as_it_came():
 # --- laws of every order ----------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.sampled_from(ORDER_POLICIES.names()), st.lists(ROW, max_size=12), st.integers(20, 60))
 def test_every_order_is_total_and_does_not_depend_on_the_order_of_rows(name, rows, now_ns):
     policy, view = ORDER_POLICIES.make(policy_text(name, SHORT.get(name))), view_of(rows)
@@ -112,7 +110,6 @@ def test_every_order_is_total_and_does_not_depend_on_the_order_of_rows(name, row
     assert [len(rows) - 1 - row for row in policy.order(WaitingView(**back), now_ns)] == order
 
 
-@settings(deadline=None)
 @given(st.sampled_from(ORDER_POLICIES.names()), st.lists(ROW, max_size=8), st.integers(0, 30))
 def test_an_order_holds_until_it_says(name, rows, now_ns):
     policy, view = ORDER_POLICIES.make(policy_text(name, SHORT.get(name))), view_of(rows)
@@ -133,7 +130,6 @@ def test_an_ageing_order_changes_when_it_says(policy):
     assert policy.next_change_ns(view, changes_ns) > changes_ns
 
 
-@settings(deadline=None)
 @given(st.sampled_from(ORDER_POLICIES.names()), st.lists(ROW, max_size=12), st.integers(20, 60))
 def test_who_arrives_later_than_the_bound_never_comes_before(name, rows, now_ns):
     policy, view = ORDER_POLICIES.make(policy_text(name, SHORT.get(name))), view_of(rows)
