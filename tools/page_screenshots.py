@@ -90,8 +90,9 @@ class Camera:
         context.close()
 
     def take(self, page: Any, name: str) -> None:
-        """Save what is seen, as small as it gets without loss."""
-        picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+        """Save what is seen, with 256 colours; the rare ones, such as those of dots, are kept."""
+        seen = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+        picture = seen.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         picture.save(IMAGES / f"{name}.png", optimize=True)
         print(name, (IMAGES / f"{name}.png").stat().st_size)
 
