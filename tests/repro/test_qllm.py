@@ -48,7 +48,7 @@ from moestro.repro.testbed import Latency
 TINY = GridPlan(
     loads=(
         replace(planned(SHORT), num_requests=40, rates=(2, 7)),
-        replace(planned(WHOLE_ANSWERS), num_requests=12, rates=(0.5,)),
+        replace(planned(WHOLE_ANSWERS), num_requests=12, rates=(0.5,), systems=None),
     ),
     systems=tuple(ENGINES),
     seeds=(1, 2),
@@ -160,7 +160,7 @@ def test_lengths_have_sharegpts_means_and_a_fifth_is_urgent():
     assert rows.num_prompt_tokens.mean() == pytest.approx(161.31, rel=0.03)
     assert rows.num_output_tokens.mean() == pytest.approx(337.99, rel=0.03)
     assert rows.is_ls.mean() == pytest.approx(LS_SHARE, abs=0.01)
-    assert offsets_ns(planned(SHORT), 4, 0)[-1] == pytest.approx(400 / 4 * 1e9)
+    assert offsets_ns(planned(SHORT), 4, 0)[-1] == pytest.approx(200 / 4 * 1e9)
 
 
 def test_loads_differ_only_in_where_answers_are_cut():
