@@ -160,13 +160,13 @@ def test_lengths_have_sharegpts_means_and_a_fifth_is_urgent():
     assert rows.num_prompt_tokens.mean() == pytest.approx(161.31, rel=0.03)
     assert rows.num_output_tokens.mean() == pytest.approx(337.99, rel=0.03)
     assert rows.is_ls.mean() == pytest.approx(LS_SHARE, abs=0.01)
-    assert offsets_ns(planned(SHORT), 4, 0)[-1] == pytest.approx(200 / 4 * 1e9)
+    assert offsets_ns(planned(SHORT), 4, 0)[-1] == pytest.approx(400 / 4 * 1e9)
 
 
 def test_loads_differ_only_in_where_answers_are_cut():
-    whole = make_rows(planned(WHOLE_ANSWERS), 0, None)
+    whole = make_rows(planned(WHOLE_ANSWERS, 50), 0, None)
     for name, limit in ANSWER_LIMITS.items():
-        rows = make_rows(planned(name), 0, None)
+        rows = make_rows(planned(name, 50), 0, None)
         assert (rows.num_prompt_tokens == whole.num_prompt_tokens).all()
         assert (rows.is_ls == whole.is_ls).all()
         assert rows.num_output_tokens.tolist() == [min(n, limit or n) for n in whole.num_output_tokens.tolist()]

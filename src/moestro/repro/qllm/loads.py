@@ -37,18 +37,26 @@ ANSWER_LIMITS: dict[str, int | None] = {
     WHOLE_ANSWERS: None,
 }
 SHORT, MIDDLE = "answers_10", "answers_60"
+_LONG = 100  # tokens
 _SWEPT = (RUN_TO_COMPLETION, FCFS, FCFS_64, ITERATION, EXPERT)
-_NUM_REQUESTS = 200
+_NUM_REQUESTS, _NUM_LONG_REQUESTS = 400, 200  # of a run; those of long answers take more CPU time
 
 
-def planned(name: str, num_requests: int = _NUM_REQUESTS) -> PlannedLoad:
-    """Plan a load. All engines serve the shortest one and that in the middle; the paper's serve the others."""
+def planned(name: str, num_requests: int | None = None) -> PlannedLoad:
+    """Plan a load. All engines serve the shortest one; those of the sweep serve the others.
+
+    Args:
+        num_requests: requests of a run. None means the plan's.
+    """
+    if num_requests is None:
+        limit = ANSWER_LIMITS[name]
+        num_requests = _NUM_LONG_REQUESTS if limit is None or limit > _LONG else _NUM_REQUESTS
     others: dict[str, tuple[float, ...]] = {SHORT: (*PAPER_RATES, _OVERLOAD), WHOLE_ANSWERS: (_LOW, *PAPER_RATES)}
     return PlannedLoad(
         name=name,
         num_requests=num_requests,
         rates=others.get(name, PAPER_RATES),
-        systems=tuple(ENGINES) if name in (SHORT, MIDDLE) else _SWEPT,
+        systems=tuple(ENGINES) if name == SHORT else _SWEPT,
     )
 
 
