@@ -28,7 +28,6 @@ _PROMPT, _ANSWER = (4.531, 1.1), (5.513, 0.9)  # mean and deviation of the logar
 # are ours, because its figures are pictures.
 PAPER_RATES = (1, 3, 5, 7)
 _OVERLOAD = 10
-_LOW = 0.2  # the rate that the engine's cost bears with ShareGPT's whole answers
 
 WHOLE_ANSWERS = "sharegpt_answers"
 # By load, the tokens after which every answer ends. None means that no answer is cut.
@@ -37,9 +36,9 @@ ANSWER_LIMITS: dict[str, int | None] = {
     WHOLE_ANSWERS: None,
 }
 SHORT, MIDDLE = "answers_10", "answers_60"
-_LONG = 100  # tokens
 _SWEPT = (RUN_TO_COMPLETION, FCFS, FCFS_64, ITERATION, EXPERT)
-_NUM_REQUESTS, _NUM_LONG_REQUESTS = 400, 200  # of a run; those of long answers take more CPU time
+_NUM_REQUESTS = 400  # of a run; long answers take more CPU time, so their runs have fewer
+_NUM_LONG_REQUESTS = {"answers_120": 200, "answers_240": 200, WHOLE_ANSWERS: 80}
 
 
 def planned(name: str, num_requests: int | None = None) -> PlannedLoad:
@@ -49,13 +48,11 @@ def planned(name: str, num_requests: int | None = None) -> PlannedLoad:
         num_requests: requests of a run. None means the plan's.
     """
     if num_requests is None:
-        limit = ANSWER_LIMITS[name]
-        num_requests = _NUM_LONG_REQUESTS if limit is None or limit > _LONG else _NUM_REQUESTS
-    others: dict[str, tuple[float, ...]] = {SHORT: (*PAPER_RATES, _OVERLOAD), WHOLE_ANSWERS: (_LOW, *PAPER_RATES)}
+        num_requests = _NUM_LONG_REQUESTS.get(name, _NUM_REQUESTS)
     return PlannedLoad(
         name=name,
         num_requests=num_requests,
-        rates=others.get(name, PAPER_RATES),
+        rates=(*PAPER_RATES, _OVERLOAD) if name == SHORT else PAPER_RATES,
         systems=tuple(ENGINES) if name == SHORT else _SWEPT,
     )
 
