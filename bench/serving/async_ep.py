@@ -132,8 +132,7 @@ def measure_demo(work: Path, num_rounds: int, advance: Callable[[], None]) -> li
 def measure_paced(work: Path, mode: str, gate: str, dilation: float, load: Load) -> Row:
     """Run a load on one paced system."""
     system = paced_system(mode, gate, dilation)
-    with serving(system, PORT, work) as running:
-        running.server.prefer_engines()
+    with serving(system, PORT, work) as running, running.server.engines_first():
         found = measure(running, replace(load, num_warm=system.num_engines))
     return {"mode": mode, "gate": gate, "dilation": dilation, **paced_figures(found, mode, dilation)}
 

@@ -52,7 +52,7 @@ class Running:
         """Return name and figures of each worker of a group; empty for other modes."""
         if self.system.mode != "async":
             return []
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}/admin/workers", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}/admin/workers", timeout=60) as answer:
             return [each for each in json.load(answer)["workers"] if each["figures"] is not None]
 
     def engines(self) -> list[dict[str, float]]:

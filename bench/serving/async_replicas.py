@@ -84,8 +84,10 @@ def run(name: str, gate: str, load: Load, args: argparse.Namespace, seed: int) -
     """Serve one round on one system."""
     policy, warm = POLICIES[name], replace(load, num_warm=num_engines_of("async"), seed=seed)
     row: Row = {"system": name, "gate": gate, "seed": seed}
-    with serving(system_of(name, gate, args.dilation, seed), PORT, args.work) as running:
-        running.server.prefer_engines()
+    with (
+        serving(system_of(name, gate, args.dilation, seed), PORT, args.work) as running,
+        running.server.engines_first(),
+    ):
         if policy is not None:
             measure(running, replace(COUNTED_LOAD, seed=COUNT_SEED + seed))
             row["placed"] = place(running, policy)

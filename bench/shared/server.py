@@ -18,6 +18,13 @@ import psutil
 MOESTRO = str(Path(sys.executable).with_name("moestro"))
 _START_S = 300
 _PRIORITY = 20  # any real-time one
+_SPIN = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+while True:
+    pass
+"""
 
 
 @dataclass
@@ -48,19 +55,22 @@ class Server:
         assert self.process is not None, "the server was not started here"
         return engines_of(psutil.Process(self.process.pid))
 
-    def prefer_engines(self) -> bool:
-        """Schedule the engines before all other processes (SCHED_RR). Returns whether the system allows it.
+    @contextlib.contextmanager
+    def engines_first(self) -> Iterator[None]:
+        """Schedule the engines before all other processes (SCHED_RR), and keep the cores awake.
 
-        Paced engines sleep most of the time, and must wake up at the modelled moment: a kernel that does not preempt
-        lets them wait for milliseconds behind the client and the API server.
+        Paced engines sleep most of the time, and must wake up at the modelled moment. A kernel that does not preempt
+        lets them wait for milliseconds behind the client and the API server, and so does the idle core of a virtual
+        machine, which gives it back to its host.
         """
         try:
             for engine in self.engines():
                 for thread in engine.threads():
                     os.sched_setscheduler(thread.id, os.SCHED_RR, os.sched_param(_PRIORITY))
         except PermissionError:
-            return False
-        return True
+            print("the engines run beside other processes: this user may not give real-time priorities")
+        with awake_cores():
+            yield
 
     def all_ready(self) -> bool:
         """Whether every engine accepts requests."""
@@ -94,6 +104,18 @@ def engines_of(server: psutil.Process) -> list[psutil.Process]:
             if {"moestro.worker.worker", "moestro.worker.paced_worker"}.intersection(child.cmdline()):
                 found.append(child)
     return found
+
+
+@contextlib.contextmanager
+def awake_cores() -> Iterator[None]:
+    """Keep every core busy with a process that runs only where no other one wants to (SCHED_IDLE)."""
+    spinners = [subprocess.Popen([sys.executable, "-c", _SPIN, str(core)]) for core in os.sched_getaffinity(0)]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
 
 
 def is_idle(load: dict) -> bool:

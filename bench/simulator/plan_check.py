@@ -15,8 +15,8 @@ by one, and replicas a grouped product. The host of `async` is a parameter: the 
 beside its modelled duration, divided by the dilation. A run with other prompts on the same server gives it, before the
 run that is compared.
 
-The engines get real-time priorities where the user may give them (root). Otherwise they wake up late behind other
-processes. Cores of a virtual machine that halt delay them as well (docs/log.md); runs of `async` are then invalid.
+The engines get real-time priorities where the user may give them (root), and processes of the lowest priority keep the
+cores awake. Otherwise engines wake up late: behind other processes, or because the core of a virtual machine halted.
 A run is invalid if the devices' mean lateness exceeds 5 % of the mean duration of their items. The goal is 10 % for
 throughput and ITL, and the same order of the deployments wherever predictions differ by more than that.
 """
@@ -177,9 +177,7 @@ def compare(way: str, num_requests: int) -> Comparison:
     admin_port, host = free_port(), NO_HOST
     if division.mode == "async":
         flags += ["--admin-port", str(admin_port), "--no-standby"]
-    with moestro(free_port(), *flags, OMP_NUM_THREADS="1") as server:
-        if not server.prefer_engines():
-            print("the engines run beside other processes: this user may not give real-time priorities")
+    with moestro(free_port(), *flags, OMP_NUM_THREADS="1") as server, server.engines_first():
         if division.mode == "async":
             asyncio.run(measure(server, 2, seed=2))  # workers report nothing before their first item
             start = workers(server, admin_port)

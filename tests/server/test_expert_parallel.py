@@ -149,11 +149,13 @@ def undisturbed(spread, bodies) -> tuple[list, list]:
 def test_the_group_of_a_lost_engine_comes_back_and_no_answer_differs(spread, bodies, undisturbed, number):
     rng, (expected, scored) = random.Random(int(number)), undisturbed
     restarts, processes = by_engine(spread, "engine_restarts_total"), spread.ranks()
-    asked, asked_for_scores = Asked(spread, salted(bodies, 1)), Asked(spread, salted(SCORED, 1))
+    asked = Asked(spread, salted([*bodies, *SCORED], 1))
+    asked.begin()
     tokens_come(spread, rng.randrange(20, 300))
     victim = rng.randrange(NUM_ENGINES)
     os.kill(processes[victim].pid, number)
-    answers, found = asked.answers(), asked_for_scores.answers()
+    both = asked.answers()
+    answers, found = both[: len(bodies)], both[len(bodies) :]
     assert [body for status, body in answers + found if status != 200] == []
     given, wanted = [*answers, *texts(found)], [*expected, *texts(scored)]
     differing = [(a, b) for a, b in zip(map(uncached, given), map(uncached, wanted), strict=True) if a != b]

@@ -82,6 +82,7 @@ def test_an_engine_that_is_killed_while_experts_move_changes_no_answer(restless,
     first, second = ([(path, body | {"max_tokens": 200}) for path, body in salted(bodies, salt)] for salt in (0, 1))
     expected = Asked(restless, first).answers()
     asked = Asked(restless, second)
+    asked.begin()
     tokens_come(restless, 20)
     kill_an_engine(restless, at=1)
     found = asked.answers()

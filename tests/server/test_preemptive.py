@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.expert_counts import ask_for_counts
-from support.running import Reply, Running, complete, free_port, load, metrics, open_stream, wait_until
+from support.running import PATIENCE_S, Reply, Running, complete, free_port, load, metrics, open_stream, wait_until
 
 from moestro.config.serve_settings import ServeSettings
 from moestro.engine.settings import SchedulerOptions
@@ -125,7 +125,7 @@ def test_best_effort_that_was_passed_for_the_bound_goes_on(long_steps):
         step = LongStep(long_steps, pool)
         urgent = open_stream(long_steps, max_tokens=2000, service_class="ls")
         try:
-            assert step.reply.result(timeout=25).status == 200
+            assert step.reply.result(PATIENCE_S).status == 200
             assert load(long_steps)[0]["num_running"] == 1, "the urgent request has ended, and proves nothing"
             assert metrics(long_steps)[PASSED_OVER] - before_s >= MAX_BE_WAIT_S
         finally:

@@ -91,7 +91,7 @@ def test_workers_on_several_nodes_answer_as_fused_mode_while_a_node_is_lost(serv
         victims = [worker for worker, node in before.items() if node == lost]
         with ThreadPoolExecutor(1) as pool:
             answers = pool.submit(ask_many, running, 6, 12)
-            wait_until(lambda: not is_idle(running))
+            wait_until(lambda: not is_idle(running) or answers.done())
             nodes.remove(lost)
             while any(node_ids(running)[victim] == lost for victim in victims):
                 assert texts(answers.result()) == fused
@@ -120,7 +120,7 @@ def test_replicas_run_on_nodes_restart_there_and_end_with_the_api_server(nodes, 
         assert len(before) == 2
         with ThreadPoolExecutor(1) as pool:
             answers = pool.submit(ask_many, running, 6, 8)
-            wait_until(lambda: not is_idle(running))
+            wait_until(lambda: not is_idle(running) or answers.done())
             before[0].send_signal(signal.SIGKILL)
             assert texts(answers.result()) == expected
         wait_until(lambda: "was killed by SIGKILL" in running.text)

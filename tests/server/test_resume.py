@@ -189,9 +189,9 @@ def test_a_stream_that_ends_every_engine_at_one_token_ends_two_at_most(start):
 )
 def test_preemptive_and_paced_engines_resume_as_well(flags, tmp_path):
     bodies = [
-        stream("def f(x):", max_tokens=80),
-        stream("x = [", **SAMPLED, service_class="be", max_tokens=80),
-        completion("import", n=2, max_tokens=80),
+        stream("def f(x):", max_tokens=200),
+        stream("x = [", **SAMPLED, service_class="be", max_tokens=200),
+        completion("import", n=2, max_tokens=200),
     ]
     with running((*REAL, "--engines", "2", "--route-policy", "round_robin", *flags), tmp_path) as server:
         expected, found = disturbed(server, *bodies)

@@ -33,8 +33,14 @@ class Asked:
     """Requests that are answered in threads; `bodies`: (path, body)."""
 
     def __init__(self, server: Running, bodies: list[tuple[str, dict[str, Any]]]) -> None:
+        self._server, num_choices = server, sum(body.get("n", 1) for _, body in bodies)
+        self._num_begun = total(server, BEGUN) + num_choices
         self._pool = ThreadPoolExecutor(len(bodies))
         self._replies: list[Future[Reply]] = [self._pool.submit(ask, server, path, body) for path, body in bodies]
+
+    def begin(self) -> None:
+        """Wait until all have their first token. A request that finds no engine is refused, and none is lost later."""
+        wait_until(lambda: total(self._server, BEGUN) >= self._num_begun)
 
     def answers(self) -> list[tuple[int, bytes]]:
         """Status and body of each, without what differs from answer to answer."""
@@ -154,9 +160,8 @@ def disturbed(server: Running, *bodies: tuple[str, dict[str, Any]]) -> tuple[lis
     """
     bodies = bodies * 2
     expected = Asked(server, [*bodies]).answers()
-    num_begun = total(server, BEGUN) + len(bodies)
     asked = Asked(server, [*bodies])
-    wait_until(lambda: total(server, BEGUN) >= num_begun)
+    asked.begin()
     tokens_come(server)
     kill_an_engine(server)
     found = asked.answers()
