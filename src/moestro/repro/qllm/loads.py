@@ -37,8 +37,9 @@ ANSWER_LIMITS: dict[str, int | None] = {
 }
 SHORT, MIDDLE = "answers_10", "answers_60"
 _SWEPT = (RUN_TO_COMPLETION, FCFS, FCFS_64, ITERATION, EXPERT)
-_NUM_REQUESTS = 400  # of a run; long answers take more CPU time, so their runs have fewer
-_NUM_LONG_REQUESTS = {"answers_120": 200, "answers_240": 200, WHOLE_ANSWERS: 80}
+# Requests of a run. Long answers take more CPU time; 200 requests still have more LS ones than QLLM's engine has places.
+_NUM_REQUESTS, _NUM_LONG_REQUESTS = 400, 200
+_LONG = ("answers_120", "answers_240", WHOLE_ANSWERS)
 
 
 def planned(name: str, num_requests: int | None = None) -> PlannedLoad:
@@ -48,7 +49,7 @@ def planned(name: str, num_requests: int | None = None) -> PlannedLoad:
         num_requests: requests of a run. None means the plan's.
     """
     if num_requests is None:
-        num_requests = _NUM_LONG_REQUESTS.get(name, _NUM_REQUESTS)
+        num_requests = _NUM_LONG_REQUESTS if name in _LONG else _NUM_REQUESTS
     return PlannedLoad(
         name=name,
         num_requests=num_requests,
