@@ -37,7 +37,7 @@ ANSWER_LIMITS: dict[str, int | None] = {
 }
 SHORT, MIDDLE = "answers_10", "answers_60"
 _SWEPT = (RUN_TO_COMPLETION, FCFS, FCFS_64, ITERATION, EXPERT)
-# Requests of a run. Long answers take more CPU time; 200 requests still have more LS ones than QLLM's engine has places.
+# Requests of a run; long answers take more CPU time. 200 still have more LS requests than QLLM has places for them.
 _NUM_REQUESTS, _NUM_LONG_REQUESTS = 400, 200
 _LONG = ("answers_120", "answers_240", WHOLE_ANSWERS)
 
