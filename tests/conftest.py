@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from support.running import FAKE, REAL, Running, free_port
 
 import moestro
@@ -19,6 +20,11 @@ import moestro
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # pytest-xdist sets a width of 80, which a console that is made then keeps.
 os.environ.pop("COLUMNS", None)
+
+# Each run draws the same histories, however busy the machine is; --hypothesis-profile=explore draws others.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
+settings.load_profile("repeatable")
 
 # What the imports of all tests create stays: the collector would look through a million objects again and again.
 gc.disable()

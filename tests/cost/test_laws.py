@@ -51,7 +51,7 @@ def draw_batch(rng: np.random.Generator) -> Batch:
     return Batch(start, num_tokens)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_many_steps_at_once_are_the_single_steps(seed):
     rng = np.random.default_rng(seed)
@@ -89,7 +89,7 @@ def more_of(batch: Batch, rng: np.random.Generator) -> Batch:
     return Batch(start, num_tokens)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**32))
 def test_more_work_is_never_cheaper(seed):
     rng = np.random.default_rng(seed)
@@ -105,14 +105,14 @@ def test_more_work_is_never_cheaper(seed):
     assert model.step_ns(busy) >= model.step_ns(batch)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cached=st.integers(0, 60), new=st.integers(1, 60), window=st.one_of(st.none(), st.integers(1, 50)))
 def test_pairs_of_a_chunk_are_those_of_a_recount_but_for_half_a_key_a_query(cached, new, window):
     seen = [min(cached + i, window) if window else cached + i for i in range(1, new + 1)]
     assert 0 <= 2 * sum(seen) - twice_num_pairs(cached, new, window) <= new
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), num_tokens=st.integers(1, 30))
 def test_activated_experts_are_those_of_a_draw(seed, num_tokens):
     """Against a simulation in which each token takes an expert with the chance that the gating says."""

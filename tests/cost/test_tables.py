@@ -123,7 +123,7 @@ def noisy_table(rng: np.random.Generator) -> Table:
     return msgspec.structs.replace(full, prefill=prefill, decode=decode)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_many_steps_at_once_are_the_single_steps_and_more_work_is_never_cheaper(seed):
     rng = np.random.default_rng(seed)
@@ -166,7 +166,7 @@ def test_tables_with_too_few_points_are_refused():
         MeasuredCost(table(decode=table().decode[:4]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(values=st.lists(st.floats(0, 100), min_size=1, max_size=12))
 def test_disturbed_knots_share_their_mean_and_stay_as_near_as_can_be(values):
     y = np.array(values)

@@ -193,7 +193,7 @@ def run_twins(rng, limits: SchedulerSettings) -> int:
     return jumped
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32),
     block_size=st.sampled_from([4, 8]),

@@ -86,6 +86,22 @@ def test_chunks_and_batches_of_any_size_give_the_same_bits(demo, seed):
     assert num_compared > 40
 
 
+def test_the_number_of_threads_changes_no_bit(demo):
+    rng = np.random.default_rng(7)
+    prompts = [rng.integers(3, 4000, length).tolist() for length in (25, 13, 3, 1)]
+    found = []
+    for count in (1, 2, 3):
+        with own_kernels.threads(count):
+            device = drive.make_device(drive.recording(demo))
+            found.append(drive.drive(device, prompts, 3, np.random.default_rng(count)))
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert one.tokens == two.tokens
+            shared = one.logits.keys() & two.logits.keys()
+            assert shared
+            assert all(torch.equal(one.logits[position], two.logits[position]) for position in shared)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chunks_and_prefix_hits_change_no_token_and_no_logprob(name, checkpoints):
     network = own_network(checkpoints(name))

@@ -45,7 +45,7 @@ def random_requests(rng: np.random.Generator, num: int) -> list:
 SHAPE = make_shape(8, num_chosen=3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(list(POLICIES)),

@@ -83,7 +83,7 @@ def scheduler_of(name, order_settings, **more):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     name=st.sampled_from(sorted(BOUNDED)),
     seed=st.integers(0, 2**32),
@@ -98,7 +98,7 @@ def test_who_arrives_later_by_the_bound_never_enters_before(name, seed, num_bloc
     assert longest_passing_ns(scheduler, np.random.default_rng(seed), 40) < bound_ns
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(sorted(BOUNDED)),
     seed=st.integers(0, 2**32),

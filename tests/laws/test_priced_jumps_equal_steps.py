@@ -172,7 +172,7 @@ def outcome(world: World) -> dict:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(14, 40),

@@ -58,7 +58,7 @@ def as_read(events) -> list[SchedulingEvent]:
     return msgspec.json.decode(msgspec.json.encode(events), type=list[SchedulingEvent])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), policies=st.sampled_from(POLICIES), host=st.sampled_from([0, 10]))
 def test_recorded_decisions_are_made_again_and_nothing_else_changes(seed, policies, host):
     answers, events, num_preemptions = history(seed, policies, host=host)
@@ -71,7 +71,7 @@ def test_recorded_decisions_are_made_again_and_nothing_else_changes(seed, polici
     assert isinstance(events[0], PoliciesStarted)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), policies=st.sampled_from(POLICIES))
 def test_each_request_queues_then_is_admitted_then_leaves(seed, policies):
     _, events, _ = history(seed, policies)

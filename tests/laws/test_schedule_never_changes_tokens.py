@@ -106,7 +106,7 @@ def check_scheduler(scheduler) -> None:
         assert max(running) < min(waiting), "a later arrival overtook"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 40),
@@ -155,7 +155,7 @@ def test_every_history_gives_the_oracles_tokens(
     assert rank.scheduler.pool.num_free == num_blocks, "a block leaked"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 40),
@@ -206,7 +206,7 @@ def next_piece(flights: list, rng: np.random.Generator):
     return result
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 24),

@@ -18,7 +18,7 @@ from moestro.engine.rank import recorder_of
 from moestro.model.expert_visits import ExpertVisitCounter
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**32),
     num_homes=st.integers(1, 3),

@@ -10,7 +10,7 @@ from support import plain_sampling
 from transformers import MinPLogitsWarper
 
 from moestro.model import sampler
-from moestro.model.sampler import measure_logprobs, sample
+from moestro.model.sampler import find_peaks, measure_logprobs, sample
 
 VOCAB = 50
 
@@ -161,3 +161,19 @@ def test_logprobs_are_of_the_raw_distribution_with_ranks_and_alternatives():
 def test_more_alternatives_than_tokens_are_all_tokens():
     (entry,) = measure_logprobs(torch.zeros(1, 3), torch.tensor([0]), 20).rows(np.array([20], np.int32))
     assert len(entry.top) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_peaks_are_those_of_torch_and_the_lowest_of_equal_ids(dtype):
+    logits = torch.randn(40, 130, dtype=dtype).round(decimals=1)  # with ties
+    logits[3, 7] = float("nan")
+    logits[4, 9] = float("inf")
+    logits[5] = float("-inf")
+    logits[6, :100] = float("-inf")
+    tokens, is_finite = find_peaks(logits)
+    assert is_finite.tolist() == logits.amax(-1).isfinite().tolist()
+    assert [row for row in range(40) if not is_finite[row]] == [3, 4, 5]
+    lowest = [int((row == row.max()).nonzero()[0]) for row in logits[6:]]
+    assert tokens[6:].tolist() == lowest
+    part = logits[:, ::2]  # not contiguous
+    assert find_peaks(part).tokens[6:].tolist() == part.argmax(-1)[6:].tolist()

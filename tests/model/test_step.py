@@ -143,3 +143,27 @@ def test_only_the_logits_that_are_wanted_are_computed():
     wanted = np.array([LOGITS_LAST, LOGITS_NONE, LOGITS_PROMPT, LOGITS_LAST | LOGITS_PROMPT], np.uint8)
     units = drive.make_units([(0, [1] * n) for n in (3, 2, 2, 1)], np.arange(4)[:, None], logits=wanted)
     assert PagedStep(units, KVPools(4, 4), torch.device("cpu")).logit_rows.tolist() == [2, 5, 6, 7]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_step_of_decodes_alone_has_the_rows_that_it_has_beside_a_chunk(seed):
+    """Such steps are built on a shorter way."""
+    rng = np.random.default_rng(seed)
+    starts = rng.integers(0, 30, 6).tolist()
+    tables = rng.permutation(90)[:63].reshape(7, 9)
+    logits = rng.choice([LOGITS_NONE, LOGITS_LAST, LOGITS_PROMPT], 7).astype(np.uint8)
+    parts = [*((start, [7 + start]) for start in starts), (0, [1, 2, 3])]
+    shared = np.array([*starts, 0], np.int32) + rng.integers(0, 2, 7).astype(np.int32)
+    pools = KVPools(90, 4)
+
+    def step(num: int) -> PagedStep:
+        units = drive.make_units(parts[:num], tables[:num], logits=logits[:num], write_start=shared[:num])
+        return PagedStep(units, pools, torch.device("cpu"))
+
+    alone, beside = step(6), step(7)
+    for name in ("positions", "token_ids", "write_slots", "input_ids", "position_ids"):
+        assert getattr(alone, name).ravel().tolist() == getattr(beside, name).ravel()[:6].tolist(), name
+    for name in ("first_row_of", "end_row_of", "length_of"):
+        assert getattr(alone, name).tolist() == getattr(beside, name)[:6].tolist(), name
+    assert alone.logit_rows.tolist() == beside.logit_rows[beside.logit_rows < 6].tolist()
+    assert alone.layout.rows.tolist() == beside.layout.rows[:7].tolist()

@@ -177,3 +177,19 @@ def test_dense_layers_are_left_out_and_nothing_is_no_load():
     assert merge_sources([None, LoadWindow(2, 2, 0).load()]) is None
     with pytest.raises(ValueError, match="shapes"):
         merge_sources([window.load(), window_of(random_steps(0, 5), 0).load()])
+
+
+@pytest.mark.parametrize("half_life", [0, 5.0])
+def test_reading_between_steps_changes_no_bit(half_life, monkeypatch):
+    """Counts are buffered; the sums are those of one step after the other."""
+    monkeypatch.setattr(load_window, "_MAX_GAIN", 50.0)
+    steps = [counts_of(choices) for choices in random_steps(3, 80)]
+    read, unread = LoadWindow(LAYERS, EXPERTS, half_life), LoadWindow(LAYERS, EXPERTS, half_life)
+    for counts in steps:
+        read.observe(counts)
+        read.load()
+        unread.observe(counts)
+    one, other = read.load(), unread.load()
+    for name in ("counts", "mean", "variance", "activated"):
+        assert (getattr(one, name) == getattr(other, name)).all(), name
+    assert one.weight == other.weight

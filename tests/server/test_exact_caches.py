@@ -16,6 +16,7 @@ from support.kv_listener import names as names_of
 from support.routers import request, router
 from support.running import Running, call_admin, complete, free_port, is_idle, wait_until
 
+from moestro.config.cores import usable_cores
 from moestro.core.hashing import split_hashes
 from moestro.core.load_figures import IDLE
 from moestro.core.request import FinishReason, Output
@@ -81,6 +82,14 @@ def names(text: str) -> list[bytes]:
 
 def leading(blocks: list[bytes], held: set[bytes]) -> int:
     return next((depth for depth, block in enumerate(blocks) if block not in held), len(blocks))
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+def test_engines_of_one_machine_have_cores_of_their_own(small):
+    server, _ = small
+    first, second = (set(rank.cpu_affinity()) for rank in server.ranks())
+    assert not first & second
+    assert sorted(first | second) == list(usable_cores())
 
 
 def test_after_evictions_the_routers_table_equals_the_engines_caches(small, ports):

@@ -112,7 +112,7 @@ def pools(cluster: Cluster) -> list:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(18, 60),

@@ -88,7 +88,7 @@ def test_in_order_it_takes_what_forward_passes_take_to_the_nanosecond(ls_share, 
     assert (stats.num_restored_tokens > 0) == (host > 0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), ls_share=st.sampled_from([0.2, 0.5]), tight=st.booleans(), aged=st.booleans())
 def test_whatever_runs_next_every_request_has_its_tokens(seed, ls_share, tight, aged):
     bounds = replace(LS_FIRST, scheduling_policy="qllm:theta_age_s=0.5" if aged else "qllm")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import pytest
+import torch
 from parity import tiny
 
+from moestro.model.device import use_threads
 from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.library import KernelLibrary
 from moestro.model.network import Network
+from moestro.model.settings import ModelSettings
 
 # Families with heads of 32 and widths of whole 16s; what differs from `tiny.FAMILIES`. Gates with a float32 sigmoid
 # need experts in whole 32s: torch computes the end of a vector by another formula.
@@ -49,6 +54,19 @@ def kernels() -> KernelLibrary:
     if build.library is None:
         pytest.skip(f"no CPU kernels: {build.failure}")
     return build.library
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch and the kernels compute with `count` threads in the block, as `--threads` does."""
+    before = torch.get_num_threads()
+    try:
+        use_threads(ModelSettings(threads=count))
+        kernels().function["set_threads"](count)
+        yield
+    finally:
+        torch.set_num_threads(before)
+        kernels().function["set_threads"](before)
 
 
 def use_own(network: Network) -> Network:

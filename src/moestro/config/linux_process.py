@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -52,6 +53,16 @@ def rename_last_arguments(marker: str, text: str) -> None:
         # Where the last byte is not 0, the kernel shows all up to the first 0.
         title = (kept + text.encode())[: room - 2].ljust(room - 1, b"\0") + b"."
         ctypes.memmove(start, title, room)
+
+
+def bind_to_cores(cores: Sequence[int]) -> bool:
+    """Let all threads of this process, and those that they start, run on `cores` alone. Returns whether they do."""
+    try:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores)
+    except (AttributeError, OSError):  # not Linux, or the process may not use these cores any more
+        return False
+    return True
 
 
 def is_stopped(pid: int) -> bool:

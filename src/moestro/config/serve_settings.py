@@ -135,6 +135,12 @@ class ServeSettings:
         return self.group.num_homes if self.stepping.mode == "async" else self.processes.engines
 
     @property
+    def num_first_processes(self) -> int:
+        """Processes behind the API server at the start: in `async` mode, workers may be added later."""
+        experts_alone = self.group.num_expert_workers if self.stepping.mode == "async" else 0
+        return self.num_engines + experts_alone
+
+    @property
     def paced(self) -> PacedSettings | None:
         """The paced device that `with_derived` found in the settings. None means that the engines compute."""
         return self.pacing if isinstance(self.pacing, PacedSettings) else None

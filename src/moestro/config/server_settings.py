@@ -77,6 +77,8 @@ class ProcessSettings(CheckedSettings):
         """ '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}'."""
         " Engine r listens on port + r; there is no password."
     )
+    bind_cores: bool = True
+    "On one machine, give each engine an equal part of the cores for itself, if there are as many cores as engines."
     startup_timeout: Annotated[float, at_least(1)] = 600.0
     "Seconds in which engines must become ready."
     engine_timeout: Annotated[float, at_least(2)] = 10.0  # a rank sends a message four times a second

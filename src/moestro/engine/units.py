@@ -23,17 +23,18 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
     edits = table.logit_edits(slots, logits) if table.num_editing else None
     table.num_in_flight[slots] = num_tokens
     table.num_units_in_flight += len(slots)
-    width = int(table.capacity.take(slots).max()) // table.block_size
+    width = max(table.capacity.take(slots).tolist()) // table.block_size
+    fixed = table.fixed_columns(slots)
     return Units(
         slot=slots,
-        serial=table.serial.take(slots),
-        service_class=table.service_class.take(slots),
+        serial=fixed.serial,
+        service_class=fixed.service_class,
         start=start,
         num_tokens=num_tokens,
-        write_start=np.maximum(start, table.write_start.take(slots)),
+        write_start=np.maximum(start, fixed.write_start),
         logits=logits,
         block_tables=table.block_table[slots, :width],  # `take` would copy the whole table first
-        sampling=table.sampling.take(slots),  # costs a fifth of [slots] on structured rows
+        sampling=fixed.sampling,
         token_ids=_token_ids(table, slots, start, num_tokens),
         next_token_ids=following,
         edits=edits,
@@ -44,9 +45,9 @@ def _token_ids(table: SequenceTable, slots: Slots, start: Int32s, num_tokens: In
     """The units' tokens end to end. None means that hashed traces are replayed."""
     if table.num_hashed:
         return None
-    total = int(num_tokens.sum())
-    if total == len(slots):
+    if not np.count_nonzero(num_tokens > 1):
         return table.token_ids[slots, start]
+    total = int(num_tokens.sum())
     row = np.repeat(slots, num_tokens)
     first = np.repeat(start - (np.cumsum(num_tokens) - num_tokens), num_tokens)
     return table.token_ids[row, first + np.arange(total, dtype=np.int32)]

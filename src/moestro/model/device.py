@@ -193,10 +193,17 @@ def read_facts(settings: ModelSettings) -> CheckpointFacts:
     )
 
 
+def use_threads(settings: ModelSettings) -> None:
+    """Let torch and the kernels that are loaded later compute with as many threads as `settings` say."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+
+
 def open_network(
     settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
 ) -> CheckedNetwork:
     """Load a network and check it. Arguments and errors as `open_device`."""
+    use_threads(settings)
     kernels = begin_search(settings)
     on_phase("read config")
     facts = read_facts(settings)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moestro.core.model_info import ModelInfo
 from moestro.core.stages import StageShape
 from moestro.model.arena import TokenForm
-from moestro.model.device import CheckpointFacts, open_network, read_facts
+from moestro.model.device import CheckpointFacts, open_network, read_facts, use_threads
 from moestro.model.expert_files import read_layer
 from moestro.model.expert_pieces import ExpertRunner
 from moestro.model.kernels.kernel_build import KernelBuild
@@ -43,6 +43,7 @@ def open_expert_device(
         ConfigError: as `open_device`.
         UnsupportedModelError: as `open_device`.
     """
+    use_threads(settings)
     kernels = begin_search(settings)
     on_phase("read config")
     facts = read_facts(settings)

@@ -17,7 +17,7 @@ from moestro.core.request import TokenLogprobs
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, StepResult, StepVisits, Units
 from moestro.model.expert_visits import VisitTensor
 from moestro.model.logit_edits import edit_logits
-from moestro.model.sampler import LogprobTensors, has_finite_peak, measure_logprobs, sample
+from moestro.model.sampler import LogprobTensors, find_peaks, measure_logprobs, sample
 from moestro.model.step import Int64s, PagedStep
 
 _NO_TOKEN = -1  # placeholder token of a row with non-finite logits
@@ -123,15 +123,18 @@ def compute_result(
     """
     units = step.units
     sampled_units = np.flatnonzero(units.logits & LOGITS_LAST)
-    rows = np.searchsorted(step.logit_rows, step.end_row_of[sampled_units] - 1)
-    last = logits if len(rows) == len(logits) else logits[step.upload(rows)]
-    sampling = units.sampling[sampled_units]
+    last = logits
+    if len(sampled_units) < len(logits):
+        last = logits[step.upload(np.searchsorted(step.logit_rows, step.end_row_of[sampled_units] - 1))]
+    is_every_unit = len(sampled_units) == len(units)  # as in most steps
+    sampling = units.sampling if is_every_unit else units.sampling[sampled_units]
+    positions = step.length_of if is_every_unit else step.length_of[sampled_units]
     edited = last if units.edits is None else edit_logits(last, units.edits, sampled_units, sampling)
-    is_finite = has_finite_peak(last)
+    tokens, is_finite = find_peaks(edited)
     if edited is not last:
-        is_finite &= has_finite_peak(edited)  # bans may remove every token that the model considers possible
-    tokens = sample(edited, sampling, step.length_of[sampled_units]).where(is_finite, _NO_TOKEN)
-    sampled = _measure_sampled(step, sampled_units, last, tokens.clamp(min=0))
+        is_finite &= find_peaks(last).is_finite  # bans may remove every token that the model considers possible
+    tokens = sample(edited, sampling, positions, tokens).where(is_finite, _NO_TOKEN)
+    sampled = _measure_sampled(step, sampled_units, last, tokens)
     prompt = _measure_prompts(step, logits)
     if logits.device.type == "cpu":
         return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, expert_choices, visits)
@@ -145,12 +148,13 @@ def compute_result(
 
 
 def _measure_sampled(step: PagedStep, sampled_units: Int64s, last: Tensor, tokens: Tensor) -> LogprobRows | None:
+    """Measure the log probabilities of sampled tokens; a row without a token gets those of any."""
     num_top: NDArray[np.int32] = step.units.sampling["num_logprobs"][sampled_units]
     rows = np.flatnonzero(num_top >= 0)
     if not len(rows):
         return None
     at = step.upload(rows)
-    tensors = measure_logprobs(last[at], tokens[at], int(num_top.max()))
+    tensors = measure_logprobs(last[at], tokens[at].clamp(min=0), int(num_top.max()))
     return LogprobRows(sampled_units[rows], num_top[rows], tensors)
 
 

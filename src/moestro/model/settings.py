@@ -39,6 +39,8 @@ class NetworkSettings(CheckedSettings):
     "cpu, cuda, auto (an accelerator if there is one), or paced:h20 (modelled durations of MODEL on that GPU)."
     kernels: KernelKind = "auto"
     "CPU kernels for bfloat16; auto: Moestro's own once compiled; own: the start waits for them; eager: torch's."
+    threads: Annotated[int | None, between(1, 1024)] = None
+    "CPU threads with which each engine computes. Unset: OMP_NUM_THREADS, or the machine's cores over the engines."
     load_format: LoadFormat = "auto"
     "dummy: random weights of the right shapes, to measure speed without a download."
     gate_override: str | None = None

@@ -121,11 +121,18 @@ class PagedStep:
         self.pools = pools
         self._device = device
         self.num_tokens_of = units.num_tokens.astype(np.int64)
-        self.end_row_of = self.num_tokens_of.cumsum()
-        self.first_row_of = self.end_row_of - self.num_tokens_of
         self.length_of = units.start + self.num_tokens_of
-        self.positions = np.arange(self.end_row_of[-1]) + np.repeat(units.start - self.first_row_of, self.num_tokens_of)
         self.token_ids = units.token_ids
+        self._is_decode = len(self.token_ids) == len(units)  # one token of each unit, as in most steps
+        if self._is_decode:
+            row_ends = np.arange(len(units) + 1)
+            self.first_row_of, self.end_row_of = row_ends[:-1], row_ends[1:]
+            self.positions = units.start.astype(np.int64)
+        else:
+            self.end_row_of = self.num_tokens_of.cumsum()
+            self.first_row_of = self.end_row_of - self.num_tokens_of
+            first_positions = np.repeat(units.start - self.first_row_of, self.num_tokens_of)
+            self.positions = np.arange(self.end_row_of[-1]) + first_positions
         self.kernel_units: Any = None
         self._views: dict[Reach, StepView] = {}
 
@@ -153,6 +160,8 @@ class PagedStep:
     @cached_property
     def logit_rows(self) -> Int64s:
         """Rows with requested logits, ascending."""
+        if self._is_decode:
+            return np.flatnonzero(self.units.logits)
         wanted = np.repeat(self.units.logits & LOGITS_PROMPT != 0, self.num_tokens_of)
         wanted[self.end_row_of[self.units.logits & LOGITS_LAST != 0] - 1] = True
         return np.flatnonzero(wanted)
@@ -173,7 +182,7 @@ class PagedStep:
         return upload(array, self._device)
 
     def _slots_to_write(self) -> Int64s:
-        unit = np.repeat(np.arange(len(self.units)), self.num_tokens_of)
+        unit = self.first_row_of if self._is_decode else np.repeat(np.arange(len(self.units)), self.num_tokens_of)
         block, offset = np.divmod(self.positions, self.pools.block_size)
         slots: Int64s = self.units.block_tables[unit, block].astype(np.int64) * self.pools.block_size + offset
         slots[self.positions < self.units.write_start[unit]] = self.pools.scratch_slot

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from moestro.core.load_figures import IDLE
 from moestro.core.model_info import ModelInfo
@@ -259,12 +259,12 @@ class EngineClient:
                     self._follow_cache(engine, message, now_ns)
                 finally:  # An error of the router must not lose the outputs.
                     for output in message.outputs:
-                        with self._ending_on_error(output.request_id):
-                            self._deliver(engine, output, now_ns)
+                        state = self._requests.get(output.request_id)
+                        # Another output was aborted or interrupted while it was in transit.
+                        if state is not None and state.engine == engine and state.is_placed:
+                            self._deliver(state, output, now_ns)
             case Refused():
-                with self._ending_on_error(message.request_id):
-                    if state := self._end(message.request_id, None):
-                        state.inbox.put_nowait(RefusedByRankError(message))
+                self._refuse(message)
             case ExpertReport() | EngineEvents():
                 self._take_report(engine, message)
             case Phase():
@@ -371,40 +371,45 @@ class EngineClient:
         del self._unassigned[request_id]
         return True
 
-    @contextlib.contextmanager
-    def _ending_on_error(self, request_id: str) -> Iterator[None]:
-        """End only this request if the block raises."""
-        state = self._requests.get(request_id)
+    def _deliver(self, state: RequestState, output: Output, now_ns: int) -> None:
+        """Count an output, and put it into the inbox of its request. An error ends only this request."""
         try:
-            yield
+            reason = output.finish_reason
+            if reason in _FAILED:
+                logger.error(
+                    "engine %d: request %s ended after %d tokens: %s",
+                    state.engine, output.request_id, state.num_tokens, _FAILED[reason],
+                )  # fmt: skip
+            else:
+                if state.is_prefilling:
+                    state.is_prefilling = False
+                    self._router.first_token(output.request_id, now_ns)
+                state.count_output(output, self._metrics.engines[state.engine], now_ns)
+            if reason is not None:
+                self._end(output.request_id, reason)
+            state.inbox.put_nowait(output)
         except Exception:
-            self._metrics.num_delivery_errors += 1
-            logger.exception(
-                "request %s ends with an error, because a message of its engine could not be processed", request_id
-            )
-            if state is None:
-                return
-            state.inbox.put_nowait(InternalError(request_id))
-            with contextlib.suppress(Exception):  # The same error may recur; the client has its response.
-                self.abort(request_id, FinishReason.ERROR)
+            self._end_on_error(state, output.request_id)
 
-    def _deliver(self, engine: int, output: Output, now_ns: int) -> None:
-        state = self._requests.get(output.request_id)
-        if state is None or state.engine != engine or not state.is_placed:
-            return  # The request was aborted or interrupted while this output was in transit.
-        if output.finish_reason in _FAILED:
-            logger.error(
-                "engine %d: request %s ended after %d tokens: %s",
-                engine, output.request_id, state.num_tokens, _FAILED[output.finish_reason],
-            )  # fmt: skip
-        else:
-            if state.is_prefilling:
-                state.is_prefilling = False
-                self._router.first_token(output.request_id, now_ns)
-            state.count_output(output, self._metrics.engines[engine], now_ns)
-        if output.finish_reason is not None:
-            self._end(output.request_id, output.finish_reason)
-        state.inbox.put_nowait(output)
+    def _refuse(self, refusal: Refused) -> None:
+        state = self._requests.get(refusal.request_id)
+        try:
+            if ended := self._end(refusal.request_id, None):
+                ended.inbox.put_nowait(RefusedByRankError(refusal))
+        except Exception:
+            self._end_on_error(state, refusal.request_id)
+
+    def _end_on_error(self, state: RequestState | None, request_id: str) -> None:
+        """End a request whose message raised the current exception. A `state` of None means that it has ended."""
+        self._metrics.num_delivery_errors += 1
+        logger.exception(
+            "request %s ends with an error, because a message of its engine could not be processed", request_id
+        )
+        if state is None:
+            return
+        state.inbox.put_nowait(InternalError(request_id))
+        with contextlib.suppress(Exception):  # The same error may recur; the client has its response.
+            self.abort(request_id, FinishReason.ERROR)
 
     def _fail(self, request_id: str, error: RequestError) -> None:
         if state := self._end(request_id, FinishReason.ERROR):

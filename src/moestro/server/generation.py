@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 
 import msgspec
@@ -23,8 +23,7 @@ from moestro.text.tokenizer import CONTEXT_TOKENS, Tokenizer
 from moestro.web.errors import GenerationError
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """New output of one choice.
 
     Attributes:
@@ -106,12 +105,11 @@ class _Choice:
         """Return the text of the new tokens, count them, and add their scores to `scores`."""
         text = ""
         hides_last = output.finish_reason is FinishReason.STOP and not self.job.keeps_stop
-        entries: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
-        for i, (token_id, entry) in enumerate(zip(output.token_ids, entries, strict=True), 1):
+        for i, token_id in enumerate(output.token_ids):
             self.num_generated += 1
-            if entry is not None:
-                scores.append(score_of(entry, self._num_chars, self._tokenizer.token_texts))
-            if hides_last and i == len(output.token_ids):
+            if output.logprobs:
+                scores.append(score_of(output.logprobs[i], self._num_chars, self._tokenizer.token_texts))
+            if hides_last and i + 1 == len(output.token_ids):
                 break  # The stop token is counted and not shown.
             text += self._parsed(self._show(self._detokenizer.push(token_id)))
             if self._stops.found is not None:
@@ -190,7 +188,7 @@ class Generation:
         self.has_begun = False
         self._engines = engines
         self._model = model
-        self._inbox: Inbox = asyncio.Queue()
+        self._inbox = Inbox()
         self._choices = [_Choice(i, _with_unused_id(job, engines), model.tokenizer) for i, job in enumerate(jobs)]
         self._collected: list[list[Piece]] = [[] for _ in jobs]
         self._running = {choice.job.request.request_id: choice for choice in self._choices}
@@ -220,13 +218,13 @@ class Generation:
             RequestError: A choice was refused, or its engine failed. The caller discards the other choices.
         """
         while self._running:
-            event = await self._inbox.get()
-            if isinstance(event, RequestError):
-                raise event
-            if isinstance(event, Interrupted):
+            event = self._inbox.get_nowait() or await self._inbox.get()
+            if not isinstance(event, Output):
+                if isinstance(event, RequestError):
+                    raise event
                 self._move(event)
                 continue
-            if (failure := _failure(event.finish_reason)) is not None:
+            if event.finish_reason is not None and (failure := _failure(event.finish_reason)) is not None:
                 raise failure
             choice = self._running.get(event.request_id)
             if choice is None:
@@ -303,7 +301,7 @@ class Generation:
         self._running.clear()
 
 
-def _failure(reason: FinishReason | None) -> RequestError | None:
+def _failure(reason: FinishReason) -> RequestError | None:
     """Return the error of an answer that its engine could not complete; None means that `reason` is no failure."""
     match reason:
         case FinishReason.ERROR:

@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from moestro import __version__
+from moestro.config.cores import cores_of
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
@@ -283,6 +284,7 @@ class _ServeProcess:
             reports_cache=self._follows_caches and rank < self._settings.num_engines,
             group=group,
             lock_step=None if listener is None else self._lock_step_spec(rank, listener),
+            cores=cores_of(self._settings, rank),
             beat_ms=self._expert_beat_ms if has_experts_alone else ENGINE_BEAT_MS,
             idle_beat_ms=self._expert_idle_beat_ms if has_experts_alone else ENGINE_BEAT_MS,
         )

@@ -23,6 +23,9 @@ from moestro.web.middleware import REQUEST_ID
 logger = logging.getLogger(__name__)
 
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+# With so many bytes or fewer in its buffer, a transport does not stop a stream, and lets a stopped one go on; these are
+# the limits of asyncio and uvloop.
+_FREE_BYTES = 1 << 14
 _encode = msgspec.json.Encoder().encode
 
 
@@ -133,9 +136,14 @@ class EventStream:
             self._http.transport.abort()
 
     async def _send(self, data: bytes) -> None:
-        if data:
-            async with asyncio.timeout(self._write_timeout_s):
-                await self._response.write(data)
+        if not data:
+            return
+        transport = self._http.transport
+        if transport is not None and transport.get_write_buffer_size() + len(data) <= _FREE_BYTES:
+            await self._response.write(data)  # It does not wait, and a timer would cost more than the write.
+            return
+        async with asyncio.timeout(self._write_timeout_s):
+            await self._response.write(data)
 
 
 async def stream(

@@ -29,6 +29,8 @@ class StopFinder:
         Args:
             look: whether a stop may end in `text`; one may begin there in any case.
         """
+        if not self._stops:
+            return text
         if self.found is not None:
             return ""
         self._held += text

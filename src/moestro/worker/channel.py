@@ -170,7 +170,8 @@ class Channel:
             if (beat := self._beats.next(self.num_steps, time.monotonic_ns(), owes=self.owes)) is not None:
                 with contextlib.suppress(zmq.Again):  # the API server does not keep up; its unread messages are a sign
                     socket.send(encode(beat), zmq.NOBLOCK)
-            self._receive_all(socket)
+            if socket in ready:
+                self._receive_all(socket)
         if losses is not None:
             socket.disable_monitor()
             losses.close(linger=0)
@@ -186,12 +187,8 @@ class Channel:
             self._outbox.popleft()
 
     def _receive_all(self, socket: zmq.Socket[bytes]) -> None:
-        while True:
-            try:
-                frame = socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._inbox.put(decode_to_rank(frame))
+        while int(socket.EVENTS) & zmq.POLLIN:  # an exception would cost more
+            self._inbox.put(decode_to_rank(socket.recv(zmq.NOBLOCK)))
             _write_to_wake(self._inbox_write)
 
 

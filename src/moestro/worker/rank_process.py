@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from moestro.config.launch_spec import STACK_DUMP, LaunchSpec, read_launch_spec
-from moestro.config.linux_process import die_with_parent
+from moestro.config.linux_process import bind_to_cores, die_with_parent
 from moestro.config.user_code import accept_user_code
 from moestro.core.model_info import ModelInfo
 from moestro.engine.rank import Rank
@@ -63,6 +63,8 @@ def run_process(build: Build, load_part: LoadPart) -> int:
     logging.basicConfig(level=spec.log_level.upper(), format=f"%(levelname)s {spec.name}: %(message)s")
     if spec.paced is not None:
         _sharpen_timers()
+    if spec.cores and not bind_to_cores(spec.cores):  # before other threads begin
+        logging.getLogger(__name__).warning("cannot be bound to the cores %s", spec.cores)
     beats = Beats(spec.beat_ms, spec.idle_beat_ms)
     channel = Channel(spec.address, identity_of(spec.rank, spec.launch), sys.stdin.fileno(), beats, spec.keys)
     try:

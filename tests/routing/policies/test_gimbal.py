@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.routers import decide, request, router, table
 
@@ -68,7 +68,6 @@ eighths = st.lists(st.integers(4, 8).map(lambda n: n / 8), min_size=3, max_size=
 loads = st.lists(st.sampled_from([0, 1, 40, 41, 100]), min_size=3, max_size=3)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 6), eighths, loads, st.sampled_from([None, "u", "v"])), max_size=30))
 def test_law_decisions_are_those_of_algorithm_1(requests):
     twin = Algorithm1(expiry_s=10)

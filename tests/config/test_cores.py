@@ -1,0 +1,55 @@
+"""Cores of engines: parts of what the server may use, one for each process of this machine that computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from moestro.config import cores
+from moestro.config.cores import cores_of, share_of_cores
+from moestro.config.launcher_settings import LauncherSettings
+from moestro.config.serve_settings import ServeSettings
+from moestro.config.server_settings import ProcessSettings
+from moestro.cost.settings import PacedSettings
+from moestro.flow.settings import GroupOptions, SteppingSettings
+
+
+@pytest.mark.parametrize("num_cores", [1, 2, 7, 64])
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 7])
+def test_shares_are_neighbours_of_like_size_and_each_core_has_one_process(num_cores, num_processes):
+    usable = [2 * core for core in range(num_cores)]
+    shares = [share_of_cores(usable, number, num_processes) for number in range(num_processes)]
+    if num_cores < num_processes:
+        assert shares == [()] * num_processes
+        return
+    assert [core for share in shares for core in share] == usable
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch):
+    """A container whose cpuset has four cores."""
+    monkeypatch.setattr(cores, "usable_cores", lambda: (4, 5, 6, 7))
+
+
+def test_engines_share_the_cores_that_the_server_may_use():
+    settings = ServeSettings(processes=ProcessSettings(engines=2))
+    assert [cores_of(settings, rank) for rank in range(2)] == [(4, 5), (6, 7)]
+    assert cores_of(ServeSettings(), 0) == ()
+    assert cores_of(ServeSettings(processes=ProcessSettings(engines=5)), 0) == ()
+
+
+def test_workers_of_a_group_share_them_too_and_added_ones_run_anywhere():
+    settings = ServeSettings(stepping=SteppingSettings(mode="async"), group=GroupOptions(attention=2, experts=2))
+    assert [cores_of(settings, rank) for rank in range(5)] == [(4,), (5,), (6,), (7,), ()]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ServeSettings(processes=ProcessSettings(engines=2, bind_cores=False)),
+        ServeSettings(processes=ProcessSettings(engines=2), launching=LauncherSettings(launcher="ray")),
+        ServeSettings(processes=ProcessSettings(engines=2), pacing=PacedSettings(device="paced:h20")),
+    ],
+)
+def test_the_operator_other_machines_and_paced_devices_bind_nothing(settings):
+    assert cores_of(settings, 0) == ()
