@@ -17,7 +17,7 @@ FAST_SKIP := laws/test_schedule_never_changes_the_network.py
 # Tests start a hundred processes; without bytecode each would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install serve test test-fast lint clean
+.PHONY: install serve test test-fast mutants lint clean
 
 install: $(INSTALLED)
 
@@ -47,6 +47,10 @@ test: lint $(OLDEST)
 
 test-fast: lint
 	$(BIN)/pytest $(PARALLEL) $(FAST:%=tests/%) $(FAST_SKIP:%=--ignore=tests/%)
+
+# Known faults, each planted in a copy of the package, that the tests must catch (docs/mutants.md).
+mutants: install
+	$(BIN)/python tools/mutants.py --json bench/results/robustness/mutants.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

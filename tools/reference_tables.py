@@ -18,6 +18,7 @@ from pathlib import Path
 from client_tables import clients_table
 from flag_lists import flags_of
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
+from mutants import stored_table
 from scope_tables import refused_fields, vllm_flags
 
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
@@ -50,6 +51,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "flags of vLLM": vllm_flags,
     "refused fields": refused_fields,
     "clients": clients_table,
+    "mutants": stored_table,
 }
 
 _MARKED = re.compile(r"(<!-- generated: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)

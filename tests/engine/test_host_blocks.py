@@ -7,8 +7,10 @@ import pytest
 from support.fake_device import KvDevice, expected_prompt_logprobs, expected_tokens, make_request
 
 from moestro.core.request import ServiceClass
+from moestro.engine.host_blocks import HostBlocks
 from moestro.engine.policies.eviction import LeastComputedBeFirst
 from moestro.engine.rank import Rank, build_rank
+from moestro.engine.sequences import Sequence
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 
@@ -79,6 +81,18 @@ def test_a_prompts_logprobs_go_on_where_they_were():
     assert prompts == {request.request_id: expected_prompt_logprobs(request) for request in requests}
 
 
+def test_a_prompt_that_is_preempted_in_its_middle_keeps_its_logprobs():
+    request = make_request("r", range(8), max_tokens=2, prompt_logprobs=0)
+    rank = make_rank(NUM_BLOCKS, max_chunk=2, max_num_batched_tokens=64)
+    rank.add(request, 0)
+    for now_ns in range(2):
+        rank.executor.submit(rank.scheduler.schedule(now_ns), now_ns)
+        rank.scheduler.update(rank.executor.poll(now_ns), now_ns)
+    rank.scheduler.state.preempt(rank.scheduler.by_id["r"].slot, keeps=True)
+    _, prompts = serve(rank, [])
+    assert prompts == {"r": expected_prompt_logprobs(request)}
+
+
 def evicted(rank: Rank, requests: list) -> None:
     """Steps until one of `requests` was given up."""
     for request in requests:
@@ -130,6 +144,13 @@ def test_these_tests_can_fail_a_device_that_forgets_copies_is_caught():
 def test_a_negative_number_of_blocks_is_refused():
     with pytest.raises(ConfigError, match="num_host_blocks must be at least 0"):
         make_rank(-1)
+
+
+def test_kv_that_just_fits_is_kept():
+    host, sequence = HostBlocks(2, BLOCK_SIZE), Sequence(make_request("r", range(8)), 0)
+    sequence.blocks = [0, 1]
+    assert host.keep(sequence, 8)
+    assert host.num_free_tokens == 0
 
 
 def test_what_is_kept_is_not_said_to_be_computed_yet():

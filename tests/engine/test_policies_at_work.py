@@ -50,6 +50,13 @@ def test_prefill_first_stops_decodes_for_a_newcomer():
     assert plans(rank, 9) == [{"b": 8}, {"b": 4}, {"a": 1, "b": 1}, {"a": 1}]
 
 
+def test_places_beyond_max_num_seqs_are_for_latency_sensitive_requests_alone():
+    rank = rank_of(max_num_seqs=1, max_num_urgent_seqs=2)
+    for name, service_class in (("be0", "be"), ("be1", "be"), ("ls", "ls")):
+        rank.add(request(name, 5, 2, service_class), 0)
+    assert plans(rank, 9) == [{"be0": 5, "ls": 5}, {"be0": 1, "ls": 1}, {"be1": 5}, {"be1": 1}]
+
+
 def test_a_user_with_a_long_queue_does_not_hold_up_another():
     rank = rank_of(scheduling_policy="weighted_fair", max_num_seqs=1)
     for name, user in (("a1", "ann"), ("a2", "ann"), ("a3", "ann"), ("b1", "bob"), ("b2", "bob")):

@@ -147,6 +147,8 @@ def test_a_home_that_started_again_is_heard():
         _, sends = home.dispatch(0, np.zeros(1, np.int64), one, one[:, None])
         desk.take(sends[0].message, 0)
     assert desk.num_dropped == 0
+    desk.take(sends[0].message, 0)
+    assert desk.num_dropped == 1, "it was repeated"
 
 
 def told(worker: int, depth: int) -> Hop:

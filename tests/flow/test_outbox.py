@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 from support.fake_group import IS_SPARSE, NUM_EXPERTS
-from support.random_units import random_units
+from support.random_units import units_of
 
 from moestro.core.expert_table import spread_evenly
 from moestro.core.hops import HOP_RECORD, REPLY, Hop
@@ -35,16 +34,7 @@ class Home:
 
     def send(self, *units: tuple[int, int]) -> list:
         """Units of (class, tokens) leave the gate of layer 0; what is sent at once."""
-        made = random_units(np.random.default_rng(0), len(units), width=1, first_slot=10 * self.num_entries)
-        made = msgspec.structs.replace(
-            made,
-            service_class=np.array([each for each, _ in units], np.uint8),
-            num_tokens=np.array([num for _, num in units], np.int32),
-            edits=None,
-            next_token_ids=None,
-            token_ids=None,
-        )
-        ids = self.pool.enter(self.num_entries, made)
+        ids = self.pool.enter(self.num_entries, units_of(units, first_slot=10 * self.num_entries))
         self.num_entries += 1
         wave = self.pool.wave(ids)
         places = self.pool.take_places(wave, self.pool.merges(wave))
@@ -102,6 +92,22 @@ def test_tokens_that_were_given_up_are_not_sent():
     home.send((LS, 1))
     home.pool.leave(home.pool.find(np.array([10])))
     assert shape_of(home.give_credits(9)) == [(1, [LS])]
+
+
+def test_a_repeated_reply_gives_no_credits():
+    home = Home(1)
+    home.send((LS, 3))
+    assert shape_of(home.give_credits(1)) == [(1, [LS])]
+    home.num_replies = 0
+    assert home.give_credits(1) == []
+    assert home.dispatcher.num_dropped == 1
+
+
+def test_a_worker_that_was_lost_has_all_its_places_again():
+    home = Home(2)
+    home.send((LS, 2))
+    home.dispatcher.lose(1)
+    assert shape_of(home.send((LS, 2))) == [(0, [LS, LS])]
 
 
 @pytest.mark.parametrize("seed", range(20))

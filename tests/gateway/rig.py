@@ -11,9 +11,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import httptools
 import uvloop
+from aiohttp import web
 
+from moestro.gateway.admin import Admin
 from moestro.gateway.app import RouterApp, assemble
 from moestro.gateway.prompt_blocks import PromptReader, text_prompt_reader
 from moestro.gateway.proxy import sweep_forever
@@ -352,3 +355,17 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
             engine.pool.close()
         for engine in engines:
             engine.die()
+
+
+@contextlib.asynccontextmanager
+async def admin_of(it: Rig, **settings: object) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client of the router's admin plane."""
+    listener = bound_socket("127.0.0.1", 0)
+    admin = Admin(it.app.engine_admin, it.app.shared.decision_log, it.app.exposition.text, it.app.statistics.read)
+    runner = await admin.runner(AdminSettings(**settings))
+    await web.SockSite(runner, listener).start()
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{listener.getsockname()[1]}") as session:
+            yield session
+    finally:
+        await runner.cleanup()

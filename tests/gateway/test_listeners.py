@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
-from aiohttp import web
-from gateway.rig import CHAT, FakeEngine, Received, Rig, Wire, looped, rig, settings_of
+from gateway.rig import CHAT, FakeEngine, Received, Wire, admin_of, looped, rig, settings_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from moestro.errors import ConfigError
-from moestro.gateway.admin import Admin
-from moestro.gateway.settings import AdminSettings, EngineUrl
+from moestro.gateway.settings import EngineUrl
 from moestro.gateway.statline import RouteLines
-from moestro.web.connections import bound_socket
 
 
 class TestKeys:
@@ -72,7 +66,6 @@ class TestPaths:
     @pytest.mark.parametrize(
         "path",
         [
-            "/",
             "/pause",
             "/sleep",
             "/flush_cache",
@@ -254,19 +247,6 @@ class TestFigures:
             assert told[-1].startswith("all: 0 in flight, 2.0 requests/s, 0 retried, 0 refused, imbalance 1.00, 2 of 2")
             assert any("prefix hits 60% (predicted 50%)" in line for line in told)
             assert lines.lines(2) == []
-
-
-@contextlib.asynccontextmanager
-async def admin_of(it: Rig, **settings: object) -> AsyncIterator[aiohttp.ClientSession]:
-    listener = bound_socket("127.0.0.1", 0)
-    admin = Admin(it.app.engine_admin, it.app.shared.decision_log, it.app.exposition.text)
-    runner = await admin.runner(AdminSettings(**settings))
-    await web.SockSite(runner, listener).start()
-    try:
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{listener.getsockname()[1]}") as session:
-            yield session
-    finally:
-        await runner.cleanup()
 
 
 class TestAdmin:

@@ -12,7 +12,7 @@ ADMINISTRATION = (
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"),
     *("/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/flush_cache", "/shutdown", "/pause"),
     *("/update_weights_from_disk", "/release_memory_occupation", "/start_profile", "/abort_request", "/server_info"),
-    *("/v1/files", "/admin/engines", "/v1", "/"),
+    *("/v1/files", "/admin/engines", "/admin/decisions", "/v1"),
 )
 
 

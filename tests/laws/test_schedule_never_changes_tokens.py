@@ -266,6 +266,35 @@ def test_a_newcomer_leaves_a_block_for_each_running_sequence(num_tokens, admitte
     assert bool(scheduler.schedule(0)) == admitted
 
 
+def test_a_newcomer_takes_no_block_that_a_running_sequence_has_of_its_prefix():
+    rank = build_rank(SchedulerSettings(num_blocks=6, block_size=4, max_model_len=24), KvDevice(6, 4))
+    scheduler = rank.scheduler
+    scheduler.add(make_request("running", range(12), max_tokens=9))
+    rank.executor.submit(scheduler.schedule(0), 0)
+    scheduler.update(rank.executor.poll(0), 0)
+    scheduler.add(make_request("new", range(16), max_tokens=2))
+    assert len(scheduler.schedule(1).units) == 2, "of three free blocks it takes one"
+
+
+def test_a_block_is_kept_back_although_the_prefix_of_a_newcomer_has_just_gone():
+    rank = build_rank(SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32), KvDevice(8, 4))
+    scheduler = rank.scheduler
+    for name, prompt, max_tokens in (
+        ("first", range(4), 1),
+        ("same", range(8), 9),
+        ("other", range(20, 25), 9),
+        ("last", range(30, 42), 1),
+    ):
+        scheduler.add(make_request(name, prompt, max_tokens=max_tokens))
+    rank.executor.submit(scheduler.schedule(0), 0)
+    scheduler.update(rank.executor.poll(0), 0)
+    assert scheduler.pool.num_free == 4, "all cached, the one that `first` had is the oldest"
+    scheduler.add(make_request("new", range(9), max_tokens=2))
+    # `new` lacks two blocks, until `same` takes the cached one. Then it lacks three, and one of three is for `other`.
+    assert len(scheduler.schedule(1).units) == 2
+    assert len(scheduler.waiting) == 1
+
+
 def test_under_fcfs_no_priority_pushes_out_who_came_before():
     rank = build_rank(SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32), KvDevice(8, 4))
     ended = []

@@ -87,8 +87,9 @@ def test_a_cleared_window_is_as_a_new_one_but_the_counts_go_on():
     assert (cleared.counts == fresh.counts + sum(map(counts_of, before))).all()
 
 
-@pytest.mark.parametrize("half_life", [0.0, 5.0])
-def test_pairs_are_those_of_consecutive_layers_in_tokens_per_step(half_life):
+@pytest.mark.parametrize(("half_life", "max_gain"), [(0.0, 8.0), (5.0, load_window._MAX_GAIN), (5.0, 8.0)])
+def test_pairs_are_those_of_consecutive_layers_in_tokens_per_step(half_life, max_gain, monkeypatch):
+    monkeypatch.setattr(load_window, "_MAX_GAIN", max_gain)
     steps = random_steps(3, 30)
     found = window_of(steps, half_life, with_choices=True).load(with_pairs=True).pairs
     weights = 2.0 ** (-np.arange(len(steps))[::-1] / half_life) if half_life else np.ones(len(steps))

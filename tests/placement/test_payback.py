@@ -69,3 +69,10 @@ def test_live_copies_take_over_the_shares_of_dead_ones():
 def test_a_placement_whose_devices_all_live_is_served_as_it_stands():
     old = table_of([[0, 1], [2, 3]], 4)
     assert live_table(old, view_of(old, [1.0] * 4).devices) is old
+
+
+def test_what_dead_devices_computed_is_paid_by_live_ones_before_the_change_too():
+    old = table_of([[0], [0]], 1)
+    view = view_of(old, [4.0], is_alive=[True, False])
+    found = payback(view, live_table(old, view.devices))
+    assert found.before.step_s == found.after.step_s == 4.0

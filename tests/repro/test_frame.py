@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import io
+import pickle
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from support.small_paper import SmallPaper
 
 from moestro.cli.main import main
 from moestro.errors import ConfigError
-from moestro.repro.grid import GridExperiment, GridPlan, PlannedLoad, plan_for
+from moestro.repro.grid import GridPlan, PlannedLoad, plan_for
 from moestro.repro.papers import papers
-from moestro.repro.results import Cell, Claim, Findings
 from moestro.repro.runner import reproduce, save_pictures
 from moestro.repro.settings import ReproSettings
-from moestro.repro.tables import Column
 
 PLAN = GridPlan(
     loads=(
@@ -26,28 +27,9 @@ PLAN = GridPlan(
 )
 
 
-class Timed(Cell, frozen=True, kw_only=True):
-    seconds: float
-
-
-class Small(GridExperiment[Findings[Timed]]):
-    findings_type = Findings[Timed]
-    columns = (Column("time, ms", lambda cell: cell.seconds, 1e-3),)
-    num_loads_made = 0
-
-    def served(self, load, seed):
-        self.num_loads_made += 1
-        return lambda rate, system: Timed(
-            load=load.name, rate=rate, system=system, seed=seed, seconds=rate * (2 if system == "second" else 1) + seed
-        )
-
-    def claims(self, findings):
-        return [Claim(source="here", paper="faster", ours=f"{len(findings.cells)} runs", holds=True)]
-
-
-def run(out, plan=PLAN):
-    experiment, console = Small(plan), Console(file=io.StringIO(), width=120)
-    return reproduce(console, "small", experiment, out), experiment, console.file.getvalue()
+def run(out, plan=PLAN, num_processes=1):
+    experiment, console = SmallPaper(plan), Console(file=io.StringIO(), width=120)
+    return reproduce(console, "small", experiment, out, num_processes), experiment, console.file.getvalue()
 
 
 def test_a_grid_is_run_shown_kept_and_drawn(tmp_path):
@@ -74,6 +56,23 @@ def test_kept_loads_of_an_equal_plan_are_not_made_again(tmp_path):
     assert run(tmp_path, other)[1].num_loads_made == 2
 
 
+def test_processes_share_the_loads_and_find_the_same(tmp_path):
+    here, _, _ = run(None)
+    apart, experiment, shown = run(tmp_path, num_processes=2)
+    assert experiment.num_loads_made == 0
+    assert apart.findings == here.findings
+    assert list(apart.parts) == ["short", "long"]
+    assert "short, 2 requests/s" in shown
+    assert run(tmp_path)[1].num_loads_made == 0
+
+
+def test_a_load_has_its_own_systems():
+    loads = (PLAN.loads[0], replace(PLAN.loads[1], systems=("second",)))
+    result, experiment, _ = run(None, replace(PLAN, loads=loads))
+    assert [experiment.num_runs(load) for load in experiment.loads] == [8, 2]
+    assert {cell.system for cell in result.findings.cells if cell.load == "long"} == {"second"}
+
+
 def test_nothing_is_written_without_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(None)
@@ -91,7 +90,8 @@ def test_a_plan_follows_the_settings():
 
 @pytest.mark.parametrize("paper", papers(), ids=lambda paper: paper.name)
 def test_each_folder_is_a_verb_with_its_flags(paper, capsys):
-    assert paper.experiment(paper.settings(quick=True)).loads
+    experiment = paper.experiment(paper.settings(quick=True))
+    assert pickle.loads(pickle.dumps(experiment)).loads == experiment.loads  # it travels between processes
     with pytest.raises(SystemExit):
         main(["repro", paper.name, "--help"])
     said = " ".join(capsys.readouterr().out.split())

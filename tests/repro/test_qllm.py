@@ -6,7 +6,6 @@ import io
 import json
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -14,27 +13,43 @@ from rich.console import Console
 from moestro.config.run_record import run_record
 from moestro.errors import ConfigError
 from moestro.repro.grid import GridPlan
+from moestro.repro.qllm import QllmSettings
 from moestro.repro.qllm.claims import claims_of
 from moestro.repro.qllm.engines import (
     ENGINES,
     EXPERT,
     FCFS,
+    FCFS_64,
     ITERATION,
     MAX_BATCH,
     NUM_PLACES,
     RUN_TO_COMPLETION,
     make_engine,
 )
-from moestro.repro.qllm.experiment import QUICK, QllmExperiment
-from moestro.repro.qllm.findings import QllmFindings, ls_ttft
-from moestro.repro.qllm.loads import LONG, LS_SHARE, SHORT, make_rows, offsets_ns
+from moestro.repro.qllm.experiment import QUICK, QllmExperiment, make_experiment
+from moestro.repro.qllm.findings import ClassFigures, QllmCell, QllmFindings, ls_ttft
+from moestro.repro.qllm.loads import (
+    ANSWER_LIMITS,
+    LS_SHARE,
+    MIDDLE,
+    PAPER_RATES,
+    SHORT,
+    WHOLE_ANSWERS,
+    make_rows,
+    offsets_ns,
+    planned,
+)
+from moestro.repro.qllm.sweep import sweep_point
 from moestro.repro.results import Reproduced, merged, write_result
 from moestro.repro.runner import save_pictures
 from moestro.repro.tables import claims_table
 from moestro.repro.testbed import Latency
 
 TINY = GridPlan(
-    loads=(replace(SHORT, num_requests=40, rates=(2, 6)), replace(LONG, num_requests=12, rates=(0.5,))),
+    loads=(
+        replace(planned(SHORT), num_requests=40, rates=(2, 7)),
+        replace(planned(WHOLE_ANSWERS), num_requests=12, rates=(0.5,), systems=None),
+    ),
     systems=tuple(ENGINES),
     seeds=(1, 2),
 )
@@ -67,18 +82,51 @@ def test_the_claims_follow_from_the_findings(found):
     findings, _ = found
     claims = claims_of(findings)
     assert {claim.source.split(",")[0] for claim in claims} == {
-        "abstract", "Fig. 2", "Fig. 3", "Fig. 4", "section 2.4", "section 6", "our own goal",
+        "abstract", "abstract and Fig. 2", "Fig. 2", "Fig. 3", "Fig. 4", "section 2.4", "section 6", "our own goal",
     }  # fmt: skip
-    assert next(claim for claim in claims if claim.source == "Fig. 2, ten_tokens").holds
-    late = Latency(9e6, 9e6, 9e6)
-    slower = [
-        msgspec.structs.replace(cell, ls=msgspec.structs.replace(cell.ls, ttft_ms=late))
-        if cell.system == EXPERT
-        else cell
-        for cell in findings.cells
-    ]
-    worse = claims_of(QllmFindings(cells=slower))
-    assert not next(claim for claim in worse if claim.source == "Fig. 2, ten_tokens").holds
+    assert {claim.source.split(",")[0] for claim in claims if claim.holds is not None} == {"our own goal"}
+
+
+def cell_of(load, rate, engine, ttft_s, num_tokens):
+    figures = ClassFigures(num_requests=9, ttft_ms=Latency(ttft_s * 1e3, 0, 0), turnaround_ms=Latency(9e3, 0, 0))
+    return QllmCell(
+        load=load, rate=rate, system=engine, seed=0, ls=figures, be=figures, requests_per_s=1.0, tokens_per_s=num_tokens
+    )
+
+
+def swept(ttft_s, rates=PAPER_RATES):
+    """Findings of loads of which every engine has the mean TTFT that is given for QLLM and for the others."""
+    return QllmFindings(
+        cells=[
+            cell_of(load, rate, engine, ours if engine == EXPERT else others, ANSWER_LIMITS[load])
+            for load, (ours, others) in ttft_s.items()
+            for rate in rates
+            for engine in (RUN_TO_COMPLETION, FCFS, FCFS_64, ITERATION, EXPERT)
+        ]
+    )
+
+
+def test_figure_2_needs_answers_that_are_neither_short_nor_long():
+    findings = swept({"answers_10": (0.5, 2.0), "answers_60": (2.0, 140.0), "answers_240": (9.0, 900.0)})
+    points = {load: sweep_point(findings, load) for load in findings.loads}
+    assert [point.has_figure_2 for point in points.values()] == [False, True, False]
+    assert points["answers_60"].mean_factor == pytest.approx(70)
+    assert points["answers_60"].num_answer_tokens == 60
+    claims = claims_of(findings)
+    assert claims[0].holds
+    assert "at 60 tokens an answer: 70.0x" in claims[0].ours
+    fig_2 = {claim.source: claim.holds for claim in claims if "below 3 s" in claim.paper}
+    assert fig_2 == {"Fig. 2, answers_10": True, "Fig. 2, answers_60": True, "Fig. 2, answers_240": False}
+    assert not claims_of(swept({"answers_60": (2.0, 100.0)}))[0].holds
+
+
+def test_claims_are_judged_at_the_papers_rates_only():
+    beyond = swept({"answers_60": (2.0, 140.0)}, rates=(*PAPER_RATES, 10))
+    beyond.cells += [cell_of("answers_60", 20, engine, 99.0, 60) for engine in (EXPERT, FCFS, RUN_TO_COMPLETION)]
+    assert sweep_point(beyond, "answers_60").held == list(PAPER_RATES)
+    assert claims_of(beyond)[0].holds
+    fewer = claims_of(swept({"answers_60": (2.0, 140.0)}, rates=PAPER_RATES[1:]))
+    assert {claim.holds for claim in fewer} == {None}
 
 
 def test_findings_are_shown_and_kept(found, tmp_path):
@@ -97,31 +145,39 @@ def test_findings_are_shown_and_kept(found, tmp_path):
 def test_pictures_are_drawn(found, tmp_path):
     pytest.importorskip("matplotlib")
     paths = save_pictures("qllm", QllmExperiment(TINY, None), found[0], tmp_path)
-    assert [path.name for path in paths] == ["qllm_ten_tokens.png", "qllm_sharegpt_answers.png"]
+    assert [path.name for path in paths] == ["qllm_answers_10.png", "qllm_sharegpt_answers.png", "qllm_lengths.png"]
     assert all(path.stat().st_size > 10_000 for path in paths)
 
 
 def test_equal_seeds_give_equal_figures():
     plan = replace(TINY, loads=TINY.loads[:1], systems=(EXPERT,), seeds=(3,))
-    first, second = (QllmExperiment(plan, None).run("ten_tokens", lambda _: None) for _ in range(2))
+    first, second = (QllmExperiment(plan, None).run(SHORT, lambda _: None) for _ in range(2))
     assert first.cells == second.cells
 
 
 def test_lengths_have_sharegpts_means_and_a_fifth_is_urgent():
-    rows = make_rows(replace(LONG, num_requests=40_000), 0, None)
+    rows = make_rows(planned(WHOLE_ANSWERS, 40_000), 0, None)
     assert rows.num_prompt_tokens.mean() == pytest.approx(161.31, rel=0.03)
     assert rows.num_output_tokens.mean() == pytest.approx(337.99, rel=0.03)
     assert rows.is_ls.mean() == pytest.approx(LS_SHARE, abs=0.01)
-    assert set(make_rows(SHORT, 0, None).num_output_tokens.tolist()) == {10}
-    assert offsets_ns(SHORT, 4, 0)[-1] == pytest.approx(400 / 4 * 1e9)
+    assert offsets_ns(planned(SHORT), 4, 0)[-1] == pytest.approx(400 / 4 * 1e9)
+
+
+def test_loads_differ_only_in_where_answers_are_cut():
+    whole = make_rows(planned(WHOLE_ANSWERS, 50), 0, None)
+    for name, limit in ANSWER_LIMITS.items():
+        rows = make_rows(planned(name, 50), 0, None)
+        assert (rows.num_prompt_tokens == whole.num_prompt_tokens).all()
+        assert (rows.is_ls == whole.is_ls).all()
+        assert rows.num_output_tokens.tolist() == [min(n, limit or n) for n in whole.num_output_tokens.tolist()]
 
 
 def test_lengths_may_come_from_a_trace(tmp_path):
     path = tmp_path / "trace.jsonl"
     lines = [{"timestamp": i, "input_length": 100 + i, "output_length": 7, "hash_ids": []} for i in range(9)]
     path.write_text("\n".join(json.dumps(line) for line in lines))
-    rows = make_rows(LONG, 0, path)
-    assert len(rows) == LONG.num_requests
+    rows = make_rows(planned(MIDDLE, 20), 0, path)
+    assert len(rows) == 20
     assert set(rows.num_output_tokens.tolist()) == {7}
     assert not rows.is_generated
 
@@ -136,14 +192,19 @@ def test_engines_differ_in_policies_alone_and_in_places_where_it_is_said():
 
 
 def test_loads_are_chosen_by_name():
-    assert [load.name for load in QUICK.chosen(("ten_tokens",)).loads] == ["ten_tokens"]
+    assert [load.name for load in QUICK.chosen((SHORT,)).loads] == [SHORT]
     assert QUICK.chosen(None) is QUICK
-    with pytest.raises(ConfigError, match="no load poems; known: ten_tokens, sharegpt_answers"):
+    with pytest.raises(ConfigError, match="no load poems; known: answers_10, answers_60"):
         QUICK.chosen(("poems",))
+
+
+def test_the_number_of_requests_may_be_chosen():
+    plan = make_experiment(QllmSettings(quick=True, num_requests=7)).plan
+    assert {load.num_requests for load in plan.loads} == {7}
 
 
 def test_spread_is_over_seeds(found):
     findings, _ = found
-    values = findings.values("ten_tokens", 6, FCFS, ls_ttft)
+    values = findings.values(SHORT, 7, FCFS, ls_ttft)
     assert len(values) == 2
     assert np.ptp(values) > 0

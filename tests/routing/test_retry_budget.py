@@ -38,3 +38,9 @@ def test_what_nobody_asked_about_is_paid_for_and_never_owed():
         budget.charge(0)
     assert granted(budget, 1, 0) == 0
     assert granted(budget, 2, 1 * S) == 1
+
+
+def test_a_quiet_hour_saves_no_more_than_the_burst():
+    budget = RetryBudget(RULES, 0)
+    granted(budget, 100, 0)
+    assert granted(budget, 100, 3600 * S) == 10

@@ -166,7 +166,13 @@ def test_strict_fields_refuse_the_first_unknown_one(fake_command, tmp_path):
         ):
             assert call(strict, "POST", path, least, **key).status == 200
             assert call(strict, "POST", path, least | {"zeta": 1}, **key).status == 400
-        for path, status in (("/docs", 200), ("/openapi.json", 200), ("/server_info", 401), ("/load", 401)):
+        public = ("/docs", "/openapi.json", "/", "/page/page.js")
+        for path, status in (
+            *((path, 200) for path in public),
+            ("/server_info", 401),
+            ("/load", 401),
+            ("/statistics", 401),
+        ):
             assert call(strict, "GET", path).status == status, path
         assert "s3cret" not in call(strict, "GET", "/server_info", **key).body.decode()
     finally:
@@ -207,7 +213,7 @@ def _references(node):
 
 def test_every_route_is_documented(tokenizer):
     model = ServedModel(names=("m",), root="r", created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer)
-    app = ApiServer(None, model, 1.0).app(Exposition.__new__(Exposition), None)
+    app = ApiServer(None, model, 1.0).app(Exposition.__new__(Exposition), None, None)
     routes = {(route.method.lower(), route.resource.canonical) for route in app.router.routes()}
     documented = {(each.method, each.path) for each in API_PATHS}
     without = {("head", path) for _, path in documented} | {("post", "/ping"), ("*", "/v1/responses/{rest}")}

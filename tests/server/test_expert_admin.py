@@ -37,6 +37,17 @@ def test_the_summary_the_arrays_and_the_file_have_one_load(server, tmp_path):
     assert "experts.npz" in reply.headers["content-disposition"]
 
 
+def test_the_page_gets_the_load_relative_to_each_layer(server):
+    ask_for_counts(server, "page")
+    found = call(server, "GET", "/statistics?experts=true").json
+    tokens = np.array(call_admin(server, "GET", "/admin/experts?arrays=true").json["arrays"]["tokens"])[0]
+    assert found["experts"]["layers"] == list(range(NUM_LAYERS))
+    np.testing.assert_allclose(found["experts"]["tokens"], tokens.mean(axis=1))
+    expected = tokens / tokens.mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(found["experts"]["relative"], expected, atol=0.001)
+    assert call(server, "GET", "/statistics").json["experts"] is None, "only when asked for"
+
+
 def test_pairs_come_from_a_sample_of_steps(server):
     for _ in range(3):
         ask_for_counts(server, "pairs")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from msgspec.structs import replace
 
-from moestro.core.views import ATTENTION, LS, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable
+from moestro.core.views import ATTENTION, BE, LS, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable
 
 NUM_LAYERS, NUM_EXPERTS = 6, 4
 ATTENTION_WORKER, EXPERT_WORKER, COLOCATED = KINDS = "attention worker", "expert worker", "colocated"
@@ -68,3 +68,13 @@ def random_table(
         can_run[:, :, ATTENTION] &= rng.random(can_run.shape[:2]) < 0.8  # some attentions lack places
         if can_run.any():
             return replace(view, runnable=can_run, passed_ns=rng.integers(0, 30, shape) * (n > 0))
+
+
+def of_classes(ls: Mapping[tuple[int, int], int], be: Mapping[tuple[int, int], int], passed_ns: int = 0) -> QueueTable:
+    """Make a table of latency-sensitive and best-effort queues, {(layer, group): tokens}.
+
+    Args:
+        passed_ns: time for which all best-effort tokens were passed over, ns.
+    """
+    n = queues(ls).n + queues(be, service_class=BE).n
+    return replace(table_of(n), passed_ns=np.where(n > 0, passed_ns, 0) * np.array([0, 1])[:, None, None])

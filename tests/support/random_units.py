@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
 import numpy as np
 from parity.drive import greedy
 
@@ -33,6 +36,19 @@ def random_units(rng: np.random.Generator, num: int, *, width: int, first_slot: 
         edits=LogitEdits(
             said, rng.random(said.shape[1]) < 0.5, biased, rng.random(biased.shape[1]), pairs(4), random_masks(rng, num)
         ),
+    )
+
+
+def units_of(units: Sequence[tuple[int, int]], first_slot: int = 0) -> Units:
+    """Units of (class, tokens), without token ids and edits of logits."""
+    made = random_units(np.random.default_rng(0), len(units), width=1, first_slot=first_slot)
+    return msgspec.structs.replace(
+        made,
+        service_class=np.array([each for each, _ in units], np.uint8),
+        num_tokens=np.array([num for _, num in units], np.int32),
+        edits=None,
+        next_token_ids=None,
+        token_ids=None,
     )
 
 

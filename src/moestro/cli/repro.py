@@ -26,7 +26,7 @@ def _add_verb(paper: Paper) -> None:
 
         assert isinstance(settings, paper.settings)
         console, experiment = Console(), paper.experiment(settings)
-        result = reproduce(console, paper.name, experiment, settings.out)
+        result = reproduce(console, paper.name, experiment, settings.out, settings.jobs)
         if settings.out is None:
             return
         if not is_installed("plots"):

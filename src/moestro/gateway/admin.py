@@ -19,7 +19,9 @@ from moestro.web.errors import HttpError
 from moestro.web.lifecycle import RESPONSE_FLUSH_S
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.only_programs import only_programs
+from moestro.web.page_api import limit_in, page_routes
 from moestro.web.prometheus import CONTENT_TYPE
+from moestro.web.statistics import LiveStatistics
 
 _MAX_BODY_BYTES = 64 << 10
 
@@ -33,12 +35,20 @@ class Admin:
 
     Args:
         metrics: returns the text of `/metrics`.
+        statistics: returns the answer of `/statistics`.
     """
 
-    def __init__(self, engine_admin: EngineAdmin, decision_log: DecisionLog, metrics: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        engine_admin: EngineAdmin,
+        decision_log: DecisionLog,
+        metrics: Callable[[], bytes],
+        statistics: Callable[[bool], LiveStatistics],
+    ) -> None:
         self._engine_admin = engine_admin
         self._decision_log = decision_log
         self._metrics = metrics
+        self._statistics = statistics
 
     async def runner(self, settings: AdminSettings) -> web.AppRunner:
         """Return an aiohttp runner of the admin plane, set up to serve."""
@@ -59,6 +69,8 @@ class Admin:
                 web.post("/admin/engines/{name}/drain", self.drain),
                 web.post("/admin/engines/{name}/resume", self.resume),
                 web.get("/admin/explain/{request_id}", self.explain),
+                web.get("/admin/decisions", self.decisions),
+                *page_routes("route", "operators", self._statistics),
                 *IndexTransfer(self._engine_admin.fleet, self._engine_admin.reading).routes(),
             ]
         )
@@ -110,6 +122,10 @@ class Admin:
             text = f"Request {shown(request_id)} is unknown: it never arrived, or --remember newer requests have ended."
             raise HttpError(404, text, "not_found")
         return _json(story)
+
+    async def decisions(self, http: web.Request) -> web.Response:
+        """Handle GET /admin/decisions?limit=N: return the decisions for the newest requests."""
+        return _json({"decisions": self._decision_log.recent(limit_in(http.query))})
 
     def _named(self, http: web.Request) -> RoutedEngine:
         name = http.match_info["name"]

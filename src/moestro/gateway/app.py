@@ -20,12 +20,14 @@ from moestro.gateway.kv_prometheus import KvFigures
 from moestro.gateway.kv_sources import KvSources
 from moestro.gateway.kv_watch import KvEventsWatch
 from moestro.gateway.metrics import Counts
+from moestro.gateway.own_answers import own_answers
 from moestro.gateway.paths import Routes
 from moestro.gateway.prometheus import RouteCollector
 from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.proxy import Proxy
 from moestro.gateway.settings import EngineSettings, FrontSettings, ReliabilitySettings, RouteSettings
 from moestro.gateway.source_reports import HasEvents, SourceReports
+from moestro.gateway.statistics import FleetStatistics
 from moestro.routing.breaker import BreakerRules
 from moestro.routing.decision_log import DecisionLog
 from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
@@ -58,6 +60,7 @@ class RouterApp:
     clients: ClientConnections
     engine_admin: EngineAdmin
     exposition: Exposition
+    statistics: FleetStatistics
     record: RecordFile[Entry] | None
     threads: PrepareThreads
     kv_events: KvEventsWatch | None
@@ -83,8 +86,9 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
     router.keeps_candidates = record is not None or settings.record.remember > 0
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings.reliability), time.monotonic_ns)
     counts = Counts()
+    policy = settings.policy.route_score or settings.policy.route_policy
     decision_log = DecisionLog(
-        settings.policy.route_score or settings.policy.route_policy,
+        policy,
         settings.record.remember,
         lambda: fleet.names,
         record.write if record else None,
@@ -101,13 +105,16 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
     access = Access.of(front.api_key, settings.access)
     collectors, watchers, kv_events = _observers(settings, fleet)
     watch, exposition = Watch(watchers), Exposition(RouteCollector(fleet, counts), *collectors)
-    proxy = Proxy(shared, prompt_reader, access, Routes(front.open_path), exposition.text)
+    statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
+    answers = own_answers(exposition.text, statistics.json)
+    proxy = Proxy(shared, prompt_reader, access, Routes(front.open_path), answers)
     return RouterApp(
         shared=shared,
         proxy=proxy,
         clients=ClientConnections(proxy, _client_limits(front), access.cors),
         engine_admin=EngineAdmin(fleet, watch, settings.engines, _withheld(access), prompt_reader.words),
         exposition=exposition,
+        statistics=statistics,
         record=record,
         threads=prompt_reader.threads,
         kv_events=kv_events,

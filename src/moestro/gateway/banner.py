@@ -42,6 +42,7 @@ def route_banner(summary: RouteSummary) -> Banner:
         ("ready in", f"{summary.seconds:.1f} s"),
         ("admin", f"{summary.admin_url}/admin/engines, /admin/explain/REQUEST_ID, /metrics"),
         ("serving", f"{summary.url} (OpenAI's API under /v1)"),
+        ("page", f"{summary.url}/ (a chat, engines), {summary.admin_url}/ (decisions, drains)"),
     ]
     return Banner(
         title=f"Moestro {__version__} route",

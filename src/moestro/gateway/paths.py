@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 from urllib.parse import unquote
 
+from moestro.web.page import PAGE_PATHS
+
 Methods = frozenset[bytes]
 
 _READ: Methods = frozenset({b"GET", b"HEAD"})
@@ -23,6 +25,8 @@ OWN_PATHS: dict[str, Methods] = {
     "/readyz": _READ,
     "/version": _READ,
     "/metrics": _READ,
+    "/statistics": _READ,
+    **dict.fromkeys(PAGE_PATHS, _READ),
     "/v1/models": _READ,
 }
 MODELS = "/v1/models/"  # prefix of the model cards, which the router answers too

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from functools import partial
 from itertools import count
 
@@ -16,26 +15,29 @@ from moestro.gateway.answering import Answering
 from moestro.gateway.downstream import ClientConnection, ClientConnections
 from moestro.gateway.exchange import Exchange, ExchangeContext
 from moestro.gateway.http_headers import Incoming, RequestHead, own_head, plain_id
+from moestro.gateway.own_answers import OwnAnswer, OwnAnswers
 from moestro.gateway.paths import MODELS, Routes
 from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.request_body import read
 from moestro.web.access import UNLIMITED, Access
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError
 from moestro.web.log_limit import LogLimit
+from moestro.web.page import PAGE_PATHS
 from moestro.web.pauses import PauseMeter
-from moestro.web.probes import PROBES, VERSION_BODY, probe_status
-from moestro.web.prometheus import CONTENT_TYPE
+from moestro.web.probes import PROBES, probe_status
 
 logger = logging.getLogger(__name__)
+
+_KEYLESS = PROBES | PAGE_PATHS
 
 
 class Proxy:
     """Handles clients' requests.
 
     Args:
-        access: Keys, limits and CORS. Probes need no key.
+        access: Keys, limits and CORS. Probes and the files of the page need no key.
         routes: Paths that clients can reach.
-        metrics: Returns the text of `/metrics`.
+        answers: Answers the paths that need no engine.
 
     Attributes:
         is_draining: Whether new requests for engines are refused. Callers may set it at any time.
@@ -47,14 +49,14 @@ class Proxy:
         prompt_reader: PromptReader,
         access: Access,
         routes: Routes,
-        metrics: Callable[[], bytes],
+        answers: OwnAnswers,
     ) -> None:
         self._shared = shared
         self._prompt_reader = prompt_reader
         self._access = access
         self._has_rules = access.cors is not None or access.limits.is_on
         self._routes = routes
-        self._metrics = metrics
+        self._answers = answers
         self._prefix = f"req-{secrets.token_hex(4)}-"
         self._serial = count(1)
         self._log = LogLimit(logger)
@@ -65,7 +67,7 @@ class Proxy:
 
     def refuses(self, head: RequestHead) -> RequestError | None:
         """Return an authentication error for a request without a valid key, otherwise None."""
-        if head.path in PROBES or (self._access.cors is not None and _is_preflight(head)):
+        if head.path in _KEYLESS or (self._access.cors is not None and _is_preflight(head)):
             return None
         try:
             self._key_of(head)
@@ -169,10 +171,8 @@ class Proxy:
         if path in PROBES:
             is_healthy = self._shared.fleet.num_up > 0
             self._say(client, incoming, probe_status(path, is_healthy=is_healthy, is_draining=self.is_draining))
-        elif path == "/version":
-            self._say(client, incoming, 200, VERSION_BODY)
-        elif path == "/metrics":
-            self._say(client, incoming, 200, self._metrics(), CONTENT_TYPE)
+        elif (answer := self._answers.get(path)) is not None:
+            self._answer(client, incoming, answer())
         elif path == "/v1/models":
             self._say(client, incoming, 200, self._shared.fleet.models.listed())
         else:
@@ -182,15 +182,12 @@ class Proxy:
                 raise UnknownModelError(name)
             self._say(client, incoming, 200, card)
 
-    def _say(
-        self,
-        client: ClientConnection,
-        incoming: Incoming,
-        status: int,
-        body: bytes = b"",
-        content_type: str = "application/json",
-    ) -> None:
-        client.reply(own_head(status, content_type, len(body), _id_line(incoming)), body)
+    def _say(self, client: ClientConnection, incoming: Incoming, status: int, body: bytes = b"") -> None:
+        client.reply(own_head(status, "application/json", len(body), _id_line(incoming)), body)
+
+    def _answer(self, client: ClientConnection, incoming: Incoming, answer: OwnAnswer) -> None:
+        lines = _id_line(incoming) + answer.header_lines
+        client.reply(own_head(200, answer.content_type, len(answer.body), lines), answer.body)
 
     def _refuse(self, client: ClientConnection, incoming: Incoming, error: RequestError, added: bytes = b"") -> None:
         self._shared.counts.refusals[error.code or error.error_type] += 1

@@ -61,6 +61,8 @@ class _RouteServer:
             bound_socket(admin.admin_host, admin.admin_port) as admin_listener,
         ):
             app = assemble(self._settings, self._prompt_reader)
+            app.statistics.clients_port = listener.getsockname()[1]
+            app.statistics.operators_port = admin_listener.getsockname()[1]
             async with _running(app, urls), _admin_plane(app, admin_listener, self._settings):
                 await self._serve(app, listener, admin_listener)
 
@@ -131,7 +133,7 @@ async def _running(app: RouterApp, urls: tuple[EngineUrl, ...]) -> AsyncIterator
 
 @contextlib.asynccontextmanager
 async def _admin_plane(app: RouterApp, listener: socket.socket, settings: RouteSettings) -> AsyncIterator[None]:
-    admin = Admin(app.engine_admin, app.shared.decision_log, app.exposition.text)
+    admin = Admin(app.engine_admin, app.shared.decision_log, app.exposition.text, app.statistics.read)
     runner = await admin.runner(settings.admin)
     server = await listen(runner, listener, Counter(), _MAX_ADMIN_CONNECTIONS)
     try:

@@ -23,11 +23,13 @@ class PlannedLoad:
         name: the load's name in tables and on the command line.
         num_requests: number of requests of a run.
         rates: requests a second, one run each.
+        systems: systems that serve it. None means all systems of the plan.
     """
 
     name: str
     num_requests: int
     rates: tuple[float, ...]
+    systems: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class GridPlan:
 
     Attributes:
         systems: names of the policies or engines that are compared.
-        seeds: every system serves every load at every rate under each of them.
+        seeds: the systems of a load serve it at every rate under each of them.
     """
 
     loads: tuple[PlannedLoad, ...]
@@ -81,7 +83,7 @@ class Line:
 
 
 class GridExperiment(Experiment[FindingsT]):
-    """An experiment that serves every load at every rate by every system under every seed.
+    """An experiment that serves every load at each of its rates by each of its systems under every seed.
 
     A paper gives `served`, `claims`, `findings_type`, and `columns`; the rest has defaults.
 
@@ -123,7 +125,8 @@ class GridExperiment(Experiment[FindingsT]):
 
     def num_runs(self, load: str) -> int:
         """One for each seed, rate and system."""
-        return len(self.plan.systems) * len(self.plan.seeds) * len(self._planned(load).rates)
+        planned = self._planned(load)
+        return len(self._systems(planned)) * len(self.plan.seeds) * len(planned.rates)
 
     def run(self, load: str, step: Callable[[str], None]) -> FindingsT:
         """Run the grid of one load, one simulation after the other."""
@@ -131,7 +134,7 @@ class GridExperiment(Experiment[FindingsT]):
         for seed in self.plan.seeds:
             serve = self.served(planned, seed)
             for rate in planned.rates:
-                for system in self.plan.systems:
+                for system in self._systems(planned):
                     step(f"{load} at {rate:g}/s: {system}")
                     findings.cells.append(serve(rate, system))
         return findings
@@ -140,7 +143,7 @@ class GridExperiment(Experiment[FindingsT]):
         """A table for each load and rate."""
         for load in findings.loads:
             for rate in findings.rates(load):
-                table = grid_table(findings, load, rate, self.plan.systems, self.columns)
+                table = grid_table(findings, load, rate, self._systems(self._planned(load)), self.columns)
                 table.title = self.table_title(findings, load, rate)
                 yield table
 
@@ -152,6 +155,9 @@ class GridExperiment(Experiment[FindingsT]):
     def _planned(self, load: str) -> PlannedLoad:
         [planned] = self.plan.chosen((load,)).loads
         return planned
+
+    def _systems(self, load: PlannedLoad) -> tuple[str, ...]:
+        return self.plan.systems if load.systems is None else load.systems
 
 
 def plan_for(settings: ReproSettings, whole: GridPlan, quick: GridPlan) -> GridPlan:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic
 
 import msgspec
 from rich.console import Console
 
 from moestro import __version__
+from moestro.config.process_pool import num_cores, run_jobs
 from moestro.config.run_record import RunRecord, run_record
 from moestro.repro.experiment import Experiment
 from moestro.repro.results import FindingsT, LoadPart, Reproduced, merged, write_result
@@ -16,13 +20,34 @@ from moestro.repro.tables import claims_table
 from moestro.workload.progress import progress_bar
 
 
+@dataclass(frozen=True, slots=True)
+class _LoadJob(Generic[FindingsT]):
+    """A load of an experiment.
+
+    Attributes:
+        conditions: conditions of the run.
+        path: file of the part. None means that nothing is written.
+    """
+
+    experiment: Experiment[FindingsT]
+    load: str
+    conditions: RunRecord
+    path: Path | None
+
+
 def reproduce(
-    console: Console, name: str, experiment: Experiment[FindingsT], out: Path | None
+    console: Console,
+    name: str,
+    experiment: Experiment[FindingsT],
+    out: Path | None,
+    num_processes: int | None = 1,
 ) -> Reproduced[FindingsT]:
     """Run an experiment, print its tables and claims, and write them to files.
 
     Args:
         name: the paper; files are named after it.
+        num_processes: processes among which the loads are spread. None means one for each core. The findings are the
+            same with any number.
         out: directory of the result and of each load's findings, which are kept as soon as they are made. Findings of
             an equal plan and version are not made again; the console names those that another commit may have made.
             None means that nothing is written.
@@ -31,24 +56,18 @@ def reproduce(
         ConfigError: nothing can be written to `out`.
     """
     conditions = run_record("simulated")  # before the runs: the checkout may change meanwhile
-    parts: dict[str, RunRecord] = {}
-    found = []
-    with progress_bar(console) as progress:
-        task = progress.add_task("", total=sum(map(experiment.num_runs, experiment.loads)))
-        for load in experiment.loads:
-            path = None if out is None else _part_path(out, name, load)
-            part = _kept(experiment, load, path)
-            if part is None:
-                findings = experiment.run(load, lambda what: progress.update(task, advance=1, description=what))
-                part = LoadPart(conditions, _plan(experiment, load), msgspec.Raw(msgspec.json.encode(findings)))
-                if path is not None:
-                    write_result(part, path)
-            else:
-                progress.advance(task, experiment.num_runs(load))
-            parts[load] = part.conditions
-            found.append(msgspec.json.decode(part.findings, type=experiment.findings_type))
-    findings = merged(found)
-    result = Reproduced(conditions=conditions, parts=parts, findings=findings, claims=experiment.claims(findings))
+    jobs = [
+        _LoadJob(experiment, load, conditions, None if out is None else _part_path(out, name, load))
+        for load in experiment.loads
+    ]
+    parts = _parts(console, jobs, num_cores() if num_processes is None else num_processes)
+    findings = merged([msgspec.json.decode(part.findings, type=experiment.findings_type) for part in parts.values()])
+    result = Reproduced(
+        conditions=conditions,
+        parts={load: part.conditions for load, part in parts.items()},
+        findings=findings,
+        claims=experiment.claims(findings),
+    )
     for table in experiment.tables(findings):
         console.print(table, highlight=False)
     console.print(claims_table(result.claims))
@@ -66,6 +85,47 @@ def save_pictures(name: str, experiment: Experiment[FindingsT], findings: Findin
         paths.append(directory / f"{name}_{picture}.png")
         figure.savefig(paths[-1], dpi=120)
     return paths
+
+
+def _parts(console: Console, jobs: Sequence[_LoadJob[FindingsT]], num_processes: int) -> dict[str, LoadPart]:
+    """The part of each load, kept or made now, in the order of the jobs."""
+    kept = {job.load: _kept(job.experiment, job.load, job.path) for job in jobs}
+    left = [job for job in jobs if kept[job.load] is None]
+    with progress_bar(console) as progress:
+        task = progress.add_task("", total=sum(map(_num_runs, jobs)))
+        progress.advance(task, sum(map(_num_runs, jobs)) - sum(map(_num_runs, left)))
+
+        def step(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        def made() -> Iterator[LoadPart]:
+            if min(num_processes, len(left)) < 2:
+                yield from (_make_part(job, step) for job in left)
+                return
+            for job, part in zip(left, run_jobs(_make_part, left, num_processes), strict=True):
+                progress.update(task, advance=_num_runs(job), description=job.load)
+                yield part
+
+        new = dict(zip((job.load for job in left), made(), strict=True))
+    return {load: part or new[load] for load, part in kept.items()}
+
+
+def _num_runs(job: _LoadJob[FindingsT]) -> int:
+    return job.experiment.num_runs(job.load)
+
+
+def _unseen(what: str) -> None:
+    """Show no step, because a bar lives in another process."""
+
+
+def _make_part(job: _LoadJob[FindingsT], step: Callable[[str], None] = _unseen) -> LoadPart:
+    """Run a load, and keep its part as soon as it is made."""
+    findings = job.experiment.run(job.load, step)
+    raw = msgspec.Raw(msgspec.json.encode(findings))
+    part = LoadPart(job.conditions, _plan(job.experiment, job.load), raw)
+    if job.path is not None:
+        write_result(part, job.path)
+    return part
 
 
 def _warn(console: Console, name: str, result: Reproduced[FindingsT], out: Path) -> None:

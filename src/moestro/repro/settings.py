@@ -7,16 +7,20 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from moestro.core.setting_checks import CheckedSettings, at_least
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class ReproSettings:
+class ReproSettings(CheckedSettings):
     """Settings of the frame. A paper with flags of its own extends them."""
 
     quick: Annotated[bool, Parameter(negative=())] = False
     "Run a small plan that takes less than a minute and shows what the experiment does."
     loads: tuple[str, ...] | None = None
     "Run only these loads. Unset: all of them."
+    jobs: Annotated[int | None, at_least(1)] = None
+    "Processes among which the loads are spread. Unset: one for each core."
     out: Path | None = None
     """Write NAME.json here and, where matplotlib is installed, pictures. The findings of each load are kept here as
     NAME.LOAD.json as soon as they are made. The same version reuses them: a stopped run continues, and a run of all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ def generated_sources(num_requests: int) -> list[Source]:
             name=name,
             block_size=SESSION_BLOCK,
             is_generated=True,
-            rows_of=_steady(name, num_requests),
+            rows_of=partial(_steady, name, num_requests),
             num_unseen=1 << 30,
         )
         for name in PUBLISHED_SHAPES
@@ -69,7 +70,7 @@ def trace_sources(directory: Path, num_requests: int) -> list[Source]:
         for path in (directory / f"{name}.jsonl", directory / f"{name}.jsonl.zst"):
             if path.exists():
                 rows = read_trace(path)
-                window = _window(rows, min(num_requests, len(rows) // (1 + _NUM_UNSEEN)))
+                window = partial(_window, rows, min(num_requests, len(rows) // (1 + _NUM_UNSEEN)))
                 sources.append(
                     Source(
                         name=name, block_size=MOONCAKE_BLOCK, is_generated=False, rows_of=window,
@@ -80,16 +81,13 @@ def trace_sources(directory: Path, num_requests: int) -> list[Source]:
     return sources
 
 
-def _steady(name: str, num_requests: int) -> Callable[[int], Rows]:
+def _steady(name: str, num_requests: int, seed: int) -> Rows:
     # The middle of a window three times as long, because late turns are missing at the end of a short window.
     middle = np.arange(num_requests, 2 * num_requests)
-    return lambda seed: steady_rows(SHAPES[name], 3 * num_requests, _NATURAL_RATE, seed).select(middle)
+    return steady_rows(SHAPES[name], 3 * num_requests, _NATURAL_RATE, seed).select(middle)
 
 
-def _window(rows: Rows, num_requests: int) -> Callable[[int], Rows]:
-    def window(seed: int) -> Rows:
-        """Return the first window for seed 0, and the following windows, which do not overlap, for other seeds."""
-        first = num_requests * (0 if seed == 0 else 1 + (seed - 1) % _NUM_UNSEEN)
-        return rows.select(np.arange(first, first + num_requests))
-
-    return window
+def _window(rows: Rows, num_requests: int, seed: int) -> Rows:
+    """Return the first window for seed 0, and the following windows, which do not overlap, for other seeds."""
+    first = num_requests * (0 if seed == 0 else 1 + (seed - 1) % _NUM_UNSEEN)
+    return rows.select(np.arange(first, first + num_requests))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
+
+import msgspec
 
 from moestro.core.clock import NS_PER_S, ClockPair
 from moestro.core.request import Request
@@ -164,6 +167,19 @@ class DecisionLog:
         if entry is None or any(attempt.decision.candidates is None for attempt in entry.attempts):
             return None
         return self._story(entry)
+
+    def recent(self, limit: int) -> list[RequestTrace]:
+        """Return traces of running requests and of those that ended last, at most `limit`, the newest arrival first.
+
+        The traces have decisions and outcomes, without what engines did with the requests.
+        """
+        newest = chain(*(islice(reversed(each.values()), limit) for each in (self._running, self._over)))
+        entries = sorted(newest, key=lambda entry: entry.began.monotonic_ns, reverse=True)[:limit]
+        return [
+            msgspec.structs.replace(self._story(entry), events=[], num_omitted_events=0, visits=[], moves=[])
+            for entry in entries
+            if all(attempt.decision.candidates is not None for attempt in entry.attempts)
+        ]
 
     def _known(self, request_id: str) -> _Entry | None:
         return self._running.get(request_id) or self._unwritten.get(request_id) or self._over.get(request_id)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 from aiohttp import web
 
@@ -20,6 +22,7 @@ from moestro.server.sse import OpenAIEncoding
 from moestro.server.text_api import TextApi
 from moestro.web.bodies import MAX_BODY_BYTES
 from moestro.web.prometheus import Exposition
+from moestro.web.statistics import LiveStatistics
 
 
 class ApiServer:
@@ -38,7 +41,9 @@ class ApiServer:
         self._runner = RequestRunner(engines, model, write_timeout_s)
         self.traffic = self._runner.traffic
 
-    def app(self, exposition: Exposition, info: ServerInfo) -> web.Application:
+    def app(
+        self, exposition: Exposition, info: ServerInfo, statistics: Callable[[bool], LiveStatistics]
+    ) -> web.Application:
         """Return the application, which runs behind `HttpMiddleware`."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         runner, model = self._runner, self._model
@@ -50,7 +55,7 @@ class ApiServer:
                 web.post("/v1/chat/completions", self.chat),
                 *AgentApi(runner, model).routes(),
                 *TextApi(model, runner.bodies, runner.chat_threads).routes(),
-                *Operations(self._engines, self.traffic, exposition, info).routes(),
+                *Operations(self._engines, self.traffic, exposition, info, statistics).routes(),
             ]
         )
         return app

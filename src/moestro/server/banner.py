@@ -32,6 +32,7 @@ def serve_banner(
         ("KV cache", f"{tokens:,} tokens: {tokens / info.max_model_len:.1f} sequences of the full context at once"),
         ("ready in", f"{sum(phase.seconds for phase in phases):.1f} s ({durations})"),
         ("serving", f"{url} (OpenAI's API under /v1)"),
+        ("page", f"{url}/ (a chat, engines, experts)"),
     ]
     body = {"model": names[0], "prompt": "def fibonacci(n):", "max_tokens": 48}
     return Banner(

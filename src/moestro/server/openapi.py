@@ -24,6 +24,7 @@ from moestro.server.text_api import Detokenized, DetokenizeFields, TokenizeChatF
 from moestro.web.adapters.messages_request import CountFields, MessagesFields
 from moestro.web.adapters.responses_request import ResponsesFields
 from moestro.web.errors import AnthropicErrorBody, ErrorBody
+from moestro.web.statistics import LiveStatistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,12 @@ API_PATHS: tuple[ApiPath, ...] = (
     ApiPath(
         path="/docs", summary="This document as a page.", says="A page.", media_type="text/html", is_public=True,
     ),
+    ApiPath(
+        path="/statistics", summary="Figures of the page at /, with ?experts=true the load of experts.",
+        says="The present figures.", answer=LiveStatistics,
+    ),
+    ApiPath(path="/", summary="The page.", says="The page.", media_type="text/html", is_public=True),
+    ApiPath(path="/page/{name}", summary="A file of the page.", says="The file.", media_type="*/*", is_public=True),
 )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 from aiohttp import web
 
@@ -9,18 +11,32 @@ from moestro.server.docs_api import docs_routes
 from moestro.server.engine_client import EngineClient
 from moestro.server.server_info import ServerInfo
 from moestro.server.traffic import Traffic
+from moestro.web.page_api import page_routes
 from moestro.web.probes import HEALTH_PATHS, READY_PATHS, VERSION_BODY, probe_status
 from moestro.web.prometheus import CONTENT_TYPE, Exposition
+from moestro.web.statistics import LiveStatistics
 
 
 class Operations:
-    """Handles requests of operators from the API server's own state, without waiting for an engine."""
+    """Handles requests of operators from the API server's own state, without waiting for an engine.
 
-    def __init__(self, engines: EngineClient, traffic: Traffic, exposition: Exposition, info: ServerInfo) -> None:
+    Args:
+        statistics: Callable that returns the answer of /statistics, with the load of experts if its argument is true.
+    """
+
+    def __init__(
+        self,
+        engines: EngineClient,
+        traffic: Traffic,
+        exposition: Exposition,
+        info: ServerInfo,
+        statistics: Callable[[bool], LiveStatistics],
+    ) -> None:
         self._engines = engines
         self._info = info
         self._traffic = traffic
         self._exposition = exposition
+        self._statistics = statistics
 
     def routes(self) -> list[web.RouteDef]:
         """Return all routes; GET includes HEAD."""
@@ -32,6 +48,7 @@ class Operations:
             web.get("/metrics", self.metrics),
             web.get("/server_info", self.server_info),
             *docs_routes(),
+            *page_routes("serve", "clients", self._statistics),
         ]
 
     async def probe(self, http: web.Request) -> web.Response:

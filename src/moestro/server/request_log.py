@@ -98,6 +98,10 @@ class RequestLog:
         """Return the trace of a request by its id, or by that of its answer; None means unknown or forgotten."""
         return self._log.trace(request_id) or self._log.trace(f"{request_id}-0")
 
+    def recent(self, limit: int) -> list[RequestTrace]:
+        """Return traces of the newest requests, as `DecisionLog.recent` does."""
+        return self._log.recent(limit)
+
     @_guarded
     def close(self) -> None:
         """Write the traces of ended requests whose engines have not said their last word."""

@@ -51,6 +51,7 @@ from moestro.server.request_builder import ServedModel
 from moestro.server.server_info import server_info
 from moestro.server.start_checks import check_start
 from moestro.server.start_clock import StartClock
+from moestro.server.statistics import ServerStatistics
 from moestro.server.statline import StatLines
 from moestro.server.supervisor import Launching, Supervisor
 from moestro.server.table_watch import ReadTable, ServedTable
@@ -64,6 +65,7 @@ from moestro.web.bodies import MAX_BODY_BYTES
 from moestro.web.connections import bound_socket, listen, url_of, warn_if_open
 from moestro.web.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
 from moestro.web.middleware import HttpMiddleware
+from moestro.web.page_api import page_routes
 from moestro.web.prometheus import Exposition
 from moestro.web.statline import log_forever
 from moestro.wire.curve import ListenAddress
@@ -371,12 +373,14 @@ class _ServeProcess:
         )
         refusals = cluster.metrics.refusals
         middleware = HttpMiddleware(self._access, refusals, MAX_BODY_BYTES)
-        app = api.app(Exposition(ServerCollector(sources)), server_info(self._settings, infos, self._clock.phases))
+        statistics = ServerStatistics(self._settings, engines, cluster.metrics, api.traffic, model.info, listener)
+        info = server_info(self._settings, infos, self._clock.phases)
+        app = api.app(Exposition(ServerCollector(sources)), info, statistics.read)
         runner = await middleware.runner(app, shutdown_timeout=RESPONSE_FLUSH_S)
         tasks = [asyncio.create_task(log_forever(_stat_lines(cluster)))]
         if cluster.signals is not None:
             tasks.append(asyncio.create_task(cluster.signals.follow(cluster.metrics)))
-        admin = await self._open_admin(cluster, model.info, placement)
+        admin = await self._open_admin(cluster, model.info, placement, statistics)
         try:
             server = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
             self._lifecycle.is_serving = True
@@ -397,7 +401,9 @@ class _ServeProcess:
                 await admin.cleanup()
             api.close()
 
-    async def _open_admin(self, cluster: _Cluster, info: ModelInfo, placement: LivePlacement) -> web.AppRunner | None:
+    async def _open_admin(
+        self, cluster: _Cluster, info: ModelInfo, placement: LivePlacement, statistics: ServerStatistics
+    ) -> web.AppRunner | None:
         """Serve the plane of operators, if a port is given."""
         settings = self._settings.server
         if settings.admin_port is None:
@@ -406,7 +412,7 @@ class _ServeProcess:
         routes = ExpertAdmin(cluster.engines.expert_loads, info, half_life, cluster.signals).routes()
         if cluster.coordinator is not None:
             routes += WorkerAdmin(cluster.coordinator, cluster.supervisor).routes()
-        routes += placement.routes()
+        routes += [*placement.routes(), *page_routes("serve", "operators", statistics.read)]
         if self._recording.log is not None:
             routes += ExplainAdmin(self._recording.log).routes()
         runner = await admin_runner(routes, settings.admin_api_key)

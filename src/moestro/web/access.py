@@ -10,10 +10,12 @@ from moestro.web.access_settings import AccessSettings
 from moestro.web.api_keys import ApiKeys
 from moestro.web.cors import Cors
 from moestro.web.errors import AuthenticationError
+from moestro.web.page import PAGE_PATHS
 from moestro.web.probes import PROBES
 from moestro.web.rate_limits import RequestLimits
 
-UNLIMITED = PROBES | {"/metrics"}  # Requested by the operator's machines.
+# Requested by the operator's machines, and by the page at `/`, once a second.
+UNLIMITED = PROBES | PAGE_PATHS | {"/metrics", "/statistics"}
 NO_LIMITS = AccessSettings()
 
 

@@ -1,4 +1,4 @@
-"""Keeps web pages away from the planes of operators."""
+"""Keeps foreign web pages away from the planes of operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from moestro.web.errors import HttpError
 
 
 def only_programs(is_allowed: Callable[[str], bool]) -> Middleware:
-    """Refuse requests of web pages, even under a host name that resolves to this address (DNS rebinding).
+    """Refuse requests of foreign web pages, even under a host name that resolves to this address (DNS rebinding).
+
+    The plane's own page may ask. A browser names the origin of a page in every request that is not a GET, and in every
+    request to another origin, so that a foreign page cannot pass for the own one.
 
     Args:
         is_allowed: Callable that returns whether a host name may address the plane; literal addresses always may.
@@ -20,9 +23,11 @@ def only_programs(is_allowed: Callable[[str], bool]) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        host = urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
-        if "Origin" in request.headers or not (is_allowed(host) or _is_address(host)):
-            raise HttpError(403, "The admin plane does not answer requests from web pages.", "permission_denied")
+        named = request.headers.get("Host", "")
+        host = urlsplit(f"//{named}").hostname or ""
+        is_own = request.headers.get("Origin", f"http://{named}") == f"http://{named}"
+        if not is_own or not (is_allowed(host) or _is_address(host)):
+            raise HttpError(403, "The admin plane does not answer requests from other web pages.", "permission_denied")
         return await handler(request)
 
     return middleware

@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from moestro import __version__
+from moestro.web.page import PAGE_PATHS
 
 HEALTH_PATHS = ("/health", "/ping")
 READY_PATHS = ("/ready", "/readyz")
 PROBES = frozenset(HEALTH_PATHS + READY_PATHS)
 
 # Paths that say the same to everybody, so that they need no key.
-PUBLIC = PROBES | {"/docs", "/openapi.json"}
+PUBLIC = PROBES | PAGE_PATHS | {"/docs", "/openapi.json"}
 
 VERSION_BODY = msgspec.json.encode({"version": __version__})
 

@@ -134,3 +134,11 @@ def test_whoever_would_get_something_finds_room(name, rows, limits, service_clas
 def test_a_batch_size_that_is_no_number_of_sequences_is_refused(max_batch):
     with pytest.raises(ConfigError, match="max_batch must be a whole number"):
         BATCH_POLICIES.make(f"qllm:max_batch={max_batch}")
+
+
+@pytest.mark.parametrize("name", ["qllm", "qllm_mixed"])
+def test_as_many_ls_decodes_as_the_papers_batch_leave_no_room(name):
+    policy, decodes = BATCH_POLICIES.make(name), [(1, True, LS)] * 33
+    assert np.count_nonzero(policy.plan(view_of(decodes), PLENTY)) == 32
+    assert policy.room(view_of(decodes[:32]), PLENTY) == 0
+    assert policy.room(view_of(decodes[:31]), PLENTY) > 0

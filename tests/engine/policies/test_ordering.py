@@ -127,6 +127,7 @@ def test_an_ageing_order_changes_when_it_says(policy):
     assert changes_ns == 6 * NS_PER_S
     assert policy.order(view, changes_ns - 1).tolist() == [1, 0]
     assert policy.order(view, changes_ns).tolist() == [0, 1]
+    assert policy.next_change_ns(view, changes_ns) > changes_ns
 
 
 @given(st.sampled_from(ORDER_POLICIES.names()), st.lists(ROW, max_size=12), st.integers(20, 60))
@@ -183,10 +184,15 @@ def test_what_a_user_generated_counts_when_its_request_is_over():
     assert policy.order(view, 0).tolist() == [0, 1]
     policy.observe(Left(name_key("ann"), 1))
     assert policy.order(view, 0).tolist() == [1, 0]
+    # Start tags: 2 and 0, 1.
+    assert policy.order(users_view(("ann", 10), ("bob", 1), ("bob", 10)), 0).tolist() == [1, 2, 0]
 
 
-def test_nobody_saves_up_while_away():
+@pytest.mark.parametrize("was_here", [False, True])
+def test_nobody_saves_up_while_away(was_here):
     policy = WeightedFair()
+    if was_here:
+        policy.observe(Admitted(name_key("bob"), 5))
     for _ in range(100):
         policy.observe(Admitted(name_key("ann"), 10))
     # Virtual time is 990, ann's clock 1000: bob starts at 990, not at 0.

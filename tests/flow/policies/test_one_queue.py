@@ -52,6 +52,8 @@ def test_the_class_of_the_oldest_token_runs_first():
     n, oldest_ns = view.n.copy(), view.oldest_ns.copy()
     n[BE, 1, 1], oldest_ns[LS, 1, 1], oldest_ns[BE, 1, 1] = 2, 6, 5
     assert policy("fifo")(table_of(n, oldest_ns), 9).classes == (BE, LS)
+    oldest_ns[BE, 1, 1] = 6
+    assert policy("fifo")(table_of(n, oldest_ns), 9).classes == (LS, BE), "of tokens that came together"
 
 
 def test_limits_bound_the_tokens_of_a_run():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from support.queue_tables import KINDS, NUM_EXPERTS, NUM_LAYERS, queues, random_table, table_of
+from support.queue_tables import KINDS, NUM_EXPERTS, NUM_LAYERS, of_classes, queues, random_table
 
 from moestro.config.user_code import accept_user_code
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, Run, Wait
@@ -36,13 +36,6 @@ def around(wrapper, answer):
     return wrapper
 
 
-def of_classes(ls, be, passed_ns=0):
-    """A table of latency-sensitive and best-effort queues, {(layer, group): tokens}."""
-    n = queues(ls).n + queues(be, service_class=BE).n
-    view = table_of(n)
-    return replace(view, passed_ns=np.where(n > 0, passed_ns, 0) * np.array([0, 1])[:, None, None])
-
-
 # --- urgent ----------------------------------------------------------------------------------------------------------
 
 
@@ -52,6 +45,10 @@ def test_a_queue_that_waited_longer_than_the_bound_runs_first_the_oldest_of_seve
     assert policy(view, 110).layer == 0  # 100 ns are not more than 100 ns
     assert policy(view, 111).layer == 3
     assert policy(view, 200).layer == 3
+
+
+def test_a_queue_is_urgent_after_the_100_ms_of_amoe():
+    assert Urgent()._max_wait_ns == 100 * MS
 
 
 def test_without_a_limit_the_inner_policy_chooses():

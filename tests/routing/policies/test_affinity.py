@@ -82,6 +82,7 @@ def test_what_is_remembered_of_keys_expires_from_the_oldest():
         keys.put(f"k{i}", i % 4, 10 * i)
     assert len(keys) == 11
     assert keys.get("k45", 500) == 1
+    assert keys.get("k45", 550) == 1
     assert keys.get("k45", 551) is None
     keys.forget_engine(1)
     assert keys.get("k45", 500) is None
@@ -106,3 +107,12 @@ def test_every_use_renews_the_memory_and_a_pause_beyond_it_ends_it(policy):
         found = four.submit(request(str(use), **mark), use * 8 * SECOND)
         assert (found.engine, found.reason) == (home, f"the engine of its {policy.key_of}")
     assert four.submit(request("late", **mark), 51 * SECOND).engine != home, "the home has the largest batch"
+
+
+@pytest.mark.parametrize("policy", [SessionAffinity, UserAffinity])
+def test_a_key_of_a_lost_engine_is_a_new_one(policy):
+    four = router(4, policy())
+    mark = {policy.key_of: "x"}
+    home = four.submit(request("a", **mark), 0).engine
+    four.engine_lost(home, 1)
+    assert four.submit(request("b", **mark), 2).reason.startswith(f"first of its {policy.key_of}")

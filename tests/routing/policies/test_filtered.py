@@ -21,6 +21,8 @@ def test_aibrix_takes_the_smallest_batch_when_batches_differ_too_much():
 def test_aibrix_leaves_out_a_hit_on_an_engine_beyond_one_deviation():
     known = table(num_in_flight=[7, 1, 1, 0])
     assert decide(Aibrix(), known, req=HUNDRED, hit_tokens=[96, 16, 0, 0]).engine == 1
+    alike = decide(Aibrix(), table(num_in_flight=[1, 1]), req=HUNDRED, hit_tokens=[0, 96])
+    assert (alike.engine, alike.reason) == (1, "most hits, 96 tokens, with 1 in the batch")
 
 
 def test_cache_aware_follows_a_match_only_if_it_covers_enough():
@@ -28,6 +30,8 @@ def test_cache_aware_follows_a_match_only_if_it_covers_enough():
     assert decide(CacheAware(), known, req=HUNDRED, hit_tokens=[64, 64, 0]).engine == 1
     assert decide(CacheAware(), known, req=HUNDRED, hit_tokens=[48, 0, 0]).engine == 2
     assert decide(CacheAware(cache_threshold=0.4), known, req=HUNDRED, hit_tokens=[48, 0, 0]).engine == 0
+    half = {"req": request(num_prompt_tokens=96), "hit_tokens": [48, 0, 0]}
+    assert decide(CacheAware(cache_threshold=0.5), known, **half).engine == 2, "a match has to exceed the threshold"
 
 
 def test_cache_aware_gives_up_affinity_when_loads_are_unbalanced():

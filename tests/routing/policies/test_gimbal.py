@@ -100,6 +100,7 @@ def test_tokens_in_hand_are_counted_by_the_router_where_engines_do_not_tell():
 def test_an_engine_that_is_not_routable_is_neither_compared_nor_chosen():
     known = table(kv_usage=[0.99, 0.2, 0.3], num_tokens=[0, 0, 0], routable=[False, True, True])
     assert decide(GimbalV1(), known).reason == "no user"
+    assert [decide(GimbalV1(), known, turn).engine for turn in range(4)] == [1, 2, 1, 2]
 
 
 def test_gimbal_v2_adds_four_pressures_each_over_its_greatest():

@@ -46,10 +46,13 @@ def test_vllm_027_adds_kv_pressure_where_any_wait_and_never_counts_less_than_its
     known = table(num_waiting=[2, 0, 0], num_running=[2, 4, 0], kv_usage=[0.75, 0.9, 0.2], num_in_flight=[1, 1, 3])
     assert decide(Vllm027(), known).scores.tolist() == [4 + 2 * 6 * 0.25, 4, 3]
     assert decide(Vllm027(num_clients=2), known).scores.tolist() == [4 + 2 * 6 * 0.25, 4, 6]
+    half_empty = table(num_waiting=[2, 0], num_running=[1, 4], kv_usage=[0.2, 0.2])
+    assert decide(Vllm027(), half_empty).scores.tolist() == [3, 4], "KV use below one half is no pressure"
 
 
 def test_most_free_kv_counts_tokens_where_capacities_are_known_and_fractions_where_not():
     assert decide(MostFreeKv(), table(kv_usage=[0.5, 0.2], num_kv_tokens=[1000, 400])).engine == 0
+    assert decide(MostFreeKv(), table(kv_usage=[0.9, 0.2], num_kv_tokens=[1000, 400])).engine == 1
     assert decide(MostFreeKv(), table(kv_usage=[0.5, 0.2])).engine == 1
 
 

@@ -128,3 +128,14 @@ def test_it_works_from_the_first_request_on():
         engines.append(three.submit(request(str(i), prompt=range(i, i + 100)), i * MS).engine)
         three.report(engines[-1], LoadFigures(kv_usage=0.1, num_waiting=1, num_running=0), i * MS, i * MS)
     assert [engines.count(e) for e in range(3)] == [10, 10, 10]
+
+
+def test_an_engine_that_is_not_routable_is_no_measure_of_other_routers_load():
+    own = {"num_in_flight": [2, 2, 2], "routable": [True, True, False]}
+    known = table(
+        **own, num_foreign=[12, 2, 0], num_waiting=[0, 0, 0], num_running=[14, 4, 2],
+        prefill_tokens=[0, 0, 0], said_prefill_tokens=[0, 0, 0], queued_prefill_tokens=[0, 0, 0],
+    )  # fmt: skip
+    alone = decide(taught(), table(**own), req=OF_1000).scores
+    scores = decide(taught(), known, req=OF_1000).scores
+    assert (scores - alone)[:2].tolist() == pytest.approx([10 * (1000 + 200), 0])

@@ -101,6 +101,7 @@ def test_the_window_forgets_and_a_lost_engine_has_no_load():
         serve(it, str(i), tokens(rng.randrange(6), rng.randrange(1, 30)), i * S // 10, num_output_tokens=3)
     assert sum(len(sent) for sent in policy._sent_to.values()) <= 51
     assert sum(policy._tree.num_blocks.values()) <= 51 * 30
+    assert policy._length_sum == 3 * len(policy._lengths) <= 3 * 51
     for engine in (0, 1):
         it.engine_lost(engine, 31 * S)
     assert not any(policy._sent_to.values())

@@ -36,6 +36,9 @@ def test_dynamo_lets_a_hit_count_less_the_more_is_queued_there():
     known = table(prefill_tokens=[160, 0], context_tokens=[0, 0])
     choice = decide(Dynamo(overlap_decay=1), known, req=request(num_prompt_tokens=160), hit_tokens=[80, 80])
     assert choice.scores.tolist() == [(320 - 80 / 2 + 160) / 16, (160 - 80 + 160) / 16]
+    both = table(prefill_tokens=[320, 160], context_tokens=[0, 0])  # what both have does not count
+    choice = decide(Dynamo(overlap_decay=1), both, req=request(num_prompt_tokens=160), hit_tokens=[80, 80])
+    assert choice.scores.tolist() == [(480 - 80 / 2 + 160) / 16, (320 - 80 + 160) / 16]
 
 
 def test_dynamo_with_a_temperature_draws_by_softmax():

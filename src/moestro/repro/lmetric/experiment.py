@@ -107,7 +107,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
     def __init__(self, plan: LmetricPlan, traces: Path | None) -> None:
         self._plan = plan
-        self._step: Callable[[str], None] = lambda _: None
+        self._step: Callable[[str], None] = _unseen
         sources = generated_sources(plan.num_requests)
         if traces is not None:
             sources = trace_sources(traces, plan.num_requests) + sources
@@ -296,6 +296,10 @@ class LmetricExperiment(Experiment[LmetricFindings]):
                     measured=figures,
                 )
             )  # fmt: skip
+
+
+def _unseen(what: str) -> None:
+    """Show no step."""
 
 
 def _made(name: str, bed: Testbed) -> RoutePolicy:

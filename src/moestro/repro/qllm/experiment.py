@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,8 @@ from moestro.repro.qllm.findings import (
     ls_turnaround,
     throughput,
 )
-from moestro.repro.qllm.loads import LONG, SHORT, make_rows, offsets_ns
+from moestro.repro.qllm.loads import ANSWER_LIMITS, MIDDLE, PAPER_RATES, SHORT, make_rows, offsets_ns, planned
+from moestro.repro.qllm.sweep import sweep_point, sweep_table
 from moestro.repro.results import Claim
 from moestro.repro.tables import Column
 from moestro.repro.testbed import LEAD_IN, latency_ms
@@ -50,13 +52,13 @@ from moestro.sim.cluster import Cluster
 from moestro.sim.results import Results
 from moestro.workload.requests import RequestForm, RequestMaker
 
-WHOLE = GridPlan(loads=(SHORT, LONG), systems=tuple(ENGINES), seeds=(0, 1, 2, 3, 4))
+WHOLE = GridPlan(loads=tuple(map(planned, ANSWER_LIMITS)), systems=tuple(ENGINES), seeds=(0, 1, 2))
 QUICK = GridPlan(
     loads=(
-        PlannedLoad(name=SHORT.name, num_requests=150, rates=(1, 4, 7, 10)),
-        PlannedLoad(name=LONG.name, num_requests=20, rates=(0.1, 1)),
+        PlannedLoad(name=SHORT, num_requests=150, rates=PAPER_RATES),
+        PlannedLoad(name=MIDDLE, num_requests=80, rates=PAPER_RATES),
     ),
-    systems=tuple(ENGINES),
+    systems=(RUN_TO_COMPLETION, FCFS, FCFS_64, ITERATION, EXPERT),
     seeds=(0,),
 )
 # Dashed lines share the colour of the engine that they differ from by ageing, preemption or number of places.
@@ -82,6 +84,7 @@ class QllmExperiment(GridExperiment[QllmFindings]):
     """
 
     findings_type = QllmFindings
+    drawing = "moestro.repro.qllm.draw"
     columns = (
         Column("LS TTFT, s", ls_ttft, 1e3),
         Column("P99", ls_ttft_p99, 1e3),
@@ -134,15 +137,19 @@ class QllmExperiment(GridExperiment[QllmFindings]):
         return f"{super().table_title(findings, load, rate)}; lengths {findings.lengths}"
 
     def tables(self, findings: QllmFindings) -> Iterator[RenderableType]:
-        """A table for each load and rate, then a line about each engine."""
+        """A table for each load and rate, a line about each engine, then the paper's figures over the lengths."""
         yield from super().tables(findings)
         for name, engine in ENGINES.items():
             yield f"{name}: {engine.about}"
+        yield sweep_table([sweep_point(findings, load) for load in findings.loads])
 
 
 def make_experiment(settings: QllmSettings) -> QllmExperiment:
     """The experiment under these settings."""
-    return QllmExperiment(plan_for(settings, WHOLE, QUICK), settings.trace)
+    plan = plan_for(settings, WHOLE, QUICK)
+    if settings.num_requests is not None:
+        plan = replace(plan, loads=tuple(replace(load, num_requests=settings.num_requests) for load in plan.loads))
+    return QllmExperiment(plan, settings.trace)
 
 
 def serve(engine: str, maker: RequestMaker, arrivals: AtTimes) -> Results:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from moestro.repro.results import Cell, Findings
@@ -38,6 +40,9 @@ class QllmFindings(Findings[QllmCell], kw_only=True):
     lengths: str = ""
 
 
+Figure = Callable[[QllmCell], float]
+
+
 def ls_ttft(cell: QllmCell) -> float:
     """Return the mean TTFT of latency-sensitive requests, ms."""
     return cell.ls.ttft_ms.mean
@@ -66,3 +71,8 @@ def be_turnaround(cell: QllmCell) -> float:
 def throughput(cell: QllmCell) -> float:
     """Return the throughput, requests a second."""
     return cell.requests_per_s
+
+
+def num_answer_tokens(cell: QllmCell) -> float:
+    """Return the mean length of the answers, tokens."""
+    return cell.tokens_per_s / cell.requests_per_s

@@ -1,4 +1,8 @@
-"""QLLM's loads: ShareGPT's lengths, Poisson arrivals, one request in five latency-sensitive."""
+"""QLLM's loads: ShareGPT's lengths, Poisson arrivals, one request in five latency-sensitive.
+
+The paper does not state the length of answers. ShareGPT's own have a mean of 338 tokens, and the authors' repository
+says that the paper's version ended every sequence after ten. So each load cuts ShareGPT's answers at another length.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import numpy as np
 
 from moestro.errors import ConfigError
 from moestro.repro.grid import PlannedLoad
+from moestro.repro.qllm.engines import ENGINES, EXPERT, FCFS, FCFS_64, ITERATION, RUN_TO_COMPLETION
 from moestro.workload.arrivals import poisson
 from moestro.workload.rows import Int64s, Rows, labelled
 from moestro.workload.traces import read_trace
@@ -18,13 +23,39 @@ LS_SHARE = 0.2  # section 4, "Workload"
 # not. These log-normal mixes have the means; their spread and the bounds are ours.
 LONGEST = 1024
 _PROMPT, _ANSWER = (4.531, 1.1), (5.513, 0.9)  # mean and deviation of the logarithm
-SHORT_ANSWER = 10  # tokens; the authors' repository says that the paper's version ended every sequence there
+
+# Requests a second. The paper states its figures for rates up to 7, "while complying with the SLO"; the points between
+# are ours, because its figures are pictures.
+PAPER_RATES = (1, 3, 5, 7)
+_OVERLOAD = 10
+
+WHOLE_ANSWERS = "sharegpt_answers"
+# By load, the tokens after which every answer ends. None means that no answer is cut.
+ANSWER_LIMITS: dict[str, int | None] = {
+    **{f"answers_{tokens}": tokens for tokens in (10, 20, 40, 60, 80, 120, 240)},
+    WHOLE_ANSWERS: None,
+}
+SHORT, MIDDLE = "answers_10", "answers_60"
+_SWEPT = (RUN_TO_COMPLETION, FCFS, FCFS_64, ITERATION, EXPERT)
+# Requests of a run; long answers take more CPU time. 200 still have more LS requests than QLLM has places for them.
+_NUM_REQUESTS, _NUM_LONG_REQUESTS = 400, 200
+_LONG = ("answers_120", "answers_240", WHOLE_ANSWERS)
 
 
-# The paper's rates. Its answers' lengths are not published: ten tokens, as its authors' repository tells of the version
-# that the paper measured, or ShareGPT's own, at which the engine's cost bears 0.2 requests a second.
-SHORT = PlannedLoad(name="ten_tokens", num_requests=400, rates=(1, 3, 5, 7, 10))
-LONG = PlannedLoad(name="sharegpt_answers", num_requests=200, rates=(0.1, 0.2, 1, 7))
+def planned(name: str, num_requests: int | None = None) -> PlannedLoad:
+    """Plan a load. All engines serve the shortest one; those of the sweep serve the others.
+
+    Args:
+        num_requests: requests of a run. None means the plan's.
+    """
+    if num_requests is None:
+        num_requests = _NUM_LONG_REQUESTS if name in _LONG else _NUM_REQUESTS
+    return PlannedLoad(
+        name=name,
+        num_requests=num_requests,
+        rates=(*PAPER_RATES, _OVERLOAD) if name == SHORT else PAPER_RATES,
+        systems=tuple(ENGINES) if name == SHORT else _SWEPT,
+    )
 
 
 def make_rows(load: PlannedLoad, seed: int, trace: Path | None) -> Rows:
@@ -39,8 +70,9 @@ def make_rows(load: PlannedLoad, seed: int, trace: Path | None) -> Rows:
     """
     rng = np.random.default_rng([seed, 0])
     rows = _stand_in(load.num_requests, rng) if trace is None else _drawn(trace, load.num_requests, rng)
-    if load.name == SHORT.name:
-        rows = replace(rows, num_output_tokens=np.full(len(rows), SHORT_ANSWER, np.int64))
+    limit = ANSWER_LIMITS[load.name]
+    if limit is not None:
+        rows = replace(rows, num_output_tokens=np.minimum(rows.num_output_tokens, limit))
     return labelled(rows, LS_SHARE, seed)
 
 

@@ -1,0 +1,111 @@
+"""Answer of GET /statistics: the present figures of a server or router, for the page at `/`.
+
+Totals count from the start of the process. The page computes rates and percentiles from the differences of two answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from moestro import __version__
+from moestro.core.load_figures import LoadFigures
+from moestro.web.page import Program
+from moestro.web.prometheus import Histogram, merge
+
+
+class Durations(msgspec.Struct, frozen=True):
+    """Observed durations, counted in buckets.
+
+    Attributes:
+        bounds: Upper bounds of the buckets, in seconds; one more bucket lies above the last.
+        counts: Number of durations in each bucket.
+    """
+
+    bounds: Sequence[float]
+    counts: Sequence[int]
+
+    @classmethod
+    def of(cls, histograms: Iterable[Histogram]) -> Durations | None:
+        """Return the durations of all `histograms` together; None without a histogram."""
+        found = list(histograms)
+        if not found:
+            return None
+        merged = merge(found)
+        return cls(merged.bounds, merged.counts)
+
+
+class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of one engine. None means unknown.
+
+    Attributes:
+        condition: `up`, or why the engine gets no requests.
+        breaker: State of the circuit breaker; None means that there is none.
+        num_in_flight: Requests sent to the engine and not ended.
+        num_requests: Requests ended by the engine (serve), or given to it (route).
+        num_prompt_tokens: Prompt tokens of requests with a first output (serve), or of answers with usage (route).
+        num_cached_tokens: Those of them that came from the engine's prefix cache.
+        num_generated_tokens: Tokens received from the engine.
+        load: Last load figures.
+    """
+
+    name: str
+    condition: str
+    breaker: str | None
+    num_in_flight: int
+    num_requests: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int | None
+    load: LoadFigures
+
+
+class ExpertHeat(msgspec.Struct, frozen=True, kw_only=True):
+    """Load of the experts by the tokens of all engines, in the window of recent steps.
+
+    Attributes:
+        layers: Numbers of the layers with experts.
+        tokens: Visits per step to a layer's mean expert, by layer.
+        relative: Load of each expert over the mean of its layer, [layers][experts].
+        num_steps: Sum of the weights of the window's steps.
+    """
+
+    layers: list[int]
+    tokens: list[float]
+    relative: list[list[float]]
+    num_steps: float
+
+
+class LiveStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a server or router at one moment.
+
+    Attributes:
+        policy: Route policy.
+        mode: Mode in which engines compute; None for a router.
+        time_s: Time of the figures on a monotonic clock, in seconds.
+        num_requests: Requests that are being answered.
+        num_refused: Requests refused.
+        num_retried: Retries on another engine (route), or requests that moved when an engine ended (serve).
+        first_token_s: TTFT, or of a router the time to the first byte.
+        gap_s: ITL; None for a router.
+        clients_port, operators_port: Ports of both planes; None means that there is none, or that it is unknown.
+        has_experts: Whether the model has experts whose load can be asked for.
+        experts: Load of the experts, if asked for; None means that nothing was counted.
+    """
+
+    program: Program
+    version: str = __version__
+    policy: str
+    mode: str | None
+    time_s: float
+    num_requests: int
+    num_refused: int
+    num_retried: int
+    first_token_s: Durations | None
+    gap_s: Durations | None
+    clients_port: int | None
+    operators_port: int | None
+    engines: list[EngineStatistics]
+    has_experts: bool = False
+    experts: ExpertHeat | None = None
