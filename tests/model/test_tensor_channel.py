@@ -9,12 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import psutil
 import pytest
-from support.running import wait_until
+from support.running import PATIENCE_S, wait_until
 
 from moestro.model import tensor_channel
 from moestro.model.tensor_channel import TensorChannel, TensorChannels
-
-JOIN_S = 20  # a busy machine
 
 
 class Ends:
@@ -26,14 +24,14 @@ class Ends:
 
         def tell(other: int):
             def to_other(key: str, value: bytes) -> None:
-                assert have_begun.wait(JOIN_S)
+                assert have_begun.wait(PATIENCE_S)
                 self.ends[other].heard(key, value)
 
             return to_other
 
         self.ends: list[TensorChannel] = [makers[i].open(i, tell(1 - i), self.news.set) for i in range(2)]
         have_begun.set()
-        wait_until(lambda: all(end.is_open for end in self.ends), JOIN_S)
+        wait_until(lambda: all(end.is_open for end in self.ends))
 
     def is_broken(self) -> bool:
         return all(end.is_broken for end in self.ends)
@@ -41,7 +39,7 @@ class Ends:
     def close(self) -> None:
         for end in self.ends:
             end.close()
-        assert all(end.join(JOIN_S) for end in self.ends)
+        assert all(end.join(PATIENCE_S) for end in self.ends)
 
 
 @pytest.fixture
@@ -68,7 +66,7 @@ def taken(end: TensorChannel, num: int) -> list[bytes]:
             found.append(bytes(frame))
         return len(found) >= num
 
-    wait_until(has_all, JOIN_S)
+    wait_until(has_all)
     return found
 
 
@@ -93,7 +91,7 @@ def test_a_receiver_is_woken_and_uses_no_time_before(ends):
     ends.ends[1].expect(3)
     ends.news.clear()
     ends.ends[0].send(np.arange(3, dtype=np.uint8).data)
-    assert ends.news.wait(JOIN_S)
+    assert ends.news.wait(PATIENCE_S)
     assert taken(ends.ends[1], 1) == [b"\0\1\2"]
 
 
@@ -110,17 +108,17 @@ def test_a_close_ends_all_waits_at_both_ends_and_leaves_no_thread(makers, is_sen
             else:  # what nobody sends
                 end.expect(5)
         both.ends[0].close()
-        wait_until(both.is_broken, JOIN_S)
+        wait_until(both.is_broken)
         both.close()
-    wait_until(lambda: (process.num_threads(), process.num_fds()) <= before, JOIN_S)
+    wait_until(lambda: (process.num_threads(), process.num_fds()) <= before)
 
 
 def test_what_arrived_before_a_break_can_be_taken(ends):
     ends.ends[1].expect(4)
     ends.ends[0].send(np.ones(4, np.uint8).data)
-    wait_until(lambda: ends.ends[1]._arrived, JOIN_S)
+    wait_until(lambda: ends.ends[1]._arrived)
     ends.ends[0].close()
-    wait_until(lambda: ends.ends[1].is_broken or ends.ends[1].expect(1), JOIN_S)
+    wait_until(lambda: ends.ends[1].is_broken or ends.ends[1].expect(1))
     assert taken(ends.ends[1], 1) == [b"\1\1\1\1"]
     assert ends.ends[1].take() is None
 
@@ -128,22 +126,22 @@ def test_what_arrived_before_a_break_can_be_taken(ends):
 def test_an_end_whose_other_end_does_not_come_breaks(makers, monkeypatch):
     monkeypatch.setattr(tensor_channel, "MEET_S", 0.1)
     alone = makers[0].open(0, lambda *_: None, lambda: None)
-    wait_until(lambda: alone.is_broken, JOIN_S)
+    wait_until(lambda: alone.is_broken)
     assert not alone.is_open
     alone.close()
-    assert alone.join(JOIN_S)
+    assert alone.join(PATIENCE_S)
 
 
 def test_an_end_that_is_closed_while_it_waits_for_the_other_one_ends_at_once(makers):
     told: list[str] = []
     alone = makers[0].open(0, lambda key, _: told.append(key), lambda: None)
-    wait_until(lambda: told, JOIN_S)
+    wait_until(lambda: told)
     alone.close()
     assert alone.join(tensor_channel.MEET_S / 2)
 
 
 def test_a_host_that_is_not_this_machine_breaks_the_channel_alone():
     elsewhere = TensorChannels("192.0.2.1").open(0, lambda *_: None, lambda: None)
-    wait_until(lambda: elsewhere.is_broken, JOIN_S)
+    wait_until(lambda: elsewhere.is_broken)
     elsewhere.close()
-    assert elsewhere.join(JOIN_S)
+    assert elsewhere.join(PATIENCE_S)

@@ -125,7 +125,7 @@ def test_no_renderer_outlives_the_server_even_in_the_middle_of_a_loop(number, co
             processes = server.processes()
             os.kill(server.process.pid, number)
             server.process.wait(PATIENCE_S)
-        wait_until(lambda: not any(each.is_running() for each in processes), 8 * LIMIT_S)
+        wait_until(lambda: not any(each.is_running() for each in processes))
     finally:
         server.kill()
 
