@@ -20,9 +20,10 @@ from moestro.flow.settings import SteppingSettings
 from moestro.placement.live_settings import LivePlacementSettings
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n" * 20, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 30]
+ASYNC = ("--mode", "async", "--attention", "2", "--experts", "2", "--num-redundant-experts", "4")
 MODES = {
     "ep": ("--mode", "ep", "--engines", "2", "--num-redundant-experts", "4"),
-    "async": ("--mode", "async", "--attention", "2", "--experts", "2", "--num-redundant-experts", "4"),
+    "async": (*ASYNC, "--expert-timeout", "100"),  # on a busy machine no worker counts as hung
 }
 INTERVAL = 50
 

@@ -74,16 +74,15 @@ def test_a_standby_that_cannot_start_is_not_tried_again():
     run(test, "raise SystemExit(3)")
 
 
-def test_a_stopped_standby_is_replaced(monkeypatch):
-    monkeypatch.setattr("moestro.server.standby._FORK_S", 0.2)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_standby_that_is_lost_is_replaced_by_the_next_fork(number):
+    """Its workers hold its end of the socket open, so that no end of file tells of its death."""
 
     async def test(standby):
-        first = await standby.fork("experts 0", "")
-        standby._process.send_signal(signal.SIGSTOP)
-        assert await standby.fork("experts 1", "") is None  # this one loads its own libraries
-        second = await standby.fork("experts 2", "")
-        assert first is not None
-        assert second is not None
+        first, lost = await standby.fork("experts 0", ""), standby._process
+        lost.send_signal(number)
+        second = await standby.fork("experts 1", "")
+        assert standby._process is not lost
         for each in (first, second):
             each.signal(signal.SIGKILL)
             assert (await each.wait()).was_killed

@@ -88,7 +88,7 @@ class Standby:
         self._is_possible = adopt_orphans()
 
     async def fork(self, name: str, peer_address: str, listen_fd: int | None = None) -> ForkedWorker | None:
-        """Start a worker. The first one waits until the libraries are loaded.
+        """Start a worker. The first one waits until the libraries are loaded, and so does one that finds it lost.
 
         Args:
             name: Name for `ps`.
@@ -101,23 +101,29 @@ class Standby:
         if not self._is_possible:
             return None
         async with self._turn:
-            if self._process is None or self._process.returncode is not None:
-                await self._start()
-            read, write = os.pipe()
-            try:
-                pid, inherited = await self._ask(name, (read,) if listen_fd is None else (read, listen_fd))
-            except OSError as error:  # TimeoutError is one.
-                os.close(write)
-                logger.warning("the process on standby forks no worker: %s", str(error) or "it does not answer")
-                self._is_possible = self._has_forked  # Without a first worker, another one would end the same way.
-                await self.end()
-                return None
-            except BaseException:
-                os.close(write)
-                raise
-            finally:
-                os.close(read)
-            return ForkedWorker(pid, write, peer_address, inherited)
+            while True:
+                if self._process is None or self._process.returncode is not None:
+                    await self._start()
+                was_used = self._has_forked
+                try:
+                    return await self._fork(name, peer_address, listen_fd)
+                except OSError as error:  # TimeoutError is one.
+                    logger.warning("the process on standby forks no worker: %s", str(error) or "it does not answer")
+                    await self.end()
+                    if not was_used:  # Another one would end the same way.
+                        self._is_possible = False
+                        return None
+
+    async def _fork(self, name: str, peer_address: str, listen_fd: int | None) -> ForkedWorker:
+        read, write = os.pipe()
+        try:
+            pid, inherited = await self._ask(name, (read,) if listen_fd is None else (read, listen_fd))
+        except BaseException:
+            os.close(write)
+            raise
+        finally:
+            os.close(read)
+        return ForkedWorker(pid, write, peer_address, inherited)
 
     async def _start(self) -> None:
         await self.end()
@@ -134,12 +140,25 @@ class Standby:
         assert self._control is not None, "called after _start"
         async with asyncio.timeout(_FORK_S if self._has_forked else _LOAD_S):
             socket.send_fds(self._control, [name.encode()], descriptors)
-            answer = await asyncio.get_running_loop().sock_recv(self._control, 64)
+            answer = await self._answer()
         if not answer:
             raise ConnectionResetError("it has ended")
         self._has_forked = True
         pid, *inherited = map(int, answer.split())
         return pid, inherited[0] if inherited else None
+
+    async def _answer(self) -> bytes:
+        """Return its next message; b"" means that it has ended. Its workers hold its end of the socket open."""
+        assert self._control is not None, "called after _start"
+        assert self._process is not None, "called after _start"
+        answer = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(self._control, 64))
+        end = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait((answer, end), return_when=asyncio.FIRST_COMPLETED)
+            return answer.result() if answer.done() else b""
+        finally:
+            answer.cancel()
+            end.cancel()
 
     def kill(self) -> None:
         """Kill the process. Workers that it has forked live on."""
