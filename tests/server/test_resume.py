@@ -10,6 +10,7 @@ import pytest
 from support.fake_rank import CRASH
 from support.interrupted_answers import (
     EXACT,
+    LENGTH,
     NEAR_TIES,
     SAMPLED,
     SCORED,
@@ -124,12 +125,12 @@ def test_a_request_that_moves_is_counted_once(start, tmp_path):
     counts = ("request_success_total", "time_to_first_token_seconds_count", "request_queue_time_seconds_count")
     assert [total(server, name) for name in counts] == [8, 8, 8]
     assert total(server, "prompt_tokens_total") == 8 * prompt
-    assert total(server, "generation_tokens_total") == 8 * 200
-    assert total(server, "inter_token_latency_seconds_count") == 8 * 199
-    assert total(server, "request_generation_tokens_sum") == 8 * 200
+    assert total(server, "generation_tokens_total") == 8 * LENGTH
+    assert total(server, "inter_token_latency_seconds_count") == 8 * (LENGTH - 1)
+    assert total(server, "request_generation_tokens_sum") == 8 * LENGTH
     server.stop()
     recorded = read_request_record(tmp_path / "record").requests
-    assert [(each.num_prompt_tokens, each.num_output_tokens) for each in recorded] == [(prompt, 200)] * 8
+    assert [(each.num_prompt_tokens, each.num_output_tokens) for each in recorded] == [(prompt, LENGTH)] * 8
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"logprobs": 1}])

@@ -60,8 +60,11 @@ def bare(body: bytes) -> bytes:
     return re.sub(rb'"(id|created)":("[^"]*"|\d+),?', b"", body)
 
 
+LENGTH = 800  # tokens: a fake rank takes 1.6 s, so that an answer lasts until its engine is killed
+
+
 def completion(prompt: str, **fields: object) -> tuple[str, dict[str, Any]]:
-    return COMPLETIONS, {"prompt": prompt, "max_tokens": 200, "temperature": 0, "ignore_eos": True} | fields
+    return COMPLETIONS, {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True} | fields
 
 
 def stream(prompt: str, **fields: object) -> tuple[str, dict[str, Any]]:
@@ -69,7 +72,7 @@ def stream(prompt: str, **fields: object) -> tuple[str, dict[str, Any]]:
 
 
 def chat(text: str, **fields: object) -> tuple[str, dict[str, Any]]:
-    asked = {"messages": [{"role": "user", "content": text}], "max_tokens": 200, "ignore_eos": True}
+    asked = {"messages": [{"role": "user", "content": text}], "max_tokens": LENGTH, "ignore_eos": True}
     return CHAT, asked | fields
 
 
