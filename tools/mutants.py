@@ -139,7 +139,7 @@ class TestRun:
 
     @classmethod
     def start(cls, package_parent: Path, tests: Iterable[str], output: Path, *options: str) -> TestRun:
-        arguments = ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-W", ALREADY_IMPORTED, *options]
+        arguments = ["-q", "-p", "no:cacheprovider", "-W", ALREADY_IMPORTED, *options]
         pid = os.fork()
         if pid == 0:
             status = 3  # pytest's own for an internal error

@@ -1,4 +1,4 @@
-"""Runs real clients, unmodified and each in an environment of its own, against `moestro serve` and `moestro route`.
+"""Runs real, unmodified clients against `moestro serve` and `moestro route`, each in a separate environment.
 
     python bench/clients/run.py --work /tmp/clients --json bench/results/serving/clients.json [--only openai litellm]
         [--jobs 4] [--vllm VENV/bin/python]

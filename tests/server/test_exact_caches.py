@@ -16,7 +16,7 @@ from support.kv_listener import names as names_of
 from support.routers import request, router
 from support.running import Running, call_admin, complete, free_port, is_idle, wait_until
 
-from moestro.config.cores import usable_cores
+from moestro.config.linux_process import usable_cores
 from moestro.core.hashing import split_hashes
 from moestro.core.load_figures import IDLE
 from moestro.core.request import FinishReason, Output

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
+from moestro.config.linux_process import usable_cores
 from moestro.config.serve_settings import ServeSettings
 
 
@@ -18,11 +18,6 @@ def cores_of(settings: ServeSettings, rank: int) -> tuple[int, ...]:
     if not settings.processes.bind_cores or not is_local or num_processes == 1 or rank >= num_processes:
         return ()
     return share_of_cores(usable_cores(), rank, num_processes)
-
-
-def usable_cores() -> tuple[int, ...]:
-    """Return the numbers of the cores that this process may use; () if the system does not tell."""
-    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
 def share_of_cores(cores: Sequence[int], number: int, num_processes: int) -> tuple[int, ...]:

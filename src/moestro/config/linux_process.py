@@ -55,6 +55,11 @@ def rename_last_arguments(marker: str, text: str) -> None:
         ctypes.memmove(start, title, room)
 
 
+def usable_cores() -> tuple[int, ...]:
+    """Return the numbers of the cores that this process may use; () if the system does not tell."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+
+
 def bind_to_cores(cores: Sequence[int]) -> bool:
     """Let all threads of this process, and those that they start, run on `cores` alone. Returns whether they do."""
     try:

@@ -1,4 +1,4 @@
-"""Independent jobs on all cores of this machine, in processes of their own."""
+"""Runs independent jobs in several processes, on all cores of this machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
+from moestro.config.linux_process import usable_cores
 from moestro.config.user_code import accept_user_code
 
 Job = TypeVar("Job")
@@ -16,7 +17,7 @@ Answer = TypeVar("Answer")
 
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_cores()) or os.cpu_count() or 1
 
 
 def run_jobs(function: Callable[[Job], Answer], jobs: Sequence[Job], num_processes: int) -> Iterator[Answer]:

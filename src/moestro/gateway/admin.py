@@ -43,7 +43,7 @@ class Admin:
         engine_admin: EngineAdmin,
         decision_log: DecisionLog,
         metrics: Callable[[], bytes],
-        statistics: Callable[[bool], LiveStatistics],
+        statistics: Callable[[], LiveStatistics],
     ) -> None:
         self._engine_admin = engine_admin
         self._decision_log = decision_log
@@ -70,7 +70,7 @@ class Admin:
                 web.post("/admin/engines/{name}/resume", self.resume),
                 web.get("/admin/explain/{request_id}", self.explain),
                 web.get("/admin/decisions", self.decisions),
-                *page_routes("route", "operators", self._statistics),
+                *page_routes("route", "operators", lambda _: self._statistics()),  # a router knows no experts
                 *IndexTransfer(self._engine_admin.fleet, self._engine_admin.reading).routes(),
             ]
         )

@@ -34,7 +34,7 @@ class FleetStatistics:
     clients_port: int | None = None
     operators_port: int | None = None
 
-    def read(self, _with_experts: bool = False) -> LiveStatistics:  # noqa: FBT001, FBT002 - a router knows no experts
+    def read(self) -> LiveStatistics:
         """Return the present figures."""
         now_ns, engines = time.monotonic_ns(), list(self.fleet)
         return LiveStatistics(

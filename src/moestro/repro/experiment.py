@@ -12,6 +12,10 @@ from moestro.errors import ConfigError
 from moestro.repro.results import Claim, FindingsT
 
 
+def show_no_step(what: str) -> None:
+    """Show no step of a run. A function of a module, because experiments travel between processes."""
+
+
 class Experiment(ABC, Generic[FindingsT]):
     """One paper's experiment under given settings. The frame runs it load by load.
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from moestro import __version__
 from moestro.config.process_pool import num_cores, run_jobs
 from moestro.config.run_record import RunRecord, run_record
-from moestro.repro.experiment import Experiment
+from moestro.repro.experiment import Experiment, show_no_step
 from moestro.repro.results import FindingsT, LoadPart, Reproduced, merged, write_result
 from moestro.repro.tables import claims_table
 from moestro.workload.progress import progress_bar
@@ -114,11 +114,7 @@ def _num_runs(job: _LoadJob[FindingsT]) -> int:
     return job.experiment.num_runs(job.load)
 
 
-def _unseen(what: str) -> None:
-    """Show no step, because a bar lives in another process."""
-
-
-def _make_part(job: _LoadJob[FindingsT], step: Callable[[str], None] = _unseen) -> LoadPart:
+def _make_part(job: _LoadJob[FindingsT], step: Callable[[str], None] = show_no_step) -> LoadPart:
     """Run a load, and keep its part as soon as it is made."""
     findings = job.experiment.run(job.load, step)
     raw = msgspec.Raw(msgspec.json.encode(findings))

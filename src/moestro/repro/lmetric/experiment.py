@@ -15,7 +15,7 @@ from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.errors import ConfigError
-from moestro.repro.experiment import Experiment
+from moestro.repro.experiment import Experiment, show_no_step
 from moestro.repro.lmetric import LmetricSettings
 from moestro.repro.lmetric.adversary import with_hot_prefix
 from moestro.repro.lmetric.claims import claims_of
@@ -107,7 +107,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
     def __init__(self, plan: LmetricPlan, traces: Path | None) -> None:
         self._plan = plan
-        self._step: Callable[[str], None] = _unseen
+        self._step: Callable[[str], None] = show_no_step
         sources = generated_sources(plan.num_requests)
         if traces is not None:
             sources = trace_sources(traces, plan.num_requests) + sources
@@ -296,10 +296,6 @@ class LmetricExperiment(Experiment[LmetricFindings]):
                     measured=figures,
                 )
             )  # fmt: skip
-
-
-def _unseen(what: str) -> None:
-    """Show no step."""
 
 
 def _made(name: str, bed: Testbed) -> RoutePolicy:
