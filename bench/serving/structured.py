@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="rounds of the measurement of time per token")
     options = parser.parse_args()
     conditions = run_record("measured")
-    with moestro(PORT, "--dtype", "float32") as server:
+    with moestro(PORT) as server:
         answers = asyncio.run(check_answers(server.url, options.answers))
         overhead = measure_overhead(server, options.rounds) if options.rounds else []
     figures = {"answers": answers, "overhead": overhead}

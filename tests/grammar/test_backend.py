@@ -34,7 +34,7 @@ def tokens_of(mask) -> list[int]:
 
 def following(pattern: str, text: str, **wishes) -> list[int]:
     masks = backend(VOCABULARY)
-    (mask,) = masks.compute([asked(masks.matcher(Grammar("regex", pattern)), ids(text), **wishes)])
+    mask = masks.mask(asked(masks.matcher(Grammar("regex", pattern)), ids(text), **wishes))
     return tokens_of(mask)
 
 
@@ -49,7 +49,7 @@ def test_an_answer_that_passed_the_end_is_free_as_in_vllm():
     masks = backend(VOCABULARY)
     matcher = masks.matcher(Grammar("regex", "a"))
     texts = [ids("a"), [*ids("a"), 0], [*ids("a"), 0, 7, 9]]
-    counts = [len(tokens_of(masks.compute([asked(matcher, text)])[0])) for text in texts]
+    counts = [len(tokens_of(masks.mask(asked(matcher, text)))) for text in texts]
     assert counts == [2, VOCABULARY, VOCABULARY]
 
 
@@ -70,7 +70,7 @@ def test_masks_equal_their_plain_twin_in_any_batch_and_any_order(seed):
             asked(masks.matcher(grammar) if rng.random() < 0.3 else matcher, generated)
             for grammar, generated, matcher in chosen
         ]
-        for (grammar, generated, _), mask in zip(chosen, masks.compute(requests), strict=True):
+        for (grammar, generated, _), mask in zip(chosen, map(masks.mask, requests), strict=True):
             sampling = SamplingParams(max_tokens=99, grammar=grammar)
             allowed = np.flatnonzero(plain_grammar.allowed(generated, sampling, VOCABULARY)).tolist()
             assert tokens_of(mask) == allowed
@@ -81,7 +81,7 @@ def test_masks_equal_their_plain_twin_in_any_batch_and_any_order(seed):
 def test_a_token_that_the_grammar_excludes_fails_the_matcher_and_no_other():
     masks = backend(VOCABULARY)
     wrong, right = (masks.matcher(Grammar("regex", "ab")) for _ in range(2))
-    first, second = masks.compute([asked(wrong, ids("z")), asked(right, ids("a"))])
+    first, second = masks.mask(asked(wrong, ids("z"))), masks.mask(asked(right, ids("a")))
     assert (tokens_of(first), tokens_of(second)) == ([], ids("b"))
     assert masks.failure(wrong) is not None
     assert masks.failure(right) is None
@@ -90,7 +90,7 @@ def test_a_token_that_the_grammar_excludes_fails_the_matcher_and_no_other():
 def test_a_grammar_that_does_not_compile_fails_its_matcher():
     masks = backend(VOCABULARY)
     matcher = masks.matcher(Grammar("regex", "(a"))
-    (mask,) = masks.compute([asked(matcher, [])])
+    mask = masks.mask(asked(matcher, []))
     assert tokens_of(mask) == []
     assert "unclosed" in masks.failure(matcher)
 
@@ -113,16 +113,18 @@ def test_compiled_grammars_are_shared_and_bounded(monkeypatch):
     masks.close()
 
 
-def test_an_error_of_the_library_ends_the_requests_and_not_the_rank(monkeypatch, caplog):
+def test_an_error_of_the_library_ends_its_request_and_neither_others_nor_the_rank(monkeypatch, caplog):
     masks = MaskBackend(VocabularySource(plain_grammar.tokenizer_directory(VOCABULARY), VOCABULARY, ENDS))
 
     class Broken:
         def unsafe_compute_mask_ptr(self, *_: object) -> None:
             raise BaseException("a panic")  # as the library's panics are
 
-    monkeypatch.setattr(masks, "_executor", Broken())
-    matcher = masks.matcher(Grammar("regex", "ab"))
-    (mask,) = masks.compute([asked(matcher, [])])
-    assert tokens_of(mask) == []
-    assert "a panic" in masks.failure(matcher)
+    broken, healthy = (masks.matcher(Grammar("regex", text)) for text in ("ab", "ba"))
+    monkeypatch.setattr(broken, "follow", lambda generated: Broken())
+    refused, mask = masks.mask(asked(broken, [])), masks.mask(asked(healthy, []))
+    assert tokens_of(refused) == []
+    assert "a panic" in masks.failure(broken)
+    assert tokens_of(mask), "the other request goes on"
+    assert masks.failure(healthy) is None
     masks.close()

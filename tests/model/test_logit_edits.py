@@ -15,7 +15,7 @@ from moestro.core.grammar import Grammar
 from moestro.core.work import LOGITS_LAST, LOGITS_NONE, LogitEdits
 from moestro.engine.logit_edits import SequenceEdits, join_edits
 from moestro.engine.sequences import sampling_row
-from moestro.model.logit_edits import edit_logits
+from moestro.model.logit_edits import _forbidden, edit_logits
 
 VOCAB = 60
 
@@ -177,3 +177,9 @@ def test_logprobs_are_of_the_raw_distribution_also_where_logits_are_edited(check
     assert entry.logprob == pytest.approx(float(raw[77]))
     assert entry.rank == 1 + int((raw > raw[77]).sum()) > 1
     assert [token for token, _ in entry.top] == raw.topk(3).indices.tolist()
+
+
+def test_masks_are_unpacked_on_an_accelerator_as_on_a_cpu():
+    packed = np.random.default_rng(0).integers(-(2**31), 2**31, (5, 4), np.int32)
+    forbidden = _forbidden(packed, torch.zeros(5, 99)).numpy()
+    assert np.array_equal(~forbidden, np.unpackbits(packed.view(np.uint8), axis=1, count=99, bitorder="little") > 0)

@@ -6,7 +6,6 @@ nor a chunk, nor a preemption, nor another engine changes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,22 +50,22 @@ class MaskRequest:
 
 
 class TokenMask(Protocol):
-    """Mask of one row of logits. It may still be in computation."""
+    """Mask of one row of logits, computed when it is asked for."""
 
     def words(self) -> NDArray[np.int32]:
-        """int32[words], bit t % 32 of word t // 32 says whether token t is allowed. Waits for the computation."""
+        """int32[words], bit t % 32 of word t // 32 says whether token t is allowed."""
         ...
 
 
 class GrammarBackend(Protocol):
-    """Computes masks beside the steps of a rank; `grammar.backend` has one."""
+    """Computes the masks of a rank; `grammar.backend` has one."""
 
     def matcher(self, grammar: Grammar) -> Any:
         """Return the matcher of a new sequence."""
         ...
 
-    def compute(self, requests: Sequence[MaskRequest]) -> list[TokenMask]:
-        """Start the computation of masks, and return at once."""
+    def mask(self, request: MaskRequest) -> TokenMask:
+        """Return a mask that is not computed yet."""
         ...
 
     def failure(self, matcher: Any) -> str | None:

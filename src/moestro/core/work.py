@@ -49,8 +49,8 @@ class LogitEdits(msgspec.Struct, frozen=True, eq=False, gc=False):
         biased: int32[2, n], each pair at most once.
         bias: float32[n], added to the logits of `biased`.
         banned: int32[2, n], tokens that must not be sampled yet.
-        masks: pairs (index into the units, mask of its tokens), by unit, each unit at most once. The masks may still be
-            in computation.
+        masks: pairs (index into the units, mask of its tokens), by unit, each unit at most once. The masks are
+            computed when the sampler asks for them.
     """
 
     said: Int32s

@@ -18,6 +18,7 @@ from moestro.core.request import Request
 from moestro.core.work import Int32s, LogitEdits
 
 _NONE = np.empty(0, np.int32)
+_NO_PAIRS = np.empty((2, 0), np.int32)
 _WORD_BITS = 32
 
 
@@ -107,7 +108,7 @@ def join_edits(
     tokens: Sequence[Int32s],
     grammars: GrammarBackend | None = None,
 ) -> LogitEdits | None:
-    """Join the edits of several units of a plan, and start to compute their masks. None means that no logit changes.
+    """Join the edits of several units of a plan. None means that no logit changes.
 
     Args:
         rows: indices of the units in the plan.
@@ -135,18 +136,17 @@ def _masks(
     rows: Sequence[int], pairs: Sequence[tuple[SequenceEdits, Int32s]], grammars: GrammarBackend | None
 ) -> tuple[tuple[int, TokenMask], ...]:
     """Masks of the units that have one."""
-    found: dict[int, TokenMask] = {}
-    following = [
-        (row, own.mask_request(known)) for row, (own, known) in zip(rows, pairs, strict=True) if own.matcher is not None
-    ]
-    if following:
-        assert grammars is not None, "a matcher comes from a backend"
-        computed = grammars.compute([request for _, request in following])
-        found.update(zip((row for row, _ in following), computed, strict=True))
-    for row, (own, _) in zip(rows, pairs, strict=True):
+    found: list[tuple[int, TokenMask]] = []
+    for row, (own, known) in zip(rows, pairs, strict=True):
+        mask: TokenMask | None = None
+        if own.matcher is not None:
+            assert grammars is not None, "a matcher comes from a backend"
+            mask = grammars.mask(own.mask_request(known))
         if own.listed is not None:
-            found[row] = ListedTokens(own.listed, found.get(row))
-    return tuple(sorted(found.items()))
+            mask = ListedTokens(own.listed, mask)
+        if mask is not None:
+            found.append((row, mask))
+    return tuple(found)
 
 
 def _packed(token_ids: Sequence[int]) -> NDArray[np.int32]:
@@ -159,4 +159,6 @@ def _packed(token_ids: Sequence[int]) -> NDArray[np.int32]:
 def _pairs(rows: Sequence[int], token_ids: Sequence[Int32s]) -> Int32s:
     """int32[2, n], (row, token id) pairs."""
     counts = [len(ids) for ids in token_ids]
+    if not any(counts):
+        return _NO_PAIRS
     return np.stack([np.repeat(np.array(rows, np.int32), counts), np.concatenate(token_ids)])

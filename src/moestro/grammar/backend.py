@@ -1,21 +1,19 @@
-"""Token masks of a rank: computed by threads of its process while the device computes the logits.
+"""Token masks of a rank, computed when the sampler asks for them.
 
-One thread compiles grammars and another one follows answers, so that a slow grammar delays no mask. The work itself is
-done without the interpreter's lock.
+By then the step is launched, so an accelerator computes the logits meanwhile. On a CPU a mask takes about 20
+microseconds of a step's milliseconds; a thread beside the step took longer than that to be woken and to get the
+interpreter's lock (`bench/serving/structured.py`). Grammars are compiled by a thread, because that takes milliseconds.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections import OrderedDict
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
-from llguidance import LLExecutor
 from numpy.typing import NDArray
 
 from moestro.core.grammar import Grammar, MaskRequest, TokenMask
@@ -25,12 +23,11 @@ from moestro.grammar.compiler import GrammarCompiler, VocabularySource, failure_
 logger = logging.getLogger(__name__)
 
 MAX_COMPILED = 64  # grammars that are kept for later requests
-MAX_MASK_THREADS = 8  # threads for the masks of a batch; the device's own threads need the other cores
 _WORD_BITS = 32
 
 
 class AnswerMatcher:
-    """Place of one answer in its grammar. The thread that computes masks owns it.
+    """Place of one answer in its grammar.
 
     Attributes:
         compiled: the grammar; each answer takes a copy.
@@ -71,18 +68,28 @@ class AnswerMatcher:
         return self.failure is not None
 
 
-class _MaskRow:
-    """One row of a batch of masks, which may be in computation; implements `core.grammar.TokenMask`."""
+class _Mask:
+    """The mask of one request; implements `core.grammar.TokenMask`."""
 
-    __slots__ = ("_batch", "_row")
+    __slots__ = ("_request", "_words")
 
-    def __init__(self, batch: Future[NDArray[np.int32]], row: int) -> None:
-        self._batch, self._row = batch, row
+    def __init__(self, request: MaskRequest, num_words: int) -> None:
+        self._request: MaskRequest | None = request
+        self._words = np.zeros(num_words, np.int32)
 
     def words(self) -> NDArray[np.int32]:
-        """Implement `TokenMask.words`."""
-        words: NDArray[np.int32] = self._batch.result()[self._row]
-        return words
+        """Implement `TokenMask.words`. Computed at the first call; a failed matcher allows nothing."""
+        request, self._request = self._request, None
+        if request is not None:
+            try:
+                _fill(self._words, request)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic of the library is no Exception; it must not end the rank
+                logger.exception("a mask could not be computed")
+                request.matcher.failure = f"internal error: {error}"
+                self._words[:] = 0
+        return self._words
 
 
 class MaskBackend:
@@ -102,8 +109,6 @@ class MaskBackend:
         self._compiled: WeakValueDictionary[Grammar, Future[Any]] = WeakValueDictionary()
         self._kept: OrderedDict[Grammar, Future[Any]] = OrderedDict()
         self._compile_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._executor = LLExecutor(num_threads=min(os.cpu_count() or 1, MAX_MASK_THREADS))
 
     def prepare(self, grammar: Grammar) -> Future[Any]:
         """Start to compile `grammar`, unless it is compiled. Returns what is done when it is.
@@ -123,43 +128,30 @@ class MaskBackend:
         """Implement `GrammarBackend.matcher`."""
         return AnswerMatcher(self.prepare(grammar), self._eos_token_ids)
 
-    def compute(self, requests: Sequence[MaskRequest]) -> list[TokenMask]:
-        """Implement `GrammarBackend.compute`. Batches are computed in order, so a matcher has one user at a time."""
-        batch = self._mask_thread.submit(self._fill, list(requests))
-        return [_MaskRow(batch, row) for row in range(len(requests))]
+    def mask(self, request: MaskRequest) -> TokenMask:
+        """Implement `GrammarBackend.mask`."""
+        return _Mask(request, self._num_words)
 
     def failure(self, matcher: AnswerMatcher) -> str | None:
         """Implement `GrammarBackend.failure`."""
         return matcher.failure
 
     def close(self) -> None:
-        """End the threads."""
+        """End the thread that compiles."""
         self._compile_thread.shutdown(wait=False, cancel_futures=True)
-        self._mask_thread.shutdown(wait=False, cancel_futures=True)
 
-    def _fill(self, requests: list[MaskRequest]) -> NDArray[np.int32]:
-        """int32[requests, words], the masks. A failed matcher allows nothing."""
-        masks = np.zeros((len(requests), self._num_words), np.int32)
-        try:
-            asked = [(request.matcher.follow(request.generated), row) for row, request in enumerate(requests)]
-            live = [(matcher, row) for matcher, row in asked if matcher is not None]
-            if live:
-                row_bytes = masks.itemsize * self._num_words
-                self._executor.unsafe_compute_mask_ptr(live, masks.ctypes.data, row_bytes, len(masks))
-            for _, row in live:
-                if requests[row].matcher.note_failure():
-                    masks[row] = 0
-                else:
-                    _exclude(masks[row], requests[row].unwanted)
-        except BaseException as error:  # a panic of the library is no Exception; it must not end the rank
-            logger.exception("masks could not be computed")
-            for request in requests:
-                request.matcher.failure = request.matcher.failure or f"internal error: {error}"
-            return np.zeros_like(masks)
-        for row, request in enumerate(requests):
-            if request.matcher.is_over:
-                masks[row] = -1
-        return masks
+
+def _fill(mask: NDArray[np.int32], request: MaskRequest) -> None:
+    """Set int32[words], zeros, to the mask of one request."""
+    matcher = request.matcher.follow(request.generated)
+    if matcher is not None:
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if request.matcher.note_failure():
+            mask[:] = 0
+        else:
+            _exclude(mask, request.unwanted)
+    elif request.matcher.is_over:
+        mask[:] = -1
 
 
 def _exclude(words: NDArray[np.int32], token_ids: Int32s) -> None:
