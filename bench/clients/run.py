@@ -61,6 +61,7 @@ LOAD_TOOLS: dict[Client, dict[str, LoadTool]] = {
     },
 }
 VLLM = Client("vllm bench serve", ("vllm",))
+EVERY = (*SCRIPTED, VERCEL, *LOAD_TOOLS, VLLM)  # in the order of the table
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,6 @@ class Bench:
 
     work: Path
     vllm: Path | None
-
-    def clients(self) -> list[Client]:
-        """Return all clients, in the order of the table."""
-        return [*SCRIPTED, VERCEL, *LOAD_TOOLS, *([VLLM] if self.vllm else [])]
 
     def result(self, client: Client, direct_url: str, routed_url: str) -> dict[str, Any]:
         """Return a client's version, and one row for each case with both results and the reason of a failure."""
@@ -147,8 +144,10 @@ def main() -> None:
     conditions = msgspec.to_builtins(run_record("measured"))
     earlier = json.loads(args.json.read_text()) if args.only and args.json and args.json.exists() else {}
     found: dict[str, object] = earlier.get("clients", {})
-    every = bench.clients()
-    chosen = [client for client in every if not args.only or client.name in args.only]
+    offered = {client.name: client for client in EVERY if args.vllm or client is not VLLM}
+    if unknown := set(args.only) - set(offered):
+        parser.error(f"--only: no client is called {', '.join(sorted(unknown))}; choose among {', '.join(offered)}")
+    chosen = [offered[name] for name in args.only or offered]
     result = {"conditions": conditions, "model": MODEL, "flags": FLAGS, "clients": found}
     with moestro(PORT, *FLAGS) as server:
         route = [MOESTRO, "route", "--engine", server.url, "--port", str(ROUTER_PORT), "--admin-port", "0"]
@@ -159,7 +158,7 @@ def main() -> None:
                     client = jobs[job]
                     found[client.name] = job.result()
                     _show(client, job.result()["cases"])
-                    result["clients"] = {each.name: found[each.name] for each in every if each.name in found}
+                    result["clients"] = {each.name: found[each.name] for each in EVERY if each.name in found}
                     if args.json:  # After each client, because a run takes long.
                         args.json.write_text(json.dumps(result, indent=1) + "\n")
             server.wait_until_idle()
