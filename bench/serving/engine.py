@@ -5,9 +5,9 @@
 
 There are two models: the demo model, and a random Qwen3-MoE of 640M parameters (hidden 1024, 12 layers, 32 experts
 top-4, expert width 512), made once in --work. Each system serves both in bfloat16. A closed load of 1, 8 and 32 users
-asks for exact lengths. `moestro bench` measures `moestro` and vLLM through HTTP; transformers' continuous batching runs
-in process. Every round visits every system, so that drift of the machine affects all alike. Ratios are taken in each
-round.
+asks for exact lengths, `--input-len` and `--output-len`. `moestro bench` measures `moestro` and vLLM through HTTP;
+transformers' continuous batching runs in process. Every round visits every system, so that drift of the machine affects
+all alike. Ratios are taken in each round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.progress import track
@@ -32,7 +32,6 @@ from shared.models import DEMO, make_random_model
 from shared.results import make_parser, save, spread
 from shared.server import MOESTRO, started
 
-INPUT_LEN, OUTPUT_LEN = 128, 32
 USERS = (1, 8, 32)
 PORTS = {"moestro": 8181, "vllm": 8182}
 FIGURES = ("output_tokens_per_s", "ttft_ms", "tpot_ms")
@@ -47,24 +46,34 @@ class Model:
     requests: dict[int, int]
 
 
+@dataclass(frozen=True)
+class Load:
+    """A closed load: `users` requests at once until `num_requests` are done. Lengths in tokens."""
+
+    users: int
+    num_requests: int
+    input_len: int
+    output_len: int
+
+
 class HttpSystem:
     """A server that `moestro bench` measures."""
 
     def __init__(self, url: str, work: Path) -> None:
         self.url, self.result = url, work / "run.json"
 
-    def run(self, users: int, num_requests: int, seed: int) -> dict[str, float]:
-        """Run one closed load, and return means over its requests."""
+    def run(self, load: Load, seed: int) -> dict[str, float]:
+        """Run a load, and return means over its requests."""
         command = [
             *(MOESTRO, "bench", "--base-url", self.url),
-            *("--max-concurrency", str(users), "--num-prompts", str(num_requests), "--seed", str(seed)),
-            *("--random-input-len", str(INPUT_LEN), "--random-output-len", str(OUTPUT_LEN)),
+            *("--max-concurrency", str(load.users), "--num-prompts", str(load.num_requests), "--seed", str(seed)),
+            *("--random-input-len", str(load.input_len), "--random-output-len", str(load.output_len)),
             *("--num-warmups", "1", "--json", str(self.result)),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         report = json.loads(self.result.read_text())["report"]
-        assert report["num_ok"] == num_requests, report["failures"]
+        assert report["num_ok"] == load.num_requests, report["failures"]
         assert report["num_wrong_length"] == 0, report
         return {
             "output_tokens_per_s": report["output_tokens_per_s"],
@@ -79,13 +88,11 @@ class InProcessSystem:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
-    def run(self, users: int, num_requests: int, seed: int) -> dict[str, float]:
-        """Run one closed load, and return means over its requests."""
-        load = {"concurrency": users, "num_requests": num_requests, "seed": seed}
-        load |= {"input_len": INPUT_LEN, "output_len": OUTPUT_LEN}
+    def run(self, load: Load, seed: int) -> dict[str, float]:
+        """Run a load, and return means over its requests."""
         assert self.process.stdin
         assert self.process.stdout
-        print(json.dumps(load), file=self.process.stdin, flush=True)
+        print(json.dumps({**asdict(load), "seed": seed}), file=self.process.stdin, flush=True)
         report = json.loads(self.process.stdout.readline())
         return {
             "output_tokens_per_s": report["output_tokens_per_s"],
@@ -129,13 +136,14 @@ def measure(args: argparse.Namespace, model: Model) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     with systems(args, model) as found:
         for system in found.values():
-            system.run(1, 2, seed=10_000)
+            system.run(Load(1, 2, args.input_len, args.output_len), seed=10_000)
         for users in args.users:
+            load = Load(users, model.requests[users], args.input_len, args.output_len)
             runs: dict[str, list[dict[str, float]]] = {name: [] for name in found}
             for number in track(range(args.rounds), description=f"{model.name}, {users} users"):
                 for name, system in found.items():
                     # Each run has a different seed, so that no prefix cache helps.
-                    runs[name].append(system.run(users, model.requests[users], seed=1000 * users + number))
+                    runs[name].append(system.run(load, seed=1000 * users + number))
             rows += [summary(model.name, users, name, runs) for name in found]
             for row in rows[-len(found) :]:
                 print(json.dumps(row), flush=True)
@@ -156,6 +164,8 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder for the random model and the servers' logs")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--input-len", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--output-len", type=int, default=32, help="tokens of each answer")
     parser.add_argument("--users", type=int, nargs="+", default=list(USERS), choices=USERS)
     parser.add_argument("--models", nargs="+", default=["demo", "random-640m"], choices=["demo", "random-640m"])
     parser.add_argument("--vllm", type=Path, help="vLLM's command in a separate virtual environment")
@@ -170,11 +180,8 @@ def main() -> None:
         else:
             model = Model(name, make_random_model(args.work / name), {1: 2, 8: 8, 32: 32})
         rows += measure(args, model)
-    save(
-        args.json,
-        conditions,
-        {"num_threads": 1, "input_len": INPUT_LEN, "output_len": OUTPUT_LEN, "rounds": args.rounds, "rows": rows},
-    )
+    lengths = {"input_len": args.input_len, "output_len": args.output_len}
+    save(args.json, conditions, {"num_threads": 1, **lengths, "rounds": args.rounds, "rows": rows})
 
 
 if __name__ == "__main__":

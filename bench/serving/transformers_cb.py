@@ -2,7 +2,7 @@
 
     python bench/serving/transformers_cb.py MODEL_DIR
 
-In: {"concurrency": 8, "num_requests": 16, "input_len": 128, "output_len": 32, "seed": 0}. Out: the latencies of each
+In: {"users": 8, "num_requests": 16, "input_len": 128, "output_len": 32, "seed": 0}. Out: the latencies of each
 request in milliseconds, and the tokens a second. HTTP and tokenizer are left out, which favours this system.
 """
 
@@ -20,7 +20,7 @@ MAX_BATCH_TOKENS = 2048
 
 
 def run(manager, vocab_size: int, load: dict) -> dict:
-    """Run one closed load: `concurrency` requests at a time until `num_requests` are done."""
+    """Run one closed load: `users` requests at a time until `num_requests` are done."""
     generator = torch.Generator().manual_seed(load["seed"])
     prompts = torch.randint(3, vocab_size, (load["num_requests"], load["input_len"]), generator=generator).tolist()
     waiting, sent, ttft_ms, tpot_ms = list(enumerate(prompts)), {}, [], []
@@ -34,7 +34,7 @@ def run(manager, vocab_size: int, load: dict) -> dict:
             prompt, request_id=request_id, max_new_tokens=load["output_len"], record_timestamps=True, eos_token_id=-1
         )
 
-    for _ in range(min(load["concurrency"], len(waiting))):
+    for _ in range(min(load["users"], len(waiting))):
         send()
     while sent:
         output = manager.get_result(timeout=1)

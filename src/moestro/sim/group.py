@@ -178,16 +178,17 @@ class Group:
     def turn(self, now_ns: int, until_ns: int = FOREVER_NS) -> list[StepOutput]:
         """End the current step or jump, start the next one, and return the step output of each rank.
 
-        The output of a jump names only the sequences that ended.
+        The output of a jump names only the sequences that ended. `until_ns` changes nothing: a jump ends early when a
+        request is added (`add`).
         """
         outputs = [self._collect(seat, now_ns) for seat in self.seats]
         self.began_ns = now_ns
-        num_steps, until_ns = self._steady(now_ns) if self._jumps and not self._has_newcomer else STEPWISE
+        num_steps, steady_until_ns = self._steady(now_ns) if self._jumps and not self._has_newcomer else STEPWISE
         self._has_newcomer = False
         if num_steps:
             ends = self._prices.decode_steps_ns([seat.computed for seat in self.seats], num_steps).cumsum() + now_ns
-            if until_ns < ends[-1]:  # a step that begins at or after `until_ns` is scheduled anew
-                ends = ends[: int(ends.searchsorted(until_ns)) + 1]
+            if steady_until_ns < ends[-1]:  # a step that begins at that moment or later is scheduled anew
+                ends = ends[: int(ends.searchsorted(steady_until_ns)) + 1]
             self.ends, self.next_ns, self._num_taken = ends, int(ends[-1]), 0
             self._touched_ns = self._next_touch_ns()
         else:

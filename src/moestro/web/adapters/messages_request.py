@@ -22,7 +22,7 @@ _PLACES = {
     "user": "metadata.user_id",
 }
 _Said = tuple[dict[str, Any], dict[str, str]]  # A chat message, and its places in the client's body by its own.
-_EFFORTS = {"xhigh": "high", "max": "high"}  # Levels that chat completions lack.
+_EFFORTS = {"xhigh": "high", "max": "high"}  # Levels of Anthropic that templates of open models do not know.
 
 
 class Block(msgspec.Struct):
