@@ -2,6 +2,9 @@
 
     OMP_NUM_THREADS=1 python bench/micro/cpu_kernels.py --work /tmp/bench --json bench/results/micro/cpu_kernels.json
 
+A decode step touches the weights of attention, of the experts that it visits and of the head, and the keys and values
+of its contexts; its share is the time that the memory's bandwidth would take for those bytes, over the step's time.
+
 All is in bfloat16, in processor time of one thread, the least of many rounds in turn. Kernels have the sizes of the
 640M model of `bench/serving/engine.py`; decode steps have contexts of 128 tokens. --models demo leaves that model out.
 """
@@ -184,8 +187,20 @@ def open_networks(directory: Path, library: KernelLibrary) -> dict[str, tuple[Ne
     return opened
 
 
-def step_rows(model: str, directory: Path, library: KernelLibrary) -> Iterator[dict[str, object]]:
-    """Processor time of decode steps, and of a prompt of 128 tokens, up to the logits."""
+def bytes_touched(network: Network, units: Units) -> int:
+    """Bytes of weights, keys and values that a step reads, each once. The last step must have been that of `units`."""
+    assert network.routing is not None
+    config = network.model.config
+    num_unvisited = int((network.routing.counts == 0).sum())
+    num_values = network.num_parameters - num_unvisited * 3 * config.hidden_size * config.moe_intermediate_size
+    if not config.tie_word_embeddings:
+        num_values -= config.vocab_size * config.hidden_size  # only the tokens' own rows are read
+    num_keys = int((units.start + units.num_tokens).sum()) * config.num_hidden_layers
+    return BF16.itemsize * (num_values + 2 * num_keys * config.num_key_value_heads * config.head_dim)
+
+
+def step_rows(model: str, directory: Path, library: KernelLibrary, bandwidth: float) -> Iterator[dict[str, object]]:
+    """Processor time of decode steps, and of a prompt of 128 tokens, up to the logits. `bandwidth`: GB/s."""
     opened = open_networks(directory, library)
     steps = {f"decode, {n} rows": decode_units(n) for n in NUM_ROWS} | {"prompt of 128": prompt_units(128)}
     for name, units in steps.items():
@@ -194,7 +209,15 @@ def step_rows(model: str, directory: Path, library: KernelLibrary) -> Iterator[d
             for way, (network, pools) in opened.items()
         }
         found = least_us(ways, 40 if model == "demo" else 12)
-        yield {"model": model, "step": name, **{f"{way}_ms": round(us / 1e3, 2) for way, us in found.items()}}
+        row: dict[str, object] = {"model": model, "step": name}
+        row |= {f"{way}_ms": round(us / 1e3, 2) for way, us in found.items()}
+        if name.startswith("decode"):
+            touched = bytes_touched(opened["own"][0], units)
+            row |= {
+                "mb_touched": round(touched / 1e6, 1),
+                "own_share": round(touched / 1e3 / bandwidth / found["own"], 3),
+            }
+        yield row
 
 
 def main() -> None:
@@ -223,7 +246,7 @@ def main() -> None:
     if args.models == "both":
         models["640m"] = make_random_model(args.work / "random-640m")
     for model, directory in models.items():
-        for row in step_rows(model, directory, library):
+        for row in step_rows(model, directory, library, bandwidth):
             rows.append(row)
             print(json.dumps(row), flush=True)
     setting = {"num_threads": torch.get_num_threads(), "instruction_set": library.instruction_set}
