@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -48,16 +47,15 @@ def exact(real_command, tmp_path_factory) -> Iterator[Running]:
 def test_answers_are_the_same_to_the_byte_whichever_engine_is_killed_and_when(exact, tokenizer):
     rng = random.Random(3)
     bodies = [*streams(tokenizer.encode("日é🙂", add_special_tokens=False)), *WHOLE]
-    began = time.monotonic()
     expected, scored = (Asked(exact, salted(each, 0)).answers() for each in (bodies, SCORED))
-    undisturbed_s = time.monotonic() - began
+    num_tokens = total(exact, "generation_tokens_total")
     assert [body for status, body in expected if status != 200] == []
     assert max(map(ord, "".join(body.decode() for _, body in expected))) > 0x7F, "no text of many bytes"
     differing: list[tuple[object, object]] = []
     for salt in range(1, 4):
         wait_until(lambda: ready(exact))
         asked, asked_for_scores = Asked(exact, salted(bodies, salt)), Asked(exact, salted(SCORED, salt))
-        time.sleep(rng.uniform(0.1, 0.6) * undisturbed_s)
+        tokens_come(exact, round(rng.uniform(0.1, 0.5) * num_tokens))
         kill_an_engine(exact, rng.randrange(2))
         answers, found = asked.answers(), asked_for_scores.answers()
         assert [body for status, body in answers + found if status != 200] == []
