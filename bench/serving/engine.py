@@ -1,6 +1,6 @@
 """Measures throughput, TTFT and TPOT of the engine and its peers: same prompts, one compute thread each, interleaved.
 
-    python bench/serving/engine.py --work /tmp/bench --rounds 5 --json bench/results/serving/engine_cpu.json \\
+    python bench/serving/engine.py --work /tmp/bench --models demo --json bench/results/serving/engine_cpu_demo.json \\
         [--vllm /path/to/venv/bin/vllm] [--transformers /path/to/venv/bin/python]
 
 There are two models: the demo model, and a random Qwen3-MoE of 640M parameters (hidden 1024, 12 layers, 32 experts

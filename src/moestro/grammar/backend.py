@@ -1,8 +1,8 @@
 """Token masks of a rank, computed when the sampler asks for them.
 
-By then the step is launched, so an accelerator computes the logits meanwhile. On a CPU a mask takes about 20
-microseconds of a step's milliseconds; a thread beside the step took longer than that to be woken and to get the
-interpreter's lock (`bench/serving/structured.py`). Grammars are compiled by a thread, because that takes milliseconds.
+By then the step is launched, so an accelerator computes the logits meanwhile. On a CPU a thread beside the step made
+each token slower than masks computed in turn (docs/log.md); one mask takes some 20 microseconds of a step's
+milliseconds (`bench/micro/grammar_vocabularies.py`). Grammars are compiled by a thread, because that takes longer.
 """
 
 from __future__ import annotations
