@@ -61,7 +61,7 @@ def deliver(group: FakeGroup, src: int, dst: int, now_ns: int) -> None:
 
 def work_until_idle(rank, now_ns: int) -> None:
     while rank.executor.ready_at_ns() != FOREVER_NS:
-        rank.step(now_ns, lambda: True)
+        rank.step(now_ns, lambda _: True)
 
 
 def test_a_unit_whose_tokens_are_elsewhere_is_not_passed_over():
@@ -75,13 +75,13 @@ def test_a_unit_whose_tokens_are_elsewhere_is_not_passed_over():
     rank.step(10)
     core = rank.executor._core
     core._observe()
-    rank.step(1_000_010, lambda: True)
+    rank.step(1_000_010, lambda _: True)
     work_until_idle(rank, 2_000_000)
     assert core.pass_counts.num_passes == 0
     assert not core._pool.passed_ns.any()
 
 
-def test_an_expert_worker_that_works_when_polled_returns_after_each_piece():
+def test_an_expert_worker_that_works_when_polled_returns_after_each_item():
     """Otherwise it would ask its policy with the time at which it began, and ageing would come late."""
     group = make_group(one_expert)
     rank, worker = group.ranks[0], group.executors[1]
@@ -100,7 +100,7 @@ def test_what_a_home_has_given_up_does_not_wait_again_after_a_withdrawal():
     rank.step(0)
     work_until_idle(rank, 0)
     deliver(group, 0, 1, 5)
-    worker.poll(5)
+    worker.poll(5, lambda _: True)
     assert worker._core.num_launched == 1, "an item is under way"
     rank.executor.lose(1, 6)
     rank.add(request("ls", ServiceClass.LS), 6)
@@ -119,7 +119,7 @@ def test_a_home_that_lacks_places_sleeps_until_a_message_comes():
     for first in range(3):
         rank.add(request(f"r{first}", ServiceClass.BE, 16, first), 0)
     for _ in range(200):
-        rank.step(0, lambda: True)
+        rank.step(0, lambda _: True)
     assert pool.num_free_places == 0
     assert rank.executor._core._queues.num_waiting == 16, "a unit waits for places"
     assert rank.ready_at_ns() == FOREVER_NS

@@ -49,7 +49,7 @@ class Served:
     def pieces(self, count: int) -> None:
         """So many pieces of work: the rank is wanted after each."""
         for _ in range(count):
-            for output in self.rank.step(self.now_ns, lambda: True):
+            for output in self.rank.step(self.now_ns, lambda _: True):
                 self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
                 if output.finish_reason:
                     self.ended.append(output.request_id)
@@ -285,11 +285,27 @@ def test_while_the_device_works_a_policy_that_waits_does_not_put_the_rank_to_sle
     )
     rank = build_preemptive_rank(bounds, device, waits_for_best_effort_alone, launch_ahead=2)
     rank.add(request("be", "be", 10), 0)
-    rank.step(0, lambda: True)
+    rank.step(0, lambda _: True)
     rank.add(request("ls", "ls", first=3), 1)
-    rank.step(1, lambda: True)
+    rank.step(1, lambda _: True)
     assert rank.executor._core.num_launched
     assert rank.ready_at_ns() is None
+
+
+def test_while_batches_are_parked_a_poll_ends_an_item_and_tells_until_when():
+    """A return after each piece would cost the urgent tokens a turn of the rank's loop for each of their pieces."""
+    served = Served(ExpertLevelPreemption(max_wait_ns=1000, max_merged=0))
+    served.add(request("be", "be", 20))
+    served.until("expert", 2)
+    served.add(request("ls", "ls", first=3))
+    told, num_pieces = [], served.rank.num_steps
+    served.now_ns += 7
+    begun_ns = served.now_ns
+    served.rank.step(begun_ns)  # the best-effort item ends where it is, and the urgent one begins
+    served.rank.step(served.now_ns, lambda until_ns: told.append(until_ns) or False)
+    assert served.rank.num_steps > num_pieces + NUM_LAYERS, "pieces of one item in one poll"
+    assert set(told[:-1]) == {begun_ns + 1000}, "the time at which best effort was passed over for long enough"
+    assert told[-1] is None, "the item is over"
 
 
 def test_time_passed_over_is_the_pieces_that_urgent_units_ran_meanwhile():

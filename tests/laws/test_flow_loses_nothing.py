@@ -48,7 +48,7 @@ def serve(rank, requests, rng, *, abort_share: float = 0.0, interrupt: float = 0
     for now_ns in range(60_000):
         while waiting and rng.random() < 0.2:
             rank.add(waiting.pop(0), now_ns)
-        for output in rank.step(now_ns, lambda: rng.random() < interrupt):
+        for output in rank.step(now_ns, lambda _: rng.random() < interrupt):
             assert output.request_id not in ended | aborted
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
             if output.finish_reason is not None:

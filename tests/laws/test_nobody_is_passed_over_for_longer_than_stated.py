@@ -128,7 +128,7 @@ def test_in_preemptive_mode_the_bound_holds_within_a_class(name, seed, num_block
             rank.add(random_request(rng, added, now_ns), now_ns)
             added += 1
         waited = waiting_in(rank.scheduler)
-        rank.step(now_ns, lambda: True)
+        rank.step(now_ns, lambda _: True)
         for service_class in (LS, BE):
             assert passed_by_ns([s for s in waited if s.service_class == service_class]) < bound_ns
         if added == 25 and not rank.has_work:

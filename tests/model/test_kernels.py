@@ -97,6 +97,15 @@ def test_the_weighted_sum_is_that_of_single_answers_bit_for_bit(library, num_tok
         end = experts.answers(batch, rows, answers, end)
     assert end == len(rows)
     assert torch.equal(found, combine(answers, by_expert, chosen_weights).to(torch.bfloat16))
+    parts, counts, begin = tokens.new_empty(num_tokens, num_chosen, hidden), torch.zeros_like(counts), 0
+    ends = []
+    while begin < num_experts:
+        begin = experts.chosen_answers(tokens, ids.contiguous(), parts, counts, begin, 2)
+        ends.append(begin)
+        assert counts.tolist() == [*by_id[:begin], *[0] * (num_experts - begin), 0, 0]
+    assert len(ends) == max(-(-np.count_nonzero(by_id) // 2), 1), "two experts with tokens at once"
+    assert torch.equal(parts.flatten(0, 1)[by_expert], answers)
+    assert torch.equal(experts.add_answers(parts, ids.contiguous(), chosen_weights), found)
     for place, expert in enumerate(ids.reshape(-1)[by_expert].tolist()):
         up, down = (weight.float() for weight in weights[expert])
         gate, linear = (rows[place].float() @ up.T).chunk(2)

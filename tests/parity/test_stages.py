@@ -72,7 +72,7 @@ def serve(device, policy, requests, rng, num_host_blocks: int = 0):
     for now_ns in range(50_000):
         if arriving and rng.random() < 0.2:
             rank.add(arriving.pop(0), now_ns)
-        for output in rank.step(now_ns, lambda: rng.random() < 0.3):
+        for output in rank.step(now_ns, lambda _: rng.random() < 0.3):
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
         if not arriving and not rank.has_work:
             return tokens, rank

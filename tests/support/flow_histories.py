@@ -84,7 +84,7 @@ def run_history(seed: int, policy: str, *, passes_decodes: bool, num_chosen: int
         while num_added < len(requests) and (arrives_at[num_added] <= now or not rank.has_work):
             rank.add(requests[num_added], now)
             num_added += 1
-        for output in rank.step(now, lambda: True):
+        for output in rank.step(now, lambda _: True):
             tokens[int(output.request_id[1:])].extend(output.token_ids)
         if num_added == len(requests) and not rank.has_work:
             return {"launched": device.launched, "tokens": tokens}

@@ -49,10 +49,10 @@ class LinkedGroup:
         gained = []
         worker = int(self.rng.integers(len(self.executors)))
         if worker < self.num_homes:
-            gained += [(worker, output) for output in self.ranks[worker].step(now_ns, lambda: True)]
+            gained += [(worker, output) for output in self.ranks[worker].step(now_ns, lambda _: True)]
         else:
             self.executors[worker].start(now_ns)
-            assert self.executors[worker].poll(now_ns, lambda: True) is None
+            assert self.executors[worker].poll(now_ns, lambda _: True) is None
         for _ in range(int(self.rng.integers(0, 4))):
             self._deliver(now_ns)
         if self.lost and self.rng.random() < 0.1:

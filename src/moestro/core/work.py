@@ -241,6 +241,15 @@ class Device(Protocol):
         ...
 
 
+# Whether a caller wants control back: it has something else to do, or the given time has come. None means no time.
+IsWanted = Callable[[int | None], bool]
+
+
+def never_wanted(until_ns: int | None) -> bool:
+    """Want no control back; an `IsWanted`."""
+    return False
+
+
 class Executor(Protocol):
     """Divides plans into work items for a device, and joins their results into step results."""
 
@@ -252,7 +261,7 @@ class Executor(Protocol):
         """Launch as much as the device has room for; called after all plans known now were submitted."""
         ...
 
-    def poll(self, now_ns: int, is_wanted: Callable[[], bool] = ...) -> StepResult | None:
+    def poll(self, now_ns: int, is_wanted: IsWanted = ...) -> StepResult | None:
         """Take the units that are done, or None. Every submitted unit that is not recalled returns exactly once.
 
         Args:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import PassCounts
-from moestro.core.work import Device, Forward, Plan, PlanWanted, Slots, StepResult
+from moestro.core.work import Device, Forward, IsWanted, Plan, PlanWanted, Slots, StepResult, never_wanted
 
 
 class FusedExecutor:
@@ -50,7 +49,7 @@ class FusedExecutor:
         """Recall no unit; a forward pass that has begun runs to its end."""
         return np.empty(0, np.int64)
 
-    def poll(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepResult | None:
+    def poll(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> StepResult | None:
         """Take the oldest result that is ready, or None."""
         self._results.extend(self._device.poll(now_ns))
         if not self._results:

@@ -19,7 +19,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.expert_table import EMPTY, ExpertTable, spread_evenly
 from moestro.core.layer_moves import LayerPlan
 from moestro.core.load_figures import LoadFigures, LockStepCounts, PassCounts
-from moestro.core.work import Device, Forward, Plan, PlanWanted, Slots, StepResult, Units
+from moestro.core.work import Device, Forward, IsWanted, Plan, PlanWanted, Slots, StepResult, Units, never_wanted
 from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
@@ -142,7 +142,7 @@ class LockStepExecutor:
         """Recall no unit, as `FusedExecutor`."""
         return np.empty(0, np.int64)
 
-    def poll(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepResult | None:
+    def poll(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> StepResult | None:
         """Open the next step if the group is awake, and take the oldest result that is ready, or None."""
         if self.is_awake and not self._num_in_flight:
             self._open_step(now_ns)
@@ -210,7 +210,7 @@ class LockStepRank(Rank):
         """End the moves of a plan, unless they are committed."""
         self._lock_step.drop_layer(version)
 
-    def collect(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepOutput:
+    def collect(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> StepOutput:
         """Take what is ready; an idle step is a step without tokens for the rank's experts."""
         num_idle_steps = self._lock_step.num_idle_steps
         output = super().collect(now_ns, is_wanted)

@@ -12,7 +12,7 @@ from moestro.core.load_figures import LoadFigures, PaceCounts
 from moestro.core.request import FinishReason, Output, Request
 from moestro.core.stages import StagedDevice
 from moestro.core.views import BE, StepPolicy
-from moestro.core.work import Device, Executor, Int32s, Plan, PlanWanted, StepResult
+from moestro.core.work import Device, Executor, Int32s, IsWanted, Plan, PlanWanted, StepResult, never_wanted
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
@@ -88,7 +88,7 @@ class Rank:
         """
         raise InvariantError("a rank without a group was told to take part in a step")
 
-    def step(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> list[Output]:
+    def step(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> list[Output]:
         """Take what is ready and submit the next plan. Returns what requests gained.
 
         Args:
@@ -99,11 +99,11 @@ class Rank:
         self.begin(now_ns)
         return outputs
 
-    def outputs(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> list[Output]:
+    def outputs(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> list[Output]:
         """Take what is ready, the first half of `step`, as messages."""
         return outputs_of(self.collect(now_ns, is_wanted))
 
-    def collect(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepOutput:
+    def collect(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> StepOutput:
         """Take what is ready; messages are made of it for a server alone."""
         if self.scheduler.table.num_units_in_flight:
             self._plan(now_ns)  # before anything else runs: what came meanwhile may be more urgent

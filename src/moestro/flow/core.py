@@ -247,14 +247,15 @@ class FlowCore:
     # --- plans ------------------------------------------------------------------------------------------------------
 
     def _submit(self, plan: Plan, now_ns: int, commands: list[Command]) -> None:
-        if plan.num_tokens > self.shape.num_rows:
-            raise InvariantError(f"a plan of {plan.num_tokens} tokens on a device of {self.shape.num_rows} rows")
-        if plan.units.num_tokens.max() > self.shape.num_places:
+        num_tokens = plan.num_tokens
+        if num_tokens > self.shape.num_rows:
+            raise InvariantError(f"a plan of {num_tokens} tokens on a device of {self.shape.num_rows} rows")
+        if num_tokens > self.shape.num_places and plan.units.num_tokens.max() > self.shape.num_places:
             raise InvariantError(f"a unit longer than the {self.shape.num_places} tokens that fit in a layer")
         self._door.arrive(plan)
         self._admit(now_ns)
         # The plan may be more urgent than the rest of what runs: then the policy chooses again.
-        if LS in plan.units.service_class and self._runs_best_effort():
+        if self._runs_best_effort() and LS in plan.units.service_class:
             self._withdraw(commands)
 
     def _runs_best_effort(self) -> bool:

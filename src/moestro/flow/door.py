@@ -17,9 +17,10 @@ Int64s = NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A plan at the door. `passes`: whether it was submitted while others were inside."""
+    """A plan at the door, and its tokens. `passes`: whether it was submitted while others were inside."""
 
     plan: Plan
+    num_tokens: int
     passes: bool
 
 
@@ -55,8 +56,9 @@ class Door:
 
     def arrive(self, plan: Plan) -> None:
         """Let a plan wait."""
-        self._waiting.append(_Waiting(plan, bool(self._pool.num_entries or self._waiting)))
-        self.num_tokens += plan.num_tokens
+        num_tokens = plan.num_tokens
+        self._waiting.append(_Waiting(plan, num_tokens, bool(self._pool.num_entries or self._waiting)))
+        self.num_tokens += num_tokens
 
     def admit(self) -> list[Int64s]:
         """Let plans in while there are rows: those with a latency-sensitive unit first, then in order.
@@ -65,11 +67,14 @@ class Door:
             The names of each plan's units.
         """
         admitted = []
-        for each in sorted(self._waiting, key=lambda each: LS not in each.plan.units.service_class):
-            if each.plan.num_tokens > self._pool.num_free_rows:
+        waiting = self._waiting
+        if len(waiting) > 1:
+            waiting = sorted(waiting, key=lambda each: LS not in each.plan.units.service_class)
+        for each in tuple(waiting):
+            if each.num_tokens > self._pool.num_free_rows:
                 break
             self._waiting.remove(each)
-            self.num_tokens -= each.plan.num_tokens
+            self.num_tokens -= each.num_tokens
             number = self.take_entries()
             if each.passes:
                 self._passing_entry = number
@@ -84,6 +89,7 @@ class Door:
             if gone.any():
                 turned.append(each.plan.units.slot[gone])
                 each.plan = Plan(each.plan.step, select_units(each.plan.units, np.flatnonzero(~gone)))
+                each.num_tokens = each.plan.num_tokens
         self._waiting = [each for each in self._waiting if len(each.plan.units)]
-        self.num_tokens = sum(each.plan.num_tokens for each in self._waiting)
+        self.num_tokens = sum(each.num_tokens for each in self._waiting)
         return np.concatenate(turned)

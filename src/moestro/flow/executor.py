@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +14,7 @@ from moestro.core.hops import HopMessage
 from moestro.core.load_figures import PassCounts
 from moestro.core.stages import StagedDevice
 from moestro.core.views import StepPolicy
-from moestro.core.work import Plan, PlanWanted, Slots, StepResult
+from moestro.core.work import IsWanted, Plan, PlanWanted, Slots, StepResult, never_wanted
 from moestro.flow.core import FlowCore
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.events import (
@@ -132,13 +131,12 @@ class FlowExecutor:
         if self._core.wants_tick(now_ns) and not self._device.works_when_polled:
             self._apply(Tick(), now_ns)
 
-    def poll(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> StepResult | None:
+    def poll(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> StepResult | None:
         """The oldest result that was not taken yet, if any is ready.
 
-        A device that works when it is polled, or whose end nobody can tell, is polled on: piece by piece (at most one
-        expert batch each) until there is a result, or `is_wanted` says that the caller has something else to do. With
-        several plans or guests inside this returns after every piece, so that the policy is asked at a time that is
-        true.
+        A device that works when it is polled, or whose end nobody can tell, is polled on piece by piece until there is
+        a result, or `is_wanted` says that the caller has something else to do. With several plans or guests inside this
+        returns after every item, so that the policy is asked at a time that is true.
         """
         while not self._results:
             if self._core.wants_tick(now_ns):
@@ -147,19 +145,19 @@ class FlowExecutor:
                 break
         return self._results.popleft() if self._results else None
 
-    def _work(self, now_ns: int, is_wanted: Callable[[], bool]) -> bool:
+    def _work(self, now_ns: int, is_wanted: IsWanted) -> bool:
         """Poll the device until it has results, and take them in. Returns whether to go on."""
-        poll, is_shared = self._device.poll, self._core.is_shared
+        poll, until_ns = self._device.poll, self._core.wake_ns
         while not (done := poll(now_ns)):
             if self._device.ready_at_ns() is not None:
                 return False
             self.num_pieces += 1
-            if is_shared or is_wanted():
+            if is_wanted(until_ns):
                 return False
         for result in done:
             self._apply(Done(result), now_ns)
         self.num_pieces += 1
-        return not self._core.is_shared and not is_wanted()
+        return not self._core.is_shared and not is_wanted(self._core.wake_ns)
 
     def ready_at_ns(self) -> int | None:
         """Implement `Executor.ready_at_ns`."""

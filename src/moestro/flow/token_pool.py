@@ -22,7 +22,7 @@ Int64s = NDArray[np.int64]
 THERE = -1  # owner of a contribution that has arrived, or that no token waits for
 _NO_PLACE = -1
 _KNOWN_WAVES = 16  # those that return in the next layer: one that runs and a few that are parked
-_NONE = np.empty(0, np.int32)
+_NO_MERGES = Merges(np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 @dataclass(slots=True, eq=False)
@@ -119,12 +119,13 @@ class TokenPool:
             int64[n], the units' names.
         """
         num_tokens = int(units.num_tokens.sum())
-        rows = np.flatnonzero(self._row_is_free)[:num_tokens]
-        if len(rows) < num_tokens:
-            raise InvariantError(f"{num_tokens} tokens enter where {len(rows)} rows are free")
+        if num_tokens > self.num_free_rows:
+            raise InvariantError(f"{num_tokens} tokens enter where {self.num_free_rows} rows are free")
+        rows = _lowest(self._row_is_free, self.num_free_rows, num_tokens)
         self._row_is_free[rows] = False
         self.num_free_rows -= num_tokens
-        ids: Int64s = rows if num_tokens == len(units) else rows[units.num_tokens.cumsum() - units.num_tokens]
+        are_all_single = num_tokens == len(units)
+        ids: Int64s = rows if are_all_single else rows[units.num_tokens.cumsum() - units.num_tokens]
         unit_rows = rows.astype(np.int32)
         self.columns.put(ids, unit_rows, units)
         self.lacking[ids] = 0
@@ -132,11 +133,11 @@ class TokenPool:
             self._visits.enter(ids)
         self.entry_of[ids] = number
         self._is_unit[ids] = True
-        self._unit_of_row[rows] = np.repeat(ids, units.num_tokens)
+        self._unit_of_row[rows] = ids if are_all_single else np.repeat(ids, units.num_tokens)
         self._left[number] = len(ids)
         self.num_units += len(ids)
         self.num_best_effort += int(np.count_nonzero(units.service_class))
-        self.num_decodes += int(np.count_nonzero(units.num_tokens == 1))
+        self.num_decodes += len(ids) if are_all_single else int(np.count_nonzero(units.num_tokens == 1))
         self._remember(ids.tobytes(), Wave(ids, unit_rows, self.columns, units))
         return ids
 
@@ -162,6 +163,9 @@ class TokenPool:
             if self._left[number] == 0:
                 del self._left[number]
         # The names may soon be those of other units.
+        if not self.num_units:
+            self._waves.clear()
+            return
         self._waves = {key: wave for key, wave in self._waves.items() if self._is_unit[wave.ids].all()}
 
     def visits_of(self, ids: Int64s, slots: Slots) -> StepVisits | None:
@@ -229,9 +233,9 @@ class TokenPool:
         if len(merges) < len(wave.rows):
             places = self._place_of_row.take(wave.rows)
             lacks = (places < 0).nonzero()[0]
-            taken = np.flatnonzero(self._place_is_free)[: len(lacks)].astype(np.int32)
-            if len(taken) < len(lacks):
-                raise InvariantError(f"{len(lacks)} tokens go where {len(taken)} places are free")
+            if len(lacks) > self.num_free_places:
+                raise InvariantError(f"{len(lacks)} tokens go where {self.num_free_places} places are free")
+            taken = _lowest(self._place_is_free, self.num_free_places, len(lacks)).astype(np.int32)
             self._place_is_free[taken] = False
             self.num_free_places -= len(taken)
             rows = wave.rows[lacks]
@@ -245,8 +249,11 @@ class TokenPool:
         """The tokens of `wave` that have a place, and so contributions that the next item merges."""
         places: Int32s = self._place_of_row.take(wave.rows)
         has_place = places >= 0
-        if np.count_nonzero(has_place) == len(places):
+        num_placed = np.count_nonzero(has_place)
+        if num_placed == len(places):
             return Merges(wave.rows, places)
+        if not num_placed:
+            return _NO_MERGES
         return Merges(wave.rows[has_place], places[has_place])
 
     def release_places(self, merged: Merges) -> None:
@@ -333,6 +340,11 @@ class TokenPool:
         lacking -= given
         complete: Int64s = ((given > 0) & (lacking == 0)).nonzero()[0]
         return complete
+
+
+def _lowest(is_free: NDArray[np.bool_], num_free: int, count: int) -> Int64s:
+    """Find the lowest `count` free numbers: below them are none but those, and at most all that are taken."""
+    return is_free[: len(is_free) - num_free + count].nonzero()[0][:count]
 
 
 def _count_each(numbers: Int64s) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moestro.core.stages import Experts, StageItem, StageShape
 from moestro.model.arena import Arena, TokenForm
@@ -16,10 +16,52 @@ from moestro.model.network import Network
 from moestro.model.results import PendingResult
 from moestro.model.upload import upload
 
-# A look-up after each expert would cost more than a small expert takes. A CPU reads this many bytes in some 100 µs.
-PIECE_BYTES = 2 << 20
+# Between two pieces the host asks for messages and calls the next kernel, about 8 µs; a CPU core reads this many bytes
+# in some 400 µs. A larger expert is a piece of its own.
+PIECE_BYTES = 8 << 20
+_ROWS_A_READ = 8  # rows that a core computes in the time in which it reads their weights
 
 Pieces = Generator[None, None, None]
+
+
+class PieceMeter:
+    """Measures the work of a piece by the weights that it reads, which more rows read more often.
+
+    Args:
+        piece_bytes: bytes after which a piece ends.
+    """
+
+    def __init__(self, piece_bytes: int) -> None:
+        self._piece_bytes = self._left = piece_bytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the piece ends."""
+        return self._left <= 0
+
+    def restart(self) -> None:
+        """Begin a piece."""
+        self._left = self._piece_bytes
+
+    def spend(self, num_bytes: int, num_rows: int) -> None:
+        """Count weights through which so many rows went."""
+        self._left -= num_bytes * max(num_rows // _ROWS_A_READ, 1)
+
+    def take(self, expert_bytes: int, num_pairs: int, num_experts: int) -> int:
+        """Count the work of as many experts as fit in the piece, and at least of one.
+
+        Args:
+            expert_bytes: weights of one expert.
+            num_pairs: rows of all experts.
+            num_experts: experts that have rows.
+
+        Returns:
+            The number of experts counted.
+        """
+        each = max(expert_bytes * max(num_pairs // (_ROWS_A_READ * num_experts), 1), 1)
+        taken = min(max(self._left // each, 1), num_experts)
+        self._left -= taken * each
+        return taken
 
 
 @dataclass(slots=True, eq=False)
@@ -53,18 +95,17 @@ class ExpertRunner:
         network: the network; of an expert worker, its experts alone.
         form: state of a token.
         shape: sizes of the device.
-        piece_bytes: weight bytes below which several experts form one piece.
+        piece_bytes: as for `PieceMeter`.
 
     Attributes:
         network, shape: as above.
         arena: memory of the tokens.
-        num_a_piece: experts that form one piece.
     """
 
     def __init__(self, network: Network, form: TokenForm, shape: StageShape, piece_bytes: int = PIECE_BYTES) -> None:
         self.network, self.shape = network, shape
         self._experts = dict(network.experts)
-        self.num_a_piece = max(piece_bytes // max(network.bytes_per_expert, 1), 1)
+        self._piece_bytes = piece_bytes
         self.arena = Arena(shape, form, network.device)
 
     def pieces(self, progress: Progress) -> Pieces:
@@ -77,40 +118,44 @@ class ExpertRunner:
             inputs = self.arena.read_inputs(item.places)
             done, end = torch.empty_like(inputs), 0
             pairs = list(zip(item.experts.tolist(), item.counts.tolist(), strict=True))
-            for batch in self.split(item.layer, inputs, pairs):
+            for batch in self._split(item.layer, inputs, pairs):
                 if progress.num_batches:
                     yield
                 if progress.is_withdrawn:
                     break
-                end = self.run_batch(item.layer, inputs, done, end, batch)
+                end = self._run_batch(item.layer, inputs, done, end, batch)
                 progress.num_batches += len(batch)
             if end:
                 self.arena.write_contributions(item.places[:end], item.choices[:end], done[:end])
 
-    def split(self, layer: int, rows: Tensor, pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    def module(self, layer: int) -> nn.Module:
+        """Experts module of a layer."""
+        module: nn.Module = self._experts[layer]
+        return module
+
+    def meter(self) -> PieceMeter:
+        """Make a meter of pieces."""
+        return PieceMeter(self._piece_bytes)
+
+    def is_grouped(self, layer: int, rows: Tensor) -> bool:
+        """Whether all experts of a layer are one call that an accelerator computes."""
+        return rows.is_cuda and can_group(self._experts[layer], rows)
+
+    def _split(self, layer: int, rows: Tensor, pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """Split (slot, its rows) into pieces."""
-        size = self.num_a_piece
-        if rows.is_cuda and can_group(self._experts[layer], rows):
+        num_rows = sum(count for _, count in pairs)
+        size = self.meter().take(self.network.bytes_per_expert, num_rows, len(pairs))
+        if self.is_grouped(layer, rows):
             size = len(pairs)
         return [pairs[first : first + size] for first in range(0, len(pairs), size)]
 
-    def run_batch(self, layer: int, rows: Tensor, done: Tensor, begin: int, batch: list[tuple[int, int]]) -> int:
+    def _run_batch(self, layer: int, rows: Tensor, done: Tensor, begin: int, batch: list[tuple[int, int]]) -> int:
         """Fill `done` from `begin` with the answers of the batch's slots to `rows`. Returns the end of that part."""
         module = self._experts[layer]
-        if rows.is_cuda and can_group(module, rows):
+        if self.is_grouped(layer, rows):
             counts = np.zeros(self.shape.num_experts, np.int64)
             counts[[slot for slot, _ in batch]] = [count for _, count in batch]
             end = begin + int(counts.sum())
             done[begin:end] = run_grouped(module, rows[begin:end], upload(counts, self.network.device))
             return end
         return run_batches(module, batch, rows, done, start=begin, packed=tag_of(module).packed)
-
-    def run_whole(self, layer: int, rows: Tensor, counts: Tensor) -> Tensor | None:
-        """[rows, hidden size], answers of all experts of a layer, if the host need not read `counts` for that.
-
-        Args:
-            rows: [rows, hidden size], ordered by expert.
-            counts: int64[experts], rows of each.
-        """
-        module = self._experts[layer]
-        return run_grouped(module, rows, counts) if rows.is_cuda and can_group(module, rows) else None

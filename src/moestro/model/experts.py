@@ -168,17 +168,38 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
     tag.routing.keep(top_k_index)
     if tag.routing.stand_in is not None:
         return tag.routing.stand_in(module, hidden, top_k_index, top_k_weights)
+    return sum_experts(module, hidden, top_k_index, top_k_weights, tag.routing.counts[tag.layer])
+
+
+def sum_experts(module: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, counts: Tensor) -> Tensor:
+    """[tokens, hidden size], `routed_experts` of a module that has all experts, without a replacement of any part.
+
+    Args:
+        module, hidden, topk_ids, topk_weights: as for `routed_experts`.
+        counts: int64[experts or more], to which the tokens of each expert are added.
+    """
+    tag = tag_of(module)
     assert tag.logical_of is None, "some experts of this module are elsewhere"
     if tag.packed is not None and tag.packed.whole is not None:
-        return tag.packed.whole.weighted_sum(hidden, top_k_index, top_k_weights, tag.routing.counts[tag.layer])
-    experts = cast(PackedExperts, module)
-    flat = top_k_index.reshape(-1)
+        return tag.packed.whole.weighted_sum(hidden, topk_ids, topk_weights, counts)
+    by_expert, rows, own_counts = sort_by_expert(module, hidden, topk_ids)
+    counts[: len(own_counts)] += own_counts
+    return combine(run_slots(module, rows, own_counts), by_expert, topk_weights).to(hidden.dtype)
+
+
+def sort_by_expert(module: nn.Module, hidden: Tensor, topk_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Order (token, choice) pairs by expert, and those of an expert by token.
+
+    Returns:
+        The pairs int64[tokens * k] as token * k + choice; their rows [tokens * k, hidden size] of `hidden`; the rows of
+        each expert int64[experts].
+    """
+    flat = topk_ids.reshape(-1)
     by_expert = flat.argsort(stable=True)
-    rows = hidden.index_select(0, by_expert // top_k_index.shape[1])
-    counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=hidden.device)
+    rows = hidden.index_select(0, by_expert // topk_ids.shape[1])
+    counts = torch.zeros(cast(PackedExperts, module).num_experts, dtype=torch.int64, device=hidden.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
-    tag.routing.counts[tag.layer, : experts.num_experts] += counts
-    return combine(run_slots(module, rows, counts), by_expert, top_k_weights).to(hidden.dtype)
+    return by_expert, rows, counts
 
 
 def run_slots(module: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ class Network:
         device, dtype: device and dtype of its weights.
         num_parameters: number of parameters, counting tied ones once.
         num_experts, bytes_per_expert: number in the layer that has most, and size of the largest; 0 for a dense model.
+        layer_bytes: for each layer, bytes of its weights without routed experts.
         num_slots: number of slots that each layer with experts has here; `num_experts` before `keep_experts`.
         routing: shared state of its experts; None for a dense model.
         override: replacement of its gates' choices; None means that the gates choose.
@@ -64,6 +65,7 @@ class Network:
         self.bytes_per_expert = max((_bytes_per_expert(module) for _, module in self.experts), default=0)
         self.num_experts = max((int(module.num_experts) for _, module in self.experts), default=0)
         self.num_slots = self.num_experts
+        self.layer_bytes = _bytes_of_layers(model, self.num_layers, self.experts)
         self.exchange: KernelExchange | None = None
         self._awaited: KernelBuild | None = None
         self._exchanging: Iterator[int] | None = None
@@ -261,9 +263,23 @@ def find_experts(model: nn.Module, num_layers: int) -> list[tuple[int, Any]]:
     return sorted((pair for pair in found if pair[0] < num_layers), key=lambda pair: pair[0])
 
 
+def _bytes_of(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
 def _bytes_per_expert(module: Any) -> int:
-    total: int = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    return total // int(module.num_experts)
+    return _bytes_of(module) // int(module.num_experts)
+
+
+def _bytes_of_layers(model: Any, num_layers: int, experts: list[tuple[int, nn.Module]]) -> tuple[int, ...]:
+    num_bytes = [0] * num_layers
+    for name, parameter in model.get_decoder().named_parameters():
+        layer = layer_of_name(name)
+        if layer is not None and layer < num_layers:
+            num_bytes[layer] += parameter.numel() * parameter.element_size()
+    for layer, module in experts:
+        num_bytes[layer] -= _bytes_of(module)
+    return tuple(num_bytes)
 
 
 def _one_token() -> Units:

@@ -111,7 +111,13 @@ def pack_linears(model: nn.Module) -> None:
 
 
 class WholeExperts(Protocol):
-    """Computes experts of a module whole: both products and the activation between them."""
+    """Computes experts of a module whole: both products and the activation between them.
+
+    Attributes:
+        num_experts: number of slots.
+    """
+
+    num_experts: int
 
     def rebound(self, slots: Sequence[tuple[Tensor, Tensor]]) -> WholeExperts:
         """The same for other weights, as `PackedSlots.slots`."""
@@ -129,6 +135,26 @@ class WholeExperts(Protocol):
             topk_ids, topk_weights: [tokens, k].
             counts: int64[experts or more], to which the tokens of each expert are added.
         """
+        ...
+
+    def chosen_answers(
+        self, hidden: Tensor, topk_ids: Tensor, out: Tensor, counts: Tensor, begin: int, max_experts: int
+    ) -> int:
+        """Write what the next experts with tokens answer, not weighted.
+
+        Args:
+            hidden, topk_ids, counts: as for `weighted_sum`; contiguous.
+            out: [tokens, k, hidden size], the answers by token and choice; contiguous.
+            begin: the first expert that may be computed.
+            max_experts: experts with tokens to compute at most.
+
+        Returns:
+            The expert behind the last one; the number of experts if none with tokens is left.
+        """
+        ...
+
+    def add_answers(self, answers: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """[tokens, hidden size], the sums of `experts.routed_experts`, from the answers [tokens, k, hidden size]."""
         ...
 
 

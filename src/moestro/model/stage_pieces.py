@@ -11,15 +11,15 @@ from torch import Tensor
 from moestro.core.stages import Attention, Experts, Merge, Merges, Passage, Sample, StageShape
 from moestro.core.work import Units
 from moestro.model.arena import Index
-from moestro.model.expert_pieces import ExpertRunner, Pieces, Progress
-from moestro.model.experts import combine
+from moestro.model.expert_parts import ExpertParts, split_experts
+from moestro.model.expert_pieces import ExpertRunner, PieceMeter, Pieces, Progress
+from moestro.model.experts import sum_experts
 from moestro.model.fragments import Fragment, Fragments
 from moestro.model.layer_stages import Attended
 from moestro.model.pools import KVPools
 from moestro.model.results import compute_result, to_host
 from moestro.model.staged_network import StagedNetwork
-
-_FEW_TOKENS = 64
+from moestro.model.upload import upload
 
 
 class StageRunner:
@@ -29,7 +29,7 @@ class StageRunner:
         staged: the network.
         pools: its KV cache.
         shape: numbers of rows and places for tokens inside the network.
-        piece_bytes: weight bytes below which several experts form one piece.
+        piece_bytes: as for `PieceMeter`.
 
     Attributes:
         network: the network.
@@ -95,42 +95,41 @@ class StageRunner:
         yield from ()
 
     def _pass(self, item: Passage, progress: Progress) -> Pieces:
-        num_layers = self.shape.num_layers
+        num_layers, num_tokens = self.shape.num_layers, len(item.rows)
         fragment, hidden = self._begin(item)
-        # Where looking up costs more than the work itself, an attention and its experts are one piece.
-        most_experts = min(self.shape.num_experts, len(item.rows) * self.shape.num_chosen)
-        is_small = len(item.rows) <= _FEW_TOKENS and self._experts.num_a_piece >= most_experts
+        meter = self._experts.meter()
         if self.shape.num_experts:
             shape = (num_layers, self.shape.num_experts)
             progress.counts = torch.zeros(shape, dtype=torch.int64, device=self.network.device)
         for layer in range(item.layer, min(item.until, num_layers)):
             progress.layer = layer
-            if layer > item.layer:
+            if meter.is_full:
                 yield
+                meter.restart()
             if progress.is_withdrawn:
                 self.arena.write_hidden(fragment.rows, hidden)
                 return
             arguments = fragment.arguments(layer)
             attended = self._staged.attend(layer, hidden, arguments, fragment.chosen)
+            meter.spend(self.network.layer_bytes[layer], num_tokens)
             if attended.inputs is None:
                 hidden = attended.hidden
                 continue
-            if not is_small:
-                yield
-            total = yield from self._pass_experts(fragment, attended, progress)
+            total = yield from self._pass_experts(fragment, attended, progress, meter)
             if total is None:
                 return
             hidden = self._staged.complete(layer, attended, total, arguments)
         progress.layer = min(item.until, num_layers)
         if item.until > num_layers:
-            yield
+            if meter.is_full:
+                yield
             if not progress.is_withdrawn:
                 self._finish(item.units, fragment, hidden, progress)
                 return
         self.arena.write_hidden(fragment.rows, hidden)
 
     def _pass_experts(
-        self, fragment: Fragment, attended: Attended, progress: Progress
+        self, fragment: Fragment, attended: Attended, progress: Progress, meter: PieceMeter
     ) -> Generator[None, None, Tensor | None]:
         """[tokens, hidden size], weighted sum of the experts; None if stopped, with everything in the arena."""
         ids, weights, inputs = attended.topk_ids, attended.topk_weights, attended.inputs
@@ -138,37 +137,43 @@ class StageRunner:
         assert weights is not None
         assert inputs is not None
         assert progress.counts is not None
-        by_expert = ids.reshape(-1).argsort(stable=True)
-        counts = progress.counts[progress.layer]
-        counts.scatter_add_(0, ids.reshape(-1), torch.ones_like(by_expert))
-        rows = inputs.index_select(0, by_expert // ids.shape[1])
-        whole = self._experts.run_whole(progress.layer, rows, counts)
-        if whole is not None:  # the host does not read the tokens' experts, so the accelerator never waits
-            return combine(whole, by_expert, weights)
-        done, end = torch.empty_like(rows), 0
-        present = [(expert, count) for expert, count in enumerate(counts.tolist()) if count]
-        for batch in self._experts.split(progress.layer, rows, present):
-            if end:
-                yield
+        layer, counts = progress.layer, progress.counts[progress.layer]
+        if meter.is_full:
+            yield
+            meter.restart()
+        num_pairs, module = ids.numel(), self._experts.module(layer)
+        of_experts = self.network.bytes_per_expert, num_pairs, min(self.shape.num_experts, num_pairs)
+        num_fitting = meter.take(*of_experts)
+        is_one_call = num_fitting == of_experts[-1] or self._experts.is_grouped(layer, inputs)
+        if is_one_call and not progress.is_withdrawn:
+            return sum_experts(module, inputs, ids, weights, counts)
+        parts = split_experts(module, inputs, ids, weights, counts)
+        while not parts.is_over:
             if progress.is_withdrawn:
-                progress.first_open = batch[0][0]
-                counts[progress.first_open :] = 0
-                self._stand(fragment, attended, done[:end], progress)
+                self._stand(fragment, attended, parts, progress)
                 return None
-            end = self._experts.run_batch(progress.layer, rows, done, end, batch)
-        return combine(done, by_expert, weights)
+            parts.advance(num_fitting)
+            if not parts.is_over:
+                yield
+                meter.restart()
+                num_fitting = meter.take(*of_experts)
+        return parts.total()
 
-    def _stand(self, fragment: Fragment, attended: Attended, done: Tensor, progress: Progress) -> None:
-        """Store a passage that stops among a layer's experts. `done`: answers of the pairs with the lowest experts."""
+    def _stand(self, fragment: Fragment, attended: Attended, parts: ExpertParts, progress: Progress) -> None:
+        """Store a passage that stops among a layer's experts."""
         assert isinstance(progress.item, Passage)
+        assert attended.topk_ids is not None
+        progress.first_open = parts.first_open
         places = progress.item.places
         ids = self.arena.write_attended(fragment.rows, self.arena.index(places), attended).to(torch.int32)
         progress.topk_ids = to_host(ids)
-        if len(done):
-            # The rows are ordered by expert and then by token, whatever the order of a token's choices was.
-            pairs = ids.reshape(-1).argsort(stable=True)[: len(done)].cpu().numpy()
-            token, choice = np.divmod(pairs, ids.shape[1])
-            self.arena.write_contributions(places[token], choice.astype(np.int32), done)
+        token, choice = (ids < parts.first_open).nonzero().cpu().numpy().T
+        if len(token):
+            # The choices of `ids` are in ascending id, those of the answers in the gate's order.
+            order = attended.topk_ids.argsort(dim=1).cpu().numpy()
+            pairs = token * ids.shape[1] + order[token, choice]
+            answers = parts.answers(upload(pairs, self.network.device))
+            self.arena.write_contributions(places[token], choice.astype(np.int32), answers)
 
     def _sample(self, item: Sample, progress: Progress) -> Pieces:
         fragment = self._fragments.get(item.units, item.rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,14 @@ class _LastLayer(Exception):  # noqa: N818 - no error: the way out of a forward 
     """Carries the hidden states out of a network's forward."""
 
 
+class _Stubs(nn.ModuleList):
+    """Stand-ins for all layers. Networks take a slice of their layers in each step, and a whole slice is the list."""
+
+    def __getitem__(self, index: Any) -> Any:
+        is_whole = isinstance(index, slice) and range(len(self))[index] == range(len(self))
+        return self if is_whole else super().__getitem__(index)
+
+
 class _Stub(nn.Module):
     """Replaces a layer: stores the keyword arguments of its call, and returns the result of `answer`."""
 
@@ -99,7 +108,8 @@ class StagedNetwork:
         layers = list(self._decoder.layers)[: network.num_layers]
         if len(layers) != network.num_layers:
             raise UnsupportedModelError(_refusal(network, "its layers are not in one list"))
-        self._stubs = nn.ModuleList(_Stub(layer) for layer in layers)
+        self._stubs = _Stubs(_Stub(layer) for layer in layers)
+        self._num_called = len(layers)  # layers whose arguments a run of the front needs
         self._place_of = {layer: place for place, (layer, _) in enumerate(network.experts)}
         self.is_sparse = tuple(layer in self._place_of for layer in range(network.num_layers))
         with torch.inference_mode():
@@ -110,6 +120,8 @@ class StagedNetwork:
                 self.arguments = LayerArguments(recording, self.run_front(other)[1], num_tokens)
             except ValueError as error:
                 raise UnsupportedModelError(_refusal(network, str(error))) from error
+            kinds = self.arguments.kind_of
+            self._num_called = 1 + max(kinds.index(kind) for kind in kinds)
             self._stages, self._ends_directly = _Check(self, layers, probe, recording).choose(hidden)
 
     @property
@@ -145,9 +157,10 @@ class StagedNetwork:
         """Run the part before the layers.
 
         Returns:
-            The input of layer 0 [tokens, hidden size], and the arguments of each layer.
+            The input of layer 0 [tokens, hidden size], and the arguments of each layer up to the first of the last
+            kind.
         """
-        last = self._stubs[-1]
+        last = self._stubs[self._num_called - 1]
         last.__dict__["answer"] = _raise_last
         try:
             with self._stubbed():
@@ -158,7 +171,8 @@ class StagedNetwork:
                     **{STEP_ARGUMENT: step},
                 )
         except _LastLayer as reached:
-            return reached.args[0][0], tuple(stub.__dict__["arguments"] for stub in self._stubs)
+            called = islice(self._stubs, self._num_called)
+            return reached.args[0][0], tuple(stub.__dict__["arguments"] for stub in called)
         finally:
             last.__dict__["answer"] = None
         raise UnsupportedModelError(_refusal(self.network, "its layers were not called"))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from moestro.core.load_figures import IDLE, LoadFigures
 from moestro.core.request import Output, Request
+from moestro.core.work import IsWanted, never_wanted
 from moestro.engine.rank import Rank
 from moestro.errors import InvariantError
 from moestro.flow.executor import FlowExecutor
@@ -43,7 +42,7 @@ class ExpertRank:
         """Refuse: workers of this group take no steps together."""
         raise InvariantError("a worker without attention was told to take part in a step")
 
-    def outputs(self, now_ns: int, is_wanted: Callable[[], bool] = lambda: False) -> list[Output]:
+    def outputs(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> list[Output]:
         """Compute, or take what the device has computed; replies leave through the links."""
         self._executor.poll(now_ns, is_wanted)
         return []

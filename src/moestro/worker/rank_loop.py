@@ -12,6 +12,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import IDLE, LoadFigures, PaceCounts
 from moestro.core.request import Output, Request
 from moestro.core.scheduling_events import SchedulingEvent
+from moestro.core.work import IsWanted
 from moestro.engine.cache_events import UNCHANGED, CacheChanges
 from moestro.errors import RequestError
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
@@ -34,7 +35,7 @@ class Steppable(Protocol):
         """Take part in a step of the rank's group."""
         ...
 
-    def outputs(self, now_ns: int, is_wanted: Callable[[], bool] = ...) -> list[Output]:
+    def outputs(self, now_ns: int, is_wanted: IsWanted = ...) -> list[Output]:
         """Collect new outputs of requests. A device that works when polled works here, to the end or `is_wanted`."""
         ...
 
@@ -121,6 +122,10 @@ def run_rank(
         now_ns: the wall clock; the API server's `arrival_ns` must use the same clock.
         jobs: what is done beside the steps.
     """
+
+    def is_wanted(until_ns: int | None) -> bool:
+        return channel.has_messages() or (until_ns is not None and now_ns() >= until_ns)
+
     told = IDLE
     wait_s: float | None = 0  # a worker of a group may have got messages before it was ready
     while True:
@@ -128,7 +133,7 @@ def run_rank(
         if not _obey(messages, rank, channel, now_ns, jobs):
             return
         num_steps = rank.num_steps
-        outputs = rank.outputs(now_ns(), channel.has_messages)
+        outputs = rank.outputs(now_ns(), is_wanted)
         came_meanwhile = channel.receive(0)
         as_of_ns = now_ns()
         goes_on = _obey(came_meanwhile, rank, channel, now_ns, jobs)

@@ -32,7 +32,7 @@ def tokens_before_the_first_of_a_prompt(text: str) -> int:
     rank.add(decode, 0)
     before = during = -1
     for now_ns in range(1, 5000):
-        for output in rank.step(now_ns, lambda: False):
+        for output in rank.step(now_ns, lambda _: False):
             tokens[output.request_id] += output.token_ids
             if before < 0 and len(tokens["decode"]) >= 3:
                 before = len(tokens["decode"])

@@ -60,7 +60,7 @@ class ExpertLevelPreemption:
         meets = (_waiting(view, LS) > 0) | ((others > 0) & (others <= self.max_merged))
         if meets[layer] and view.num_expert_tokens[:, layer].any():
             return 0  # these tokens can join others among the experts of their own layer
-        ahead = np.flatnonzero(meets[layer + 1 :])
+        ahead = meets[layer + 1 :].nonzero()[0]
         return layer + 1 + int(ahead[0]) if len(ahead) else ALL
 
     def _left_ns(self, view: QueueTable) -> int | None:
@@ -79,7 +79,8 @@ def _waiting(view: QueueTable, service_class: int) -> NDArray[np.int32]:
 def _layers(view: QueueTable, service_class: int) -> NDArray[np.intp]:
     """Return the layers in which tokens of a class can run, ascending."""
     attention = view.runnable[service_class, :, ATTENTION]
-    return np.flatnonzero(attention | (view.num_expert_tokens[service_class] > 0))
+    can_run: NDArray[np.bool_] = attention | (view.num_expert_tokens[service_class] > 0)
+    return can_run.nonzero()[0]
 
 
 def _run(view: QueueTable, first: int, layer: int, max_others: int, until: int) -> Run:

@@ -19,6 +19,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (*[_POINTER] * 4, *[_INT] * 3),
     "linear_float": (*[_POINTER] * 4, *[_INT] * 3),
     "expert_answers": (*[_POINTER] * 3, _INT, *[_POINTER] * 3, *[_INT] * 2),
+    "chosen_answers": (*[_POINTER] * 6, *[_INT] * 7),
+    "add_answers": (*[_POINTER] * 4, *[_INT] * 3),
     "routed_experts": (*[_POINTER] * 7, *[_INT] * 5),
     "write_slots": (_POINTER, _INT, _INT, _POINTER, *[_INT] * 3, _POINTER),
     "attend": (_POINTER, _INT, _INT, *[_POINTER] * 7, *[_INT] * 8, _FLOAT),
@@ -26,6 +28,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "layer_front": (_POINTER,) * 9,
     "rotate": (_POINTER, _INT, _INT, *[_POINTER] * 3, *[_INT] * 3),
 }
+_RESULTS = {"chosen_answers": _INT}  # the others return nothing
 
 
 class KernelLibrary:
@@ -55,7 +58,7 @@ class KernelLibrary:
                 function = loaded[f"moestro_{name}"]
             except AttributeError as error:
                 raise OSError(f"{path} has no kernel {name}") from error
-            function.argtypes, function.restype = types, None
+            function.argtypes, function.restype = types, _RESULTS.get(name)
             self.function[name] = function
         self._linear, self._linear_float = self.function["linear"], self.function["linear_float"]
         self._rms_norm, self._rotate = self.function["rms_norm"], self.function["rotate"]

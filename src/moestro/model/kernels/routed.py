@@ -28,11 +28,16 @@ class KernelExperts:
         library: The kernels.
         sizes: Hidden size, and half of the up weight's outputs.
         slots: As `PackedSlots.slots`.
+
+    Attributes:
+        num_experts: Number of slots.
     """
 
     def __init__(self, library: KernelLibrary, sizes: tuple[int, int], slots: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._library, self._sizes, self._slots = library, sizes, slots
+        self.num_experts = len(slots)
         self._answers, self._routed = library.function["expert_answers"], library.function["routed_experts"]
+        self._chosen, self._add = library.function["chosen_answers"], library.function["add_answers"]
         # The kernels read tables of addresses.
         self._tables = [np.array([pair[i].data_ptr() for pair in slots], np.uint64) for i in range(2)]
         self._addresses = [table.ctypes.data for table in self._tables]
@@ -74,8 +79,47 @@ class KernelExperts:
             counts.data_ptr(),
             num_tokens,
             num_chosen,
-            len(self._slots),
+            self.num_experts,
             *self._sizes,
+        )
+        return out
+
+    def chosen_answers(
+        self, hidden: Tensor, topk_ids: Tensor, out: Tensor, counts: Tensor, begin: int, max_experts: int
+    ) -> int:
+        """Implement `WholeExperts.chosen_answers`."""
+        num_tokens, num_chosen = topk_ids.shape
+        assert hidden.is_contiguous() and topk_ids.is_contiguous() and out.is_contiguous()  # noqa: PT018
+        end: int = self._chosen(
+            hidden.data_ptr(),
+            topk_ids.data_ptr(),
+            *self._addresses,
+            out.data_ptr(),
+            counts.data_ptr(),
+            begin,
+            max_experts,
+            num_tokens,
+            num_chosen,
+            self.num_experts,
+            *self._sizes,
+        )
+        return end
+
+    def add_answers(self, answers: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """Implement `WholeExperts.add_answers`."""
+        num_tokens, num_chosen, hidden = answers.shape
+        assert num_chosen <= _MOST_CHOSEN, "the kernel sorts a token's experts in a buffer of fixed size"
+        assert answers.is_contiguous() and topk_ids.is_contiguous()  # noqa: PT018
+        weights = topk_weights.to(torch.float32).contiguous()
+        out = answers.new_empty(num_tokens, hidden)
+        self._add(
+            answers.data_ptr(),
+            topk_ids.data_ptr(),
+            weights.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            num_chosen,
+            hidden,
         )
         return out
 
