@@ -25,7 +25,7 @@ def network(request, checkpoint):
 
 @pytest.mark.parametrize("max_experts", [1, 2, 3, 100])
 def test_parts_give_the_bits_of_the_whole(network, max_experts):
-    layer, module = network.experts[0]
+    _, module = network.experts[0]
     generator = torch.Generator().manual_seed(max_experts)
     hidden = torch.randn(NUM_TOKENS, network.config.hidden_size, generator=generator).to(network.dtype)
     scores = torch.rand(NUM_TOKENS, network.num_experts, generator=generator)
