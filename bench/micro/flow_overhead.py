@@ -1,11 +1,13 @@
 """Measures the overhead of the flow core, for each item and for a decode step in stages against one forward pass.
 
-    OMP_NUM_THREADS=1 python bench/micro/flow_overhead.py --json bench/results/micro/flow_overhead.json
+    OMP_NUM_THREADS=1 python bench/micro/flow_overhead.py --work /tmp/bench \
+        --json bench/results/micro/flow_overhead.json
 
 The first part runs plans of one-token units on a device that computes nothing. The time of an item is then that of the
 core, the policy and the executor. Budgets (docs/architecture.md) at 256 tokens: 250 microseconds for an attention and
-100 for an expert item. The second part decodes with the demo model, fused and in stages in turn, without any
-preemption. The ratio is taken in each round.
+100 for an expert item. The second part decodes with the demo model (own kernels in bfloat16, torch's in float32) and
+with a random Qwen3-MoE of 640M parameters, fused and in stages in turn, without any preemption. The ratio is taken in
+each round.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from moestro.model.device import TorchDevice
 from moestro.model.settings import ModelSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from shared.models import DEMO
+from shared.models import DEMO, make_random_model
 from shared.results import make_parser, save, spread
 
 SHAPE = StageShape(is_sparse=(True,) * 16, num_experts=32, num_chosen=4, num_rows=4096, num_places=4096)
-TOKENS, REPEATS, STEPS, UNITS, ROUNDS, BLOCK_SIZE = (64, 256, 1024), 9, 5, (1, 8, 32), 15, 16
+TOKENS, REPEATS, STEPS, UNITS, WARM_UP = (64, 256, 1024), 9, 5, (1, 8, 32), 3
 
 
 class NullDevice:
@@ -123,10 +125,13 @@ def step_ms(executor, item) -> float:
     return 1e3 * (time.perf_counter() - started)
 
 
-def demo_rows(dtype: str) -> list[dict[str, object]]:
+def decode_rows(model: str, directory: Path, dtype: str, num_rounds: int) -> list[dict[str, object]]:
     from moestro.model.staged_open import open_staged_device  # noqa: PLC0415 - the core needs no network
 
-    settings = ModelSettings(model=str(DEMO), dtype=dtype, device="cpu", num_gpu_blocks_override=512)
+    kernels = "own" if dtype == "bfloat16" else "auto"
+    settings = ModelSettings(
+        model=str(directory), dtype=dtype, device="cpu", num_gpu_blocks_override=512, kernels=kernels
+    )
     staged, _ = open_staged_device(settings, max_tokens=2048)
     fused = FusedExecutor(TorchDevice(staged.staged.network, staged.pools))
     flow = FlowExecutor(staged, ExpertLevelPreemption())
@@ -134,12 +139,13 @@ def demo_rows(dtype: str) -> list[dict[str, object]]:
     for num_units in UNITS:
         item = decode([128] * num_units)
         pairs = []
-        for number in range(ROUNDS + 3):
+        for number in range(WARM_UP + num_rounds):
             order = (fused, flow) if number % 2 else (flow, fused)
-            times = {id(executor): min(step_ms(executor, item) for _ in range(3)) for executor in order}
+            times = {id(executor): statistics.median(step_ms(executor, item) for _ in range(5)) for executor in order}
             pairs.append((times[id(fused)], times[id(flow)]))
-        pairs = pairs[3:]
-        row = {"dtype": dtype, "units": num_units, "fused_ms": spread([a for a, _ in pairs])}
+        pairs = pairs[WARM_UP:]
+        row = {"model": model, "dtype": dtype, "kernels": kernels, "units": num_units, "rounds": num_rounds}
+        row["fused_ms"] = spread([a for a, _ in pairs])
         row["flow_ms"] = spread([b for _, b in pairs])
         row["flow_over_fused"] = spread([b / a for a, b in pairs])
         rows.append(row)
@@ -149,17 +155,19 @@ def demo_rows(dtype: str) -> list[dict[str, object]]:
 
 def main() -> None:
     parser = make_parser(__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="directory for the random model, kept between runs")
     args = parser.parse_args()
     conditions = run_record("measured")
     result = {
         "num_threads": torch.get_num_threads(),
-        "rounds": {"core": REPEATS, "demo": ROUNDS},
+        "core_rounds": REPEATS,
         "core": core_rows(),
-        "demo_decode": [row for dtype in ("bfloat16", "float32") for row in demo_rows(dtype)],
+        "decode": [
+            *decode_rows("demo", DEMO, "bfloat16", 61),
+            *decode_rows("demo", DEMO, "float32", 15),
+            *decode_rows("random-640m", make_random_model(args.work / "random-640m"), "bfloat16", 15),
+        ],
     }
-    result["median_ratio"] = round(
-        statistics.median(row["flow_over_fused"]["median"] for row in result["demo_decode"]), 4
-    )
     save(args.json, conditions, result)
 
 

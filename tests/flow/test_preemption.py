@@ -292,6 +292,19 @@ def test_while_the_device_works_a_policy_that_waits_does_not_put_the_rank_to_sle
     assert rank.ready_at_ns() is None
 
 
+def test_a_plan_that_is_alone_enters_the_books_only_when_something_comes_before_its_result():
+    served = Served()
+    served.add(request("be", "be", 20))
+    served.pieces(3)
+    core = served.rank.executor._core
+    assert (core.num_plans, core._pool.num_units) == (1, 0)
+    served.add(request("ls", "ls", first=3))
+    served.pieces(1)
+    assert (core.num_plans, core._pool.num_units) == (2, 2)
+    served.finish()
+    assert (core.num_plans, core._pool.num_free_rows) == (0, served.device.shape.num_rows)
+
+
 def test_while_batches_are_parked_a_poll_ends_an_item_and_tells_until_when():
     """A return after each piece would cost the urgent tokens a turn of the rank's loop for each of their pieces."""
     served = Served(ExpertLevelPreemption(max_wait_ns=1000, max_merged=0))

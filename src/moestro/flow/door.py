@@ -49,6 +49,17 @@ class Door:
         """Whether a plan that was submitted while others were inside is not done."""
         return self._pool.has_entry(self._passing_entry) or any(each.passes for each in self._waiting)
 
+    @property
+    def first(self) -> Plan:
+        """The plan that has waited for longest."""
+        return self._waiting[0].plan
+
+    def take_first(self) -> Plan:
+        """Take out the plan that has waited for longest."""
+        taken = self._waiting.pop(0)
+        self.num_tokens -= taken.num_tokens
+        return taken.plan
+
     def take_entries(self, count: int = 1) -> int:
         """Number what enters the device now, plans or guests. Returns the first number."""
         self._num_entries += count

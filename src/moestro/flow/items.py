@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.stages import Attention, Experts, Merge, Passage, Sample, StageItem, StageShape
-from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, Run
+from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, NUM_CLASSES, Run
+from moestro.core.work import Plan
 from moestro.errors import InvariantError
 from moestro.flow.guests import Guests
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.passed_over import Tokens
-from moestro.flow.token_pool import TokenPool
+from moestro.flow.token_pool import NO_MERGES, TokenPool
 
 Int64s = NDArray[np.int64]
 
@@ -59,6 +60,19 @@ class ItemMaker:
         if launched is None:
             raise InvariantError(f"the step policy chose {run}, where nothing can run")
         return launched
+
+    def make_alone(self, run: Run, plan: Plan) -> LaunchedItem | None:
+        """Make one item of a plan that is alone and has no rows yet. None: `run` does not take all of it to its end."""
+        num_tokens, classes = plan.num_tokens, plan.units.service_class
+        if (run.layer, run.group) != (0, ATTENTION) or run.until <= self._shape.num_layers:
+            return None
+        if num_tokens > min(run.max_rows, run.max_unit_tokens, self._shape.num_places):
+            return None
+        if len(run.classes) < NUM_CLASSES and not np.isin(classes, run.classes).all():
+            return None
+        rows = np.arange(num_tokens, dtype=np.int32)
+        places = rows if self._shape.num_chosen else _NO_PLACES
+        return LaunchedItem(Passage(0, run.until, plan.units, rows, places, NO_MERGES), _NO_UNITS)
 
     def free_places(self) -> LaunchedItem | None:
         """End the layer of best-effort units that hold places, if urgent units lack some.

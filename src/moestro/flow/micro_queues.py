@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.stages import StageShape
-from moestro.core.views import ATTENTION, NUM_CLASSES, QueueTable
+from moestro.core.views import ATTENTION, BE, LS, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable
+from moestro.core.work import Units
 from moestro.flow.attention_queues import AttentionQueues
 from moestro.flow.expert_queues import ExpertQueues
 from moestro.flow.guests import Guests
@@ -29,7 +30,7 @@ class MicroQueues:
     """
 
     def __init__(self, shape: StageShape, pool: TokenPool, guests: Guests) -> None:
-        self._columns = QueueColumns(shape)
+        self._columns, self._alone = QueueColumns(shape), QueueColumns(shape)
         self._pool, self._guests = pool, guests
         self.attention = AttentionQueues(self._columns, shape.is_sparse, pool)
         self.experts = ExpertQueues(self._columns, shape.num_layers, shape.num_experts)
@@ -72,6 +73,19 @@ class MicroQueues:
         passed_ns = self._none_passed
         if self._pool.num_passed or self._guests.num_passed:
             passed_ns = read_only(self._longest_passed_ns())
+        return self._make_table(columns, runnable, passed_ns)
+
+    def table_alone(self, units: Units, came_ns: int) -> QueueTable:
+        """What a step policy would see if `units` were all that is here, and came at `came_ns`."""
+        columns, sizes = self._alone, units.num_tokens
+        is_urgent = units.service_class == LS
+        for service_class, is_own in ((LS, is_urgent), (BE, ~is_urgent)):
+            num_tokens = int(sizes.sum(where=is_own))
+            columns.set_queue((service_class, 0, ATTENTION), num_tokens, came_ns if num_tokens else NOBODY_WAITS_NS)
+            columns.num_prefill_tokens[service_class, 0] = sizes.sum(where=is_own & (sizes > 1))
+        return self._make_table(columns, columns.n > 0, self._none_passed)
+
+    def _make_table(self, columns: QueueColumns, runnable: NDArray[np.bool_], passed_ns: Int64s) -> QueueTable:
         n, oldest_ns, num_expert_tokens, num_prefill_tokens = columns.seen
         return QueueTable(
             n=n,

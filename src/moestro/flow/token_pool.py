@@ -22,7 +22,7 @@ Int64s = NDArray[np.int64]
 THERE = -1  # owner of a contribution that has arrived, or that no token waits for
 _NO_PLACE = -1
 _KNOWN_WAVES = 16  # those that return in the next layer: one that runs and a few that are parked
-_NO_MERGES = Merges(np.empty(0, np.int32), np.empty(0, np.int32))
+NO_MERGES = Merges(np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 @dataclass(slots=True, eq=False)
@@ -253,7 +253,7 @@ class TokenPool:
         if num_placed == len(places):
             return Merges(wave.rows, places)
         if not num_placed:
-            return _NO_MERGES
+            return NO_MERGES
         return Merges(wave.rows[has_place], places[has_place])
 
     def release_places(self, merged: Merges) -> None:
