@@ -32,7 +32,9 @@ def case(num: int, seed: int, vocabulary: int = VOCAB) -> tuple[torch.Tensor, np
     )
 
 
-@pytest.mark.parametrize(("seed", "vocabulary"), [*((seed, VOCAB) for seed in range(5)), (5, 512), (6, 1300)])
+@pytest.mark.parametrize(
+    ("seed", "vocabulary"), [*((seed, VOCAB) for seed in range(5)), (5, 512), (6, 1300), (7, 3000)]
+)
 def test_sampling_equals_its_plain_twin(seed, vocabulary):
     logits, rows, positions = case(200, seed, vocabulary)
     tokens = sample(logits, rows, positions)
@@ -59,13 +61,15 @@ def test_tokens_are_drawn_with_their_probabilities():
 
 
 def test_tokens_of_a_large_vocabulary_are_drawn_with_their_probabilities():
-    num, size = 60_000, 1300  # two whole groups, and a part of one
+    num, size = 60_000, 1300  # whole groups, and a part of one
     logits = 3 * torch.randn(size, generator=torch.Generator().manual_seed(0))
     logits[600] = logits.max() + 2
     rows = greedy(num, temperature=1, seed=np.arange(num))
     counts = np.bincount(sample(logits.expand(num, -1), rows, np.full(num, 3)), minlength=size)
     wanted = logits.double().softmax(-1).numpy() * num
-    assert ((counts - wanted) ** 2 / wanted)[wanted > 5].sum() < 1.3 * (wanted > 5).sum()
+    num_likely = (wanted > 5).sum()
+    chi_squared = ((counts - wanted) ** 2 / wanted)[wanted > 5].sum()
+    assert chi_squared < num_likely + 4 * np.sqrt(2 * num_likely)
     assert abs(counts[wanted <= 5].sum() - wanted[wanted <= 5].sum()) < 5 * np.sqrt(wanted[wanted <= 5].sum())
 
 
@@ -92,6 +96,19 @@ def test_filters_keep_all_that_tie_with_the_last_one_kept():
     logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]]).expand(2_000, -1)
     rows = greedy(2_000, temperature=1, top_k=2, seed=np.arange(2_000))
     assert set(sample(logits, rows, np.zeros(2_000, np.int64)).tolist()) == {0, 1, 2}
+
+
+def test_a_nucleus_is_the_same_whether_all_tokens_are_sorted_or_the_likeliest():
+    """Flat rows reach top_p behind the first look, and steep ones within it."""
+    generator = torch.Generator().manual_seed(0)
+    scaled = torch.randn(40, 4 * sampler._FIRST_LOOK, generator=generator) * torch.linspace(0.01, 9, 40)[:, None]
+    scaled -= scaled.amax(-1, keepdim=True)
+    top_p = np.random.default_rng(0).choice([0.3, 0.9, 0.99], size=40).astype(np.float32)
+    everything = np.full(40, scaled.shape[1])
+    found = sampler._least_in_nucleus(scaled, everything, top_p)
+    assert torch.equal(found, sampler._least_kept(scaled, everything, top_p))
+    num_kept = (scaled >= found).sum(-1)
+    assert num_kept.min() < sampler._FIRST_LOOK < num_kept.max()
 
 
 def test_min_p_keeps_what_transformers_keeps():

@@ -11,8 +11,6 @@ from moestro.core.request import Request, SamplingParams
 from moestro.core.rng import mix64, uniform
 from moestro.core.work import SAMPLING_ROW
 
-GROUP_TOKENS = 512
-
 
 def next_token(logits: np.ndarray, tokens: list[int], request: Request) -> int:
     """The token after `tokens`, the first of which are the request's prompt."""
@@ -74,12 +72,13 @@ def choose(logits: np.ndarray, row: np.void, position: int) -> int:
         kept += 1
     least = scaled[order[kept - 1]]
     weights = np.where(scaled >= least, np.exp(scaled.astype(np.float64)), 0)
-    groups = [weights[start : start + GROUP_TOKENS] for start in range(0, len(weights), GROUP_TOKENS)]
+    size = 2 ** round(np.log2(len(weights)) / 2)
+    groups = [weights[start : start + size] for start in range(0, len(weights), size)]
     key = mix64(mix64(np.array([row["seed"]], np.uint64)) + np.uint64(position))
-    waits = -np.log1p(-uniform(key, np.arange(len(groups) + GROUP_TOKENS, dtype=np.uint64)))
+    waits = -np.log1p(-uniform(key, np.arange(len(groups) + size, dtype=np.uint64)))
     group = int(np.argmax([tokens.sum() / wait for tokens, wait in zip(groups, waits, strict=False)]))
     arrivals = [weight / wait for weight, wait in zip(groups[group], waits[len(groups) :], strict=False)]
-    return group * GROUP_TOKENS + int(np.argmax(arrivals))
+    return group * size + int(np.argmax(arrivals))
 
 
 def random_wishes(rng: np.random.Generator, vocabulary: int, max_tokens: int) -> dict[str, object]:

@@ -22,7 +22,8 @@ from moestro.core.request import TokenLogprobs
 from moestro.core.rng import mix64, uniform
 from moestro.model.upload import upload
 
-_GROUP_TOKENS = 512  # consecutive token ids; about the square root of a large vocabulary, which minimises the noise
+_FIRST_LOOK = 1024  # likeliest tokens that a CPU sorts at first, where top_p alone may keep any number of them
+_NUMBERS_AT_ONCE = 1 << 19  # logits that a CPU works on at once, so that they stay in its caches
 _SHORTEST_WAIT = 2.0**-60  # replaces a waiting time of 0, which noise of 0 would give
 
 
@@ -74,18 +75,28 @@ def sample(
     if tokens is None:
         tokens = find_peaks(logits).tokens
     drawn = np.flatnonzero(sampling["temperature"] > 0)
-    if len(drawn):
-        noise = _noise(sampling["seed"][drawn], positions[drawn], logits.shape[1])
-        rows = upload(drawn, logits.device)
-        tokens[rows] = _draw(_filter(_scale(logits[rows], sampling[drawn]), sampling[drawn]), noise)
+    is_cpu, vocabulary = logits.device.type == "cpu", logits.shape[1]
+    num_at_once = max(_NUMBERS_AT_ONCE // vocabulary, 1) if is_cpu else max(len(drawn), 1)
+    for first in range(0, len(drawn), num_at_once):
+        part = drawn[first : first + num_at_once]
+        noise = _noise(sampling["seed"][part], positions[part], vocabulary)
+        rows = upload(part, logits.device)
+        wanted = logits if len(part) == len(logits) else logits[rows]
+        tokens[rows] = _draw(_filter(_scale(wanted, sampling[part]), sampling[part]), noise)
     return tokens
 
 
+def _group_size(vocabulary: int) -> int:
+    """Consecutive token ids of a group: a power of two near the square root of the vocabulary, for the least noise."""
+    size: int = 1 << round(np.log2(vocabulary) / 2)
+    return size
+
+
 def _noise(seeds: NDArray[np.uint64], positions: NDArray[np.int64], vocabulary: int) -> NDArray[np.float64]:
-    """[n, groups + `_GROUP_TOKENS`], uniform in [0, 1), a function of each row's seed and position alone."""
-    num_groups = -(-vocabulary // _GROUP_TOKENS)
+    """[n, groups + tokens of a group], uniform in [0, 1), a function of each row's seed and position alone."""
+    size = _group_size(vocabulary)
     keys = mix64(mix64(seeds) + positions.astype(np.uint64))
-    return uniform(keys[:, None], np.arange(num_groups + _GROUP_TOKENS, dtype=np.uint64))
+    return uniform(keys[:, None], np.arange(-(-vocabulary // size) + size, dtype=np.uint64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +153,7 @@ def measure_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprob
 def _scale(logits: Tensor, sampling: NDArray[np.void]) -> Tensor:
     """Divide logits by temperature, each row's largest at 0, so that overflow gives -inf and never NaN."""
     temperature = upload(sampling["temperature"], logits.device).to(logits.dtype)
-    return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    return (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
 
 
 def _filter(scaled: Tensor, sampling: NDArray[np.void]) -> Tensor:
@@ -155,7 +166,8 @@ def _filter(scaled: Tensor, sampling: NDArray[np.void]) -> Tensor:
         if len(rows):
             at = upload(rows, scaled.device)
             kept = scaled[at]
-            least = _least_kept(kept, top_k[rows], sampling["top_p"][rows])
+            least_kept = _least_kept if narrow[rows[0]] else _least_in_nucleus
+            least = least_kept(kept, top_k[rows], sampling["top_p"][rows])
             scaled[at] = kept.masked_fill(kept < least, float("-inf"))
     return scaled
 
@@ -170,16 +182,46 @@ def _cut_unlikely(scaled: Tensor, sampling: NDArray[np.void]) -> None:
         scaled[at] = kept.masked_fill(kept < least[:, None], float("-inf"))
 
 
+def _least_in_nucleus(scaled: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
+    """`_least_kept` where `top_k` keeps all tokens. A CPU sorts few of them, and all only where those do not reach.
+
+    Which way a row takes depends on that row alone.
+    """
+    if scaled.device.type != "cpu" or scaled.shape[1] <= _FIRST_LOOK:
+        return _least_kept(scaled, top_k, top_p)
+    largest = scaled.topk(_FIRST_LOOK, dim=-1).values
+    total = scaled.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    least, is_reached = _cut_at(largest, largest.to(torch.float64).exp() / total, top_p)
+    rest = (~is_reached).nonzero()[:, 0]
+    if len(rest):
+        at = rest.numpy()
+        least[rest] = _least_kept(scaled[rest], top_k[at], top_p[at])
+    return least
+
+
 def _least_kept(scaled: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
     """[n, 1], smallest value of each row that both filters keep."""
     largest = scaled.topk(int(top_k.max()), dim=-1).values
     outside = torch.arange(largest.shape[1], device=scaled.device) >= upload(top_k, scaled.device)[:, None]
     largest = largest.masked_fill(outside, float("-inf"))
-    reached = largest.softmax(-1, dtype=torch.float64).cumsum(-1)
+    return _cut_at(largest, largest.softmax(-1, dtype=torch.float64), top_p)[0]
+
+
+def _cut_at(largest: Tensor, shares: Tensor, top_p: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+    """Find the smallest value of each row with which the shares reach top_p, and whether they do.
+
+    Args:
+        largest: [n, k], values in descending order.
+        shares: float64[n, k], probability of each.
+
+    Returns:
+        [n, 1], the last value where they do not; bool[n].
+    """
+    reached, wanted = shares.cumsum(-1), upload(top_p, shares.device).to(torch.float64)[:, None]
     # A token stays while those before it have not reached top_p, so the first token always stays.
     before = torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], dim=-1)
-    count = ((before < upload(top_p, scaled.device).to(torch.float64)[:, None]) & ~outside).sum(-1).clamp(min=1)
-    return largest.gather(1, count[:, None] - 1)
+    count = ((before < wanted) & (shares > 0)).sum(-1).clamp(min=1)
+    return largest.gather(1, count[:, None] - 1), reached[:, -1] >= wanted[:, 0]
 
 
 def _draw(scaled: Tensor, noise: NDArray[np.float64]) -> Tensor:
@@ -192,12 +234,13 @@ def _draw(scaled: Tensor, noise: NDArray[np.float64]) -> Tensor:
 
     Args:
         scaled: [n, vocabulary], logarithms of weights.
-        noise: [n, groups + `_GROUP_TOKENS`], uniform in [0, 1).
+        noise: [n, groups + tokens of a group], uniform in [0, 1).
     """
-    weights = functional.pad(scaled.softmax(-1, dtype=torch.float64), (0, -scaled.shape[1] % _GROUP_TOKENS))
-    groups = weights.view(len(weights), -1, _GROUP_TOKENS)
+    size = _group_size(scaled.shape[1])
+    weights = functional.pad(scaled.softmax(-1), (0, -scaled.shape[1] % size))
+    groups = weights.view(len(weights), -1, size)
     waits = upload(np.maximum(-np.log1p(-noise), _SHORTEST_WAIT), scaled.device)
     num_groups = groups.shape[1]
-    group = (groups.sum(-1) / waits[:, :num_groups]).argmax(-1)
+    group = (groups.sum(-1, dtype=torch.float64) / waits[:, :num_groups]).argmax(-1)
     inside = groups[torch.arange(len(group), device=group.device), group] / waits[:, num_groups:]
-    return group * _GROUP_TOKENS + inside.argmax(-1)
+    return group * size + inside.argmax(-1)
