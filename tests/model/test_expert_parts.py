@@ -65,3 +65,5 @@ def test_a_piece_ends_when_its_weights_are_read():
     assert meter.take(1, 6400, 8) == 1, "100 reads of a byte by 800 rows each"
     meter.restart()
     assert meter.take(0, 8, 8) == 8
+    assert meter.take(30, 2, 8, is_one_call=True) == 8
+    assert meter.is_full

@@ -60,10 +60,10 @@ class TorchGroup(LinkedGroup):
             share = WorkerShare(worker=worker, make_table=make_table, num_guests=num_guests)
             if worker < layout.num_homes:
                 device, _ = open_staged_device(settings, BUDGET, share=share)
-                device._runner._experts.num_a_piece = 1  # so that it can stop between any two experts
+                device._runner._experts._piece_bytes = 1  # so that it can stop between any two experts
             else:
                 device, _ = open_expert_device(settings, share)
-                device._runner.num_a_piece = 1
+                device._runner._piece_bytes = 1
             if tables:  # an expert worker of a dense network needs none
                 self.table = tables[0]
             peers = PeerSettings(

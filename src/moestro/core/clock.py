@@ -29,3 +29,8 @@ class ClockPair(msgspec.Struct, frozen=True):
     def offset_ns(self) -> int:
         """Offset to add to a monotonic time to get wall-clock time."""
         return self.wall_ns - self.monotonic_ns
+
+
+def earliest(*times_ns: int | None) -> int | None:
+    """Return the earliest of some times. None means no time."""
+    return min((each for each in times_ns if each is not None), default=None)

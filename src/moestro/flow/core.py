@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.clock import earliest
 from moestro.core.hops import DISPATCH, REPLY, HopMessage, join_records
 from moestro.core.load_figures import PassCounts
 from moestro.core.stages import (
@@ -59,11 +60,12 @@ from moestro.flow.events import (
     Withdraw,
 )
 from moestro.flow.guest_desk import GuestDesk
-from moestro.flow.guests import NO_PAIRS, Guests, Pairs, all_pairs
+from moestro.flow.guests import Guests, Pairs, all_pairs, split_pairs
 from moestro.flow.items import ItemMaker, LaunchedItem
+from moestro.flow.lone_plan import LonePlan
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.passed_over import PassedOver, Tokens
-from moestro.flow.token_pool import NO_MERGES, TokenPool
+from moestro.flow.token_pool import TokenPool
 
 Int64s = NDArray[np.int64]
 
@@ -95,10 +97,9 @@ class FlowCore:
         self._desk = GuestDesk(peers, self._guests, self._queues) if peers else None
         self._door = Door(self._pool)
         self._items = ItemMaker(shape, self._pool, self._guests, self._queues, is_alone=peers is None)
+        self._lone = LonePlan(shape, policy, self._pool, self._door, self._queues, self._items)
         self._inbox: list[tuple[HopMessage, int]] = []  # messages and when they arrived
         self._launched: deque[LaunchedItem] = deque()
-        self._lone: Plan | None = None  # with the device as one item, while nothing else is inside
-        self._came_ns = 0  # when the last plan came
         self._num_withdrawn = 0  # launched items of which it is not known how far they came
         self._lacks_places = False  # nothing that waits can run, until something happens
         self._wait_until_ns: int | None = None  # the policy's last `Wait.until_ns`
@@ -114,7 +115,7 @@ class FlowCore:
     @property
     def num_plans(self) -> int:
         """Plans submitted some of whose units are not done."""
-        return self._pool.num_entries + len(self._door) + (self._lone is not None)
+        return self._pool.num_entries + len(self._door) + self._lone.is_running
 
     @property
     def is_shared(self) -> bool:
@@ -154,7 +155,7 @@ class FlowCore:
     @property
     def wake_ns(self) -> int | None:
         """Time at which the policy wants to be asked even if no event comes. None means no such time."""
-        return _earlier(self._wait_until_ns, self._ask_again_ns)
+        return earliest(self._wait_until_ns, self._ask_again_ns)
 
     def wants_tick(self, now_ns: int) -> bool:
         """Whether a `Tick` asks the policy: the device has room, or the policy set a time that has come."""
@@ -195,7 +196,7 @@ class FlowCore:
         """Take note of `event`, and say what is to be done about it, in order."""
         self._passed_over.elapse(now_ns)
         if not (isinstance(event, Done) and isinstance(event.result, StepResult)):
-            self._settle()
+            self._lone.settle()
         self._lacks_places &= isinstance(event, Tick)
         commands: list[Command] = []
         match event:
@@ -236,7 +237,7 @@ class FlowCore:
             The slots of which that is so; the units of the others are with the device, or are not known.
         """
         self._lacks_places = False
-        self._settle()
+        self._lone.settle()
         recalled = [self._door.turn_away(slots)]
         ids = self._pool.find(slots)
         for launched in self._launched:
@@ -257,11 +258,11 @@ class FlowCore:
             raise InvariantError(f"a plan of {num_tokens} tokens on a device of {self.shape.num_rows} rows")
         if num_tokens > self.shape.num_places and plan.units.num_tokens.max() > self.shape.num_places:
             raise InvariantError(f"a unit longer than the {self.shape.num_places} tokens that fit in a layer")
-        if self._is_alone:
-            self._admit(self._came_ns)
+        if self._lone.waits:
+            self._admit(self._lone.came_ns)
         self._door.arrive(plan)
-        self._came_ns = now_ns
-        if not self._is_alone:
+        self._lone.came_ns = now_ns
+        if not self._lone.waits:
             self._admit(now_ns)
         # The plan may be more urgent than the rest of what runs: then the policy chooses again.
         if self._runs_best_effort() and LS in plan.units.service_class:
@@ -278,25 +279,6 @@ class FlowCore:
             self._num_withdrawn = len(self._launched)
             self._passed_over.count_withdrawal()
             commands.append(Withdraw())
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether all that is here is one plan at the door, which could be one item from end to end."""
-        is_empty = len(self._door) == 1 and not self._launched and not self._pool.num_entries
-        return is_empty and self._peers is None and not self._policy.overlaps_prefill
-
-    def _settle(self) -> None:
-        """Give the units of a lone plan the rows and places that its item names, because it may stop on its way."""
-        if self._lone is None:
-            return
-        launched, plan, self._lone = self._launched[0], self._lone, None
-        wave = self._pool.wave(self._pool.enter(self._door.take_entries(), plan.units))
-        if self.shape.num_chosen:
-            self._pool.take_places(wave, NO_MERGES)
-        assert isinstance(launched.item, Passage)
-        if not np.array_equal(wave.rows, launched.item.rows):
-            raise InvariantError("a lone plan's units have other rows than its item")
-        launched.ids = wave.ids
 
     def _admit(self, now_ns: int) -> None:
         for ids in self._door.admit():
@@ -402,11 +384,10 @@ class FlowCore:
                 self._take_stopped(now_ns, launched, item, result, commands)
             case ((Sample() | Passage()), StepResult(expert_counts=counts)):
                 self._count(counts)
-                is_lone = self._lone is not None
-                visits = None if is_lone else self._pool.visits_of(launched.ids, result.slot)
+                visits = self._pool.visits_of(launched.ids, result.slot)
                 commands.append(Emit(msgspec.structs.replace(result, expert_counts=self._counts, visits=visits)))
-                self._counts, self._lone = self._no_counts(), None
-                if not is_lone:
+                self._counts = self._no_counts()
+                if not self._lone.end():
                     self._pool.leave(launched.ids)
             case _:
                 raise InvariantError(f"{type(result).__name__} for {type(launched.item).__name__}")
@@ -444,7 +425,7 @@ class FlowCore:
             num_done = int(item.counts[:num_batches].sum())
             self._give_back(item.layer, pairs.part(num_done, len(pairs.places)))
             pairs = pairs.part(0, num_done)
-        own, guests = self._split(pairs)
+        own, guests = split_pairs(pairs, self.shape.num_places)
         if len(guests.places):
             assert self._desk is not None, "a device that is alone has no guests"
             commands += self._desk.reply(item.layer, guests)
@@ -453,19 +434,9 @@ class FlowCore:
         if len(own.places):
             self._arrive(item.layer, own.places, own.choices, now_ns)
 
-    def _split(self, pairs: Pairs) -> tuple[Pairs, Pairs]:
-        """Tell pairs of own tokens from those of guests."""
-        if self.shape.num_places == 0:
-            return NO_PAIRS, pairs
-        is_own = pairs.places < self.shape.num_places
-        num_own = np.count_nonzero(is_own)
-        if num_own == len(is_own):
-            return pairs, NO_PAIRS
-        return (pairs.at(is_own.nonzero()[0]), pairs.at((~is_own).nonzero()[0])) if num_own else (NO_PAIRS, pairs)
-
     def _give_back(self, layer: int, pairs: Pairs) -> None:
         """Pairs that the device has not computed wait again."""
-        own, guests = self._split(pairs)
+        own, guests = split_pairs(pairs, self.shape.num_places)
         self._queues.experts.add(self._pool, layer, own)
         if len(guests.places):
             assert self._desk is not None, "a device that is alone has no guests"
@@ -496,8 +467,11 @@ class FlowCore:
         if self._ask_again_ns is not None and now_ns >= self._ask_again_ns:
             self._withdraw(commands)
         self._wait_until_ns = None
-        if self._is_alone:
-            if not self._choose_alone(now_ns, commands):
+        if self._lone.waits:
+            choice, launched = self._lone.choose(now_ns)
+            if launched is None:
+                self._admit(self._lone.came_ns)
+            if not self._follow(choice, commands, launched):
                 return
         elif len(self._door):
             self._admit(now_ns)
@@ -512,43 +486,15 @@ class FlowCore:
             if not self._follow(self._policy(table, now_ns), commands):
                 return
 
-    def _follow(self, choice: Run | Wait, commands: list[Command]) -> bool:
-        """Do what the policy chose. Returns whether it may be asked again now."""
+    def _follow(self, choice: Run | Wait, commands: list[Command], launched: LaunchedItem | None = None) -> bool:
+        """Do what the policy chose, with an item that is made or not. Returns whether it may be asked again now."""
         if isinstance(choice, Wait):
             self._wait_until_ns = choice.until_ns
             return False
-        self._launch(self._items.make(choice), commands)
-        self._ask_again_ns = _earlier(self._ask_again_ns, choice.ask_again_ns)
+        self._launch(launched or self._items.make(choice), commands)
+        self._ask_again_ns = earliest(self._ask_again_ns, choice.ask_again_ns)
         return True
-
-    def _choose_alone(self, now_ns: int, commands: list[Command]) -> bool:
-        """Ask the policy about a plan that is alone, and launch it as one item if it passes the network in one go.
-
-        Such a plan needs no books about its units, which take as long as a layer of a small model, unless something
-        comes before its result.
-
-        Returns:
-            Whether the policy may be asked again now.
-        """
-        plan = self._door.first
-        choice = self._policy(self._queues.table_alone(plan.units, self._came_ns), now_ns)
-        launched = None if isinstance(choice, Wait) else self._items.make_alone(choice, plan)
-        if launched is None:
-            self._admit(self._came_ns)
-            return self._follow(choice, commands)
-        self._lone = self._door.take_first()
-        self._launch(launched, commands)
-        assert isinstance(choice, Run)
-        self._ask_again_ns = choice.ask_again_ns
-        return False
 
     def _launch(self, launched: LaunchedItem, commands: list[Command]) -> None:
         self._launched.append(launched)
         commands.append(Launch(launched.item))
-
-
-def _earlier(first_ns: int | None, second_ns: int | None) -> int | None:
-    """Return the earlier of two times. None means no time."""
-    if first_ns is None or second_ns is None:
-        return second_ns if first_ns is None else first_ns
-    return min(first_ns, second_ns)

@@ -46,6 +46,17 @@ _NO_NUMBERS = np.empty(0, np.int32)
 NO_PAIRS = Pairs(_NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS)
 
 
+def split_pairs(pairs: Pairs, num_places: int) -> tuple[Pairs, Pairs]:
+    """Tell pairs of own tokens, whose places are below `num_places`, from those of guests."""
+    if num_places == 0:
+        return NO_PAIRS, pairs
+    is_own = pairs.places < num_places
+    num_own = np.count_nonzero(is_own)
+    if num_own == len(is_own):
+        return pairs, NO_PAIRS
+    return (pairs.at(is_own.nonzero()[0]), pairs.at((~is_own).nonzero()[0])) if num_own else (NO_PAIRS, pairs)
+
+
 def all_pairs(places: Int32s, topk_ids: Int32s, wanted: NDArray[np.bool_] | None = None) -> Pairs:
     """Pairs of tokens and their experts on a device that has all experts in the slots of their ids.
 

@@ -42,13 +42,16 @@ class ItemMaker:
         pool, guests: tokens of the device.
         queues: of the device.
         is_alone: whether the device has all experts, so that a wave may pass several layers as one item.
+
+    Attributes:
+        is_alone: as above.
     """
 
     def __init__(
         self, shape: StageShape, pool: TokenPool, guests: Guests, queues: MicroQueues, *, is_alone: bool
     ) -> None:
         self._shape, self._pool, self._guests, self._queues = shape, pool, guests, queues
-        self._is_alone = is_alone
+        self.is_alone = is_alone
 
     def make(self, run: Run) -> LaunchedItem:
         """Make the item that a step policy chose.
@@ -121,7 +124,7 @@ class ItemMaker:
         merges = self._pool.merges(wave)
         num_lacking = len(wave.rows) - len(merges)
         item: Attention | Passage | Sample
-        if run.until > run.layer and self._is_alone and num_lacking <= self._pool.num_free_places:
+        if run.until > run.layer and self.is_alone and num_lacking <= self._pool.num_free_places:
             places = self._pool.take_places(wave, merges) if self._shape.num_chosen else _NO_PLACES
             item = Passage(run.layer, run.until, wave.units, wave.rows, places, merges)
         elif run.layer == self._shape.num_layers:

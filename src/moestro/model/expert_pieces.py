@@ -47,19 +47,20 @@ class PieceMeter:
         """Count weights through which so many rows went."""
         self._left -= num_bytes * max(num_rows // _ROWS_A_READ, 1)
 
-    def take(self, expert_bytes: int, num_pairs: int, num_experts: int) -> int:
+    def take(self, expert_bytes: int, num_pairs: int, num_experts: int, *, is_one_call: bool = False) -> int:
         """Count the work of as many experts as fit in the piece, and at least of one.
 
         Args:
             expert_bytes: weights of one expert.
             num_pairs: rows of all experts.
             num_experts: experts that have rows.
+            is_one_call: whether all experts are computed at once, fit or not.
 
         Returns:
             The number of experts counted.
         """
         each = max(expert_bytes * max(num_pairs // (_ROWS_A_READ * num_experts), 1), 1)
-        taken = min(max(self._left // each, 1), num_experts)
+        taken = num_experts if is_one_call else min(max(self._left // each, 1), num_experts)
         self._left -= taken * each
         return taken
 
@@ -144,9 +145,8 @@ class ExpertRunner:
     def _split(self, layer: int, rows: Tensor, pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """Split (slot, its rows) into pieces."""
         num_rows = sum(count for _, count in pairs)
-        size = self.meter().take(self.network.bytes_per_expert, num_rows, len(pairs))
-        if self.is_grouped(layer, rows):
-            size = len(pairs)
+        is_grouped = self.is_grouped(layer, rows)
+        size = self.meter().take(self.network.bytes_per_expert, num_rows, len(pairs), is_one_call=is_grouped)
         return [pairs[first : first + size] for first in range(0, len(pairs), size)]
 
     def _run_batch(self, layer: int, rows: Tensor, done: Tensor, begin: int, batch: list[tuple[int, int]]) -> int:

@@ -143,9 +143,8 @@ class StageRunner:
             meter.restart()
         num_pairs, module = ids.numel(), self._experts.module(layer)
         of_experts = self.network.bytes_per_expert, num_pairs, min(self.shape.num_experts, num_pairs)
-        num_fitting = meter.take(*of_experts)
-        is_one_call = num_fitting == of_experts[-1] or self._experts.is_grouped(layer, inputs)
-        if is_one_call and not progress.is_withdrawn:
+        num_fitting = meter.take(*of_experts, is_one_call=self._experts.is_grouped(layer, inputs))
+        if num_fitting == of_experts[-1] and not progress.is_withdrawn:
             return sum_experts(module, inputs, ids, weights, counts)
         parts = split_experts(module, inputs, ids, weights, counts)
         while not parts.is_over:
