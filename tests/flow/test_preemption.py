@@ -305,6 +305,16 @@ def test_a_plan_that_is_alone_enters_the_books_only_when_something_comes_before_
     assert (core.num_plans, core._pool.num_free_rows) == (0, served.device.shape.num_rows)
 
 
+def test_a_plan_that_is_alone_is_no_single_item_where_the_policy_parts_its_classes():
+    served = Served(ALONE)
+    served.add(request("be", "be", 10))
+    served.add(request("ls", "ls", first=3))
+    while "ls" not in served.tokens:
+        served.pieces(1)
+    assert "be" not in served.tokens
+    served.finish()
+
+
 def test_while_batches_are_parked_a_poll_ends_an_item_and_tells_until_when():
     """A return after each piece would cost the urgent tokens a turn of the rank's loop for each of their pieces."""
     served = Served(ExpertLevelPreemption(max_wait_ns=1000, max_merged=0))
