@@ -10,7 +10,7 @@ from support.fake_stages import FakeStages, expected_tokens, make_shape
 from moestro.core.load_figures import PassCounts
 from moestro.core.request import ServiceClass
 from moestro.core.scheduling_events import BatchPassed
-from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, Run, StepFunction, Wait
+from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, Run, StepFunction, Wait
 from moestro.engine.rank import build_preemptive_rank, recorder_of
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.policies.basic import in_order
@@ -306,7 +306,12 @@ def test_a_plan_that_is_alone_enters_the_books_only_when_something_comes_before_
 
 
 def test_a_plan_that_is_alone_is_no_single_item_where_the_policy_parts_its_classes():
-    served = Served(ALONE)
+    @StepFunction
+    def urgent_alone(view, now_ns):
+        is_there = view.n[LS, 0, ATTENTION] > 0
+        return Run(0, ATTENTION, 2**30, (LS,), 2**30) if is_there else in_order(view, now_ns)
+
+    served = Served(urgent_alone)
     served.add(request("be", "be", 10))
     served.add(request("ls", "ls", first=3))
     while "ls" not in served.tokens:
