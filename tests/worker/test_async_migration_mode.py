@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support.running import Running, call_admin, free_port, wait_until
-from worker.test_async_mode import PACED, ask_many, names, texts, worker, workers
+from worker.test_async_mode import PACED, ask_many, texts, worker, workers
 
 MIGRATING = (sys.executable, str(Path(__file__).parents[1] / "support" / "migrating_server.py"), "serve")
 GROUP = ("--mode", "async", "--attention", "1", "--experts", "2", "--num-redundant-experts", "2", "--no-standby")
@@ -89,8 +89,9 @@ def check_moves(server: Running) -> None:
         start_exchange(server, experts)
         wait_until(lambda: not state(server)["is_running"])
         assert rows(server) == goal
-        worker(server, "experts", 1).kill()  # its successor loads what moved to it
-        wait_until(lambda: "experts-1" not in names(server) or worker(server, "experts", 1).is_running())
+        killed = worker(server, "experts", 1)
+        killed.kill()  # its successor loads what moved to it
+        wait_until(lambda: not killed.is_running())
     wait_until(lambda: all(each["phase"] == "serving" for each in workers(server).values()))
     assert texts(ask_many(server, NUM_REQUESTS)) == expected
     assert server.stop() == 0

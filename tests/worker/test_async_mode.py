@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,7 +46,11 @@ def worker(server: Running, kind: str, number: int) -> psutil.Process:
 
 def names(server: Running) -> list[str]:
     """Names of the workers' processes, without the one on standby."""
-    return sorted(each.name() for each in server.ranks() if "-" in each.name())
+    found = []
+    for each in server.ranks():
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            found.append(each.name())
+    return sorted(name for name in found if "-" in name)
 
 
 def ask_many(server: Running, num: int, **fields: object) -> list[Reply]:
