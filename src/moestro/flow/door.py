@@ -54,11 +54,9 @@ class Door:
         """The plan that has waited for longest."""
         return self._waiting[0].plan
 
-    def take_first(self) -> Plan:
+    def drop_first(self) -> None:
         """Take out the plan that has waited for longest."""
-        taken = self._waiting.pop(0)
-        self.num_tokens -= taken.num_tokens
-        return taken.plan
+        self.num_tokens -= self._waiting.pop(0).num_tokens
 
     def take_entries(self, count: int = 1) -> int:
         """Number what enters the device now, plans or guests. Returns the first number."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.clock import FOREVER_NS
+from moestro.core.clock import FOREVER_NS, earliest
 from moestro.core.expert_table import ExpertTable
 from moestro.core.hops import HopMessage
 from moestro.core.load_figures import PassCounts
@@ -134,9 +134,9 @@ class FlowExecutor:
     def poll(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> StepResult | None:
         """The oldest result that was not taken yet, if any is ready.
 
-        A device that works when it is polled, or whose end nobody can tell, is polled on piece by piece until there is
-        a result, or `is_wanted` says that the caller has something else to do. With several plans or guests inside this
-        returns after every item, so that the policy is asked at a time that is true.
+        A device that works when it is polled, or that cannot tell when it is ready, is polled piece by piece until
+        there is a result or `is_wanted` is true. With several plans or guests inside, this returns after every item, so
+        that the policy is asked with the current time.
         """
         while not self._results:
             if self._core.wants_tick(now_ns):
@@ -166,10 +166,8 @@ class FlowExecutor:
         ready_ns = self._device.ready_at_ns()
         if ready_ns is None and (self._core.num_launched or (self._core.has_room and self._core.wake_ns is None)):
             return None  # only the hardware knows, or the device works when it is polled
-        wake_ns = self._core.wake_ns
-        if wake_ns is None:
-            return FOREVER_NS if ready_ns is None else ready_ns
-        return wake_ns if ready_ns is None else min(ready_ns, wake_ns)
+        next_ns = earliest(ready_ns, self._core.wake_ns)
+        return FOREVER_NS if next_ns is None else next_ns
 
     def recall(self, slots: Slots, now_ns: int) -> Slots:
         """Forget parked units, as if they had never been submitted.

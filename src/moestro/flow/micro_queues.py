@@ -76,7 +76,7 @@ class MicroQueues:
         return self._make_table(columns, runnable, passed_ns)
 
     def table_alone(self, units: Units, came_ns: int) -> QueueTable:
-        """What a step policy would see if `units` were all that is here, and came at `came_ns`."""
+        """Make the table of `units` that came at `came_ns`, with nothing else on the device."""
         columns, sizes = self._alone, units.num_tokens
         is_urgent = units.service_class == LS
         for service_class, is_own in ((LS, is_urgent), (BE, ~is_urgent)):

@@ -17,7 +17,7 @@ from moestro.model.results import PendingResult
 from moestro.model.upload import upload
 
 # Between two pieces the host asks for messages and calls the next kernel, about 8 µs; a CPU core reads this many bytes
-# in some 400 µs. A larger expert is a piece of its own.
+# in some 400 µs. An expert that is larger is computed as one piece.
 PIECE_BYTES = 8 << 20
 _ROWS_A_READ = 8  # rows that a core computes in the time in which it reads their weights
 
@@ -45,7 +45,7 @@ class PieceMeter:
 
     def spend(self, num_bytes: int, num_rows: int) -> None:
         """Count weights through which so many rows went."""
-        self._left -= num_bytes * max(num_rows // _ROWS_A_READ, 1)
+        self._left -= _bytes_read(num_bytes, num_rows)
 
     def take(self, expert_bytes: int, num_pairs: int, num_experts: int, *, is_one_call: bool = False) -> int:
         """Count the work of as many experts as fit in the piece, and at least of one.
@@ -59,10 +59,14 @@ class PieceMeter:
         Returns:
             The number of experts counted.
         """
-        each = max(expert_bytes * max(num_pairs // (_ROWS_A_READ * num_experts), 1), 1)
+        each = max(_bytes_read(expert_bytes, num_pairs // num_experts), 1)
         taken = num_experts if is_one_call else min(max(self._left // each, 1), num_experts)
         self._left -= taken * each
         return taken
+
+
+def _bytes_read(num_bytes: int, num_rows: int) -> int:
+    return num_bytes * max(num_rows // _ROWS_A_READ, 1)
 
 
 @dataclass(slots=True, eq=False)

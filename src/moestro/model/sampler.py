@@ -162,11 +162,11 @@ def _filter(scaled: Tensor, sampling: NDArray[np.void]) -> Tensor:
     vocabulary = scaled.shape[1]
     top_k = np.where(sampling["top_k"] > 0, np.minimum(sampling["top_k"], vocabulary), vocabulary)
     narrow = top_k < vocabulary
-    for rows in (np.flatnonzero(narrow), np.flatnonzero(~narrow & (sampling["top_p"] < 1))):
+    wide = ~narrow & (sampling["top_p"] < 1)
+    for rows, least_kept in ((np.flatnonzero(narrow), _least_kept), (np.flatnonzero(wide), _least_in_nucleus)):
         if len(rows):
             at = upload(rows, scaled.device)
             kept = scaled[at]
-            least_kept = _least_kept if narrow[rows[0]] else _least_in_nucleus
             least = least_kept(kept, top_k[rows], sampling["top_p"][rows])
             scaled[at] = kept.masked_fill(kept < least, float("-inf"))
     return scaled

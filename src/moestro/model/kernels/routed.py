@@ -89,7 +89,7 @@ class KernelExperts:
     ) -> int:
         """Implement `WholeExperts.chosen_answers`."""
         num_tokens, num_chosen = topk_ids.shape
-        assert hidden.is_contiguous() and topk_ids.is_contiguous() and out.is_contiguous()  # noqa: PT018
+        assert all(each.is_contiguous() for each in (hidden, topk_ids, out)), "the kernel reads rows end to end"
         end: int = self._chosen(
             hidden.data_ptr(),
             topk_ids.data_ptr(),
@@ -109,7 +109,7 @@ class KernelExperts:
         """Implement `WholeExperts.add_answers`."""
         num_tokens, num_chosen, hidden = answers.shape
         assert num_chosen <= _MOST_CHOSEN, "the kernel sorts a token's experts in a buffer of fixed size"
-        assert answers.is_contiguous() and topk_ids.is_contiguous()  # noqa: PT018
+        assert all(each.is_contiguous() for each in (answers, topk_ids)), "the kernel reads rows end to end"
         weights = topk_weights.to(torch.float32).contiguous()
         out = answers.new_empty(num_tokens, hidden)
         self._add(
