@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,18 @@ class Running:
         """The engines, without the process on standby that forks them."""
         return [each for each in self.processes() if not _has_argument(each, *_NO_RANKS)]
 
+    def workers(self) -> dict[str, psutil.Process]:
+        """The workers of a group that run, by name: `attention-0`, `experts-1`."""
+        found = {}
+        for each in self.ranks():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                found[each.name()] = each
+        return {name: found[name] for name in sorted(found) if "-" in name}
+
+    def standbys(self) -> list[psutil.Process]:
+        """The process on standby, while there is one."""
+        return [each for each in self.processes() if _has_argument(each, STANDBY[-1])]
+
     def cpu_s(self) -> float:
         """CPU seconds that its first process has used. Unlike a duration, the load of the machine does not count."""
         return sum(psutil.Process(self.process.pid).cpu_times()[:2])
@@ -131,11 +143,13 @@ def metrics(server: Running) -> dict[str, float]:
     return {re.sub(r',?model_name="[^"]*"', "", name): float(value) for name, value in pairs}
 
 
-def wait_until(condition) -> None:
+def wait_until(condition: Callable[[], Any]) -> Any:
+    """Wait until a condition holds, and return what it said."""
     deadline = time.monotonic() + PATIENCE_S
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
+    return found
 
 
 @dataclass

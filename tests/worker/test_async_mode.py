@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,19 +37,13 @@ PROMPTS = ("def fibonacci(n):", "class Stack:\n    def", "import os\n", "for i i
 
 
 def worker(server: Running, kind: str, number: int) -> psutil.Process:
-    """The process of a worker, by its name."""
-    wait_until(lambda: f"{kind}-{number}" in names(server))
-    (found,) = [each for each in server.ranks() if each.name() == f"{kind}-{number}"]
-    return found
+    """The process of a worker that runs, or will run soon."""
+    return wait_until(lambda: server.workers().get(f"{kind}-{number}"))
 
 
 def names(server: Running) -> list[str]:
-    """Names of the workers' processes, without the one on standby."""
-    found = []
-    for each in server.ranks():
-        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
-            found.append(each.name())
-    return sorted(name for name in found if "-" in name)
+    """Names of the workers' processes."""
+    return list(server.workers())
 
 
 def ask_many(server: Running, num: int, **fields: object) -> list[Reply]:
@@ -103,7 +96,7 @@ def expected(paced) -> list[str]:
 
 def test_each_process_shows_what_it_is(paced):
     assert names(paced) == ["attention-0", "attention-1", "experts-0", "experts-1"]
-    lines = sorted(each.cmdline()[-2:] for each in paced.ranks() if "-" in each.name())
+    lines = [each.cmdline()[-2:] for each in paced.workers().values()]
     assert lines == [["attention", "0"], ["attention", "1"], ["experts", "0"], ["experts", "1"]]
 
 
@@ -126,30 +119,26 @@ def test_routers_learn_the_pressure_of_experts_that_other_devices_hold(paced):
     assert [set(each["experts"]["machine"]) for each in near] == [{1.0}, {1.0}]
 
 
-def standbys(server) -> list[psutil.Process]:
-    return [each for each in server.processes() if each.cmdline()[-1:] == ["standby"]]
-
-
 def test_one_process_forks_the_workers_and_their_successors(paced):
-    (standby,) = standbys(paced)
+    (standby,) = paced.standbys()
     for _ in range(2):
         old = [worker(paced, "experts", number) for number in range(2)]
         for each in old:
             each.kill()
         wait_until(lambda gone=old: all(each not in gone for each in paced.ranks()))
         wait_until(lambda: all(each["phase"] == "serving" for each in workers(paced).values()))
-    assert standbys(paced) == [standby]
+    assert paced.standbys() == [standby]
     assert {each.ppid() for each in paced.ranks()} == {paced.process.pid}
     assert metrics(paced)['moestro:worker_restarts_total{worker="expert worker 1"}'] == 2
 
 
 def test_workers_are_replaced_although_the_process_on_standby_has_ended(paced, expected):
-    (standby,) = standbys(paced)
+    (standby,) = paced.standbys()
     standby.kill()
     old = worker(paced, "experts", 0)
     old.kill()
     assert texts(ask_many(paced, 6)) == expected
-    wait_until(lambda: standbys(paced) not in ([], [standby]))
+    wait_until(lambda: paced.standbys() not in ([], [standby]))
     assert worker(paced, "experts", 0).pid != old.pid
 
 
@@ -265,7 +254,7 @@ def test_copies_answer_for_a_stopped_worker_which_is_used_again_when_it_goes_on(
 @pytest.mark.parametrize("flags", [(), ("--no-standby",)], ids=["forked", "not forked"])
 def test_stopped_workers_do_not_outlive_an_api_server_that_was_killed(flags, tmp_path):
     running = Running((*REAL, *PACED, *flags), tmp_path)
-    processes = [*running.ranks(), *standbys(running)]
+    processes = [*running.ranks(), *running.standbys()]
     for each in processes:
         each.suspend()
     running.kill()
