@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from support.running import call, wait_until
+from support.running import call, has_ended, wait_until
 
 from moestro import LLM, SamplingParams
 from moestro.errors import ConfigError, EngineDiedError, RequestError
@@ -184,7 +184,7 @@ def test_the_processes_end_with_a_program_that_is_killed():
         processes = [server, *server.children(recursive=True)]
         assert len(processes) > 1
         program.kill()
-    wait_until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes))
+    wait_until(lambda: all(map(has_ended, processes)))
 
 
 @pytest.mark.parametrize(

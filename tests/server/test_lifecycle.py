@@ -10,7 +10,17 @@ import subprocess
 import sys
 
 import pytest
-from support.running import MOESTRO, PATIENCE_S, REAL, Running, complete, open_stream, read_to_end, wait_until
+from support.running import (
+    MOESTRO,
+    PATIENCE_S,
+    REAL,
+    Running,
+    complete,
+    has_ended,
+    open_stream,
+    read_to_end,
+    wait_until,
+)
 
 from moestro.cli import main
 
@@ -27,7 +37,7 @@ def last_line(server: Running) -> str:
 
 
 def assert_nothing_is_left(server: Running, ranks) -> None:
-    wait_until(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks))
+    wait_until(lambda: all(map(has_ended, ranks)))
     assert server.left_behind() == []
 
 
@@ -192,7 +202,7 @@ def test_ranks_do_not_outlive_an_api_server_that_was_killed(fake_command, tmp_pa
     connection = open_stream(server, max_tokens=4000)
     ranks = server.ranks()
     server.kill()
-    wait_until(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks))
+    wait_until(lambda: all(map(has_ended, ranks)))
     connection.close()
 
 

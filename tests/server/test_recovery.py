@@ -18,6 +18,7 @@ from support.running import (
     Running,
     call,
     complete,
+    has_ended,
     is_idle,
     load,
     metrics,
@@ -250,5 +251,5 @@ def test_a_signal_while_an_engine_is_started_again_leaves_nothing_behind(fake_co
     wait_until(lambda: len({*server.ranks()} - {*first}) == 1)
     ranks = [*first, *server.ranks()]
     assert server.stop() == 0
-    wait_until(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks))
+    wait_until(lambda: all(map(has_ended, ranks)))
     assert server.left_behind() == []

@@ -9,6 +9,7 @@ import sys
 
 import psutil
 import pytest
+from support.running import has_ended
 
 from moestro.server.standby import Standby
 
@@ -38,7 +39,7 @@ def run(test, script: str = WORKER) -> None:
 
 
 def children() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    return [each for each in psutil.Process().children() if not has_ended(each)]
 
 
 def test_workers_are_children_of_the_server_with_their_own_name_stdin_and_end():

@@ -118,6 +118,13 @@ _RENDERER = "moestro.text.template_worker"
 _NO_RANKS = (_RENDERER, "moestro.grammar.check_worker", STANDBY[0])
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended, also if nobody has asked for its status yet."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
 def _has_argument(process: psutil.Process, *arguments: str) -> bool:
     with contextlib.suppress(psutil.Error):  # it ends in this moment
         return not {*arguments}.isdisjoint(process.cmdline())

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from conftest import NAME
 from support import template_server
-from support.running import PATIENCE_S, Running, call, chat, complete, wait_until
+from support.running import PATIENCE_S, Running, call, chat, complete, has_ended, wait_until
 from support.template_server import LIMIT_S
 from transformers import PreTrainedTokenizerFast
 
@@ -109,7 +109,7 @@ def test_a_renderer_that_somebody_ends_is_replaced_without_a_word(templated):
     chat(templated, "hi", max_tokens=2)
     for renderer in templated.renderers():
         renderer.kill()
-        wait_until(lambda renderer=renderer: not renderer.is_running() or renderer.status() == "zombie")
+        wait_until(lambda renderer=renderer: has_ended(renderer))
     assert chat(templated, "hi", max_tokens=2).status == 200
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import NAME
-from support.running import PATIENCE_S, Running, open_stream, read_to_end, wait_until
+from support.running import PATIENCE_S, Running, has_ended, open_stream, read_to_end, wait_until
 
 from moestro.server.private_directory import private_directory
 
@@ -25,7 +25,7 @@ def serve_hanging(what: str, demo_dir: Path, *flags: str, grace_s: float = 1.0) 
 
 
 def assert_gone(server: Running, ranks) -> None:
-    wait_until(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks))
+    wait_until(lambda: all(map(has_ended, ranks)))
     assert server.left_behind() == []
 
 
@@ -55,7 +55,7 @@ def test_the_kernel_ends_a_server_whose_interpreter_hangs(demo_dir, tmp_path):
     try:
         ranks = server.ranks()
         assert server.stop(signal.SIGTERM) == -signal.SIGALRM
-        wait_until(lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks))
+        wait_until(lambda: all(map(has_ended, ranks)))
     finally:
         server.kill()
 

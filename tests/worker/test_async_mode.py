@@ -20,6 +20,7 @@ from support.running import (
     call_admin,
     complete,
     free_port,
+    has_ended,
     is_idle,
     metrics,
     open_stream,
@@ -258,7 +259,7 @@ def test_stopped_workers_do_not_outlive_an_api_server_that_was_killed(flags, tmp
     for each in processes:
         each.suspend()
     running.kill()
-    wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in processes))
+    wait_until(lambda: all(map(has_ended, processes)))
 
 
 def workers(server) -> dict[int, dict]:

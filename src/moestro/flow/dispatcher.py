@@ -262,7 +262,7 @@ class Dispatcher:
     def _flush(self, worker: int) -> Iterator[Send]:
         """Send what the credits allow."""
         outbox = self._outbox[worker]
-        while self._credits[worker] and (parcel := outbox.take(self._credits[worker])) is not None:
+        while self._credits[worker] > 0 and (parcel := outbox.take(self._credits[worker])) is not None:
             yield self._send(worker, parcel)
 
     def _send(self, worker: int, parcel: Parcel) -> Send:
