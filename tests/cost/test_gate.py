@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moestro.core.token_keys import request_key
-from moestro.cost.gate import DecodeChoices, PopularityGate
+from moestro.cost.gate import CellIndex, DecodeChoices, PopularityGate
 from moestro.cost.popularity import AMOE_RATE, PopularityForm, exponential_popularity, zipf_popularity
 
 
@@ -115,3 +117,12 @@ def test_choices_drawn_for_all_layers_at_once_are_those_of_each_layer():
         keys = np.array([request_key(int(slot) % 7) for slot in slots], np.uint64) + position[slots].astype(np.uint64)
         layer = int(rng.integers(12))
         assert np.array_equal(choices.choose(slots, keys, layer), gate.choose(keys, layer))
+
+
+@given(st.lists(st.one_of(st.integers(0, 9), st.integers(0, 1 << 30)), min_size=1, max_size=60).filter(any), st.data())
+def test_law_a_point_lies_in_the_cell_that_a_binary_search_finds(lengths, data):
+    end = np.cumsum(lengths)
+    points = st.one_of(st.integers(0, int(end[-1]) - 1), st.sampled_from([int(each) for each in end[:-1]] or [0]))
+    at = np.array(data.draw(st.lists(points, min_size=1, max_size=40)))
+    at = np.minimum(np.append(at, [0, end[-1] - 1]), end[-1] - 1)
+    assert np.array_equal(CellIndex(end).find(at), end.searchsorted(at, side="right"))

@@ -18,6 +18,8 @@ _SCALE = 1 << 30  # popularities are integers of this sum, nearly, so that a 32-
 _DRAW_BITS = np.uint64(32)
 _LOW_HALF = np.uint64((1 << 32) - 1)
 _TOKEN, _COUNTER = np.uint64(0xD1342543DE82EF95), np.uint64(0x9E3779B97F4A7C15)  # odd, without structure
+_PIECES_PER_CELL = 4  # 2 took 8 to 13 ns a point, 4 and 8 took 5 to 11, and `searchsorted` 44 to 99
+_MOST_STEPS = 8  # each takes some 4 ns a point
 _DRAWS_OF_A_LAYER = 1 << 16  # counters that each layer has; far above any top-k
 
 
@@ -50,6 +52,7 @@ class PopularityGate:
         self._length: Int64s = np.maximum(np.rint(rows * _SCALE), rows > 0).astype(np.int64).ravel()
         self._end: Int64s = self._length.cumsum()
         self._start: Int64s = self._end - self._length
+        self._cells = CellIndex(self._end)
         self._row_length: Int64s = self._length.reshape(-1, self._num_experts).sum(axis=-1)
         self._seed = mix64(np.array([seed], np.uint64))
 
@@ -110,7 +113,7 @@ class PopularityGate:
             at: Int64s = first + (draws * left >> 32)  # a point among what is left of the row
             for cells in chosen:  # in ascending order: step over what was chosen before
                 at = at + self._length.take(cells) * (at >= self._start.take(cells))
-            cells = self._end.searchsorted(at, side="right")
+            cells = self._cells.find(at)
             left = left - self._length.take(cells)
             for i, other in enumerate(chosen):
                 chosen[i], cells = np.minimum(other, cells), np.maximum(other, cells)
@@ -127,6 +130,33 @@ class PopularityGate:
             draws.append((state >> _DRAW_BITS).view(np.int64))
             draws.append((state & _LOW_HALF).view(np.int64))
         return draws[: self.num_chosen]
+
+
+class CellIndex:
+    """Finds the cells of points on a line as `searchsorted` does, some ten times as fast.
+
+    The line is cut into pieces of equal length. A table has the cell at the beginning of each piece, and from there it
+    is as many cells as the piece has ends of cells, nearly always none.
+
+    Args:
+        end: int64[cells], where each cell ends, ascending. The first begins at 0.
+    """
+
+    def __init__(self, end: Int64s) -> None:
+        self._end, length = end, int(end[-1])
+        self._shift = max((length // (_PIECES_PER_CELL * len(end))).bit_length() - 1, 0)
+        pieces = np.arange((length >> self._shift) + 1) << self._shift
+        self._first: Int64s = end.searchsorted(pieces, side="right")
+        self._num_steps = int(np.diff(self._first, append=len(end) - 1).max())
+
+    def find(self, at: Int64s) -> Int64s:
+        """Return the cells, int64, of points from 0 to the end of the line, any shape."""
+        if self._num_steps > _MOST_STEPS:  # many cells are far shorter than the others
+            return self._end.searchsorted(at, side="right")
+        cells: Int64s = self._first.take(at >> self._shift)
+        for _ in range(self._num_steps):
+            cells = cells + (at >= self._end.take(cells))
+        return cells
 
 
 class DecodeChoices:
