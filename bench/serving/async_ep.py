@@ -157,6 +157,14 @@ def make_arguments() -> object:
     parser.add_argument("--modes", nargs="*", default=list(WORKERS), choices=list(WORKERS))
     parser.add_argument("--gates", nargs="*", default=list(GATES), choices=list(GATES))
     parser.add_argument("--requests", type=int, default=PACED_LOAD.num_requests, help="requests of a paced run")
+    parser.add_argument(
+        "--outputs",
+        type=int,
+        nargs=2,
+        default=PACED_LOAD.outputs,
+        metavar=("LEAST", "MOST"),
+        help="tokens of a paced answer; longer ones vary less",
+    )
     parser.add_argument("--png", type=Path, help="draw the queues of layers here")
     return parser.parse_args()
 
@@ -168,7 +176,8 @@ def main() -> None:
         "measured", note="the rows of `paced` are paced, those of `simulated` and `forecast` are so"
     )
     args.work.mkdir(parents=True, exist_ok=True)
-    load, first = replace(PACED_LOAD, num_requests=args.requests), (args.dilations or [1])[0]
+    first = (args.dilations or [1])[0]
+    load = replace(PACED_LOAD, num_requests=args.requests, outputs=tuple(args.outputs))
     systems = [(m, g, d) for g in args.gates for d in args.dilations for m in args.modes]
     hosts = args.modes if args.dilations else []
     total = len(MEASURED) * (args.rounds + 1) * (args.rounds > 0)
