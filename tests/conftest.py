@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -74,6 +75,14 @@ def openai_client(openai: ModuleType, place: Running) -> Iterator[Any]:
     """OpenAI's client of the server or router that the file's fixture `place` names."""
     with openai.OpenAI(base_url=f"{place.url}/v1", api_key="x", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="session", autouse=True)
+def grammars() -> Iterator[None]:
+    """The directories of plain grammars, which end with the session."""
+    yield
+    if (used := sys.modules.get("support.plain_grammar")) is not None:
+        used.DIRECTORIES.cleanup()
 
 
 @pytest.fixture(scope="session")

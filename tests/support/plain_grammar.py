@@ -21,7 +21,8 @@ from moestro.grammar.compiler import VocabularySource
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 ENDS = (0, 1)
-_DIRECTORIES = tempfile.TemporaryDirectory(prefix="plain-grammar-")
+# conftest.py removes it: the processes of pytest-xdist end without what `atexit` would do.
+DIRECTORIES = tempfile.TemporaryDirectory(prefix="plain-grammar-")
 PATTERNS = ["(ab?|cd)*e", "[a-m]{2,5}", "a*", "x|yz|yzab|0123", "([a-c]{1,3}[0-9]?){1,4}", "(a|b)*abc"]
 
 
@@ -43,7 +44,7 @@ def tokenizer_directory(vocabulary: int) -> Path:
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     model = {"type": "BPE", "vocab": names, "merges": []}
-    directory = Path(_DIRECTORIES.name) / str(vocabulary)
+    directory = Path(DIRECTORIES.name) / str(vocabulary)
     directory.mkdir()
     content = {"version": "1.0", "added_tokens": added, "pre_tokenizer": byte_level, "decoder": byte_level}
     (directory / "tokenizer.json").write_text(json.dumps(content | {"model": model}))
