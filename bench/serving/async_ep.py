@@ -77,12 +77,12 @@ def num_engines_of(mode: str) -> int:
     return num_workers - num_expert_workers
 
 
-def paced_flags(mode: str, dilation: float) -> list[str]:
-    """Return the flags of a paced system, without a gate."""
+def paced_flags(mode: str, dilation: float, num_seqs: int = NUM_SEQS) -> list[str]:
+    """Return the flags of a paced system, without a gate. `num_seqs`: sequences in a step of an engine."""
     num_engines, (_, num_expert_workers) = num_engines_of(mode), WORKERS[mode]
     flags = [NETWORK, "--device", f"paced:{GPU}", "--paced-arithmetic", "none", "--paced-link", LINK]
     flags += ["--pace-dilation", f"{dilation:g}", "--route-policy", ROUTE]
-    flags += ["--max-num-seqs", str(NUM_SEQS), "--max-num-batched-tokens", str(NUM_BATCHED_TOKENS)]
+    flags += ["--max-num-seqs", str(num_seqs), "--max-num-batched-tokens", str(NUM_BATCHED_TOKENS)]
     if mode == "ep":
         flags += ["--engines", str(num_engines)]
     else:

@@ -9,8 +9,8 @@ worker is that of all layers:
     same        the same hot experts in all layers (Zipf 0.6), both of them on the first worker at the start
     permuted    others in each layer, which the seed of the round draws (exponential): a worker's work is nearly even
 
-Each run starts a new server. A short load counts the experts, then the operator lets a policy plan and the server
-moves, and then the same requests measure each system:
+Each run starts a new server. A load like the measured one, of another seed and with short prompts, counts the experts;
+then the operator lets a policy plan and the server moves; and then the same requests measure each system:
 
     in_order    experts in order, a quarter of them on each worker
     eplb        a further slot in each layer of each worker, filled by `eplb`: copies of the hottest experts
@@ -36,7 +36,7 @@ from moestro.config.run_record import run_record
 from moestro.workload.progress import progress
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from serving.async_ep import GATES, PACED_LOAD, PORT, WORKERS, num_engines_of, paced_flags
+from serving.async_ep import GATES, NUM_SEQS, PACED_LOAD, PORT, WORKERS, num_engines_of, paced_flags
 from serving.async_ep_figures import paced_figures
 from serving.async_ep_load import Load
 from serving.async_ep_servers import Running, System, measure, serving
@@ -47,16 +47,16 @@ GATE_FLAGS = {"same": (), "permuted": ("--gate-override", GATES["skewed"])}
 POLICIES = {IN_ORDER: None, "eplb": "eplb", "moestro": "moestro"}
 NUM_EXPERT_WORKERS = WORKERS["async"][1]
 COUNT_SEED = 1000  # added to the seed of the load that is counted, so that no plan has seen what it is judged by
-# 2,000 tokens tell the hot ones of 8 experts, and their prompts take a second of modelled time.
-COUNTED_LOAD = Load(num_requests=16, num_users=16, num_shared=64, num_own=64, outputs=(2, 4), num_warm=4, seed=0)
+COUNTED_SHARED = 64  # tokens at the beginning of its prompts: experts do not depend on the context, but its time does
 _LOOK_S, _LONGEST_MOVE_S = 0.2, 300.0
 Row = dict[str, object]
 
 
-def system_of(name: str, gate: str, dilation: float, seed: int) -> System:
-    """Make the command of a system."""
+def system_of(name: str, gate: str, dilation: float, seed: int, num_users: int) -> System:
+    """Make the command of a system, whose engines hold the requests of all users at once."""
     slots = () if POLICIES[name] is None else ("--num-redundant-experts", str(NUM_EXPERT_WORKERS))
-    flags = (*paced_flags("async", dilation), *GATE_FLAGS[gate], "--seed", str(seed), *slots)
+    num_seqs = max(-(-num_users // num_engines_of("async")), NUM_SEQS)
+    flags = (*paced_flags("async", dilation, num_seqs), *GATE_FLAGS[gate], "--seed", str(seed), *slots)
     return System(f"{name} {gate} {seed}", "async", flags, num_engines_of("async"))
 
 
@@ -85,11 +85,12 @@ def run(name: str, gate: str, load: Load, args: argparse.Namespace, seed: int) -
     policy, warm = POLICIES[name], replace(load, num_warm=num_engines_of("async"), seed=seed)
     row: Row = {"system": name, "gate": gate, "seed": seed}
     with (
-        serving(system_of(name, gate, args.dilation, seed), PORT, args.work) as running,
+        serving(system_of(name, gate, args.dilation, seed, load.num_users), PORT, args.work) as running,
         running.server.engines_first(),
     ):
         if policy is not None:
-            measure(running, replace(COUNTED_LOAD, seed=COUNT_SEED + seed))
+            like_it = replace(warm, num_shared=COUNTED_SHARED, num_requests=load.num_users, seed=COUNT_SEED + seed)
+            measure(running, like_it)
             row["placed"] = place(running, policy)
         found = measure(running, warm)
     figures = paced_figures(found, "async", args.dilation)
@@ -129,6 +130,8 @@ def main() -> None:
     parser.add_argument("--dilation", type=float, default=96.0, help="factor on modelled durations")
     parser.add_argument("--requests", type=int, default=PACED_LOAD.num_requests)
     parser.add_argument("--users", type=int, default=PACED_LOAD.num_users, help="requests at once")
+    parser.add_argument("--own", type=int, default=PACED_LOAD.num_own, help="tokens of a prompt that no other has")
+    parser.add_argument("--outputs", type=int, nargs=2, default=PACED_LOAD.outputs, metavar=("LEAST", "MOST"))
     parser.add_argument("--quick", action="store_true", help="one short round")
     args = parser.parse_args()
     if args.quick:
@@ -136,7 +139,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
     conditions = run_record("paced")
     args.work.mkdir(parents=True, exist_ok=True)
-    load = replace(PACED_LOAD, num_requests=args.requests, num_users=args.users)
+    load = replace(
+        PACED_LOAD,
+        num_requests=args.requests,
+        num_users=args.users,
+        num_own=args.own,
+        outputs=tuple(args.outputs),
+    )
     rows: list[Row] = []
     cases = list(itertools.product(range(1, args.rounds + 1), args.gates, args.systems))
     with progress("async_replicas", len(cases)) as advance:
