@@ -167,6 +167,17 @@ def test_the_last_words_of_an_engine_that_was_removed_are_not_its_successors():
     assert decision.candidates.hit_tokens.tolist() == [0, 0]
 
 
+def test_requests_that_are_on_their_way_take_places_in_the_queues():
+    two = router(2, "least_loaded", max_num_queued=3)
+    submit(two, "a", "b")
+    two.check_room(num_coming=3)
+    with pytest.raises(QueueFullError, match="6 waiting"):
+        two.check_room(num_coming=4)
+    submit(two, "c", "d", "e", "f")
+    with pytest.raises(QueueFullError, match="6 waiting"):
+        two.check_room()
+
+
 def test_an_excluded_engine_gets_nothing_and_stays_in_rotation():
     two = router(2, "least_loaded", max_num_queued=1)
     assert [two.submit(request("a"), 0, exclude={0}).engine] == [1]

@@ -86,6 +86,24 @@ def test_a_refusal_does_not_wait_for_the_engines_step_and_a_long_step_is_no_hang
     assert "it restarts in" not in server.text
 
 
+def test_a_thousand_requests_at_once_are_all_answered(start):
+    """As `vllm bench serve --num-prompts 1000` sends them, its default."""
+    server = start()
+    body = {"prompt": "def foo(x):\n    return x\n" * 100, "max_tokens": 1}
+
+    async def ask_all() -> Counter:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def ask() -> int:
+                async with session.post(f"{server.url}/v1/completions", json=body) as reply:
+                    await reply.read()
+                    return reply.status
+
+            return Counter(await asyncio.gather(*(ask() for _ in range(1000))))
+
+    assert asyncio.run(ask_all()) == {200: 1000}
+
+
 def test_prompts_are_prepared_a_bounded_number_at_a_time():
     async def test() -> None:
         threads, gate = PrepareThreads(max_preparing=3), threading.Event()

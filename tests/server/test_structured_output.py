@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
@@ -14,7 +16,7 @@ from moestro.core.grammar import Grammar
 from moestro.core.request import FinishReason
 from moestro.errors import RequestError
 from moestro.server.generation import _failure
-from moestro.server.structured_output import MAX_GRAMMAR_BYTES
+from moestro.server.structured_output import MAX_GRAMMAR_BYTES, AskedGrammar, GrammarGate
 from moestro.server.validation import parse_chat, parse_completion
 
 SCHEMA = {
@@ -268,3 +270,38 @@ def test_a_grammar_that_becomes_too_complex_is_the_clients_fault():
     assert error is not None
     assert (error.http_status, error.code) == (400, "grammar_limit")
     assert _failure(FinishReason.STOP) is None
+
+
+def test_many_requests_with_one_new_grammar_cost_one_check():
+    used, refusing = Grammar("regex", "a+"), Grammar("regex", "b+")
+
+    class Checker:
+        num_checks = 0
+
+        def is_known(self, _grammar):
+            return False
+
+        def check(self, grammar):
+            self.num_checks += 1
+            time.sleep(0.1)
+            return None if grammar == used else "it is not liked"
+
+        def close(self):
+            pass
+
+    async def test() -> None:
+        checker = Checker()
+        gate = GrammarGate(checker)
+        waiting = [asyncio.create_task(gate.check(AskedGrammar(used, "guided_regex"))) for _ in range(1000)]
+        refused = [asyncio.create_task(gate.check(AskedGrammar(refusing, "guided_regex"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting.pop(0).cancel()  # the first client has gone: the others wait for the same check
+        assert await asyncio.gather(*waiting) == [None] * 999
+        for each in await asyncio.gather(*refused, return_exceptions=True):
+            assert isinstance(each, RequestError)
+        assert checker.num_checks == 2
+        await gate.check(AskedGrammar(used, "guided_regex"))
+        assert checker.num_checks == 3, "it is the checker that remembers"
+        gate.close()
+
+    asyncio.run(test())

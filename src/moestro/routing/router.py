@@ -137,10 +137,14 @@ class Router:
         self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
         return RouteDecision(engine, choice.score, choice.reason, hit_tokens, candidates)
 
-    def check_room(self, exclude: Collection[int] = ()) -> None:
+    def check_room(self, exclude: Collection[int] = (), num_coming: int = 0) -> None:
         """Raise the error that `submit` would raise now, so that a flood is refused before its bodies are read.
 
         Sets the column `routable`: in rotation and with room in the queue.
+
+        Args:
+            exclude: engines that may not be chosen.
+            num_coming: requests that will be submitted before this one.
         """
         columns, bound = self._columns, self._settings.max_num_queued
         is_up = columns.is_up
@@ -155,8 +159,8 @@ class Router:
         is_up = is_up[: len(table)]
         num_waiting = table.num_in_flight + table.num_foreign - table.num_running.values
         has_room = is_up & (num_waiting < bound)
-        if not np.count_nonzero(has_room):
-            raise QueueFullError(int(num_waiting[is_up].sum()))
+        if not np.count_nonzero(has_room) or (num_coming and (bound - num_waiting)[has_room].sum() <= num_coming):
+            raise QueueFullError(int(num_waiting[is_up].sum()) + num_coming)
         columns.routable[: len(table)] = has_room
 
     def first_token(self, request_id: str, now_ns: int) -> None:

@@ -159,9 +159,9 @@ class EngineClient:
             unused = f"{request_id}~{number}"
         return unused
 
-    def check_room(self) -> None:
-        """Raise the error that `submit` would raise now."""
-        self._router.check_room()
+    def check_room(self, num_coming: int) -> None:
+        """Raise the error that `submit` would raise after `num_coming` other requests."""
+        self._router.check_room(num_coming=num_coming)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Stop a request and count its end under `reason`. A request that has ended is ignored."""

@@ -22,6 +22,7 @@ from moestro.wire.messages import (
     encode,
     identity_of,
 )
+from moestro.wire.readable import is_readable
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class RankSocket:
         for _ in range(_MESSAGES_A_TURN):
             if self._socket.closed:
                 return
-            if not int(self._socket.EVENTS) & zmq.POLLIN:  # an exception would cost more
+            if not is_readable(self._socket):
                 return
             self._take(self._socket.recv_multipart(zmq.NOBLOCK))
         self._loop.call_soon(self._drain)

@@ -72,7 +72,8 @@ class RequestRunner:
         """
         arrival = Arrival(f"{kind}{uuid.uuid4().hex}", time.monotonic_ns(), session_in(http.headers))
         self.traffic.check_open()
-        self._engines.check_room()  # Before the body is decoded and tokenized, so that a refusal is cheap.
+        # Before the body is decoded and tokenized, so that a refusal is cheap.
+        self._engines.check_room(self.threads.num_preparing + self.chat_threads.num_preparing)
         async with self.bodies.reading(http) as body:
             return await threads.run(lambda: prepare(body, self._model, arrival))
 

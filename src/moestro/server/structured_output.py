@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from moestro.text.thread_pool import PrepareThreads
 
 MAX_GRAMMAR_BYTES = 128 << 10  # A schema of a hundred tools has half of it.
 MAX_GRAMMAR_CHOICES = 4096
+_MAX_CHECKS = 256  # New grammars that wait for a check; one takes milliseconds to seconds.
 # No whitespace between the elements of JSON; llguidance reads it in the schema.
 _NO_SPACE: dict[str, object] = {"whitespace_flexible": False, "whitespace_pattern": None}
 # Older fields of vLLM, with their names in `structured_outputs`.
@@ -142,7 +144,8 @@ class GrammarGate:
 
     def __init__(self, checker: GrammarChecker | None) -> None:
         self._checker = checker
-        self._threads = PrepareThreads()  # Slow grammars delay other new grammars alone.
+        self._threads = PrepareThreads(_MAX_CHECKS)  # Slow grammars delay other new grammars alone.
+        self._checks: dict[Grammar, asyncio.Future[str | None]] = {}
 
     async def check(self, asked: AskedGrammar) -> None:
         """Return if the grammar can be used.
@@ -155,12 +158,26 @@ class GrammarGate:
         if checker is None:
             text = f"{asked.param} is not supported by these engines, which compute no logits. Leave it out."
             raise RequestError(text, param=asked.param, code="unsupported_parameter")
-        known = checker.is_known(asked.grammar)
-        error = checker.check(asked.grammar) if known else await self._threads.run(lambda: checker.check(asked.grammar))
+        grammar = asked.grammar
+        error = checker.check(grammar) if checker.is_known(grammar) else await self._check_new(checker, grammar)
         if error is not None:
             raise RequestError(
                 f"{asked.param} cannot be used as a grammar: {shown(error)}.", param=asked.param, code="invalid_grammar"
             )
+
+    async def _check_new(self, checker: GrammarChecker, grammar: Grammar) -> str | None:
+        """Check a grammar once for all requests that ask for it meanwhile, whichever of them ends."""
+        check = self._checks.get(grammar)
+        if check is None:
+            check = asyncio.ensure_future(self._threads.run(lambda: checker.check(grammar)))
+            self._checks[grammar] = check
+            check.add_done_callback(lambda done: self._end_check(grammar, done))
+        return await asyncio.shield(check)
+
+    def _end_check(self, grammar: Grammar, check: asyncio.Future[str | None]) -> None:
+        del self._checks[grammar]
+        if not check.cancelled():
+            check.exception()  # Read here, because perhaps nobody waits for it any more.
 
     def close(self) -> None:
         """End the threads and processes."""

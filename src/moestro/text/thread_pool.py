@@ -12,13 +12,19 @@ from moestro.errors import BusyError
 
 T = TypeVar("T")
 
-MAX_PREPARING = 256  # with more, a client could not tell the server from one that hangs
-
 
 class PrepareThreads:
-    """Runs work beside the event loop, with a bounded queue."""
+    """Runs work beside the event loop.
 
-    def __init__(self, max_preparing: int = MAX_PREPARING) -> None:
+    Args:
+        max_preparing: most pieces of work that run or wait. None means no limit: what the work holds, such as the bytes
+            of bodies and places in queues, is bounded elsewhere.
+
+    Attributes:
+        num_preparing: pieces of work that run or wait.
+    """
+
+    def __init__(self, max_preparing: int | None = None) -> None:
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="prepare")
         self._max_preparing = max_preparing
         self.num_preparing = 0
@@ -27,9 +33,9 @@ class PrepareThreads:
         """Return the result of `work`.
 
         Raises:
-            BusyError: the queue is full; the caller learns of it at once.
+            BusyError: there is no room for more work; the caller learns of it at once.
         """
-        if self.num_preparing >= self._max_preparing:
+        if self._max_preparing is not None and self.num_preparing >= self._max_preparing:
             raise BusyError(self.num_preparing)
         self.num_preparing += 1
         try:

@@ -25,6 +25,7 @@ from moestro.wire.messages import (
     decode_to_rank,
     encode,
 )
+from moestro.wire.readable import is_readable
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ class Channel:
             self._outbox.popleft()
 
     def _receive_all(self, socket: zmq.Socket[bytes]) -> None:
-        while int(socket.EVENTS) & zmq.POLLIN:  # an exception would cost more
+        while is_readable(socket):
             self._inbox.put(decode_to_rank(socket.recv(zmq.NOBLOCK)))
             _write_to_wake(self._inbox_write)
 

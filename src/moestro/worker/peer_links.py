@@ -28,6 +28,7 @@ from moestro.wire.hop_frames import (
     encode_hop,
     encode_notice,
 )
+from moestro.wire.readable import is_readable
 from moestro.worker.paced_links import LinkPace
 from moestro.worker.two_phase import TwoPhase, TwoPhaseLinks
 
@@ -232,7 +233,7 @@ class PeerLinks:
         """Whether something has arrived; about 1 µs."""
         if self._two_phase is not None and self._two_phase.has_news:
             return True
-        return bool(int(self._inbox.EVENTS) & zmq.POLLIN)
+        return is_readable(self._inbox)
 
     def ready_at_ns(self) -> int | None:
         """Time at which a message is due that the pace holds; None if there is none."""
@@ -242,7 +243,7 @@ class PeerLinks:
         """Return messages that are due, and take in notices; at most `_MESSAGES_A_TURN` of both are read."""
         messages = []
         for _ in range(_MESSAGES_A_TURN):
-            if not int(self._inbox.EVENTS) & zmq.POLLIN:  # an exception would cost more
+            if not is_readable(self._inbox):
                 break
             frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
             if (message := self._read([frame.buffer for frame in frames])) is not None:
