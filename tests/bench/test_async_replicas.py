@@ -30,7 +30,8 @@ def test_gains_are_against_experts_in_order_of_the_same_gate_and_round():
 @pytest.mark.parametrize("gate", bench.GATE_FLAGS)
 def test_only_systems_that_place_have_further_slots(gate):
     for name, policy in bench.POLICIES.items():
-        flags = bench.system_of(name, gate, 96.0, 3).flags
+        flags = bench.system_of(name, gate, 96.0, 3, 768).flags
         assert ("--num-redundant-experts" in flags) is (policy is not None)
         assert ("--gate-override" in flags) is (gate == "permuted")
         assert flags[flags.index("--seed") + 1] == "3"
+        assert flags[flags.index("--max-num-seqs") + 1] == "192", "all users fit on four engines"

@@ -99,13 +99,14 @@ def test_machines_answer_as_one_while_the_wire_shows_nothing_and_a_machine_vanis
         assert np.array(PROMPT, np.int32).tobytes() not in packets
         assert b"num_steps" not in packets  # a field of each heartbeat
         before = node_addresses(running)
-        lost = before["expert worker 0"]
-        assert lost != before["engine 0"]
+        # Ray prefers the node that has most to spare, by reports that may be late: either one may be beside the engine.
+        name = next(each for each in ("expert worker 0", "expert worker 1") if before[each] != before["engine 0"])
+        lost = before[name]
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(ask, running)
             wait_until(lambda: not is_idle(running) or answer.done())
             machines.cut(machines.addresses.index(lost))
-            while node_addresses(running)["expert worker 0"] == lost:
+            while node_addresses(running)[name] == lost:
                 assert answer.result() == fused
                 answer = pool.submit(ask, running)
             assert answer.result() == fused
