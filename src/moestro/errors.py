@@ -105,7 +105,7 @@ class DrainingError(RequestError):
 
 
 class BusyError(RequestError):
-    """More prompts are being prepared than the API server can bear."""
+    """More bodies or new grammars are here than the API server can bear."""
 
     http_status = 503
     error_type = "service_unavailable"

@@ -104,7 +104,7 @@ def test_a_thousand_requests_at_once_are_all_answered(start):
     assert asyncio.run(ask_all()) == {200: 1000}
 
 
-def test_prompts_are_prepared_a_bounded_number_at_a_time():
+def test_threads_refuse_work_beyond_their_bound():
     async def test() -> None:
         threads, gate = PrepareThreads(max_preparing=3), threading.Event()
         waiting = [asyncio.create_task(threads.run(gate.wait)) for _ in range(3)]

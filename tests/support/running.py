@@ -119,7 +119,7 @@ _NO_RANKS = (_RENDERER, "moestro.grammar.check_worker", STANDBY[0])
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended, also if nobody has asked for its status yet."""
+    """Whether a process has ended. A zombie has."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     return True

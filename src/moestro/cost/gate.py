@@ -135,8 +135,8 @@ class PopularityGate:
 class CellIndex:
     """Finds the cells of points on a line as `searchsorted` does, some ten times as fast.
 
-    The line is cut into pieces of equal length. A table has the cell at the beginning of each piece, and from there it
-    is as many cells as the piece has ends of cells, nearly always none.
+    The line is cut into pieces of equal length. A table has the cell at the beginning of each piece; each end of
+    a cell between there and the point is one cell more.
 
     Args:
         end: int64[cells], where each cell ends, ascending. The first begins at 0.

@@ -158,10 +158,10 @@ class Router:
         table = columns.table
         is_up = is_up[: len(table)]
         num_waiting = table.num_in_flight + table.num_foreign - table.num_running.values
-        has_room = is_up & (num_waiting < bound)
-        if not np.count_nonzero(has_room) or (num_coming and (bound - num_waiting)[has_room].sum() <= num_coming):
+        room = is_up * np.maximum(bound - num_waiting, 0)
+        if room.sum() <= num_coming:
             raise QueueFullError(int(num_waiting[is_up].sum()) + num_coming)
-        columns.routable[: len(table)] = has_room
+        columns.routable[: len(table)] = room > 0
 
     def first_token(self, request_id: str, now_ns: int) -> None:
         """Record a computed prompt. Repeated calls, and calls for ended requests, have no effect."""

@@ -177,7 +177,7 @@ class GrammarGate:
     def _end_check(self, grammar: Grammar, check: asyncio.Future[str | None]) -> None:
         del self._checks[grammar]
         if not check.cancelled():
-            check.exception()  # Read here, because perhaps nobody waits for it any more.
+            check.exception()  # An exception that nobody reads would be logged.
 
     def close(self) -> None:
         """End the threads and processes."""
