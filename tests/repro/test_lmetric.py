@@ -17,25 +17,29 @@ from moestro.errors import ConfigError
 from moestro.repro.lmetric import LmetricSettings
 from moestro.repro.lmetric.adversary import HOT_TOKENS, OWN_TOKENS, with_hot_prefix
 from moestro.repro.lmetric.claims import claims_of
-from moestro.repro.lmetric.experiment import QUICK, UNSEEN_SEEDS, LmetricExperiment, make_experiment
+from moestro.repro.lmetric.experiment import QUICK, TUNED, LmetricExperiment, make_experiment
 from moestro.repro.lmetric.prefix_classes import WatchedClasses
 from moestro.repro.lmetric.tables import tables_of
 from moestro.repro.results import LoadPart, Reproduced, merged, write_result
 from moestro.repro.runner import reproduce, save_pictures
-from moestro.repro.sources import generated_sources, trace_sources
+from moestro.repro.sources import SCORED_SEED, TUNING_SEED, generated_sources, trace_sources
 from moestro.repro.tables import claims_table
-from moestro.repro.testbed import measured, paired_interval, run, signals_of
-from moestro.routing.registry import ROUTE_POLICIES
+from moestro.repro.testbed import (
+    answered_at_most,
+    batch_figures,
+    measured,
+    num_until_full,
+    paired_interval,
+    run,
+    signals_of,
+)
+from moestro.routing.registry import ROUTE_POLICIES, policy_from
+from moestro.sim.signals import SignalSettings
+from moestro.workload.arrivals import at_rate
 from moestro.workload.requests import RequestForm, RequestMaker
 
 TINY = replace(
-    QUICK,
-    num_requests=30,
-    policies=("vllm-0.26", "bailian", "llm-d", "lmetric", "moestro"),
-    paired_shares=(0.9,),
-    seeds=(1, 2, 3),
-    sources=("chat", "api_agent"),
-    predicted="chat",
+    QUICK, num_requests=60, sources=("chat", "api_agent"), others=("round_robin", "preble"), has_second_network=True
 )
 
 
@@ -54,17 +58,40 @@ def test_as_many_runs_as_the_progress_bar_was_told(found):
 
 def test_every_policy_is_measured_at_every_rate_and_the_claims_follow(found):
     _, findings, _ = found
-    assert {(cell.share, cell.system) for cell in findings.cells if cell.seed == 0} == {
-        (share, name) for share in TINY.shares for name in TINY.policies
-    }
-    assert {cell.network for cell in findings.cells} == {"qwen3-30b-a3b", "qwen2-7b"}
-    assert len(findings.pairs) == 2 * 1 * 4  # loads, shares, figures
-    assert all(pair.low <= pair.mean <= pair.high for pair in findings.pairs)
-    assert len(findings.errors) == 2
-    assert findings.classes.keys() == findings.saturation.keys() == {"chat", "api_agent"}
+    assert findings.loads == ["chat", "api_agent"]
+    for load in findings.loads:
+        assert findings.shares(load) == list(TINY.shares)
+        assert findings.by_policy(load, 0.5).keys() == {*TINY.policies, *TINY.others}
+        assert findings.by_policy(load, 0.9).keys() == set(TINY.policies)
+        assert findings.sweeps[load].keys() == TUNED.keys()
+    assert findings.by_policy("api_agent", 0.5, "qwen2-7b").keys() == set(TINY.policies)
+    assert len(findings.pairs) == 2 * 2 * 4  # loads, shares, figures
+    assert all(pair.difference.low <= pair.difference.mean <= pair.difference.high for pair in findings.pairs)
+    assert [(errors.load, errors.is_tuned) for errors in findings.errors] == [("chat", True), ("chat", False)]
+    assert findings.classes.keys() == {"chat", "api_agent"}
+    assert findings.capacity.keys() == {"chat", "api_agent", "api_agent, qwen2-7b"}
     assert [each.mitigation for each in findings.hotspots] == ["off", "filter", "load"]
     sources = {claim.source.split(",")[0] for claim in claims_of(findings)}
-    assert {"abstract", "Fig. 11", "Fig. 13", "Fig. 18", "Fig. 19", "Fig. 15", "section 5.2", "our own goal"} <= sources
+    figures = ("7", "8 and 26", "9", "10", "11", "12", "15", "18", "19", "25", "27")
+    assert {"abstract", *(f"Fig. {each}" for each in figures), "section 5.2", "our own goal"} <= sources
+
+
+def test_tuned_parameters_are_the_ones_that_are_scored(found):
+    experiment, findings, _ = found
+    chat = experiment.sources["chat"]
+    tuned = findings.sweeps["chat"]["bailian"].best[0]
+    policy = policy_from(f"bailian:hit_weight={tuned:g}")
+    scored = findings.by_policy("chat", 0.5)["bailian"]
+    load = chat.load(scored.rate, SCORED_SEED)
+    results = run(experiment.bed(chat), load, policy, signals_of("bailian", policy))
+    assert measured(results, num_until_full(experiment.bed(chat), load.rows)) == scored.measured
+
+
+def test_the_rate_is_a_share_of_the_capacity(found):
+    _, findings, _ = found
+    _, capacity = findings.capacity["chat"]
+    chat = [cell for cell in findings.cells if cell.load == "chat"]
+    assert [cell.rate for cell in chat] == pytest.approx([cell.share * capacity for cell in chat])
 
 
 def test_findings_are_shown_and_kept(found, tmp_path):
@@ -106,20 +133,22 @@ def test_windows_of_a_trace_have_no_request_in_common(tmp_path):
     ]
     (tmp_path / "mooncake_synthetic.jsonl").write_text("\n".join(lines))
     [source] = trace_sources(tmp_path, 4000)
-    windows = [set(source.load(1.0, seed).rows.num_prompt_tokens.tolist()) for seed in (0, *UNSEEN_SEEDS)]
-    assert len(set.union(*windows)) == sum(map(len, windows)) == 60
+    tuned, scored = (source.load(1.0, seed).rows.num_prompt_tokens for seed in (TUNING_SEED, SCORED_SEED))
+    assert (len(tuned), len(scored)) == (15, 45)
+    assert not set(tuned.tolist()) & set(scored.tolist())
 
 
 def test_a_load_has_the_rate_that_was_asked_for():
     [chat, *_] = generated_sources(50)
-    load = chat.load(12.5, 0)
+    load = chat.load(12.5, SCORED_SEED)
+    assert len(load.rows) == 50
     assert load.rate == pytest.approx(12.5)
     assert (np.diff(load.offsets_ns) >= 0).all()
 
 
 def test_hot_requests_share_their_long_beginning_and_nothing_with_others():
     [chat, *_] = generated_sources(600)
-    maker = RequestMaker(with_hot_prefix(chat.load(20.0, 0), 0).rows, RequestForm(block_size=16))
+    maker = RequestMaker(with_hot_prefix(chat.load(20.0, SCORED_SEED), 0).rows, RequestForm(block_size=16))
     requests = [maker.make(i, 0)[0] for i in range(600)]
     hot = [request for request in requests[200:400] if request.num_prompt_tokens == HOT_TOKENS + OWN_TOKENS]
     assert 30 < len(hot) < 130
@@ -143,7 +172,8 @@ def reproduce_lmetric(console, plan, out):
     return reproduce(console, "lmetric", LmetricExperiment(plan, None), out)
 
 
-LEAST = replace(TINY, num_requests=12, shares=(0.5,), paired_shares=(), policies=("round_robin",))
+LEAST = replace(TINY, num_requests=40, shares=(0.5,), policies=("lmetric", "moestro"), others=(), predicted=(),
+                has_second_network=False)  # fmt: skip
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
@@ -153,9 +183,9 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
     first = (tmp_path / "lmetric.chat.json").stat().st_mtime_ns
     both = reproduce_lmetric(console, of("chat", "coder"), tmp_path)
     assert (tmp_path / "lmetric.chat.json").stat().st_mtime_ns == first
-    assert both.findings.saturation.keys() == {"chat", "coder"}
+    assert both.findings.capacity.keys() == {"chat", "coder"}
     assert both.findings == reproduce_lmetric(console, of("chat", "coder"), None).findings
-    reproduce_lmetric(console, replace(of("chat"), num_requests=13), tmp_path)
+    reproduce_lmetric(console, replace(of("chat"), num_requests=41), tmp_path)
     assert (tmp_path / "lmetric.chat.json").stat().st_mtime_ns != first
 
 
@@ -192,3 +222,36 @@ def test_requests_of_hot_classes_are_watched():
     assert len(class_shares) == len(holder_shares) == 7
     assert all(0 < x < 1 for x in class_shares)
     assert all(0 < m <= 1 for m in holder_shares)
+
+
+def test_a_run_counts_from_where_caches_are_full_but_at_most_half_of_the_requests():
+    experiment = LmetricExperiment(TINY, None)
+    chat = experiment.sources["chat"]
+    rows, bed = generated_sources(400)[0].load(20.0, SCORED_SEED).rows, experiment.bed(chat)
+    assert num_until_full(bed, rows) == 200
+    for num_engines, at_least in ((1, 120), (2, 200)):
+        small = replace(bed, num_engines=num_engines)
+        assert at_least <= num_until_full(small, rows) <= 200
+
+
+def test_batches_are_parts_of_the_counted_requests():
+    experiment = LmetricExperiment(TINY, None)
+    chat, policy = experiment.sources["chat"], policy_from("lmetric")
+    results = run(experiment.bed(chat), chat.load(20.0, 3), policy, signals_of("lmetric", policy))
+    batches, whole = batch_figures(results, 20, 4), measured(results, 20)
+    assert {len(values) for values in batches.values()} == {4}
+    assert np.mean(batches["TTFT mean"]) == pytest.approx(whole.ttft_ms.mean)
+    assert batch_figures(results, 20, 1)["TPOT P99"] == (whole.tpot_ms.p99,)
+
+
+def test_more_arrivals_than_answers_show_the_capacity():
+    experiment = LmetricExperiment(TINY, None)
+    source = generated_sources(500)[0]
+    bed, load = replace(experiment.bed(source), num_engines=1), source.load(1.0, SCORED_SEED)
+    slow, fast = (
+        answered_at_most(bed, replace(load, offsets_ns=at_rate(load.offsets_ns, rate)), policy_from("lmetric"),
+                         SignalSettings())
+        for rate in (2.0, 20.0)
+    )  # fmt: skip
+    assert slow == pytest.approx(fast, rel=0.15)
+    assert 2 < fast < 20

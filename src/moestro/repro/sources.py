@@ -18,7 +18,8 @@ from moestro.workload.traces import read_trace
 
 MOONCAKE_BLOCK = 512  # tokens of a block of Mooncake's traces, which name no smaller ones
 SESSION_BLOCK = 16  # vLLM's
-_NUM_UNSEEN = 5  # windows of a trace besides that of seed 0
+TUNING_SEED, SCORED_SEED = 0, 101  # parameters are tuned on the requests of one, and everything is scored on the other
+_TUNED_ON = 0.25  # first part of a trace that is tuned on; the rest is scored
 _NATURAL_RATE = 8.0  # requests a second at which sessions are drawn; a load then scales their times, as the paper does
 
 
@@ -30,16 +31,14 @@ class Source:
         name: the load's name in tables and on the command line.
         block_size: tokens of the smallest block that its prompts name.
         is_generated: whether it is made of generated sessions rather than of a trace.
-        rows_of: returns the requests of a seed with their times. Another seed gives other sessions, or another window
-            of a trace.
-        num_unseen: number of seeds besides 0 whose requests have none in common.
+        rows_of: returns the requests of a seed with their times. Another seed gives other sessions. Of a trace,
+            TUNING_SEED gives the beginning and any other seed the rest.
     """
 
     name: str
     block_size: int
     is_generated: bool
     rows_of: Callable[[int], Rows]
-    num_unseen: int
 
     def load(self, rate: float, seed: int) -> TimedLoad:
         """The requests of a seed, in time scaled to `rate` requests a second."""
@@ -50,44 +49,38 @@ class Source:
 
 
 def generated_sources(num_requests: int) -> list[Source]:
-    """Sessions like LMetric's chat, API, coder and tool-agent traces."""
+    """Sessions like LMetric's chat, API, coder and tool-agent traces; half as many requests for TUNING_SEED."""
     return [
         Source(
             name=name,
             block_size=SESSION_BLOCK,
             is_generated=True,
             rows_of=partial(_steady, name, num_requests),
-            num_unseen=1 << 30,
         )
         for name in PUBLISHED_SHAPES
     ]
 
 
 def trace_sources(directory: Path, num_requests: int) -> list[Source]:
-    """Return Mooncake's traces in `directory`, in windows of `num_requests` or, if less, a sixth of the trace."""
+    """Return Mooncake's traces in `directory`: for TUNING_SEED their first quarter, for others up to `num_requests`."""
     sources = []
     for name in ("mooncake_conversation", "mooncake_synthetic"):
         for path in (directory / f"{name}.jsonl", directory / f"{name}.jsonl.zst"):
             if path.exists():
-                rows = read_trace(path)
-                window = partial(_window, rows, min(num_requests, len(rows) // (1 + _NUM_UNSEEN)))
-                sources.append(
-                    Source(
-                        name=name, block_size=MOONCAKE_BLOCK, is_generated=False, rows_of=window,
-                        num_unseen=_NUM_UNSEEN,
-                    )
-                )  # fmt: skip
+                window = partial(_window, read_trace(path), num_requests)
+                sources.append(Source(name=name, block_size=MOONCAKE_BLOCK, is_generated=False, rows_of=window))
                 break
     return sources
 
 
 def _steady(name: str, num_requests: int, seed: int) -> Rows:
     # The middle of a window three times as long, because late turns are missing at the end of a short window.
-    middle = np.arange(num_requests, 2 * num_requests)
-    return steady_rows(SHAPES[name], 3 * num_requests, _NATURAL_RATE, seed).select(middle)
+    wanted = num_requests // 2 if seed == TUNING_SEED else num_requests
+    middle = np.arange(wanted, 2 * wanted)
+    return steady_rows(SHAPES[name], 3 * wanted, _NATURAL_RATE, seed).select(middle)
 
 
 def _window(rows: Rows, num_requests: int, seed: int) -> Rows:
-    """Return the first window for seed 0, and the following windows, which do not overlap, for other seeds."""
-    first = num_requests * (0 if seed == 0 else 1 + (seed - 1) % _NUM_UNSEEN)
-    return rows.select(np.arange(first, first + num_requests))
+    first = int(_TUNED_ON * len(rows))
+    window = np.arange(first) if seed == TUNING_SEED else np.arange(first, len(rows))
+    return rows.select(window[:num_requests])

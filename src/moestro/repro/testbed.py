@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
+from moestro.core.hashing import split_hashes
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gpus import Gpu
 from moestro.cost.networks import NetworkShape
@@ -26,12 +28,17 @@ from moestro.sim.prices import OneRank
 from moestro.sim.results import WINDOW_NS, Results
 from moestro.sim.saturation import middle_rate
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
+from moestro.workload.arrivals import at_rate
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 
 Floats = NDArray[np.float64]
 
 LEAD_IN = 0.1  # share of the requests left out of all figures: they find cold caches and empty queues
+# The same where a run lasts until caches are full and batches have their lasting size: at least, and at most.
+_LONG_LEAD_IN = (0.3, 0.5)
+_OVERLOAD, _MARGIN = 1.1, 0.1  # arrivals over answers at which the answers are as many as there can be
+_STEADY = (0.4, 0.9)  # shares of the answers between which their rate is taken: earlier, batches still grow
 # vLLM's coordinator publishes counts every 100 ms; other engines send theirs with each answer through the router.
 _BROADCAST = ("vllm-0.26", "vllm-0.27")
 
@@ -106,9 +113,16 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class ServingFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one run, without the first LEAD_IN of the requests. An imbalance is max over mean, at least 1."""
+    """Figures of one run, without the requests of its lead-in. An imbalance is max over mean, at least 1.
+
+    Attributes:
+        num_requests: requests of the run, the lead-in among them.
+        span_s: time in which the counted requests arrived, seconds.
+    """
 
     num_requests: int
+    num_counted: int
+    span_s: float
     ttft_ms: Latency
     tpot_ms: Latency
     hit_ratio: float
@@ -149,21 +163,45 @@ def signals_of(policy_name: str, policy: RoutePolicy, *, has_pressure: bool = Fa
     return SignalSettings(channels=(ChannelSettings(figures=sent, channel=channel),))
 
 
-def measured(results: Results) -> ServingFigures:
+def num_until_full(bed: Testbed, rows: Rows) -> int:
+    """The number of first requests whose distinct blocks and answers would fill the KV caches of all engines.
+
+    It is at least 30 % of the requests, in which batches grow to their lasting size, and at most a half.
+    """
+    maker = RequestMaker(rows, RequestForm(block_size=bed.block_size))
+    capacity = bed.num_engines * bed.num_blocks
+    seen: set[bytes] = set()
+    least, most = (int(share * len(rows)) for share in _LONG_LEAD_IN)
+    num_answer_blocks = 0.0
+    for at in range(most):
+        seen.update(split_hashes(maker.make(at, 0)[0].block_hashes))
+        num_answer_blocks += int(rows.num_output_tokens[at]) / bed.block_size
+        if len(seen) + num_answer_blocks >= capacity:
+            return max(at, least)
+    return most
+
+
+def measured(results: Results, num_lead_in: int | None = None) -> ServingFigures:
     """The figures of a run.
+
+    Args:
+        num_lead_in: first requests left out. None means LEAD_IN of all.
 
     Raises:
         AssertionError: a request was refused or not answered, and the figures would leave it out.
     """
     assert results.is_answered.all(), f"not all were answered: {results.refusals}"
-    counted = slice(int(LEAD_IN * len(results)), None)
+    first = int(LEAD_IN * len(results)) if num_lead_in is None else num_lead_in
+    counted = slice(first, None)
     gaps = results.num_tokens[counted].astype(np.int64) - 1
     spans = (results.last_token_ns - results.first_token_ns)[counted]
-    prefill = _counted_prefill(results, int(LEAD_IN * len(results)))
+    prefill = _counted_prefill(results, first)
     work = prefill.sum(1)
     requests = np.bincount(results.engine[counted], minlength=results.num_engines)
     return ServingFigures(
         num_requests=len(results),
+        num_counted=len(results) - first,
+        span_s=float(results.arrival_ns.max() - results.arrival_ns[first]) / NS_PER_S,
         ttft_ms=latency_ms((results.first_token_ns - results.arrival_ns)[counted]),
         tpot_ms=latency_ms(spans[gaps > 0] / gaps[gaps > 0]),
         hit_ratio=float(results.num_hit_tokens[counted].sum() / results.num_prompt_tokens[counted].sum()),
@@ -174,10 +212,39 @@ def measured(results: Results) -> ServingFigures:
     )
 
 
-def saturation_rate(bed: Testbed, load: TimedLoad, policy: RoutePolicy) -> float:
-    """The most requests a second that the testbed answers: its rate when the whole load arrives at once."""
-    at_once = replace(load, offsets_ns=np.arange(len(load.rows), dtype=np.int64))
-    return measured(run(bed, at_once, policy, SignalSettings())).requests_per_s
+def answered_at_most(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSettings) -> float:
+    """The most requests a second that the testbed answers under a policy, from a run with more arrivals than that.
+
+    Args:
+        load: requests whose order and relative times are kept. Their arrivals are made faster until they are at least
+            _OVERLOAD times what is answered.
+    """
+    rate, answered = load.rate, 0.0
+    while rate < _OVERLOAD * answered or not answered:
+        rate = max(rate, (_OVERLOAD + _MARGIN) * answered)
+        faster = replace(load, offsets_ns=at_rate(load.offsets_ns, rate))
+        ends = np.sort(run(bed, faster, policy, signals).last_token_ns)
+        first, last = (int(share * len(ends)) for share in _STEADY)
+        answered = (last - first) / (float(ends[last] - ends[first]) / NS_PER_S)
+    return answered
+
+
+def batch_figures(results: Results, num_lead_in: int, num_batches: int) -> dict[str, tuple[float, ...]]:
+    """Figures of successive parts of a run, from which intervals follow (the method of batch means).
+
+    Returns:
+        By figure, its value in each batch, ms: TTFT and TPOT, mean and P99.
+    """
+    ttft_ns, gaps = results.first_token_ns - results.arrival_ns, results.num_tokens.astype(np.int64) - 1
+    tpot_ns = (results.last_token_ns - results.first_token_ns) / np.maximum(gaps, 1)
+    edges = np.linspace(num_lead_in, len(results), num_batches + 1).astype(int)
+    found: dict[str, tuple[float, ...]] = {}
+    for name, values, is_counted in (("TTFT", ttft_ns, gaps >= 0), ("TPOT", tpot_ns, gaps > 0)):
+        parts = [values[a:b][is_counted[a:b]] for a, b in itertools.pairwise(edges)]
+        latencies = [latency_ms(part) for part in parts]
+        found[f"{name} mean"] = tuple(latency.mean for latency in latencies)
+        found[f"{name} P99"] = tuple(latency.p99 for latency in latencies)
+    return found
 
 
 def paired_interval(

@@ -1,4 +1,4 @@
-"""LMetric: 16 H20 engines with Qwen3-30B-A3B, every routing policy, five rates up to 90 % of saturation.
+"""LMetric: 16 H20 engines with Qwen3-30B-A3B, every routing policy, rates of 50, 90 and 120 % of the capacity.
 
 The loads are chat, api_agent, coder and tool_agent (generated sessions), and with --traces mooncake_conversation and
 mooncake_synthetic.
@@ -20,7 +20,7 @@ class LmetricSettings(ReproSettings):
     """Settings of LMetric's experiment."""
 
     num_requests: int | None = None
-    "Requests of each load; more give steadier figures and take longer. Unset: the plan's."
+    "Scored requests of each load; more give steadier figures and take longer. Unset: the plan's."
     traces: Path | None = None
     """Directory with mooncake_conversation.jsonl and mooncake_synthetic.jsonl (or .jsonl.zst), which Mooncake's authors
     publish. Unset: generated sessions alone."""

@@ -6,11 +6,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moestro.repro.experiment import Experiment
-from moestro.repro.lmetric.findings import FIGURES, HALF, NETWORK, OUR_POLICY, PAPER_POLICY, LmetricFindings
+from moestro.repro.lmetric.findings import FIGURES, HALF, OUR_POLICY, PAPER_POLICY, LmetricFindings
 
 _SIZE = (11.0, 7.0)
 _COLOURS = {"better": "C2", "undecided": "0.6", "worse": "C3"}
 _TICKS = (-100, -10, 0, 10, 100)  # %, of differences
+_TUNED = {"bailian": "lambda (Fig. 11)", "dynamo": "weight of prompt tokens", "aibrix": "range (Fig. 12)"}
 _LEAST_SHARE = 0.005  # in the logarithmic picture
 _SHOWN = ("round_robin", "vllm-0.26", "bailian", "dynamo", "llm-d", PAPER_POLICY, OUR_POLICY)
 
@@ -18,9 +19,9 @@ _SHOWN = ("round_robin", "vllm-0.26", "bailian", "dynamo", "llm-d", PAPER_POLICY
 def pictures(experiment: Experiment[LmetricFindings], findings: LmetricFindings) -> dict[str, Figure]:
     """Pictures of everything that was run."""
     del experiment
-    figures = {f"rates_{load}": _rates(findings, load) for load in findings.saturation}
-    figures |= {f"half_load_{load}": _bars(findings, load) for load in findings.saturation}
-    if findings.weights:
+    figures = {f"rates_{load}": _rates(findings, load) for load in findings.loads}
+    figures |= {f"half_load_{load}": _bars(findings, load) for load in findings.loads}
+    if findings.sweeps:
         figures["tuning"] = _tuning(findings)
     if findings.errors:
         figures["prediction"] = _prediction(findings)
@@ -36,13 +37,9 @@ def _rates(findings: LmetricFindings, load: str) -> Figure:
     figure = Figure(figsize=_SIZE, layout="constrained")
     for axes, (name, of) in zip(figure.subplots(2, 2).flat, FIGURES.items(), strict=True):
         for policy in _SHOWN:
-            cells = [
-                cell
-                for cell in findings.cells
-                if (cell.load, cell.system, cell.network, cell.seed) == (load, policy, NETWORK, 0)
-            ]
+            runs = [findings.by_policy(load, share) for share in findings.shares(load)]
+            cells = [by_policy[policy] for by_policy in runs if policy in by_policy]
             if cells:
-                cells.sort(key=lambda cell: cell.rate)
                 style = {"linewidth": 2.5} if policy == OUR_POLICY else {}
                 axes.plot([c.rate for c in cells], [of(c.measured) for c in cells], "o-", label=policy, **style)
         axes.set(title=name, xlabel="requests/s", ylabel="ms", yscale="log")
@@ -53,10 +50,7 @@ def _rates(findings: LmetricFindings, load: str) -> Figure:
 
 def _bars(findings: LmetricFindings, load: str) -> Figure:
     """Every policy at half the load: TTFT against TPOT, and where prompts were found in the cache."""
-    cells = [
-        cell for cell in findings.cells if (cell.load, cell.network, cell.seed, cell.share) == (load, NETWORK, 0, HALF)
-    ]
-    cells.sort(key=lambda cell: cell.measured.ttft_ms.mean)
+    cells = sorted(findings.by_policy(load, HALF).values(), key=lambda cell: cell.measured.ttft_ms.mean)
     figure = Figure(figsize=_SIZE, layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     names = [cell.system for cell in cells]
@@ -73,23 +67,22 @@ def _bars(findings: LmetricFindings, load: str) -> Figure:
         axes.barh(names, values, color=colours)
         axes.set(title=title)
         axes.invert_yaxis()
-    figure.suptitle(f"{load} at half of saturation, simulated")
+    figure.suptitle(f"{load} at half of the capacity, simulated")
     return figure
 
 
 def _tuning(findings: LmetricFindings) -> Figure:
-    """Draw the figures that need tuning: lambda of the sum and the range of the filter. The product needs none."""
+    """Draw what needs tuning: the weights of the sums and the range of the filter. The product needs nothing."""
     figure = Figure(figsize=_SIZE, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for load, sweep in findings.weights.items():
-        values = np.array([each.ttft_ms.mean for _, each in sweep])
-        left.plot([weight for weight, _ in sweep], values / values.min(), "o-", label=load)
-    for load, ranges in findings.ranges.items():
-        values = np.array([each.ttft_ms.mean for _, each in ranges])
-        right.plot([most for most, _ in ranges], values / values.min(), "o-", label=load)
-    left.set(title="linear sum (Fig. 11)", xlabel="lambda", ylabel="mean TTFT over the best of the sweep")
-    right.set(title="filter (Fig. 13)", xlabel="range", xscale="log")
-    left.legend()
+    panels = figure.subplots(1, len(_TUNED))
+    for axes, (policy, title) in zip(panels, _TUNED.items(), strict=True):
+        for load, by_policy in findings.sweeps.items():
+            values = np.array([each.ttft_ms.mean for _, each in by_policy[policy].values])
+            axes.plot([value for value, _ in by_policy[policy].values], values / values.min(), "o-", label=load)
+        axes.set(title=title, xlabel=policy, ylabel="mean TTFT over the best of the sweep", yscale="log")
+        if policy != "bailian":
+            axes.set_xscale("log")
+    panels[0].legend()
     return figure
 
 
@@ -112,17 +105,18 @@ def _classes(findings: LmetricFindings) -> Figure:
 
 
 def _ours(findings: LmetricFindings) -> Figure:
-    """Draw `moestro` against the best rival of each cell, under unseen seeds, with 95 % intervals."""
+    """Draw `moestro` against the best rival of each cell, with 95 % intervals."""
     figure = Figure(figsize=(11.0, 1.5 + 0.28 * len(findings.pairs) / len(FIGURES)), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(FIGURES), sharey=True), FIGURES, strict=True):
         pairs = [pair for pair in findings.pairs if pair.figure == name]
         at = np.arange(len(pairs))
         for row, pair in enumerate(pairs):
-            axes.plot([100 * pair.low, 100 * pair.high], [row, row], color=_COLOURS[pair.verdict], linewidth=2)
-        axes.plot([100 * pair.mean for pair in pairs], at, "k.")
+            found = pair.difference
+            axes.plot([100 * found.low, 100 * found.high], [row, row], color=_COLOURS[found.verdict], linewidth=2)
+        axes.plot([100 * pair.difference.mean for pair in pairs], at, "k.")
         axes.axvline(0, color="0.5", linewidth=0.8)
         axes.set(title=name, xlabel="%", yticks=at)
-        axes.set_xscale("symlog", linthresh=10)  # the synthetic trace's intervals are a hundred times the others'
+        axes.set_xscale("symlog", linthresh=10)  # some intervals are ten times as long as others
         axes.set(xlim=(-500, 500), xticks=_TICKS, xticklabels=[f"{tick:+d}" if tick else "0" for tick in _TICKS])
         axes.minorticks_off()
         axes.set_yticklabels([f"{pair.load} at {pair.share:.0%}" for pair in pairs], fontsize=7)
@@ -139,7 +133,7 @@ def _prediction(findings: LmetricFindings) -> Figure:
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()
     for errors in findings.errors:
-        name = "tuned: the network served" if errors.is_tuned else "mistuned: another network"
+        name = f"{errors.load}, " + ("tuned: the network served" if errors.is_tuned else "mistuned: another network")
         axes.plot(errors.curve, np.arange(101) / 100, label=name)
     axes.axvline(0.2, color="C3", linestyle="--")
     axes.set(xlabel="|predicted / actual - 1| of TTFT", ylabel="share of requests", xlim=(0, 2))

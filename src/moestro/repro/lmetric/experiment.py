@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from rich.table import Table
 
@@ -20,82 +18,99 @@ from moestro.repro.lmetric import LmetricSettings
 from moestro.repro.lmetric.adversary import with_hot_prefix
 from moestro.repro.lmetric.claims import claims_of
 from moestro.repro.lmetric.findings import (
+    BASELINE,
     FIGURES,
     HALF,
     NETWORK,
     OUR_POLICY,
     PAPER_POLICY,
-    RIVALS,
     Classes,
     Errors,
     Hotspots,
     LmetricCell,
     LmetricFindings,
     Pair,
+    Sweep,
+    difference,
 )
 from moestro.repro.lmetric.predictions import Watched
 from moestro.repro.lmetric.prefix_classes import WatchedClasses
+from moestro.repro.lmetric.rollout import RolledOutTtft
 from moestro.repro.lmetric.tables import tables_of
 from moestro.repro.results import Claim
-from moestro.repro.sources import Source, generated_sources, trace_sources
-from moestro.repro.testbed import ServingFigures, Testbed, measured, paired_interval, run, saturation_rate, signals_of
+from moestro.repro.sources import SCORED_SEED, TUNING_SEED, Source, generated_sources, trace_sources
+from moestro.repro.testbed import (
+    ServingFigures,
+    Testbed,
+    TimedLoad,
+    answered_at_most,
+    batch_figures,
+    measured,
+    num_until_full,
+    run,
+    signals_of,
+)
 from moestro.routing.indicators import batch_size, hit_ratio, num_tokens, p_tokens
 from moestro.routing.policy_contract import Needs, RouteInputs, RoutePolicy
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
 from moestro.routing.scoring import Scored
 from moestro.routing.ttft import priced_ttft
-from moestro.sim.student_t import student_t_quantile
+from moestro.sim.results import Results
+from moestro.sim.signals import SignalSettings
+from moestro.workload.arrivals import at_rate
 
 OTHER_NETWORK, GPU = "qwen2-7b", "h20"
-SHARES = (0.3, 0.5, 0.65, 0.8, 0.9)  # shares of the saturation rate; the paper's figures are at one half
-WEIGHTS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # Bailian's lambda (Fig. 11)
-RANGES = (2, 4, 8, 16, 32)  # AIBrix' filter (Fig. 13)
-# No policy was tuned on these sessions. Two of Mooncake's windows were known (docs/repro.md).
-UNSEEN_SEEDS = (101, 102, 103, 104, 105)
-_FEWEST_SEEDS = 3
+SHARES = (HALF, 0.9, 1.2)  # rates as shares of the capacity; most of the paper's figures are at a half
+# The paper's systems, ours, and the product of which LMetric's is a variant (Fig. 18).
+POLICIES = (BASELINE, "bailian", "dynamo", "llm-d", "miss_ratio", PAPER_POLICY, OUR_POLICY)
+NUM_BATCHES = 8  # parts of a run from which intervals follow
+# Bailian's lambda (Fig. 11), Dynamo's weight of prompt tokens, and the range of AIBrix' filter (Fig. 12).
+TUNED = {
+    "bailian": ("hit_weight", (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)),
+    "dynamo": ("prefill_scale", (0.5, 1, 2, 4, 8, 16)),
+    "aibrix": ("max_range", (2, 4, 8, 16, 32)),
+}
+_CAPABLE = ("bailian", PAPER_POLICY, OUR_POLICY)  # policies whose best steady state is the capacity
 _SECOND, _HEATED = "api_agent", "chat"  # the loads of the second network and of the adversary
+_ABOVE_AT_ONCE = 1.4  # first arrivals of the search for the capacity, over the rate when all arrive at once
 _NUM_POINTS = 400  # points of Fig. 20
 _HITS = Needs(hits=True, figures=("queued_prefill_tokens", "num_tokens"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LmetricPlan:
-    """The extent of the experiment: loads, rates, policies and seeds.
+    """The extent of the experiment.
 
     Attributes:
-        num_requests: number of requests of each load.
-        shares: rates, as shares of the saturation rate.
-        policies: names of the routing policies.
-        paired_shares: rates of the comparison under unseen seeds.
-        seeds: unseen seeds. An empty tuple means no comparison.
+        num_requests: number of scored requests of each load.
+        shares: rates, as shares of the capacity.
+        policies: routing policies that run at every rate.
+        others: routing policies that run at half of the capacity only.
         sources: names of loads. None means all available ones.
-        predicted: the load whose TTFT is predicted; the paper's Fig. 15 and 16 use agents with tools.
+        predicted: loads whose TTFT is predicted; the paper's Fig. 16 uses chats.
+        has_second_network: whether a dense network runs too.
     """
 
-    num_requests: int = 2000
+    num_requests: int = 20_000
     shares: tuple[float, ...] = SHARES
-    policies: tuple[str, ...] = ROUTE_POLICIES.names()
-    paired_shares: tuple[float, ...] = SHARES
-    seeds: tuple[int, ...] = UNSEEN_SEEDS
+    policies: tuple[str, ...] = POLICIES
+    others: tuple[str, ...] = tuple(name for name in ROUTE_POLICIES.names() if name not in POLICIES)
     sources: tuple[str, ...] | None = None
-    predicted: str = "tool_agent"
+    predicted: tuple[str, ...] = ("chat", "tool_agent")
+    has_second_network: bool = True
 
 
 QUICK = LmetricPlan(
-    num_requests=700,
-    shares=(HALF, 0.9),
-    policies=("round_robin", "vllm-0.26", "bailian", "dynamo", "llm-d", "lmetric", "moestro"),
-    seeds=(),
-    sources=("chat",),
-    predicted="chat",
-)
+    num_requests=700, shares=(HALF, 0.9), others=("round_robin",), sources=("chat",), predicted=("chat",),
+    has_second_network=False,
+)  # fmt: skip
 
 
 class LmetricExperiment(Experiment[LmetricFindings]):
     """Runs a plan.
 
     Args:
-        plan: loads, rates, policies and seeds.
+        plan: loads, rates and policies.
         traces: directory with Mooncake's traces. None means generated sessions alone.
 
     Raises:
@@ -108,6 +123,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
     def __init__(self, plan: LmetricPlan, traces: Path | None) -> None:
         self._plan = plan
         self._step: Callable[[str], None] = show_no_step
+        self._tuned: dict[str, str] = {}  # policy -> its text with the tuned parameter
         sources = generated_sources(plan.num_requests)
         if traces is not None:
             sources = trace_sources(traces, plan.num_requests) + sources
@@ -141,27 +157,31 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
     def num_runs(self, load: str) -> int:
         """The number of simulations of one load."""
-        source, plan = self.sources[load], self._plan
-        paired = len(self._seeds(source)) * len(plan.paired_shares) * len(self._paired_policies())
-        sweeps = len(WEIGHTS) + len(RANGES) + len(_INDICATORS) + 1
-        second = len(plan.policies) if self._has_second_network(source) else 0
-        predicted, heated = 2 * (source.name == plan.predicted), 3 * (source.name == _HEATED)
-        return 1 + len(plan.shares) * len(plan.policies) + paired + sweeps + second + predicted + heated
+        plan = self._plan
+        sweeps = sum(len(values) for _, values in TUNED.values())
+        compared = len(plan.shares) * len(plan.policies) + len(plan.others)
+        second = len(_CAPABLE) + len(plan.policies) if self._has_second_network(load) else 0
+        predicted, heated = 2 * (load in plan.predicted), 3 * (load == _HEATED)
+        return len(_CAPABLE) + sweeps + compared + len(_INDICATORS) + 1 + second + predicted + heated
 
     def run(self, load: str, step: Callable[[str], None]) -> LmetricFindings:
         """Make the findings of one load."""
         source, self._step = self.sources[load], step
+        self._tuned = {}
         self.findings = LmetricFindings(num_engines=self.bed(source).num_engines, num_requests=self._plan.num_requests)
-        self._saturate(source)
-        self._compare(source)
-        self._sweep(source)
-        self._classify(source)
+        self.findings.capacity[load] = self._capacity(source, NETWORK)
+        self._tune(source)
+        self._compare(source, NETWORK, self._plan.shares)
+        self._compare_others(source)
         self._pair(source)
-        if self._has_second_network(source):
-            self._compare_at_half(source, OTHER_NETWORK)
-        if source.name == self._plan.predicted:
+        self._measure_indicators(source)
+        self._classify(source)
+        if self._has_second_network(load):
+            self.findings.capacity[f"{load}, {OTHER_NETWORK}"] = self._capacity(source, OTHER_NETWORK)
+            self._compare(source, OTHER_NETWORK, (HALF,))
+        if load in self._plan.predicted:
             self._predict(source)
-        if source.name == _HEATED:
+        if load == _HEATED:
             self._heat(source)
         return self.findings
 
@@ -171,108 +191,110 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         """The paper's testbed, with the smallest blocks that the source names."""
         return Testbed(network=network_named(network), gpu=gpu_named(GPU), block_size=source.block_size)
 
-    def _paired_policies(self) -> tuple[str, ...]:
-        """`moestro` and its rivals, or none where the plan leaves `moestro` out."""
-        known = self._plan.policies
-        return tuple(name for name in (*RIVALS, OUR_POLICY) if name in known) if OUR_POLICY in known else ()
+    def _has_second_network(self, load: str) -> bool:
+        return self._plan.has_second_network and load == _SECOND
 
-    def _seeds(self, source: Source) -> tuple[int, ...]:
-        """The unseen seeds of a source, or none where there are too few for an interval."""
-        seeds = self._plan.seeds[: source.num_unseen]
-        return seeds if len(seeds) >= _FEWEST_SEEDS else ()
+    def _capacity(self, source: Source, network: str) -> tuple[str, float]:
+        """The policy that answers the most requests a second in a steady state, and how many."""
+        bed, load = self.bed(source, network), source.load(1.0, SCORED_SEED)
+        at_once = replace(load, offsets_ns=np.arange(len(load.rows), dtype=np.int64))
+        found: dict[str, float] = {}
+        rate = measured(run(bed, at_once, policy_from("least_loaded"), SignalSettings())).requests_per_s
+        for name in _CAPABLE:
+            self._step(f"{source.name} with {network}: capacity under {name}")
+            policy = self._made(name, bed)
+            faster = replace(load, offsets_ns=at_rate(load.offsets_ns, _ABOVE_AT_ONCE * rate))
+            found[name] = answered_at_most(bed, faster, policy, signals_of(name, policy))
+        best = max(found, key=found.__getitem__)
+        return best, found[best]
 
-    def _has_second_network(self, source: Source) -> bool:
-        return bool(self._plan.seeds) and source.name == _SECOND
+    def _rate(self, source: Source, share: float, network: str = NETWORK) -> float:
+        name = source.name if network == NETWORK else f"{source.name}, {network}"
+        return share * self.findings.capacity[name][1]
 
-    def _saturate(self, source: Source) -> None:
-        self._step(f"{source.name}: saturation")
-        policy = policy_from("least_loaded")
-        self.findings.saturation[source.name] = saturation_rate(self.bed(source), source.load(1.0, 0), policy)
+    def _made(self, name: str, bed: Testbed) -> RoutePolicy:
+        """A policy by name, with its tuned parameter. A policy that predicts gets prices of the served network."""
+        if name == "llm-d":
+            return RolledOutTtft(bed.cost().step_ns, bed.max_num_batched_tokens)
+        inputs = RouteInputs(predict_ttft_ns=priced_ttft(bed.cost().step_ns, bed.max_num_batched_tokens))
+        return policy_from(self._tuned.get(name, name), inputs=inputs)
 
-    def _rate(self, source: Source, share: float) -> float:
-        return share * self.findings.saturation[source.name]
+    def _results(self, bed: Testbed, load: TimedLoad, policy: RoutePolicy, name: str) -> tuple[Results, int]:
+        """The results of a run, and the number of requests of its lead-in."""
+        return run(bed, load, policy, signals_of(name, policy)), num_until_full(bed, load.rows)
 
-    def _once(self, source: Source, share: float, policy: RoutePolicy, name: str, seed: int = 0) -> ServingFigures:
-        self._step(f"{source.name} at {share:.0%}: {name}")
-        load = source.load(self._rate(source, share), seed)
-        return measured(run(self.bed(source), load, policy, signals_of(name, policy), seed))
+    def _at_half(self, source: Source, policy: RoutePolicy, name: str, seed: int = SCORED_SEED) -> ServingFigures:
+        self._step(f"{source.name}: {name}")
+        return measured(*self._results(self.bed(source), source.load(self._rate(source, HALF), seed), policy, name))
 
-    def _compare(self, source: Source) -> None:
-        """Run every policy at every rate (Fig. 21 to 25)."""
-        for share in self._plan.shares:
+    def _tune(self, source: Source) -> None:
+        """Sweep the parameters of the policies that need tuning, and keep the best (Fig. 9 to 12)."""
+        sweeps = self.findings.sweeps[source.name] = {}
+        for name, (parameter, values) in TUNED.items():
+            found = [
+                (value, self._at_half(source, policy_from(text), text, TUNING_SEED))
+                for value in values
+                for text in [f"{name}:{parameter}={value:g}"]
+            ]
+            sweeps[name] = Sweep(policy=name, parameter=parameter, values=found)
+            self._tuned[name] = f"{name}:{parameter}={sweeps[name].best[0]:g}"
+
+    def _compare(self, source: Source, network: str, shares: tuple[float, ...]) -> None:
+        """Run the policies at every rate (Fig. 7, 8 and 21 to 27)."""
+        for share in shares:
             for name in self._plan.policies:
-                figures = self._once(source, share, _made(name, self.bed(source)), name)
-                self.findings.cells.append(self._cell(source, share, name, figures))
+                self.findings.cells.append(self._cell(source, network, share, name))
 
-    def _cell(self, source: Source, share: float, name: str, figures: ServingFigures, seed: int = 0) -> LmetricCell:
+    def _compare_others(self, source: Source) -> None:
+        for name in self._plan.others:
+            self.findings.cells.append(self._cell(source, NETWORK, HALF, name))
+
+    def _cell(self, source: Source, network: str, share: float, name: str) -> LmetricCell:
+        self._step(f"{source.name} with {network} at {share:.0%}: {name}")
+        bed, rate = self.bed(source, network), self._rate(source, share, network)
+        results, lead_in = self._results(bed, source.load(rate, SCORED_SEED), self._made(name, bed), name)
         return LmetricCell(
-            load=source.name, is_generated=source.is_generated, network=NETWORK, share=share,
-            rate=self._rate(source, share), system=name, seed=seed, measured=figures,
+            load=source.name, is_generated=source.is_generated, network=network, share=share, rate=rate, system=name,
+            seed=SCORED_SEED, measured=measured(results, lead_in),
+            batches=batch_figures(results, lead_in, NUM_BATCHES),
         )  # fmt: skip
 
-    def _compare_at_half(self, source: Source, network: str) -> None:
-        """Run a dense network at half of its saturation (second row of Fig. 25)."""
-        bed, unit = self.bed(source, network), source.load(1.0, 0)
-        rate = HALF * saturation_rate(bed, unit, policy_from("least_loaded"))
-        load = source.load(rate, 0)
-        for name in self._plan.policies:
-            self._step(f"{source.name} with {network}: {name}")
-            policy = _made(name, bed)
-            figures = measured(run(bed, load, policy, signals_of(name, policy)))
-            cell = self._cell(source, HALF, name, figures)
-            self.findings.cells.append(msgspec.structs.replace(cell, network=network, rate=rate))
+    def _pair(self, source: Source) -> None:
+        """Compare `moestro` with the best rival of each figure and rate."""
+        for share in self._plan.shares:
+            by_policy = self.findings.by_policy(source.name, share)
+            for figure, of in FIGURES.items():
+                rivals = [name for name in by_policy if name != OUR_POLICY]
+                other = min(rivals, key=lambda name: of(by_policy[name].measured))
+                found = difference(by_policy[OUR_POLICY], by_policy[other], figure)
+                self.findings.pairs.append(
+                    Pair(load=source.name, share=share, figure=figure, other=other, difference=found)
+                )
 
-    def _sweep(self, source: Source) -> None:
-        """Sweep lambda (Fig. 11), the range (Fig. 13) and the products of indicators (Fig. 18, 19) at half load."""
-        found = self.findings
-        found.weights[source.name] = [
-            (
-                weight,
-                self._once(source, HALF, policy_from(f"bailian:hit_weight={weight}"), f"lambda {weight:g}"),
-            )
-            for weight in WEIGHTS
-        ]
-        found.ranges[source.name] = [
-            (most, self._once(source, HALF, policy_from(f"aibrix:max_range={most}"), f"range {most}"))
-            for most in RANGES
-        ]
-        found.indicators[source.name] = {
-            name: self._once(source, HALF, policy, name) for name, policy in _INDICATORS.items()
+    def _measure_indicators(self, source: Source) -> None:
+        """Run the products of other indicators (Fig. 18, 19)."""
+        self.findings.indicators[source.name] = {
+            name: self._at_half(source, policy, name) for name, policy in _INDICATORS.items()
         }
 
     def _classify(self, source: Source) -> None:
-        """Compare the heat of classes with the number of engines that hold them, at half load (Fig. 20)."""
+        """Compare the heat of classes with the number of engines that hold them (Fig. 20)."""
         watched = WatchedClasses(policy_from(PAPER_POLICY))
-        self._once(source, HALF, watched, f"{PAPER_POLICY}, its classes")
+        self._at_half(source, watched, f"{PAPER_POLICY}, its classes")
         shares = watched.sample(_NUM_POINTS)
         self.findings.classes[source.name] = Classes(class_share=shares[0], holder_share=shares[1])
 
-    def _pair(self, source: Source) -> None:
-        """Run `moestro` and its rivals under unseen seeds; the best rival of a cell is chosen afterwards."""
-        names, seeds = self._paired_policies(), self._seeds(source)
-        if not names or not seeds:
-            return
-        for share in self._plan.paired_shares:
-            runs = {
-                name: [self._once(source, share, _made(name, self.bed(source)), name, seed) for seed in seeds]
-                for name in names
-            }
-            for name in names:
-                for seed, figures in zip(seeds, runs[name], strict=True):
-                    self.findings.cells.append(self._cell(source, share, name, figures, seed))
-            self.findings.pairs += list(_pairs(source.name, share, runs))
-
     def _predict(self, source: Source) -> None:
-        """Route by the lowest predicted TTFT, predicted for the served network or another (Fig. 15, 16)."""
+        """Route by the lowest TTFT that a roll-out predicts, with the prices of the served network or of another."""
         bed = self.bed(source)
         for network in (NETWORK, OTHER_NETWORK):
             cost = Roofline(RooflineSettings(network=network_named(network), gpu=bed.gpu))
-            predict = priced_ttft(cost.step_ns, bed.max_num_batched_tokens)
-            watched = Watched(policy_from("llm-d", inputs=RouteInputs(predict_ttft_ns=predict)))
-            figures = self._once(source, HALF, watched, "llm-d")
+            watched = Watched(RolledOutTtft(cost.step_ns, bed.max_num_batched_tokens))
+            figures = self._at_half(source, watched, f"llm-d with prices of {network}")
             errors = watched.relative_errors()
             self.findings.errors.append(
                 Errors(
+                    load=source.name,
                     is_tuned=network == NETWORK,
                     p50=float(np.percentile(errors, 50)),
                     p90=float(np.percentile(errors, 90)),
@@ -284,7 +306,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
     def _heat(self, source: Source) -> None:
         """Serve a hot prefix with the detector off, filtering, and falling back to load alone (section 5.2)."""
-        load = with_hot_prefix(source.load(self._rate(source, HALF), 0), 0)
+        load = with_hot_prefix(source.load(self._rate(source, HALF), SCORED_SEED), 0)
         for mitigation in ("off", "filter", "load"):
             self._step(f"{load.name}: {mitigation}")
             policy = policy_from(f"{PAPER_POLICY}:hotspots={mitigation}")
@@ -298,26 +320,12 @@ class LmetricExperiment(Experiment[LmetricFindings]):
             )  # fmt: skip
 
 
-def _made(name: str, bed: Testbed) -> RoutePolicy:
-    """A policy by name. A policy that predicts gets the cost model of the served network."""
-    inputs = RouteInputs(predict_ttft_ns=priced_ttft(bed.cost().step_ns, bed.max_num_batched_tokens))
-    return policy_from(name, inputs=inputs)
-
-
 # Products of indicators (Fig. 18: P-token against the miss ratio; Fig. 19: the batch against its tokens).
 _INDICATORS: dict[str, RoutePolicy] = {
     "P-token * batch": Scored(lambda view: p_tokens(view) * (batch_size(view) + 1), "P-token * batch", _HITS),
     "(1 - hit) * batch": Scored(lambda view: (1 - hit_ratio(view)) * (batch_size(view) + 1), "miss * batch", _HITS),
     "P-token * tokens": Scored(lambda view: p_tokens(view) * (num_tokens(view) + 1), "P-token * tokens", _HITS),
 }
-
-
-def _pairs(load: str, share: float, runs: dict[str, list[ServingFigures]]) -> Iterator[Pair]:
-    for figure, of in FIGURES.items():
-        values = {name: [of(each) for each in measures] for name, measures in runs.items()}
-        other = min((name for name in values if name != OUR_POLICY), key=lambda name: float(np.mean(values[name])))
-        mean, low, high = paired_interval(values[OUR_POLICY], values[other], partial(student_t_quantile, 0.975))
-        yield Pair(load=load, share=share, figure=figure, other=other, mean=mean, low=low, high=high)
 
 
 def make_experiment(settings: LmetricSettings) -> LmetricExperiment:

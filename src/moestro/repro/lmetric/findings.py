@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import msgspec
 import numpy as np
 
 from moestro.repro.results import Findings
-from moestro.repro.testbed import RoutedCell, ServingFigures
+from moestro.repro.testbed import RoutedCell, ServingFigures, paired_interval
+from moestro.sim.student_t import student_t_quantile
 
 NETWORK = "qwen3-30b-a3b"
 HALF = 0.5
 OUR_POLICY, PAPER_POLICY, BASELINE = "moestro", "lmetric", "vllm-0.26"
-# Each is the best of some cell at seed 0. In some cells the best is one of seven other policies, with which `moestro`
-# is not compared under more seeds (docs/repro.md).
-RIVALS = ("lmetric", "llm-d", "dynamo", "bailian", "llm-d-affinity", "miss_ratio")
 FIGURES: dict[str, Callable[[ServingFigures], float]] = {
     "TTFT mean": lambda figures: figures.ttft_ms.mean,
     "TTFT P99": lambda figures: figures.ttft_ms.p99,
@@ -26,28 +25,26 @@ FIGURES: dict[str, Callable[[ServingFigures], float]] = {
 
 
 class LmetricCell(RoutedCell, frozen=True, kw_only=True):
-    """One run.
+    """One run on the scored requests.
 
     Attributes:
         system: routing policy.
         is_generated: whether the load is made of generated sessions rather than of a trace.
-        share: rate as a share of saturation.
+        share: rate as a share of the capacity.
+        batches: values of each of FIGURES in successive parts of the run, ms.
     """
 
     is_generated: bool
     network: str
     share: float
     system: str = msgspec.field(name="policy")
+    batches: dict[str, tuple[float, ...]]
 
 
-class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """The relative difference of `moestro` to the best rival of a cell over unseen seeds, and its 95 % interval."""
+class Difference(msgspec.Struct, frozen=True):
+    """The relative difference of one run to another with equal requests, and its 95 % interval over their batches."""
 
-    load: str
-    share: float
-    figure: str
-    other: str
-    mean: float  # negative where `moestro` is lower
+    mean: float  # negative where the first is lower
     low: float
     high: float
 
@@ -56,10 +53,61 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
         """The side of 0 on which the interval lies. Undecided means that it includes 0, not that both are alike."""
         return "worse" if self.low > 0 else "better" if self.high < 0 else "undecided"
 
+    def __str__(self) -> str:
+        return f"{_percent(self.mean)} ({_percent(self.low)} to {_percent(self.high)})"
+
+
+def _percent(ratio: float) -> str:
+    return f"{ratio:+.1%}" if abs(ratio) < 0.1 else f"{ratio:+.0%}"
+
+
+def difference(ours: LmetricCell, other: LmetricCell, figure: str) -> Difference:
+    """The difference of `ours` to `other` in one of FIGURES, negative where `ours` is lower."""
+    first, second = list(ours.batches[figure]), list(other.batches[figure])
+    return Difference(*paired_interval(first, second, partial(student_t_quantile, 0.975)))
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """`moestro` beside the rival with the lowest figure of a cell."""
+
+    load: str
+    share: float
+    figure: str
+    other: str
+    difference: Difference
+
+
+class Sweep(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy at half of the capacity with each value of a parameter, on the requests that are tuned on.
+
+    Attributes:
+        parameter: the policy's parameter.
+        values: value and figures of each run, ascending.
+    """
+
+    policy: str
+    parameter: str
+    values: list[tuple[float, ServingFigures]]
+
+    @property
+    def best(self) -> tuple[float, ServingFigures]:
+        """The value with the least product of mean TTFT and mean TPOT, so that both count alike."""
+        return min(self.values, key=lambda pair: pair[1].ttft_ms.mean * pair[1].tpot_ms.mean)
+
+    @property
+    def is_best_inside(self) -> bool:
+        """Whether the best value lies between others, so that a knee is seen."""
+        return self.best[0] not in {self.values[0][0], self.values[-1][0]}
+
+    def at(self, value: float) -> ServingFigures:
+        """The figures with this value."""
+        return dict(self.values)[value]
+
 
 class Errors(msgspec.Struct, frozen=True, kw_only=True):
     """Errors of predicted TTFT, and figures of the policy that uses the predictions."""
 
+    load: str
     is_tuned: bool
     p50: float
     p90: float
@@ -95,11 +143,20 @@ class LmetricFindings(Findings[LmetricCell], kw_only=True):
 
     num_engines: int = 0
     num_requests: int = 0
-    saturation: dict[str, float] = msgspec.field(default_factory=dict)
+    capacity: dict[str, tuple[str, float]] = msgspec.field(default_factory=dict)  # by load: best policy, requests/s
+    sweeps: dict[str, dict[str, Sweep]] = msgspec.field(default_factory=dict)  # by load, by policy
     pairs: list[Pair] = msgspec.field(default_factory=list)
-    weights: dict[str, list[tuple[float, ServingFigures]]] = msgspec.field(default_factory=dict)  # by load: lambda
-    ranges: dict[str, list[tuple[int, ServingFigures]]] = msgspec.field(default_factory=dict)
     indicators: dict[str, dict[str, ServingFigures]] = msgspec.field(default_factory=dict)  # by load, by score
     errors: list[Errors] = msgspec.field(default_factory=list)
     classes: dict[str, Classes] = msgspec.field(default_factory=dict)  # by load
     hotspots: list[Hotspots] = msgspec.field(default_factory=list)
+
+    def by_policy(self, load: str, share: float, network: str = NETWORK) -> dict[str, LmetricCell]:
+        """The runs of one load at one rate."""
+        return {
+            cell.system: cell for cell in self.cells if (cell.load, cell.share, cell.network) == (load, share, network)
+        }
+
+    def shares(self, load: str) -> list[float]:
+        """The rates of a load with the first network, as shares of its capacity, ascending."""
+        return sorted({cell.share for cell in self.cells if (cell.load, cell.network) == (load, NETWORK)})

@@ -12,13 +12,14 @@ _VERDICTS = {"better": "[green]better[/]", "undecided": "[dim]undecided[/]", "wo
 
 
 def tables_of(findings: LmetricFindings) -> Iterator[Table]:
-    """A table for each load and rate, then the comparison of `moestro` with its rivals."""
+    """A table for each load and rate, the tuned parameters, then the comparison of `moestro` with its rivals."""
     groups: dict[tuple[str, str, float], list[LmetricCell]] = {}
     for cell in findings.cells:
-        if cell.seed == 0:
-            groups.setdefault((cell.load, cell.network, cell.share), []).append(cell)
+        groups.setdefault((cell.load, cell.network, cell.share), []).append(cell)
     for cells in groups.values():
         yield _table(cells)
+    if findings.sweeps:
+        yield _sweeps(findings)
     if findings.pairs:
         yield _pairs(findings)
 
@@ -26,7 +27,8 @@ def tables_of(findings: LmetricFindings) -> Iterator[Table]:
 def _table(cells: Sequence[LmetricCell]) -> Table:
     first = cells[0]
     origin = "generated sessions" if first.is_generated else "trace"
-    title = f"{first.load} ({origin}), {first.network}: {first.rate:.1f} requests/s, {first.share:.0%} of saturation"
+    title = f"{first.load} ({origin}), {first.network}: {first.rate:.1f} requests/s, {first.share:.0%} of the capacity,"
+    title += f" {first.measured.num_counted:,} requests counted, which arrived in {first.measured.span_s:,.0f} s"
     columns = ("policy", *(f"{name}, ms" for name in FIGURES), "TTFT P50, ms", "hits", "requests, max/mean")
     table = Table(*columns, title=title, caption="simulated; the least of each column in bold")
     best = {name: min(of(cell.measured) for cell in cells) for name, of in FIGURES.items()}
@@ -40,10 +42,21 @@ def _table(cells: Sequence[LmetricCell]) -> Table:
 
 
 def _pairs(findings: LmetricFindings) -> Table:
-    title = "Ours against the best rival, more seeds: difference and its 95 % interval (below 0: ours is less)"
-    table = Table("load", "share", "figure", "best rival", "difference", "interval", "", title=title)
+    title = "Ours against the best rival of each cell: difference and its 95 % interval (below 0: ours is less)"
+    table = Table("load", "share", "figure", "best rival", "difference", "", title=title)
     for pair in findings.pairs:
-        interval = f"{pair.low:+.1%} .. {pair.high:+.1%}"
-        cells = (pair.load, f"{pair.share:.0%}", pair.figure, pair.other, f"{pair.mean:+.1%}", interval)
-        table.add_row(*cells, _VERDICTS[pair.verdict])
+        cells = (pair.load, f"{pair.share:.0%}", pair.figure, pair.other, str(pair.difference))
+        table.add_row(*cells, _VERDICTS[pair.difference.verdict])
+    return table
+
+
+def _sweeps(findings: LmetricFindings) -> Table:
+    columns = ("load", "policy", "parameter", "tried", "best", "TTFT mean, ms", "TPOT mean, ms")
+    table = Table(*columns, title="Parameters tuned at half of the capacity, on other requests than the scored ones")
+    for load, by_policy in findings.sweeps.items():
+        for sweep in by_policy.values():
+            value, figures = sweep.best
+            tried = ", ".join(f"{each:g}" for each, _ in sweep.values)
+            latencies = (f"{figures.ttft_ms.mean:.1f}", f"{figures.tpot_ms.mean:.1f}")
+            table.add_row(load, sweep.policy, sweep.parameter, tried, f"{value:g}", *latencies)
     return table

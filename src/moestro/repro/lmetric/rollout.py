@@ -1,0 +1,178 @@
+"""The lowest TTFT by simulation: each engine's steps are rolled out until the request has its first token.
+
+LMetric's `llm-d` is such a policy, with VIDUR as its simulator (section 4.6, Fig. 14).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from moestro.core.rng import Draws
+from moestro.cost.model import Batch
+from moestro.routing.policy_contract import Choice, Ended, EngineLost, FirstToken, Needs, Routed, RouteEvent, RouteView
+from moestro.routing.scoring import Counts, choose
+
+StepNs = Callable[[Batch], int]
+
+
+class EngineTwin:
+    """A model of one engine: prompts in the order of arrival, decodes, and the end of the step under way.
+
+    Steps are planned as the engines plan them: a token for each decode, then chunks of prompts until the budget is
+    spent. A request decodes until its end is observed. Limit: room in the KV cache is not modelled, so a prompt that
+    waits for room is predicted too early.
+
+    Args:
+        step_ns: price of a step, ns; of the served network, or of another for a mistuned twin.
+        max_num_batched_tokens: budget of a step.
+    """
+
+    def __init__(self, step_ns: StepNs, max_num_batched_tokens: int) -> None:
+        self._step_ns = step_ns
+        self._budget = max_num_batched_tokens
+        self._prompts: dict[str, tuple[int, int]] = {}  # request -> tokens in the cache, tokens to compute
+        self._decodes: dict[str, int] = {}  # request -> context, less `_num_steps`
+        self._num_steps = 0
+        self._clock_ns = 0  # end of the step under way
+
+    def ttft_ns(self, num_hit_tokens: int, num_new_tokens: int, now_ns: int) -> int:
+        """Roll the engine out until a request that arrives now has its first token.
+
+        Args:
+            num_hit_tokens: prompt tokens in the engine's cache.
+            num_new_tokens: prompt tokens to compute.
+
+        Returns:
+            The time from now, ns.
+        """
+        self._catch_up(now_ns)
+        clock_ns, num_decodes, steps = self._clock_ns, 0, 0
+        left = [*self._prompts.values(), (num_hit_tokens, max(num_new_tokens, 1))]
+        contexts = np.fromiter(self._decodes.values(), np.int64, len(self._decodes)) + self._num_steps
+        while left:
+            chunks, left, ended = _next_chunks(left, self._budget - len(contexts) - num_decodes)
+            clock_ns += self._price(contexts + steps, chunks)
+            contexts = np.append(contexts, np.array(ended, np.int64) - steps)
+            steps += 1
+        return clock_ns - now_ns
+
+    def sent(self, request_id: str, num_hit_tokens: int, num_new_tokens: int, now_ns: int) -> None:
+        """Add a request that arrives now."""
+        self._catch_up(now_ns)
+        self._prompts[request_id] = (num_hit_tokens, max(num_new_tokens, 1))
+
+    def first_token(self, request_id: str, now_ns: int) -> None:
+        """Take in that a step ended now and that a prompt is computed, whatever the twin thought."""
+        self._catch_up(now_ns)
+        self._clock_ns = now_ns
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is not None:
+            self._decodes[request_id] = sum(prompt) - self._num_steps
+
+    def ended(self, request_id: str, now_ns: int) -> None:
+        """Take in that a step ended now, with the last token of a request."""
+        self._catch_up(now_ns)
+        self._clock_ns = now_ns
+        self._prompts.pop(request_id, None)
+        self._decodes.pop(request_id, None)
+
+    def _catch_up(self, now_ns: int) -> None:
+        """Run steps until the one under way at `now_ns`; an idle engine can begin one at once."""
+        while self._clock_ns < now_ns and (self._prompts or self._decodes):
+            contexts = np.fromiter(self._decodes.values(), np.int64, len(self._decodes)) + self._num_steps
+            if not self._prompts:
+                step_ns = self._price(contexts, [])
+                num_steps = -(-(now_ns - self._clock_ns) // step_ns)
+                self._clock_ns += num_steps * step_ns
+                self._num_steps += num_steps
+                return
+            before = self._prompts
+            chunks, left, _ = _next_chunks(list(before.values()), self._budget - len(contexts))
+            self._clock_ns += self._price(contexts, chunks)
+            self._num_steps += 1
+            num_ended = len(before) - len(left)
+            for at, (request_id, prompt) in enumerate(before.items()):
+                if at < num_ended:
+                    self._decodes[request_id] = sum(prompt) - self._num_steps
+            self._prompts = dict(zip(list(before)[num_ended:], left, strict=True))
+        self._clock_ns = max(self._clock_ns, now_ns)
+
+    def _price(self, contexts: Counts, chunks: list[tuple[int, int]]) -> int:
+        start = np.concatenate([contexts, np.array([at for at, _ in chunks], np.int64)])
+        num_tokens = np.concatenate([np.ones(len(contexts), np.int64), np.array([n for _, n in chunks], np.int64)])
+        return self._step_ns(Batch(start, num_tokens))
+
+
+def _next_chunks(
+    prompts: list[tuple[int, int]], budget: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[int]]:
+    """Plan the prompts' part of a step.
+
+    Args:
+        prompts: (tokens in the cache, tokens to compute) in the order of arrival.
+        budget: tokens left beside the decodes; at least one is planned, so that a roll-out ends.
+
+    Returns:
+        The chunks as (start, tokens), the prompts that are left, and the contexts of those that are done.
+    """
+    chunks: list[tuple[int, int]] = []
+    ended: list[int] = []
+    budget = max(budget, 1)
+    for at, (cached, new) in enumerate(prompts):
+        tokens = min(new, budget)
+        chunks.append((cached, tokens))
+        budget -= tokens
+        if tokens < new:
+            return chunks, [(cached + tokens, new - tokens), *prompts[at + 1 :]], ended
+        ended.append(cached + new)
+        if not budget:
+            return chunks, prompts[at + 1 :], ended
+    return chunks, [], ended
+
+
+class RolledOutTtft:
+    """Chooses the engine on which a roll-out of its twin ends first.
+
+    Args:
+        step_ns: price of a step, ns.
+        max_num_batched_tokens: budget of a step.
+
+    Source: LMetric, section 4.6 and Fig. 14.
+    """
+
+    needs = Needs(hits=True, ttft=True)
+
+    def __init__(self, step_ns: StepNs, max_num_batched_tokens: int) -> None:
+        self._make = partial(EngineTwin, step_ns, max_num_batched_tokens)
+        self._twins: dict[int, EngineTwin] = {}
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """Choose the lowest rolled-out TTFT."""
+        hits, known = view.hit_tokens.tolist(), view.request.num_known_tokens
+        rows = enumerate(view.engines.routable.tolist())
+        scores = np.array(
+            [
+                self._twin(engine).ttft_ns(hits[engine], known - hits[engine], view.now_ns) if is_routable else np.inf
+                for engine, is_routable in rows
+            ]
+        )
+        return choose(view, scores, draws, "rolled-out TTFT in ns")
+
+    def observe(self, event: RouteEvent) -> None:
+        """Keep the twins in step."""
+        match event:
+            case Routed():
+                new = event.request.num_known_tokens - event.hit_tokens
+                self._twin(event.engine).sent(event.request.request_id, event.hit_tokens, new, event.now_ns)
+            case FirstToken():
+                self._twin(event.engine).first_token(event.request_id, event.now_ns)
+            case Ended():
+                self._twin(event.engine).ended(event.request_id, event.now_ns)
+            case EngineLost():
+                self._twins.pop(event.engine, None)
+
+    def _twin(self, engine: int) -> EngineTwin:
+        return self._twins.setdefault(engine, self._make())
