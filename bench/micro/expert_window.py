@@ -2,9 +2,9 @@
 
     python bench/micro/expert_window.py [--json bench/results/micro/expert_window.json]
 
-The first part is the demo model in `fused` mode: rounds of decode steps with and without collection in turn, in
-processor time. The difference is smaller than what rounds differ by on a busy machine, so the time within the
-collection's calls is measured too. The goal is 1 % of a step.
+The first part is the demo model in `fused` mode, with own kernels and with torch's: rounds of decode steps with and
+without collection in turn, in processor time. The difference is smaller than what rounds differ by on a busy machine,
+so the time within the collection's calls is measured too. The goal is 1 % of a step.
 
 The second part is the window alone, on the shapes of large networks, against a priced decode step of one H200: the
 window's time is measured, the step's is modelled.
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from moestro.config.run_record import run_record
 from moestro.core.request import Request, SamplingParams
@@ -30,6 +31,8 @@ from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.model.device import TorchDevice
+from moestro.model.kernels.kernel_build import KernelBuild
+from moestro.model.kernels.library import KernelLibrary
 from moestro.model.load import load_network, read_config
 from moestro.model.settings import ModelSettings
 from moestro.placement.load_window import LoadWindow
@@ -41,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.models import DEMO
 from shared.results import make_parser, save, spread
 
-CONTEXT, STEPS, ROUNDS = 64, PAIR_INTERVAL, 5
+CONTEXT, STEPS, ROUNDS = 64, 4 * PAIR_INTERVAL, 5
 NETWORKS, SEQUENCES = ("gpt-oss-120b", "qwen3-30b-a3b", "deepseek-v3"), 32
 
 
@@ -56,10 +59,13 @@ class TimedCollection(ExpertCollection):
         self.spent_ns += time.thread_time_ns() - started
 
 
-def make_rank() -> tuple[Rank, TorchDevice]:
+def make_rank(library: KernelLibrary | None) -> tuple[Rank, TorchDevice]:
+    """A rank of the demo model, with own kernels or, without a library, torch's."""
     settings = ModelSettings(model=str(DEMO), dtype="bfloat16", device="cpu")
     network, _ = load_network(settings, read_config(settings))
     device = TorchDevice(network, network.probe(16)[0].allocate(1024))
+    if library is not None:
+        network.use_kernels(library)
     network.pack()
     limits = SchedulerSettings(
         num_blocks=1024, block_size=16, max_model_len=1024, max_num_batched_tokens=8192, enable_prefix_caching=False
@@ -88,7 +94,7 @@ def step_us(rank: Rank, num_sequences: int, seed: int) -> float:
     return 1e6 * (time.process_time() - started) / STEPS
 
 
-def demo_row(rank: Rank, device: TorchDevice, num_sequences: int) -> dict[str, object]:
+def demo_row(kernels: str, rank: Rank, device: TorchDevice, num_sequences: int) -> dict[str, object]:
     collection = TimedCollection(ExpertLoadSettings())
     times: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(2 * ROUNDS + 2):
@@ -103,7 +109,7 @@ def demo_row(rank: Rank, device: TorchDevice, num_sequences: int) -> dict[str, o
     shares = [100 * (on / off - 1) for off, on in zip(times[False], times[True], strict=True)]
     within_us = collection.spent_ns / 1e3 / ROUNDS / (STEPS + 1)
     return {
-        "network": "demo",
+        "network": f"demo, {kernels} kernels",
         "sequences": num_sequences,
         "step_us": spread(times[False]),
         "step_us_collecting": spread(times[True]),
@@ -152,10 +158,15 @@ def main() -> None:
     args = parser.parse_args()
     conditions = run_record("measured")
     rows: list[dict[str, object]] = []
-    rank, device = make_rank()
-    for num_sequences in (1, 16):
-        rows.append(demo_row(rank, device, num_sequences))
-        print(json.dumps(rows[-1]))
+    own = KernelBuild().wait()
+    if own is None:
+        raise SystemExit("the kernels cannot be compiled here")
+    torch.set_num_threads(1)
+    for kernels, library in (("own", own), ("torch's", None)):
+        rank, device = make_rank(library)
+        for num_sequences in (1, 16):
+            rows.append(demo_row(kernels, rank, device, num_sequences))
+            print(json.dumps(rows[-1]))
     for name in NETWORKS:
         rows.append(priced_row(name))
         print(json.dumps(rows[-1]))

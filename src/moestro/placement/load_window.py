@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from moestro.core.source_load import SourceLoad
 from moestro.placement.pair_window import PairWindow
 
-_NUM_BUFFERED = 16
+# Steps whose counts enter the sums together: as many as make arrays of 1 MiB, within these bounds.
+_FEWEST_BUFFERED, _MOST_BUFFERED, _BUFFERED_CELLS = 16, 128, 1 << 13
 _MAX_GAIN = 1e100  # then all sums are divided by the gain; the squares of counts stay far below the largest float64
 
 
@@ -18,7 +19,7 @@ class LoadWindow:
     """Decayed mean, variance and activity of each expert.
 
     New steps gain weight instead of old ones losing it, so that a step touches each sum once. Steps without tokens cost
-    nothing but two numbers. The counts of some steps are buffered, and enter the sums together: the calls, and not the
+    nothing but two numbers. The counts of some steps are kept, and enter the sums together: the calls, and not the
     additions, cost the time of a step. The sums are the same bits as if each step were added by itself.
 
     Args:
@@ -31,21 +32,22 @@ class LoadWindow:
     """
 
     def __init__(self, num_layers: int, num_experts: int, half_life: float) -> None:
-        shape = (num_layers, num_experts)
+        self._shape = shape = (num_layers, num_experts)
         self._growth = 2 ** (1 / half_life) if half_life else 1.0
         self._counts = np.zeros(shape, np.int64)
         self._sum, self._square_sum, self._active_sum = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-        self._steps = np.empty((_NUM_BUFFERED, *shape), np.int64)
-        self._gains = np.empty(_NUM_BUFFERED)
-        self._num_buffered = 0
+        num_cells = max(1, num_layers * num_experts)
+        self._num_kept = min(max(_BUFFERED_CELLS // num_cells, _FEWEST_BUFFERED), _MOST_BUFFERED)
+        self._steps: list[NDArray[np.int64]] = []
+        self._gains: list[float] = []
         # Each sum before some steps, and what these add to it.
-        self._addends = np.empty((_NUM_BUFFERED + 1, *shape))
+        self._addends = np.empty((self._num_kept + 1, *shape))
         self.pairs = PairWindow(num_experts)
         self.clear()
 
     def clear(self) -> None:
         """Forget all steps; the counts since the start remain."""
-        self._add_buffered()
+        self._add_kept()
         self._sum[:] = self._square_sum[:] = self._active_sum[:] = 0.0
         self._gain = 1.0  # weight of the last step; the sums of all weights are in the same unit
         self._weight = self._busy_weight = 0.0
@@ -53,28 +55,36 @@ class LoadWindow:
         self.pairs.clear()
 
     def observe(self, counts: NDArray[np.int64]) -> None:
-        """Take in a step. `counts`: int64[layers, experts], tokens that visited each expert.
+        """Take in a step.
+
+        Args:
+            counts: int64[layers, experts], tokens that visited each expert. The array is kept and must not change.
 
         Raises:
             ValueError: `counts` has another shape.
         """
-        if counts.shape != self._counts.shape:
-            raise ValueError(f"counts of the shape {counts.shape} came after {self._counts.shape}")
-        self.skip(1)
-        self._busy_weight += self._gain
-        self._steps[self._num_buffered] = counts
-        self._gains[self._num_buffered] = self._gain
-        self._num_buffered += 1
-        if self._num_buffered == _NUM_BUFFERED:
-            self._add_buffered()
+        if counts.shape != self._shape:
+            raise ValueError(f"counts of the shape {counts.shape} came after {self._shape}")
+        # As `skip(1)`, without its call: in a step of a millisecond, each call of this method counts.
+        self.num_steps += 1
+        self._gain = gain = self._gain * self._growth
+        self._weight += gain
+        self._busy_weight += gain
+        self._steps.append(counts)
+        self._gains.append(gain)
+        if len(self._steps) == self._num_kept:
+            self._add_kept()
+        if gain > _MAX_GAIN:
+            self._rescale()
 
-    def _add_buffered(self) -> None:
-        """Add the buffered steps to the sums, in their order."""
-        count, self._num_buffered = self._num_buffered, 0
-        if not count:
+    def _add_kept(self) -> None:
+        """Add the kept steps to the sums, in their order."""
+        if not self._steps:
             return
-        counts, gains = self._steps[:count], self._gains[:count, None, None]
-        addends = self._addends[: count + 1]
+        counts, gains = np.stack(self._steps), np.array(self._gains)[:, None, None]
+        addends = self._addends[: len(counts) + 1]
+        self._steps.clear()
+        self._gains.clear()
         self._counts += np.add.reduce(counts)
         np.multiply(counts, gains, out=addends[1:])
         self._add(self._sum, addends)
@@ -107,7 +117,7 @@ class LoadWindow:
 
     def _rescale(self) -> None:
         """Divide all sums by the gain, which changes no mean."""
-        self._add_buffered()
+        self._add_kept()
         scale = 1 / self._gain
         self._sum *= scale
         self._square_sum *= scale
@@ -123,7 +133,7 @@ class LoadWindow:
         Args:
             with_pairs: Whether to look for the most frequent pairs too, which takes time in a large network.
         """
-        self._add_buffered()
+        self._add_kept()
         weight = self._weight or math.inf
         mean = self._sum / weight
         return SourceLoad(

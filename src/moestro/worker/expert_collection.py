@@ -30,11 +30,14 @@ class ExpertCollection:
 
     def observe(self, result: StepResult) -> None:
         """Implement `ExpertObserver.observe`."""
-        if not self.error:
-            try:
+        window = self._window
+        try:
+            if window is not None and result.expert_choices is None:  # most steps
+                window.observe(result.expert_counts)  # type: ignore[arg-type]
+            elif not self.error:
                 self._observe(result)
-            except Exception as error:
-                self._stop(error)
+        except Exception as error:
+            self._stop(error)
 
     def skip(self, num_steps: int) -> None:
         """Implement `ExpertObserver.skip`."""
