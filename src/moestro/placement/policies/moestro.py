@@ -71,7 +71,7 @@ class MoestroPlacement:
     risk: float = 0.674
     weighted: int = 1
     rounds: int = 12
-    turns: int = 8
+    turns: int = 16
 
     def __post_init__(self) -> None:
         if not 0 < self.target <= 1:
