@@ -18,14 +18,16 @@ import msgspec
 import pytest
 import zmq
 from support.fake_rank import FakeRank
+from support.hosts import LOOPBACK
 from support.running import PATIENCE_S, wait_until
 
+from moestro.core.hosts import in_address
 from moestro.core.request import Output, Request, SamplingParams, ServiceClass
 from moestro.core.scheduling_events import SequenceLeft
 from moestro.errors import ConfigError, NoEngineError
 from moestro.server.private_directory import private_directory
 from moestro.server.rank_socket import RankSocket
-from moestro.wire.curve import new_curve_keys
+from moestro.wire.curve import allow_ipv6, new_curve_keys
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -121,16 +123,17 @@ def test_messages_go_both_ways(address, parent_fd):
     on_loop(address, test)
 
 
-def test_members_meet_over_tcp_and_a_stranger_is_refused_and_counted(parent_fd):
+@LOOPBACK
+def test_members_meet_over_tcp_and_a_stranger_is_refused_and_counted(parent_fd, host):
     keys = new_curve_keys()
 
     async def inside():
-        wire = RankSocket("tcp://127.0.0.1:*", 1, keys)
+        wire = RankSocket(f"tcp://{in_address(host)}:*", 1, keys)
         inbox: asyncio.Queue = asyncio.Queue()
         wire.listen(
             lambda rank, message: take(inbox, rank, message), lambda rank: inbox.put_nowait((rank, BROKEN)), str
         )
-        assert wire.address.startswith("tcp://127.0.0.1:")
+        assert wire.address.startswith(f"tcp://{in_address(host)}:")
         try:
             async with asyncio.timeout(20):
                 channel = Channel(wire.address, identity_of(0, 0), parent_fd, keys=keys)
@@ -138,6 +141,7 @@ def test_members_meet_over_tcp_and_a_stranger_is_refused_and_counted(parent_fd):
                 assert await inbox.get() == (0, Phase("load", 1.5))
                 with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
                     stranger.setsockopt(zmq.LINGER, 0)
+                    allow_ipv6(stranger, wire.address)
                     stranger.setsockopt(zmq.IDENTITY, identity_of(0, 0))
                     stranger.connect(wire.address)
                     stranger.send(encode(Failed("let me in")))

@@ -9,10 +9,13 @@ import threading
 import numpy as np
 import pytest
 import zmq
+from support.hosts import LOOPBACK
 from support.running import wait_until
 
 import moestro.worker.peer_links
+from moestro.core.curve_keys import CurveKeys
 from moestro.core.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
+from moestro.core.hosts import in_address
 from moestro.wire.curve import ListenAddress, new_curve_keys
 from moestro.wire.hop_frames import Hello, HopLimits, NoTensors
 from moestro.worker.peer_links import PeerLinks
@@ -175,6 +178,14 @@ class Relay:
         self.cut()
 
 
+def distant_links(worker: int, address: str, keys: CurveKeys) -> PeerLinks:
+    """The links of one of two workers, on tcp."""
+    limits = HopLimits(
+        worker=worker, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9
+    )
+    return PeerLinks(Hello(worker, 5), ListenAddress(address, keys), NoTensors(), limits)
+
+
 @pytest.fixture
 def distant():
     """A home and a worker with experts on tcp, each behind a relay: (home, expert, relay to expert, relay to home)."""
@@ -182,10 +193,7 @@ def distant():
     with contextlib.ExitStack() as stack:
         made, relays = [], []
         for worker in range(2):
-            limits = HopLimits(
-                worker=worker, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9
-            )
-            links = PeerLinks(Hello(worker, 5), ListenAddress("tcp://127.0.0.1:*", keys), NoTensors(), limits)
+            links = distant_links(worker, "tcp://127.0.0.1:*", keys)
             made.append(stack.enter_context(contextlib.closing(links)))
             relays.append(stack.enter_context(contextlib.closing(Relay(links.address))))
         home, expert = made
@@ -193,6 +201,21 @@ def distant():
         expert.connect(0, relays[0].address, 5)
         wait_until(lambda: home.receive(0) == expert.receive(0) == [] and home.heard[1] == expert.heard[0] == 5)
         yield home, expert, relays[1], relays[0]
+
+
+@LOOPBACK
+def test_workers_on_two_machines_meet(host):
+    keys = new_curve_keys()
+    with contextlib.ExitStack() as stack:
+        home, expert = (
+            stack.enter_context(contextlib.closing(distant_links(worker, f"tcp://{in_address(host)}:*", keys)))
+            for worker in range(2)
+        )
+        home.connect(1, expert.address, 5)
+        expert.connect(0, home.address, 5)
+        wait_until(lambda: home.receive(0) == expert.receive(0) == [] and home.heard[1] == expert.heard[0] == 5)
+        home.send(message(0, 1, 0), 0)
+        assert received(expert, 1) == [0]
 
 
 def test_a_home_sends_again_when_its_connection_to_a_worker_breaks(distant):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from moestro.core.hosts import in_address
 from moestro.errors import ConfigError
 
 _ENDPOINT = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})|ipc://.+")
@@ -81,4 +82,4 @@ def _port_is_real(endpoint: str) -> bool:
 
 
 def _at(endpoint: str, host: str) -> str:
-    return endpoint.replace("//*:", f"//[{host}]:" if ":" in host else f"//{host}:")
+    return endpoint.replace("//*:", f"//{in_address(host)}:")

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from cyclopts import Group, Parameter
 
+from moestro.core.hosts import in_address
 from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, between
 from moestro.errors import ConfigError
 from moestro.gateway.kv_sources import KvSources
@@ -77,7 +78,7 @@ class EngineUrl:
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username:
             raise ConfigError(f"--engine {text}: give http://HOST:PORT or NAME=http://HOST:PORT")
         port = port or (443 if parts.scheme == "https" else 80)
-        netloc, path = f"[{host}]:{port}" if ":" in host else f"{host}:{port}", parts.path.rstrip("/")
+        netloc, path = f"{in_address(host)}:{port}", parts.path.rstrip("/")
         path = path.removesuffix("/v1")
         name = name or netloc
         if not _NAME.fullmatch(name):

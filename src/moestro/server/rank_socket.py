@@ -12,7 +12,7 @@ import zmq
 from moestro.core.curve_keys import CurveKeys
 from moestro.errors import ConfigError, NoEngineError
 from moestro.web.log_limit import LogLimit
-from moestro.wire.curve import Doorkeeper
+from moestro.wire.curve import Doorkeeper, allow_ipv6
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_MESSAGES,
@@ -65,6 +65,7 @@ class RankSocket:
         ):
             self._socket.setsockopt(option, value)
         self._doorkeeper = None if keys is None else Doorkeeper(self._socket, keys)
+        allow_ipv6(self._socket, address)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:

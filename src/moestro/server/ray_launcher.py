@@ -31,6 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from moestro import __version__
 from moestro.config.launcher_settings import LauncherSettings
 from moestro.core.curve_keys import CurveKeys
+from moestro.core.hosts import in_address
 from moestro.errors import ConfigError, EngineDiedError
 from moestro.server.launcher import WORKER, ProcessEnd, StartedProcess
 from moestro.server.node_agent import NodeAgent, NodeFacts
@@ -208,7 +209,7 @@ class RayProcess:
         assert seat.node is not None, "a process runs on a node"
         address, self.node_id = seat.node
         self.place = f"{address} (Ray node {self.node_id})"
-        self.peer_address = f"tcp://{address}:*"
+        self.peer_address = f"tcp://{in_address(address)}:*"
         self.listen_fd: int | None = None
         self._seat, self._on_end, self._on_silence = seat, on_end, on_silence
         self._agent = seat.agent
@@ -278,7 +279,7 @@ class RayLauncher:
 
     def __init__(self, cluster: RayCluster, needs: RayNeeds, command: Sequence[str] = WORKER) -> None:
         self.keys: CurveKeys | None = new_curve_keys()
-        self.server_address = f"tcp://{cluster.address}:*"
+        self.server_address = f"tcp://{in_address(cluster.address)}:*"
         self._cluster, self._needs, self._arguments = cluster, needs, tuple(command[1:])
         self._seats: list[_Seat] = []
         self._free: list[_Seat] = []  # Those whose process has ended; all have an agent.

@@ -14,6 +14,7 @@ from typing import cast
 
 from aiohttp import web
 
+from moestro.core.hosts import in_address
 from moestro.errors import ConfigError
 from moestro.web.errors import ConnectionsFullError, error_json
 from moestro.web.http_connection import HttpConnection
@@ -45,7 +46,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 def url_of(listener: socket.socket) -> str:
     """Return the URL of a bound socket."""
     host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http://{in_address(host)}:{port}"
 
 
 def warn_if_open(listener: socket.socket, api_keys: Collection[str]) -> None:

@@ -45,6 +45,12 @@ def new_curve_keys() -> CurveKeys:
     )
 
 
+def allow_ipv6(socket: zmq.Socket[Any], address: str) -> None:
+    """Let a socket bind or connect to `address` if it is an IPv6 one; a socket keeps to IPv4 otherwise."""
+    if "//[" in address:
+        socket.setsockopt(zmq.IPV6, 1)
+
+
 def secure_client(socket: zmq.Socket[Any], keys: CurveKeys | None) -> None:
     """Make `socket` encrypt, and connect only to holders of the server's key. Call it before `connect`."""
     if keys is None:

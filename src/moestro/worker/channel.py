@@ -15,7 +15,7 @@ import zmq
 
 from moestro.core.clock import NS_PER_MS
 from moestro.core.curve_keys import CurveKeys
-from moestro.wire.curve import secure_client
+from moestro.wire.curve import allow_ipv6, secure_client
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_MESSAGES,
@@ -154,6 +154,7 @@ class Channel:
             socket.setsockopt(option, value)
         secure_client(socket, self._keys)
         losses = None if self._keys is None else socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        allow_ipv6(socket, address)
         socket.connect(address)
         poller = zmq.Poller()
         for readable in (socket, self._wake_read, self._parent_fd, *(() if losses is None else (losses,))):

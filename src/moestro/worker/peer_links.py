@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from moestro.core.hops import DISPATCH, REPLY, Hop, HopMessage
-from moestro.wire.curve import Doorkeeper, ListenAddress, secure_client
+from moestro.wire.curve import Doorkeeper, ListenAddress, allow_ipv6, secure_client
 from moestro.wire.hop_frames import (
     AnnouncedHop,
     Frame,
@@ -101,6 +101,7 @@ class PeerLinks:
         self._inbox.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         self._keys = endpoint.keys
         self._doorkeeper = None if endpoint.keys is None else Doorkeeper(self._inbox, endpoint.keys)
+        allow_ipv6(self._inbox, endpoint.address)
         self._inbox.bind(endpoint.address)
         self.address = str(self._inbox.getsockopt_string(zmq.LAST_ENDPOINT))
         self.fds = [int(self._inbox.FD)] + ([] if self._two_phase is None else [self._two_phase.fd])
@@ -123,6 +124,7 @@ class PeerLinks:
         secure_client(peer, self._keys)
         if self._keys is not None:
             self._breaks[worker] = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        allow_ipv6(peer, address)
         peer.connect(address)
         self._peers[worker] = peer
         self._notify(worker, self._hello)
