@@ -34,6 +34,7 @@ from moestro.repro.testbed import (
     signals_of,
 )
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
+from moestro.sim.saturation import middle_rate
 from moestro.sim.signals import SignalSettings
 from moestro.workload.arrivals import at_rate
 from moestro.workload.requests import RequestForm, RequestMaker
@@ -246,12 +247,20 @@ def test_batches_are_parts_of_the_counted_requests():
 
 def test_more_arrivals_than_answers_show_the_capacity():
     experiment = LmetricExperiment(TINY, None)
-    source = generated_sources(500)[0]
+    source = generated_sources(800)[0]
     bed, load = replace(experiment.bed(source), num_engines=1), source.load(1.0, SCORED_SEED)
     slow, fast = (
         answered_at_most(bed, replace(load, offsets_ns=at_rate(load.offsets_ns, rate)), policy_from("lmetric"),
                          SignalSettings())
-        for rate in (2.0, 20.0)
+        for rate in (2.0, 8.0)
     )  # fmt: skip
     assert slow == pytest.approx(fast, rel=0.15)
     assert 2 < fast < 20
+
+
+def test_a_load_without_an_answer_while_requests_arrive_counts_all_answers():
+    experiment = LmetricExperiment(TINY, None)
+    chat = experiment.sources["chat"]
+    load = chat.load(100_000.0, SCORED_SEED)
+    policy, results = policy_from("lmetric"), run(experiment.bed(chat), load, policy_from("lmetric"), SignalSettings())
+    assert answered_at_most(experiment.bed(chat), load, policy, SignalSettings()) == middle_rate(results.last_token_ns)

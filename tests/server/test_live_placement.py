@@ -96,8 +96,8 @@ def test_a_file_of_moestro_place_is_applied(placed, server, tmp_path, capsys):
 def test_a_worker_that_is_killed_while_experts_move_leaves_a_table_that_serves(placed, server):
     rows = [[*range(15, -1, -1)]] * 7
     assert call_admin(placed, "POST", "/admin/placement/apply", {"physical_to_logical_map": rows}).status == 202
-    workers = [worker for worker in placed.ranks() if "experts" in worker.cmdline()]
-    (workers or placed.ranks())[-1].kill()
+    experts = [worker for name, worker in placed.workers().items() if name.startswith("experts")]
+    (experts or placed.ranks())[-1].kill()
     wait_until(lambda: not shown(placed)["progress"]["is_running"])
     wait_until(lambda: complete(placed, max_tokens=1).status == 200)  # a group in lock-step restarts as a whole
     assert answers(placed, range(4)) == answers(server, range(4))

@@ -37,8 +37,9 @@ Floats = NDArray[np.float64]
 LEAD_IN = 0.1  # share of the requests left out of all figures: they find cold caches and empty queues
 # The same where a run lasts until caches are full and batches have their lasting size: at least, and at most.
 _LONG_LEAD_IN = (0.3, 0.5)
-_OVERLOAD, _MARGIN = 1.1, 0.1  # arrivals over answers at which the answers are as many as there can be
-_STEADY = (0.4, 0.9)  # shares of the answers between which their rate is taken: earlier, batches still grow
+_FASTER, _LEAST_MORE = 1.25, 0.02  # rates of arrivals in the search for the capacity, and what ends it
+# Shares of the arrivals' time between which answers count: before, batches still grow; after, no prompt delays them.
+_STEADY = (0.5, 1.0)
 # vLLM's coordinator publishes counts every 100 ms; other engines send theirs with each answer through the router.
 _BROADCAST = ("vllm-0.26", "vllm-0.27")
 
@@ -216,17 +217,22 @@ def answered_at_most(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals
     """The most requests a second that the testbed answers under a policy, from a run with more arrivals than that.
 
     Args:
-        load: requests whose order and relative times are kept. Their arrivals are made faster until they are at least
-            _OVERLOAD times what is answered.
+        load: requests whose order and relative times are kept. Their arrivals are made faster, by _FASTER each time,
+            until not more is answered. All answers count where none comes while requests arrive: so short a load has no
+            steady state.
     """
-    rate, answered = load.rate, 0.0
-    while rate < _OVERLOAD * answered or not answered:
-        rate = max(rate, (_OVERLOAD + _MARGIN) * answered)
-        faster = replace(load, offsets_ns=at_rate(load.offsets_ns, rate))
-        ends = np.sort(run(bed, faster, policy, signals).last_token_ns)
-        first, last = (int(share * len(ends)) for share in _STEADY)
-        answered = (last - first) / (float(ends[last] - ends[first]) / NS_PER_S)
-    return answered
+    rate, best = load.rate, 0.0
+    while True:
+        results = run(bed, replace(load, offsets_ns=at_rate(load.offsets_ns, rate)), policy, signals)
+        first_ns, last_ns = (share * int(results.arrival_ns.max()) for share in _STEADY)
+        ends_ns = results.last_token_ns
+        num_answered = int(((ends_ns > first_ns) & (ends_ns <= last_ns)).sum())
+        if not num_answered:
+            return best or middle_rate(ends_ns)
+        answered = num_answered / ((last_ns - first_ns) / NS_PER_S)
+        if answered <= best * (1 + _LEAST_MORE):
+            return max(answered, best)
+        best, rate = answered, _FASTER * rate
 
 
 def batch_figures(results: Results, num_lead_in: int, num_batches: int) -> dict[str, tuple[float, ...]]:
