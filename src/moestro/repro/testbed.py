@@ -37,7 +37,8 @@ Floats = NDArray[np.float64]
 LEAD_IN = 0.1  # share of the requests left out of all figures: they find cold caches and empty queues
 # The same where a run lasts until caches are full and batches have their lasting size: at least, and at most.
 _LONG_LEAD_IN = (0.3, 0.5)
-_FASTER, _LEAST_MORE = 1.25, 0.02  # rates of arrivals in the search for the capacity, and what ends it
+_KEPT_UP, _FASTER = 0.97, 1.25  # answers over arrivals in a steady state; step of the search upwards
+_MOST_RUNS = 5  # of that search; two or three are enough for loads that last long
 # Shares of the arrivals' time between which answers count: before, batches still grow; after, no prompt delays them.
 _STEADY = (0.5, 1.0)
 # vLLM's coordinator publishes counts every 100 ms; other engines send theirs with each answer through the router.
@@ -213,26 +214,30 @@ def measured(results: Results, num_lead_in: int | None = None) -> ServingFigures
     )
 
 
-def answered_at_most(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSettings) -> float:
-    """The most requests a second that the testbed answers under a policy, from a run with more arrivals than that.
+def sustained_rate(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSettings) -> float:
+    """The most requests a second that the testbed answers under a policy without a queue that grows.
 
     Args:
-        load: requests whose order and relative times are kept. Their arrivals are made faster, by _FASTER each time,
-            until not more is answered. All answers count where none comes while requests arrive: so short a load has no
+        load: requests whose order and relative times are kept, at a rate that may be too high. The rate is raised until
+            fewer are answered than arrive, and then lowered to what is answered until _KEPT_UP of those that arrive are
+            answered meanwhile, or for _MOST_RUNS. All answers count where none comes meanwhile: so short a load has no
             steady state.
     """
-    rate, best = load.rate, 0.0
-    while True:
+    rate, answered, was_too_high = load.rate, 0.0, False
+    for _ in range(_MOST_RUNS):
         results = run(bed, replace(load, offsets_ns=at_rate(load.offsets_ns, rate)), policy, signals)
         first_ns, last_ns = (share * int(results.arrival_ns.max()) for share in _STEADY)
         ends_ns = results.last_token_ns
         num_answered = int(((ends_ns > first_ns) & (ends_ns <= last_ns)).sum())
         if not num_answered:
-            return best or middle_rate(ends_ns)
+            return middle_rate(ends_ns)
         answered = num_answered / ((last_ns - first_ns) / NS_PER_S)
-        if answered <= best * (1 + _LEAST_MORE):
-            return max(answered, best)
-        best, rate = answered, _FASTER * rate
+        keeps_up = answered >= _KEPT_UP * rate
+        if keeps_up and was_too_high:
+            break
+        was_too_high |= not keeps_up
+        rate = _FASTER * rate if keeps_up else answered
+    return answered
 
 
 def batch_figures(results: Results, num_lead_in: int, num_batches: int) -> dict[str, tuple[float, ...]]:

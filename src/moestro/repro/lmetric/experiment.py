@@ -43,16 +43,16 @@ from moestro.repro.testbed import (
     ServingFigures,
     Testbed,
     TimedLoad,
-    answered_at_most,
     batch_figures,
     measured,
     num_until_full,
     run,
     signals_of,
+    sustained_rate,
 )
 from moestro.routing.indicators import batch_size, hit_ratio, num_tokens, p_tokens
 from moestro.routing.policy_contract import Needs, RouteInputs, RoutePolicy
-from moestro.routing.registry import ROUTE_POLICIES, policy_from
+from moestro.routing.registry import policy_from
 from moestro.routing.scoring import Scored
 from moestro.routing.ttft import priced_ttft
 from moestro.sim.results import Results
@@ -63,6 +63,7 @@ OTHER_NETWORK, GPU = "qwen2-7b", "h20"
 SHARES = (HALF, 0.9, 1.2)  # rates as shares of the capacity; most of the paper's figures are at a half
 # The paper's systems, ours, and the product of which LMetric's is a variant (Fig. 18).
 POLICIES = (BASELINE, "bailian", "dynamo", "llm-d", "miss_ratio", PAPER_POLICY, OUR_POLICY)
+OTHERS = ("aibrix", "cache_aware", "llm-d-affinity", "preble", "session_affinity", "vllm-0.27")
 NUM_BATCHES = 8  # parts of a run from which intervals follow
 # Bailian's lambda (Fig. 11), Dynamo's weight of prompt tokens, and the range of AIBrix' filter (Fig. 12).
 TUNED = {
@@ -72,7 +73,7 @@ TUNED = {
 }
 _CAPABLE = ("bailian", PAPER_POLICY, OUR_POLICY)  # policies whose best steady state is the capacity
 _SECOND, _HEATED = "api_agent", "chat"  # the loads of the second network and of the adversary
-_ABOVE_AT_ONCE = 1.4  # first arrivals of the search for the capacity, over the rate when all arrive at once
+_ABOVE_AT_ONCE = 1.4  # first rate of the search for the capacity, over the answers when all arrive at once
 _NUM_POINTS = 400  # points of Fig. 20
 _HITS = Needs(hits=True, figures=("queued_prefill_tokens", "num_tokens"))
 
@@ -94,7 +95,7 @@ class LmetricPlan:
     num_requests: int = 20_000
     shares: tuple[float, ...] = SHARES
     policies: tuple[str, ...] = POLICIES
-    others: tuple[str, ...] = tuple(name for name in ROUTE_POLICIES.names() if name not in POLICIES)
+    others: tuple[str, ...] = OTHERS
     sources: tuple[str, ...] | None = None
     predicted: tuple[str, ...] = ("chat", "tool_agent")
     has_second_network: bool = True
@@ -204,7 +205,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
             self._step(f"{source.name} with {network}: capacity under {name}")
             policy = self._made(name, bed)
             faster = replace(load, offsets_ns=at_rate(load.offsets_ns, _ABOVE_AT_ONCE * rate))
-            found[name] = answered_at_most(bed, faster, policy, signals_of(name, policy))
+            found[name] = sustained_rate(bed, faster, policy, signals_of(name, policy))
         best = max(found, key=found.__getitem__)
         return best, found[best]
 
