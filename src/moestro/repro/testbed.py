@@ -37,10 +37,8 @@ Floats = NDArray[np.float64]
 LEAD_IN = 0.1  # share of the requests left out of all figures: they find cold caches and empty queues
 # The same where a run lasts until caches are full and batches have their lasting size: at least, and at most.
 _LONG_LEAD_IN = (0.3, 0.5)
-_KEPT_UP, _FASTER = 0.97, 1.25  # answers over arrivals in a steady state; step of the search upwards
-_MOST_RUNS = 5  # of that search; two or three are enough for loads that last long
-# Shares of the arrivals' time between which answers count: before, batches still grow; after, no prompt delays them.
-_STEADY = (0.5, 1.0)
+_GROWS = 1.5  # mean TTFT of a run's last quarter over that of its second, above which a queue grows
+_STEP, _MOST_STEPS, _NUM_HALVINGS = 1.25, 6, 2  # of the search for the capacity, which ends within 6 %
 # vLLM's coordinator publishes counts every 100 ms; other engines send theirs with each answer through the router.
 _BROADCAST = ("vllm-0.26", "vllm-0.27")
 
@@ -214,30 +212,36 @@ def measured(results: Results, num_lead_in: int | None = None) -> ServingFigures
     )
 
 
-def sustained_rate(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSettings) -> float:
-    """The most requests a second that the testbed answers under a policy without a queue that grows.
+def sustained_rate(bed: Testbed, load: TimedLoad, make_policy: Callable[[], RoutePolicy], name: str) -> float:
+    """The most requests a second that the testbed bears under a policy without a queue that grows.
+
+    A queue grows if the mean TTFT of the last quarter of the requests is over _GROWS times that of the second. The rate
+    is changed by _STEP until one is found that is borne below one that is not, and _NUM_HALVINGS narrow the two.
 
     Args:
-        load: requests whose order and relative times are kept, at a rate that may be too high. The rate is raised until
-            fewer are answered than arrive, and then lowered to what is answered until _KEPT_UP of those that arrive are
-            answered meanwhile, or for _MOST_RUNS. All answers count where none comes meanwhile: so short a load has no
-            steady state.
+        load: requests whose order and relative times are kept; the search begins at its rate, and ends at _MOST_STEPS
+            from it where a load is too short for a queue.
+        make_policy, name: the policy, new for each run, and its name.
     """
-    rate, answered, was_too_high = load.rate, 0.0, False
-    for _ in range(_MOST_RUNS):
-        results = run(bed, replace(load, offsets_ns=at_rate(load.offsets_ns, rate)), policy, signals)
-        first_ns, last_ns = (share * int(results.arrival_ns.max()) for share in _STEADY)
-        ends_ns = results.last_token_ns
-        num_answered = int(((ends_ns > first_ns) & (ends_ns <= last_ns)).sum())
-        if not num_answered:
-            return middle_rate(ends_ns)
-        answered = num_answered / ((last_ns - first_ns) / NS_PER_S)
-        keeps_up = answered >= _KEPT_UP * rate
-        if keeps_up and was_too_high:
+
+    def is_borne(rate: float) -> bool:
+        policy = make_policy()
+        results = run(bed, replace(load, offsets_ns=at_rate(load.offsets_ns, rate)), policy, signals_of(name, policy))
+        quarters = np.array_split((results.first_token_ns - results.arrival_ns).astype(np.float64), 4)
+        return bool(quarters[3].mean() <= _GROWS * quarters[1].mean())
+
+    goes_up = is_borne(load.rate)
+    borne = too_high = load.rate
+    for _ in range(_MOST_STEPS):
+        rate = borne * _STEP if goes_up else too_high / _STEP
+        if is_borne(rate) != goes_up:
+            borne, too_high = (borne, rate) if goes_up else (rate, too_high)
             break
-        was_too_high |= not keeps_up
-        rate = _FASTER * rate if keeps_up else answered
-    return answered
+        borne = too_high = rate
+    for _ in range(_NUM_HALVINGS):
+        middle = (borne * too_high) ** 0.5
+        borne, too_high = (middle, too_high) if is_borne(middle) else (borne, middle)
+    return borne
 
 
 def batch_figures(results: Results, num_lead_in: int, num_batches: int) -> dict[str, tuple[float, ...]]:

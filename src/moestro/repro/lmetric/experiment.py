@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,6 @@ TUNED = {
 }
 _CAPABLE = ("bailian", PAPER_POLICY, OUR_POLICY)  # policies whose best steady state is the capacity
 _SECOND, _HEATED = "api_agent", "chat"  # the loads of the second network and of the adversary
-_ABOVE_AT_ONCE = 1.4  # first rate of the search for the capacity, over the answers when all arrive at once
 _NUM_POINTS = 400  # points of Fig. 20
 _HITS = Needs(hits=True, figures=("queued_prefill_tokens", "num_tokens"))
 
@@ -201,11 +201,10 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         at_once = replace(load, offsets_ns=np.arange(len(load.rows), dtype=np.int64))
         found: dict[str, float] = {}
         rate = measured(run(bed, at_once, policy_from("least_loaded"), SignalSettings())).requests_per_s
+        begin = replace(load, offsets_ns=at_rate(load.offsets_ns, rate))
         for name in _CAPABLE:
             self._step(f"{source.name} with {network}: capacity under {name}")
-            policy = self._made(name, bed)
-            faster = replace(load, offsets_ns=at_rate(load.offsets_ns, _ABOVE_AT_ONCE * rate))
-            found[name] = sustained_rate(bed, faster, policy, signals_of(name, policy))
+            found[name] = sustained_rate(bed, begin, partial(self._made, name, bed), name)
         best = max(found, key=found.__getitem__)
         return best, found[best]
 
