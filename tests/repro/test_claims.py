@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import msgspec
 import pytest
 
 from moestro.repro.lmetric.claims import claims_of
+from moestro.repro.lmetric.experiment import TUNED
 from moestro.repro.lmetric.findings import (
     FIGURES,
     NETWORK,
@@ -17,8 +22,10 @@ from moestro.repro.lmetric.findings import (
     Pair,
     Sweep,
 )
+from moestro.repro.results import Reproduced
 from moestro.repro.testbed import Latency, ServingFigures
 
+STORED = Path(__file__).parents[2] / "bench" / "results" / "repro" / "lmetric.json"
 NEARLY_BELOW, BELOW, NEARLY_ABOVE, ABOVE = 0.985, 0.975, 1.015, 1.025
 
 
@@ -231,3 +238,23 @@ def test_undecided_is_not_called_as_good():
     assert claim.holds is False
     assert claim.ours == "1 better, 2 undecided, 1 worse"
     assert judged(LmetricFindings(pairs=pairs[:3]), "our own goal").holds
+
+
+def test_the_stored_claims_are_what_today_s_rules_say_of_the_stored_findings():
+    stored = msgspec.json.decode(STORED.read_bytes(), type=Reproduced[LmetricFindings])
+    assert stored.claims == claims_of(stored.findings)
+    assert list(stored.parts) == stored.findings.loads
+    assert all(each.commit and each.moestro for each in (stored.conditions, *stored.parts.values()))
+    assert all(by_policy.keys() == TUNED.keys() for by_policy in stored.findings.sweeps.values())
+
+
+def test_the_document_has_the_verdicts_of_the_stored_claims():
+    words = {True: "holds", False: "**does not**", None: "not judged"}
+    rows = [
+        line for line in (STORED.parents[3] / "docs" / "repro.md").read_text().splitlines() if line.startswith("| ")
+    ]
+    for claim in json.loads(STORED.read_text())["claims"]:
+        assert any(
+            row.startswith(f"| {claim['source']} |") and row.endswith(f"| {claim['ours']} | {words[claim['holds']]} |")
+            for row in rows
+        ), claim
