@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moestro.core.source_load import SourceLoad
 from moestro.placement.pair_window import PairWindow
 
-# Steps whose counts enter the sums together: as many as make arrays of 1 MiB, within these bounds.
+# Steps whose counts enter the sums together: as many as make arrays of 64 KiB, within these bounds.
 _FEWEST_BUFFERED, _MOST_BUFFERED, _BUFFERED_CELLS = 16, 128, 1 << 13
 _MAX_GAIN = 1e100  # then all sums are divided by the gain; the squares of counts stay far below the largest float64
 

@@ -1,4 +1,4 @@
-"""LMetric: 16 H20 engines with Qwen3-30B-A3B, every routing policy, rates of 50, 90 and 120 % of the capacity.
+"""LMetric: 16 H20 engines with Qwen3-30B-A3B, thirteen routing policies, rates of 50, 90 and 120 % of the capacity.
 
 The loads are chat, api_agent, coder and tool_agent (generated sessions), and with --traces mooncake_conversation and
 mooncake_synthetic.

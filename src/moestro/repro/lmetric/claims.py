@@ -14,6 +14,7 @@ from moestro.repro.lmetric.findings import (
     LmetricCell,
     LmetricFindings,
     difference,
+    percent,
 )
 from moestro.repro.results import Claim
 
@@ -28,12 +29,8 @@ def claims_of(findings: LmetricFindings) -> list[Claim]:
     return [claim for checks in _CHECKS for claim in checks(findings)]
 
 
-def _percent(ratio: float) -> str:
-    return f"{ratio:+.1%}" if abs(ratio) < 0.1 else f"{ratio:+.0%}"
-
-
 def _gain(ours: float, other: float) -> str:
-    return _percent(ours / other - 1)
+    return percent(ours / other - 1)
 
 
 def _is_below(ours: float, other: float) -> bool:
@@ -100,7 +97,7 @@ def _gap(findings: LmetricFindings) -> Iterator[Claim]:
             source=f"Fig. 25, {load}",
             paper="the gap to the other policies widens with the rate",
             ours=f"TTFT against {BASELINE}: "
-            + ", ".join(f"{_percent(gaps[share].mean)} at {share:.0%}" for share in sorted(gaps)),
+            + ", ".join(f"{percent(gaps[share].mean)} at {share:.0%}" for share in sorted(gaps)),
             holds=means[1] < means[0],
             why="the first two rates are judged",
         )

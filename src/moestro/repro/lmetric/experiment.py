@@ -1,4 +1,4 @@
-"""LMetric's experiment (arXiv 2603.15202): 16 H20 with Qwen3-30B-A3B, traces and similar sessions, every policy."""
+"""LMetric's experiment (arXiv 2603.15202): 16 H20 with Qwen3-30B-A3B, traces and similar sessions, thirteen policies."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         return self._plan.has_second_network and load == _SECOND
 
     def _capacity(self, source: Source, network: str) -> tuple[str, float]:
-        """The policy that answers the most requests a second in a steady state, and how many."""
+        """The policy that bears the highest rate, and that rate in requests a second."""
         bed, load = self.bed(source, network), source.load(1.0, SCORED_SEED)
         at_once = replace(load, offsets_ns=np.arange(len(load.rows), dtype=np.int64))
         found: dict[str, float] = {}

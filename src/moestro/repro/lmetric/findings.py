@@ -54,10 +54,11 @@ class Difference(msgspec.Struct, frozen=True):
         return "worse" if self.low > 0 else "better" if self.high < 0 else "undecided"
 
     def __str__(self) -> str:
-        return f"{_percent(self.mean)} ({_percent(self.low)} to {_percent(self.high)})"
+        return f"{percent(self.mean)} ({percent(self.low)} to {percent(self.high)})"
 
 
-def _percent(ratio: float) -> str:
+def percent(ratio: float) -> str:
+    """A relative difference in words, with a digit more where it is small."""
     return f"{ratio:+.1%}" if abs(ratio) < 0.1 else f"{ratio:+.0%}"
 
 

@@ -5,6 +5,7 @@ LMetric's `llm-d` is such a policy, with VIDUR as its simulator (section 4.6, Fi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
@@ -49,11 +50,11 @@ class EngineTwin:
             The time from now, ns.
         """
         self._catch_up(now_ns)
-        clock_ns, num_decodes, steps = self._clock_ns, 0, 0
+        clock_ns, steps = self._clock_ns, 0
         left = [*self._prompts.values(), (num_hit_tokens, max(num_new_tokens, 1))]
         contexts = np.fromiter(self._decodes.values(), np.int64, len(self._decodes)) + self._num_steps
         while left:
-            chunks, left, ended = _next_chunks(left, self._budget - len(contexts) - num_decodes)
+            chunks, left, ended = _next_chunks(left, self._budget - len(contexts))
             clock_ns += self._price(contexts + steps, chunks)
             contexts = np.append(contexts, np.array(ended, np.int64) - steps)
             steps += 1
@@ -146,8 +147,7 @@ class RolledOutTtft:
     needs = Needs(hits=True, ttft=True)
 
     def __init__(self, step_ns: StepNs, max_num_batched_tokens: int) -> None:
-        self._make = partial(EngineTwin, step_ns, max_num_batched_tokens)
-        self._twins: dict[int, EngineTwin] = {}
+        self._twins: defaultdict[int, EngineTwin] = defaultdict(partial(EngineTwin, step_ns, max_num_batched_tokens))
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the lowest rolled-out TTFT."""
@@ -155,7 +155,7 @@ class RolledOutTtft:
         rows = enumerate(view.engines.routable.tolist())
         scores = np.array(
             [
-                self._twin(engine).ttft_ns(hits[engine], known - hits[engine], view.now_ns) if is_routable else np.inf
+                self._twins[engine].ttft_ns(hits[engine], known - hits[engine], view.now_ns) if is_routable else np.inf
                 for engine, is_routable in rows
             ]
         )
@@ -166,13 +166,10 @@ class RolledOutTtft:
         match event:
             case Routed():
                 new = event.request.num_known_tokens - event.hit_tokens
-                self._twin(event.engine).sent(event.request.request_id, event.hit_tokens, new, event.now_ns)
+                self._twins[event.engine].sent(event.request.request_id, event.hit_tokens, new, event.now_ns)
             case FirstToken():
-                self._twin(event.engine).first_token(event.request_id, event.now_ns)
+                self._twins[event.engine].first_token(event.request_id, event.now_ns)
             case Ended():
-                self._twin(event.engine).ended(event.request_id, event.now_ns)
+                self._twins[event.engine].ended(event.request_id, event.now_ns)
             case EngineLost():
                 self._twins.pop(event.engine, None)
-
-    def _twin(self, engine: int) -> EngineTwin:
-        return self._twins.setdefault(engine, self._make())
