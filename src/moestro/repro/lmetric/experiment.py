@@ -1,4 +1,4 @@
-"""LMetric's experiment (arXiv 2603.15202): 16 H20 with Qwen3-30B-A3B, traces and similar sessions, thirteen policies."""
+"""LMetric's experiment (arXiv 2603.15202): 16 H20 with Qwen3-30B-A3B, traces and similar sessions, 13 policies."""
 
 from __future__ import annotations
 
