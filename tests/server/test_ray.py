@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.ray_servers import node_ids
-from support.running import REAL, Reply, Running, complete, is_idle, metrics, wait_until
+from support.running import REAL, Reply, Running, complete, has_ended, is_idle, metrics, wait_until
 
 pytest.importorskip("ray")
 
@@ -128,7 +128,6 @@ def test_replicas_run_on_nodes_restart_there_and_end_with_the_api_server(nodes, 
         assert texts(ask_many(running, 6, 8)) == expected
         left = nodes.workers()
         running.kill()
-        psutil.wait_procs(left, 30)
-        assert not any(each.is_running() for each in left)
+        wait_until(lambda: all(has_ended(each) for each in left))
     finally:
         running.kill()
