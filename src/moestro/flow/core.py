@@ -194,6 +194,8 @@ class FlowCore:
 
     def on_event(self, now_ns: int, event: Event) -> list[Command]:
         """Take note of `event`, and say what is to be done about it, in order."""
+        if isinstance(event, Arrived):
+            return self._receive(now_ns, event.message)
         self._passed_over.elapse(now_ns)
         if not (isinstance(event, Done) and isinstance(event.result, StepResult)):
             self._lone.settle()
@@ -205,9 +207,6 @@ class FlowCore:
             case Tick():
                 self._open_inbox(now_ns, commands)
                 self._choose(now_ns, commands)
-            case Arrived(message):
-                self._receive(now_ns, message, commands)
-                return commands  # what runs, and what waits behind it, is as before
             case PlanSubmitted(plan):
                 self._submit(plan, now_ns, commands)
             case TableChanged(table, is_near):
@@ -225,10 +224,8 @@ class FlowCore:
         return commands
 
     def _observe(self) -> None:
-        if self._passed_over.may_happen and (self._peers is not None or self._pool.num_entries > 1):
-            self._passed_over.observe([self._items.tokens_of(launched) for launched in self._launched])
-        else:
-            self._passed_over.observe([])
+        may_pass = self._passed_over.may_happen and (self._peers is not None or self._pool.num_entries > 1)
+        self._passed_over.observe([self._items.tokens_of(each) for each in self._launched] if may_pass else [])
 
     def recall(self, slots: Slots) -> Slots:
         """Forget the units of `slots`, as if they had never been submitted.
@@ -286,16 +283,19 @@ class FlowCore:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def _receive(self, now_ns: int, message: HopMessage, commands: list[Command]) -> None:
-        """Keep a message until the policy is asked, because several are taken in at the cost of one.
+    def _receive(self, now_ns: int, message: HopMessage) -> list[Command]:
+        """Keep a message until the policy is asked, or take it in at once if it may be more urgent than what runs.
 
-        A message that may be more urgent than what runs is taken in at once.
+        Several are taken in at the cost of one. Until then all runs, and waits, as before.
         """
+        self._lacks_places, commands = False, list[Command]()
         self._inbox.append((message, now_ns))
         # What runs is asked first, because that costs nothing where all tokens are of one class.
         if message.hop.kind == DISPATCH and self._runs_best_effort() and LS in message.records["service_class"]:
+            self._passed_over.elapse(now_ns)
             self._open_inbox(now_ns, commands)
             self._withdraw(commands)
+        return commands
 
     def _open_inbox(self, now_ns: int, commands: list[Command]) -> None:
         if self._inbox:

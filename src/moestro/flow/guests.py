@@ -242,15 +242,14 @@ class Guests:
         records = self._records(kept, choices, slots)
         are_all_last = not (self._num_more or self._num_given_up)
         self._leave(self._count_done(done), sizes if are_all_last else None)
-        replies, begin = [], 0
-        places, rows = kept.astype(np.int32), np.arange(max(sizes, default=0), dtype=np.int32)
+        replies, begin, rows = [], 0, np.arange(max(sizes, default=0), dtype=np.int32)
+        places, records["row"] = kept.astype(np.int32), np.concatenate([rows[:size] for size in sizes] or [rows])
         for home, size in enumerate(sizes):
             if size:
                 end = begin + size
-                own, part = records[begin:end], slice(begin, end)
-                own["row"] = rows[:size]
+                part = slice(begin, end)
                 epoch, num_credits = self._epoch_of[home], self._credits[home]
-                replies.append(GuestReply(home, epoch, num_credits, own, places[part], choices[part]))
+                replies.append(GuestReply(home, epoch, num_credits, records[part], places[part], choices[part]))
                 self._credits[home], begin = 0, end
         return replies
 
