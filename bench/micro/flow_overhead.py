@@ -6,8 +6,8 @@
 The first part runs plans of one-token units on a device that computes nothing. The time of an item is then that of the
 core, the policy and the executor. Budgets (docs/architecture.md) at 256 tokens: 250 microseconds for an attention and
 100 for an expert item. The second part decodes with the demo model (own kernels in bfloat16, torch's in float32) and
-with a random Qwen3-MoE of 640M parameters, fused and in stages in turn, without any preemption. The ratio is taken in
-each round.
+with a random Qwen3-MoE of 640M parameters, without any preemption: some steps fused, some in stages, and so on for
+2.5 seconds. The ratio of the medians is taken in each of these rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from shared.models import DEMO, make_random_model
 from shared.results import make_parser, save, spread
 
 SHAPE = StageShape(is_sparse=(True,) * 16, num_experts=32, num_chosen=4, num_rows=4096, num_places=4096)
-TOKENS, REPEATS, STEPS, UNITS, WARM_UP = (64, 256, 1024), 9, 5, (1, 8, 32), 3
+TOKENS, REPEATS, STEPS, UNITS = (64, 256, 1024), 9, 5, (1, 8, 32)
+ROUNDS, ROUND_S, LEAST_BLOCKS = 15, 2.5, 2  # rounds, seconds of a round at least, blocks of each executor in it
+BLOCK, COLD = 6, 1  # steps in a row, of which the first ones find the caches filled by the other executor
 
 
 class NullDevice:
@@ -125,7 +127,18 @@ def step_ms(executor, item) -> float:
     return 1e3 * (time.perf_counter() - started)
 
 
-def decode_rows(model: str, directory: Path, dtype: str, num_rounds: int) -> list[dict[str, object]]:
+def medians_ms(executors, item, limit_s: float) -> list[float]:
+    """Measure the median milliseconds of a step on each of two executors, which take turns of BLOCK steps."""
+    found: list[list[float]] = [[], []]
+    number, until = 0, time.perf_counter() + limit_s
+    while number < 2 * LEAST_BLOCKS or number % 4 or time.perf_counter() < until:
+        which = (0, 1, 1, 0)[number % 4]
+        found[which] += [step_ms(executors[which], item) for _ in range(BLOCK)][COLD:]
+        number += 1
+    return [statistics.median(each) for each in found]
+
+
+def decode_rows(model: str, directory: Path, dtype: str) -> list[dict[str, object]]:
     from moestro.model.staged_open import open_staged_device  # noqa: PLC0415 - the core needs no network
 
     kernels = "own" if dtype == "bfloat16" else "auto"
@@ -138,16 +151,12 @@ def decode_rows(model: str, directory: Path, dtype: str, num_rounds: int) -> lis
     rows = []
     for num_units in UNITS:
         item = decode([128] * num_units)
-        pairs = []
-        for number in range(WARM_UP + num_rounds):
-            order = (fused, flow) if number % 2 else (flow, fused)
-            times = {id(executor): statistics.median(step_ms(executor, item) for _ in range(5)) for executor in order}
-            pairs.append((times[id(fused)], times[id(flow)]))
-        pairs = pairs[WARM_UP:]
-        row = {"model": model, "dtype": dtype, "kernels": kernels, "units": num_units, "rounds": num_rounds}
-        row["fused_ms"] = spread([a for a, _ in pairs])
-        row["flow_ms"] = spread([b for _, b in pairs])
-        row["flow_over_fused"] = spread([b / a for a, b in pairs])
+        medians_ms((fused, flow), item, 0)
+        medians = [medians_ms((fused, flow), item, ROUND_S) for _ in range(ROUNDS)]
+        row = {"model": model, "dtype": dtype, "kernels": kernels, "units": num_units, "rounds": ROUNDS}
+        row["fused_ms"] = spread([a for a, _ in medians])
+        row["flow_ms"] = spread([b for _, b in medians])
+        row["flow_over_fused"] = spread([b / a for a, b in medians])
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
@@ -163,9 +172,9 @@ def main() -> None:
         "core_rounds": REPEATS,
         "core": core_rows(),
         "decode": [
-            *decode_rows("demo", DEMO, "bfloat16", 61),
-            *decode_rows("demo", DEMO, "float32", 15),
-            *decode_rows("random-640m", make_random_model(args.work / "random-640m"), "bfloat16", 15),
+            *decode_rows("demo", DEMO, "bfloat16"),
+            *decode_rows("demo", DEMO, "float32"),
+            *decode_rows("random-640m", make_random_model(args.work / "random-640m"), "bfloat16"),
         ],
     }
     save(args.json, conditions, result)

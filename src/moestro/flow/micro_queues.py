@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.stages import StageShape
-from moestro.core.views import ATTENTION, BE, LS, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable
+from moestro.core.views import ATTENTION, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable
 from moestro.core.work import Units
 from moestro.flow.attention_queues import AttentionQueues
 from moestro.flow.expert_queues import ExpertQueues
@@ -78,11 +78,10 @@ class MicroQueues:
     def table_alone(self, units: Units, came_ns: int) -> QueueTable:
         """Make the table of `units` that came at `came_ns`, with nothing else on the device."""
         columns, sizes = self._alone, units.num_tokens
-        is_urgent = units.service_class == LS
-        for service_class, is_own in ((LS, is_urgent), (BE, ~is_urgent)):
-            num_tokens = int(sizes.sum(where=is_own))
-            columns.set_queue((service_class, 0, ATTENTION), num_tokens, came_ns if num_tokens else NOBODY_WAITS_NS)
-            columns.num_prefill_tokens[service_class, 0] = sizes.sum(where=is_own & (sizes > 1))
+        num_tokens = np.bincount(units.service_class, sizes, NUM_CLASSES).tolist()
+        columns.num_prefill_tokens[:, 0] = np.bincount(units.service_class, sizes * (sizes > 1), NUM_CLASSES)
+        for service_class, num in enumerate(map(int, num_tokens)):
+            columns.set_queue((service_class, 0, ATTENTION), num, came_ns if num else NOBODY_WAITS_NS)
         return self._make_table(columns, columns.n > 0, self._none_passed)
 
     def _make_table(self, columns: QueueColumns, runnable: NDArray[np.bool_], passed_ns: Int64s) -> QueueTable:

@@ -16,9 +16,10 @@ from moestro.model.network import Network
 from moestro.model.results import PendingResult
 from moestro.model.upload import upload
 
-# Between two pieces the host asks for messages and calls the next kernel, about 8 µs; a CPU core reads this many bytes
-# in some 400 µs. An expert that is larger is computed as one piece.
-PIECE_BYTES = 8 << 20
+# A CPU core reads this many bytes in some 800 µs: for so long new work waits at most for the piece under way. Pieces of
+# 8 MiB made a step 3 to 4 % longer than one without pieces, these 1 to 3 % (640M model, docs/flow.md). An expert that
+# is larger is computed as one piece.
+PIECE_BYTES = 16 << 20
 _ROWS_A_READ = 8  # rows that a core computes in the time in which it reads their weights
 
 Pieces = Generator[None, None, None]

@@ -211,7 +211,9 @@ class StagedNetwork:
             arguments: as for `attend`; read only where `is_replayed`.
         """
         assert attended.inputs is not None
-        return self._stages[layer].complete(attended, total.to(attended.inputs.dtype), arguments)
+        if total.dtype != attended.inputs.dtype:
+            total = total.to(attended.inputs.dtype)
+        return self._stages[layer].complete(attended, total, arguments)
 
     def logits(self, hidden: Tensor, step: PagedStep) -> Tensor:
         """[tokens, vocabulary] in at least float32. `hidden`: [tokens, hidden size], output of the last layer."""
