@@ -6,14 +6,15 @@
 The first part runs plans of one-token units on a device that computes nothing. The time of an item is then that of the
 core, the policy and the executor. Budgets (docs/architecture.md) at 256 tokens: 250 microseconds for an attention and
 100 for an expert item. The second part decodes with the demo model (own kernels in bfloat16, torch's in float32) and
-with a random Qwen3-MoE of 640M parameters, without any preemption: some steps fused, some in stages, and so on for
-2.5 seconds. The ratio of the medians is taken in each of these rounds.
+with a random Qwen3-MoE of 640M parameters, without any preemption: six steps fused, twelve in stages, six fused, and
+so on, until a round has lasted four seconds. The first step of each turn is left out, because it finds the caches
+filled by the other executor. Each round gives two ratios, that of the median steps and that of the lower quartiles,
+which other work on the host disturbs less.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -38,8 +39,8 @@ from shared.results import make_parser, save, spread
 
 SHAPE = StageShape(is_sparse=(True,) * 16, num_experts=32, num_chosen=4, num_rows=4096, num_places=4096)
 TOKENS, REPEATS, STEPS, UNITS = (64, 256, 1024), 9, 5, (1, 8, 32)
-ROUNDS, ROUND_S, LEAST_BLOCKS = 15, 2.5, 2  # rounds, seconds of a round at least, blocks of each executor in it
-BLOCK, COLD = 6, 1  # steps in a row, of which the first ones find the caches filled by the other executor
+ROUNDS, ROUND_S = 15, 4.0  # rounds, and seconds of a round at least
+TURN, COLD = 6, 1  # steps of a turn, and how many of its first steps are left out
 
 
 class NullDevice:
@@ -127,15 +128,14 @@ def step_ms(executor, item) -> float:
     return 1e3 * (time.perf_counter() - started)
 
 
-def medians_ms(executors, item, limit_s: float) -> list[float]:
-    """Measure the median milliseconds of a step on each of two executors, which take turns of BLOCK steps."""
+def quartiles_ms(executors, item, limit_s: float) -> np.ndarray:
+    """Measure the lower quartile and the median of a step's milliseconds [executor, 2], of two that take turns."""
     found: list[list[float]] = [[], []]
-    number, until = 0, time.perf_counter() + limit_s
-    while number < 2 * LEAST_BLOCKS or number % 4 or time.perf_counter() < until:
-        which = (0, 1, 1, 0)[number % 4]
-        found[which] += [step_ms(executors[which], item) for _ in range(BLOCK)][COLD:]
-        number += 1
-    return [statistics.median(each) for each in found]
+    until = time.perf_counter() + limit_s
+    while not found[0] or time.perf_counter() < until:
+        for which in (0, 1, 1, 0):
+            found[which] += [step_ms(executors[which], item) for _ in range(TURN)][COLD:]
+    return np.quantile(found, (0.25, 0.5), axis=1).T
 
 
 def decode_rows(model: str, directory: Path, dtype: str) -> list[dict[str, object]]:
@@ -151,12 +151,13 @@ def decode_rows(model: str, directory: Path, dtype: str) -> list[dict[str, objec
     rows = []
     for num_units in UNITS:
         item = decode([128] * num_units)
-        medians_ms((fused, flow), item, 0)
-        medians = [medians_ms((fused, flow), item, ROUND_S) for _ in range(ROUNDS)]
+        quartiles_ms((fused, flow), item, 0)  # makes the executors warm
+        rounds = np.array([quartiles_ms((fused, flow), item, ROUND_S) for _ in range(ROUNDS)])
         row = {"model": model, "dtype": dtype, "kernels": kernels, "units": num_units, "rounds": ROUNDS}
-        row["fused_ms"] = spread([a for a, _ in medians])
-        row["flow_ms"] = spread([b for _, b in medians])
-        row["flow_over_fused"] = spread([b / a for a, b in medians])
+        row["fused_ms"], row["flow_ms"] = (spread(rounds[:, which, 1].tolist()) for which in (0, 1))
+        over_fused = rounds[:, 1] / rounds[:, 0]
+        row["flow_over_fused"] = spread(over_fused[:, 1].tolist())
+        row["flow_over_fused_lower_quartile"] = spread(over_fused[:, 0].tolist())
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows

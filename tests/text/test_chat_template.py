@@ -125,7 +125,7 @@ def test_no_renderer_outlives_the_server_even_in_the_middle_of_a_loop(number, co
             processes = server.processes()
             os.kill(server.process.pid, number)
             server.process.wait(PATIENCE_S)
-        wait_until(lambda: all(has_ended(each) for each in processes))  # nobody may reap orphans
+        wait_until(lambda: all(has_ended(each) for each in processes))  # an orphan may stay a zombie
     finally:
         server.kill()
 

@@ -194,7 +194,7 @@ class FlowCore:
 
     def on_event(self, now_ns: int, event: Event) -> list[Command]:
         """Take note of `event`, and say what is to be done about it, in order."""
-        if isinstance(event, Arrived):
+        if isinstance(event, Arrived):  # until it is taken in, all runs and waits as before: nothing to settle
             return self._receive(now_ns, event.message)
         self._passed_over.elapse(now_ns)
         if not (isinstance(event, Done) and isinstance(event.result, StepResult)):
@@ -284,12 +284,10 @@ class FlowCore:
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def _receive(self, now_ns: int, message: HopMessage) -> list[Command]:
-        """Keep a message until the policy is asked, or take it in at once if it may be more urgent than what runs.
-
-        Several are taken in at the cost of one. Until then all runs, and waits, as before.
-        """
-        self._lacks_places, commands = False, list[Command]()
-        self._inbox.append((message, now_ns))
+        """Keep a message until the policy is asked, or take it in at once if it may be more urgent than what runs."""
+        commands: list[Command] = []
+        self._lacks_places = False
+        self._inbox.append((message, now_ns))  # several are taken in at the cost of one
         # What runs is asked first, because that costs nothing where all tokens are of one class.
         if message.hop.kind == DISPATCH and self._runs_best_effort() and LS in message.records["service_class"]:
             self._passed_over.elapse(now_ns)

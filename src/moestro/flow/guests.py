@@ -242,15 +242,16 @@ class Guests:
         records = self._records(kept, choices, slots)
         are_all_last = not (self._num_more or self._num_given_up)
         self._leave(self._count_done(done), sizes if are_all_last else None)
-        replies, begin, rows = [], 0, np.arange(max(sizes, default=0), dtype=np.int32)
-        places, records["row"] = kept.astype(np.int32), np.concatenate([rows[:size] for size in sizes] or [rows])
+        places, rows = kept.astype(np.int32), np.arange(max(sizes, default=0), dtype=np.int32)
+        replies, begin = [], 0
         for home, size in enumerate(sizes):
             if size:
-                end = begin + size
-                part = slice(begin, end)
+                part = slice(begin, begin + size)
+                records["row"][part] = rows[:size]
                 epoch, num_credits = self._epoch_of[home], self._credits[home]
                 replies.append(GuestReply(home, epoch, num_credits, records[part], places[part], choices[part]))
-                self._credits[home], begin = 0, end
+                self._credits[home] = 0
+                begin += size
         return replies
 
     def _records(self, guests: Int64s, choices: Int32s, slots: Int32s) -> HopRecords:

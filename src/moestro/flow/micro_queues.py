@@ -80,8 +80,8 @@ class MicroQueues:
         columns, sizes = self._alone, units.num_tokens
         num_tokens = np.bincount(units.service_class, sizes, NUM_CLASSES).tolist()
         columns.num_prefill_tokens[:, 0] = np.bincount(units.service_class, sizes * (sizes > 1), NUM_CLASSES)
-        for service_class, num in enumerate(map(int, num_tokens)):
-            columns.set_queue((service_class, 0, ATTENTION), num, came_ns if num else NOBODY_WAITS_NS)
+        for service_class, num in enumerate(num_tokens):
+            columns.set_queue((service_class, 0, ATTENTION), int(num), came_ns if num else NOBODY_WAITS_NS)
         return self._make_table(columns, columns.n > 0, self._none_passed)
 
     def _make_table(self, columns: QueueColumns, runnable: NDArray[np.bool_], passed_ns: Int64s) -> QueueTable:

@@ -91,8 +91,14 @@ CASES = (
     ),  # few requests, because each of many small items takes the simulator as long as a large one
     _case("memory", "80 GB, one machine", _ONE_MACHINE, gpu="a100-80g"),
     _case("lengths", "contexts of 1,000 tokens", lengths=LengthRanges(prompt=(500, 1500), output=(50, 250))),
-    _case("classes", "128 chats, the rest best effort", num_sensitive=128, step_policy="priority"),
-    _case("classes", "256 chats, the rest best effort", num_sensitive=256, step_policy="priority"),
+    *(
+        replace(
+            _case("classes", f"{num} chats, the rest best effort", num_sensitive=num, step_policy="priority"),
+            ladder=(512, 2048),
+            passes=(2, 3),
+        )
+        for num in (128, 256)
+    ),  # less work, because the chats alone make small items
     _case("prompts", "computed", computes_prompts=True),
 )
 QUICK = (replace(CASES[0], ladder=(512, 2048), passes=(1, 1), seeds=(0,)),)
