@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.ray_servers import node_ids
+from support.ray_servers import node_ids, ray_token
 from support.running import REAL, Reply, Running, complete, has_ended, is_idle, metrics, wait_until
 
 pytest.importorskip("ray")
@@ -59,9 +59,10 @@ class RayNodes:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    cluster = RayNodes()
-    yield cluster
-    cluster.stop()
+    with ray_token():
+        cluster = RayNodes()
+        yield cluster
+        cluster.stop()
 
 
 def ask_many(server: Running, num: int, max_tokens: int) -> list[Reply]:

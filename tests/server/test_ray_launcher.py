@@ -26,19 +26,20 @@ from moestro.server.ray_launcher import RayLauncher, RayNeeds, join_cluster
 
 
 class FakeAgent:
-    """An agent whose methods answer at once; `wait` answers when the process ends, or the agent dies."""
+    """An agent whose methods answer after a delay; `wait` answers when the process ends, or the agent dies."""
 
-    def __init__(self, facts: NodeFacts) -> None:
+    def __init__(self, facts: NodeFacts, delay_s: float) -> None:
         self.facts, self.started, self.written, self.signals = facts, [], b"", []
-        self.is_deaf = False
+        self.is_deaf, self.delay_s = False, delay_s
         self.end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         for name in ("describe", "start", "write", "signal", "wait"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
     def _soon(self, value=None):
-        future = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
         if not self.is_deaf:
-            future.set_result(value)
+            loop.call_later(self.delay_s, lambda: future.done() or future.set_result(value))
         return future
 
     def _describe(self, paths):
@@ -75,12 +76,12 @@ class FakeGroup:
 
 
 class FakeCluster:
-    """A cluster with room for `room` processes."""
+    """A cluster with room for `room` processes, whose agents answer after delays of their own."""
 
     address = "10.0.0.1"
 
-    def __init__(self, room: int, **facts) -> None:
-        self.room = room
+    def __init__(self, room: int, delays_s: tuple[float, ...] = (0.0,), **facts) -> None:
+        self.room, self.delays_s = room, delays_s
         self.facts = NodeFacts(**({"version": __version__, "absent": ()} | facts))
         self.groups: list[FakeGroup] = []
         self.agents: list[FakeAgent] = []
@@ -114,7 +115,7 @@ class FakeCluster:
         return "10.0.0.2", group.node
 
     def agent(self, group, resources):
-        self.agents.append(FakeAgent(self.facts))
+        self.agents.append(FakeAgent(self.facts, self.delays_s[len(self.agents) % len(self.delays_s)]))
         return self.agents[-1]
 
     def end(self, agent) -> None:
@@ -171,6 +172,23 @@ async def test_a_process_starts_on_reserved_room_with_the_node_s_interpreter_and
     assert process.has_ended
     assert launcher.keys is not None
     assert launcher.server_address == "tcp://10.0.0.1:*"
+
+
+@in_loop
+async def test_at_a_server_s_start_agents_have_the_time_of_ray_timeout():
+    cluster = FakeCluster(room=2, delays_s=(0.2,))  # four times what a later agent has
+    launcher = launcher_on(cluster, 2)
+    await launcher.open()
+    assert len(cluster.agents) == 2
+
+
+@in_loop
+async def test_no_agent_is_being_started_when_a_start_has_failed():
+    cluster = FakeCluster(room=2, delays_s=(0.0, 0.2), version="0.0.1")
+    launcher = launcher_on(cluster, 2)
+    with pytest.raises(ConfigError, match=r"has Moestro 0\.0\.1"):
+        await launcher.open()
+    assert len(asyncio.all_tasks()) == 1
 
 
 @in_loop
@@ -365,6 +383,18 @@ async def test_everything_can_be_ended_at_once():
 def test_a_cluster_that_cannot_be_reached_is_an_error_at_once():
     with pytest.raises(ConfigError, match=r"cannot reach the Ray cluster at 127\.0\.0\.1:9 .*ray start"):
         join_cluster("127.0.0.1:9")
+
+
+def test_a_cluster_that_asks_for_a_token_is_named_with_what_to_set(monkeypatch):
+    def refuse(**_):
+        raise ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379") from RuntimeError(
+            "Failed to connect to GCS. ray.exceptions.AuthenticationError: RPC error: InvalidAuthToken: Authentication"
+            " token is missing or incorrect. Note: RAY_AUTH_MODE is currently 'disabled' (not 'token')."
+        )
+
+    monkeypatch.setattr(ray_launcher.ray, "init", refuse)
+    with pytest.raises(ConfigError, match=r"asks for a token, .* set RAY_AUTH_MODE=token, and copy the head's"):
+        join_cluster("auto")
 
 
 MIXTRAL = ("--model", "mixtral-8x7b", "--paced-arithmetic", "none")

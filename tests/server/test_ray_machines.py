@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from support.namespaces import Namespaces, why_not
-from support.ray_servers import node_addresses
+from support.ray_servers import node_addresses, ray_token
 from support.running import Running, complete, is_idle, wait_until
 
 pytest.importorskip("ray")
@@ -30,7 +30,13 @@ PROMPT = list(range(100, 140))  # token ids, which nothing but this prompt has i
 
 
 @pytest.fixture
-def machines(tmp_path) -> Iterator[Namespaces]:
+def _token() -> Iterator[None]:
+    with ray_token():
+        yield
+
+
+@pytest.fixture
+def machines(tmp_path, _token) -> Iterator[Namespaces]:
     """A head without cores, and two nodes with three each."""
     if reason := why_not():
         pytest.skip(reason)

@@ -1,10 +1,22 @@
-"""What the log of a server on a Ray cluster says about the nodes of its workers."""
+"""Clusters of Ray that ask for a token, and what a server's log says about the nodes of its workers."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
 from support.running import Running
+
+
+@contextmanager
+def ray_token() -> Iterator[None]:
+    """Have the Ray clusters of the block ask for a token. Without it, what they do depends on files in the home."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", "a token of Moestro's tests")
+        yield
 
 
 def _places(server: Running) -> list[tuple[str, str, str]]:

@@ -23,7 +23,7 @@ class LauncherSettings(CheckedSettings):
     ray_worker_cpus: Annotated[int, between(1, 1024)] = 1
     "With --launcher ray, cores that each process reserves, and threads with which it computes."
     ray_timeout: Annotated[float, at_least(1)] = 60.0
-    "With --launcher ray, seconds in which the cluster must have room for the processes."
+    "With --launcher ray, seconds in which the cluster must have room for the processes, and its nodes answer."
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 5.0
 _WAIT_S = 0.5  # Time of one look at a placement group, after which a cancelled start ends.
-_AGENT_S = 20.0  # Ray starts an interpreter in about a second, on a busy node in several.
+_AGENT_S = 20.0  # Ray starts an interpreter in about a second, on a busy node in several. At a server's start: longer.
 _SPARE_S = 2.0  # Time in which there must be room for a process on standby.
 _ANSWER_S = 5.0  # An agent answers in milliseconds; one that does not may be on a machine that has gone.
 _SIGKILL_S = 1.0  # Time in which a killed process's end must be reported; its node is else taken for dead.
@@ -125,14 +125,16 @@ class RayCluster:
         )
 
     def end(self, agent: Any) -> None:
-        """End an agent, and with it its process."""
-        with contextlib.suppress(RayError):
-            ray.kill(agent)
+        """End an agent, and with it its process; nothing is left to end in a cluster that this process has left."""
+        if ray.is_initialized():  # Ray would else start a cluster of its own.
+            with contextlib.suppress(RayError):
+                ray.kill(agent)
 
     def release(self, group: PlacementGroup) -> None:
-        """Give a reservation back."""
-        with contextlib.suppress(RayError):
-            remove_placement_group(group)
+        """Give a reservation back; nothing is left to give back to a cluster that this process has left."""
+        if ray.is_initialized():
+            with contextlib.suppress(RayError):
+                remove_placement_group(group)
 
     def leave(self) -> None:
         """Leave the cluster. Ray ends what this process has left there."""
@@ -157,12 +159,23 @@ def join_cluster(address: str | None) -> RayCluster:
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
     except Exception as error:  # Ray raises errors of many kinds here.
-        text = " ".join(str(error).split())
-        raise ConfigError(
-            f"cannot join the Ray cluster at {address} ({text[:300]}): run `ray start` on this machine, or give"
-            " --ray-address"
-        ) from error
+        raise ConfigError(_explain(error, address)) from error
     return RayCluster()
+
+
+def _explain(error: Exception, address: str) -> str:
+    """Say why a cluster cannot be joined, and what to do."""
+    if "authentication token" in f"{error} {error.__cause__}".lower():
+        reason = "it asks for a token, and this process has none or another one"
+        advice = (
+            "set RAY_AUTH_MODE=token, and copy the head's ~/.ray/auth_token to this machine or set RAY_AUTH_TOKEN,"
+            " before `ray start` on every other node and before `moestro serve`; or start the head with"
+            " RAY_AUTH_MODE=disabled"
+        )
+    else:
+        reason = " ".join(str(error).split())[:300]
+        advice = "run `ray start` on this machine, or give --ray-address"
+    return f"cannot join the Ray cluster at {address} ({reason}): {advice}"
 
 
 def _check_reachable(address: str) -> None:
@@ -299,7 +312,11 @@ class RayLauncher:
         for seat in self._seats:
             if not await self._has_room(seat, start_s, needs.options.ray_timeout):
                 raise ConfigError(await self._describe_lack(needs.num_processes, needs.options.ray_timeout))
-        await asyncio.gather(*(self._occupy(seat) for seat in self._seats))
+        timeout_s = max(needs.options.ray_timeout, _AGENT_S)  # Nodes that start together are busy.
+        tasks = [asyncio.create_task(self._occupy(seat, timeout_s)) for seat in self._seats]
+        for error in await asyncio.gather(*tasks, return_exceptions=True):  # All end, before the cluster is left.
+            if isinstance(error, BaseException):
+                raise error
         self._free = list(self._seats)
 
     async def _has_room(self, seat: _Seat, start_s: float, timeout_s: float) -> bool:
@@ -330,8 +347,11 @@ class RayLauncher:
             " other work, start fewer workers or none on standby (--no-standby), or raise --ray-timeout"
         )
 
-    async def _occupy(self, seat: _Seat) -> None:
+    async def _occupy(self, seat: _Seat, timeout_s: float) -> None:
         """Start an agent on a seat, and check its node.
+
+        Args:
+            timeout_s: Time in which the agent must answer.
 
         Raises:
             ConfigError: The node lacks something.
@@ -341,7 +361,7 @@ class RayLauncher:
         if seat.node is None:
             raise EngineDiedError("a node of the Ray cluster has just gone")
         seat.agent = self._cluster.agent(seat.group, self._bundle)
-        facts: NodeFacts = await self._ask(seat, seat.agent.describe.remote(self._needs.paths), _AGENT_S)
+        facts: NodeFacts = await self._ask(seat, seat.agent.describe.remote(self._needs.paths), timeout_s)
         address, _ = seat.node
         if facts.version != __version__:
             text = (
@@ -423,7 +443,7 @@ class RayLauncher:
             if seat.agent is None:
                 if not await self._has_room(seat, time.monotonic(), timeout_s):
                     raise EngineDiedError(await self._describe_lack(1, timeout_s))
-                await self._occupy(seat)
+                await self._occupy(seat, _AGENT_S)
             num_threads = self._needs.options.ray_worker_cpus
             await self._ask(seat, seat.agent.start.remote((*self._arguments, *name), num_threads), _ANSWER_S)
         except BaseException as error:
