@@ -328,11 +328,11 @@ class PricedStages:
         match launched.item:
             case Experts():
                 return ExpertsDone(launched.num_pieces)
-            case Attention(layer, units):
+            case Attention(layer=layer, units=units):
                 return AttentionDone(self._chosen(launched, units, layer))
             case Merge():
                 return Merged()
-            case Sample(units):
+            case Sample(units=units):
                 return self._answered(units, now_ns, None)
             case Passage() as item:
                 return self._passed(launched, item, now_ns)

@@ -202,12 +202,12 @@ class FlowCore:
         self._lacks_places &= isinstance(event, Tick)
         commands: list[Command] = []
         match event:
-            case Done(result):
-                self._take(now_ns, result, commands)
+            case Done():
+                self._take(now_ns, event.result, commands)
             case Tick():
                 self._open_inbox(now_ns, commands)
                 self._choose(now_ns, commands)
-            case PlanSubmitted(plan):
+            case PlanSubmitted(plan=plan):
                 self._submit(plan, now_ns, commands)
             case TableChanged(table, is_near):
                 assert self._dispatcher is not None, "a device that is alone has no table"
@@ -368,13 +368,13 @@ class FlowCore:
         self._ask_again_ns = None  # the policy chooses again after each result
         self._num_withdrawn = max(self._num_withdrawn - 1, 0)
         match launched.item, result:
-            case Attention() as item, AttentionDone(topk_ids):
+            case Attention() as item, AttentionDone(topk_ids=topk_ids):
                 if topk_ids is None:
                     self._pool.release_places(item.merges)
                     self._queues.attention.add(item.layer + 1, launched.ids, now_ns)
                 else:
                     self._dispatch(now_ns, launched, item.layer, topk_ids, commands)
-            case Experts() as item, ExpertsDone(num_batches):
+            case Experts() as item, ExpertsDone(num_batches=num_batches):
                 self._take_experts(now_ns, item, num_batches, commands)
             case Merge(), Merged():
                 pass

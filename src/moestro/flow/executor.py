@@ -184,24 +184,26 @@ class FlowExecutor:
 
     def _apply(self, event: Event, now_ns: int) -> None:
         for command in self._core.on_event(now_ns, event):
-            match command:  # the most frequent first
-                case Send(message, places, choices):
+            match command:  # the most frequent first; none is positional: msgspec makes a tuple for each of these
+                case Send():
+                    message, places, choices = command.message, command.places, command.choices
                     assert self._links is not None, "a device that is alone sends nothing"
                     if choices is None:
                         tensor = self._device.read_inputs(places)
                     else:
                         tensor = self._device.read_contributions(places, choices)
                     self._links.send(HopMessage(message.hop, message.records, tensor), now_ns)
-                case Store(tensor, rows, places, choices):
+                case Store():
+                    tensor, rows, places, choices = command.tensor, command.rows, command.places, command.choices
                     vectors = tensor if tensor is None or rows is None else tensor[rows]
                     if choices is None:
                         self._device.store_inputs(places, vectors)
                     else:
                         self._device.store_contributions(places, choices, vectors)
-                case Launch(item):
-                    self._device.launch(item, now_ns)
+                case Launch():
+                    self._device.launch(command.item, now_ns)
                 case Withdraw():
                     self._device.withdraw(now_ns)
-                case Emit(result):
-                    self._results.append(result)
+                case Emit():
+                    self._results.append(command.result)
                     self._emitted_ns = now_ns

@@ -146,7 +146,7 @@ class Guests:
         repeats = np.array(sizes)
         self._home[guests] = _each([message.hop.src for message, _ in arrived], repeats)
         self._queued_ns[guests] = _each([at_ns for _, at_ns in arrived], repeats)
-        self._entry[guests] = _each(range(entry, entry + len(arrived)), repeats)
+        self._entry[guests] = np.arange(entry, entry + len(arrived)).repeat(repeats)
         choices, slots = records["choice"].astype(np.int32), records["slot"].astype(np.int32)
         num_records = [len(message.records) for message, _ in arrived]
         if num_records == sizes:  # no token has two experts here

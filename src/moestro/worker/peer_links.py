@@ -271,7 +271,7 @@ class PeerLinks:
                 self.heard[src] = launch
             case SendAgain(src) if 0 <= src < len(self.heard):
                 self.to_resend.add(src)
-            case HopMessage(hop):
+            case HopMessage(hop=hop):
                 self._look_for_gap(hop)
                 return None if self._two_phase is not None and self._two_phase.keep(message) else message
             case AnnouncedHop(announcement) if self._two_phase is not None:
