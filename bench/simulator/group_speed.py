@@ -4,7 +4,8 @@
 
 The load is that of AMoE's comparison of schedulers at 80 % (`moestro repro amoe`, part schedulers_top1_permuted):
 Mixtral with multi-query attention and top-1 on four attention and four expert workers. The rate and the number of
-requests at the start are read from the stored result. Systems and repeats take turns.
+requests at the start are read from the stored result. Systems and repeats take turns. `num_items` are those of
+attention workers and of expert workers.
 """
 
 from __future__ import annotations
