@@ -17,7 +17,7 @@ from moestro.cost.model import Batch
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.planner.curves import Curve, best_within
 from moestro.planner.divisions import GpuDivision, divisions_of
-from moestro.planner.estimate import Estimator
+from moestro.planner.estimate import Estimator, chunks_of_prompt, mean_steps
 from moestro.planner.lengths import LengthSample
 from moestro.planner.memory import memory_of
 from moestro.planner.plan import Margin, inverted, make_plan, margin_of
@@ -159,6 +159,53 @@ def test_estimates_in_lock_step_are_within_the_allowance_of_the_simulation(small
             fitting = fitting_of(question, division)
             simulated = fitting.run(number, 0).tokens_per_s
             assert simulated < ALLOWANCE * Estimator(0).estimate(fitting, number).tokens_per_s, division.title
+
+
+@pytest.mark.parametrize("number", [7, 1439])
+def test_few_requests_and_many_have_their_estimate(number):
+    """Few requests have a prompt in few steps, and many need more tokens in a step than the setting."""
+    question = make_question(
+        PlanSettings(
+            model="qwen3-30b-a3b",
+            hardware=HardwareSettings(gpu="a100", num_gpus=4),
+            traffic=TrafficSettings(isl=512, osl=128),
+        )
+    )
+    fitting = fitting_of(question, GpuDivision("fused", 2, 2))
+    assert fitting.run(number, 0).tokens_per_s == pytest.approx(
+        Estimator(0).estimate(fitting, number).tokens_per_s, rel=0.05
+    )
+
+
+def test_a_run_at_the_limit_of_memory_is_in_a_steady_state(small, monkeypatch):
+    question = make_question(replace(settings_of(small), traffic=TrafficSettings(isl=256, osl=32)))
+    fitting = fitting_of(question, GpuDivision("fused", 2, 1))
+    number = fitting.most_requests
+    assert fitting.limits(number).max_num_batched_tokens >= number / 2 * (1 + 256 / 32)
+    short = fitting.run(number, 0).tokens_per_s
+    monkeypatch.setattr("moestro.planner.simulated._PASSES", (64, 64))
+    assert short == pytest.approx(fitting.run(number, 0).tokens_per_s, rel=0.05)
+
+
+def test_the_shares_of_mean_steps_are_those_of_prompts(small):
+    """All requests get a token in a step in which their prompt has one chunk; chunks are where they are on average."""
+    question = make_question(settings_of(small))
+    for division in (GpuDivision("fused", 2, 1), GpuDivision("ep", 1, 2)):
+        fitting = fitting_of(question, division)
+        for each in (1, 4, 64):
+            steps = mean_steps(fitting, each, 1)
+            assert sum(step.share for step in steps) == pytest.approx(1)
+            assert {len(batch.start) for step in steps for batch in step.batches} == {each}
+            tokens = sum(step.share * sum(batch.num_tokens.sum() for batch in step.batches) for step in steps)
+            # A request has 32 tokens of a prompt and 31 further steps of one token each.
+            assert tokens == pytest.approx(division.num_engines * each * (32 + 31) / 32, rel=0.02)
+
+
+def test_a_prompt_beyond_the_budget_takes_several_steps(small):
+    search = PlanSearchSettings(max_num_batched_tokens=16)
+    fitting = fitting_of(make_question(settings_of(small, search=search)), GpuDivision("fused", 2, 1))
+    assert [chunks_of_prompt(fitting, each) for each in (1, 8)] == [2, 4]
+    assert fitting.run(2, 0).tokens_per_s == pytest.approx(Estimator(0).estimate(fitting, 2).tokens_per_s, rel=0.05)
 
 
 def test_async_is_below_its_estimate(small):

@@ -14,9 +14,9 @@ from moestro.planner.question import PlanQuestion
 from moestro.planner.settings import ObjectiveSettings
 from moestro.planner.simulated import FittingDivision, SimulatedPoint
 
-# A deployment is left out if its estimate, times this, is below a simulated throughput. Most simulations lie
-# below: medians of 0.98 to 1.01 in lock-step and 0.49 in `async`, but some at 2.0 (bench/simulator/plan_estimates.py).
-ALLOWANCE, ASYNC_ALLOWANCE = 1.15, 0.75
+# A deployment is left out if its estimate, times this, is below a simulated throughput. The largest quotients of the
+# two were 1.05 in lock-step, in 219 runs, and 0.77 in `async`, in 11 (bench/simulator/plan_estimates.py).
+ALLOWANCE, ASYNC_ALLOWANCE = 1.15, 0.9
 _NUM_RUNGS = 6  # estimates per factor of 8 in the number of requests; curves are smooth
 # A bracket around the objective: numbers of requests that differ by less give nearly the same throughput. Runs of
 # `async` take a hundred times as long.

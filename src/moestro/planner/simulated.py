@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -41,7 +42,8 @@ class RunLimits:
 
     Attributes:
         max_num_seqs: sequences.
-        max_num_batched_tokens: tokens of a step, at least twice as many, as `async` mode needs.
+        max_num_batched_tokens: tokens of a step: at least twice as many, as `async` mode needs, and what as many
+            requests need in the mean, a token of each answer and the prompts of new requests.
     """
 
     max_num_seqs: int
@@ -91,7 +93,9 @@ class FittingDivision:
         """Limits under which this number of requests run at once."""
         each = -(-num_requests // self.num_engines)
         max_num_seqs = -(-each // _MULTIPLE) * _MULTIPLE
-        num_tokens = max(self.question.settings.search.max_num_batched_tokens, 2 * max_num_seqs)
+        lengths = self.question.lengths
+        tokens_each = max(1 + lengths.mean_prompt / lengths.mean_output, 2)
+        num_tokens = max(self.question.settings.search.max_num_batched_tokens, math.ceil(max_num_seqs * tokens_each))
         return RunLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens)
 
     def run(self, num_requests: int, seed: int) -> SimulatedPoint:
