@@ -74,14 +74,16 @@ class PlaceProblem:
 
     def work(self, expert: Experts, share: Floats) -> Floats:
         """Return float64[batches, devices, slots], seconds of each copy at speed 1; 0 for EMPTY."""
-        batch = np.arange(len(expert))[:, None, None]
-        work = self.token_s[batch, expert] * share
-        if self.expert_s > 0:
-            used = share > 0
-            work[used] += self.expert_s * (
-                1 - np.broadcast_to(self.idle[batch, expert], share.shape)[used] ** share[used]
-            )
+        work = self.seconds(np.arange(len(expert))[:, None, None], expert, share)
         work[expert == EMPTY] = 0.0
+        return work
+
+    def seconds(self, batch: NDArray[np.intp], expert: Experts, share: Floats) -> Floats:
+        """Return float64, seconds of copies at speed 1; arguments broadcast."""
+        work: Floats = self.token_s[batch, expert] * share
+        if self.expert_s > 0:
+            reads = self.expert_s * (1 - self.idle[batch, expert] ** share)
+            work += np.where(share > 0, reads, 0.0)
         return work
 
     def load(self, work: Floats) -> Floats:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.expert_table import EMPTY
 from moestro.placement.budget import Allowance
-from moestro.placement.copies import Packing, held_by, live_counts, normal_shares
+from moestro.placement.copies import Packing, live_counts
 from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
@@ -156,11 +157,17 @@ def put_copies(
     problem: PlaceProblem, packing: Packing, batch: NDArray[np.intp], slot: Experts, expert: Experts, share: Floats
 ) -> None:
     """Put experts into slots, numbered over all devices, and scale their shares with those of their other copies."""
-    num_slots = packing.expert.shape[2]
-    where = (batch, slot // num_slots, slot % num_slots)
-    packing.expert[where], packing.share[where] = expert, share
+    device, nth = np.divmod(slot, packing.expert.shape[2])
+    leaves = packing.expert[batch, device, nth]
+    packing.expert[batch, device, nth], packing.share[batch, device, nth] = expert, share
+    packing.work[batch, device, nth] = 0.0
+    packing.held[batch, leaves, device], packing.held[batch, expert, device] = False, True
     now = packing.expert[batch]
-    shares = normal_shares(now, packing.share[batch], problem.shape[1])
-    packing.share[batch] = shares
-    packing.work[batch] = problem.only_work(batch).work(now, shares)
-    packing.held[batch] = held_by(now, problem.shape[1])
+    for changed in (leaves, expert):
+        row, *place = np.nonzero((now == changed[:, None, None]) & (changed != EMPTY)[:, None, None])
+        where = (batch[row], *place)
+        parts = packing.share[where]
+        total = np.bincount(row, parts, len(batch))[row]
+        parts = np.where(total > 0, parts / np.where(total > 0, total, 1.0), 1 / np.bincount(row)[row])
+        packing.share[where] = parts
+        packing.work[where] = problem.seconds(batch[row], changed[row], parts)

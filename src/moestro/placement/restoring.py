@@ -175,7 +175,8 @@ def _slots_to_take(
     counts = np.bincount(index.ravel(), minlength=len(batch) * num_experts + 1)[index]
     of_slot = np.repeat(load, num_slots, axis=1)
     # Slots ordered by load, so that the last one of each expert is on its most loaded device.
-    order = np.argsort(of_slot.ravel(), kind="stable")
+    order = np.argsort(load, axis=1, kind="stable") + np.arange(len(batch))[:, None] * load.shape[1]
+    order = (order[:, :, None] * num_slots + np.arange(num_slots)).ravel()
     heaviest, second = np.full(len(batch) * num_experts + 1, -1), np.full(len(batch) * num_experts + 1, -1)
     flat = index.ravel()
     heaviest[flat[order]] = order

@@ -56,7 +56,7 @@ def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
     counts = copy_counts(problem)
     peak = copy_work(problem, counts).max(axis=1)
     add_copies(problem, packing, np.maximum(HEAVIER_COPY * peak, HEAVY_COPY * even * problem.speed.max()), allowance)
-    if limits.num_share_steps:
+    if limits.num_share_steps and _can_share(problem):
         recover(problem, packing, least_load(problem, packing) / limits.target, allowance)
     level(problem, packing, limits, allowance)
     shorten(problem, packing, limits, allowance)
@@ -67,7 +67,7 @@ def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowan
     goal = least_load(problem, packing) / limits.target
     num_rounds = limits.num_rounds * _turns(problem)
     # Shares level what exchanges began: a few of them join devices with too much work to others with too little.
-    num_parts = LEVELS if limits.num_share_steps else 1
+    num_parts = LEVELS if limits.num_share_steps and _can_share(problem) else 1
     for _ in range(num_parts):
         balance(problem, packing, goal, math.ceil(num_rounds / num_parts), allowance)
         share_out(problem, packing, goal, limits.num_share_steps)
@@ -80,6 +80,11 @@ def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
     largest = problem.load(packing.work).max(axis=1)
     cap = largest * (1 + limits.slack)
     bring_near(problem, packing, cap, limits.num_turns * _turns(problem), allowance)
+
+
+def _can_share(problem: PlaceProblem) -> bool:
+    """Return whether any expert can have a second copy."""
+    return int(problem.room.sum()) > problem.shape[1]
 
 
 def _turns(problem: PlaceProblem) -> int:

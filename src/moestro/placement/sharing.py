@@ -35,6 +35,8 @@ def share_out(problem: PlaceProblem, packing: Packing, target: Floats, num_steps
     if not len(batch) or not num_steps:
         return
     copies = _shared_copies(problem, packing, batch)
+    if not len(copies.row):
+        return
     for _ in range(num_steps):
         copies = replace(copies, share=copies.stepped())
         largest = copies.load().max(axis=1)
