@@ -65,13 +65,14 @@ class Sweep:
 
 SWEEPS = (
     Sweep(moestro, "URGENT_TARGET", (0.94, 0.955, 0.97, 0.99)),
-    Sweep(moestro, "FAR_OFF", (0.3, 0.55, 0.8)),
+    Sweep(moestro, "FAR_OFF", (0.45, 0.55, 0.65, 0.75)),
     Sweep(moestro, "MISSED_BY", (0.002, 0.01, 0.03)),
     Sweep(moestro, "CLOSER", (0.1, 0.25, 0.5, 1.0)),
     Sweep(search, "SHARE_STEPS", (1, 2, 3, 5, 8)),
     Sweep(restoring, "RELIEF_SHARE_STEPS", (1, 2, 3)),
     Sweep(search, "LEVELS", (1, 2, 4, 6)),
     Sweep(search, "HEAVY_COPY", (0.4, 0.6, 0.8)),
+    Sweep(search, "SCARCE", (1.0, 2.0, 4.0)),
     Sweep(search, "HEAVIER_COPY", (1.0, 1.05, 1.2)),
     Sweep(search, "STAY", (0.0, 0.1, 0.3)),
     Sweep(search, "NEAR", (0.0, 2.0, 8.0, 16.0)),

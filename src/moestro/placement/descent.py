@@ -146,15 +146,16 @@ class _Sides:
         here, there = base + device, base + device[::-1]
         work = packing.work.reshape(-1).take(slots)
         moved = problem.moved.reshape(-1).view(np.int8)
-        cost = problem.move_s * (moved.take(there) - moved.take(here))
+        cost: Floats = problem.move_s * (moved.take(there) - moved.take(here)).astype(np.float64)
         if problem.row_s is not None:
             row_s = problem.row_s.reshape(-1)
             cost += (row_s.take(there) - row_s.take(here)) * packing.share.reshape(-1).take(slots)
         cost[packing.held.reshape(-1).take(there)] = np.inf
         if not problem.room.all():  # slots that do not exist stay empty
             cost[~problem.room[device, every]] = np.inf
-        slow = (1 / problem.speed)[device]
-        return cls(slow, work, work.sum(axis=0) * slow, cost)
+        slow: Floats = (1 / problem.speed)[device]
+        load: Floats = work.sum(axis=0) * slow
+        return cls(slow, work, load, cost)
 
 
 def _best_exchanges(sides: _Sides, floor: Floats) -> tuple[Experts, Floats]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.placement.budget import Allowance, allowance_of
-from moestro.placement.copies import Packing, even_shares, packing_of
+from moestro.placement.copies import Packing, even_shares, live_counts, packing_of
 from moestro.placement.descent import balance, bring_near
 from moestro.placement.devices import PlaceLimits
 from moestro.placement.packing import pack
@@ -19,10 +19,12 @@ from moestro.placement.restoring import recover
 from moestro.placement.sharing import share_out
 from moestro.placement.traffic import Floats
 
-# Part of the even load above which a single copy is hard to pack.
-HEAVY_COPY = 0.6
 # A copy may weigh this much more than with the best numbers of copies before one of them moves.
 HEAVIER_COPY = 1.05
+# Where fewer copies may be received than this times those that lack, heavy devices are relieved first, and only copies
+# above this part of the even load, which are hard to pack, are split.
+SCARCE = 2.0
+HEAVY_COPY = 0.6
 SHARE_STEPS = 3  # Newton steps for shares; further ones gain nothing (bench/simulator/placement_constants.py)
 LEVELS = 4  # times that shares are set between exchanges; fewer move more, and more leave too few exchanges each time
 STAY = 0.1  # load that a new packing may cost a copy more, as a part of the copy, so that it stays where it is held
@@ -50,13 +52,11 @@ class SearchLimits:
 
 
 def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
-    """Improve a placement in place, by as few moves as its target takes: shares, copies, exchanges, ways of rows."""
-    even = problem.even_load(packing.work)
+    """Improve a placement in place, by as few moves as its target takes: copies, shares, exchanges, ways of rows."""
+    add_copies(problem, packing, _lightest_to_split(problem, packing, allowance), allowance)
     share_out(problem, packing, least_load(problem, packing) / limits.target, limits.num_share_steps)
-    counts = copy_counts(problem)
-    peak = copy_work(problem, counts).max(axis=1)
-    add_copies(problem, packing, np.maximum(HEAVIER_COPY * peak, HEAVY_COPY * even * problem.speed.max()), allowance)
-    if limits.num_share_steps and _can_share(problem):
+    # A further copy is half of an exchange, which counts where few copies may move.
+    if allowance.is_limited and limits.num_share_steps and _can_share(problem):
         recover(problem, packing, least_load(problem, packing) / limits.target, allowance)
     level(problem, packing, limits, allowance)
     shorten(problem, packing, limits, allowance)
@@ -80,6 +80,20 @@ def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
     largest = problem.load(packing.work).max(axis=1)
     cap = largest * (1 + limits.slack)
     bring_near(problem, packing, cap, limits.num_turns * _turns(problem), allowance)
+
+
+def _lightest_to_split(problem: PlaceProblem, packing: Packing, allowance: Allowance) -> Floats:
+    """Return float64[batches], seconds of a copy above which its expert gets another one.
+
+    Many light copies also vary less than few heavy ones when the next window brings other loads.
+    """
+    counts = copy_counts(problem)
+    lightest: Floats = HEAVIER_COPY * copy_work(problem, counts).max(axis=1)
+    num_lacking = np.maximum(counts - live_counts(packing.expert, problem.shape[1]), 0).sum()
+    if min(allowance.total, allowance.each.sum()) >= SCARCE * num_lacking:
+        return lightest
+    hard_to_pack: Floats = HEAVY_COPY * problem.even_load(packing.work) * problem.speed.max()
+    return np.maximum(lightest, hard_to_pack)
 
 
 def _can_share(problem: PlaceProblem) -> bool:
