@@ -67,11 +67,11 @@ def test_any_question_of_vllm_is_answered_with_full_slots_that_keep_what_stays(p
 
 
 # EPLB's second copies on a rank give way to other experts here, so the parts of its hottest experts grow.
-@pytest.mark.parametrize(("policy", "bound"), [("eplb", 1.15), ("moestro", 1.03)])
+@pytest.mark.parametrize(("policy", "bound"), [("eplb", 1.15), ("moestro", 1.04)])
 def test_a_skewed_load_is_leveled(policy, bound):
     rng = np.random.default_rng(1)
-    load = rng.permuted(np.tile(1e6 / np.arange(1, 65) ** 0.8, (4, 1)), axis=1)
-    old = initial(4, 64, 80)
+    load = rng.permuted(np.tile(1e6 / np.arange(1, 65) ** 0.8, (32, 1)), axis=1)
+    old = initial(32, 64, 80)
     placed = planner(policy).place(load, Fleet(80, 8, 2, 8), old)
     assert imbalance(load, old, 8) > 1.5
     assert imbalance(load, placed, 8) < bound

@@ -11,6 +11,7 @@ from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import PlaceLimits, PlacePrices, even_devices
 from moestro.placement.eplb import keep_slots
+from moestro.placement.filling import fill_empty
 from moestro.placement.registry import PlacePolicy, PlaceView
 
 Int64s = NDArray[np.int64]
@@ -94,7 +95,9 @@ class Planner:
         before = _covering(known, load, fleet.num_ranks)
         table = self.policy(self._view(load, fleet, before))
         wanted = np.concatenate(list(table.logical_of), axis=1).astype(np.int64)
-        placed = _filled(wanted, load, known, fleet.num_ranks)
+        by_rank = (num_layers, fleet.num_ranks, -1)
+        filled = fill_empty(wanted.reshape(by_rank), load.astype(np.float64), known.reshape(by_rank))
+        placed = filled.reshape(num_layers, -1)
         return keep_slots(placed, known, fleet.num_ranks)
 
     def _view(self, load: NDArray[np.floating], fleet: Fleet, before: Int64s) -> PlaceView:
@@ -143,61 +146,6 @@ def _covering(known: Int64s, load: NDArray[np.floating], num_ranks: int) -> Int6
                 free = np.append(free, slot)
         slots[free[: len(missing)]] = missing
     return covering
-
-
-def _filled(wanted: Int64s, load: NDArray[np.floating], known: Int64s, num_ranks: int) -> Int64s:
-    """Fill empty slots with more copies, because vLLM knows no empty slot.
-
-    The slot's present expert stays if that makes no rank slower than the slowest one, because it moves nothing.
-    Otherwise the expert gets a copy that levels the ranks best. Two copies on a rank are left to ranks that have more
-    slots than there are experts.
-    """
-    placed = wanted.copy()
-    for layer in np.flatnonzero((placed == EMPTY).any(axis=1)).tolist():
-        slots = placed[layer].reshape(num_ranks, -1)  # a view: writing changes `placed`
-        was = known[layer].reshape(num_ranks, -1)
-        layer_copies = _LayerCopies(slots, load[layer].astype(np.float64))
-        for rank, slot in np.argwhere(slots == EMPTY).tolist():
-            slots[rank, slot] = layer_copies.add(rank, int(was[rank, slot]))
-    return placed
-
-
-class _LayerCopies:
-    """Copies of one layer's experts on ranks, with equal parts of an expert's load.
-
-    Args:
-        slots: int64[ranks, slots], expert in each slot; EMPTY means none.
-        load: float64[experts].
-    """
-
-    def __init__(self, slots: Int64s, load: NDArray[np.float64]) -> None:
-        self._load = load
-        self._on = np.zeros((len(load), len(slots)))  # [experts, ranks], copies
-        rank, slot = np.nonzero(slots != EMPTY)
-        np.add.at(self._on, (slots[rank, slot], rank), 1)
-
-    def add(self, rank: int, present: int) -> int:
-        """Give an expert one more copy, on `rank`, and return the expert.
-
-        Args:
-            rank: Rank with an empty slot.
-            present: Expert whose weights are in that slot now; EMPTY means none.
-        """
-        counts = self._on.sum(axis=1)
-        part = self._load / counts
-        ranks = part @ self._on
-        # Load of all ranks [experts, ranks] if this expert got the copy.
-        after = ranks + self._on * (self._load / (counts + 1) - part)[:, None]
-        after[:, rank] += self._load / (counts + 1)
-        allowed = self._on[:, rank] == 0
-        if not allowed.any():
-            allowed[:] = True
-        if present != EMPTY and allowed[present] and after[present].max() <= ranks.max():
-            expert = present
-        else:
-            expert = int(np.where(allowed, (after**2).sum(axis=1), np.inf).argmin())
-        self._on[expert, rank] += 1
-        return expert
 
 
 def _is_second(placed: Int64s, num_ranks: int) -> NDArray[np.bool_]:

@@ -58,7 +58,8 @@ def ask(policy: str, view: PlaceView, *, fills_slots: bool = False) -> PlaceAnsw
     except Exception as error:  # a policy of a user's file may raise anything
         raise PlacementError(f"policy {policy} found no placement: {type(error).__name__}: {error}") from error
     if fills_slots:
-        table = _with_even_shares(table, filled_slots(table, view.devices, view.load.total), view.devices)
+        filled = filled_slots(table, view.devices, view.load.total, view.table)
+        table = _with_even_shares(table, filled, view.devices)
     return PlaceAnswer(policy=policy, table=table, change=payback(view, table))
 
 

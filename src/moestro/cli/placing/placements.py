@@ -10,9 +10,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.expert_table import ExpertTable
 from moestro.errors import ConfigError
 from moestro.placement.devices import Devices
+from moestro.placement.filling import fill_empty
 from moestro.placement.placement_file import table_of_contents, table_of_slots
 
 Ints = NDArray[np.int32]
@@ -58,15 +59,16 @@ def _write(flag: str, path: Path, data: bytes) -> None:
         raise ConfigError(f"{flag} {path} cannot be written: {error}") from error
 
 
-def filled_slots(table: ExpertTable, devices: Devices, total: NDArray[np.float64]) -> Ints:
+def filled_slots(
+    table: ExpertTable, devices: Devices, total: NDArray[np.float64], present: ExpertTable | None = None
+) -> Ints:
     """Return the slots of all live devices end to end, without empty ones, for engines that have none.
-
-    An empty slot gets the expert with the most tokens per copy among those that its device lacks.
 
     Args:
         table: The placement.
         devices: Its devices.
         total: float64[layers, experts], tokens of each expert.
+        present: Placement whose experts rather stay in slots that `table` leaves empty.
 
     Returns:
         int32[layers, slots].
@@ -81,18 +83,12 @@ def filled_slots(table: ExpertTable, devices: Devices, total: NDArray[np.float64
             f"--sglang and --tensorrt-llm need equally many slots on each live device; these have {sizes[0]} to"
             f" {sizes[-1]}"
         )
-    found = np.swapaxes(table.logical_of[live, :, : sizes[0]], 0, 1).copy()  # [layers, devices, slots]
-    for layer, held in enumerate(found):
-        copies = np.bincount(held[held != EMPTY], minlength=table.num_experts)
-        for device, slot in np.argwhere(held == EMPTY).tolist():
-            wanted = total[layer] / np.maximum(copies, 1)
-            lacks = np.ones(table.num_experts, np.bool_)
-            lacks[held[device][held[device] != EMPTY]] = False
-            # A device with more slots than there are experts has each of them already.
-            expert = int(np.argmax(np.where(lacks | ~lacks.any(), wanted, -1.0)))
-            held[device, slot] = expert
-            copies[expert] += 1
-    return found.reshape(len(found), -1)
+
+    def by_layer(of: ExpertTable) -> NDArray[np.int64]:
+        return np.swapaxes(of.logical_of[live, :, : sizes[0]], 0, 1).astype(np.int64)
+
+    filled = fill_empty(by_layer(table), total, None if present is None else by_layer(present))
+    return filled.reshape(len(filled), -1).astype(np.int32)
 
 
 def all_model_layers(rows: Ints, layers: tuple[int, ...], num_model_layers: int, num_experts: int) -> list[list[int]]:
