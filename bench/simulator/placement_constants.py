@@ -8,9 +8,10 @@ them exactly; only the time is measured, as processor time of all plans together
 
 warm: after a drift (10 % noise) on 64 devices, from EPLB's placement. budget: the same with 15 % of the copies.
 fresh: from vLLM's placement of the start. next: the fresh placement in the next window, with new shares alone.
-dead: 4 of 64 devices die, each alone. far: rows between nodes if these prefer different tasks. small: step of 12
-problems of 9 to 40 slots against the best value of this sweep. gimbal: objective of `gimbal_v2` on a large and four
-medium problems against the best value of this sweep.
+swapped: on 32 devices after 15 % noise, with 10 % of the experts swapped; then also with 1 and 5 % of the copies, and
+fresh at Zipf 0.4 with its next window, shares as they were. dead: 4 of 64 devices die, each alone. far: rows between
+nodes if these prefer different tasks. small: step of 12 problems of 9 to 40 slots against the best value of this sweep.
+gimbal: objective of `gimbal_v2` on a large and four medium problems against the best value of this sweep.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from moestro.config.run_record import run_record
+from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY
 from moestro.placement import replicas, restoring, search, sharing, small
 from moestro.placement.linear_costs import objective_s
@@ -44,6 +46,7 @@ from shared.results import make_parser, save
 
 NUM_LAYERS = 12
 LARGE = Bed(replace(DEEPSEEK_V3, num_layers=NUM_LAYERS), 64, 5, 8)
+MIDDLE = Bed(replace(DEEPSEEK_V3, num_layers=NUM_LAYERS), 32, 9, 4)
 TIGHT = Bed(replace(DEEPSEEK_V3, num_layers=NUM_LAYERS), 144, 2, 18)
 SMALL = tuple(
     Bed(replace(GPT_OSS_20B, num_layers=1, num_experts=experts), devices, slots, nodes, rows_per_source=rows)
@@ -65,15 +68,15 @@ class Sweep:
 
 SWEEPS = (
     Sweep(moestro, "URGENT_TARGET", (0.94, 0.955, 0.97, 0.99)),
-    Sweep(moestro, "FAR_OFF", (0.45, 0.55, 0.65, 0.75)),
+    Sweep(moestro, "FAR_OFF", (0.45, 0.55, 0.65, 0.75), "swapped"),
     Sweep(moestro, "MISSED_BY", (0.002, 0.01, 0.03)),
     Sweep(moestro, "CLOSER", (0.1, 0.25, 0.5, 1.0)),
     Sweep(search, "SHARE_STEPS", (1, 2, 3, 5, 8)),
     Sweep(restoring, "RELIEF_SHARE_STEPS", (1, 2, 3)),
     Sweep(search, "LEVELS", (1, 2, 4, 6)),
-    Sweep(search, "HEAVY_COPY", (0.4, 0.6, 0.8)),
-    Sweep(search, "SCARCE", (1.0, 2.0, 4.0)),
-    Sweep(search, "HEAVIER_COPY", (1.0, 1.05, 1.2)),
+    Sweep(search, "HEAVY_COPY", (0.0, 0.4, 0.6, 0.8), "swapped"),
+    Sweep(search, "SCARCE", (0.0, 1.0, 2.0, 4.0, 8.0), "swapped"),
+    Sweep(search, "HEAVIER_COPY", (1.0, 1.05, 1.2, 1.5), "swapped"),
     Sweep(search, "STAY", (0.0, 0.1, 0.3)),
     Sweep(search, "NEAR", (0.0, 2.0, 8.0, 16.0)),
     Sweep(restoring, "HARM_POWER", (2, 4, 8, 16, 32)),
@@ -135,6 +138,34 @@ def moestro_cases() -> Callable[[], Figures]:
     return run
 
 
+def swapped_cases() -> Callable[[], Figures]:
+    """Prepare the cases of the policy `moestro` on fewer devices, where other experts are hot than before."""
+    scenes = []
+    for seed in range(4):
+        rng = np.random.default_rng([8, seed])
+        before = loads.zipf(MIDDLE.model, 0.6, rng)
+        table = PLACE_POLICIES.make("eplb:hierarchy=never")(MIDDLE.view(loads.from_every_source(before, MIDDLE)))
+        now = MIDDLE.view(loads.from_every_source(loads.drifted(before, 0.15, 0.1, rng), MIDDLE), table)
+        num_bytes = (table.logical_of != EMPTY).sum() * now.prices.expert_bytes
+        tight = [replace(now, limits=replace(now.limits, max_bytes=int(part * num_bytes))) for part in (0.01, 0.05)]
+        fresh = zipf_view(MIDDLE, seed, 0.4)
+        scenes.append((now, *tight, fresh, loads.with_noise(fresh.load, rng)))
+
+    def figures(scene: tuple[PlaceView, PlaceView, PlaceView, PlaceView, ExpertLoad]) -> Figures:
+        now, one, five, fresh, following = scene
+        found = dict(zip(("swapped", "swapped_moved"), judged(now), strict=True))
+        found |= {"with_1_%": judged(one)[0], "with_5_%": judged(five)[0]}
+        found |= dict(zip(("fresh", "fresh_moved"), judged(fresh), strict=True))
+        plan = PLACE_POLICIES.make("moestro")(fresh)
+        return found | {"next": score(following, plan, fresh.devices, fresh.prices).mean_balance}
+
+    def run() -> Figures:
+        found = [figures(scene) for scene in scenes]
+        return {name: float(np.mean([each[name] for each in found])) for name in found[0]}
+
+    return run
+
+
 def tight_cases() -> Callable[[], Figures]:
     views = [zipf_view(TIGHT, seed, 0.4) for seed in range(2)]
     return lambda: {"fresh": float(np.mean([judged(view)[0] for view in views]))}
@@ -156,7 +187,13 @@ def gimbal_cases() -> Callable[[], Figures]:
     return lambda: {f"gimbal {i}": objective_s(view, gimbal_v2.gimbal_v2(view)) for i, view in enumerate(views)}
 
 
-CASES = {"moestro": moestro_cases, "tight": tight_cases, "small": small_cases, "gimbal": gimbal_cases}
+CASES = {
+    "moestro": moestro_cases,
+    "swapped": swapped_cases,
+    "tight": tight_cases,
+    "small": small_cases,
+    "gimbal": gimbal_cases,
+}
 
 
 @contextmanager
