@@ -75,7 +75,6 @@ SWEEPS = (
     Sweep(restoring, "RELIEF_SHARE_STEPS", (1, 2, 3)),
     Sweep(search, "LEVELS", (1, 2, 4, 6)),
     Sweep(search, "HEAVY_COPY", (0.0, 0.4, 0.6, 0.8), "swapped"),
-    Sweep(search, "SCARCE", (0.0, 1.0, 2.0, 4.0, 8.0), "swapped"),
     Sweep(search, "HEAVIER_COPY", (1.0, 1.05, 1.2, 1.5), "swapped"),
     Sweep(search, "STAY", (0.0, 0.1, 0.3)),
     Sweep(search, "NEAR", (0.0, 2.0, 8.0, 16.0)),

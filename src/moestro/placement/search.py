@@ -21,9 +21,8 @@ from moestro.placement.traffic import Floats
 
 # A copy may weigh this much more than with the best numbers of copies before one of them moves.
 HEAVIER_COPY = 1.05
-# Where fewer copies may be received than this times those that lack, heavy devices are relieved first, and only copies
-# above this part of the even load, which are hard to pack, are split.
-SCARCE = 2.0
+# Where fewer copies may be received than experts lack, heavy devices are relieved first, and only copies above this part
+# of the even load, which are hard to pack, are split.
 HEAVY_COPY = 0.6
 SHARE_STEPS = 3  # Newton steps for shares; further ones gain nothing (bench/simulator/placement_constants.py)
 LEVELS = 4  # times that shares are set between exchanges; fewer move more, and more leave too few exchanges each time
@@ -90,7 +89,7 @@ def _lightest_to_split(problem: PlaceProblem, packing: Packing, allowance: Allow
     counts = copy_counts(problem)
     lightest: Floats = HEAVIER_COPY * copy_work(problem, counts).max(axis=1)
     num_lacking = np.maximum(counts - live_counts(packing.expert, problem.shape[1]), 0).sum()
-    if min(allowance.total, allowance.each.sum()) >= SCARCE * num_lacking:
+    if min(allowance.total, allowance.each.sum()) >= num_lacking:
         return lightest
     hard_to_pack: Floats = HEAVY_COPY * problem.even_load(packing.work) * problem.speed.max()
     return np.maximum(lightest, hard_to_pack)
