@@ -21,8 +21,8 @@ from moestro.placement.traffic import Floats
 
 # A copy may weigh this much more than with the best numbers of copies before one of them moves.
 HEAVIER_COPY = 1.05
-# Where fewer copies may be received than experts lack, heavy devices are relieved first, and only copies above this part
-# of the even load, which are hard to pack, are split.
+# Where fewer copies may be received than experts lack, heavy devices are relieved first, and only copies above this
+# part of the even load, which are hard to pack, are split.
 HEAVY_COPY = 0.6
 SHARE_STEPS = 3  # Newton steps for shares; further ones gain nothing (bench/simulator/placement_constants.py)
 LEVELS = 4  # times that shares are set between exchanges; fewer move more, and more leave too few exchanges each time
