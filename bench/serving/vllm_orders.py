@@ -4,12 +4,15 @@
         [--json bench/results/serving/vllm_orders.json] [--quick]
 
 The environment of --vllm has vLLM, moestro and moestro-vllm (integrations/vllm/README.md). The systems are vLLM's two
-orders and the scheduler classes of moestro-vllm. Each round starts every system in turn, because two servers do not fit
-two cores, and sends the same requests at the same times to all; the next round begins with another system.
+orders and the scheduler classes of moestro-vllm. All servers start first; then all but one are stopped (SIGSTOP), so
+that the one under load has the machine. Each round sends the same requests at the same times to every system in turn;
+the next round begins with another system.
 
-*Mixed load*: short prompts, and long ones that share a few documents, arrive as a Poisson process. Orders can differ
-only where requests wait, and only below the age at which a request goes first. The result therefore states the part of
-the requests whose time to first token is above the age. A result with a large part says nothing about orders.
+*Mixed load*: short prompts, and long ones that share a few documents, arrive as a Poisson process at --load of the
+capacity. The capacity is the rate at which vLLM's FCFS answers such requests when all are sent at once, measured at the
+start of each round, because the speed of a virtual machine varies. Orders can differ only where requests wait, and only
+below the age at which a request goes first. The result therefore states the part of the requests whose time to first
+token is above the age. A result with a large part says nothing about orders.
 
 *Adversary*: one long prompt arrives amid more short ones than the server can serve. With ageing it waits for about
 --age seconds and until a running request ends. Without ageing (`SJF, no ageing`) it waits until the short ones end.
@@ -21,14 +24,17 @@ the class `be` and a user of their own in `vllm_xargs`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import uvloop
 
 from moestro.config.run_record import RunRecord, run_record
@@ -43,13 +49,15 @@ import sys  # isort: skip
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.models import DEMO, make_random_model
 from shared.results import make_parser, package_version, save, spread
-from shared.server import started
+from shared.server import Server, started
 
 PORT, VOCAB, MAX_MODEL_LEN = 8260, 4096, 2048
 SHORT, LONG = (20, 80), (1000, 1500)  # tokens of a prompt, from and to
 NUM_DOCUMENTS, DOCUMENT = 4, 900  # documents that long prompts begin with, and their tokens
 LONG_SHARE, NUM_OUTPUT, NUM_SEQS = 0.15, 16, 4
 NO_AGE_S = 1e6
+WARM_RATE, NUM_WARM, WARM_SEED = 2.0, 8, 999
+NUM_AT_ONCE, CAPACITY_SEED = 120, 5000  # requests that measure the capacity
 FCFS, PRIORITY, UNBOUNDED = "vLLM, FCFS", "vLLM, priority", "SJF, no ageing"
 CLASSES = ("FCFS", "SJF", "PrefillAware", "EDF", "WeightedFair")
 SYSTEMS = (FCFS, PRIORITY, *CLASSES, UNBOUNDED)
@@ -72,15 +80,15 @@ class Requests:
     offsets_ns: np.ndarray
 
 
-def mixed(rate: float, seconds: float, seed: int) -> Requests:
-    """Draw the mixed load."""
+def mixed(rate: float, count: int, seed: int) -> Requests:
+    """Draw the mixed load; a rate of inf sends all requests at once."""
     rng = np.random.default_rng(seed)
-    count = max(round(rate * seconds), 8)
     is_long = np.zeros(count, np.bool_)
     is_long[rng.permutation(count)[: max(round(LONG_SHARE * count), 1)]] = True  # an exact share, in random order
     documents = np.random.default_rng([seed, 1]).integers(3, VOCAB, (NUM_DOCUMENTS, DOCUMENT))
     prompts = [draw(rng, is_one, documents) for is_one in is_long.tolist()]
-    return Requests(prompts, is_long, poisson(count, rate, rng))
+    offsets_ns = poisson(count, rate, rng) if np.isfinite(rate) else np.zeros(count, np.int64)
+    return Requests(prompts, is_long, offsets_ns)
 
 
 def adversary(rate: float, seconds: float, seed: int) -> Requests:
@@ -154,22 +162,58 @@ def command(args: argparse.Namespace, system: str, directory: Path, port: int) -
     return [str(args.vllm), "serve", str(directory), *flags]
 
 
-def measure(args: argparse.Namespace, directory: Path, system: str, number: int) -> dict[str, object]:
-    """Start a system, send it the loads of one round, and stop it."""
+@contextlib.contextmanager
+def started_and_stopped(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Server]]:
+    """Start all systems one after the other, warm each, and stop its processes until it is measured."""
     extra = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     extra["PATH"] = f"{args.vllm.parent}:{os.environ['PATH']}"
-    port = PORT + SYSTEMS.index(system)
-    log = args.work / f"vllm-orders-{SYSTEMS.index(system)}.log"
+    servers: dict[str, Server] = {}
+    with contextlib.ExitStack() as stack:
+        for system in args.systems:
+            port, log = PORT + SYSTEMS.index(system), args.work / f"vllm-orders-{SYSTEMS.index(system)}.log"
+            server = stack.enter_context(started(command(args, system, directory, port), port, log, **extra))
+            stack.callback(signal_all, server, signal.SIGCONT)  # a stopped process does not end on SIGTERM
+            servers[system] = server
+            send(server.url, mixed(WARM_RATE, NUM_WARM, WARM_SEED), system)
+            signal_all(server, signal.SIGSTOP)
+        yield servers
+
+
+def signal_all(server: Server, number: signal.Signals) -> None:
+    """Send a signal to all processes of a server."""
+    assert server.process is not None
+    parent = psutil.Process(server.process.pid)
+    for process in (parent, *parent.children(recursive=True)):
+        process.send_signal(number)
+
+
+@contextlib.contextmanager
+def running(server: Server) -> Iterator[str]:
+    """Let a stopped server run; yield its address."""
+    signal_all(server, signal.SIGCONT)
+    try:
+        yield server.url
+    finally:
+        signal_all(server, signal.SIGSTOP)
+
+
+def capacity(server: Server, seed: int) -> float:
+    """Return the requests/s that a server answers when all are sent at once."""
+    with running(server) as url:
+        return send(url, mixed(np.inf, NUM_AT_ONCE, seed), FCFS)["requests_per_s"]
+
+
+def measure(args: argparse.Namespace, server: Server, system: str, rate: float, number: int) -> dict[str, object]:
+    """Send a system the loads of one round."""
     seed = args.seed + number
-    found: dict[str, object] = {"round": number, "seed": seed, "system": system}
-    with started(command(args, system, directory, port), port, log, **extra) as server:
-        send(server.url, mixed(2, 4, 999), system)  # warm
+    found: dict[str, object] = {"round": number, "seed": seed, "system": system, "rate": round(rate, 3)}
+    with running(server) as url:
         if system != UNBOUNDED:
-            row = send(server.url, mixed(args.rate, args.seconds, seed), system)
+            row = send(url, mixed(rate, round(rate * args.seconds), seed), system)
             found["mixed"] = row | {"part_above_age": round(np.mean(np.array(row.pop("ttft_s")) > args.age), 3)}
         if system in ADVERSARY:
             asked = adversary(args.flood, args.flood_seconds, seed)
-            row = send(server.url, asked, system)
+            row = send(url, asked, system)
             row["long_ttft_s"] = row.pop("ttft_s")[int(np.flatnonzero(asked.is_long)[0])]
             found["adversary"] = row
     return found | {"load_average": round(os.getloadavg()[0], 2)}
@@ -177,10 +221,12 @@ def measure(args: argparse.Namespace, directory: Path, system: str, number: int)
 
 def rounds(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, object]]:
     """Measure every system in each round; a round begins with another system than the one before."""
-    for number in range(args.rounds):
-        first = number % len(args.systems)
-        for system in args.systems[first:] + args.systems[:first]:
-            yield measure(args, directory, system, number)
+    with started_and_stopped(args, directory) as servers:
+        for number in range(args.rounds):
+            first = number % len(args.systems)
+            rate = args.load * capacity(servers[FCFS], CAPACITY_SEED + number)
+            for system in args.systems[first:] + args.systems[:first]:
+                yield measure(args, servers[system], system, rate, number)
 
 
 def summaries(found: list[dict[str, object]]) -> list[dict[str, object]]:
@@ -210,7 +256,7 @@ def store(args: argparse.Namespace, conditions: RunRecord, found: list[dict[str,
     """Write the result measured so far."""
     python = args.vllm.with_name("python")
     setting = {
-        "model": args.model, "rate": args.rate, "seconds": args.seconds, "age_s": args.age, "long_share": LONG_SHARE,
+        "model": args.model, "load": args.load, "seconds": args.seconds, "age_s": args.age, "long_share": LONG_SHARE,
         "short_tokens": SHORT, "long_tokens": LONG, "output_tokens": NUM_OUTPUT, "max_num_seqs": NUM_SEQS,
         "flood_rate": args.flood, "flood_seconds": args.flood_seconds,
         "vllm": package_version(python, "vllm"), "moestro-vllm": package_version(python, "moestro-vllm"),
@@ -225,15 +271,16 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, required=True, help="vLLM's command in a separate virtual environment")
     parser.add_argument("--model", choices=["demo", "random-640m"], default="demo")
     parser.add_argument("--systems", nargs="*", default=list(SYSTEMS), choices=SYSTEMS)
-    parser.add_argument("--rate", type=float, default=8, help="requests/s of the mixed load")
-    parser.add_argument("--seconds", type=float, default=30, help="time for which they arrive")
+    parser.add_argument("--load", type=float, default=0.9, help="rate of the mixed load, in capacities of vLLM's FCFS")
+    parser.add_argument("--seconds", type=float, default=20, help="time for which they arrive")
     parser.add_argument("--age", type=float, default=5, help="theta_age_s of the classes with ageing, seconds")
     parser.add_argument("--flood", type=float, default=60, help="short prompts/s around the adversary's long one")
-    parser.add_argument("--flood-seconds", type=float, default=15, help="time for which they arrive")
+    parser.add_argument("--flood-seconds", type=float, default=8, help="time for which they arrive")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1, help="seed of the first round; the others follow")
     parser.add_argument("--quick", action="store_true", help="one short round of vLLM's FCFS and SJF; for a try")
     args = parser.parse_args()
+    args.systems = [FCFS, *(name for name in args.systems if name != FCFS)]  # its capacity sets the rate
     if args.quick:
         args.systems, args.rounds, args.seconds, args.flood_seconds, args.age = [FCFS, "SJF"], 1, 5, 6, 2
     conditions = run_record("measured")
