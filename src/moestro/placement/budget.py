@@ -114,20 +114,20 @@ def layers_that_pay(
     """
     num_received = offers.receives.sum(axis=1)
     order = np.argsort(-offers.saved_s / np.maximum(num_received, 1e-3), kind="stable")
-    order = order[(offers.saved_s[order] > 0) & offers.differs[order]]
-    chosen: list[int] = []
-    received, seconds = np.zeros(len(allowance.each)), np.zeros(len(allowance.each))
-    saved_s, best, num_best = 0.0, 0.0, 0
-    for layer in order.tolist():
-        if max_layers is not None and len(chosen) == max_layers:
-            break
-        then = received + offers.receives[layer]
-        if then.sum() > allowance.total or (then > allowance.each).any():
-            continue
-        chosen.append(layer)
-        received, seconds = then, seconds + offers.receive_s[layer]
-        saved_s += float(offers.saved_s[layer])
-        net = horizon_steps * saved_s - (1 + hysteresis) * float(seconds.max())
-        if net > best:
-            best, num_best = net, len(chosen)
-    return np.array(chosen[:num_best], np.intp), best
+    left = order[(offers.saved_s[order] > 0) & offers.differs[order]]
+    chosen, received = np.zeros(0, np.intp), np.zeros(len(allowance.each))
+    while len(left) and (max_layers is None or len(chosen) < max_layers):
+        running = received + offers.receives[left].cumsum(axis=0)
+        fits = (running.sum(axis=1) <= allowance.total) & (running <= allowance.each).all(axis=1)
+        num_first = len(left) if fits.all() else int(fits.argmin())
+        chosen = np.append(chosen, left[:num_first])
+        received = received + offers.receives[left[:num_first]].sum(axis=0)
+        # The layer that did not fit is left out; later ones may fit.
+        left = left[num_first + 1 :]
+    chosen = chosen[:max_layers]
+    busiest_s = offers.receive_s[chosen].cumsum(axis=0).max(axis=1, initial=0.0)
+    net = horizon_steps * offers.saved_s[chosen].cumsum() - (1 + hysteresis) * busiest_s
+    if not len(net) or net.max() <= 0:
+        return chosen[:0], 0.0
+    best = int(net.argmax())
+    return chosen[: best + 1], float(net[best])

@@ -16,32 +16,45 @@ from moestro.placement.traffic import Floats
 LEAST_GAIN = 1e-6  # of the even load; less is rounding
 
 
-def balance(problem: PlaceProblem, packing: Packing, target: Floats, num_rounds: int, allowance: Allowance) -> None:
-    """Exchange copies between heavy and light devices until no device is above the target.
+@dataclass(frozen=True, slots=True, eq=False)
+class Goal:
+    """Loads that are low enough, in seconds.
+
+    Attributes:
+        largest: float64[batches], largest load at which a batch is left alone.
+        each: float64[batches], load at which a device is left alone: less than `largest` where a hot expert keeps one
+            device above all others. These become level on the way, so that in the next window few can be the largest.
+    """
+
+    largest: Floats
+    each: Floats
+
+
+def balance(problem: PlaceProblem, packing: Packing, goal: Goal, num_rounds: int, allowance: Allowance) -> None:
+    """Exchange copies between heavy and light devices until the largest load of each batch is low enough.
 
     Args:
-        target: float64[batches], load at which a device is left alone.
         num_rounds: Rounds at most; in each one every heavy device makes one exchange at most.
     """
-    at_rest = np.zeros(len(target), np.bool_)  # the heaviest device finds no exchange with any other one
+    at_rest = np.zeros(len(goal.each), np.bool_)  # the heaviest device finds no exchange with any other one
     for turn in range(num_rounds):
         load = problem.load(packing.work)
-        batch = np.flatnonzero((load.max(axis=1) > target * (1 + LEAST_GAIN)) & ~at_rest)
+        batch = np.flatnonzero((load.max(axis=1) > goal.largest * (1 + LEAST_GAIN)) & ~at_rest)
         if not len(batch) or allowance.total < 1:
             return
         load = load[batch]
         order = np.argsort(load, axis=1, kind="stable")
         num_devices = load.shape[1]
-        num_heavy = min(int((load > target[batch, None]).sum(axis=1).max()), num_devices // 2)
+        num_heavy = min(int((load > goal.each[batch, None]).sum(axis=1).max()), num_devices // 2)
         if turn % 3 == 2 or num_heavy == 1:
             heavy = np.broadcast_to(order[:, -1:], (len(batch), num_devices - 1))
             at_rest[batch] = ~exchange(
-                problem, packing, (batch, heavy, order[:, :-1]), target, allowance, one_each=True
+                problem, packing, (batch, heavy, order[:, :-1]), goal.each, allowance, one_each=True
             )
         else:
             heavy = order[:, ::-1][:, :num_heavy]
             light = order[:, (np.arange(num_heavy) + turn // 3 * 2 + turn % 3) % (num_devices - num_heavy)]
-            exchange(problem, packing, (batch, heavy, light), target, allowance)
+            exchange(problem, packing, (batch, heavy, light), goal.each, allowance)
 
 
 def bring_near(problem: PlaceProblem, packing: Packing, cap: Floats, num_turns: int, allowance: Allowance) -> None:

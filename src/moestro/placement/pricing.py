@@ -12,8 +12,10 @@ from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.placement.copies import Packing, even_shares, normal_shares, packing_of
 from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.registry import PlaceView
-from moestro.placement.score import score
+from moestro.placement.score import score_slots
 from moestro.placement.traffic import Floats, TokenOrigins
+
+SAME_SHARE = 1e-9  # shares that differ by less are equal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +78,7 @@ class Pricer:
         else:
             load = ExpertLoad(load.tokens[:, layers], load.variance[layers], load.activated[layers], load.num_steps)
             origin = origin.of_layers(layers)
-        found = score(load, table_of(view, packing), view.devices, view.prices, origin)
+        found = score_slots(load, _slots_of(view, packing), view.devices, view.prices, origin)
         num_devices = self.problem.shape[2]
         every = np.arange(num_devices)[:, None]
         row, device, slot = np.nonzero(self.problem.moved[layers[:, None, None], packing.expert, every])
@@ -103,13 +105,16 @@ def present_packing(view: PlaceView, problem: PlaceProblem) -> Packing:
 
 def table_of(view: PlaceView, packing: Packing) -> ExpertTable:
     """Return placements as a table with a layer each, and without shares where all copies have equal ones."""
-    devices = view.devices
-    live = np.flatnonzero(devices.is_alive)
-    shape = (devices.num_devices, len(packing.expert), packing.expert.shape[2])
-    logical_of = np.full(shape, EMPTY, np.int32)
-    logical_of[live] = packing.expert.swapaxes(0, 1)
-    shares: Floats | None = None
-    if (np.abs(packing.share - even_shares(packing.expert, view.table.num_experts)) > 1e-9).any():
-        shares = np.zeros(shape)
-        shares[live] = packing.share.swapaxes(0, 1)
-    return ExpertTable(view.table.version + 1, logical_of, view.table.num_experts, devices.is_alive.copy(), shares)
+    logical_of, parts = _slots_of(view, packing)
+    is_even = np.abs(packing.share - even_shares(packing.expert, view.table.num_experts)).max(initial=0.0) <= SAME_SHARE
+    shares = None if is_even else parts
+    return ExpertTable(view.table.version + 1, logical_of, view.table.num_experts, view.devices.is_alive.copy(), shares)
+
+
+def _slots_of(view: PlaceView, packing: Packing) -> tuple[NDArray[np.int32], Floats]:
+    """Return int32[devices, layers, slots] and float64 of the same shape, experts and shares, EMPTY on dead devices."""
+    live = view.devices.is_alive
+    shape = (len(live), len(packing.expert), packing.expert.shape[2])
+    logical_of, parts = np.full(shape, EMPTY, np.int32), np.zeros(shape)
+    logical_of[live], parts[live] = packing.expert.swapaxes(0, 1), packing.share.swapaxes(0, 1)
+    return logical_of, parts

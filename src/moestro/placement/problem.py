@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from moestro.core.expert_table import EMPTY
 from moestro.core.near_experts import OTHER_NODE
+from moestro.placement.activation import idle_parts
 from moestro.placement.devices import Devices, PlacePrices
 from moestro.placement.registry import PlaceView
 from moestro.placement.traffic import Floats, TokenOrigins
@@ -82,7 +83,7 @@ class PlaceProblem:
         """Return float64, seconds of copies at speed 1; arguments broadcast."""
         work: Floats = self.token_s[batch, expert] * share
         if self.expert_s > 0:
-            reads = self.expert_s * (1 - self.idle[batch, expert] ** share)
+            reads = self.expert_s * (1 - idle_parts(self.idle[batch, expert], share))
             work += np.where(share > 0, reads, 0.0)
         return work
 

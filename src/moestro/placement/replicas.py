@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_table import EMPTY
+from moestro.placement.activation import idle_parts
 from moestro.placement.budget import Allowance
 from moestro.placement.copies import Packing, live_counts
 from moestro.placement.problem import Experts, PlaceProblem
@@ -23,7 +24,7 @@ def copy_work(problem: PlaceProblem, counts: Experts) -> Floats:
     """Return float64[batches, experts], seconds of each copy if the copies share evenly."""
     work: Floats = problem.token_s / counts
     if problem.expert_s > 0:
-        work = work + problem.expert_s * (1 - problem.idle ** (1.0 / counts))
+        work = work + problem.expert_s * (1 - idle_parts(problem.idle, 1.0 / counts))
     return work
 
 
@@ -52,7 +53,7 @@ def copy_counts(problem: PlaceProblem) -> Experts:
         now = counts[every, most]
         work = problem.token_s[every, most] / now
         if problem.expert_s > 0:
-            work = work + problem.expert_s * (1 - problem.idle[every, most] ** (1.0 / now))
+            work = work + problem.expert_s * (1 - idle_parts(problem.idle[every, most], 1.0 / now))
             total += work * now
         per_copy[every, most] = np.where(now < num_devices, work, -1.0)
     if problem.expert_s > 0:

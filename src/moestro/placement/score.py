@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.core.near_experts import OTHER_NODE, SAME_DEVICE
+from moestro.placement.activation import idle_parts
 from moestro.placement.devices import Devices, PlacePrices
-from moestro.placement.traffic import TokenOrigins, Where, origins_of
+from moestro.placement.traffic import TokenOrigins, origins_of
 
 Floats = NDArray[np.float64]
 
@@ -79,60 +80,81 @@ def score(
         origin: Sums of the load by `origins_of`, for callers that price several placements; None means that they are
             made here.
     """
-    parts = table.slot_parts
     if origin is None:
         origin = origins_of(load, devices)
-    where = (np.arange(parts.shape[1])[:, None], np.maximum(table.logical_of, 0))
-    tokens = (origin.total[where] * parts).sum(axis=-1).T  # [layers, devices]
-    idle = 1 - np.minimum(load.activated, 1.0)
-    activated = np.where(parts > 0, 1 - idle[where] ** parts, 0.0).sum(axis=-1).T
+    return score_slots(load, (table.logical_of, table.slot_parts), devices, prices, origin)
+
+
+def score_slots(
+    load: ExpertLoad,
+    slots: tuple[NDArray[np.integer], Floats],
+    devices: Devices,
+    prices: PlacePrices,
+    origin: TokenOrigins,
+) -> PlaceScore:
+    """Price a placement as `score` does, without the checks of a table.
+
+    Args:
+        slots: int[devices, layers, slots], expert in each slot; and float64 of the same shape, part of its tokens that
+            the slot gets, 0 for EMPTY.
+        origin: Sums of the load by `origins_of`.
+    """
+    expert, parts = np.maximum(slots[0], 0), slots[1]
+    num_layers, num_experts = origin.total.shape
+    flat = np.arange(num_layers)[:, None] * num_experts + expert  # of the slot's expert in [layers, experts]
+    tokens = (origin.total.reshape(-1).take(flat) * parts).sum(axis=-1)  # [devices, layers]
+    idle = (1 - np.minimum(load.activated, 1.0)).reshape(-1).take(flat)
+    activated = ((1 - idle_parts(idle, parts)) * (parts > 0)).sum(axis=-1)
     live = devices.is_alive
-    work_s = (prices.token_s * tokens + prices.expert_s * activated)[:, live] / devices.speed[live]
-    arriving = _arriving_rows(origin, where, parts)
-    answers = _answer_rows(load, devices, origin, where, parts)
+    work_s = (prices.token_s * tokens + prices.expert_s * activated)[live].T / devices.speed[live]
+    arriving = _arriving_rows(origin, flat, parts, tokens)
+    answers = _answer_rows(load, devices, origin, flat, parts)
     row_s = np.array(prices.row_s)
-    received_s = np.einsum("kdl,k->ld", arriving, row_s)
-    np.add.at(received_s.T, devices.source_on, np.einsum("ksl,k->sl", answers, row_s))
+    received_s = np.tensordot(row_s, arriving, 1)
+    np.add.at(received_s, devices.source_on, np.tensordot(row_s, answers, 1))
     return PlaceScore(
-        tokens=tokens[:, live],
-        activated=activated[:, live],
+        tokens=tokens[live].T,
+        activated=activated[live].T,
         compute_s=work_s.max(axis=1),
-        exchange_s=received_s.max(axis=1),
+        exchange_s=received_s.max(axis=0),
         rows=2 * arriving.sum(axis=(1, 2)),
     )
 
 
-def _arriving_rows(origin: TokenOrigins, where: Where, parts: Floats) -> Floats:
+def _arriving_rows(origin: TokenOrigins, flat: NDArray[np.intp], parts: Floats, tokens: Floats) -> Floats:
     """Return float64[3, devices, layers], rows that each device receives from itself, its node, and other nodes."""
-    every = np.arange(len(parts))[:, None, None]
-    own, in_node, total = (
-        (tokens * parts).sum(axis=-1)
-        for tokens in (
-            origin.by_device[(every, *where)],
-            origin.by_node[(origin.node_at[:, None, None], *where)],
-            origin.total[where],
-        )
-    )
-    return np.stack([own, in_node - own, total - in_node])
+    own = (_taken(origin.by_device, np.arange(len(parts)), flat) * parts).sum(axis=-1)
+    in_node = tokens
+    if len(origin.by_node) > 1:
+        in_node = (_taken(origin.by_node, origin.node_at, flat) * parts).sum(axis=-1)
+    return np.stack([own, in_node - own, tokens - in_node])
 
 
-def _answer_rows(load: ExpertLoad, devices: Devices, origin: TokenOrigins, where: Where, parts: Floats) -> Floats:
+def _answer_rows(
+    load: ExpertLoad, devices: Devices, origin: TokenOrigins, flat: NDArray[np.intp], parts: Floats
+) -> Floats:
     """Return float64[3, sources, layers], answers that each source receives from its device, its node, and others."""
-    num_layers, num_experts = origin.total.shape
     device = devices.source_on
-    layer, expert = where
-    own = (load.tokens[np.arange(len(device))[:, None, None], layer, expert[device]] * parts[device]).sum(axis=-1)
-    index = (origin.node_at[:, None, None] * num_layers + layer) * num_experts + expert
-    in_nodes = np.bincount(index.ravel(), parts.ravel(), origin.by_node.size).reshape(origin.by_node.shape)
-    in_node = origin.by_source.copy()
-    for node in range(len(in_nodes) if len(in_nodes) > 1 else 0):
-        here = np.flatnonzero(origin.node_at[device] == node)
-        is_run = len(here) > 0 and int(here[-1] - here[0]) + 1 == len(here)
-        # A run gives a view, where an index would copy all tokens.
-        sources = slice(int(here[0]), int(here[-1]) + 1) if is_run else here
-        in_node[sources] = np.einsum("sle,le->sl", load.tokens[sources], in_nodes[node])
+    own = (_taken(load.tokens, np.arange(len(device)), flat[device]) * parts[device]).sum(axis=-1)
     # All shares of an expert sum to 1, so each source gets as many answers as it sent tokens.
+    in_node = origin.by_source
+    if len(origin.by_node) > 1:
+        index = flat + origin.node_at[:, None, None] * origin.total.size
+        in_nodes = np.bincount(index.ravel(), parts.ravel(), origin.by_node.size).reshape(origin.by_node.shape)
+        in_node = origin.by_source.copy()
+        for node, held in enumerate(in_nodes):
+            here = np.flatnonzero(origin.node_at[device] == node)
+            is_run = len(here) > 0 and int(here[-1] - here[0]) + 1 == len(here)
+            # A run gives a view, where an index would copy all tokens.
+            sources = slice(int(here[0]), int(here[-1]) + 1) if is_run else here
+            in_node[sources] = np.einsum("sle,le->sl", load.tokens[sources], held)
     return np.stack([own, in_node - own, origin.by_source - in_node])
+
+
+def _taken(tokens: Floats, row: NDArray[np.integer], flat: NDArray[np.intp]) -> Floats:
+    """Return the tokens of float64[rows, layers, experts] of the experts of slots, from a row for each device."""
+    taken: Floats = tokens.reshape(-1).take(flat + row[:, None, None] * (tokens.size // len(tokens)))
+    return taken
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moestro.placement.budget import Allowance, allowance_of
 from moestro.placement.copies import Packing, even_shares, live_counts, packing_of
-from moestro.placement.descent import balance, bring_near
+from moestro.placement.descent import Goal, balance, bring_near
 from moestro.placement.devices import PlaceLimits
 from moestro.placement.packing import pack
 from moestro.placement.problem import PlaceProblem
@@ -63,13 +63,14 @@ def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
 
 def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
     """Exchange copies and divide tokens until devices are as equally loaded as the target asks."""
-    goal = least_load(problem, packing) / limits.target
+    least, even = least_load(problem, packing), problem.even_load(packing.work)
+    goal = Goal(least / limits.target, even / limits.target)
     num_rounds = limits.num_rounds * _turns(problem)
     # Shares level what exchanges began: a few of them join devices with too much work to others with too little.
     num_parts = LEVELS if limits.num_share_steps and _can_share(problem) else 1
     for _ in range(num_parts):
         balance(problem, packing, goal, math.ceil(num_rounds / num_parts), allowance)
-        share_out(problem, packing, goal, limits.num_share_steps)
+        share_out(problem, packing, goal.largest, limits.num_share_steps)
 
 
 def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
@@ -131,10 +132,10 @@ def least_load(problem: PlaceProblem, packing: Packing) -> Floats:
     times as many others as they have slots left, at best the lightest.
     """
     even = problem.even_load(packing.work)
-    num_slots = problem.room.sum(axis=1)
-    if num_slots.sum() > problem.shape[1] or problem.expert_s > 0:
+    if _can_share(problem):
         return even
-    sums = np.cumsum(np.sort(problem.token_s, axis=1), axis=1)
+    num_slots = problem.room.sum(axis=1)
+    sums = np.cumsum(np.sort(copy_work(problem, np.ones_like(problem.token_s)), axis=1), axis=1)
     sums = np.concatenate([np.zeros((len(sums), 1)), sums], axis=1)
     num_hot = np.arange(1, np.count_nonzero(num_slots) + 1)
     lightest = sums[:, num_hot * (int(num_slots[num_slots > 0].min()) - 1)]

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_table import EMPTY
+from moestro.placement.activation import idle_parts
 from moestro.placement.copies import Packing, live_counts
 from moestro.placement.problem import TINY, Experts, PlaceProblem
 from moestro.placement.traffic import Floats
@@ -90,7 +91,7 @@ class _SharedCopies:
         """Return float64[copies], seconds of each copy at speed 1."""
         work: Floats = self.token_s * self.share
         if self.expert_s > 0:
-            work += np.where(self.share > 0, self.expert_s * (1 - self.idle**self.share), 0.0)
+            work += np.where(self.share > 0, self.expert_s * (1 - idle_parts(self.idle, self.share)), 0.0)
         return work
 
     def load(self) -> Floats:

@@ -45,25 +45,6 @@ class TokenOrigins:
             self.node_at,
         )
 
-    def seconds(self, row_s: tuple[float, float, float], device: NDArray[np.int64], where: Where) -> Floats:
-        """Seconds of the rows of some experts, if each one had a single copy, one way.
-
-        Args:
-            row_s: Seconds of a row that stays, goes within a node, and goes between nodes.
-            device: Devices of the copies; broadcasts with `where`.
-            where: Layers and experts of the copies.
-        """
-        own_s, node_s, far_s = row_s
-        seconds = far_s * self.total[where]
-        if node_s != far_s:
-            seconds -= (far_s - node_s) * self.by_node[(self.node_at[device], *where)]
-        if own_s != node_s:
-            seconds -= (node_s - own_s) * self.by_device[(device, *where)]
-        return seconds
-
-
-Where = tuple[NDArray[np.intp], NDArray[np.int32]]
-
 
 def origins_of(load: ExpertLoad, devices: Devices) -> TokenOrigins:
     """Sum a load by the places of its sources."""
