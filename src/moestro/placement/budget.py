@@ -79,13 +79,11 @@ class LayerOffers:
         saved_s: float64[layers], seconds per step.
         receives: int64[layers, devices], copies that each device would receive.
         receive_s: float64[layers, devices], seconds of these copies.
-        differs: bool[layers], whether anything changes at all.
     """
 
     saved_s: Floats
     receives: Experts
     receive_s: Floats
-    differs: NDArray[np.bool_]
 
     def with_layers(self, layers: NDArray[np.bool_], other: LayerOffers) -> LayerOffers:
         """Return these offers with some layers of others."""
@@ -94,7 +92,6 @@ class LayerOffers:
             np.where(layers, other.saved_s, self.saved_s),
             np.where(column, other.receives, self.receives),
             np.where(column, other.receive_s, self.receive_s),
-            np.where(layers, other.differs, self.differs),
         )
 
 
@@ -114,7 +111,7 @@ def layers_that_pay(
     """
     num_received = offers.receives.sum(axis=1)
     order = np.argsort(-offers.saved_s / np.maximum(num_received, 1e-3), kind="stable")
-    left = order[(offers.saved_s[order] > 0) & offers.differs[order]]
+    left = order[offers.saved_s[order] > 0]
     chosen, received = np.zeros(0, np.intp), np.zeros(len(allowance.each))
     while len(left) and (max_layers is None or len(chosen) < max_layers):
         running = received + offers.receives[left].cumsum(axis=0)

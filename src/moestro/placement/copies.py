@@ -79,31 +79,18 @@ def normal_shares(expert: Experts, share: Floats, num_experts: int) -> Floats:
     return np.where(totals > 0, scaled, even_shares(expert, num_experts))
 
 
-def in_old_slots(packing: Packing, old: Experts, num_experts: int) -> Packing:
+def in_old_slots(packing: Packing, old: Experts) -> Packing:
     """Order the slots of each device so that an expert which it held stays in its slot.
 
     Args:
         old: int64[batches, devices, slots], experts before.
     """
     expert = packing.expert
-    at = np.zeros((*expert.shape[:2], num_experts + 1), np.int16)
-    batch, device = np.ogrid[: expert.shape[0], : expert.shape[1]]
-    batch, device = batch[..., None], device[..., None]
-    at[batch, device, old] = np.arange(1, expert.shape[2] + 1)  # 0 stands for not held
-    at[:, :, EMPTY] = 0
-    slot = at[batch, device, expert].astype(np.int64) - 1
-    is_kept = slot >= 0
-    is_taken = np.zeros(expert.shape, np.bool_)
-    row = np.nonzero(is_kept)
-    is_taken[row[0], row[1], slot[is_kept]] = True
+    is_same = (expert[..., :, None] == old[..., None, :]) & (expert != EMPTY)[..., None]  # [..., new slots, old slots]
+    is_kept, is_taken = is_same.any(axis=3), is_same.any(axis=2)
     source = np.empty_like(expert)  # slot from which each slot is filled: what is new takes free slots in order
-    np.put_along_axis(
-        source, np.argsort(is_taken, axis=2, kind="stable"), np.argsort(is_kept, axis=2, kind="stable"), axis=2
-    )
-    source[row[0], row[1], slot[is_kept]] = row[2]
-    return Packing(
-        np.take_along_axis(expert, source, axis=2),
-        np.take_along_axis(packing.share, source, axis=2),
-        np.take_along_axis(packing.work, source, axis=2),
-        packing.held,
-    )
+    source[is_taken] = is_same.argmax(axis=2)[is_taken]
+    source[~is_taken] = np.nonzero(~is_kept)[2]
+    flat = source + np.arange(0, expert.size, expert.shape[2]).reshape(*expert.shape[:2], 1)
+    placed = (each.reshape(-1).take(flat) for each in (expert, packing.share, packing.work))
+    return Packing(*placed, packing.held)

@@ -52,11 +52,12 @@ class SearchLimits:
 
 def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
     """Improve a placement in place, by as few moves as its target takes: copies, shares, exchanges, ways of rows."""
-    add_copies(problem, packing, _lightest_to_split(problem, packing, allowance), allowance)
-    share_out(problem, packing, least_load(problem, packing) / limits.target, limits.num_share_steps)
-    # A further copy is half of an exchange, which counts where few copies may move.
-    if allowance.is_limited and limits.num_share_steps and _can_share(problem):
-        recover(problem, packing, least_load(problem, packing) / limits.target, allowance)
+    if _can_share(problem):
+        add_copies(problem, packing, _lightest_to_split(problem, packing, allowance), allowance)
+        share_out(problem, packing, problem.even_load(packing.work) / limits.target, limits.num_share_steps)
+        # A further copy is half of an exchange, which counts where few copies may move.
+        if allowance.is_limited and limits.num_share_steps:
+            recover(problem, packing, problem.even_load(packing.work) / limits.target, allowance)
     level(problem, packing, limits, allowance)
     shorten(problem, packing, limits, allowance)
 

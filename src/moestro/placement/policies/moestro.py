@@ -136,9 +136,7 @@ class _Plan:
             plan.put(layers, recovered)
         else:
             plan = self._improved(layers, limits, allowance)
-        better = np.flatnonzero(self.problem.load(plan.work).max(axis=1) < before)
-        self.base.put(better, plan.of_layers(better))
-        return table_of(self.view, self.base)
+        return self._table(np.flatnonzero(self.problem.load(plan.work).max(axis=1) < before), plan)
 
     def best(self, limits: SearchLimits, allowance: Allowance) -> ExpertTable:
         """Return the best table within the limits."""
@@ -159,15 +157,18 @@ class _Plan:
             closer = replace(limits, target=1 - (1 - limits.target) * CLOSER)
             anew.put(missed, start_anew(self.problem.of_layers(missed), closer))
         if anew is not None:
-            anew = in_old_slots(anew, self.base.expert, self.problem.shape[1])
             other, other_offers = self._better(plan, offers, (anew, self._offers(anew, base)), missed)
             other_chosen, other_net = self._pay(other_offers, left)
             if other_net > net:
                 plan, chosen = other, other_chosen
         if not len(chosen) and (self.view.table.is_alive == self.view.devices.is_alive).all():
             return self.view.table
+        return self._table(chosen, plan)
+
+    def _table(self, layers: NDArray[np.intp], plan: Packing) -> ExpertTable:
+        """Return the base with some layers from a plan; what a device keeps stays in its slot."""
         final = self._all_layers(self.base)
-        final.put(chosen, plan.of_layers(chosen))
+        final.put(layers, in_old_slots(plan.of_layers(layers), self.base.expert[layers]))
         return table_of(self.view, final)
 
     def _improved(self, layers: NDArray[np.intp], limits: SearchLimits, allowance: Allowance) -> Packing:
@@ -176,7 +177,7 @@ class _Plan:
         if len(layers):
             warm = self.base.of_layers(layers)
             improve(self.problem.of_layers(layers), warm, limits, allowance)
-            plan.put(layers, in_old_slots(warm, self.base.expert[layers], self.problem.shape[1]))
+            plan.put(layers, warm)
         return plan
 
     def _better(
@@ -227,10 +228,7 @@ class _Plan:
 
     def _offers(self, packing: Packing, base: LayerPrices) -> LayerOffers:
         """Price a placement against the base, layer by layer."""
-        differs = (packing.expert != self.base.expert).any(axis=(1, 2)) | (packing.share != self.base.share).any(
-            axis=(1, 2)
-        )
-        prices = self.pricer.price(packing) if differs.any() else base
+        prices = self.pricer.price(packing)
         saved_s = base.step_s - prices.step_s
         saved_s[np.abs(saved_s) <= ROUNDING * base.step_s] = 0.0
-        return LayerOffers(saved_s, prices.receives - base.receives, prices.receive_s - base.receive_s, differs)
+        return LayerOffers(saved_s, prices.receives - base.receives, prices.receive_s - base.receive_s)
