@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.expert_table import EMPTY
 from moestro.placement.problem import TINY, Experts, PlaceProblem
@@ -11,6 +12,7 @@ from moestro.placement.traffic import Floats
 
 # With fewer slots on a device, the heaviest copies must choose first, shared or not (288 slots on 144 devices).
 JOINED_SLOTS = 4
+STEPS_AT_ONCE = 16  # of which moves are looked up together
 TIE = 1e-9  # of all work of a layer
 
 
@@ -33,22 +35,27 @@ def pack(problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Flo
     are_joined = problem.room.sum() >= JOINED_SLOTS * num_devices
     items, is_again = _by_weight(work, counts, are_shared_first=are_joined)
     item_work = np.append(work, np.zeros((num_batches, 1)), axis=1)[np.arange(num_batches)[:, None], items]
-    stay_s = np.broadcast_to(stay, (num_batches, 1, 1))[:, :, 0] * item_work
+    stay_s = (np.broadcast_to(stay, (num_batches, 1, 1))[:, :, 0] * item_work).T[:, :, None]
     far_s = _far(problem, work, near)
     joins = _joins(counts, items) if are_joined else np.zeros((num_batches, 0), np.int64)
-    expert, every = np.full((num_batches, num_devices, num_slots), EMPTY, np.int64), np.arange(num_batches)
-    has_speeds = problem.speed.min() != problem.speed.max()
+    every, has_speeds = np.arange(num_batches), problem.speed.min() != problem.speed.max()
+    may_not_fit = is_again | (items == EMPTY).any(axis=0)  # elsewhere, some device has room
     room, slowness = problem.room.sum(axis=1), 1 / problem.speed
     far_above = (work * counts).sum(axis=1, keepdims=True) * slowness.max() + 1.0
     # Ties go to another device in each layer; else the first one would hold what joins the others in all of them.
     turn = (np.arange(num_devices) - np.arange(num_batches)[:, None]) % num_devices
     load = np.where(room == 0, np.inf, turn * (TIE * far_above / num_devices))
-    filled, last = np.zeros(load.shape, np.int64), np.full(load.shape, EMPTY)
     # Devices that a copy should not take: filled ones where it adds a device to those that shared copies join.
     is_filled, adds, joining_s = np.zeros(load.shape, np.bool_), joins < 0, far_above * (joins != 0)
-    for k in range(items.shape[1]):
-        what = items[:, k]
-        cost = problem.moved[every, what] * stay_s[:, k, None]
+    expert = np.full((num_batches, num_devices, num_slots), EMPTY, np.int64)
+    # Flat views: several times faster to index, in a loop of many small steps.
+    placed, load_at = expert.reshape(-1), load.reshape(-1)
+    filled, last = np.zeros(load.size, np.int64), np.full(load.size, EMPTY)
+    for k, what in enumerate(items.T.copy()):
+        if k % STEPS_AT_ONCE == 0:
+            here = slice(k, k + STEPS_AT_ONCE)
+            moving_s = problem.moved[every, items[:, here].T] * stay_s[here]
+        cost = moving_s[k % STEPS_AT_ONCE]
         cost += load
         if far_s is not None:
             cost += far_s[every, what]
@@ -57,18 +64,18 @@ def pack(problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Flo
         if has_speeds:
             cost += item_work[:, k, None] * slowness
         if is_again[k]:  # copies of an expert follow each other, so an earlier one is the device's last
-            cost[last == what[:, None]] = np.inf
+            cost[last.reshape(load.shape) == what[:, None]] = np.inf
         device = cost.argmin(axis=1)
-        at = every * num_devices + device
-        ok = np.isfinite(cost.reshape(-1)[at]) & (what != EMPTY)
-        if not ok.all():
-            at, what, device = at[ok], what[ok], device[ok]
-        expert.reshape(-1)[at * num_slots + filled.reshape(-1)[at]] = what
-        filled.reshape(-1)[at] += 1
-        is_filled.reshape(-1)[at] = True
-        last.reshape(-1)[at] = what
-        now = load.reshape(-1)[at] + item_work[ok, k] * slowness[device]
-        load.reshape(-1)[at] = np.where(filled.reshape(-1)[at] < room[device], now, np.inf)
+        at, adds_s = every * num_devices + device, item_work[:, k] * slowness[device]
+        if may_not_fit[k]:
+            ok = np.isfinite(cost.reshape(-1)[at]) & (what != EMPTY)
+            at, what, device, adds_s = at[ok], what[ok], device[ok], adds_s[ok]
+        nth = filled[at]
+        placed[at * num_slots + nth] = last[at] = what
+        filled[at] = nth + 1
+        load_at[at] = np.where(nth + 1 < room[device], load_at[at] + adds_s, np.inf)
+        if k < joins.shape[1]:
+            is_filled.reshape(-1)[at] = True
     return expert
 
 
@@ -94,7 +101,7 @@ def _joins(counts: Experts, items: Experts) -> Experts:
     return np.where(is_shared, np.where(adds, -1, 1), 0)
 
 
-def _by_weight(work: Floats, counts: Experts, *, are_shared_first: bool) -> tuple[Experts, list[bool]]:
+def _by_weight(work: Floats, counts: Experts, *, are_shared_first: bool) -> tuple[Experts, NDArray[np.bool_]]:
     """Return int64[batches, copies], the expert of each copy, the heaviest first; EMPTY pads.
 
     Also returns whether any batch has the same expert twice in a row, for each place of the order.
@@ -108,4 +115,4 @@ def _by_weight(work: Floats, counts: Experts, *, are_shared_first: bool) -> tupl
     items[np.arange(items.shape[1]) < totals[:, None]] = np.repeat(order.ravel(), repeats.ravel())
     is_again = np.zeros(items.shape[1], np.bool_)
     is_again[1:] = ((items[:, 1:] == items[:, :-1]) & (items[:, 1:] != EMPTY)).any(axis=0)
-    return items, is_again.tolist()
+    return items, is_again
