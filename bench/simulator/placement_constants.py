@@ -74,6 +74,7 @@ SWEEPS = (
     Sweep(search, "SHARE_STEPS", (1, 2, 3, 5, 8)),
     Sweep(restoring, "RELIEF_SHARE_STEPS", (1, 2, 3)),
     Sweep(search, "LEVELS", (1, 2, 4, 6)),
+    Sweep(search, "STALLED", (0.0, 0.003, 0.01, 0.05), "tight"),
     Sweep(search, "HEAVY_COPY", (0.0, 0.4, 0.6, 0.8), "swapped"),
     Sweep(search, "HEAVIER_COPY", (1.0, 1.05, 1.2, 1.5), "swapped"),
     Sweep(search, "STAY", (0.0, 0.1, 0.3)),

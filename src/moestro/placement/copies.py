@@ -92,5 +92,5 @@ def in_old_slots(packing: Packing, old: Experts) -> Packing:
     source[is_taken] = is_same.argmax(axis=2)[is_taken]
     source[~is_taken] = np.nonzero(~is_kept)[2]
     flat = source + np.arange(0, expert.size, expert.shape[2]).reshape(*expert.shape[:2], 1)
-    placed = (each.reshape(-1).take(flat) for each in (expert, packing.share, packing.work))
-    return Packing(*placed, packing.held)
+    share, work = packing.share.reshape(-1).take(flat), packing.work.reshape(-1).take(flat)
+    return Packing(expert.reshape(-1).take(flat), share, work, packing.held)

@@ -36,21 +36,21 @@ def balance(problem: PlaceProblem, packing: Packing, goal: Goal, num_rounds: int
     Args:
         num_rounds: Rounds at most; in each one every heavy device makes one exchange at most.
     """
-    at_rest = np.zeros(len(goal.each), np.bool_)  # the heaviest device finds no exchange with any other one
+    batch = np.arange(len(goal.each))
     for turn in range(num_rounds):
-        load = problem.load(packing.work)
-        batch = np.flatnonzero((load.max(axis=1) > goal.largest * (1 + LEAST_GAIN)) & ~at_rest)
+        load = problem.load(packing.work[batch])
+        left = load.max(axis=1) > goal.largest[batch] * (1 + LEAST_GAIN)
+        batch, load = batch[left], load[left]
         if not len(batch) or allowance.total < 1:
             return
-        load = load[batch]
         order = np.argsort(load, axis=1, kind="stable")
         num_devices = load.shape[1]
         num_heavy = min(int((load > goal.each[batch, None]).sum(axis=1).max()), num_devices // 2)
         if turn % 3 == 2 or num_heavy == 1:
             heavy = np.broadcast_to(order[:, -1:], (len(batch), num_devices - 1))
-            at_rest[batch] = ~exchange(
-                problem, packing, (batch, heavy, order[:, :-1]), goal.each, allowance, one_each=True
-            )
+            pairs = batch, heavy, order[:, :-1]
+            # A batch whose heaviest device finds no exchange with any other one is at rest.
+            batch = batch[exchange(problem, packing, pairs, goal.each, allowance, one_each=True)]
         else:
             heavy = order[:, ::-1][:, :num_heavy]
             light = order[:, (np.arange(num_heavy) + turn // 3 * 2 + turn % 3) % (num_devices - num_heavy)]

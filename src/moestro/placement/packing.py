@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,28 +37,21 @@ def pack(problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Flo
     are_joined = problem.room.sum() >= JOINED_SLOTS * num_devices
     items, is_again = _by_weight(work, counts, are_shared_first=are_joined)
     item_work = np.append(work, np.zeros((num_batches, 1)), axis=1)[np.arange(num_batches)[:, None], items]
-    stay_s = (np.broadcast_to(stay, (num_batches, 1, 1))[:, :, 0] * item_work).T[:, :, None]
-    far_s = _far(problem, work, near)
-    joins = _joins(counts, items) if are_joined else np.zeros((num_batches, 0), np.int64)
+    stay_s = np.broadcast_to(stay, (num_batches, 1, 1))[:, :, 0] * item_work
+    far_s, joins = _far(problem, work, near), _joins(counts, items)[:, : None if are_joined else 0]
     every, has_speeds = np.arange(num_batches), problem.speed.min() != problem.speed.max()
     may_not_fit = is_again | (items == EMPTY).any(axis=0)  # elsewhere, some device has room
     room, slowness = problem.room.sum(axis=1), 1 / problem.speed
     far_above = (work * counts).sum(axis=1, keepdims=True) * slowness.max() + 1.0
-    # Ties go to another device in each layer; else the first one would hold what joins the others in all of them.
-    turn = (np.arange(num_devices) - np.arange(num_batches)[:, None]) % num_devices
-    load = np.where(room == 0, np.inf, turn * (TIE * far_above / num_devices))
+    load = _first_loads(room, far_above)
     # Devices that a copy should not take: filled ones where it adds a device to those that shared copies join.
     is_filled, adds, joining_s = np.zeros(load.shape, np.bool_), joins < 0, far_above * (joins != 0)
     expert = np.full((num_batches, num_devices, num_slots), EMPTY, np.int64)
-    # Flat views: several times faster to index, in a loop of many small steps.
+    # Flat arrays: several times faster to index, in a loop of many small steps.
     placed, load_at = expert.reshape(-1), load.reshape(-1)
     filled, last = np.zeros(load.size, np.int64), np.full(load.size, EMPTY)
-    for k, what in enumerate(items.T.copy()):
-        if k % STEPS_AT_ONCE == 0:
-            here = slice(k, k + STEPS_AT_ONCE)
-            moving_s = problem.moved[every, items[:, here].T] * stay_s[here]
-        cost = moving_s[k % STEPS_AT_ONCE]
-        cost += load
+    for k, moving_s in enumerate(_moving_s(problem, items, stay_s)):
+        what, cost = items[:, k], moving_s + load
         if far_s is not None:
             cost += far_s[every, what]
         if k < joins.shape[1]:
@@ -66,17 +61,35 @@ def pack(problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Flo
         if is_again[k]:  # copies of an expert follow each other, so an earlier one is the device's last
             cost[last.reshape(load.shape) == what[:, None]] = np.inf
         device = cost.argmin(axis=1)
-        at, adds_s = every * num_devices + device, item_work[:, k] * slowness[device]
+        at, now = every * num_devices + device, item_work[:, k] * slowness[device]
         if may_not_fit[k]:
             ok = np.isfinite(cost.reshape(-1)[at]) & (what != EMPTY)
-            at, what, device, adds_s = at[ok], what[ok], device[ok], adds_s[ok]
+            at, what, device, now = at[ok], what[ok], device[ok], now[ok]
         nth = filled[at]
         placed[at * num_slots + nth] = last[at] = what
         filled[at] = nth + 1
-        load_at[at] = np.where(nth + 1 < room[device], load_at[at] + adds_s, np.inf)
+        load_at[at] = np.where(nth + 1 < room[device], load_at[at] + now, np.inf)
         if k < joins.shape[1]:
             is_filled.reshape(-1)[at] = True
     return expert
+
+
+def _first_loads(room: NDArray[np.intp], far_above: Floats) -> Floats:
+    """Return float64[batches, devices], infinite for devices without slots.
+
+    Ties go to another device in each layer; else the first one would hold what joins the others in all of them.
+    """
+    num_batches, num_devices = len(far_above), len(room)
+    turn = (np.arange(num_devices) - np.arange(num_batches)[:, None]) % num_devices
+    return np.where(room == 0, np.inf, turn * (TIE * far_above / num_devices))
+
+
+def _moving_s(problem: PlaceProblem, items: Experts, stay_s: Floats) -> Iterator[Floats]:
+    """Yield float64[batches, devices] for each place of the order: `stay_s` where the device lacks the expert."""
+    every = np.arange(len(items))
+    for first in range(0, items.shape[1], STEPS_AT_ONCE):
+        some = slice(first, first + STEPS_AT_ONCE)
+        yield from problem.moved[every, items[:, some].T] * stay_s.T[some, :, None]
 
 
 def _far(problem: PlaceProblem, work: Floats, near: Floats | float) -> Floats | None:
