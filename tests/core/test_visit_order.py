@@ -39,3 +39,14 @@ def test_equal_parts_are_kept_exactly_and_sources_begin_with_different_copies():
 def test_a_copy_without_a_share_is_not_visited():
     order, _ = visit_orders(np.array([[0.3, 0.0, 0.7]]), 1)
     assert set(order[0].tolist()) == {0, 2}
+
+
+@pytest.mark.parametrize("num_sources", [32, 33, 64])
+def test_sources_with_one_visit_each_divide_them_evenly_beside_experts_with_more_copies(num_sources):
+    counts = np.arange(2, 9)
+    parts = np.where(np.arange(8) < counts[:, None], 1 / counts[:, None], 0.0)
+    firsts = np.stack([visit_orders(parts, source)[0][:, 0] for source in range(num_sources)])
+    for row, num_copies in enumerate(counts.tolist()):
+        visits = np.bincount(firsts[:, row], minlength=num_copies)
+        assert visits.max() <= -(-num_sources // num_copies)
+        assert visits.min() >= num_sources // num_copies

@@ -30,7 +30,11 @@ def visit_orders(parts: NDArray[np.float64], first: int) -> tuple[NDArray[np.int
     """
     num_experts, num_copies = parts.shape
     counts, period = _in_whole_visits(parts)
-    turned = np.roll(counts, -first, axis=1)  # argmin takes the first of equal deadlines
+    # argmin takes the first of equal deadlines, so each row begins with the copy that is due first. It is counted among
+    # the row's own copies: else all sources would turn the padding of an expert with few copies into its first one.
+    rank = (counts > 0).cumsum(axis=1) - 1
+    start = (rank == first % (rank[:, -1:] + 1)).argmax(axis=1)[:, None]
+    turned = np.take_along_axis(counts, (np.arange(num_copies) + start) % num_copies, axis=1)
     done, order = np.zeros_like(turned), np.empty((num_experts, PERIOD), np.int64)
     rows = np.arange(num_experts)
     for visit in range(PERIOD):
@@ -38,7 +42,7 @@ def visit_orders(parts: NDArray[np.float64], first: int) -> tuple[NDArray[np.int
         deadline = np.where(is_behind, (done + 1) / np.maximum(turned, 1), np.inf)
         chosen = deadline.argmin(axis=1)
         done[rows, chosen] += 1
-        order[:, visit] = (chosen + first) % num_copies
+        order[:, visit] = (chosen + start[:, 0]) % num_copies
     return order, period
 
 
