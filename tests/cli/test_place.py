@@ -204,13 +204,16 @@ GOOD = [DUMPS / "stat.pt", "--devices", 4, "--slots-per-device", 4, "--policy", 
         ([*GOOD, "--topology", "t.yaml"], "leave out their flags"),
         ([*GOOD, "--current", "missing.json"], "cannot be read"),
         ([*GOOD, "--out", "/missing/folder/x.json"], "--out /missing/folder/x.json cannot be written"),
+        ([*GOOD, "--sglang", "/missing/folder/x.json"], "there is no folder /missing/folder"),
         ([*GOOD, "--max-layers", -1], "--max-layers must be at least 0"),
         ([*GOOD, "--check", "missing.pt"], "missing.pt cannot be read"),
     ],
 )
-def test_wrong_settings_end_with_status_2(arguments, words, capsys):
+def test_wrong_settings_end_with_status_2_before_anything_is_placed(arguments, words, capsys):
     assert place(*arguments) == 2
-    assert words in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert "Priced by" not in printed.out
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 
@@ -29,9 +28,12 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
     """
     if settings.output.png is not None:
         require_extra("plots", "--png")
+    settings.output.check_folders()
     with progress_bar(Console(stderr=True)) as bar:
         bar.add_task("reading the profile", total=None)
         question = make_question(settings)
+        check = settings.policy.check
+        later = None if check is None else load_to_check(question, check)
     print_question(console, question)
     if settings.profile.offline is not None:
         _compare_offline(console, question, settings.profile.offline)
@@ -46,8 +48,9 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
         bar.add_task("placing", total=None)
         answer = ask(policy, question.view, fills_slots=fills_slots)
     print_answer(console, question, answer)
-    if settings.policy.check is not None:
-        _check(console, question, answer, settings.policy.check)
+    if check is not None and later is not None:
+        change = payback(replace(question.view, load=later), answer.table)
+        print_check(console, check.name, change.before, change.after)
     if settings.policy.compare:
         with progress("comparing policies", len(PLACE_POLICIES.names())) as advance:
             others = ask_all(question.view, advance, fills_slots=fills_slots)
@@ -64,12 +67,6 @@ def _compare_offline(console: Console, question: PlaceQuestion, model: str) -> N
         bar.add_task("random tokens", total=None)
         load = offline_load(model, RandomInput())
     line(console, str(compare_offline(question.profile, load)))
-
-
-def _check(console: Console, question: PlaceQuestion, answer: PlaceAnswer, path: Path) -> None:
-    view = replace(question.view, load=load_to_check(question, path))
-    change = payback(view, answer.table)
-    print_check(console, path.name, change.before, change.after)
 
 
 def _write(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:
