@@ -86,11 +86,21 @@ def in_old_slots(packing: Packing, old: Experts) -> Packing:
         old: int64[batches, devices, slots], experts before.
     """
     expert = packing.expert
-    is_same = (expert[..., :, None] == old[..., None, :]) & (expert != EMPTY)[..., None]  # [..., new slots, old slots]
-    is_kept, is_taken = is_same.any(axis=3), is_same.any(axis=2)
-    source = np.empty_like(expert)  # slot from which each slot is filled: what is new takes free slots in order
-    source[is_taken] = is_same.argmax(axis=2)[is_taken]
+    num_batches, num_devices, num_slots = expert.shape
+    num_experts = packing.held.shape[1]  # EMPTY is the last one
+    base = np.arange(num_batches * num_devices).reshape(num_batches, num_devices, 1)
+    at = np.zeros(num_batches * num_devices * num_experts, np.int16)
+    at[base * num_experts + old % num_experts] = np.arange(1, num_slots + 1)  # 0 stands for not held
+    at[num_experts - 1 :: num_experts] = 0
+    slot = at.take(base * num_experts + expert % num_experts).astype(np.int64) - 1
+    is_kept, is_taken = slot >= 0, np.zeros(expert.shape, np.bool_)
+    to = (base * num_slots + slot)[is_kept]
+    is_taken.reshape(-1)[to] = True
+    source = np.empty(
+        expert.shape, np.int64
+    )  # slot from which each slot is filled: what is new takes free slots in order
+    source.reshape(-1)[to] = np.nonzero(is_kept)[2]
     source[~is_taken] = np.nonzero(~is_kept)[2]
-    flat = source + np.arange(0, expert.size, expert.shape[2]).reshape(*expert.shape[:2], 1)
+    flat = base * num_slots + source
     share, work = packing.share.reshape(-1).take(flat), packing.work.reshape(-1).take(flat)
     return Packing(expert.reshape(-1).take(flat), share, work, packing.held)
