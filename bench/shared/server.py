@@ -107,11 +107,15 @@ def engines_of(server: psutil.Process) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def awake_cores() -> Iterator[None]:
-    """Keep every core busy with a process that runs only where no other one wants to (SCHED_IDLE)."""
+def awake_cores() -> Iterator[list[psutil.Process]]:
+    """Keep every core busy with a process that runs only where no other one wants to (SCHED_IDLE).
+
+    Yields these processes. A core of a virtual machine that never idles is not given back to its host, and has the
+    same busy neighbour whether or not another process works there.
+    """
     spinners = [subprocess.Popen([sys.executable, "-c", _SPIN, str(core)]) for core in os.sched_getaffinity(0)]
     try:
-        yield
+        yield [psutil.Process(spinner.pid) for spinner in spinners]
     finally:
         for spinner in spinners:
             spinner.kill()

@@ -65,6 +65,9 @@ def test_every_policy_is_measured_at_every_rate_and_the_claims_follow(found):
         assert findings.by_policy(load, 0.9).keys() == set(TINY.policies)
         assert findings.sweeps[load].keys() == TUNED.keys()
     assert findings.by_policy("api_agent", 0.5, "qwen2-7b").keys() == set(TINY.policies)
+    assert [cell.system for cell in findings.weighed[:3]] == [f"bailian:hit_weight={each}" for each in (0.4, 0.7, 0.9)]
+    half = {*TINY.policies, *(cell.system for cell in findings.weighed)}
+    assert {course.system for course in findings.courses if course.load == "chat"} == half
     assert len(findings.pairs) == 2 * 2 * 4  # loads, shares, figures
     assert all(pair.difference.low <= pair.difference.mean <= pair.difference.high for pair in findings.pairs)
     assert [(errors.load, errors.is_tuned) for errors in findings.errors] == [("chat", True), ("chat", False)]
@@ -72,7 +75,7 @@ def test_every_policy_is_measured_at_every_rate_and_the_claims_follow(found):
     assert findings.capacity.keys() == {"chat", "api_agent", "api_agent, qwen2-7b"}
     assert [each.mitigation for each in findings.hotspots] == ["off", "filter", "load"]
     sources = {claim.source.split(",")[0] for claim in claims_of(findings)}
-    figures = ("7", "8 and 26", "9", "10", "11", "12", "15", "18", "19", "25", "27")
+    figures = ("7", "8", "9", "10", "11", "12", "15", "18", "19", "22", "25", "26", "27")
     assert {"abstract", *(f"Fig. {each}" for each in figures), "section 5.2", "our own goal"} <= sources
 
 
@@ -112,6 +115,7 @@ def test_pictures_are_drawn(found, tmp_path):
     pytest.importorskip("matplotlib")
     paths = save_pictures("lmetric", found[0], found[1], tmp_path)
     assert {path.name for path in paths} >= {"lmetric_rates_chat.png", "lmetric_tuning.png", "lmetric_prediction.png"}
+    assert {path.name for path in paths} >= {"lmetric_courses_chat.png", "lmetric_latencies_api_agent.png"}
     assert all(path.stat().st_size > 10_000 for path in paths)
 
 

@@ -195,7 +195,7 @@ def measured(results: Results, num_lead_in: int | None = None) -> ServingFigures
     counted = slice(first, None)
     gaps = results.num_tokens[counted].astype(np.int64) - 1
     spans = (results.last_token_ns - results.first_token_ns)[counted]
-    prefill = _counted_prefill(results, first)
+    prefill = counted_prefill(results, first)
     work = prefill.sum(1)
     requests = np.bincount(results.engine[counted], minlength=results.num_engines)
     return ServingFigures(
@@ -278,7 +278,7 @@ def paired_interval(
     return mean, mean - half, mean + half
 
 
-def _counted_prefill(results: Results, first_row: int) -> Floats:
+def counted_prefill(results: Results, first_row: int) -> Floats:
     """Prefill seconds while requests arrived, from `first_row` on, float64[engines, windows]."""
     first, last = results.arrival_ns[first_row] // WINDOW_NS, results.arrival_ns.max() // WINDOW_NS
     return results.prefill_seconds()[:, first : last + 1]

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import numpy as np
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from moestro.repro.experiment import Experiment
-from moestro.repro.lmetric.findings import FIGURES, HALF, OUR_POLICY, PAPER_POLICY, LmetricFindings
+from moestro.repro.lmetric.courses import PERCENTILES, Course
+from moestro.repro.lmetric.findings import (
+    BASELINE,
+    FIGURES,
+    HALF,
+    HEAVY,
+    KNEE,
+    LIGHT,
+    OUR_POLICY,
+    PAPER_POLICY,
+    LmetricFindings,
+)
 
 _SIZE = (11.0, 7.0)
 _COLOURS = {"better": "C2", "undecided": "0.6", "worse": "C3"}
 _TICKS = (-100, -10, 0, 10, 100)  # %, of differences
 _TUNED = {"bailian": "lambda (Fig. 11)", "dynamo": "weight of prompt tokens", "aibrix": "range (Fig. 12)"}
 _LEAST_SHARE = 0.005  # in the logarithmic picture
+_LATENCIES: dict[str, Callable[[Course], tuple[float, ...]]] = {
+    "TTFT": lambda course: course.ttft_ms,
+    "TPOT": lambda course: course.tpot_ms,
+}
 _SHOWN = ("round_robin", "vllm-0.26", "bailian", "dynamo", "llm-d", PAPER_POLICY, OUR_POLICY)
 
 
@@ -21,6 +39,9 @@ def pictures(experiment: Experiment[LmetricFindings], findings: LmetricFindings)
     del experiment
     figures = {f"rates_{load}": _rates(findings, load) for load in findings.loads}
     figures |= {f"half_load_{load}": _bars(findings, load) for load in findings.loads}
+    for load in dict.fromkeys(course.load for course in findings.courses):
+        courses = {course.system: course for course in findings.courses if course.load == load}
+        figures |= {f"latencies_{load}": _curves(courses, load), f"courses_{load}": _courses(courses, load)}
     if findings.sweeps:
         figures["tuning"] = _tuning(findings)
     if findings.errors:
@@ -71,18 +92,58 @@ def _bars(findings: LmetricFindings, load: str) -> Figure:
     return figure
 
 
+def _curves(courses: Mapping[str, Course], load: str) -> Figure:
+    """Draw TTFT and TPOT as cumulative shares (Fig. 21 to 24)."""
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (title, of) in zip(panels, _LATENCIES.items(), strict=True):
+        for policy in (name for name in _SHOWN if name in courses):
+            axes.plot(of(courses[policy]), np.array(PERCENTILES) / 100, label=policy)
+        axes.set(title=title, xlabel="ms", xscale="log")
+    panels[0].set(ylabel="share of requests")
+    panels[0].legend()
+    figure.suptitle(f"{load} at half of the capacity, simulated")
+    return figure
+
+
+def _courses(courses: Mapping[str, Course], load: str) -> Figure:
+    """Draw hit ratios over time (Fig. 8, 9, 26), and the prefill seconds of two engines (Fig. 10, 27)."""
+    figure = Figure(figsize=(_SIZE[0], 1.4 * _SIZE[1]), layout="constrained")
+    panels = figure.subplots(3, 2)
+    weights = [f"bailian:hit_weight={weight:g}" for weight in (LIGHT, KNEE, HEAVY)]
+    for axes, names in zip(panels[0], ((BASELINE, *weights), _SHOWN), strict=True):
+        for name in (name for name in names if name in courses):
+            axes.plot(_times(courses[name], courses[name].hit_ratio), courses[name].hit_ratio, label=name)
+        axes.set(title="prompt tokens found in the cache", xlabel="s", ylim=(0, 1))
+        axes.legend()
+    for axes, name in zip(panels[1:].flat, (weights[1], weights[2], PAPER_POLICY, "llm-d"), strict=True):
+        if name in courses:
+            for series in courses[name].prefill_s:
+                axes.plot(_times(courses[name], series), series)
+        axes.set(title=f"{name}: prefill of the two engines that vary most", xlabel="s", ylabel="s in 10 s")
+    figure.suptitle(f"{load} at half of the capacity, simulated")
+    return figure
+
+
+def _times(course: Course, series: Sequence[float]) -> NDArray[np.float64]:
+    """The begin of each window of a series, seconds after the first."""
+    times: NDArray[np.float64] = course.window_s * np.arange(len(series), dtype=np.float64)
+    return times
+
+
 def _tuning(findings: LmetricFindings) -> Figure:
     """Draw what needs tuning: the weights of the sums and the range of the filter. The product needs nothing."""
-    figure = Figure(figsize=_SIZE, layout="constrained")
-    panels = figure.subplots(1, len(_TUNED))
-    for axes, (policy, title) in zip(panels, _TUNED.items(), strict=True):
-        for load, by_policy in findings.sweeps.items():
-            values = np.array([each.ttft_ms.mean for _, each in by_policy[policy].values])
-            axes.plot([value for value, _ in by_policy[policy].values], values / values.min(), "o-", label=load)
-        axes.set(title=title, xlabel=policy, ylabel="mean TTFT over the best of the sweep", yscale="log")
-        if policy != "bailian":
-            axes.set_xscale("log")
-    panels[0].legend()
+    figure = Figure(figsize=(_SIZE[0], 1.2 * _SIZE[1]), layout="constrained")
+    grid = figure.subplots(2, len(_TUNED))
+    for row, name in zip(grid, ("TTFT mean", "TPOT mean"), strict=True):
+        for axes, (policy, title) in zip(row, _TUNED.items(), strict=True):
+            for load, by_policy in findings.sweeps.items():
+                values = np.array([FIGURES[name](each) for _, each in by_policy[policy].values])
+                axes.plot([value for value, _ in by_policy[policy].values], values / values.min(), "o-", label=load)
+            axes.set(title=title, xlabel=policy, ylabel=f"{name} over the best of the sweep", yscale="log")
+            if policy != "bailian":
+                axes.set_xscale("log")
+    grid[0][0].legend()
     return figure
 
 

@@ -18,13 +18,16 @@ from moestro.repro.experiment import Experiment, show_no_step
 from moestro.repro.lmetric import LmetricSettings
 from moestro.repro.lmetric.adversary import with_hot_prefix
 from moestro.repro.lmetric.claims import claims_of
+from moestro.repro.lmetric.courses import course_of
 from moestro.repro.lmetric.findings import (
     BASELINE,
     FIGURES,
     HALF,
     NETWORK,
+    OTHER_NETWORK,
     OUR_POLICY,
     PAPER_POLICY,
+    WEIGHTS,
     Classes,
     Errors,
     Hotspots,
@@ -60,7 +63,7 @@ from moestro.sim.results import Results
 from moestro.sim.signals import SignalSettings
 from moestro.workload.arrivals import at_rate
 
-OTHER_NETWORK, GPU = "qwen2-7b", "h20"
+GPU = "h20"
 SHARES = (HALF, 0.9, 1.2)  # rates as shares of the capacity; most of the paper's figures are at a half
 # The paper's systems, ours, and the product of which LMetric's is a variant (Fig. 18).
 POLICIES = (BASELINE, "bailian", "dynamo", "llm-d", "miss_ratio", PAPER_POLICY, OUR_POLICY)
@@ -69,7 +72,7 @@ NUM_BATCHES = 8  # parts of a run from which intervals follow
 # Bailian's lambda (Fig. 11), Dynamo's weight of prompt tokens, and the range of AIBrix' filter (Fig. 12).
 TUNED = {
     "bailian": ("hit_weight", (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)),
-    "dynamo": ("prefill_scale", (0.5, 1, 2, 4, 8, 16)),
+    "dynamo": ("prefill_scale", (0.5, 1, 2, 4, 8, 16, 32, 64, 128)),
     "aibrix": ("max_range", (2, 4, 8, 16, 32)),
 }
 _CAPABLE = ("bailian", PAPER_POLICY, OUR_POLICY)  # policies whose best steady state is the capacity
@@ -88,7 +91,7 @@ class LmetricPlan:
         policies: routing policies that run at every rate.
         others: routing policies that run at half of the capacity only.
         sources: names of loads. None means all available ones.
-        predicted: loads whose TTFT is predicted; the paper's Fig. 16 uses chats.
+        predicted: loads whose TTFT is predicted; the paper's Fig. 15 has four, its Fig. 16 chats.
         has_second_network: whether a dense network runs too.
     """
 
@@ -97,7 +100,7 @@ class LmetricPlan:
     policies: tuple[str, ...] = POLICIES
     others: tuple[str, ...] = OTHERS
     sources: tuple[str, ...] | None = None
-    predicted: tuple[str, ...] = ("chat", "tool_agent")
+    predicted: tuple[str, ...] = ("chat", "api_agent", "coder", "tool_agent")
     has_second_network: bool = True
 
 
@@ -160,7 +163,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         """The number of simulations of one load."""
         plan = self._plan
         sweeps = sum(len(values) for _, values in TUNED.values())
-        compared = len(plan.shares) * len(plan.policies) + len(plan.others)
+        compared = len(plan.shares) * len(plan.policies) + len(plan.others) + len(WEIGHTS)
         second = len(_CAPABLE) + len(plan.policies) if self._has_second_network(load) else 0
         predicted, heated = 2 * (load in plan.predicted), 3 * (load == _HEATED)
         return len(_CAPABLE) + sweeps + compared + len(_INDICATORS) + 1 + second + predicted + heated
@@ -174,6 +177,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         self._tune(source)
         self._compare(source, NETWORK, self._plan.shares)
         self._compare_others(source)
+        self._weigh(source)
         self._pair(source)
         self._measure_indicators(source)
         self._classify(source)
@@ -249,10 +253,18 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         for name in self._plan.others:
             self.findings.cells.append(self._cell(source, NETWORK, HALF, name))
 
+    def _weigh(self, source: Source) -> None:
+        """Run Bailian's sum with the paper's weights on the scored requests (Fig. 7 to 10)."""
+        for weight in WEIGHTS:
+            self.findings.weighed.append(self._cell(source, NETWORK, HALF, f"bailian:hit_weight={weight:g}"))
+
     def _cell(self, source: Source, network: str, share: float, name: str) -> LmetricCell:
+        """One run on the scored requests, and its course at half of the capacity."""
         self._step(f"{source.name} with {network} at {share:.0%}: {name}")
         bed, rate = self.bed(source, network), self._rate(source, share, network)
         results, lead_in = self._results(bed, source.load(rate, SCORED_SEED), self._made(name, bed), name)
+        if share == HALF and network == NETWORK and name not in self._plan.others:
+            self.findings.courses.append(course_of(source.name, name, results, lead_in))
         return LmetricCell(
             load=source.name, is_generated=source.is_generated, network=network, share=share, rate=rate, system=name,
             seed=SCORED_SEED, measured=measured(results, lead_in),

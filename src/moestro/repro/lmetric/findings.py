@@ -9,13 +9,16 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from moestro.repro.lmetric.courses import Course
 from moestro.repro.results import Findings
 from moestro.repro.testbed import RoutedCell, ServingFigures, paired_interval
 from moestro.sim.student_t import student_t_quantile
 
-NETWORK = "qwen3-30b-a3b"
+NETWORK, OTHER_NETWORK = "qwen3-30b-a3b", "qwen2-7b"
 HALF = 0.5
 OUR_POLICY, PAPER_POLICY, BASELINE = "moestro", "lmetric", "vllm-0.26"
+# Weights of cache hits in Bailian's sum that the paper's Fig. 7 to 10 show: Fig. 6's, the knee on chats, one beyond it.
+WEIGHTS = LIGHT, KNEE, HEAVY = 0.4, 0.7, 0.9
 FIGURES: dict[str, Callable[[ServingFigures], float]] = {
     "TTFT mean": lambda figures: figures.ttft_ms.mean,
     "TTFT P99": lambda figures: figures.ttft_ms.p99,
@@ -146,6 +149,8 @@ class LmetricFindings(Findings[LmetricCell], kw_only=True):
     num_requests: int = 0
     capacity: dict[str, tuple[str, float]] = msgspec.field(default_factory=dict)  # by load: best policy, requests/s
     sweeps: dict[str, dict[str, Sweep]] = msgspec.field(default_factory=dict)  # by load, by policy
+    weighed: list[LmetricCell] = msgspec.field(default_factory=list)  # Bailian's sum with each of WEIGHTS
+    courses: list[Course] = msgspec.field(default_factory=list)  # of the first network at half of the capacity
     pairs: list[Pair] = msgspec.field(default_factory=list)
     indicators: dict[str, dict[str, ServingFigures]] = msgspec.field(default_factory=dict)  # by load, by score
     errors: list[Errors] = msgspec.field(default_factory=list)
@@ -157,6 +162,15 @@ class LmetricFindings(Findings[LmetricCell], kw_only=True):
         return {
             cell.system: cell for cell in self.cells if (cell.load, cell.share, cell.network) == (load, share, network)
         }
+
+    def by_weight(self, load: str) -> dict[float, LmetricCell]:
+        """The runs of Bailian's sum with the paper's weights, on the scored requests of one load."""
+        cells = [cell for cell in self.weighed if cell.load == load]
+        return dict(zip(WEIGHTS, cells, strict=False))
+
+    def course(self, load: str, system: str) -> Course | None:
+        """The course of one run, if it was made."""
+        return next((each for each in self.courses if (each.load, each.system) == (load, system)), None)
 
     def shares(self, load: str) -> list[float]:
         """The rates of a load with the first network, as shares of its capacity, ascending."""
