@@ -96,18 +96,26 @@ class CountingDevice(InstantDevice):
         super().launch(item, now_ns)
 
 
-def test_items_take_turns_round_by_round_after_one_launch_that_does_not_count():
+def test_every_round_has_all_items_in_an_order_of_its_own_after_one_launch_that_does_not_count():
     device, ticks = CountingDevice(), []
-    makers = [partial(forward, decodes([4] * n), limits(), np.random.default_rng(0)) for n in (1, 2, 3)]
-    times = times_ns(device, makers, 4, lambda: ticks.append(None))
-    assert device.launched[:3] == [1, 2, 3]
-    assert [n for n, before in zip(device.launched[3:], device.launched[2:-1], strict=True) if n != before] == [
-        1,
-        2,
-        3,
-    ] * 4
-    assert len(device.launched) == 3 + sum(map(len, times))
-    assert len(ticks) == 3 * 5
+    kinds, rounds = list(range(1, 7)), 8
+    makers = [partial(forward, decodes([4] * n), limits(), np.random.default_rng(0)) for n in kinds]
+    times = times_ns(device, makers, rounds, lambda: ticks.append(None), np.random.default_rng(0))
+    assert device.launched[:6] == kinds
+    repeats = [len(found) // rounds for found in times]
+    left, orders = device.launched[6:], []
+    for _ in range(rounds):
+        order = []
+        while len(order) < len(kinds):
+            count = repeats[left[0] - 1]
+            assert left[:count] == [left[0]] * count
+            order.append(left[0])
+            left = left[count:]
+        orders.append(order)
+    assert not left
+    assert all(sorted(order) == kinds for order in orders)
+    assert len({tuple(order) for order in orders}) > rounds // 2
+    assert len(ticks) == len(kinds) * (rounds + 1)
 
 
 def test_what_is_measured_of_any_device_is_a_cost_model(tmp_path):

@@ -123,7 +123,7 @@ def measure(device: Device, limits: Limits, how: Measuring) -> tuple[Table, list
     ]
     makers = [partial(_like, batch, limits, rng) for batch in batches]
     with progress("steps measured", len(makers) * (how.rounds + 1)) as tick:
-        found = iter([median_and_spread(times) for times in times_ns(device, makers, how.rounds, tick)])
+        found = iter([median_and_spread(times) for times in times_ns(device, makers, how.rounds, tick, rng)])
     table = Table(
         format=FORMAT,
         model="",
