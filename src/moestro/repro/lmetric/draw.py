@@ -115,12 +115,12 @@ def _courses(courses: Mapping[str, Course], load: str) -> Figure:
         for name in (name for name in names if name in courses):
             axes.plot(_times(courses[name], courses[name].hit_ratio), courses[name].hit_ratio, label=name)
         axes.set(title="prompt tokens found in the cache", xlabel="s", ylim=(0, 1))
-        axes.legend()
+        axes.legend(ncols=2, fontsize=8, loc="upper right")
     for axes, name in zip(panels[1:].flat, (weights[1], weights[2], PAPER_POLICY, "llm-d"), strict=True):
         if name in courses:
             for series in courses[name].prefill_s:
                 axes.plot(_times(courses[name], series), series)
-        axes.set(title=f"{name}: prefill of the two engines that vary most", xlabel="s", ylabel="s in 10 s")
+        axes.set(title=f"{name}, the two unsteadiest engines", xlabel="s", ylabel="prefill, s in 10 s")
     figure.suptitle(f"{load} at half of the capacity, simulated")
     return figure
 
@@ -137,12 +137,16 @@ def _tuning(findings: LmetricFindings) -> Figure:
     grid = figure.subplots(2, len(_TUNED))
     for row, name in zip(grid, ("TTFT mean", "TPOT mean"), strict=True):
         for axes, (policy, title) in zip(row, _TUNED.items(), strict=True):
-            for load, by_policy in findings.sweeps.items():
+            for load, by_policy in findings.sweeps.items():  # every load has the same values
                 values = np.array([FIGURES[name](each) for _, each in by_policy[policy].values])
                 axes.plot([value for value, _ in by_policy[policy].values], values / values.min(), "o-", label=load)
-            axes.set(title=title, xlabel=policy, ylabel=f"{name} over the best of the sweep", yscale="log")
-            if policy != "bailian":
-                axes.set_xscale("log")
+            axes.set(title=title, xlabel=policy, ylabel=f"{name} over the best of the sweep")
+            if policy == "bailian":
+                axes.set_yscale("log")
+            else:
+                tried = [value for value, _ in by_policy[policy].values]
+                axes.set(xscale="log", xticks=tried, xticklabels=[f"{value:g}" for value in tried])
+                axes.minorticks_off()
     grid[0][0].legend()
     return figure
 
