@@ -8,7 +8,8 @@
 For each seed, `moestro calibrate` measures the demo model anew on random tokens of its own, and `moestro sim` finds the
 rate that is LOAD of the saturation. For each policy a new `moestro serve --record` then starts, and `moestro bench`
 sends Poisson arrivals with lengths of that seed. `moestro sim` gets the arrival times and lengths that the client
-reports, with the table of the seed. Nothing is fitted to these runs.
+reports, with the table of the seed. Answers are sampled, as in the steps of the table: greedy ones of the demo model
+repeat themselves, and a step takes up to a fifth less time. Nothing is fitted to these runs.
 
 The rank has a core of its own, in place of a GPU; the API server and the client share the other. `moestro calibrate`
 has the rank's core. Both cores stay awake and busy all the time, so that a step has the same neighbour in the table and
@@ -162,7 +163,8 @@ def measure(work: Path, policy: str, seed: int, rate: float, spinners: list[psut
         pin(front, OTHER_CORE)
 
         def bench(*arguments: str) -> None:
-            run_moestro(OTHER_CORE, "bench", "--base-url", server.url, "--num-warmups", "0", *arguments)
+            always = ["--base-url", server.url, "--num-warmups", "0", "--temperature", "1"]  # as the table's steps
+            run_moestro(OTHER_CORE, "bench", *always, *arguments)
 
         # Prompts of other seeds, so that the prefix cache has nothing for the run.
         bench(*trace, "--num-prompts", str(NUM_WARMUPS), "--max-concurrency", "4", "--seed", str(1000 + seed))

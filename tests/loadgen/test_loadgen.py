@@ -106,10 +106,11 @@ def test_a_chat_sends_words_and_no_ignore_eos_is_left_out_where_asked():
 
     with Endpoint(chat) as endpoint:
         where = EndpointSettings(base_url=f"{endpoint.url}/v1/", endpoint_type="chat")
-        measured, _ = run(endpoint, endpoint=where, requests=replace(SMALL, ignore_eos=False))
+        measured, _ = run(endpoint, endpoint=where, requests=replace(SMALL, ignore_eos=False, temperature=0.7))
     assert measured.result.report.num_ok == 12
     assert measured.result.report.num_input_tokens == 12 * 20
     assert "ignore_eos" not in endpoint.bodies[0]
+    assert all(body["temperature"] == 0.7 for body in endpoint.bodies)
 
 
 def test_open_load_waits_for_nobody_and_closed_load_keeps_to_its_bound():

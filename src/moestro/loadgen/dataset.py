@@ -120,12 +120,12 @@ class Loads:
         else:
             prompt = token_ids(rows, index, requests.vocab_size, key).tolist()
         body = _ask(kind, prompt, int(rows.num_output_tokens[index]))
-        extra = {"ignore_eos": True} if requests.ignore_eos else {}
+        extra = {"temperature": requests.temperature} | ({"ignore_eos": True} if requests.ignore_eos else {})
         return msgspec.json.encode({"model": self.endpoint.model} | body | extra)
 
 
 def _ask(kind: EndpointType, prompt: str | list[int], max_tokens: int) -> dict[str, object]:
-    common: dict[str, object] = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    common: dict[str, object] = {"stream": True, "stream_options": {"include_usage": True}}
     if kind == "chat":
         messages = [{"role": "user", "content": prompt}]
         return {"messages": messages, "max_completion_tokens": max_tokens} | common

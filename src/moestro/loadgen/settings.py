@@ -86,6 +86,8 @@ class RequestSettings(CheckedSettings):
     "Token ids are drawn from 0 to this number, exclusive. Set it to the model's, so that the gate sees all tokens."
     ignore_eos: Annotated[bool, Parameter(group=_REQUESTS)] = True
     "Request answers of exact length; set --no-ignore-eos for servers that refuse the field."
+    temperature: Annotated[float, at_least(0), Parameter(group=_REQUESTS)] = 0
+    "Temperature of all requests. Greedy answers (0) may repeat a few tokens, which visit few experts."
     skip_too_long: Annotated[bool, Parameter(group=_REQUESTS, negative=())] = False
     "Leave out a trace's requests that the model's context cannot hold. Unset: the run is refused if there are any."
     seed: Annotated[int, at_least(0), Parameter(group=_REQUESTS)] = 0
