@@ -17,7 +17,7 @@ from moestro.errors import ConfigError
 from moestro.model.device import open_device
 from moestro.model.kernels import compiler, kernel_choice
 from moestro.model.kernels.compiler import is_whole, library_name
-from moestro.model.kernels.kernel_build import KernelBuild, cache_folder, choose_instruction_set
+from moestro.model.kernels.kernel_build import KernelBuild, cache_folder, choose_instruction_set, usable_sets
 
 NO_FOLDER = Path("/nonexistent")
 
@@ -126,6 +126,20 @@ def test_the_name_of_an_entry_changes_with_sources_and_flags(tmp_path, monkeypat
     with (tmp_path / "source" / "linear.cpp").open("a") as file:
         file.write("\n")
     assert library_name(chosen) != before
+
+
+def test_each_machine_gets_the_best_set_whose_instructions_it_has(monkeypatch):
+    sets = {each.name: each for each in compiler.built_sets()}
+    if len(sets) == 1:
+        pytest.skip("one set serves this kind of machine")
+    for last in range(1, len(sets) + 1):  # a CPU that has the first ones
+        names = list(sets)[:last]
+        monkeypatch.setattr(
+            "moestro.model.kernels.kernel_build._IS_USABLE",
+            {each: lambda each=each, names=names: each.name in names for each in sets.values()},
+        )
+        assert choose_instruction_set() is sets[names[-1]]
+        assert [each.name for each in usable_sets()] == names
 
 
 def test_the_cache_follows_xdg(monkeypatch, tmp_path):

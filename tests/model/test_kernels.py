@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from moestro.model.attention import AttentionForm, Scoring, attend_paged
 from moestro.model.experts import combine
-from moestro.model.kernels.compiler import PLAIN, CompilerError
-from moestro.model.kernels.kernel_build import KernelBuild
+from moestro.model.kernels.compiler import CompilerError
+from moestro.model.kernels.kernel_build import KernelBuild, usable_sets
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.library import KernelLibrary
 from moestro.model.kernels.matching import is_close, random_rows
@@ -23,19 +23,19 @@ from moestro.model.step import PagedStep
 BLOCK_SIZES = [4, 16]  # less than a group of keys, and a whole one
 
 
-@pytest.fixture(scope="module", params=["best", "plain"])
+@pytest.fixture(scope="module", params=usable_sets(), ids=lambda each: each.name)
 def library(request, tmp_path_factory) -> KernelLibrary:
-    """The kernels of this machine, and those for any machine."""
+    """The kernels of each instruction set that this machine has."""
     best = kernels()
-    if request.param == "best" or best.instruction_set == "plain":
+    if request.param.name == best.instruction_set:
         return best
-    build = KernelBuild(PLAIN, cache=tmp_path_factory.mktemp("plain"))
+    build = KernelBuild(request.param, cache=tmp_path_factory.mktemp(request.param.name))
     found = build.wait()
     assert found is not None, CompilerError(build.failure)
     return found
 
 
-@pytest.mark.parametrize(("num_out", "num_in"), [(64, 64), (100, 38), (7, 2), (256, 130)])
+@pytest.mark.parametrize(("num_out", "num_in"), [(64, 64), (100, 38), (7, 2), (256, 130), (70, 1030)])
 def test_a_packed_product_is_that_of_torch_and_no_row_knows_the_others(library, num_out, num_in):
     packing = KernelPacking(library)
     weight, bias = random_rows(num_out, num_in) * num_in**-0.5, random_rows(num_out, seed=1)

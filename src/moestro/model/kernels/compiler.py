@@ -36,11 +36,12 @@ class InstructionSet:
     flags: tuple[str, ...]
 
 
-_AVX512 = ("f", "bw", "dq", "vl", "bf16")
-AVX512_BF16 = InstructionSet("avx512_bf16", ("-mavx2", "-mfma", *(f"-mavx512{part}" for part in _AVX512)))
-AMX_BF16 = InstructionSet("amx_bf16", (*AVX512_BF16.flags, "-mamx-tile", "-mamx-bf16"))
-AVX2 = InstructionSet("avx2", ("-mavx2", "-mfma"))
 PLAIN = InstructionSet("plain", ())
+AVX2 = InstructionSet("avx2", ("-mavx2", "-mfma"))
+AVX512 = InstructionSet("avx512", (*AVX2.flags, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl"))))
+AVX512_BF16 = InstructionSet("avx512_bf16", (*AVX512.flags, "-mavx512bf16"))
+AMX_BF16 = InstructionSet("amx_bf16", (*AVX512_BF16.flags, "-mamx-tile", "-mamx-bf16"))
+_X86_64 = (PLAIN, AVX2, AVX512, AVX512_BF16, AMX_BF16)  # each has the instructions of those before
 
 
 class CompilerError(Exception):
@@ -48,8 +49,8 @@ class CompilerError(Exception):
 
 
 def built_sets() -> tuple[InstructionSet, ...]:
-    """Return the instruction sets for which a wheel has kernels on this kind of machine."""
-    return (AMX_BF16, AVX512_BF16, AVX2, PLAIN) if platform.machine().lower() in {"x86_64", "amd64"} else (PLAIN,)
+    """Return the instruction sets for which a wheel has kernels on this kind of machine, the least first."""
+    return _X86_64 if platform.machine().lower() in {"x86_64", "amd64"} else (PLAIN,)
 
 
 def find_compiler() -> str | None:

@@ -6,8 +6,9 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -15,11 +16,13 @@ import torch
 from moestro.model.kernels.compiler import (
     AMX_BF16,
     AVX2,
+    AVX512,
     AVX512_BF16,
     PLAIN,
     PREBUILT,
     CompilerError,
     InstructionSet,
+    built_sets,
     compile_kernels,
     find_compiler,
     is_whole,
@@ -30,12 +33,28 @@ from moestro.model.kernels.library import KernelLibrary
 logger = logging.getLogger(__name__)
 
 
+def _has_amx() -> bool:
+    # The second asks the operating system for the tile registers, for all threads of this process.
+    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+
+
+_IS_USABLE: dict[InstructionSet, Callable[[], bool]] = {
+    PLAIN: lambda: True,
+    AVX2: torch.cpu._is_avx2_supported,
+    AVX512: torch.cpu._is_avx512_supported,
+    AVX512_BF16: torch.cpu._is_avx512_bf16_supported,
+    AMX_BF16: _has_amx,
+}
+
+
+def usable_sets() -> tuple[InstructionSet, ...]:
+    """Return the instruction sets that this machine has, the least first."""
+    return tuple(takewhile(lambda each: _IS_USABLE[each](), built_sets()))
+
+
 def choose_instruction_set() -> InstructionSet:
     """Return the best instruction set that this machine has."""
-    if torch.cpu._is_avx512_bf16_supported():
-        # The second asks the operating system for the tile registers, for all threads of this process.
-        return AMX_BF16 if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx() else AVX512_BF16
-    return AVX2 if torch.cpu._is_avx2_supported() else PLAIN
+    return usable_sets()[-1]
 
 
 def cache_folder() -> Path:

@@ -36,7 +36,7 @@ struct AttentionTile {
 };
 
 #if !defined(__AMX_BF16__)
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 // The sums of 16 vectors. Each is added by the same tree.
 static inline Floats sums_of(const Floats* each) {
     __m512 half[8], quarter[4], eighth[2];
@@ -61,10 +61,10 @@ static inline Floats sums_of(const Floats* each) {
 static void score_keys(const bf16* query, const bf16* const* keys, i64 size, float scaling, float* scores) {
     Floats total[KEYS] = {};
     for (i64 d = 0; d < size; d += 2 * LANES) {
-        const Words part = load<Words>(query + d);
-        for (int i = 0; i < KEYS; i++) total[i] = add_products(total[i], load<Words>(keys[i] + d), part);
+        const Pairs part = pairs_of(load<Words>(query + d));
+        for (int i = 0; i < KEYS; i++) total[i] = add_products(total[i], pairs_of(load<Words>(keys[i] + d)), part);
     }
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
     store(scores, sums_of(total) * broadcast(scaling));
 #else
     for (int i = 0; i < KEYS; i++) scores[i] = sum(total[i]) * scaling;

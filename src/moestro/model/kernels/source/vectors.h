@@ -17,7 +17,7 @@ namespace moestro {
 using i64 = int64_t;
 using bf16 = uint16_t;
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 constexpr int LANES = 16;           // floats of a vector
 constexpr int COLUMN_VECTORS = 4;   // vectors of output columns that a tile of a product computes at once
 constexpr int REGISTER_ROWS = 6;    // rows of such a tile: with its columns, what the registers hold
@@ -52,12 +52,6 @@ static inline void store(void* to, Vector value) {
 
 static inline Floats broadcast(float value) { return value - Floats{}; }
 
-static inline Words broadcast_word(const void* from) {
-    uint32_t word;
-    memcpy(&word, from, sizeof word);
-    return word | Words{};
-}
-
 static inline float to_float(bf16 value) {
     uint32_t bits = static_cast<uint32_t>(value) << 16;
     float result;
@@ -71,7 +65,7 @@ static inline Floats load_bf16(const bf16* from) {
 
 // a * b + c, rounded once where the instruction set can, else twice.
 static inline Floats multiply_add(Floats a, Floats b, Floats c) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
     return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -80,14 +74,36 @@ static inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// Both bfloat16 of each word, as `add_products` takes them, and what a row is made of whose pairs are broadcast. Without
+// a dot product of bfloat16 a row is widened to floats first, once for all columns, because a load broadcasts at no cost.
+#if defined(__AVX512BF16__)
+using Pairs = Words;
+using Input = bf16;
+
+static inline Pairs pairs_of(Words words) { return words; }
+
+static inline Pairs broadcast_pair(const Input* from) {
+    uint32_t word;
+    memcpy(&word, from, sizeof word);
+    return word | Words{};
+}
+#else
+struct Pairs {
+    Floats first, second;
+};
+using Input = float;
+
+static inline Pairs pairs_of(Words words) { return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)}; }
+
+static inline Pairs broadcast_pair(const Input* from) { return {broadcast(from[0]), broadcast(from[1])}; }
+#endif
+
 // total + the products of both bfloat16 of each word.
-static inline Floats add_products(Floats total, Words a, Words b) {
+static inline Floats add_products(Floats total, Pairs a, Pairs b) {
 #if defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
 #else
-    const Words high = 0xffff0000u | Words{};
-    total = multiply_add((Floats)(a << 16), (Floats)(b << 16), total);
-    return multiply_add((Floats)(a & high), (Floats)(b & high), total);
+    return multiply_add(a.second, b.second, multiply_add(a.first, b.first, total));
 #endif
 }
 
