@@ -2,6 +2,7 @@
 // many queries share a tile and wherever the tile begins. So neither batch nor chunk changes a bit of its result.
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "linear.h"
@@ -10,8 +11,12 @@
 namespace moestro {
 
 constexpr int KEYS = 16;          // keys whose scores are computed together, from a multiple of it on
-constexpr int MOST_QUERIES = 16;  // queries (tokens * heads of one KV head) that read the same keys together
 constexpr int MOST_SHARED = 64;   // heads that share a KV head
+#if defined(__AMX_BF16__)
+constexpr int MOST_QUERIES = 16;  // queries (tokens * heads of one KV head) that read the same keys together
+#else
+constexpr int MOST_QUERIES = 64;
+#endif
 
 struct Queries {
     const bf16* data;  // of token t and head h: data + t * token_stride + h * head_stride
@@ -34,44 +39,6 @@ struct AttentionScores {
 struct AttentionTile {
     i64 unit, kv_head, first_row, num_rows, position;  // row in the step, and position in the sequence, of the first
 };
-
-#if !defined(__AMX_BF16__)
-#if defined(__AVX512F__)
-// The sums of 16 vectors. Each is added by the same tree.
-static inline Floats sums_of(const Floats* each) {
-    __m512 half[8], quarter[4], eighth[2];
-    for (int i = 0; i < 8; i++) {
-        const __m512 a = (__m512)each[i], b = (__m512)each[i + 8];
-        half[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    }
-    for (int i = 0; i < 4; i++)
-        quarter[i] = _mm512_add_ps(_mm512_shuffle_f32x4(half[i], half[i + 4], 0x88),
-                                   _mm512_shuffle_f32x4(half[i], half[i + 4], 0xdd));
-    for (int i = 0; i < 2; i++)
-        eighth[i] = _mm512_add_ps(_mm512_unpacklo_ps(quarter[i], quarter[i + 2]),
-                                  _mm512_unpackhi_ps(quarter[i], quarter[i + 2]));
-    const __m512 mixed = _mm512_add_ps(_mm512_shuffle_ps(eighth[0], eighth[1], 0x44),
-                                       _mm512_shuffle_ps(eighth[0], eighth[1], 0xee));
-    const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
-    return (Floats)_mm512_permutexvar_ps(order, mixed);
-}
-#endif
-
-// scores[KEYS] of one query; `size` is a multiple of 32.
-static void score_keys(const bf16* query, const bf16* const* keys, i64 size, float scaling, float* scores) {
-    Floats total[KEYS] = {};
-    for (i64 d = 0; d < size; d += 2 * LANES) {
-        const Pairs part = pairs_of(load<Words>(query + d));
-        for (int i = 0; i < KEYS; i++) total[i] = add_products(total[i], pairs_of(load<Words>(keys[i] + d)), part);
-    }
-#if defined(__AVX512F__)
-    store(scores, sums_of(total) * broadcast(scaling));
-#else
-    for (int i = 0; i < KEYS; i++) scores[i] = sum(total[i]) * scaling;
-#endif
-}
-
-#endif
 
 // Turn the scores of positions begin .. end - 1 into weights that add up to 1 with the sink's; zero for other positions.
 static void soften(float* scores, i64 first, i64 last, i64 begin, i64 end, const float* sink) {
@@ -98,43 +65,6 @@ static void soften(float* scores, i64 first, i64 last, i64 begin, i64 end, const
     const Floats share = broadcast(1.0f / all);
     for (i64 i = first; i < last; i += LANES) store(scores + i - first, load<Floats>(scores + i - first) * share);
 }
-
-#if !defined(__AMX_BF16__)
-// outputs[q][..] += weights[q][i] * values[i], for up to TILE_QUERIES queries, values in ascending order.
-template <int NUM_QUERIES, int VECTORS>
-static void add_values(const float* const* weights, const bf16* const* values, i64 count, i64 column, bf16* const* outputs) {
-    Floats total[NUM_QUERIES][VECTORS] = {};
-    for (i64 i = 0; i < count; i++) {
-        Floats value[VECTORS];
-        for (int v = 0; v < VECTORS; v++) value[v] = load_bf16(values[i] + column + v * LANES);
-        for (int q = 0; q < NUM_QUERIES; q++) {
-            const Floats weight = broadcast(weights[q][i]);
-            for (int v = 0; v < VECTORS; v++) total[q][v] = multiply_add(weight, value[v], total[q][v]);
-        }
-    }
-    for (int q = 0; q < NUM_QUERIES; q++)
-        for (int v = 0; v < VECTORS; v++) store_bf16(outputs[q] + column + v * LANES, total[q][v]);
-}
-
-template <int NUM_QUERIES>
-static void add_all_values(const float* const* weights, const bf16* const* values, i64 count, i64 size,
-                           bf16* const* outputs) {
-    i64 column = 0;
-    for (; column + COLUMN_VECTORS * LANES <= size; column += COLUMN_VECTORS * LANES)
-        add_values<NUM_QUERIES, COLUMN_VECTORS>(weights, values, count, column, outputs);
-    for (; column < size; column += 2 * LANES) add_values<NUM_QUERIES, 2>(weights, values, count, column, outputs);
-}
-
-static void add_values_of(int num_queries, const float* const* weights, const bf16* const* values, i64 count, i64 size,
-                          bf16* const* outputs) {
-    switch (num_queries) {
-        case 1: return add_all_values<1>(weights, values, count, size, outputs);
-        case 2: return add_all_values<2>(weights, values, count, size, outputs);
-        case 3: return add_all_values<3>(weights, values, count, size, outputs);
-        case 4: return add_all_values<4>(weights, values, count, size, outputs);
-    }
-}
-#endif
 
 static i64 begin_of(i64 position, i64 window) { return window > 0 ? std::max<i64>(position + 1 - window, 0) : 0; }
 
@@ -247,21 +177,135 @@ static void attend_queries(const TileQueries& tile, const PagedPool& pool, const
     _tile_release();
 }
 #else
+#if defined(__AVX512F__)
+// Turn a square of words by its diagonal.
+static void turn(__m512i* rows) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    __m512i mixed[LANES];
+    for (int stage = 0; stage < 4; stage++) {
+        for (int i = 0; i < LANES / 2; i++) {
+            mixed[2 * i] = _mm512_permutex2var_epi32(rows[i], low, rows[i + LANES / 2]);
+            mixed[2 * i + 1] = _mm512_permutex2var_epi32(rows[i], high, rows[i + LANES / 2]);
+        }
+        for (int i = 0; i < LANES; i++) rows[i] = mixed[i];
+    }
+}
+
+// turned[size / 2] from KEYS keys: each has a word of every key. `size` is a multiple of 32.
+static void turn_keys(const bf16* const* keys, i64 size, Pairs* turned) {
+    __m512i words[KEYS];
+    for (i64 d = 0; d < size; d += 2 * LANES) {
+        for (int i = 0; i < KEYS; i++) words[i] = load<__m512i>(keys[i] + d);
+        turn(words);
+        for (int i = 0; i < LANES; i++) turned[d / 2 + i] = pairs_of((Words)words[i]);
+    }
+}
+
+// scores[NUM_QUERIES][KEYS] with rows `stride` apart. Each is a lane, and its products are added in ascending order.
+template <int NUM_QUERIES>
+static void score_queries(const Input* queries, const Pairs* turned, i64 size, float scaling, float* scores, i64 stride) {
+    Floats total[NUM_QUERIES] = {};
+    for (i64 d = 0; d < size; d += 2)
+        for (int q = 0; q < NUM_QUERIES; q++)
+            total[q] = add_products(total[q], turned[d / 2], broadcast_pair(queries + q * size + d));
+    for (int q = 0; q < NUM_QUERIES; q++) store(scores + q * stride, total[q] * broadcast(scaling));
+}
+
+static void score_tile(const TileQueries& tile, i64 size, float scaling, float* scores) {
+    const i64 width = tile.last - tile.first;
+    static thread_local std::vector<Input> queries;
+    static thread_local std::vector<Pairs> turned;
+    queries.resize(tile.count * size);
+    turned.resize(size / 2);
+    for (int q = 0; q < tile.count; q++) read_inputs(tile.query[q], &queries[q * size], size);
+    for (i64 i = 0; i < width; i += KEYS) {
+        turn_keys(tile.keys + i, size, turned.data());
+        int q = 0;
+        const auto score = [&](auto num_queries) {
+            for (; q + num_queries <= tile.count; q += num_queries)
+                score_queries<num_queries>(&queries[q * size], turned.data(), size, scaling, scores + q * width + i, width);
+        };
+        score(std::integral_constant<int, 8>());
+        score(std::integral_constant<int, 4>());
+        score(std::integral_constant<int, 2>());
+        score(std::integral_constant<int, 1>());
+    }
+}
+#else
+static void score_tile(const TileQueries& tile, i64 size, float scaling, float* scores) {
+    const i64 width = tile.last - tile.first;
+    for (int q = 0; q < tile.count; q++)
+        for (i64 i = 0; i < width; i += KEYS) {
+            Floats total[KEYS] = {};
+            for (i64 d = 0; d < size; d += 2 * LANES) {
+                const Pairs part = pairs_of(load<Words>(tile.query[q] + d));
+                for (int j = 0; j < KEYS; j++)
+                    total[j] = add_products(total[j], pairs_of(load<Words>(tile.keys[i + j] + d)), part);
+            }
+            for (int j = 0; j < KEYS; j++) scores[q * width + i + j] = sum(total[j]) * scaling;
+        }
+}
+#endif
+
+// totals[q][..] += weights[q][i] * values[i] for some queries and columns, values in ascending order.
+template <int NUM_QUERIES, int VECTORS>
+static void add_columns(const float* weights, i64 stride, const float* values, i64 count, i64 size, float* totals) {
+    Floats total[NUM_QUERIES][VECTORS];
+    for (int q = 0; q < NUM_QUERIES; q++)
+        for (int v = 0; v < VECTORS; v++) total[q][v] = load<Floats>(totals + q * size + v * LANES);
+    for (i64 i = 0; i < count; i++, values += size) {
+        Floats value[VECTORS];
+        for (int v = 0; v < VECTORS; v++) value[v] = load<Floats>(values + v * LANES);
+        for (int q = 0; q < NUM_QUERIES; q++) {
+            const Floats weight = broadcast(weights[q * stride + i]);
+            for (int v = 0; v < VECTORS; v++) total[q][v] = multiply_add(weight, value[v], total[q][v]);
+        }
+    }
+    for (int q = 0; q < NUM_QUERIES; q++)
+        for (int v = 0; v < VECTORS; v++) store(totals + q * size + v * LANES, total[q][v]);
+}
+
+template <int NUM_QUERIES>
+static void add_values(const float* weights, i64 stride, const float* values, i64 count, i64 size, float* totals) {
+    i64 column = 0;
+    for (; column + COLUMN_VECTORS * LANES <= size; column += COLUMN_VECTORS * LANES)
+        add_columns<NUM_QUERIES, COLUMN_VECTORS>(weights, stride, values + column, count, size, totals + column);
+    for (; column < size; column += 2 * LANES)
+        add_columns<NUM_QUERIES, 2>(weights, stride, values + column, count, size, totals + column);
+}
+
+// The queries' sums of weighted values. Some values at a time are widened for all queries.
+static void add_tile(const TileQueries& tile, i64 size, const float* weights, i64 stride) {
+    constexpr i64 PART = 64;
+    static thread_local std::vector<float> values, totals;
+    values.resize(PART * size);
+    totals.assign(tile.count * size, 0);
+    for (i64 first = tile.begin; first < tile.end; first += PART) {
+        const i64 count = std::min(PART, tile.end - first);
+        for (i64 i = 0; i < count; i++) widen(tile.values[first - tile.first + i], &values[i * size], size);
+        int q = 0;
+        const auto add = [&](auto num_queries) {
+            for (; q + num_queries <= tile.count; q += num_queries)
+                add_values<num_queries>(weights + q * stride + first - tile.first, stride, values.data(), count, size,
+                                        &totals[q * size]);
+        };
+        add(std::integral_constant<int, TILE_QUERIES>());
+        add(std::integral_constant<int, 4>());
+        add(std::integral_constant<int, 2>());
+        add(std::integral_constant<int, 1>());
+    }
+    for (int q = 0; q < tile.count; q++)
+        for (i64 j = 0; j < size; j += LANES) store_bf16(tile.out[q] + j, load<Floats>(&totals[q * size + j]));
+}
+
 static void attend_queries(const TileQueries& tile, const PagedPool& pool, const AttentionScores& how) {
-    const i64 width = tile.last - tile.first, skipped = tile.begin - tile.first;
+    const i64 width = tile.last - tile.first;
     static thread_local std::vector<float> scores;
     scores.resize(tile.count * width);
-    const float* weights[MOST_SHARED];
-    for (int q = 0; q < tile.count; q++) {
-        float* score = &scores[q * width];
-        for (i64 i = 0; i < width; i += KEYS)
-            score_keys(tile.query[q], tile.keys + i, pool.key_size, how.scaling, score + i);
-        soften_query(tile, q, how.window, score);
-        weights[q] = score + skipped;
-    }
-    for (int q = 0; q < tile.count; q += TILE_QUERIES)
-        add_values_of(std::min(TILE_QUERIES, tile.count - q), weights + q, tile.values + skipped, tile.end - tile.begin,
-                      pool.value_size, tile.out + q);
+    score_tile(tile, pool.key_size, how.scaling, scores.data());
+    for (int q = 0; q < tile.count; q++) soften_query(tile, q, how.window, &scores[q * width]);
+    add_tile(tile, pool.value_size, scores.data(), width);
 }
 #endif
 

@@ -9,62 +9,59 @@ namespace moestro {
 constexpr i64 BLOCKS_A_TASK = 2;  // few, so that two threads end together; more than one, as shaping tiles takes time
 
 // sums[ROWS][BLOCK] of some pairs of inputs, added to those of the pairs before unless these are the first.
-template <int ROWS>
+template <int ROWS, int VECTORS>
 static void multiply_rows(const Input* rows, i64 row_stride, const bf16* block, i64 num_pairs, bool is_first,
                           float* sums) {
-    for (int column = 0; column < BLOCK; column += COLUMN_VECTORS * LANES) {
-        Floats total[ROWS][COLUMN_VECTORS] = {};
+    for (int column = 0; column < BLOCK; column += VECTORS * LANES) {
+        Floats total[ROWS][VECTORS] = {};
         if (!is_first)
             for (int r = 0; r < ROWS; r++)
-                for (int v = 0; v < COLUMN_VECTORS; v++) total[r][v] = load<Floats>(sums + r * BLOCK + column + v * LANES);
+                for (int v = 0; v < VECTORS; v++) total[r][v] = load<Floats>(sums + r * BLOCK + column + v * LANES);
         const bf16* weights = block + 2 * column;
         for (i64 pair = 0; pair < num_pairs; pair++, weights += 2 * BLOCK) {
-            Pairs weight[COLUMN_VECTORS];
-            for (int v = 0; v < COLUMN_VECTORS; v++) {
+            Pairs weight[VECTORS];
+            for (int v = 0; v < VECTORS; v++) {
                 weight[v] = pairs_of(load<Words>(weights + 2 * LANES * v));
                 __builtin_prefetch(weights + 2 * LANES * v + 32 * BLOCK);  // 16 pairs ahead
             }
             for (int r = 0; r < ROWS; r++) {
                 const Pairs input = broadcast_pair(rows + r * row_stride + 2 * pair);
-                for (int v = 0; v < COLUMN_VECTORS; v++) total[r][v] = add_products(total[r][v], weight[v], input);
+                for (int v = 0; v < VECTORS; v++) total[r][v] = add_products(total[r][v], weight[v], input);
             }
         }
         for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < COLUMN_VECTORS; v++) store(sums + r * BLOCK + column + v * LANES, total[r][v]);
+            for (int v = 0; v < VECTORS; v++) store(sums + r * BLOCK + column + v * LANES, total[r][v]);
     }
 }
 
 static void multiply_some_rows(int num_rows, const Input* rows, i64 row_stride, const bf16* block, i64 num_pairs,
                                bool is_first, float* sums) {
     switch (num_rows) {
-        case 1: return multiply_rows<1>(rows, row_stride, block, num_pairs, is_first, sums);
-        case 2: return multiply_rows<2>(rows, row_stride, block, num_pairs, is_first, sums);
-        case 3: return multiply_rows<3>(rows, row_stride, block, num_pairs, is_first, sums);
+        case 1: return multiply_rows<1, COLUMN_VECTORS>(rows, row_stride, block, num_pairs, is_first, sums);
+        case 2: return multiply_rows<2, COLUMN_VECTORS>(rows, row_stride, block, num_pairs, is_first, sums);
+        case 3: return multiply_rows<3, COLUMN_VECTORS>(rows, row_stride, block, num_pairs, is_first, sums);
 #if defined(__AVX512F__)
-        case 4: return multiply_rows<4>(rows, row_stride, block, num_pairs, is_first, sums);
-        case 5: return multiply_rows<5>(rows, row_stride, block, num_pairs, is_first, sums);
+        case 4: return multiply_rows<4, COLUMN_VECTORS>(rows, row_stride, block, num_pairs, is_first, sums);
+        case 5: return multiply_rows<5, COLUMN_VECTORS>(rows, row_stride, block, num_pairs, is_first, sums);
 #endif
-        default: return multiply_rows<REGISTER_ROWS>(rows, row_stride, block, num_pairs, is_first, sums);
+        case HIGH_ROWS:
+            return multiply_rows<HIGH_ROWS, COLUMN_VECTORS * REGISTER_ROWS / HIGH_ROWS>(rows, row_stride, block, num_pairs,
+                                                                                       is_first, sums);
+        default: return multiply_rows<REGISTER_ROWS, COLUMN_VECTORS>(rows, row_stride, block, num_pairs, is_first, sums);
     }
 }
 
-// The sums of up to REGISTER_ROWS rows.
+// The sums of HIGH_ROWS rows, or of up to REGISTER_ROWS.
 static void multiply_in_registers(int num_rows, const bf16* rows, i64 row_stride, const bf16* block, i64 num_inputs,
                                   float* sums) {
 #if defined(__AVX512BF16__)
     multiply_some_rows(num_rows, rows, row_stride, block, num_inputs / 2, true, sums);
 #else
     constexpr i64 PART = 512, STRIDE = PART + LANES;  // inputs that are widened at once; rows begin in different cache sets
-    Input widened[REGISTER_ROWS * STRIDE];
+    Input widened[HIGH_ROWS * STRIDE];
     for (i64 k = 0; k < num_inputs; k += PART) {
         const i64 count = std::min(PART, num_inputs - k);
-        for (int r = 0; r < num_rows; r++) {
-            const bf16* row = rows + r * row_stride + k;
-            Input* to = widened + r * STRIDE;
-            i64 i = 0;
-            for (; i + LANES <= count; i += LANES) store(to + i, load_bf16(row + i));
-            for (; i < count; i++) to[i] = to_float(row[i]);
-        }
+        for (int r = 0; r < num_rows; r++) read_inputs(rows + r * row_stride + k, widened + r * STRIDE, count);
         multiply_some_rows(num_rows, widened, STRIDE, block + k * BLOCK, count / 2, k == 0, sums);
     }
 #endif
@@ -119,8 +116,10 @@ void Multiplier::multiply(int num_rows, const bf16* rows, i64 row_stride, const 
         return multiply_in_tiles(rows, row_stride, block, num_inputs, sums);
     }
 #endif
-    while (num_rows > 0) {  // equal parts, because the fewer the rows, the more each costs
-        const int num_parts = (num_rows + REGISTER_ROWS - 1) / REGISTER_ROWS, count = (num_rows + num_parts - 1) / num_parts;
+    while (num_rows > 0) {
+        // The last rows in equal parts, because the fewer the rows, the more each costs.
+        const int num_parts = (num_rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
+        const int count = num_rows >= HIGH_ROWS ? HIGH_ROWS : (num_rows + num_parts - 1) / num_parts;
         multiply_in_registers(count, rows, row_stride, block, num_inputs, sums);
         num_rows -= count, rows += count * row_stride, sums += count * BLOCK;
     }

@@ -11,7 +11,7 @@ namespace moestro {
 constexpr int BLOCK = 64;  // outputs of a block
 
 #if defined(__AMX_BF16__)
-constexpr int TILE_ROWS = 16;  // rows of a tile register
+constexpr int TILE_ROWS = 16;  // rows for which a block is read once: those of a tile register
 
 // Shapes of the tile registers: 0 to 3 hold sums, 4 rows, 5 and 6 weights.
 struct alignas(64) TileShapes {
@@ -20,7 +20,7 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {};
 };
 #else
-constexpr int TILE_ROWS = REGISTER_ROWS;
+constexpr int TILE_ROWS = 48;  // so many that reading a block costs less than its products
 #endif
 
 // Multiplies rows with blocks. One lives as long as a loop over blocks, because the tile registers keep their shape.

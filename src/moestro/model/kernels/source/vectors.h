@@ -21,7 +21,12 @@ using bf16 = uint16_t;
 constexpr int LANES = 16;           // floats of a vector
 constexpr int COLUMN_VECTORS = 4;   // vectors of output columns that a tile of a product computes at once
 constexpr int REGISTER_ROWS = 6;    // rows of such a tile: with its columns, what the registers hold
-constexpr int TILE_QUERIES = 4;     // the same for the sum of values in attention
+#if defined(__AVX512BF16__)
+constexpr int HIGH_ROWS = REGISTER_ROWS;
+#else
+constexpr int HIGH_ROWS = 12;       // rows of a tile of half the columns, which widens less for a product
+#endif
+constexpr int TILE_QUERIES = 6;     // the same for the sum of values in attention
 #else
 #if defined(__AVX2__)
 constexpr int LANES = 8;
@@ -30,6 +35,7 @@ constexpr int LANES = 4;
 #endif
 constexpr int COLUMN_VECTORS = 2;
 constexpr int REGISTER_ROWS = 4;
+constexpr int HIGH_ROWS = REGISTER_ROWS;
 constexpr int TILE_QUERIES = 4;
 #endif
 
@@ -59,8 +65,29 @@ static inline float to_float(bf16 value) {
     return result;
 }
 
-static inline Floats load_bf16(const bf16* from) {
-    return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
+// Compilers convert 16 halves in two parts, unless told by an intrinsic.
+static inline Words lengthen(Halves halves) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu16_epi32((__m256i)halves);
+#else
+    return __builtin_convertvector(halves, Words);
+#endif
+}
+
+static inline Halves shorten(Words words) {
+#if defined(__AVX512F__)
+    return (Halves)_mm512_cvtepi32_epi16((__m512i)words);
+#else
+    return __builtin_convertvector(words, Halves);
+#endif
+}
+
+static inline Floats load_bf16(const bf16* from) { return (Floats)(lengthen(load<Halves>(from)) << 16); }
+
+static inline void widen(const bf16* from, float* to, i64 count) {
+    i64 i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, load_bf16(from + i));
+    for (; i < count; i++) to[i] = to_float(from[i]);
 }
 
 // a * b + c, rounded once where the instruction set can, else twice.
@@ -87,6 +114,8 @@ static inline Pairs broadcast_pair(const Input* from) {
     memcpy(&word, from, sizeof word);
     return word | Words{};
 }
+
+static inline void read_inputs(const bf16* from, Input* to, i64 count) { memcpy(to, from, count * sizeof(bf16)); }
 #else
 struct Pairs {
     Floats first, second;
@@ -96,6 +125,8 @@ using Input = float;
 static inline Pairs pairs_of(Words words) { return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)}; }
 
 static inline Pairs broadcast_pair(const Input* from) { return {broadcast(from[0]), broadcast(from[1])}; }
+
+static inline void read_inputs(const bf16* from, Input* to, i64 count) { widen(from, to, count); }
 #endif
 
 // total + the products of both bfloat16 of each word.
@@ -115,7 +146,7 @@ static inline void store_bf16(bf16* to, Floats value) {
     const Words bits = (Words)value;
     const Words is_nan = (Words)(value != value);
     const Words rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    store(to, __builtin_convertvector(((is_nan & 0x7fc00000u) | (~is_nan & rounded)) >> 16, Halves));
+    store(to, shorten(((is_nan & 0x7fc00000u) | (~is_nan & rounded)) >> 16));
 #endif
 }
 
