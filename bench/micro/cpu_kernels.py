@@ -5,6 +5,9 @@
 A decode step touches the weights of attention, of the experts that it visits and of the head, and the keys and values
 of its contexts; its share is the time that the memory's bandwidth would take for those bytes, over the step's time.
 
+Products of many rows are limited by arithmetic: `own_gflop_s` is beside `peak_gflop_s`, the speed of torch's float32
+matrix product, which is near that of the fused multiply-adds.
+
 All is in bfloat16, in processor time of one thread, the least of many rounds in turn. Kernels have the sizes of the
 640M model of `bench/serving/engine.py`; decode steps have contexts of 128 tokens. --models demo leaves that model out.
 """
@@ -44,6 +47,7 @@ from shared.models import DEMO, make_random_model
 from shared.results import make_parser, save
 
 NUM_ROWS, CONTEXT, BLOCK_SIZE = (1, 8, 32), 128, 16
+PROMPT, PROMPTS = 512, (128, 512, 2048)
 HIDDEN, INNER, NUM_EXPERTS, NUM_CHOSEN = 1024, 512, 32, 4
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 16, 4, 64
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -64,6 +68,13 @@ def measure_bandwidth() -> float:
     """GB/s with which one thread reads memory that no cache holds."""
     data = torch.ones(1 << 28, dtype=torch.uint8).view(torch.int64)
     return data.numel() * 8 / 1e3 / least_us({"sum": data.sum}, 7)["sum"]
+
+
+def measure_peak() -> float:
+    """10^9 float32 operations a second of one thread in a large matrix product."""
+    size = 1024
+    one, other = torch.randn(2, size, size)
+    return 2 * size**3 / 1e3 / least_us({"product": lambda: one @ other}, 20)["product"]
 
 
 def linear_ways(library: KernelLibrary, num_rows: int) -> Iterator[tuple[str, int, dict[str, Callable[[], object]]]]:
@@ -112,7 +123,7 @@ def expert_ways(library: KernelLibrary, num_rows: int) -> Iterator[tuple[str, in
 def attention_ways(library: KernelLibrary, num_rows: int) -> Iterator[tuple[str, int, dict[str, Callable[[], object]]]]:
     """Attention of a decode step, and of a prompt of 512 tokens."""
     scoring = Scoring(None, None, None)
-    for name, units in (("decode attention", decode_units(num_rows)), ("prompt attention", prompt_units(512))):
+    for name, units in (("decode attention", decode_units(num_rows)), ("prompt attention", prompt_units(PROMPT))):
         num_tokens = int(units.num_tokens.sum())
         query = torch.randn(1, num_tokens, NUM_HEADS, HEAD_SIZE).to(BF16).transpose(1, 2)
         key, value = (torch.randn(1, num_tokens, NUM_KV_HEADS, HEAD_SIZE).to(BF16).transpose(1, 2) for _ in range(2))
@@ -123,7 +134,7 @@ def attention_ways(library: KernelLibrary, num_rows: int) -> Iterator[tuple[str,
             "own": lambda s=step, o=own, t=(query, key, value): o(s, 0, *t, scoring),
             "torch": lambda s=step, t=(query, key, value): attend_paged(s, 0, *t, scoring),
         }
-        if name.startswith("decode") or num_rows == 1:
+        if name.startswith("decode") == (num_rows != PROMPT):
             yield name, 4 * num_keys * NUM_KV_HEADS * HEAD_SIZE, ways
 
 
@@ -144,6 +155,20 @@ def row_ways(library: KernelLibrary, num_rows: int) -> Iterator[tuple[str, int, 
         return heads * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
     yield "rotation", 4 * heads.numel(), {"own": lambda: library.rotate(heads, cos, sin), "torch": rotate}
+
+
+def kernel_rows(library: KernelLibrary, num_rows: int) -> Iterator[dict[str, object]]:
+    """Processor time and speed of each kernel."""
+    num_products = {"linear": HIDDEN * HIDDEN, "experts": 3 * NUM_CHOSEN * HIDDEN * INNER}  # of a row
+    for make in (linear_ways, expert_ways, attention_ways, row_ways):
+        for name, num_bytes, ways in make(library, num_rows):
+            found = least_us(ways, 5 if num_rows == PROMPT else 60)
+            row: dict[str, object] = {"kernel": name, "rows": num_rows, **{f"{w}_us": us for w, us in found.items()}}
+            row |= {f"{way}_gb_s": round(num_bytes / 1e3 / us, 2) for way, us in found.items()}
+            if name in num_products:
+                num_flops = 2 * num_rows * num_products[name]
+                row |= {f"{way}_gflop_s": round(num_flops / 1e3 / us, 1) for way, us in found.items()}
+            yield row
 
 
 def decode_units(num_units: int) -> Units:
@@ -200,15 +225,16 @@ def bytes_touched(network: Network, units: Units) -> int:
 
 
 def step_rows(model: str, directory: Path, library: KernelLibrary, bandwidth: float) -> Iterator[dict[str, object]]:
-    """Processor time of decode steps, and of a prompt of 128 tokens, up to the logits. `bandwidth`: GB/s."""
+    """Processor time of decode steps and of prompts, up to the logits. `bandwidth`: GB/s."""
     opened = open_networks(directory, library)
-    steps = {f"decode, {n} rows": decode_units(n) for n in NUM_ROWS} | {"prompt of 128": prompt_units(128)}
+    steps = {f"decode, {n} rows": decode_units(n) for n in NUM_ROWS}
+    steps |= {f"prompt of {n}": prompt_units(n) for n in PROMPTS}
     for name, units in steps.items():
         ways: dict[str, Callable[[], object]] = {
             way: lambda n=network, p=pools, u=units: n.logits(PagedStep(u, p, CPU))
             for way, (network, pools) in opened.items()
         }
-        found = least_us(ways, 40 if model == "demo" else 12)
+        found = least_us(ways, 3 if units.num_tokens[0] > PROMPTS[0] else 40 if model == "demo" else 12)
         row: dict[str, object] = {"model": model, "step": name}
         row |= {f"{way}_ms": round(us / 1e3, 2) for way, us in found.items()}
         if name.startswith("decode"):
@@ -230,27 +256,22 @@ def main() -> None:
     if library is None:
         raise SystemExit("the kernels cannot be compiled here")
     rows: list[dict[str, object]] = []
-    bandwidth = round(measure_bandwidth(), 1)
-    print(json.dumps({"bandwidth_gb_s": bandwidth, "instruction_set": library.instruction_set}), flush=True)
+    limits = {"bandwidth_gb_s": round(measure_bandwidth(), 1), "peak_gflop_s": round(measure_peak(), 1)}
+    print(json.dumps({**limits, "instruction_set": library.instruction_set}), flush=True)
     with torch.inference_mode():
-        for num_rows in NUM_ROWS:
-            for make in (linear_ways, expert_ways, attention_ways, row_ways):
-                for name, num_bytes, ways in make(library, num_rows):
-                    found = least_us(ways, 60)
-                    speed = {f"{way}_gb_s": round(num_bytes / 1e3 / us, 2) for way, us in found.items()}
-                    rows.append(
-                        {"kernel": name, "rows": num_rows, **{f"{w}_us": us for w, us in found.items()}, **speed}
-                    )
-                    print(json.dumps(rows[-1]), flush=True)
+        for num_rows in (*NUM_ROWS, PROMPT):
+            for row in kernel_rows(library, num_rows):
+                rows.append(row)
+                print(json.dumps(row), flush=True)
     models = {"demo": DEMO}
     if args.models == "both":
         models["640m"] = make_random_model(args.work / "random-640m")
     for model, directory in models.items():
-        for row in step_rows(model, directory, library, bandwidth):
+        for row in step_rows(model, directory, library, limits["bandwidth_gb_s"]):
             rows.append(row)
             print(json.dumps(row), flush=True)
     setting = {"num_threads": torch.get_num_threads(), "instruction_set": library.instruction_set}
-    save(args.json, conditions, {**setting, "bandwidth_gb_s": bandwidth, "rows": rows})
+    save(args.json, conditions, {**setting, **limits, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -44,8 +44,10 @@ static void normalize(const Norm& norm, bf16* rows, i64 count) {
     if (norm.weight) moestro_rms_norm(rows, norm.weight, rows, count / norm.size, norm.size, norm.epsilon);
 }
 
-static void add_rows(const bf16* a, const bf16* b, bf16* out, i64 count) {
-    for (i64 i = 0; i < count; i += LANES) store_bf16(out + i, load_bf16(a + i) + load_bf16(b + i));
+static void add_rows(const bf16* a, const bf16* b, bf16* out, i64 num_rows, i64 size) {
+    parallel(num_rows, num_rows * size, [&](i64 r) {
+        for (i64 i = r * size; i < (r + 1) * size; i += LANES) store_bf16(out + i, load_bf16(a + i) + load_bf16(b + i));
+    });
 }
 
 }  // namespace moestro
@@ -73,6 +75,6 @@ MOESTRO_KERNEL void moestro_layer_front(const LayerFront* layer, const StepUnits
                    attended.data(), step->num_units, step->table_width, layer->num_heads, layer->num_kv_heads, size, size,
                    step->block_size, layer->window, layer->scaling);
     multiply(layer->output, attended.data(), mixed, tokens, width, query_width);
-    add_rows(hidden, mixed.data(), stream, tokens * width);
+    add_rows(hidden, mixed.data(), stream, tokens, width);
     moestro_rms_norm(stream, layer->between.weight, inputs, tokens, width, layer->between.epsilon);
 }

@@ -49,8 +49,9 @@ MOESTRO_KERNEL void moestro_rms_norm(const bf16* rows, const bf16* weight, bf16*
 // out[tokens][heads][size], each head rotated by its token's cos and sin [tokens][size]; `size` is a multiple of 32.
 MOESTRO_KERNEL void moestro_rotate(const bf16* heads, i64 token_stride, i64 head_stride, const bf16* cos, const bf16* sin,
                                    bf16* out, i64 num_tokens, i64 num_heads, i64 size) {
-    for (i64 token = 0; token < num_tokens; token++)
+    parallel(num_tokens, num_tokens * num_heads * size, [&](i64 token) {
         for (i64 head = 0; head < num_heads; head++)
             rotate_head(heads + token * token_stride + head * head_stride, cos + token * size, sin + token * size,
                         out + (token * num_heads + head) * size, size / 2);
+    });
 }
