@@ -8,6 +8,14 @@ namespace moestro {
 
 constexpr i64 BLOCKS_A_TASK = 2;  // few, so that two threads end together; more than one, as shaping tiles takes time
 
+// Weights are fetched so many pairs of inputs before their use, into the first cache (3) or the second (2). Each is the
+// best of those that were measured with its instructions.
+#if defined(__AVX512BF16__)
+constexpr int PAIRS_AHEAD = 16, AHEAD_LEVEL = 3;
+#else
+constexpr int PAIRS_AHEAD = 32, AHEAD_LEVEL = 2;
+#endif
+
 // sums[ROWS][BLOCK] of some pairs of inputs, added to those of the pairs before unless these are the first.
 template <int ROWS, int VECTORS>
 static void multiply_rows(const Input* rows, i64 row_stride, const bf16* block, i64 num_pairs, bool is_first,
@@ -22,7 +30,7 @@ static void multiply_rows(const Input* rows, i64 row_stride, const bf16* block, 
             Pairs weight[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
                 weight[v] = pairs_of(load<Words>(weights + 2 * LANES * v));
-                __builtin_prefetch(weights + 2 * LANES * v + 32 * BLOCK);  // 16 pairs ahead
+                __builtin_prefetch(weights + 2 * LANES * v + 2 * BLOCK * PAIRS_AHEAD, 0, AHEAD_LEVEL);
             }
             for (int r = 0; r < ROWS; r++) {
                 const Pairs input = broadcast_pair(rows + r * row_stride + 2 * pair);
