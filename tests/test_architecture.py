@@ -56,7 +56,7 @@ EFFECTS = {
 ONLY_IN = {"torch": {"model"}, "transformers": {"model", "text"}} | dict.fromkeys(
     ("aiohttp", "socket", "asyncio"), EFFECTS
 )
-ONLY_IN["zmq"] = EFFECTS | {"wire"}  # keys and admission of the sockets that both ends of a wire have
+ONLY_IN["zmq"] = ONLY_IN["socket"] = EFFECTS | {"wire"}  # what the sockets at both ends of a wire have in common
 ONLY_IN["ray"] = {"server"}
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager"}
 # config stamps a run's record with the time of its start; planner ends its search in time

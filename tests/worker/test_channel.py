@@ -7,6 +7,7 @@ import contextlib
 import os
 import queue
 import random
+import socket
 import stat
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from moestro.errors import ConfigError, NoEngineError
 from moestro.server.private_directory import private_directory
 from moestro.server.rank_socket import RankSocket
 from moestro.wire.curve import allow_ipv6, new_curve_keys
+from moestro.wire.local_stream import LocalStream, local_path
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -38,6 +40,7 @@ from moestro.wire.messages import (
     Outputs,
     Phase,
     Shutdown,
+    decode_from_rank,
     decode_to_rank,
     encode,
     identity_of,
@@ -229,27 +232,27 @@ def test_what_an_earlier_process_of_a_rank_says_is_ignored_and_the_next_one_is_h
     on_loop(address, test)
 
 
-def dealer(context: zmq.Context, address: str, identity: bytes | None = None) -> zmq.Socket:
-    socket = context.socket(zmq.DEALER)
-    if identity:
-        socket.setsockopt(zmq.IDENTITY, identity)
-    socket.connect(address)
-    return socket
+def connected(address: str, identity: bytes) -> LocalStream:
+    """A connection of which the test says what it sends."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(local_path(address))
+    stream = LocalStream(connection)
+    stream.send(identity)
+    return stream
 
 
 RNG = random.Random(0)
 GARBAGE = [
-    [b""], [b"\x80\x04\x95"], [encode(ADD)], [RNG.randbytes(100)], [b"\x91" * 100_000], [b"two", b"frames"],
-    [msgspec.msgpack.encode({"type": "Boom"})], [encode(Failed("x")).replace(b"\xa1x", b"\xa1\xff")],
+    b"", b"\x80\x04\x95", encode(ADD), RNG.randbytes(100), b"\x91" * 100_000,
+    msgspec.msgpack.encode({"type": "Boom"}), encode(Failed("x")).replace(b"\xa1x", b"\xa1\xff"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("frames", GARBAGE)
-def test_a_rank_that_sends_what_cannot_be_read_is_broken_and_no_more_is_heard_of_its_process(address, frames):
+@pytest.mark.parametrize("message", GARBAGE)
+def test_a_rank_that_sends_what_cannot_be_read_is_broken_and_no_more_is_heard_of_its_process(address, message):
     async def test(wire, inbox):
-        context = zmq.Context()
-        broken, other = (dealer(context, address, identity_of(rank, 0)) for rank in (0, 1))
-        broken.send_multipart(frames)
+        broken, other = (connected(address, identity_of(rank, 0)) for rank in (0, 1))
+        broken.send(message)
         assert await inbox.get() == (0, BROKEN)
         broken.send(encode(Phase("more", 0.0)))
         other.send(encode(Phase("good", 0.0)))
@@ -257,24 +260,25 @@ def test_a_rank_that_sends_what_cannot_be_read_is_broken_and_no_more_is_heard_of
         await asyncio.sleep(0.05)  # for the broken one's
         assert inbox.empty()
         wire.expect(0, 1)
-        heir = dealer(context, address, identity_of(0, 1))
+        heir = connected(address, identity_of(0, 1))
         heir.send(encode(Phase("new", 0.0)))
         assert await inbox.get() == (0, Phase("new", 0.0))
-        context.destroy(linger=0)
+        for stream in (broken, other, heir):
+            stream.close()
 
     assert on_loop(address, test).num_dropped == 1
 
 
-def test_strangers_are_dropped_and_counted_and_told_of_once(address, caplog):
+@pytest.mark.parametrize("identity", [b"", b"stranger"])
+def test_strangers_are_dropped_and_counted_and_told_of_once(address, caplog, identity):
     async def test(wire, inbox):
-        context = zmq.Context()
-        stranger = dealer(context, address)
-        for frames in GARBAGE:
-            stranger.send_multipart(frames)
+        stranger = connected(address, identity)
+        for message in GARBAGE:
+            stranger.send(message)
         stranger.send(encode(Phase("from a stranger", 0.0)))
         await asyncio.sleep(0.3)
         assert inbox.empty()
-        context.destroy(linger=0)
+        stranger.close()
 
     assert on_loop(address, test).num_dropped == len(GARBAGE) + 1
     assert [message for message in caplog.messages if "unknown process" in message] == [
@@ -282,37 +286,123 @@ def test_strangers_are_dropped_and_counted_and_told_of_once(address, caplog):
     ]
 
 
-def test_a_message_beyond_the_limit_is_not_read(address):
+def test_a_second_process_under_the_same_name_is_disconnected(address):
     async def test(wire, inbox):
-        context = zmq.Context()
-        rank = context.socket(zmq.DEALER)
-        rank.setsockopt(zmq.IDENTITY, identity_of(0, 0))
-        rank.connect(address)
-        rank.send(bytes(MAX_MESSAGE_BYTES + 1))
-        await asyncio.sleep(0.3)
+        first, second = (connected(address, identity_of(0, 0)) for _ in range(2))
+        first.send(encode(Phase("first", 0.0)))
+        assert await inbox.get() == (0, Phase("first", 0.0))
+        with contextlib.suppress(ConnectionError):
+            second.send(encode(Phase("second", 0.0)))
+        await until(lambda: second.receive() is None)
+        wire.send(0, ADD)
+        messages = []
+        await until(lambda: bool(messages.extend(first.receive()) or messages))
+        assert messages == [encode(ADD)]
         assert inbox.empty()
-        assert wire.num_dropped == 0
-        context.destroy(linger=0)
+        for stream in (first, second):
+            stream.close()
 
     on_loop(address, test)
 
 
-@pytest.mark.parametrize("frame", [b"", b"junk", encode(Phase("not for a rank", 0.0)), b"\x91" * 100_000])
-def test_a_rank_that_cannot_read_a_message_ends(address, frame):
+async def until(is_so) -> None:
+    while not is_so():  # noqa: ASYNC110 - nothing tells when the other end has read
+        await asyncio.sleep(0.01)
+
+
+def test_a_connection_whose_message_is_beyond_the_limit_is_closed(address):
+    async def test(wire, inbox):
+        rank = connected(address, identity_of(0, 0))
+        rank.send(bytes(MAX_MESSAGE_BYTES + 1))
+        await until(lambda: rank.receive() is None)
+        assert inbox.empty()
+        assert wire.num_dropped == 0
+        rank.close()
+
+    on_loop(address, test)
+
+
+def test_a_rank_that_does_not_read_gets_its_messages_later_and_in_the_end_no_more(address, monkeypatch):
+    limit = 50
+    monkeypatch.setattr("moestro.server.rank_listeners.MAX_QUEUED_MESSAGES", limit)
+
+    async def test(wire, inbox):
+        rank, names, got = connected(address, identity_of(0, 0)), [], []
+        rank.send(encode(Phase("here", 0.0)))
+        await inbox.get()
+        with contextlib.suppress(NoEngineError):
+            while len(names) < 100 * limit:
+                wire.send(0, Abort((f"{len(names)}" * 10_000,)))
+                names.append(f"{len(names)}" * 10_000)
+        assert limit < len(names) < 100 * limit
+
+        def take() -> bool:
+            got.extend(decode_to_rank(message).request_ids[0] for message in rank.receive())
+            return len(got) == len(names)
+
+        await until(take)
+        assert got == names
+        wire.send(0, ADD)
+        await until(lambda: rank.receive() == [encode(ADD)])
+        rank.close()
+
+    on_loop(address, test)
+
+
+def test_messages_that_the_api_server_does_not_read_wait_and_the_last_ones_leave_at_the_end(tmp_path, parent_fd):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "ranks"))
+        listener.listen()
+        channel = Channel(f"ipc://{tmp_path}/ranks", b"rank-0.0", parent_fd)
+        connection, _ = listener.accept()
+        reader, received = LocalStream(connection), []
+        names = [f"{i}" * 10_000 for i in range(200)]
+        for name in names:
+            channel.send(Phase(name, 0.0))
+        closing = threading.Thread(target=channel.close)
+        closing.start()
+        while (messages := reader.receive()) is not None:
+            received += messages
+        closing.join(PATIENCE_S)
+        reader.close()
+    assert received[0] == b"rank-0.0"
+    phases = [message for message in map(decode_from_rank, received[1:]) if isinstance(message, Phase)]
+    assert [phase.name for phase in phases] == names
+
+
+@pytest.mark.parametrize("message", [b"", b"junk", encode(Phase("not for a rank", 0.0)), b"\x91" * 100_000])
+def test_a_rank_that_cannot_read_a_message_ends(address, message):
+    status, error = ended_rank(address, lambda stream: stream.send(message))
+    assert status == 4
+    assert b"the channel to the API server failed" in error
+
+
+def test_a_rank_whose_connection_breaks_ends(address):
+    status, error = ended_rank(address, LocalStream.close)
+    assert status == 3
+    assert b"the connection to the API server broke" in error
+
+
+def ended_rank(address: str, do) -> tuple[int, bytes]:
+    """Exit status and errors of a rank process to which `do` happens."""
     code = (
         "import sys; from moestro.worker.channel import Channel; from moestro.wire.messages import Phase;"
         "channel = Channel(sys.argv[1], b'rank-0.0', 0); channel.send(Phase('here', 0.0)); channel.receive(None)"
     )
-    context = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    socket.bind(address)
-    with subprocess.Popen([sys.executable, "-c", code, address], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
-        identity, _ = socket.recv_multipart()
-        socket.send_multipart([identity, frame])
-        assert rank.wait(PATIENCE_S) == 4
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(local_path(address))
+    listener.listen()
+    with (
+        listener,
+        subprocess.Popen([sys.executable, "-c", code, address], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as rank,
+    ):
+        connection, _ = listener.accept()
+        stream = LocalStream(connection)
+        do(stream)
+        status = rank.wait(PATIENCE_S)
+        stream.close()
         assert rank.stderr is not None
-        assert b"the channel to the API server failed" in rank.stderr.read()
-    context.destroy(linger=0)
+        return status, rank.stderr.read()
 
 
 def test_a_path_that_is_too_long_names_the_remedy(tmp_path):

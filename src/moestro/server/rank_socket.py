@@ -1,32 +1,18 @@
-"""The API server's ROUTER socket for all ranks, read on the event loop."""
+"""The API server's socket for all ranks, read on the event loop."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
-import msgspec
-import zmq
-
 from moestro.core.curve_keys import CurveKeys
-from moestro.errors import ConfigError, NoEngineError
+from moestro.errors import NoEngineError
+from moestro.server.rank_listeners import Listener, LocalListener, ZmqListener
 from moestro.web.log_limit import LogLimit
-from moestro.wire.curve import Doorkeeper, allow_ipv6
-from moestro.wire.messages import (
-    MAX_MESSAGE_BYTES,
-    MAX_QUEUED_MESSAGES,
-    FromRank,
-    ToRank,
-    decode_from_rank,
-    encode,
-    identity_of,
-)
-from moestro.wire.readable import is_readable
+from moestro.wire.messages import FromRank, ToRank, decode_from_rank, encode, identity_of
 
 logger = logging.getLogger(__name__)
 
-_MESSAGES_A_TURN = 256  # Messages that are read before the event loop runs other tasks.
 _RETIRED = -1
 
 
@@ -43,7 +29,6 @@ class RankSocket:
         keys: Keys that members of a tcp address prove; None means an ipc address.
 
     Attributes:
-        address: Address at which it listens, with its port.
         num_dropped: Messages that could not be read, or came from unknown processes.
     """
 
@@ -54,32 +39,17 @@ class RankSocket:
         self._on_broken: Callable[[int], None] | None = None
         self.num_dropped = 0
         self._log = LogLimit(logger)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.ROUTER_MANDATORY, 1),  # An unreachable rank is an error, not a silent loss.
-            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
-            (zmq.SNDHWM, MAX_QUEUED_MESSAGES),
-            (zmq.RCVHWM, MAX_QUEUED_MESSAGES),
-            (zmq.LINGER, 0),
-        ):
-            self._socket.setsockopt(option, value)
-        self._doorkeeper = None if keys is None else Doorkeeper(self._socket, keys)
-        allow_ipv6(self._socket, address)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._socket.close(linger=0)
-            self._context.term()
-            remedy = "set TMPDIR to a short writable path" if keys is None else "it must be an address of this machine"
-            raise ConfigError(f"cannot listen on {address} ({error}): {remedy}") from error
-        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._loop = asyncio.get_running_loop()
+        self._listener: Listener = LocalListener(address) if keys is None else ZmqListener(address, keys)
+
+    @property
+    def address(self) -> str:
+        """Address at which it listens, with its port."""
+        return self._listener.address
 
     @property
     def num_refused(self) -> int:
         """Connections of strangers, who did not prove the keys."""
-        return 0 if self._doorkeeper is None else self._doorkeeper.num_refused
+        return self._listener.num_refused
 
     def listen(
         self, deliver: Callable[[int, FromRank], None], on_broken: Callable[[int], None], name: Callable[[int], str]
@@ -93,8 +63,7 @@ class RankSocket:
         self._deliver = deliver
         self._on_broken = on_broken
         self._name = name
-        self._loop.add_reader(self._socket.fileno(), self._drain)
-        self._loop.call_soon(self._drain)
+        self._listener.begin(self._take)
 
     def expect(self, rank: int, launch: int) -> None:
         """Accept messages for `rank` only from the process of this launch."""
@@ -109,31 +78,17 @@ class RankSocket:
             NoEngineError: The rank is not connected, or has stopped reading.
         """
         try:
-            self._socket.send_multipart((self._identities[rank], encode(message)), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
+            self._listener.send(self._identities[rank], encode(message))
+        except OSError as error:
             logger.warning("%s cannot be reached: %s", self._name(rank), error)
             raise NoEngineError from error
-        # The descriptor is edge-triggered, and sending may have consumed an edge: read again.
-        self._loop.call_soon(self._drain)
 
     def close(self) -> None:
         """Close the socket. The last messages sent may be lost."""
-        if not self._socket.closed:
-            self._loop.remove_reader(self._socket.fileno())
-            self._socket.close(linger=0)
-            self._context.term()
+        self._listener.close()
 
-    def _drain(self) -> None:
-        for _ in range(_MESSAGES_A_TURN):
-            if self._socket.closed:
-                return
-            if not is_readable(self._socket):
-                return
-            self._take(self._socket.recv_multipart(zmq.NOBLOCK))
-        self._loop.call_soon(self._drain)
-
-    def _take(self, frames: list[bytes]) -> None:
-        rank = self._ranks.get(frames[0])
+    def _take(self, identity: bytes, data: bytes) -> None:
+        rank = self._ranks.get(identity)
         if rank == _RETIRED:
             return
         if rank is None:
@@ -145,20 +100,13 @@ class RankSocket:
         assert self._deliver is not None
         assert self._on_broken is not None
         try:
-            message = _decoded(frames)
+            message: FromRank = decode_from_rank(data)
         except Exception as error:  # Text that is not UTF-8 raises an exception of its own.
             self.num_dropped += 1
             logger.error(
                 "a message of %s cannot be read: %s (%d dropped so far)", self._name(rank), error, self.num_dropped
             )
-            self._ranks[frames[0]] = _RETIRED
+            self._ranks[identity] = _RETIRED
             self._on_broken(rank)
             return
         self._deliver(rank, message)
-
-
-def _decoded(frames: list[bytes]) -> FromRank:
-    if len(frames) != 2:
-        raise msgspec.DecodeError(f"a message has 2 frames, got {len(frames)}")
-    message: FromRank = decode_from_rank(frames[1])
-    return message

@@ -1,4 +1,4 @@
-"""Messages between the API server and the ranks: msgspec structs over ZeroMQ, never pickle.
+"""Messages between the API server and the ranks: msgspec structs, never pickle.
 
 A message is data and is never executed. A message that cannot be decoded ends its rank, the sender or the reader.
 Between Moestro's own processes it is a bug, and a request whose message is lost would never end. Messages of unknown
@@ -252,7 +252,7 @@ MAX_QUEUED_MESSAGES = 100_000
 
 
 def identity_of(rank: int, launch: int) -> bytes:
-    """Return the ZeroMQ identity of a rank's `launch`-th process.
+    """Return the identity of a rank's `launch`-th process on its connection.
 
     Each launch has its own identity, so that late messages of an earlier process are not taken for those of the new
     one. ZeroMQ reserves identities that begin with a zero byte.

@@ -1,4 +1,4 @@
-"""A rank's end of the connection to the API server: one thread owns the socket, so the main loop never waits for it."""
+"""A rank's end of the connection to the API server. Its thread receives, so that the main loop never waits for it."""
 
 from __future__ import annotations
 
@@ -7,30 +7,18 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-import zmq
-
 from moestro.core.clock import NS_PER_MS
 from moestro.core.curve_keys import CurveKeys
-from moestro.wire.curve import allow_ipv6, secure_client
-from moestro.wire.messages import (
-    MAX_MESSAGE_BYTES,
-    MAX_QUEUED_MESSAGES,
-    FromRank,
-    Heartbeat,
-    ToRank,
-    decode_to_rank,
-    encode,
-)
-from moestro.wire.readable import is_readable
+from moestro.wire.local_stream import local_path
+from moestro.wire.messages import FromRank, Heartbeat, ToRank, decode_to_rank, encode
+from moestro.worker.channel_links import Link, LocalLink, LostLinkError, ZmqLink
 
 logger = logging.getLogger(__name__)
 
-_LINGER_MS = 2000
-_RETRY_MS = 20  # until the next try while the API server does not keep up
+_LINGER_S = 2.0  # for the last messages, if the API server does not keep up
 ORPHANED = 3  # exit status of a rank whose parent, or the connection to it, is gone
 _DEAF = 4  # exit status of a rank whose channel thread failed, so that no message could reach it
 
@@ -89,14 +77,16 @@ class Channel:
         self.num_steps = 0
         self.owes = True
         self.now_ns: Callable[[], int] = time.monotonic_ns
-        self._beats, self._keys = beats or Beats(), keys
+        self._beats = beats or Beats()
+        self._link: Link = (
+            LocalLink(local_path(address), identity) if keys is None else ZmqLink(address, identity, keys)
+        )
         self.inbox_fd, self._inbox_write = _wake_pipe()
         self._inbox: SimpleQueue[ToRank] = SimpleQueue()
-        self._outbox: deque[FromRank] = deque()
         self._parent_fd = parent_fd
         self._wake_read, self._wake_write = _wake_pipe()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, args=(address, identity), name="channel", daemon=True)
+        self._close_by_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
         self._thread.start()
 
     def receive(self, wait_s: float | None) -> list[ToRank]:
@@ -119,79 +109,44 @@ class Channel:
         return not self._inbox.empty()
 
     def send(self, message: FromRank) -> None:
-        """Queue `message` for the thread to send."""
-        self._outbox.append(message)
-        self._wake()
+        """Send `message`, or queue it for the thread to send."""
+        if self._link.send(encode(message)):
+            _write_to_wake(self._wake_write)
 
     def close(self) -> None:
-        """Send queued messages (for at most `_LINGER_MS`) and disconnect."""
-        self._closing = True
-        self._wake()
-        self._thread.join()
-
-    def _wake(self) -> None:
+        """Send queued messages (for at most `_LINGER_S`) and disconnect."""
+        self._close_by_s = time.monotonic() + _LINGER_S
         _write_to_wake(self._wake_write)
+        self._thread.join()
 
     # --- the thread
 
-    def _run(self, address: str, identity: bytes) -> None:
+    def _run(self) -> None:
         try:
-            self._exchange(address, identity)
+            self._link.open()
+            self._exchange(self._link)
+        except LostLinkError as error:  # Requests whose messages are lost would never end; the next process has none.
+            logger.error("%s", error)
+            os._exit(ORPHANED)
         except BaseException:
             logger.exception("the channel to the API server failed")
             os._exit(_DEAF)
 
-    def _exchange(self, address: str, identity: bytes) -> None:
-        context = zmq.Context()
-        socket = context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.IDENTITY, identity),
-            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
-            (zmq.SNDHWM, MAX_QUEUED_MESSAGES),
-            (zmq.RCVHWM, MAX_QUEUED_MESSAGES),
-            (zmq.LINGER, _LINGER_MS),
-        ):
-            socket.setsockopt(option, value)
-        secure_client(socket, self._keys)
-        losses = None if self._keys is None else socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        allow_ipv6(socket, address)
-        socket.connect(address)
-        poller = zmq.Poller()
-        for readable in (socket, self._wake_read, self._parent_fd, *(() if losses is None else (losses,))):
-            poller.register(readable, zmq.POLLIN)
-        while not (self._closing and not self._outbox):
-            ready = {fd for fd, _ in poller.poll(_RETRY_MS if self._outbox else self._beats.beat_ms)}
+    def _exchange(self, link: Link) -> None:
+        is_all_sent = link.flush()
+        while self._close_by_s is None or not (is_all_sent or time.monotonic() > self._close_by_s):
+            ready = link.wait((self._wake_read, self._parent_fd), self._beats.beat_ms)
             if self._parent_fd in ready and not os.read(self._parent_fd, 4096):
-                os._exit(ORPHANED)
-            if losses in ready:  # messages may be lost, so that requests would never end: the next process has none
-                logger.error("the connection to the API server broke")
                 os._exit(ORPHANED)
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
-            self._send_all(socket)
+            is_all_sent = link.flush()
             if (beat := self._beats.next(self.num_steps, time.monotonic_ns(), owes=self.owes)) is not None:
-                with contextlib.suppress(zmq.Again):  # the API server does not keep up; its unread messages are a sign
-                    socket.send(encode(beat), zmq.NOBLOCK)
-            if socket in ready:
-                self._receive_all(socket)
-        if losses is not None:
-            socket.disable_monitor()
-            losses.close(linger=0)
-        socket.close()
-        context.term()
-
-    def _send_all(self, socket: zmq.Socket[bytes]) -> None:
-        while self._outbox:
-            try:
-                socket.send(encode(self._outbox[0]), zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._outbox.popleft()
-
-    def _receive_all(self, socket: zmq.Socket[bytes]) -> None:
-        while is_readable(socket):
-            self._inbox.put(decode_to_rank(socket.recv(zmq.NOBLOCK)))
-            _write_to_wake(self._inbox_write)
+                link.offer(encode(beat))
+            for message in link.receive():
+                self._inbox.put(decode_to_rank(message))
+                _write_to_wake(self._inbox_write)
+        link.close()
 
 
 def _wake_pipe() -> tuple[int, int]:
