@@ -6,9 +6,9 @@ All figures are processor time of one thread or process, so that other processes
 
 - `engine parts`: building a step's tensors (`PagedStep`), sampling, reading the result, and encoding and decoding the
   message with the outputs. The least of many rounds, in one thread, on the demo model's vocabulary.
-- `rank loop`: `worker.rank_loop.run_rank` of a `fused` rank on a device that sleeps, with the real channel
-  to another process. `loop_us` is the main thread for a step. `channel_us` is the channel's thread, which encodes and
-  sends while the main thread is in a kernel.
+- `rank loop`: `worker.rank_loop.run_rank` of a `fused` rank, with the real channel to another process. `loop_us` is the
+  main thread for a step, with encoding and sending. `channel_us` is the channel's thread. The device sleeps where a
+  network would compute, or keeps the core awake; its time does not count.
 - `API server`: the process of `moestro serve` before a paced engine that loads no torch (`--paced-arithmetic none`),
   for one streamed token, from `/proc/PID/task/*/schedstat`. All streams have begun before the count begins.
 
@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -63,12 +64,14 @@ SERVER_FLAGS = ("qwen3-30b-a3b", "--device", "paced:h100", "--paced-arithmetic",
                 "--log-level", "warning")  # fmt: skip
 TOKENS_OF = {1: 400, 8: 200, 32: 150, 256: 60}  # measured tokens of each stream
 _SINK = """
-import sys, zmq
-socket = zmq.Context().socket(zmq.ROUTER)
-socket.bind(sys.argv[1])
+import socket, sys
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+listener.bind(sys.argv[1])
+listener.listen()
 print("bound", flush=True)
-while True:
-    socket.recv_multipart()
+connection, _ = listener.accept()
+while connection.recv(1 << 18):
+    pass
 """
 
 
@@ -151,10 +154,17 @@ def engine_row(count: int) -> dict[str, object]:
 class IdleDevice:
     """Answers each item with token 5 for all units; implements `Device`.
 
-    It sleeps where a network would compute, so that the channel's thread works beside it and not beside the loop.
+    Args:
+        is_awake: Whether it keeps the core busy for the time of a step, as a CPU does, or sleeps, as the process of an
+            accelerator does. After a sleep, the loop finds caches and clock as other processes and the host left them.
+
+    Attributes:
+        busy_ns: Processor time for which it kept the core busy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_awake: bool) -> None:
+        self._is_awake = is_awake
+        self.busy_ns = 0
         self._results: list[StepResult] = []
         self._counts = np.zeros(EXPERTS, np.int64)
 
@@ -166,7 +176,13 @@ class IdleDevice:
         raise AssertionError("nothing is preempted")
 
     def poll(self, now_ns: int) -> list[StepResult]:
-        time.sleep(_DEVICE_S)
+        if self._is_awake:
+            started_ns = now_ns = time.thread_time_ns()
+            while now_ns - started_ns < _DEVICE_S * 1e9:
+                now_ns = time.thread_time_ns()
+            self.busy_ns += now_ns - started_ns
+        else:
+            time.sleep(_DEVICE_S)
         results, self._results = self._results, []
         return results
 
@@ -177,8 +193,8 @@ class IdleDevice:
 class CountingInbox:
     """The channel, with all requests at the start, and a shutdown after `NUM_STEPS` steps; implements `RankInbox`."""
 
-    def __init__(self, channel: Channel, requests: list[Request]) -> None:
-        self._channel, self._requests = channel, requests
+    def __init__(self, channel: Channel, device: IdleDevice, requests: list[Request]) -> None:
+        self._channel, self._device, self._requests = channel, device, requests
         self.owes = True
         self._num_steps = 0
         self.spent_ns = self.process_ns = 0
@@ -191,8 +207,9 @@ class CountingInbox:
     def num_steps(self, num_steps: int) -> None:
         self._num_steps = self._channel.num_steps = num_steps
         sign = {NUM_WARM: -1, NUM_WARM + NUM_STEPS: 1}.get(num_steps, 0)
-        self.spent_ns += sign * time.thread_time_ns()
-        self.process_ns += sign * time.process_time_ns()
+        if sign:
+            self.spent_ns += sign * (time.thread_time_ns() - self._device.busy_ns)
+            self.process_ns += sign * (time.process_time_ns() - self._device.busy_ns)
 
     def receive(self, wait_s: float | None) -> list[ToRank]:
         if self._requests:
@@ -224,7 +241,7 @@ def decode_request(i: int, num_tokens: int) -> Request:
     )
 
 
-def loop_us(channel: Channel, count: int) -> tuple[float, float]:
+def loop_us(channel: Channel, count: int, *, is_awake: bool) -> tuple[float, float]:
     """Processor time of a step in the main thread, and in the channel's thread."""
     num_tokens = NUM_WARM + NUM_STEPS + 50
     settings = SchedulerSettings(
@@ -235,27 +252,28 @@ def loop_us(channel: Channel, count: int) -> tuple[float, float]:
         max_num_batched_tokens=16 * count,
         max_num_queued_reqs=count + 1,
     )
-    rank = build_rank(settings, IdleDevice())
+    device = IdleDevice(is_awake=is_awake)
+    rank = build_rank(settings, device)
     collection = ExpertCollection(ExpertLoadSettings())
     rank.expert_observer = collection
-    inbox = CountingInbox(channel, [decode_request(i, num_tokens) for i in range(count)])
+    inbox = CountingInbox(channel, device, [decode_request(i, num_tokens) for i in range(count)])
     run_rank(rank, inbox, time.monotonic_ns, SideJobs(report_experts=collection.report))
     return inbox.spent_ns / NUM_STEPS / 1e3, (inbox.process_ns - inbox.spent_ns) / NUM_STEPS / 1e3
 
 
 def loop_rows() -> Iterator[dict[str, object]]:
     with tempfile.TemporaryDirectory() as directory:
-        address = f"ipc://{directory}/sink"
-        sink = subprocess.Popen([sys.executable, "-c", _SINK, address], stdout=subprocess.PIPE)
+        path = f"{directory}/sink"
+        sink = subprocess.Popen([sys.executable, "-c", _SINK, path], stdout=subprocess.PIPE)
         assert sink.stdout is not None
         sink.stdout.readline()
         alive, _parent = os.pipe()
-        channel = Channel(address, b"bench", alive)
+        channel = Channel(f"ipc://{path}", b"bench", alive)
         try:
-            for count in SIZES:
-                pairs = [loop_us(channel, count) for _ in range(REPEATS)]
+            for device, count in product(("asleep", "awake"), SIZES):
+                pairs = [loop_us(channel, count, is_awake=device == "awake") for _ in range(REPEATS)]
                 loop, rest = (spread([pair[i] for pair in pairs]) for i in range(2))
-                yield {"part": "rank loop", "sequences": count, "loop_us": loop, "channel_us": rest}
+                yield {"part": "rank loop", "device": device, "sequences": count, "loop_us": loop, "channel_us": rest}
         finally:
             channel.close()
             sink.kill()
