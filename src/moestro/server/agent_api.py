@@ -41,6 +41,8 @@ class TokenCount(msgspec.Struct):
 class MessageEncoding:
     """Answers of `/v1/messages`."""
 
+    repeats = False  # It opens and closes blocks of content.
+
     def __init__(self) -> None:
         self._stream = MessageStream()
 
@@ -67,6 +69,8 @@ class ResponseEncoding:
     Args:
         settings: Fields of the request that its response repeats.
     """
+
+    repeats = False  # It numbers its events.
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings

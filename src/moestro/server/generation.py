@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -14,38 +14,14 @@ from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
 from moestro.errors import RequestError
 from moestro.server.engine_client import EngineClient
 from moestro.server.logprobs import Score, first_score, score_of
+from moestro.server.piece import Piece
 from moestro.server.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
 from moestro.server.request_builder import Job, ServedModel
-from moestro.server.request_state import Inbox, Interrupted, PromptChoices
+from moestro.server.request_state import Inbox, InboxEvent, Interrupted, PromptChoices
 from moestro.text.answer_parser import ChatPart
 from moestro.text.stop_strings import StopFinder
 from moestro.text.tokenizer import CONTEXT_TOKENS, Tokenizer
 from moestro.web.errors import GenerationError
-
-
-class Piece(msgspec.Struct, frozen=True, gc=False):
-    """New output of one choice.
-
-    Attributes:
-        text: New text; may be empty.
-        finish_reason: Reason for the end of the choice; None means that more pieces follow.
-        stop_reason: Stop string, or the client's stop token, that ended the choice.
-        scores: Scores of the new tokens, shown or not, after those of an echoed prompt; None means not requested.
-        prompt_scores: Scores of the prompt's tokens, if `prompt_logprobs` requests them.
-        token_ids: New tokens, shown or not; None means not requested.
-        prompt_token_ids: Tokens of the prompt, with the first piece of a choice that requests them.
-        parts: Parsed parts of a chat's text; None means that all text is content.
-    """
-
-    index: int
-    text: str
-    finish_reason: str | None
-    scores: tuple[Score, ...] | None = None
-    prompt_scores: tuple[Score, ...] | None = None
-    stop_reason: str | int | None = None
-    token_ids: tuple[int, ...] | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
-    parts: tuple[ChatPart, ...] | None = None
 
 
 class _Choice:
@@ -70,9 +46,14 @@ class _Choice:
         self._stops = StopFinder(job.stop, keeps_stop=job.keeps_stop)
         self._num_chars = 0  # Length of the decoded text, including stop strings and held-back text.
         self._has_begun = False
+        self._wants_text_alone = not (
+            job.stop or job.answers or job.request.sampling.logprobs is not None or job.returns_token_ids
+        )
 
     def take(self, output: Output) -> Piece:
         """Convert an output's tokens to text. A stop string ends the choice; the tokens after it are discarded."""
+        if self._wants_text_alone and self._token_ids and output.finish_reason is None:
+            return self._take_text(output.token_ids)
         if not self._token_ids:  # An engine that resumes the answer may have cached more, or less, of the prompt.
             self.num_cached = output.num_cached_tokens
         is_first = not self._token_ids
@@ -100,6 +81,12 @@ class _Choice:
             tuple(job.request.token_array().tolist()) if wants_ids and is_first else None,
             parts,
         )
+
+    def _take_text(self, token_ids: Sequence[int]) -> Piece:
+        """Take tokens between the first and the last one, where nothing but their text is wanted: most tokens."""
+        self._token_ids.extend(token_ids)
+        self.num_generated += len(token_ids)
+        return Piece(self.index, "".join(map(self._detokenizer.push, token_ids)), None)
 
     def _text_of(self, output: Output, scores: list[Score]) -> str:
         """Return the text of the new tokens, count them, and add their scores to `scores`."""
@@ -189,6 +176,7 @@ class Generation:
         self._engines = engines
         self._model = model
         self._inbox = Inbox()
+        self._pass_on: Callable[[Piece], bool] = lambda piece: False
         self._choices = [_Choice(i, _with_unused_id(job, engines), model.tokenizer) for i, job in enumerate(jobs)]
         self._collected: list[list[Piece]] = [[] for _ in jobs]
         self._running = {choice.job.request.request_id: choice for choice in self._choices}
@@ -211,6 +199,25 @@ class Generation:
     ) -> None:
         self._stop_all()
 
+    def pass_on_with(self, pass_on: Callable[[Piece], bool]) -> None:
+        """Hand pieces to `pass_on` as soon as their outputs arrive, while the caller waits in `next_piece`.
+
+        No task wakes up for such a piece. `next_piece` returns the last piece of each choice, and those that `pass_on`
+        refuses by returning False.
+        """
+        self._pass_on = pass_on
+        self._inbox.intercept = self._take_at_once
+
+    def _take_at_once(self, event: InboxEvent) -> InboxEvent | None:
+        """Pass an output on, and return what is left for `next_piece`."""
+        if not isinstance(event, Output) or event.finish_reason is not None or event.prompt_logprobs:
+            return event
+        choice = self._running.get(event.request_id)
+        if choice is None:
+            return None  # This output came after a stop string, before the engine received the abort.
+        piece = choice.take(event)
+        return None if piece.finish_reason is None and self._pass_on(piece) else piece
+
     async def next_piece(self) -> Piece | None:
         """Return the next piece of any choice; None means that all choices have ended.
 
@@ -219,24 +226,31 @@ class Generation:
         """
         while self._running:
             event = self._inbox.get_nowait() or await self._inbox.get()
-            if not isinstance(event, Output):
-                if isinstance(event, RequestError):
-                    raise event
+            if isinstance(event, RequestError):
+                raise event
+            if isinstance(event, Interrupted):
                 self._move(event)
                 continue
-            if event.finish_reason is not None and (failure := _failure(event.finish_reason)) is not None:
-                raise failure
-            choice = self._running.get(event.request_id)
-            if choice is None:
-                continue  # This output came after a stop string, before the engine received the abort.
-            # A thread spells the scores of a long prompt, because the event loop must stay free for other requests.
-            piece = await asyncio.to_thread(choice.take, event) if event.prompt_logprobs else choice.take(event)
+            piece = event if isinstance(event, Piece) else await self._take(event)
+            if piece is None:
+                continue
             if piece.finish_reason is not None:
-                del self._running[event.request_id]
+                request_id = self._choices[piece.index].job.request.request_id
+                del self._running[request_id]
                 # Aborts a sequence that a stop string ended; an ended sequence is ignored.
-                self._engines.abort(event.request_id, FinishReason.STOP)
+                self._engines.abort(request_id, FinishReason.STOP)
             return piece
         return None
+
+    async def _take(self, output: Output) -> Piece | None:
+        """Convert an output; None means that its choice has ended. Raises as `next_piece` does."""
+        if output.finish_reason is not None and (failure := _failure(output.finish_reason)) is not None:
+            raise failure
+        choice = self._running.get(output.request_id)
+        if choice is None:
+            return None
+        # A thread spells the scores of a long prompt, because the event loop must stay free for other requests.
+        return await asyncio.to_thread(choice.take, output) if output.prompt_logprobs else choice.take(output)
 
     async def all_pieces(self) -> list[Piece]:
         """Return each choice as one piece, in order.
@@ -244,9 +258,14 @@ class Generation:
         Raises:
             RequestError: As for `next_piece`.
         """
+        self.pass_on_with(self._collect)
         while piece := await self.next_piece():
-            self._collected[piece.index].append(piece)
+            self._collect(piece)
         return [_join(parts) for parts in self._collected]
+
+    def _collect(self, piece: Piece) -> bool:
+        self._collected[piece.index].append(piece)
+        return True
 
     def usage(self) -> Usage:
         """Return the token counts so far, summed over all choices."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from moestro.server.generation import Piece
+from moestro.server.piece import Piece
 from moestro.server.protocol import CalledFunction, ChatDelta, ChatMessage, ChatToolCall
 from moestro.text.answer_parser import merged
 

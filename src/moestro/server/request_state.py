@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moestro.core.hashing import name_key
 from moestro.core.request import Output, Request
 from moestro.errors import RequestError
 from moestro.server.metrics import EngineMetrics
+from moestro.server.piece import Piece
 from moestro.workload.request_record import RecordedRequest
 
 # A request that has lost more engines than this may be the cause, even if it gained tokens in between.
@@ -27,7 +29,7 @@ class Interrupted:
     error: RequestError
 
 
-InboxEvent = Output | Interrupted | RequestError
+InboxEvent = Output | Piece | Interrupted | RequestError
 
 
 class Inbox:
@@ -35,19 +37,29 @@ class Inbox:
 
     Each token passes through it, and `asyncio.Queue`, which allows for several readers and a bound, costs three times
     as much.
+
+    Attributes:
+        intercept: Callable that gets each event for which the reader waits, and returns what the reader is to have
+            instead; None lets the reader wait on. It thus comes between no two events that the reader has not taken.
     """
 
-    __slots__ = ("_events", "_waiter")
+    __slots__ = ("_events", "_waiter", "intercept")
 
     def __init__(self) -> None:
         self._events: deque[InboxEvent] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self.intercept: Callable[[InboxEvent], InboxEvent | None] | None = None
 
     def put_nowait(self, event: InboxEvent) -> None:
         """Append an event, and wake the reader."""
-        self._events.append(event)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            self._events.append(event)
+            return
+        left = event if self.intercept is None else self.intercept(event)
+        if left is not None:
+            self._events.append(left)
+            waiter.set_result(None)
 
     def get_nowait(self) -> InboxEvent | None:
         """Return the next event; None means that there is none yet."""

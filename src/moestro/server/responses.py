@@ -9,9 +9,9 @@ from typing import Protocol
 
 import msgspec
 
-from moestro.server.generation import Piece
 from moestro.server.logprobs import Score
 from moestro.server.messages import chat_delta, chat_message
+from moestro.server.piece import Piece
 from moestro.server.protocol import (
     Answer,
     ChatChoice,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
 import struct
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ import msgspec
 from aiohttp import web
 
 from moestro.errors import RequestError
-from moestro.server.generation import Generation, Piece
+from moestro.server.generation import Generation
+from moestro.server.piece import Piece
 from moestro.server.protocol import Answer, Usage
 from moestro.server.responses import AnswerForm
 from moestro.web.errors import InternalError, error_json
@@ -26,6 +28,7 @@ _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control":
 # With so many bytes or fewer in its buffer, a transport does not stop a stream, and lets a stopped one go on; these are
 # the limits of asyncio and uvloop.
 _FREE_BYTES = 1 << 14
+_MARK = secrets.token_hex()  # Stands for a text; no client can put it elsewhere into a chunk.
 _encode = msgspec.json.Encoder().encode
 
 
@@ -38,7 +41,13 @@ class UsageWanted:
 
 
 class AnswerEncoding(Protocol):
-    """Bytes of an answer on one path."""
+    """Bytes of an answer on one path.
+
+    Attributes:
+        repeats: Whether the events of two chunks differ only where the chunks do.
+    """
+
+    repeats: bool
 
     def whole(self, answer: Answer) -> bytes:
         """Return the body of a complete answer."""
@@ -60,6 +69,8 @@ class AnswerEncoding(Protocol):
 class OpenAIEncoding:
     """Answers of `/v1/completions` and `/v1/chat/completions`, which need no translation."""
 
+    repeats = True
+
     def whole(self, answer: Answer) -> bytes:
         """Return the answer as JSON."""
         return _encode(answer)
@@ -77,15 +88,47 @@ class OpenAIEncoding:
         return b"event: error\ndata: " + error_json(error) + b"\n\n"
 
 
+class ChunkEncoder:
+    """Encodes the pieces of a stream, one chunk each, even without text (half a character, a held-back stop string).
+
+    As in vLLM, the client thus sees when its answer begins. Most pieces have new text and nothing else. Their chunks
+    have the bytes of the choice's first such chunk, with other text: a fifth of the time to build and encode one.
+    """
+
+    def __init__(self, form: AnswerForm, encoding: AnswerEncoding) -> None:
+        self._form = form
+        self._encoding = encoding
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # What is before and behind the text, by choice.
+
+    def encode(self, piece: Piece, usage: Usage | None) -> bytes:
+        """Return the events of a piece's chunk, which reports `usage`; may be empty."""
+        if usage is None and piece.has_only_text and self._encoding.repeats:
+            before, behind = self._frames.get(piece.index) or self._frame(piece.index)
+            return b"%b%b%b" % (before, _encode(piece.text), behind)
+        chunk = self._form.chunk(piece)
+        chunk.usage = usage
+        return self._encoding.chunk(chunk)
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        before, _, behind = self._encoding.chunk(self._form.chunk(Piece(index, _MARK, None))).partition(_encode(_MARK))
+        self._frames[index] = before, behind
+        return before, behind
+
+
 class EventStream:
     """Connection that streams one response.
 
     Bounded buffers of aiohttp and the kernel hold the data that a client has not read. Full buffers stop the stream.
+    What these buffers take at once goes straight to the connection, as a chunk of the body: aiohttp's way there, which
+    may wait, takes longer than the kernel's.
 
     Args:
         write_timeout_s: Time for which full buffers may stop the stream, in seconds.
         encoding: Form of the events.
         headers: Further headers of the response.
+
+    Attributes:
+        encoding: Form of the events.
     """
 
     def __init__(
@@ -95,25 +138,38 @@ class EventStream:
         self._http = http
         self._response = web.StreamResponse(headers={**_HEADERS, **headers})
         self._write_timeout_s = write_timeout_s
-        self._encoding = encoding
+        self.encoding = encoding
+        self._is_chunked = False
 
     async def open(self) -> web.StreamResponse:
         """Send the headers."""
         await self._response.prepare(self._http)
+        self._is_chunked = "Transfer-Encoding" in self._response.headers
         return self._response
 
-    async def send(self, chunk: Answer) -> None:
-        """Send a chunk of the answer.
+    def send_now(self, events: bytes) -> bool:
+        """Send events of the answer if that takes no waiting. Returns whether they are sent."""
+        transport = self._http.transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size() + len(events) > _FREE_BYTES:
+            return False
+        if events:  # An empty chunk would end the body.
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
+        return True
+
+    async def send(self, events: bytes) -> None:
+        """Send events of the answer.
 
         Raises:
             ConnectionError: The client has disconnected.
             TimeoutError: The client has not read for too long.
         """
-        await self._send(self._encoding.chunk(chunk))
+        if not self.send_now(events):
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._response.write(events)
 
     async def finish(self) -> None:
         """Send the end of a complete answer; raises as `send` does."""
-        await self._send(self._encoding.end())
+        await self.send(self.encoding.end())
 
     async def break_off(self, error: RequestError) -> None:
         """Send `error` as an event, then close the connection without the end of the body.
@@ -122,7 +178,7 @@ class EventStream:
         end for success, even after an error event.
         """
         try:
-            await self._send(self._encoding.failure(error))
+            await self.send(self.encoding.failure(error))
         except (ConnectionError, TimeoutError):
             logger.debug("%s: the error could not be sent to the client: %s", self.request_id, error)
         if self._http.transport is not None:
@@ -134,16 +190,6 @@ class EventStream:
             connection = self._http.transport.get_extra_info("socket")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._http.transport.abort()
-
-    async def _send(self, data: bytes) -> None:
-        if not data:
-            return
-        transport = self._http.transport
-        if transport is not None and transport.get_write_buffer_size() + len(data) <= _FREE_BYTES:
-            await self._response.write(data)  # It does not wait, and a timer would cost more than the write.
-            return
-        async with asyncio.timeout(self._write_timeout_s):
-            await self._response.write(data)
 
 
 async def stream(
@@ -162,12 +208,18 @@ async def stream(
     try:
         for opening in form.openings():
             opening.usage = _of_prompt(generation.usage()) if usage.in_chunks else None
-            await events.send(opening)
+            await events.send(events.encoding.chunk(opening))
+        chunks = ChunkEncoder(form, events.encoding)
+
+        def encode(piece: Piece) -> bytes:
+            return chunks.encode(piece, generation.usage() if usage.in_chunks else None)
+
+        generation.pass_on_with(lambda piece: events.send_now(encode(piece)))
         while piece is not None:
-            await _send_piece(events, form, piece, generation.usage() if usage.in_chunks else None)
+            await events.send(encode(piece))
             piece = await generation.next_piece()
         if usage.at_end:
-            await events.send(form.closing(generation.usage()))
+            await events.send(events.encoding.chunk(form.closing(generation.usage())))
         await events.finish()
     except ConnectionError:
         logger.debug("%s: the client disconnected", events.request_id)
@@ -180,16 +232,6 @@ async def stream(
         logger.exception("%s: failed within a stream", events.request_id)
         await events.break_off(InternalError(events.request_id))
     return response
-
-
-async def _send_piece(events: EventStream, form: AnswerForm, piece: Piece, usage: Usage | None) -> None:
-    """Send one chunk for a step output, even without text (half a character, a held-back stop string).
-
-    As in vLLM, the client thus sees when its answer begins.
-    """
-    chunk = form.chunk(piece)
-    chunk.usage = usage
-    await events.send(chunk)
 
 
 def _of_prompt(usage: Usage) -> Usage:
