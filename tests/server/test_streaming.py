@@ -13,14 +13,14 @@ import pytest
 from support.running import PATIENCE_S, call, read_to_end, stream_request
 
 from moestro.core.request import FinishReason, Output, Request, SamplingParams
-from moestro.server.generation import _Choice
+from moestro.server.generation import Generation, _Choice
 from moestro.server.logprobs import Score
 from moestro.server.piece import Piece
 from moestro.server.protocol import PromptTokensDetails, Usage
 from moestro.server.request_builder import Job
 from moestro.server.request_state import Inbox
 from moestro.server.responses import ChatForm, CompletionForm, Heading
-from moestro.server.sse import ChunkEncoder, OpenAIEncoding
+from moestro.server.sse import ChunkEncoder, OpenAIEncoding, UsageWanted, stream
 from moestro.text.answer_parser import ContentText
 from moestro.text.token_text import TokenText
 from moestro.text.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ TEXTS = ("", "a", ' "quoted" ', "\\", "\n\u2028\x00", "日本語 🙂", "data: [
 @pytest.mark.parametrize("form_class", [CompletionForm, ChatForm])
 def test_law_a_stream_has_the_bytes_that_each_chunk_alone_would_have(form_class):
     rng, form, encoding = random.Random(0), form_class(HEADING, OPTIONS), OpenAIEncoding()
-    chunks = ChunkEncoder(form, encoding)
+    encoders = ((None, ChunkEncoder(form, encoding, None)), (USAGE, ChunkEncoder(form, encoding, lambda: USAGE)))
     score = Score(1, TokenText("a", b"a"), -0.5, 1, 0, ())
     others = (
         {"finish_reason": "stop"}, {"finish_reason": "stop", "stop_reason": "x"}, {"scores": (score,)}, {"scores": ()},
@@ -44,11 +44,11 @@ def test_law_a_stream_has_the_bytes_that_each_chunk_alone_would_have(form_class)
     for _ in range(500):
         fields = rng.choice(others) if rng.random() < 0.3 else {}
         piece = Piece(**({"index": rng.randrange(3), "text": rng.choice(TEXTS), "finish_reason": None} | fields))
-        usage = USAGE if rng.random() < 0.2 else None
         assert piece.has_only_text == (not fields)
-        chunk = form.chunk(piece)
-        chunk.usage = usage
-        assert chunks.encode(piece, usage) == encoding.chunk(chunk)
+        for usage, encoder in encoders:
+            chunk = form.chunk(piece)
+            chunk.usage = usage
+            assert encoder.encode(piece) == encoding.chunk(chunk)
 
 
 def test_chunks_of_an_encoding_with_a_state_are_encoded_one_by_one():
@@ -60,8 +60,8 @@ def test_chunks_of_an_encoding_with_a_state_are_encoded_one_by_one():
             self.num_chunks += 1
             return b"%d" % self.num_chunks
 
-    chunks = ChunkEncoder(ChatForm(HEADING, OPTIONS), Counting())
-    assert [chunks.encode(Piece(0, "a", None), None) for _ in range(3)] == [b"1", b"2", b"3"]
+    chunks = ChunkEncoder(ChatForm(HEADING, OPTIONS), Counting(), None)
+    assert [chunks.encode(Piece(0, "a", None)) for _ in range(3)] == [b"1", b"2", b"3"]
 
 
 def output(number: int, **fields) -> Output:
@@ -114,6 +114,86 @@ def test_law_tokens_of_which_only_the_text_is_wanted_give_the_text_of_the_long_w
             assert pieces[0] == pieces[1]
         assert ways[0].resumed() == ways[1].resumed()
         assert ways[0].num_generated == ways[1].num_generated == 30
+
+
+class Connection:
+    """What `stream` sends; it has room at random moments, and waiting for room takes several turns of the loop."""
+
+    request_id = "r"
+
+    def __init__(self, encoding, rng: random.Random) -> None:
+        self.encoding, self.sent, self.num_put, self._rng = encoding, [], 0, rng
+
+    async def open(self) -> None: ...
+
+    def has_room(self) -> bool:
+        return self._rng.random() < 0.7
+
+    def put(self, events: bytes) -> None:
+        self.num_put += 1
+        self.sent.append(events)
+
+    async def send(self, events: bytes) -> None:
+        for _ in range(self._rng.randrange(4)):
+            await asyncio.sleep(0)
+        self.sent.append(events)
+
+    async def finish(self) -> None:
+        self.sent.append(b"end")
+
+
+class Numbering(OpenAIEncoding):
+    """Encodes a chunk as its number and text, as an encoding with a state does."""
+
+    repeats = False
+    num_chunks = 0
+
+    def chunk(self, answer) -> bytes:
+        self.num_chunks += 1
+        return f"{self.num_chunks}:{answer.choices[0].index}:{answer.choices[0].text}".encode()
+
+
+def test_law_each_piece_is_encoded_once_and_sent_in_order_whenever_there_is_room(demo_dir):
+    tokenizer, num_put = Tokenizer(demo_dir), 0
+    model = SimpleNamespace(tokenizer=tokenizer, chat=SimpleNamespace(reasoning=None))
+    for seed in range(30):
+        rng, inboxes = random.Random(seed), []
+        engines = SimpleNamespace(
+            submit=lambda request, inbox, choices: inboxes.append(inbox),  # noqa: B023
+            abort=lambda *args: None, unused_id=lambda name: name,
+        )  # fmt: skip
+        jobs = [
+            Job(
+                request=Request(
+                    request_id=str(i), num_prompt_tokens=1, sampling=SamplingParams(max_tokens=9), arrival_ns=0,
+                    token_ids=bytes(4),
+                ),
+                stop=("stop",),
+            )
+            for i in range(2)
+        ]  # fmt: skip
+        words = [(rng.randrange(2), rng.randrange(40, 90)) for _ in range(60)] + [(0, 41), (1, 42)]
+
+        async def inside(rng=rng, inboxes=inboxes, engines=engines, jobs=jobs, words=words) -> Connection:
+            connection = Connection(Numbering(), rng)
+            with Generation(engines, model, jobs) as generation:
+                running = asyncio.create_task(
+                    stream(connection, generation, CompletionForm(HEADING, OPTIONS), UsageWanted(False, False))
+                )
+                for at, (choice, token) in enumerate(words):
+                    for _ in range(rng.randrange(4)):
+                        await asyncio.sleep(0)
+                    reason = FinishReason.LENGTH if at >= len(words) - 2 else None
+                    inboxes[0].put_nowait(output(choice, token_ids=(token,), finish_reason=reason))
+                await asyncio.wait_for(running, PATIENCE_S)
+            return connection
+
+        connection = asyncio.run(inside())
+        num_put += connection.num_put
+        assert connection.sent[-1] == b"end"
+        heads = [events.decode().split(":")[:2] for events in connection.sent[:-1]]
+        assert heads == [[str(at), str(choice)] for at, (choice, _) in enumerate(words, 1)]
+    assert num_put > 30
 
 
 def test_a_client_of_http_1_0_gets_the_events_without_chunks(server):

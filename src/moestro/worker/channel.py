@@ -14,7 +14,7 @@ from moestro.core.clock import NS_PER_MS
 from moestro.core.curve_keys import CurveKeys
 from moestro.wire.local_stream import local_path
 from moestro.wire.messages import FromRank, Heartbeat, ToRank, decode_to_rank, encode
-from moestro.worker.channel_links import Link, LocalLink, LostLinkError, ZmqLink
+from moestro.worker.channel_links import ChannelLink, LocalLink, LostLinkError, ZmqLink
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Channel:
         self.owes = True
         self.now_ns: Callable[[], int] = time.monotonic_ns
         self._beats = beats or Beats()
-        self._link: Link = (
+        self._link: ChannelLink = (
             LocalLink(local_path(address), identity) if keys is None else ZmqLink(address, identity, keys)
         )
         self.inbox_fd, self._inbox_write = _wake_pipe()
@@ -132,7 +132,7 @@ class Channel:
             logger.exception("the channel to the API server failed")
             os._exit(_DEAF)
 
-    def _exchange(self, link: Link) -> None:
+    def _exchange(self, link: ChannelLink) -> None:
         is_all_sent = link.flush()
         while self._close_by_s is None or not (is_all_sent or time.monotonic() > self._close_by_s):
             ready = link.wait((self._wake_read, self._parent_fd), self._beats.beat_ms)

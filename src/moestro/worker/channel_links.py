@@ -25,7 +25,7 @@ class LostLinkError(Exception):
     """The connection broke, so that messages may be lost."""
 
 
-class Link(Protocol):
+class ChannelLink(Protocol):
     """Connection to the API server. The main loop calls `send`; the channel's thread calls all other methods."""
 
     def open(self) -> None:
@@ -62,7 +62,7 @@ class Link(Protocol):
 
 
 class LocalLink:
-    """Connection on one machine; implements `Link`. A message leaves within `send`, without another thread."""
+    """Connection on one machine; implements `ChannelLink`. A message leaves within `send`, without another thread."""
 
     def __init__(self, path: str, identity: bytes) -> None:
         self._path, self._identity = path, identity
@@ -71,7 +71,7 @@ class LocalLink:
         self._early: list[bytes] = []  # sent before the connection is open
 
     def open(self) -> None:
-        """Implement `Link.open`."""
+        """Implement `ChannelLink.open`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(self._path)
@@ -83,7 +83,7 @@ class LocalLink:
                 self._put(self._stream, message)
 
     def send(self, message: bytes) -> bool:
-        """Implement `Link.send`."""
+        """Implement `ChannelLink.send`."""
         with self._lock:
             if self._stream is None:
                 self._early.append(message)
@@ -91,13 +91,13 @@ class LocalLink:
             return self._put(self._stream, message)
 
     def offer(self, message: bytes) -> None:
-        """Implement `Link.offer`."""
+        """Implement `ChannelLink.offer`."""
         with self._lock:
             if not self._opened.num_queued:
                 self._put(self._opened, message)
 
     def flush(self) -> bool:
-        """Implement `Link.flush`."""
+        """Implement `ChannelLink.flush`."""
         with self._lock:
             try:
                 self._opened.flush()
@@ -106,7 +106,7 @@ class LocalLink:
             return not self._opened.num_queued
 
     def wait(self, fds: Collection[int], timeout_ms: int) -> set[int]:
-        """Implement `Link.wait`."""
+        """Implement `ChannelLink.wait`."""
         poll = select.poll()
         for fd in fds:
             poll.register(fd, select.POLLIN)
@@ -114,14 +114,14 @@ class LocalLink:
         return {fd for fd, _ in poll.poll(timeout_ms)}.intersection(fds)
 
     def receive(self) -> list[bytes]:
-        """Implement `Link.receive`."""
+        """Implement `ChannelLink.receive`."""
         messages = self._opened.receive()
         if messages is None:
             raise LostLinkError("the connection to the API server broke")
         return messages
 
     def close(self) -> None:
-        """Implement `Link.close`."""
+        """Implement `ChannelLink.close`."""
         self._opened.close()
 
     @property
@@ -139,14 +139,14 @@ class LocalLink:
 
 
 class ZmqLink:
-    """Connection to another machine; implements `Link`."""
+    """Connection to another machine; implements `ChannelLink`."""
 
     def __init__(self, address: str, identity: bytes, keys: CurveKeys) -> None:
         self._address, self._identity, self._keys = address, identity, keys
         self._outbox: deque[bytes] = deque()
 
     def open(self) -> None:
-        """Implement `Link.open`."""
+        """Implement `ChannelLink.open`."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in (
@@ -163,16 +163,16 @@ class ZmqLink:
         self._socket.connect(self._address)
 
     def send(self, message: bytes) -> bool:
-        """Implement `Link.send`: only one thread may use a socket of ZeroMQ."""
+        """Implement `ChannelLink.send`: only one thread may use a socket of ZeroMQ."""
         self._outbox.append(message)
         return True
 
     def offer(self, message: bytes) -> None:
-        """Implement `Link.offer`."""
+        """Implement `ChannelLink.offer`."""
         self._try(message)
 
     def flush(self) -> bool:
-        """Implement `Link.flush`."""
+        """Implement `ChannelLink.flush`."""
         while self._outbox:
             if not self._try(self._outbox[0]):
                 return False
@@ -187,7 +187,7 @@ class ZmqLink:
         return True
 
     def wait(self, fds: Collection[int], timeout_ms: int) -> set[int]:
-        """Implement `Link.wait`."""
+        """Implement `ChannelLink.wait`."""
         poller = zmq.Poller()
         for readable in (self._socket, self._losses, *fds):
             poller.register(readable, zmq.POLLIN)
@@ -195,7 +195,7 @@ class ZmqLink:
         return {fd for fd in fds if fd in ready}
 
     def receive(self) -> list[bytes]:
-        """Implement `Link.receive`."""
+        """Implement `ChannelLink.receive`."""
         if is_readable(self._losses):
             raise LostLinkError("the connection to the API server broke")
         messages = []
@@ -204,7 +204,7 @@ class ZmqLink:
         return messages
 
     def close(self) -> None:
-        """Implement `Link.close`."""
+        """Implement `ChannelLink.close`."""
         self._socket.disable_monitor()
         self._losses.close(linger=0)
         self._socket.close()
