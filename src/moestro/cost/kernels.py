@@ -46,6 +46,12 @@ class Kernels:
             attention.kv_bytes_per_token / (gpu.memory_bytes_per_s * gpu.kv_read),
             attention.decode_flops / (gpu.bf16_flops_per_s * gpu.prefill_attention),
         )
+        # Seconds of prefill attention for half a (query, key) pair, for reading a cached token, and for expanding it.
+        self._prefill_s = (
+            attention.prefill_flops / 2 / (gpu.bf16_flops_per_s * gpu.prefill_attention),
+            attention.kv_bytes_per_token / (gpu.memory_bytes_per_s * gpu.kv_read),
+            attention.expand_flops / (self._flops_per_s * gpu.gemm_compute),
+        )
 
     def gemm_ns(self, rows: int, shape: tuple[int, int], bytes_per_weight: float) -> float:
         """Price a product of [rows, k] with the weights [n, k]; `shape` is (n, k)."""
@@ -79,16 +85,13 @@ class Kernels:
 
     def prefill_ns(self, chunks: Chunks, window: int | None) -> float:
         """Price a layer's attention over prefill chunks: arithmetic, or reading the cached KV of short chunks."""
-        gpu, attention = self._gpu, self._network.attention
-        pair_s = attention.prefill_flops / 2 / (gpu.bf16_flops_per_s * gpu.prefill_attention)
-        token_s = attention.kv_bytes_per_token / (gpu.memory_bytes_per_s * gpu.kv_read)
-        expand_s = attention.expand_flops / (self._flops_per_s * gpu.gemm_compute)
+        pair_s, token_s, expand_s = self._prefill_s
         num_new, total_s = 0, 0.0
         for cached, new in chunks:
             num_new += new
             num_read = new + (cached if window is None else min(cached, window))
             total_s += max(pair_s * twice_num_pairs(cached, new, window), token_s * num_read) + expand_s * num_read
-        return 2 * gpu.kernel_ns + num_new * gpu.attention_token_ns + _NS * total_s
+        return 2 * self._gpu.kernel_ns + num_new * self._gpu.attention_token_ns + _NS * total_s
 
     def experts_ns(self, num_activated: _Number, num_copies: _Number) -> _Number:
         """Price a layer's fused experts on one rank: reading weights and arithmetic, overlapped as on this GPU."""

@@ -9,11 +9,11 @@ continues at the same place.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
-from moestro.core.columns import true_rows
+from moestro.core.columns import has_true, true_rows
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.script import Script
 from moestro.core.token_keys import Keys, request_key, token_keys
@@ -21,12 +21,12 @@ from moestro.core.work import LOGITS_LAST, BlockMoves, Forward, Int32s, Slots, S
 from moestro.cost.model import Batch, CostModel, Int64s, Ints
 from moestro.errors import InvariantError
 
+_LAST = np.array(LOGITS_LAST, np.uint8)
 _NEVER = np.iinfo(np.int32).max
 _NOBODY = -1
 
 
-@dataclass(slots=True)
-class _Progress:
+class _Progress(msgspec.Struct, eq=False, gc=False):
     """A script and the progress of its sequence.
 
     Attributes:
@@ -87,25 +87,27 @@ class Scripts:
 
     def answer(self, units: Units) -> StepResult:
         """Result of computing `units`, each of them once."""
-        self._bind(units.slot, units.serial)
+        slots = units.slot
+        self._bind(slots, units.serial)
         end = units.start + units.num_tokens
-        samples = (units.logits & LOGITS_LAST).view(np.bool_)
-        finished = samples & (end >= self._ends_at.take(units.slot))
-        # A sequence with an unknown prompt length appears here too: its first token reveals the length.
-        for row in true_rows(finished):
-            finished[row] = self._sample(int(units.slot[row]), int(end[row]))
+        finished, fills = reached = end >= self._borders.take(slots, axis=1)
         block_hashes = {}
-        for row in true_rows(end >= self._fills_at.take(units.slot)):
-            packed = self._fill(int(units.slot[row]), int(end[row]))
-            if packed:
-                block_hashes[row] = packed
-        for row in true_rows(finished):
-            self.forget(int(units.serial[row]))
-        return StepResult(units.slot, finished=finished, block_hashes=block_hashes)
+        if has_true(reached):
+            finished &= (units.logits & _LAST).view(np.bool_)
+            # A sequence with an unknown prompt length appears here too: its first token reveals the length.
+            for row in true_rows(finished):
+                finished[row] = self._sample(int(slots[row]), int(end[row]))
+            for row in true_rows(fills):
+                packed = self._fill(int(slots[row]), int(end[row]))
+                if packed:
+                    block_hashes[row] = packed
+            for row in true_rows(finished):
+                self.forget(int(units.serial[row]))
+        return StepResult(slots, finished=finished, block_hashes=block_hashes)
 
     def _bind(self, slots: Slots, serials: Int64s) -> None:
         """Load the columns of slots whose sequence has changed."""
-        largest = int(slots.max())
+        largest = max(slots.tolist())
         if largest >= len(self._serial):
             self._grow(2 * largest + 2)
         for row in true_rows(self._serial.take(slots) != serials):
@@ -169,8 +171,10 @@ class ScriptedDevice(Scripts):
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
-        # Columns of the last `steps_until_finish`, and the steps to their nearest end and their nearest full block.
-        self._nearest: tuple[Int32s | None, int, int] = (None, 0, 0)
+        # The `num_computed` of the last `steps_until_finish`, and the steps from there to the borders of each slot.
+        self._looked_at: Int32s | None = None
+        self._left = np.empty((2, 0), np.int32)
+        self._nearest = 0  # the least of these steps
         self._pending: deque[tuple[int, StepResult]] = deque()
         self._launched: tuple[Batch, StepResult] | None = None
         self._num_moved = 0
@@ -233,9 +237,8 @@ class ScriptedDevice(Scripts):
             return 0  # a slot without any launch so far
         left -= num_computed
         least: list[int] = np.minimum.reduce(left, axis=1).tolist()
-        until_end, until_full = least
-        self._nearest = (num_computed, until_end, until_full)
-        return max(until_end, 0)
+        self._looked_at, self._left, self._nearest = num_computed, left, min(least)
+        return max(least[0], 0)
 
     def complete_steps(self, slots: Slots, num_computed: Int32s, num_steps: int) -> tuple[dict[int, bytes], list[int]]:
         """Apply the effect of `num_steps` decode steps, at most `steps_until_finish`.
@@ -244,16 +247,19 @@ class ScriptedDevice(Scripts):
             The arguments of `DecodeJumps.advance`: by slot, the packed hashes of the generated blocks that fill up; and
             the slots whose scripts end in the last step.
         """
-        nearest, until_end, until_full = self._nearest
-        if nearest is num_computed and num_steps < until_end and num_steps < until_full:
-            return {}, []  # the columns are those that `steps_until_finish` has read, and none is reached
-        end = num_computed + num_steps
+        if self._looked_at is not num_computed:
+            left = self._borders.take(slots, axis=1) - num_computed
+        elif num_steps < self._nearest:
+            return {}, []
+        else:
+            left = self._left
+        ends, fills = left <= num_steps
         told = {}
-        for row in true_rows(end >= self._fills_at.take(slots)):
-            packed = self._fill(int(slots[row]), int(end[row]))
+        for row in true_rows(fills):
+            packed = self._fill(int(slots[row]), int(num_computed[row]) + num_steps)
             if packed:
                 told[int(slots[row])] = packed
-        finished: list[int] = slots.take(true_rows(end >= self._ends_at.take(slots))).tolist()
+        finished: list[int] = slots.take(true_rows(ends)).tolist()
         for slot in finished:
             self.forget(int(self._serial[slot]))
         return told, finished
