@@ -65,9 +65,9 @@ class BlockPool:
 
     def find_prefix(self, hashes: list[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of `hashes`; changes nothing."""
-        found = []
+        found, block_of = [], self._block_of
         for block_hash in hashes:
-            block = self._block_of.get(block_hash)
+            block = block_of.get(block_hash)
             if block is None:
                 break
             found.append(block)
@@ -110,25 +110,35 @@ class BlockPool:
 
     def allocate_many(self, num_blocks: int) -> list[int]:
         """Allocate the blocks that `num_blocks` calls of `allocate` would return, in their order."""
-        if num_blocks > self.num_free:
-            raise InvariantError(f"allocation of {num_blocks} blocks from a pool of {self.num_free}")
         blank, ref_count = self._blank, self._ref_count
+        if num_blocks > len(blank) + len(self._cached):
+            raise InvariantError(f"allocation of {num_blocks} blocks from a pool of {self.num_free}")
         kept = max(len(blank) - num_blocks, 0)
         blocks = blank[kept:]
         blocks.reverse()
         del blank[kept:]
         num_forgotten = num_blocks - len(blocks)
-        self.version += num_forgotten
-        for _ in range(num_forgotten):
-            block, _ = self._cached.popitem(last=False)
-            forgotten = self._hash_of.pop(block)
-            del self._block_of[forgotten]
-            blocks.append(block)
-            if self.journal is not None:
-                self.journal.append(CacheEvent(self.step, is_stored=False, block_hash=forgotten))
+        if num_forgotten:
+            blocks += self._forget_oldest(num_forgotten)
         for block in blocks:
             ref_count[block] = 1
         return blocks
+
+    def _forget_oldest(self, num_blocks: int) -> list[int]:
+        """Remove the least recently used blocks from the prefix cache, and return them."""
+        popitem, hash_of, block_of = self._cached.popitem, self._hash_of, self._block_of
+        blocks = [popitem(False)[0] for _ in range(num_blocks)]  # noqa: FBT003  # a keyword costs a quarter of the call
+        forgotten = list(map(hash_of.pop, blocks))
+        for block_hash in forgotten:
+            del block_of[block_hash]
+        self._log(forgotten, is_stored=False)
+        return blocks
+
+    def _log(self, hashes: list[bytes], *, is_stored: bool) -> None:
+        """Count blocks that enter the prefix cache or leave it, and write them to the journal, if there is one."""
+        self.version += len(hashes)
+        if self.journal is not None:
+            self.journal.extend(CacheEvent(self.step, is_stored, block_hash) for block_hash in hashes)
 
     def release(self, blocks: list[int]) -> None:
         """Remove one holder from each of a sequence's `blocks`, given in the order of its tokens.
@@ -137,33 +147,33 @@ class BlockPool:
         """
         ref_count, hash_of, cached, blank = self._ref_count, self._hash_of, self._cached, self._blank
         for block in reversed(blocks):
-            count = ref_count[block] - 1
-            if count > 0:
-                ref_count[block] = count
-                continue
-            if count < 0:
-                raise InvariantError(f"release of block {block}, which has no holder")
-            ref_count[block] = 0
-            if block in hash_of:
-                cached[block] = None
+            count = ref_count[block]
+            if count == 1:
+                ref_count[block] = 0
+                if block in hash_of:
+                    cached[block] = None
+                else:
+                    blank.append(block)
+            elif count > 1:
+                ref_count[block] = count - 1
             else:
-                blank.append(block)
+                raise InvariantError(f"release of block {block}, which has no holder")
 
     def remember(self, blocks: list[int], hashes: list[bytes]) -> None:
         """Enter `blocks`, which are held and full, into the prefix cache. The first block with a hash keeps it."""
         if not self._enabled:
             return
-        block_of, hash_of = self._block_of, self._hash_of
+        block_of, hash_of, stored = self._block_of, self._hash_of, []
         for block, block_hash in zip(blocks, hashes, strict=True):
             if block_hash not in block_of and block not in hash_of:
                 block_of[block_hash] = block
                 hash_of[block] = block_hash
-                self.version += 1
-                if self.journal is not None:
-                    self.journal.append(CacheEvent(self.step, is_stored=True, block_hash=block_hash))
+                stored.append(block_hash)
+        self._log(stored, is_stored=True)
 
     def forget(self, hashes: list[bytes]) -> None:
         """Remove the blocks of `hashes` from the prefix cache; sequences that hold them keep them."""
+        forgotten = []
         for block_hash in hashes:
             block = self._block_of.pop(block_hash, None)
             if block is None:
@@ -172,9 +182,8 @@ class BlockPool:
             if self._ref_count[block] == 0:
                 del self._cached[block]
                 self._blank.append(block)
-            self.version += 1
-            if self.journal is not None:
-                self.journal.append(CacheEvent(self.step, is_stored=False, block_hash=block_hash))
+            forgotten.append(block_hash)
+        self._log(forgotten, is_stored=False)
 
     def check(self, held: list[list[int]]) -> None:
         """Recount everything against the block lists that sequences hold.

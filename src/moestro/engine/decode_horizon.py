@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.columns import true_rows
+from moestro.core.columns import ONE, true_rows
 from moestro.core.request import FinishReason
 from moestro.core.work import Int32s, Slots
 from moestro.engine.scheduler import Scheduler
-from moestro.engine.sequences import CAPACITY, COMPUTED, TOKENS
+from moestro.engine.sequences import CAPACITY, COMPUTED, LAST_TOKENS, TOKENS
 from moestro.engine.step_output import StepOutput
 
 TAKE, FILL = 0, 1  # within a step: `schedule` takes blocks, then `update` caches the full ones
@@ -37,20 +38,20 @@ class Horizon(NamedTuple):
 STEPWISE = Horizon(0, FOREVER_NS)
 
 
-class _Growth(NamedTuple):
+class _Growth(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The running sequences as `DecodeJumps` gathered them.
 
     Attributes:
         running: slots, the very array of the table.
         num_steps: steps of the scheduler by then. Another number means that the columns have changed.
-        computed: int32[n], tokens with KV.
+        columns: int32[NUM_GROWTH_COLUMNS, n], the table's `growth` of these slots.
         until_last, until_full, until_short: for the nearest sequence, tokens with KV to come until `last_num_tokens`,
             until a block is full, and those that its blocks still hold.
     """
 
     running: Slots
     num_steps: int
-    computed: Int32s
+    columns: Int32s
     until_last: int
     until_full: int
     until_short: int
@@ -106,7 +107,7 @@ class DecodeJumps:
             num_blocks = columns[CAPACITY] // block_size
             most = steps_that_fit(computed, num_blocks, block_size, self._pool.num_free, most)
         self.computed = computed
-        self._growth = _Growth(running, scheduler.num_steps, computed, until_last, until_full, until_short)
+        self._growth = _Growth(running, scheduler.num_steps, columns, until_last, until_full, until_short)
         return Horizon(most, until_ns)
 
     def _all_decode(self, num: int, now_ns: int) -> bool:
@@ -150,20 +151,21 @@ class DecodeJumps:
             The sequences that ended in the last step; the tokens of the others are not listed.
         """
         table, running = self._table, self._table.running
-        for slot, packed in (block_hashes or {}).items():
-            table.learn_hashes(slot, packed)
+        if block_hashes:
+            for slot, packed in block_hashes.items():
+                table.learn_hashes(slot, packed)
         growth = None if block_hashes else self._growth  # new hashes let blocks become full
         if growth is None or growth.running is not running or growth.num_steps != self._scheduler.num_steps:
             growth = self._gathered()
-        self._advance_blocks(num_steps, growth)
+        computed = growth.columns[COMPUTED] + num_steps
+        num_tokens = computed + ONE
+        self._advance_blocks(num_steps, growth, computed)
         self._scheduler.num_steps += num_steps
-        num_tokens = growth.computed + num_steps
-        table.num_computed[running] = num_tokens
-        num_tokens += 1
+        table.num_computed[running] = computed
         table.num_tokens[running] = num_tokens
         at_last: list[int] = []
         if num_steps + 1 >= growth.until_last:
-            at_last = true_rows(num_tokens >= table.last_num_tokens.take(running))
+            at_last = true_rows(num_tokens >= growth.columns[LAST_TOKENS])
         if not at_last and not finished:
             return StepOutput()
         reasons = dict.fromkeys(running.take(at_last).tolist(), FinishReason.LENGTH)
@@ -177,16 +179,14 @@ class DecodeJumps:
         """Gather the running sequences, of which there is one at least."""
         running = self._table.running
         columns = self._table.growth.take(running, axis=1)
-        computed = columns[COMPUTED]
-        _, _, until_last, until_short, until_full = np.minimum.reduce(columns - computed, axis=1).tolist()
-        return _Growth(running, self._scheduler.num_steps, computed, until_last, until_full, until_short)
+        _, _, until_last, until_short, until_full = np.minimum.reduce(columns - columns[COMPUTED], axis=1).tolist()
+        return _Growth(running, self._scheduler.num_steps, columns, until_last, until_full, until_short)
 
-    def _advance_blocks(self, num_steps: int, growth: _Growth) -> None:
+    def _advance_blocks(self, num_steps: int, growth: _Growth, computed_then: Int32s) -> None:
         """Allocate and cache the blocks of `num_steps` steps, in the order of single steps."""
-        table, pool, running, computed = self._table, self._pool, growth.running, growth.computed
-        block_size = table.block_size
+        table, pool, running = self._table, self._pool, growth.running
+        computed, capacity, block_size = growth.columns[COMPUTED], growth.columns[CAPACITY], table.block_size
         if pool.journal is not None or num_steps >= growth.until_full:
-            capacity = table.capacity.take(running)
             for step, kind, row in block_events(computed, capacity // block_size, block_size, num_steps):
                 pool.step = step
                 slot, position = int(running[row]), int(computed[row]) + step + 1
@@ -198,11 +198,10 @@ class DecodeJumps:
             return
         # No block enters the cache, so only the order of allocations matters.
         if num_steps > growth.until_short:
-            capacity = table.capacity.take(running)
-            short = true_rows(computed + num_steps > capacity)
+            short = true_rows(capacity < computed_then)
             taken = blocks_taken(computed.take(short).tolist(), capacity.take(short).tolist(), block_size, num_steps)
-            short_slots = running.take(short).tolist()
-            table.add_blocks([short_slots[row] for row in taken], pool.allocate_many(len(taken)))
+            slots = running.take(short).tolist()
+            table.add_blocks([slots[row] for row in taken], pool.allocate_many(len(taken)))
 
 
 # --- arithmetic: when blocks are taken and filled while each sequence grows by one token a step -----------------------

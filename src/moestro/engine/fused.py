@@ -10,6 +10,8 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import PassCounts
 from moestro.core.work import Device, Forward, IsWanted, Plan, PlanWanted, Slots, StepResult, never_wanted
 
+_ANY_PLAN = PlanWanted()
+
 
 class FusedExecutor:
     """Launches each plan on the device as one item.
@@ -32,7 +34,7 @@ class FusedExecutor:
 
     def wanted_plan(self) -> PlanWanted | None:
         """Want one plan at a time."""
-        return None if self._num_in_flight else PlanWanted()
+        return None if self._num_in_flight else _ANY_PLAN
 
     def submit(self, plan: Plan, now_ns: int) -> None:
         """Launch `plan`, after its KV copies."""

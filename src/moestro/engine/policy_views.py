@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
+from moestro.core.columns import ONE
 from moestro.core.views import BE, LS, BatchView
 from moestro.core.work import Slots
 from moestro.engine.sequences import Sequence, SequenceTable
@@ -23,29 +24,35 @@ class PolicyViews:
     def __init__(self, table: SequenceTable, promotes_after_ns: int) -> None:
         self._table = table
         self._promotes_after_ns = promotes_after_ns
-        # Constant columns of the usual step, cut to length.
-        self._nobody_waits = np.zeros(len(table.sequences), np.bool_)
-        self._all_ls = np.full(len(table.sequences), LS, np.uint8)
+        # Constant columns of the usual step, cut to length: running rows, then candidates.
+        self._num_slots = len(table.sequences)
+        self._is_waiting = np.arange(2 * self._num_slots) >= self._num_slots
+        self._all_ls = np.full(self._num_slots, LS, np.uint8)
 
     def running(self, slots: Slots, now_ns: int) -> BatchView:
         """View of the running sequences in `slots`, none of which has a unit in flight."""
         table = self._table
         # On columns of this length `take` costs half of indexing.
         num_left = table.num_tokens.take(slots) - table.num_computed.take(slots)
-        classes, nobody_waits = self.classes(slots, now_ns), self._nobody_waits[: len(slots)]
-        return BatchView(num_left, num_left == 1, nobody_waits, classes, table.num_units_in_flight)
+        classes, nobody_waits = self.classes(slots, now_ns), self._is_waiting[: len(slots)]
+        return BatchView(num_left, num_left == ONE, nobody_waits, classes, table.num_units_in_flight)
 
     def with_candidates(self, view: BatchView, candidates: list[AdmissionCandidate], now_ns: int) -> BatchView:
-        """Append a row for each candidate to `view`."""
-        old, num = len(view.num_left), len(view.num_left) + len(candidates)
-        num_left, classes = np.empty(num, np.int32), np.empty(num, np.uint8)
-        is_decode, is_waiting = np.zeros(num, np.bool_), np.ones(num, np.bool_)
-        num_left[:old], classes[:old], is_decode[:old], is_waiting[:old] = (
-            view.num_left, view.service_class, view.is_decode, view.is_waiting
-        )  # fmt: skip
-        num_left[old:] = [candidate.needs.num_left for candidate in candidates]
-        classes[old:] = [self.class_of(candidate.sequence, now_ns) for candidate in candidates]
-        return BatchView(num_left, is_decode, is_waiting, classes, view.num_in_flight)
+        """Append a row for each candidate to `view`. There are at most as many as free slots."""
+        old, num = len(view.num_left), len(candidates)
+        num_left = np.array([candidate.needs.num_left for candidate in candidates], np.int32)
+        if self._table.num_be or BE in [candidate.sequence.service_class for candidate in candidates]:
+            new = np.array([self.class_of(candidate.sequence, now_ns) for candidate in candidates], np.uint8)
+            classes = np.concatenate((view.service_class, new))
+        else:
+            classes = self._all_ls[: old + num]
+        return BatchView(
+            np.concatenate((view.num_left, num_left)),
+            np.concatenate((view.is_decode, self._is_waiting[:num])),  # a candidate's single token is no decode
+            self._is_waiting[self._num_slots - old : self._num_slots + num],
+            classes,
+            view.num_in_flight,
+        )
 
     def class_of(self, sequence: Sequence, now_ns: int) -> int:
         """LS or BE. A best-effort sequence counts as LS once the order policy has promoted it."""

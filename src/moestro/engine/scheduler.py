@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from moestro.core.columns import has_true
 from moestro.core.grammar import GrammarBackend
 from moestro.core.request import Request
 from moestro.core.scheduling_events import SequencePreempted
@@ -243,7 +244,7 @@ class Scheduler:
         if np.count_nonzero(chunk) < len(chunk):
             slots, num_tokens = idle[chunk > 0], chunk[chunk > 0]
         lacks_block = table.num_computed.take(slots) + num_tokens > table.capacity.take(slots)
-        if not np.count_nonzero(lacks_block):
+        if not has_true(lacks_block):
             return slots, num_tokens, False
         dropped: set[int] = set()
         for slot in slots[lacks_block].tolist():
@@ -291,14 +292,15 @@ class Scheduler:
         reserved = len(self.table.running) - (num_free - self.pool.num_free)
         new_slots: list[int] = []
         new_tokens: list[int] = []
-        for (sequence, found), tokens in zip(candidates, chunk.tolist(), strict=True):
+        for candidate, tokens in zip(candidates, chunk.tolist(), strict=True):
             if tokens == 0:
                 continue  # the batch policy prefers other sequences
             # An allocation may have taken a cached block that the candidate counted on.
-            needs = found if self.pool.num_free == num_free else self.admission.needs(sequence)
-            if needs.num_taken > self.pool.num_free - reserved:
+            num_free_now = self.pool.num_free
+            needs = candidate.needs if num_free_now == num_free else self.admission.needs(candidate.sequence)
+            if needs.num_taken > num_free_now - reserved:
                 break
-            new_slots.append(self.state.admit(sequence, needs, now_ns))
+            new_slots.append(self.state.admit(candidate.sequence, needs, now_ns))
             new_tokens.append(min(tokens, needs.num_left))
         return np.array(new_slots, np.int64), np.array(new_tokens, np.int32)
 

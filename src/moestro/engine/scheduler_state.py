@@ -11,8 +11,7 @@ Methods carry out these transitions. The scheduler decides when.
 
 from __future__ import annotations
 
-import numpy as np
-
+from moestro.core.columns import true_rows
 from moestro.core.work import Int32s, Slots
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.event_recorder import EventRecorder
@@ -118,9 +117,8 @@ class SchedulerState:
 
     def finish_all(self, output: StepOutput) -> None:
         """Remove the sequences of `output` that have a finish reason."""
-        for sequence, reason in zip(output.sequences, output.finish_reasons, strict=True):
-            if reason is not None:
-                self.finish(sequence)
+        for sequence, _ in output.ended():
+            self.finish(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """Release what a sequence holds whose request id is no longer known, and tell the order policy."""
@@ -149,11 +147,8 @@ class SchedulerState:
         Args:
             computed: int32[n], tokens of each slot that have KV now.
         """
-        filled = computed >= self.table.next_full_at.take(slots)
-        if np.count_nonzero(filled):
-            num_full = computed[filled] // self.block_size
-            for slot, num_blocks in zip(slots[filled].tolist(), num_full.tolist(), strict=True):
-                self.cache_blocks(slot, num_blocks)
+        for row in true_rows(computed >= self.table.next_full_at.take(slots)):
+            self.cache_blocks(int(slots[row]), int(computed[row]) // self.block_size)
 
     def cache_blocks(self, slot: int, num_full: int) -> None:
         """Enter the first `num_full` blocks of the sequence in `slot` into the prefix cache, as far as it has names."""

@@ -11,6 +11,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,6 +54,7 @@ class Sequence:
         generated: int32, tokens sampled before its last preemption, or by the engine from which it was resumed. They
             are zeros in a hashed trace.
         edits: changes to its logits. None means no change.
+        num_tokens: known tokens while it waits: the prompt and `generated`.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission; None before.
         admitted_ns: time of its first admission.
         prompt_logprobs: entries collected so far. None means delivered or not wanted.
@@ -64,8 +66,8 @@ class Sequence:
 
     __slots__ = (
         "admitted_ns", "blocks", "edits", "generated", "hashes", "host_blocks", "is_aborted", "num_cached_tokens",
-        "num_kept", "num_preemptions", "prompt_logprobs", "request", "sampling_row", "serial", "service_class",
-        "slot", "stop_token_ids", "user",
+        "num_kept", "num_preemptions", "num_tokens", "prompt_logprobs", "request", "sampling_row", "serial",
+        "service_class", "slot", "stop_token_ids", "user",
     )  # fmt: skip
 
     def __init__(self, request: Request, serial: int, matcher: Any = None) -> None:
@@ -77,6 +79,7 @@ class Sequence:
         self.num_kept = 0
         self.hashes = split_hashes(request.block_hashes)
         self.generated = request.resumed_array() if request.resumed_token_ids else _NOTHING
+        self.num_tokens = request.num_known_tokens
         self.num_cached_tokens: int | None = None
         self.admitted_ns = 0
         self.num_preemptions = 0
@@ -87,13 +90,8 @@ class Sequence:
         wanted = request.sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self.sampling_row = sampling_row(request.sampling)
-        edits_logits = request.sampling.edits_logits and request.token_ids is not None  # a hashed trace has no logits
+        edits_logits = request.token_ids is not None and request.sampling.edits_logits  # a hashed trace has no logits
         self.edits = SequenceEdits(request, matcher) if edits_logits else None
-
-    @property
-    def num_tokens(self) -> int:
-        """Known tokens of a waiting sequence: the prompt and `generated`."""
-        return self.request.num_prompt_tokens + len(self.generated)
 
     def readable_hashes(self) -> list[bytes]:
         """Hashes by which cached blocks may be shared; none while prompt logprobs are still to be computed."""
@@ -135,24 +133,20 @@ class Sequence:
         self.hashes.extend(split_hashes(packed))
 
 
+@lru_cache(maxsize=256)  # requests of a trace are alike, and a row costs as much as the rest of a sequence
 def sampling_row(sampling: SamplingParams) -> NDArray[np.void]:
     """SAMPLING_ROW of a request, shape (). Requests with equal parameters share it, so callers must not write to it."""
     counts = (
         -1 if sampling.logprobs is None else sampling.logprobs,
         -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
     )
-    return _row_of(*_sampled(sampling), *counts, sampling.seed)
+    return np.array((*_sampled(sampling), *counts, sampling.seed), SAMPLING_ROW)
 
 
 _sampled = attrgetter(*(SAMPLING_ROW.names or ())[:-3])
 
 
-@lru_cache(maxsize=256)  # requests of a trace are alike, and a row costs as much as the rest of a sequence
-def _row_of(*values: float) -> NDArray[np.void]:
-    return np.array(values, SAMPLING_ROW)
-
-
-class FixedColumns(NamedTuple):
+class FixedColumns(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Columns of some slots that never change while these slots run; as in `SequenceTable`. Callers must not write."""
 
     serial: NDArray[np.int64]
@@ -289,6 +283,7 @@ class SequenceTable:
         """Take the sequence and its tokens out of its slot. The caller releases its blocks."""
         sequence = self.at(slot)
         start, end = sequence.request.num_prompt_tokens, int(self.num_tokens[slot])
+        sequence.num_tokens = end
         is_hashed = sequence.request.token_ids is None
         sequence.generated = np.zeros(end - start, np.int32) if is_hashed else self.token_ids[slot, start:end].copy()
         sequence.slot = None
@@ -304,15 +299,16 @@ class SequenceTable:
 
     def add_block(self, slot: int, block: int) -> None:
         """Append `block` to the sequence's blocks, in the object and in the row."""
-        blocks = self.at(slot).blocks
-        self.block_table[slot, len(blocks)] = block
-        blocks.append(block)
-        self.capacity[slot] += self.block_size
+        self.add_blocks([slot], [block])
 
     def add_blocks(self, slots: list[int], blocks: list[int]) -> None:
         """Append each block to the sequence in its slot; a slot may occur more than once."""
-        for slot, block in zip(slots, blocks, strict=True):
-            self.add_block(slot, block)  # they are few: a loop costs less than `np.add.at`
+        sequences, block_table, capacity, block_size = self.sequences, self.block_table, self.capacity, self.block_size
+        for slot, block in zip(slots, blocks, strict=True):  # they are few: a loop costs less than `np.add.at`
+            held = sequences[slot].blocks  # type: ignore[union-attr]  # the slot is in use
+            block_table[slot, len(held)] = block
+            held.append(block)
+            capacity[slot] = len(held) * block_size
 
     def learn_hashes(self, slot: int, packed: bytes) -> None:
         """Append hashes, known from its script, of blocks that the sequence completes before they are looked up."""

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.columns import true_rows
+from moestro.core.columns import ONE, all_true, true_rows
 from moestro.core.request import FinishReason, TokenLogprobs
 from moestro.core.work import StepResult
 from moestro.engine.sequences import Sequence, SequenceTable
@@ -31,6 +31,14 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
     finish_reasons: list[FinishReason | None] = msgspec.field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
+
+    def ended(self) -> list[tuple[Sequence, FinishReason]]:
+        """The sequences that ended, each with its finish reason. In most steps there is none, which costs little."""
+        reasons = self.finish_reasons
+        if reasons.count(None) == len(reasons):
+            return []
+        rows = zip(self.sequences, reasons, strict=True)
+        return [(sequence, reason) for sequence, reason in rows if reason is not None]
 
     def add_failed(self, sequences: list[Sequence], has_failed_grammar: list[bool]) -> None:
         """Append a row for each of `sequences`, which ended without a token.
@@ -55,7 +63,7 @@ def append_sampled_tokens(table: SequenceTable, result: StepResult, sampled: NDA
     """
     slots, tokens, finished = result.slot, result.token_ids, result.finished
     rows = None
-    if np.count_nonzero(sampled) < len(sampled):
+    if not all_true(sampled):
         (rows,) = sampled.nonzero()
         slots = slots.take(rows)
         tokens = None if tokens is None else tokens.take(rows)
@@ -63,11 +71,10 @@ def append_sampled_tokens(table: SequenceTable, result: StepResult, sampled: NDA
     num_tokens = table.num_tokens.take(slots)
     if tokens is not None:
         table.token_ids[slots, num_tokens] = tokens
-    num_tokens += 1
+    num_tokens += ONE
     table.num_tokens[slots] = num_tokens
-    output = StepOutput(table.at_all(slots), [-1] * len(slots) if tokens is None else tokens.tolist())
-    output.finish_reasons.extend([None] * len(slots))
-    reasons = output.finish_reasons
+    reasons: list[FinishReason | None] = [None] * len(slots)
+    output = StepOutput(table.at_all(slots), [-1] * len(slots) if tokens is None else tokens.tolist(), reasons)
     for row in true_rows(num_tokens >= table.last_num_tokens.take(slots)):
         reasons[row] = FinishReason.LENGTH
     stopped = [] if finished is None else true_rows(finished)

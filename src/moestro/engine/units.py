@@ -19,7 +19,8 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
     if table.num_wanting_prompt_logprobs:
         asks = table.wants_prompt_logprobs[slots]
         logits[asks] |= LOGITS_PROMPT
-        following = _token_ids(table, slots[asks], start[asks] + 1, num_tokens[asks])
+        if not table.num_hashed:
+            following = _token_ids(table, slots[asks], start[asks] + 1, num_tokens[asks])
     edits = table.logit_edits(slots, logits) if table.num_editing else None
     table.num_in_flight[slots] = num_tokens
     table.num_units_in_flight += len(slots)
@@ -35,16 +36,14 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
         logits=logits,
         block_tables=table.block_table[slots, :width],  # `take` would copy the whole table first
         sampling=fixed.sampling,
-        token_ids=_token_ids(table, slots, start, num_tokens),
+        token_ids=None if table.num_hashed else _token_ids(table, slots, start, num_tokens),
         next_token_ids=following,
         edits=edits,
     )
 
 
-def _token_ids(table: SequenceTable, slots: Slots, start: Int32s, num_tokens: Int32s) -> Int32s | None:
-    """The units' tokens end to end. None means that hashed traces are replayed."""
-    if table.num_hashed:
-        return None
+def _token_ids(table: SequenceTable, slots: Slots, start: Int32s, num_tokens: Int32s) -> Int32s:
+    """The units' tokens end to end, where no hashed trace is replayed."""
     if not np.count_nonzero(num_tokens > 1):
         return table.token_ids[slots, start]
     total = int(num_tokens.sum())

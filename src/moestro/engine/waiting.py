@@ -120,6 +120,8 @@ class WaitingQueue:
         row = self._row_of.pop(sequence.serial)
         self._live[row] = False
         self._sequences[row] = None
+        if not self._row_of:
+            self._sequences.clear()  # all rows are dead, and the next one is the first
         self.num_tokens -= sequence.num_tokens
         self.num_kept -= sequence.num_kept
         self.num_ls -= sequence.service_class == LS
@@ -164,7 +166,7 @@ class WaitingQueue:
         same_cache = not self.policy.reads_cache or self._pool_version == self._pool.version
         if self._from_ns <= now_ns < self._until_ns and same_cache:
             return
-        rows = np.flatnonzero(self._live)
+        (rows,) = self._live.nonzero()
         if len(rows) == 1:
             self._order, self._from_ns, self._until_ns = rows, now_ns, FOREVER_NS
             self._last = None

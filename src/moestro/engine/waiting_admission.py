@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from moestro.core.views import BE, BatchLimits
@@ -17,7 +17,7 @@ from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.engine.waiting import WaitingQueue
 
 
-class AdmissionNeeds(NamedTuple):
+class AdmissionNeeds(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Blocks and computation that the admission of a waiting sequence would take.
 
     Attributes:
@@ -35,7 +35,7 @@ class AdmissionNeeds(NamedTuple):
     num_left: int
 
 
-class AdmissionCandidate(NamedTuple):
+class AdmissionCandidate(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A waiting sequence that could be admitted, and its needs as long as the pool does not change."""
 
     sequence: Sequence
@@ -62,7 +62,7 @@ class WaitingAdmission:
         num_own = -(-num_tokens // block_size) - len(shared)
         # The last token is computed even when the cache holds the whole prompt, because its logits are wanted.
         num_cached = min(max(len(shared) * block_size, sequence.num_kept), num_tokens - 1)
-        num_taken = num_own + self.pool.num_free_among(shared)
+        num_taken = num_own + self.pool.num_free_among(shared) if shared else num_own
         return AdmissionNeeds(shared, num_own, num_taken, num_cached, num_tokens - num_cached)
 
     def has_place(self, sequence: Sequence, preempted: Collection[int] = ()) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.columns import column_sum
 from moestro.core.views import BE, BatchLimits, BatchView
 from moestro.engine.registry import BATCH_POLICIES
 from moestro.errors import ConfigError
@@ -23,7 +24,7 @@ def _in_turn(view: BatchView, limits: BatchLimits, rows: Rows) -> NDArray[np.int
 
 def _num_tokens(view: BatchView, limits: BatchLimits, rows: NDArray[np.bool_]) -> int:
     """Return the tokens that `rows` want, regardless of the budget."""
-    return int(np.minimum(view.num_left[rows], limits.max_chunk).sum())
+    return column_sum(np.minimum(view.num_left[rows], limits.max_chunk))
 
 
 @BATCH_POLICIES.register(
@@ -41,12 +42,12 @@ class DecodeFirst:
 
     def room(self, view: BatchView, limits: BatchLimits) -> int:
         """Return the tokens that running sequences leave of the budget."""
-        return limits.token_budget - int(np.minimum(view.num_left, limits.max_chunk).sum())
+        return limits.token_budget - column_sum(np.minimum(view.num_left, limits.max_chunk))
 
     def plan(self, view: BatchView, limits: BatchLimits) -> NDArray[np.int32]:
         """Plan decodes, then prefill chunks."""
         want = np.minimum(view.num_left, limits.max_chunk)
-        if int(want.sum()) <= limits.token_budget:
+        if column_sum(want) <= limits.token_budget:
             return want
         return _in_turn(view, limits, np.argsort(~view.is_decode, kind="stable"))
 
