@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from moestro.core.hashing import HASH_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
+class Script(msgspec.Struct, frozen=True, gc=False):
     """Answer of a traced request: its length, and the hashes of the blocks that it completes.
 
     Attributes:

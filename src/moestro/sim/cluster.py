@@ -100,13 +100,13 @@ class Cluster:
         self._await_next()
         while (event := world.next()) is not None:
             kind, number = event
+            if kind is Kind.STEP:
+                if self.groups[number].next_ns == world.now_ns:  # else an arrival shortened the jump, and replaced it
+                    self._turn(number, results)
+                continue
             if kind is Kind.FIRST_ARRIVAL:
                 self._await_next()
-                self._arrive(workload, number, results)
-            elif kind is Kind.ARRIVAL:
-                self._arrive(workload, number, results)
-            elif self.groups[number].next_ns == world.now_ns:  # else an arrival shortened the jump, and replaced it
-                self._turn(number, results)
+            self._arrive(workload, number, results)
         self.signals.bring_all()
         return results
 
@@ -157,18 +157,18 @@ class Cluster:
             self.world.at(group.next_ns, Kind.STEP, engine.group)
 
     def _turn(self, number: int, results: Results) -> None:
-        now_ns, group = self.world.now_ns, self.groups[number]
-        engines = self._of_group[number]
+        world, group, engines = self.world, self.groups[number], self._of_group[number]
+        now_ns = world.now_ns
         for engine in engines:
             if engine.seat.plan is not None:
                 _count_prefill(engine, engine.seat.plan, group.began_ns, now_ns, results)
-        output = group.turn(now_ns, self.world.next_ns)
-        for engine, gained in zip(engines, output, strict=True):
-            if gained.sequences:
-                self._take(engine, gained, results)
+        outputs = group.turn(now_ns, world.next_ns)
+        for engine, output in zip(engines, outputs, strict=True):
+            if output.sequences:
+                self._take(engine, output, results)
             self.signals.turned(engine.number, now_ns)
-        if group.next_ns is not None:
-            self.world.at(group.next_ns, Kind.STEP, number)
+        if (next_ns := group.next_ns) is not None:
+            world.at(next_ns, Kind.STEP, number)
 
     def _take(self, engine: ClusterEngine, output: StepOutput, results: Results) -> None:
         """Record the first tokens and the ends of requests in a step's output."""
@@ -179,12 +179,11 @@ class Cluster:
                     without_token.remove(sequence.serial)
                     results.first_token_ns[engine.row_of[sequence.serial]] = now_ns
                     self.signals.first_token(sequence.request.request_id, now_ns)
-        for sequence, reason in zip(output.sequences, output.finish_reasons, strict=True):
-            if reason is not None:
-                row = engine.row_of.pop(sequence.serial)
-                _note_end(results, row, sequence, now_ns)
-                self.signals.ended(sequence.request.request_id, now_ns, len(sequence.generated))
-                self._over(row)
+        for sequence, _ in output.ended():
+            row = engine.row_of.pop(sequence.serial)
+            _note_end(results, row, sequence, now_ns)
+            self.signals.ended(sequence.request.request_id, now_ns, len(sequence.generated))
+            self._over(row)
 
 
 def _note_end(results: Results, row: int, sequence: EngineSequence, now_ns: int) -> None:
@@ -198,8 +197,8 @@ def _note_end(results: Results, row: int, sequence: EngineSequence, now_ns: int)
 
 def _count_prefill(engine: ClusterEngine, plan: Plan, began_ns: int, ended_ns: int, results: Results) -> None:
     """Attribute a step's time to prefill by the share of its tokens that are prefill."""
-    num_tokens = plan.units.num_tokens
-    total = int(np.add.reduce(num_tokens))
+    num_tokens = plan.units.num_tokens.tolist()
+    total = sum(num_tokens)
     if total > len(num_tokens):
-        num_prefill = total - int(np.count_nonzero(num_tokens == 1))
+        num_prefill = total - num_tokens.count(1)
         results.prefilled(engine.number, began_ns, (ended_ns - began_ns) * num_prefill // total)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -99,15 +99,14 @@ class Seat:
         if self.has_prompt_kv:
             give_prompt_kv(self.rank.scheduler, request.request_id)
         if script.request_key is None:  # a serial number would give the request other experts on another engine
-            script = replace(script, request_key=named_request_key(request.request_id))
+            script = msgspec.structs.replace(script, request_key=named_request_key(request.request_id))
         self.scripts.expect(serial, script)
         return serial
 
     def forget_ended(self, output: StepOutput) -> None:
         """Drop the scripts of the sequences that have ended."""
-        for sequence, reason in zip(output.sequences, output.finish_reasons, strict=True):
-            if reason is not None:
-                self.scripts.forget(sequence.serial)
+        for sequence, _ in output.ended():
+            self.scripts.forget(sequence.serial)
 
 
 class FusedSeat(Seat):
@@ -183,18 +182,26 @@ class Group:
         """
         outputs = [self._collect(seat, now_ns) for seat in self.seats]
         self.began_ns = now_ns
-        num_steps, steady_until_ns = self._steady(now_ns) if self._jumps and not self._has_newcomer else STEPWISE
+        horizon = self._steady(now_ns) if self._jumps and not self._has_newcomer else STEPWISE
         self._has_newcomer = False
-        if num_steps:
-            ends = self._prices.decode_steps_ns([seat.computed for seat in self.seats], num_steps).cumsum() + now_ns
-            if steady_until_ns < ends[-1]:  # a step that begins at that moment or later is scheduled anew
-                ends = ends[: int(ends.searchsorted(steady_until_ns)) + 1]
-            self.ends, self.next_ns, self._num_taken = ends, int(ends[-1]), 0
-            self._touched_ns = self._next_touch_ns()
+        if horizon.num_steps:
+            self._jump(now_ns, horizon)
         else:
             self.ends, self._touched_ns = None, FOREVER_NS
             self._begin(now_ns)
         return outputs
+
+    def _jump(self, now_ns: int, horizon: Horizon) -> None:
+        """Begin a jump over the steps of `horizon`."""
+        ends = self._prices.decode_steps_ns([seat.computed for seat in self.seats], horizon.num_steps)
+        ends[0] += now_ns
+        ends = np.add.accumulate(ends)
+        last_ns = int(ends[-1])
+        if horizon.until_ns < last_ns:  # a step that begins at that moment or later is scheduled anew
+            ends = ends[: int(ends.searchsorted(horizon.until_ns)) + 1]
+            last_ns = int(ends[-1])
+        self.ends, self.next_ns, self._num_taken = ends, last_ns, 0
+        self._touched_ns = self._next_touch_ns()
 
     def catch_up(self, before_ns: int) -> None:
         """Take the steps of the jump that ended before `before_ns`, so that their KV events are available.
@@ -228,19 +235,24 @@ class Group:
         num_steps = num_ended - self._num_taken
         told, finished = seat.device.complete_steps(seat.running, seat.computed, num_steps)
         output = seat.jumps.advance(num_steps, told, finished)
-        seat.publish_step_ends(self.ends[self._num_taken : num_ended])
+        if seat.kv_events is not None:
+            seat.publish_step_ends(self.ends[self._num_taken : num_ended])
         return output
 
     def _collect(self, seat: FusedSeat, now_ns: int) -> StepOutput:
-        seat.plan = None
+        had_plan, seat.plan = seat.plan is not None, None
         if self.ends is None:
+            if not had_plan:
+                return StepOutput()
             output = seat.rank.collect(now_ns)
-            seat.publish_step_ends((now_ns,))
+            if seat.kv_events is not None:
+                seat.publish_step_ends((now_ns,))
         elif len(seat.running):
             output = self._advance(seat, len(self.ends))
         else:
             return StepOutput()
-        seat.forget_ended(output)
+        if output.sequences:
+            seat.forget_ended(output)
         return output
 
     def _steady(self, now_ns: int) -> Horizon:
@@ -251,14 +263,14 @@ class Group:
             seat.running, seat.computed = _NO_SLOTS, _NOBODY
             if not scheduler.has_work:
                 continue
-            num_steps, own_until_ns = seat.jumps.horizon(now_ns)
-            if num_steps == 0:
+            own = seat.jumps.horizon(now_ns)
+            if own.num_steps == 0:
                 return STEPWISE
             seat.running, seat.computed = scheduler.table.running, seat.jumps.computed
-            num_steps = min(num_steps, seat.device.steps_until_finish(seat.running, seat.computed))
+            num_steps = min(own.num_steps, seat.device.steps_until_finish(seat.running, seat.computed))
             if num_steps == 0:
                 return STEPWISE
-            most, until_ns = min(most or _LONGEST_JUMP, num_steps), min(until_ns, own_until_ns)
+            most, until_ns = min(most or _LONGEST_JUMP, num_steps), min(until_ns, own.until_ns)
         return Horizon(most, until_ns)
 
     def _begin(self, now_ns: int) -> None:
@@ -266,10 +278,11 @@ class Group:
         self.next_ns = None
         for seat in self.seats:
             seat.plan = seat.rank.begin(now_ns)
-        batches = [seat.device.batch for seat in self.seats]
-        if any(batch is not None for batch in batches):
-            num_moved = max(seat.device.take_num_moved() for seat in self.seats)
-            self.next_ns = now_ns + self._prices.move_ns(num_moved) + self._prices.step_ns(batches)
-            for seat in self.seats:
-                if seat.plan is not None:
-                    seat.device.finish_at(self.next_ns)
+        begun = [seat.device for seat in self.seats if seat.plan is not None]
+        if not begun:
+            return
+        num_moved = max([device.take_num_moved() for device in begun])
+        moves_ns = self._prices.move_ns(num_moved) if num_moved else 0
+        self.next_ns = now_ns + moves_ns + self._prices.step_ns([seat.device.batch for seat in self.seats])
+        for device in begun:
+            device.finish_at(self.next_ns)

@@ -26,7 +26,11 @@ class Prices(Protocol):
         ...
 
     def decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
-        """Return the duration of each coming decode step, int64[num_steps], ns. An empty start is an idle rank."""
+        """Return the duration of each coming decode step, ns. An empty start is an idle rank.
+
+        Returns:
+            int64[num_steps], a new array that the caller may change.
+        """
         ...
 
     def notes(self) -> list[str]:

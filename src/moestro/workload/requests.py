@@ -94,7 +94,7 @@ class RequestMaker:
         """Build row `index` with the given arrival, and its script."""
         rows = self.rows
         num_prompt, num_output = int(rows.num_prompt_tokens[index]), int(rows.num_output_tokens[index])
-        names, num_bytes = self._names(index)
+        names, num_bytes = self._names(index, num_prompt)
         request = Request(
             request_id=f"{self.form.name}-{index}",
             num_prompt_tokens=num_prompt,
@@ -109,7 +109,7 @@ class RequestMaker:
         domain = 0 if rows.domain is None else int(rows.domain[index])
         return request, Script(num_output, names[num_bytes:], request_key(index, domain))
 
-    def _names(self, index: int) -> tuple[bytes, int]:
+    def _names(self, index: int, num_prompt_tokens: int) -> tuple[bytes, int]:
         """Packed names of the prompt's and then the answer's blocks, and how many bytes belong to the prompt."""
         if not self.form.names_blocks:
             return b"", 0
@@ -121,7 +121,7 @@ class RequestMaker:
             self._named = self._named_rows(range(index, index + num_rows))
             self._last_named += num_rows - 1
             names = self._named.pop(index)
-        return names, int(self.rows.num_prompt_tokens[index]) // self.form.block_size * HASH_BYTES
+        return names, num_prompt_tokens // self.form.block_size * HASH_BYTES
 
     def _named_rows(self, indices: range) -> dict[int, bytes]:
         """Name the blocks of several rows at once."""
