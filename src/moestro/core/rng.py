@@ -5,6 +5,8 @@ The same key gives the same draw in any batch, in any order, after any restart.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,12 +49,17 @@ class Draws:
     __slots__ = ("_state",)
 
     def __init__(self, seed: int, key: int) -> None:
-        self._state = (_mix(seed + _GAMMA_INT) + key * _GAMMA_INT) & _MASK
+        self._state = (_state_of(seed) + key * _GAMMA_INT) & _MASK
 
     def below(self, n: int) -> int:
         """Draw the next integer from 0 .. n - 1."""
         self._state = (self._state + _GAMMA_INT) & _MASK
         return _mix(self._state) * n >> 64
+
+
+@lru_cache(maxsize=16)  # a process has few seeds
+def _state_of(seed: int) -> int:
+    return _mix(seed + _GAMMA_INT)
 
 
 def _mix(x: int) -> int:

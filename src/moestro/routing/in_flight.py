@@ -6,6 +6,8 @@ import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from moestro.core.prefix_tree import BlockRun
 from moestro.errors import InvariantError
 from moestro.routing.columns import EngineColumns
@@ -13,8 +15,7 @@ from moestro.routing.columns import EngineColumns
 _NUM_DEPARTED = 256  # ended requests remembered per engine until its next report
 
 
-@dataclass(slots=True)
-class Flight:
+class Flight(msgspec.Struct, eq=False, gc=False):
     """One request between `submit` and `ended`.
 
     Attributes:

@@ -321,6 +321,8 @@ def _set(found: NDArray[np.int64], engines: int, depth: int) -> None:
             lowest = engines & -engines
             found[lowest.bit_length() - 1] = depth
             engines ^= lowest
+    elif engines == (1 << len(found)) - 1:  # a system prompt that every engine holds
+        found.fill(depth)
     else:
         packed = np.frombuffer(engines.to_bytes(-(-len(found) // 8), "little"), np.uint8)
         # putmask takes a third of the time of an assignment by mask.

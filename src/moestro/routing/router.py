@@ -7,6 +7,7 @@ from collections.abc import Collection
 import msgspec
 import numpy as np
 
+from moestro.core.columns import has_true
 from moestro.core.load_figures import LoadFigures
 from moestro.core.prefix_tree import BlockRun
 from moestro.core.request import Request
@@ -27,6 +28,7 @@ from moestro.routing.policy_contract import (
     RouteView,
 )
 from moestro.routing.prefix_index import PrefixIndex
+from moestro.routing.scoring import is_stateless
 from moestro.routing.settings import ANY_ENGINE, DEFAULT_SETTINGS, EngineSpec, RouterSettings
 
 
@@ -64,6 +66,7 @@ class Router:
 
     def __init__(self, policy: RoutePolicy, settings: RouterSettings = DEFAULT_SETTINGS) -> None:
         self._policy = policy
+        self._observes = not is_stateless(policy)
         self._settings = settings
         self.keeps_candidates = False
         self._columns = EngineColumns()
@@ -129,12 +132,13 @@ class Router:
             self._decided(view, choice, candidates)
         self._num_decisions += 1
         hit_tokens = int(view.hit_tokens[engine])
-        num_prefill_tokens = max(1, request.num_known_tokens - hit_tokens)
-        flight = Flight(engine, now_ns, request.num_known_tokens, num_prefill_tokens, hit_tokens)
+        num_tokens = request.num_known_tokens
+        flight = Flight(engine, now_ns, num_tokens, max(1, num_tokens - hit_tokens), hit_tokens)
         self._flights.add(request.request_id, flight)
         if self._policy.needs.hits:
             flight.pending = self._index.sent(engine, request.block_hashes)
-        self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
+        if self._observes:
+            self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
         return RouteDecision(engine, choice.score, choice.reason, hit_tokens, candidates)
 
     def check_room(self, exclude: Collection[int] = (), num_coming: int = 0) -> None:
@@ -151,7 +155,7 @@ class Router:
         if exclude:
             is_up = is_up.copy()
             is_up[list(exclude)] = False
-        if not np.count_nonzero(is_up):
+        if not has_true(is_up):
             raise NoEngineError
         if bound is None:
             return
@@ -166,7 +170,7 @@ class Router:
     def first_token(self, request_id: str, now_ns: int) -> None:
         """Record a computed prompt. Repeated calls, and calls for ended requests, have no effect."""
         flight = self._flights.first_token(request_id)
-        if flight is not None:
+        if flight is not None and self._observes:
             self._policy.observe(FirstToken(request_id, flight.engine, now_ns))
 
     def ended(
@@ -189,8 +193,10 @@ class Router:
             self._learn(flight, cached_share)
         if flight.pending is not None:
             self._index.ended(flight.engine, flight.pending, is_computed=is_computed)
-        self._policy.observe(Ended(request_id, flight.engine, flight.submit_ns, now_ns, num_output_tokens))
-        self._release(flight.engine)
+        if self._observes:
+            self._policy.observe(Ended(request_id, flight.engine, flight.submit_ns, now_ns, num_output_tokens))
+        if self._removed:
+            self._release(flight.engine)
 
     def sent_elsewhere(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Record a prompt that another router sent to `engine`, whose cache is then expected to hold its blocks.

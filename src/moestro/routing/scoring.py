@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.columns import all_true
 from moestro.core.rng import Draws
-from moestro.routing.policy_contract import Choice, Needs, RouteEvent, RouteView
+from moestro.routing.policy_contract import Choice, Needs, RouteEvent, RoutePolicy, RouteView
 
 Mask = NDArray[np.bool_]
 Scores = NDArray[np.float64]
@@ -28,6 +29,11 @@ class Stateless:
 
     def observe(self, event: RouteEvent) -> None:
         """Ignore the event: a stateless policy remembers nothing."""
+
+
+def is_stateless(policy: RoutePolicy) -> bool:
+    """Return whether a policy ignores every event, so that none needs to be made for it."""
+    return getattr(policy.observe, "__func__", None) is Stateless.observe
 
 
 class ScorePolicy(Stateless, ABC):
@@ -90,14 +96,13 @@ def choose(view: RouteView, scores: Scores | Counts, draws: Draws, words: str, a
 
 def lowest(scores: Scores | Counts, among: Mask, draws: Draws) -> int:
     """Return the row with the lowest score in the non-empty set `among`. A draw breaks ties, to spread requests."""
-    # On rows of this length, count_nonzero takes a fifth of the time of `all` and `any`.
-    left = scores if np.count_nonzero(among) == len(among) else np.where(among, scores, np.inf)
+    left = scores if all_true(among) else np.where(among, scores, np.inf)
     best = int(left.argmin())  # argmin returns the first NaN, if any
-    if not math.isfinite(left[best]):
+    least = left[best]
+    if not math.isfinite(least):
         return _lowest_finite(scores, np.flatnonzero(among), draws)
-    is_tied = left == left[best]
-    num_tied = int(np.count_nonzero(is_tied))
-    return best if num_tied == 1 else int(np.flatnonzero(is_tied)[draws.below(num_tied)])
+    (tied,) = (left == least).nonzero()
+    return best if len(tied) == 1 else int(tied[draws.below(len(tied))])
 
 
 def _lowest_finite(scores: Scores | Counts, rows: NDArray[np.int64], draws: Draws) -> int:

@@ -25,7 +25,7 @@ class RoundRobin(Stateless):
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the next engine."""
-        routable = np.flatnonzero(view.engines.routable)
+        (routable,) = view.engines.routable.nonzero()
         turn = view.decision_id % len(routable)
         return Choice(int(routable[turn]), float(turn), f"turn {turn} of {len(routable)}")
 
