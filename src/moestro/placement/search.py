@@ -12,6 +12,7 @@ from moestro.placement.budget import Allowance, allowance_of
 from moestro.placement.copies import Packing, even_shares, live_counts, packing_of
 from moestro.placement.descent import LEAST_GAIN, Goal, balance, bring_near
 from moestro.placement.devices import PlaceLimits
+from moestro.placement.few_moves import relieve_heaviest
 from moestro.placement.packing import pack
 from moestro.placement.problem import PlaceProblem
 from moestro.placement.replicas import add_copies, copy_counts, copy_work, suit_pairs
@@ -70,6 +71,8 @@ def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowan
     least, even = least_load(problem, packing), problem.even_load(packing.work)
     goal = Goal(least / limits.target, even / limits.target)
     num_rounds = limits.num_rounds * _turns(problem)
+    if allowance.is_limited and not _can_share(problem):
+        relieve_heaviest(problem, packing, goal, num_rounds, allowance)  # What it leaves is for the exchanges below.
     # Shares level what exchanges began: a few of them join devices with too much work to others with too little.
     num_parts = LEVELS if limits.num_share_steps and _can_share(problem) else 1
     for _ in range(num_parts):

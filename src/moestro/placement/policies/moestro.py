@@ -47,7 +47,8 @@ class MoestroPlacement:
 
     The search starts from the present table and moves no more than its target takes: further copies of the experts with
     the heaviest ones, then shares, then exchanges; where few copies may move, single ones that join heavy devices to
-    light ones come before exchanges. Layers that are far off or miss the target are placed anew. Each layer
+    light ones come before exchanges; where no expert can have another copy, they go to the exchanges that lower the
+    largest loads most, in whichever layers. Layers that are far off or miss the target are placed anew. Each layer
     takes what is best for it; layers whose savings pay for their move are changed, and the limits of the view are never
     exceeded, except that experts without a live copy are always placed.
     Groups of experts (`num_groups`) are ignored: they bound which experts a token takes, not where these live.
