@@ -32,7 +32,7 @@ from rich.table import Table
 from moestro.config.run_record import run_record
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY
-from moestro.placement import replicas, restoring, search, sharing, small
+from moestro.placement import descent, replicas, restoring, search, sharing, small
 from moestro.placement.linear_costs import objective_s
 from moestro.placement.policies import gimbal_v2, moestro
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
@@ -75,6 +75,7 @@ SWEEPS = (
     Sweep(restoring, "RELIEF_SHARE_STEPS", (1, 2, 3)),
     Sweep(search, "LEVELS", (1, 2, 4, 6)),
     Sweep(search, "STALLED", (0.0, 0.003, 0.01, 0.05), "tight"),
+    Sweep(descent, "SLOW", (0.0, 0.1, 0.2, 0.4)),
     Sweep(search, "HEAVY_COPY", (0.0, 0.4, 0.6, 0.8), "swapped"),
     Sweep(search, "HEAVIER_COPY", (1.0, 1.05, 1.2, 1.5), "swapped"),
     Sweep(search, "STAY", (0.0, 0.1, 0.3)),

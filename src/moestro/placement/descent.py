@@ -14,6 +14,8 @@ from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
 LEAST_GAIN = 1e-6  # of the even load; less is rounding
+CYCLE = 3  # rounds, in the last of which the heaviest device alone looks for an exchange, with all others
+SLOW = 0.2  # part of what is above its goal by which a cycle lowers a batch at least, or the batch is left
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,24 +38,30 @@ def balance(problem: PlaceProblem, packing: Packing, goal: Goal, num_rounds: int
     Args:
         num_rounds: Rounds at most; in each one every heavy device makes one exchange at most.
     """
-    batch = np.arange(len(goal.each))
+    batch, before = np.arange(len(goal.each)), np.full(len(goal.each), np.inf)
     for turn in range(num_rounds):
         load = problem.load(packing.work[batch])
-        left = load.max(axis=1) > goal.largest[batch] * (1 + LEAST_GAIN)
+        above = load.max(axis=1) - goal.largest[batch] * (1 + LEAST_GAIN)
+        left = above > 0
+        if turn % CYCLE == 0:
+            left &= above < (1 - SLOW) * before[batch]
+            before[batch] = above
         batch, load = batch[left], load[left]
         if not len(batch) or allowance.total < 1:
             return
         order = np.argsort(load, axis=1, kind="stable")
         num_devices = load.shape[1]
         num_heavy = min(int((load > goal.each[batch, None]).sum(axis=1).max()), num_devices // 2)
-        if turn % 3 == 2 or num_heavy == 1:
+        if turn % CYCLE == CYCLE - 1 or num_heavy == 1:
             heavy = np.broadcast_to(order[:, -1:], (len(batch), num_devices - 1))
             pairs = batch, heavy, order[:, :-1]
             # A batch whose heaviest device finds no exchange with any other one is at rest.
             batch = batch[exchange(problem, packing, pairs, goal.each, allowance, one_each=True)]
         else:
             heavy = order[:, ::-1][:, :num_heavy]
-            light = order[:, (np.arange(num_heavy) + turn // 3 * 2 + turn % 3) % (num_devices - num_heavy)]
+            light = order[
+                :, (np.arange(num_heavy) + turn // CYCLE * (CYCLE - 1) + turn % CYCLE) % (num_devices - num_heavy)
+            ]
             exchange(problem, packing, (batch, heavy, light), goal.each, allowance)
 
 

@@ -17,6 +17,7 @@ from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.core.near_experts import OTHER_NODE, SAME_DEVICE
 from moestro.placement.activation import idle_parts
 from moestro.placement.devices import Devices, PlacePrices
+from moestro.placement.one_core import on_one_core
 from moestro.placement.traffic import TokenOrigins, origins_of
 
 Floats = NDArray[np.float64]
@@ -85,6 +86,7 @@ def score(
     return score_slots(load, (table.logical_of, table.slot_parts), devices, prices, origin)
 
 
+@on_one_core
 def score_slots(
     load: ExpertLoad,
     slots: tuple[NDArray[np.integer], Floats],

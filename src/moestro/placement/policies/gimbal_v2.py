@@ -11,6 +11,7 @@ from moestro.placement.budget import allowance_of
 from moestro.placement.devices import PlaceLimits
 from moestro.placement.layer_descent import SHARPNESSES, LayerDescent
 from moestro.placement.linear_costs import Floats, costs_of_layer, objective_s
+from moestro.placement.one_core import on_one_core
 from moestro.placement.pricing import present_packing, table_of
 from moestro.placement.problem import problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
@@ -33,6 +34,7 @@ _ROUNDS, _LARGE_STEPS = SearchLimits(0.9995, 0.01, 24, 8, 0), 8
     "Descends from the present and a fresh placement by the seconds of load, source-aware rows and moves.",
     source="our reconstruction of Gimbal v2 (arXiv 2606.15177, abstract only); docs/placement_objective.md",
 )
+@on_one_core
 def gimbal_v2(view: PlaceView) -> ExpertTable:
     """Return the better of two local optima of `objective_s`, or the present placement if neither is better.
 

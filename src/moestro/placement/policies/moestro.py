@@ -11,6 +11,7 @@ from moestro.core.expert_table import ExpertTable
 from moestro.errors import ConfigError
 from moestro.placement.budget import Allowance, LayerOffers, allowance_of, layers_that_pay
 from moestro.placement.copies import Packing, in_old_slots
+from moestro.placement.one_core import on_one_core
 from moestro.placement.payback import live_table
 from moestro.placement.pricing import LayerPrices, Pricer, present_packing, table_of
 from moestro.placement.problem import TINY, PlaceProblem, problem_of
@@ -84,6 +85,7 @@ class MoestroPlacement:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name):g}")
 
+    @on_one_core
     def __call__(self, view: PlaceView) -> ExpertTable:
         """Return the next placement, or the present one where no change pays.
 

@@ -1,0 +1,40 @@
+"""BLAS has one thread while a placement is planned."""
+
+from __future__ import annotations
+
+import pytest
+from support.expert_loads import even_load, first_view, zipf_shares
+from threadpoolctl import ThreadpoolController, threadpool_limits
+
+from moestro.placement.one_core import on_one_core
+from moestro.placement.policies import gimbal_v2, moestro
+from moestro.placement.registry import PLACE_POLICIES
+
+
+def num_threads() -> list[int]:
+    return [each["num_threads"] for each in ThreadpoolController().info() if each["user_api"] == "blas"]
+
+
+def test_blas_has_one_thread_within_and_what_it_had_before_afterwards():
+    with threadpool_limits(2, "blas"):
+        assert set(on_one_core(num_threads)()) == {1}
+        assert 2 in num_threads() or set(num_threads()) == {1}  # a build without threads has one
+        with pytest.raises(ZeroDivisionError):
+            on_one_core(lambda: 1 // 0)()
+        assert 2 in num_threads() or set(num_threads()) == {1}
+
+
+@pytest.mark.parametrize(("name", "module"), [("moestro", moestro), ("gimbal_v2", gimbal_v2)])
+def test_policies_plan_with_one_thread(name, module, monkeypatch):
+    seen: list[int] = []
+    problem_of = module.problem_of
+
+    def counted(*args: object, **kwargs: object) -> object:
+        seen.extend(num_threads())
+        return problem_of(*args, **kwargs)
+
+    monkeypatch.setattr(module, "problem_of", counted)
+    view = first_view(even_load(zipf_shares(4, 64, 0.8), 8), 10, 2)
+    with threadpool_limits(2, "blas"):
+        PLACE_POLICIES.make(name)(view)
+    assert set(seen) == {1}
