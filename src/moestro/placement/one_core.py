@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @cache
 def _libraries() -> ThreadpoolController:
-    """Find the libraries that are loaded; numpy is by now."""
+    """Find the libraries that are loaded: NumPy's, which computes plans; one that is loaded later is not limited."""
     return ThreadpoolController()
 
 
