@@ -5,15 +5,16 @@
     # A part: DIR keeps what is measured
     python bench/simulator/sim_fidelity.py --work DIR --seeds 0
 
-For each seed, `moestro calibrate` measures the demo model anew on random tokens of its own, and `moestro sim` finds the
-rate that is LOAD of the saturation. For each policy a new `moestro serve --record` then starts, and `moestro bench`
-sends Poisson arrivals with lengths of that seed. `moestro sim` gets the arrival times and lengths that the client
-reports, with the table of the seed. Answers are sampled, as in the steps of the table: greedy ones of the demo model
-repeat themselves, and a step takes up to a fifth less time. Nothing is fitted to these runs.
+For each seed, `moestro calibrate` measures a new table of the demo model with that seed's random tokens. `moestro sim`
+finds the saturation with this table; the offered rate is LOAD times it. For each policy a new `moestro serve --record`
+then starts, and `moestro bench` sends Poisson arrivals with lengths of that seed. `moestro sim` gets the arrival times
+and lengths that the client reports, with the table of the seed. Answers are sampled, as in the steps of the table,
+because the demo model repeats itself when greedy, and its steps then take up to a fifth less time. Nothing is fitted
+to these runs.
 
-The rank has a core of its own, in place of a GPU; the API server and the client share the other. `moestro calibrate`
-has the rank's core. Both cores stay awake and busy all the time, so that a step has the same neighbour in the table and
-in the server. The machine should be idle otherwise.
+The rank runs alone on one core; the API server and the client share the other core. `moestro calibrate` runs on the
+rank's core. Both cores stay busy all the time, so the other core slows a step equally in calibration and in serving.
+The machine should be idle otherwise.
 
 Each run is stored with possible causes of a miss:
 
@@ -281,7 +282,7 @@ def result_of(work: Path) -> dict:
     tables = {seed: json.loads((work / f"table-{seed}.json").read_text()) for seed in seeds}
     means = ("ttft_ms mean", "tpot_ms mean")
     return {
-        "pinning": "the rank has a core of its own, the API server and the client share the other; both stay awake",
+        "pinning": "the rank runs alone on one core, the API server and the client share the other; both stay busy",
         "load": {"requests": NUM_REQUESTS, "share_of_saturation": LOAD, "arrivals": "poisson", "seeds": seeds},
         "limits": LIMITS,
         "wanted_error": WANTED_ERROR,

@@ -97,6 +97,21 @@ def test_events_come_in_order_and_those_that_are_intercepted_wake_no_reader():
     asyncio.run(inside())
 
 
+def test_a_failure_while_an_event_is_passed_on_reaches_its_reader_and_nobody_else():
+    def broken(event):
+        raise ZeroDivisionError
+
+    async def read() -> object:
+        inbox = Inbox()
+        inbox.intercept = broken
+        reader = asyncio.ensure_future(inbox.get())
+        await asyncio.sleep(0)
+        inbox.put_nowait(Piece(0, "a", None))
+        return await asyncio.wait_for(reader, 10)
+
+    assert isinstance(asyncio.run(read()), ZeroDivisionError)
+
+
 def test_law_tokens_of_which_only_the_text_is_wanted_give_the_text_of_the_long_way(demo_dir):
     tokenizer, rng = Tokenizer(demo_dir), random.Random(0)
     request = Request(
@@ -117,7 +132,7 @@ def test_law_tokens_of_which_only_the_text_is_wanted_give_the_text_of_the_long_w
 
 
 class Connection:
-    """What `stream` sends; it has room at random moments, and waiting for room takes several turns of the loop."""
+    """A fake connection that records what `stream` sends, and has room in its buffer at random moments."""
 
     request_id = "r"
 

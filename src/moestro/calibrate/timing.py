@@ -35,10 +35,11 @@ def times_ns(
     tick: Callable[[], None],
     rng: np.random.Generator,
 ) -> list[Times]:
-    """Measure each kind of item: one uncounted launch of each, then rounds of all kinds, each in an order of its own.
+    """Measure each kind of item: one uncounted launch of each, then rounds of all kinds in random order.
 
-    A server alternates decodes and chunks, and a decode after a chunk finds other things in the CPU's caches than a
-    decode after a decode: it takes up to a fifth longer. In a random order, an item has neighbours of all kinds.
+    A server alternates decodes and chunks. A decode takes up to a fifth longer after a chunk than after a decode,
+    likely because the chunk replaced what the CPU's caches held. A random order gives all
+    kinds of predecessors to each item.
 
     Args:
         makers: one function a kind, called before each launch and outside of the measured time.

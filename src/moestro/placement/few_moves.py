@@ -1,4 +1,4 @@
-"""Exchanges where few copies may move: each layer gets as many as lower its largest load most for what they move."""
+"""Exchanges under a small budget of moves: the budget goes to the layers whose largest load falls most per copy."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from moestro.placement.devices import PlaceLimits
 from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
-# Exchanges that are tried in a layer, in means of what all layers may have; more gain nothing.
+# Exchanges tried in each layer, as a multiple of the mean number that the allowance permits. 4 gains nothing more (the
+# same seeds).
 WIDEST = 2.5
-# Part of the devices, the lightest ones, with which the heaviest one is tried; all take a fifth longer for no gain.
+# Part of the devices, the lightest ones, that the heaviest device is paired with. All of them take a fifth longer, for
+# up to .0005 more balance (tried on three seeds of 48 layers on 8 devices).
 LIGHT_PART = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stages:
-    """What a layer would be after each number of exchanges, from none on.
+    """Placements of all layers after 0, 1, 2, … exchanges in each layer.
 
     Attributes:
         packings: Placements.
@@ -41,8 +43,9 @@ def relieve_heaviest(
 ) -> None:
     """Exchange copies of the heaviest device of each layer, one after the other, within a scarce allowance.
 
-    All layers are tried beyond the allowance first. It then goes to the exchanges that lower the largest load most per
-    received copy, wherever they are: the first exchange of one layer often gains less than the fourth of another one.
+    The search first tries more exchanges in each layer than the allowance permits. The allowance then goes to the
+    exchanges that lower a largest load most per received copy. The first exchange of one layer often gains less than
+    the fourth exchange of another layer, so layers get different numbers of exchanges.
 
     Args:
         num_rounds: Exchanges of a layer at most.

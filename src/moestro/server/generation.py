@@ -226,7 +226,7 @@ class Generation:
         """
         while self._running:
             event = self._inbox.get_nowait() or await self._inbox.get()
-            if isinstance(event, RequestError):
+            if isinstance(event, Exception):
                 raise event
             if isinstance(event, Interrupted):
                 self._move(event)

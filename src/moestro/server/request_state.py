@@ -29,7 +29,7 @@ class Interrupted:
     error: RequestError
 
 
-InboxEvent = Output | Piece | Interrupted | RequestError
+InboxEvent = Output | Piece | Interrupted | Exception
 
 
 class Inbox:
@@ -39,8 +39,9 @@ class Inbox:
     as much.
 
     Attributes:
-        intercept: Callable that gets each event for which the reader waits, and returns what the reader is to have
-            instead; None lets the reader wait on. It thus comes between no two events that the reader has not taken.
+        intercept: Callable that gets each event for which the reader waits, and returns the event that the reader gets
+            instead; None lets the reader wait on. Events that the reader has not taken yet are never overtaken. The
+            reader gets an exception of the callable as its event, because the caller of `put_nowait` serves all.
     """
 
     __slots__ = ("_events", "_waiter", "intercept")
@@ -56,7 +57,12 @@ class Inbox:
         if waiter is None or waiter.done():
             self._events.append(event)
             return
-        left = event if self.intercept is None else self.intercept(event)
+        left: InboxEvent | None = event
+        if self.intercept is not None:
+            try:
+                left = self.intercept(event)
+            except Exception as error:
+                left = error
         if left is not None:
             self._events.append(left)
             waiter.set_result(None)

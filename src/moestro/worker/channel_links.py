@@ -102,7 +102,7 @@ class LocalLink:
             try:
                 self._opened.flush()
             except OSError:
-                return True  # nobody reads what is left
+                return True  # The connection is gone, so the rest is dropped.
             return not self._opened.num_queued
 
     def wait(self, fds: Collection[int], timeout_ms: int) -> set[int]:

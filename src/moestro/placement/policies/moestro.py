@@ -24,9 +24,9 @@ from moestro.placement.traffic import Floats, origins_of
 
 # After a death, service comes before the last percent: fewer copies move, and the next change levels the rest.
 URGENT_TARGET = 0.97
-# A layer with a lower mean load over largest load is only placed anew, because exchanges take longer. What is placed
-# anew joins more devices by copies, so that their shares level the next window. At 0.55, up to two fifths fewer copies
-# move, for up to 0.7 % less balance in the next window, and up to 1.7 % less with shares of its own.
+# A layer with a lower mean load over largest load is only placed anew, because exchanges take longer. A new placement
+# joins more devices by copies, so that shares can level the next window. At 0.55, up to two fifths fewer copies move,
+# and the balance of the next window is up to 0.7 % lower, or 1.7 % lower where the shares are set anew for it.
 FAR_OFF = 0.65
 # A layer that misses the target by more is also placed anew; for less, it would move most of its copies.
 MISSED_BY = 0.01
