@@ -37,7 +37,8 @@ MAY_IMPORT = {
     "gateway": {"core", "wire", "routing", "text", "web", "workload", "config"},
     "loadgen": {"core", "workload", "cost", "web", "config"},
     "offline": {"core", "web", "workload", "loadgen"},
-    "calibrate": {"core", "workload", "cost", "web", "config", "engine", "model"},  # it times a rank in its own process
+    # It times a rank, with the main loop and the messages of a server's, in its own process.
+    "calibrate": {"core", "wire", "workload", "cost", "web", "config", "engine", "model", "worker"},
 }
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 # `config` composes the settings modules of these rooms, and imports nothing else of them. A room that may import

@@ -41,9 +41,10 @@ def test_figures_are_compared_by_policy_and_over_seeds():
         figures = {"ttft_ms": ttft, "tpot_ms": tpot}
         return {name: dict.fromkeys(("mean", "p50", "p99"), value) for name, value in figures.items()}
 
-    runs = [bench.compare(spreads(100, 10), spreads(simulated, 10)) for simulated in (80, 110)]
+    runs = [bench.compare(spreads(100, 10), spreads(simulated, 10), api_ms=2) for simulated in (78, 108)]
     found = bench.over_seeds(runs)["ttft_ms mean"]
     assert found["error"] == pytest.approx(-0.05)
+    assert runs[0]["tpot_ms mean"]["error"] == 0
     assert (found["least_error"], found["largest_error"]) == pytest.approx((-0.2, 0.1))
     by_policy = {"one": runs[0], "two": runs[1]}
     assert bench.ranking(by_policy, "ttft_ms mean", "simulated") == ["one", "two"]

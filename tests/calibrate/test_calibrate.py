@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import time
 from functools import partial
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from moestro.calibrate.host_work import Gaps
 from moestro.calibrate.runner import CalibrateSettings, calibrate, measure
 from moestro.calibrate.settings import MeasuredModel, Measuring, Range
 from moestro.calibrate.shapes import (
@@ -24,7 +26,8 @@ from moestro.calibrate.shapes import (
     short_chunks_grid,
     spread_contexts,
 )
-from moestro.calibrate.timing import InstantDevice, times_ns
+from moestro.calibrate.timing import mean_and_spread, times_ns
+from moestro.core.work import StepResult
 from moestro.cost.model import Batch
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.errors import ConfigError
@@ -86,6 +89,28 @@ def test_no_two_repeats_are_alike_but_all_are_about_the_shape_asked_for():
     assert (one != other).any()
 
 
+class InstantDevice:
+    """Has every result at once."""
+
+    works_when_polled = True
+
+    def __init__(self) -> None:
+        self._results: list[StepResult] = []
+
+    def launch(self, item, now_ns: int) -> None:
+        self._results.append(StepResult(item.units.slot, np.zeros(len(item.units), np.int32)))
+
+    def move_blocks(self, moves, now_ns: int) -> None:
+        """It holds no KV."""
+
+    def poll(self, now_ns: int) -> list[StepResult]:
+        results, self._results = self._results, []
+        return results
+
+    def ready_at_ns(self) -> None:
+        return None
+
+
 class CountingDevice(InstantDevice):
     def __init__(self) -> None:
         super().__init__()
@@ -118,6 +143,49 @@ def test_every_round_has_all_items_in_an_order_of_its_own_after_one_launch_that_
     assert len(ticks) == len(kinds) * (rounds + 1)
 
 
+def test_the_mean_of_times_leaves_the_outermost_ones_out():
+    assert mean_and_spread(np.array([100, 10, 30, 20, 1]))[0] == 20
+    assert mean_and_spread(np.array([10, 30]))[0] == 20
+    times = np.arange(100)
+    assert mean_and_spread(np.append(times[:-1], 10**9))[0] == times[5:95].mean()
+
+
+class SlowDevice(InstantDevice):
+    """Each poll works for 2 ms."""
+
+    def poll(self, now_ns: int) -> list[StepResult]:
+        if self._results:
+            time.sleep(0.002)
+        return super().poll(now_ns)
+
+
+@pytest.mark.parametrize("works_when_polled", [True, False])
+def test_gaps_are_the_time_without_work_before_each_step(works_when_polled):
+    device = SlowDevice()
+    device.works_when_polled = works_when_polled
+    gaps, rng = Gaps(device), np.random.default_rng(0)
+    for batch in (chunk(8, 0), decodes([9]), decodes([10])):
+        time.sleep(0.004)
+        gaps.launch(forward(batch, limits(), rng), 0)
+        if works_when_polled:
+            time.sleep(0.004)
+        gaps.poll(0)
+    times, are_near_chunks = zip(*gaps.found, strict=True)
+    assert are_near_chunks == (True, False)
+    assert min(times) >= (8e6 if works_when_polled else 4e6)
+    assert gaps.num_running == 0
+
+
+def test_a_step_that_is_launched_beside_another_one_waits_for_nothing():
+    device = InstantDevice()
+    device.works_when_polled = False
+    gaps, rng = Gaps(device), np.random.default_rng(0)
+    for _ in range(2):
+        gaps.launch(forward(decodes([9]), limits(), rng), 0)
+    gaps.poll(0)
+    assert gaps.found == []
+
+
 def test_what_is_measured_of_any_device_is_a_cost_model(tmp_path):
     how = Measuring(rounds=2, num_checks=4, out=tmp_path / "table.json")
     table, checked = measure(InstantDevice(), limits(), how)
@@ -126,6 +194,7 @@ def test_what_is_measured_of_any_device_is_a_cost_model(tmp_path):
     assert cost.step_ns(chunk(100, 20)) > 0
     assert cost.step_ns(short_chunks(128)) > 0
     assert table.host.step_ns > 0
+    assert table.host.chunk_ns >= 0
     assert len(checked) == 4
     assert all(batch.measured_ns > 0 for batch in checked)
 

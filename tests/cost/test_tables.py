@@ -98,6 +98,14 @@ def test_a_device_that_the_form_fits_is_priced_as_it_is(rows):
     assert MeasuredCost(table()).step_ns(step) == pytest.approx(expected, rel=0.015)
 
 
+def test_each_chunk_takes_the_host_time_of_its_own():
+    plain, with_chunks = (
+        MeasuredCost(table(host=HostTimes(step_ns=5e4, sequence_ns=1e3, chunk_ns=ns))) for ns in (0, 7e3)
+    )
+    for rows, num_chunks in (([(15, 1)] * 3, 0), ([(0, 100), (700, 300), (40, 1)], 2)):
+        assert with_chunks.step_ns(batch(*rows)) == plain.step_ns(batch(*rows)) + 7000 * num_chunks
+
+
 def test_it_says_what_was_measured_at_most():
     assert MeasuredCost(table()).largest == {"chunk": 1024, "tokens": 1024, "sequences": 64, "context": 2000}
 

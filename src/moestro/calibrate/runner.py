@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from moestro.calibrate.host_work import CalibratedDevice, host_times
 from moestro.calibrate.settings import MeasuredModel, Measuring, Range
 from moestro.calibrate.shapes import (
     SHORT_CHUNK,
@@ -28,10 +29,10 @@ from moestro.calibrate.shapes import (
     spread_contexts,
 )
 from moestro.calibrate.show import print_table
-from moestro.calibrate.timing import host_times, median_and_spread, times_ns
+from moestro.calibrate.timing import mean_and_spread, times_ns
 from moestro.config.run_record import RunRecord, run_record
 from moestro.core.model_info import ModelInfo
-from moestro.core.work import Device, Forward
+from moestro.core.work import Forward
 from moestro.cost.model import Batch
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, MeasuredCost, PrefillPoint, ShortChunksPoint, Table
 from moestro.errors import ConfigError
@@ -106,7 +107,7 @@ def calibrate(settings: CalibrateSettings, console: Console) -> Table:
     return table
 
 
-def measure(device: Device, limits: Limits, how: Measuring) -> tuple[Table, list[CheckedBatch]]:
+def measure(device: CalibratedDevice, limits: Limits, how: Measuring) -> tuple[Table, list[CheckedBatch]]:
     """Measure the table of this device, and its errors on other shapes.
 
     Args:
@@ -123,7 +124,7 @@ def measure(device: Device, limits: Limits, how: Measuring) -> tuple[Table, list
     ]
     makers = [partial(_like, batch, limits, rng) for batch in batches]
     with progress("steps measured", len(makers) * (how.rounds + 1)) as tick:
-        found = iter([median_and_spread(times) for times in times_ns(device, makers, how.rounds, tick, rng)])
+        found = iter([mean_and_spread(times) for times in times_ns(device, makers, how.rounds, tick, rng)])
     table = Table(
         format=FORMAT,
         model="",
@@ -143,7 +144,7 @@ def measure(device: Device, limits: Limits, how: Measuring) -> tuple[Table, list
         host=_NO_HOST,
     )
     checked = _check(MeasuredCost(table), others, [ns for ns, _ in found])
-    host = host_times(limits.max_num_seqs, limits.block_size)
+    host = host_times(device, limits, rng)
     return msgspec.structs.replace(table, host=host), checked
 
 

@@ -35,7 +35,7 @@ class PrefillPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     new: int
     cached: int
-    ns: float  # median of all repeats
+    ns: float  # mean of the repeats
     spread: float  # interquartile range over the median
 
 
@@ -58,10 +58,11 @@ class DecodePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Time that the rank adds to the device's: scheduling, results, outputs."""
+    """Time that the rank adds to the device's, for each step, sequence and chunk: scheduling, results, outputs."""
 
     step_ns: float
     sequence_ns: float
+    chunk_ns: float = 0.0
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +133,7 @@ class MeasuredCost:
         is_chunk = batch.num_tokens > 1
         chunks = list(zip(batch.start[is_chunk].tolist(), batch.num_tokens[is_chunk].tolist(), strict=True))
         self._asked["chunk"] = max(self._asked["chunk"], *(new for _, new in chunks))
-        price = self._host_ps(num) + self._token_part(total)
+        price = self._host_ps(num) + round(self._host.chunk_ns * len(chunks) * PS_PER_NS) + self._token_part(total)
         price += sum(
             round((self._own.at(new) * new + self._reading.at(new) * cached) * PS_PER_NS) for cached, new in chunks
         )

@@ -49,14 +49,18 @@ class TorchDevice:
     def __init__(self, network: Network, pools: KVPools) -> None:
         self.network = network
         self.pools = pools
-        self._works_when_polled = network.device.type == "cpu"
         self._launched: deque[Forward] = deque()
         self._running: deque[PendingResult] = deque()
+
+    @property
+    def works_when_polled(self) -> bool:
+        """Whether polling does the work: true on a CPU."""
+        return self.network.device.type == "cpu"
 
     def launch(self, item: Forward, now_ns: int) -> None:
         """Start `item`. Items that touch the same blocks run in launch order."""
         self._launched.append(item)
-        if not self._works_when_polled:
+        if not self.works_when_polled:
             self._compute()
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
