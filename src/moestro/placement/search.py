@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from moestro.placement.budget import Allowance, allowance_of
 from moestro.placement.copies import Packing, even_shares, live_counts, packing_of
-from moestro.placement.descent import LEAST_GAIN, Goal, balance, bring_near
+from moestro.placement.descent import CYCLE, LEAST_GAIN, Goal, balance, bring_near
 from moestro.placement.devices import PlaceLimits
 from moestro.placement.few_moves import relieve_heaviest
+from moestro.placement.hottest import fill_hottest
 from moestro.placement.packing import pack
 from moestro.placement.problem import PlaceProblem
 from moestro.placement.replicas import add_copies, copy_counts, copy_work, suit_pairs
@@ -56,23 +57,75 @@ class SearchLimits:
 
 def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
     """Improve a placement in place, by as few moves as its target takes: copies, shares, exchanges, ways of rows."""
-    if _can_share(problem):
-        add_copies(problem, packing, _lightest_to_split(problem, packing, allowance), allowance)
-        share_out(problem, packing, problem.even_load(packing.work) / limits.target, limits.num_share_steps)
-        # A further copy is half of an exchange, which counts where few copies may move.
-        if allowance.is_limited and limits.num_share_steps:
-            recover(problem, packing, problem.even_load(packing.work) / limits.target, allowance)
-    level(problem, packing, limits, allowance)
+    prepare(problem, packing, limits, allowance)
+    settle(problem, packing, limits, allowance)
+
+
+def start_anew(problem: PlaceProblem, limits: SearchLimits) -> Packing:
+    """Place all copies anew, which may move almost all of them."""
+    packing = pack_anew(problem)
+    settle(problem, packing, limits, allowance_of(PlaceLimits(), 1, problem.shape[2]))
+    return packing
+
+
+def prepare(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
+    """Add copies of the experts with the heaviest ones, and divide their tokens, before copies are exchanged."""
+    if not _can_share(problem):
+        return
+    add_copies(problem, packing, _lightest_to_split(problem, packing, allowance), allowance)
+    share_out(problem, packing, problem.even_load(packing.work) / limits.target, limits.num_share_steps)
+    # A further copy is half of an exchange, which counts where few copies may move.
+    if allowance.is_limited and limits.num_share_steps:
+        recover(problem, packing, problem.even_load(packing.work) / limits.target, allowance)
+
+
+def pack_anew(problem: PlaceProblem) -> Packing:
+    """Choose new numbers of copies, and place all of them."""
+    counts = copy_counts(problem)
+    if problem.shape[3] == 2:
+        counts = suit_pairs(problem, counts)
+    expert = pack(problem, counts, STAY, NEAR)
+    return packing_of(problem, expert, even_shares(expert, problem.shape[1]))
+
+
+def settle(
+    problem: PlaceProblem,
+    packing: Packing,
+    limits: SearchLimits,
+    allowance: Allowance,
+    target: Floats | None = None,
+) -> None:
+    """Exchange copies and divide tokens until devices are level; then shorten ways of rows.
+
+    Args:
+        target: Target of each batch, float64[batches]. None means that of the limits.
+    """
+    level(problem, packing, limits, allowance, target)
     shorten(problem, packing, limits, allowance)
 
 
-def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
-    """Exchange copies and divide tokens until devices are as equally loaded as the target asks."""
+def level(
+    problem: PlaceProblem,
+    packing: Packing,
+    limits: SearchLimits,
+    allowance: Allowance,
+    target: Floats | None = None,
+) -> None:
+    """Exchange copies and divide tokens until devices are as level as the target asks, which is as in `settle`."""
+    wanted: Floats | float = limits.target if target is None else target
     least, even = least_load(problem, packing), problem.even_load(packing.work)
-    goal = Goal(least / limits.target, even / limits.target)
+    goal = Goal(least / wanted, even / wanted)
     num_rounds = limits.num_rounds * _turns(problem)
-    if allowance.is_limited and not _can_share(problem):
-        relieve_heaviest(problem, packing, goal, num_rounds, allowance)  # What it leaves is for the exchanges below.
+    if not _can_share(problem):
+        if allowance.is_limited:
+            relieve_heaviest(
+                problem, packing, goal, num_rounds, allowance
+            )  # What it leaves is for the exchanges below.
+        else:
+            is_hot = fill_hottest(problem, packing, goal.each)
+            # The others become level too, so that in the next window few can be the largest.
+            first = Goal(np.where(is_hot, goal.each, goal.largest), goal.each)
+            balance(problem, packing, first, CYCLE * int(is_hot.any()), allowance)
     # Shares level what exchanges began: a few of them join devices with too much work to others with too little.
     num_parts = LEVELS if limits.num_share_steps and _can_share(problem) else 1
     for _ in range(num_parts):
@@ -117,19 +170,6 @@ def _can_share(problem: PlaceProblem) -> bool:
 def _turns(problem: PlaceProblem) -> int:
     """Return by how much more rounds a device with many slots takes."""
     return math.ceil(problem.shape[3] / SLOTS_A_TURN)
-
-
-def start_anew(problem: PlaceProblem, limits: SearchLimits) -> Packing:
-    """Place all copies anew, which may move almost all of them."""
-    counts = copy_counts(problem)
-    if problem.shape[3] == 2:
-        counts = suit_pairs(problem, counts)
-    expert = pack(problem, counts, STAY, NEAR)
-    packing = packing_of(problem, expert, even_shares(expert, problem.shape[1]))
-    unlimited = allowance_of(PlaceLimits(), 1, problem.shape[2])
-    level(problem, packing, limits, unlimited)
-    shorten(problem, packing, limits, unlimited)
-    return packing
 
 
 def is_level(problem: PlaceProblem, packing: Packing, target: float) -> NDArray[np.bool_]:

@@ -155,12 +155,8 @@ def _neighbours(expert: Experts, num_experts: int, room: NDArray[np.bool_]) -> t
 def _joined(one: Packing, other: Packing) -> Packing:
     """Return the placements of both."""
     return Packing(
-        *(
-            np.concatenate(pair)
-            for pair in zip(
-                (one.expert, one.share, one.work, one.held),
-                (other.expert, other.share, other.work, other.held),
-                strict=True,
-            )
-        )
+        np.concatenate([one.expert, other.expert]),
+        np.concatenate([one.share, other.share]),
+        np.concatenate([one.work, other.work]),
+        np.concatenate([one.held, other.held]),
     )

@@ -17,7 +17,7 @@ from moestro.placement.pricing import LayerPrices, Pricer, present_packing, tabl
 from moestro.placement.problem import TINY, PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.restoring import recover, restore
-from moestro.placement.search import SHARE_STEPS, SearchLimits, improve, is_level, start_anew
+from moestro.placement.search import SHARE_STEPS, SearchLimits, is_level, pack_anew, prepare, settle, start_anew
 from moestro.placement.sharing import share_out
 from moestro.placement.small import SmallSearch, is_small
 from moestro.placement.traffic import Floats, origins_of
@@ -33,6 +33,11 @@ MISSED_BY = 0.01
 # A layer that is placed anew comes closer to its target by this factor, because its exchanges move nothing further.
 CLOSER = 0.25
 ROUNDING = 1e-9  # of the seconds of a step; a smaller gain is none
+
+
+def closer(target: float) -> float:
+    """Return the target of a layer that is placed anew."""
+    return 1 - (1 - target) * CLOSER
 
 
 @PLACE_POLICIES.register(
@@ -139,18 +144,19 @@ class _Plan:
             recover(some, recovered, goal, allowance)
             plan.put(layers, recovered)
         else:
-            plan = self._improved(layers, limits, allowance)
+            plan = self._searched(layers, np.zeros(0, np.intp), limits, allowance)
         return self._table(np.flatnonzero(self.problem.load(plan.work).max(axis=1) < before), plan)
 
     def best(self, limits: SearchLimits, allowance: Allowance) -> ExpertTable:
         """Return the best table within the limits."""
         left = Allowance(allowance.total, allowance.each.copy())
         base, layers = self.pricer.price(self.base), self._layers_to_change(np.zeros(0, np.intp))
-        near = layers if allowance.is_limited else layers[is_level(self.problem, self.base, FAR_OFF)[layers]]
-        plan = self._improved(near, limits, allowance)
+        is_near = is_level(self.problem, self.base, FAR_OFF)[layers] | allowance.is_limited
+        plan = self._searched(layers[is_near], layers[~is_near], limits, allowance)
         offers = self._offers(plan, base)
         chosen, net = self._pay(offers, left)
-        missed = self._worth_anew(plan, layers[~is_level(self.problem, plan, limits.target - MISSED_BY)[layers]], left)
+        has_missed = ~is_level(self.problem, plan, limits.target - MISSED_BY)[layers]
+        missed = self._worth_anew(plan, layers[is_near & has_missed], left)
         anew: Packing | None = None
         if is_small(self.problem):
             weight = (1 + self.hysteresis) / max(self.view.limits.horizon_steps, TINY)
@@ -158,8 +164,7 @@ class _Plan:
             missed = layers
         elif len(missed):
             anew = self._all_layers(self.base)
-            closer = replace(limits, target=1 - (1 - limits.target) * CLOSER)
-            anew.put(missed, start_anew(self.problem.of_layers(missed), closer))
+            anew.put(missed, start_anew(self.problem.of_layers(missed), replace(limits, target=closer(limits.target))))
         if anew is not None:
             other, other_offers = self._better(plan, offers, (anew, self._offers(anew, base)), missed)
             other_chosen, other_net = self._pay(other_offers, left)
@@ -175,13 +180,22 @@ class _Plan:
         final.put(layers, in_old_slots(plan.of_layers(layers), self.base.expert[layers]))
         return table_of(self.view, final)
 
-    def _improved(self, layers: NDArray[np.intp], limits: SearchLimits, allowance: Allowance) -> Packing:
-        """Return the base with some layers improved."""
-        plan = self._all_layers(self.base)
+    def _searched(
+        self, near: NDArray[np.intp], far: NDArray[np.intp], limits: SearchLimits, allowance: Allowance
+    ) -> Packing:
+        """Return the base with some layers improved, and others placed anew."""
+        plan, layers = self._all_layers(self.base), np.sort(np.concatenate([near, far]))
+        if len(near):
+            warm = plan.of_layers(near)
+            prepare(self.problem.of_layers(near), warm, limits, allowance)
+            plan.put(near, warm)
+        if len(far):
+            plan.put(far, pack_anew(self.problem.of_layers(far)))
         if len(layers):
-            warm = self.base.of_layers(layers)
-            improve(self.problem.of_layers(layers), warm, limits, allowance)
-            plan.put(layers, warm)
+            target = np.where(np.isin(layers, far), closer(limits.target), limits.target)
+            changed = plan.of_layers(layers)
+            settle(self.problem.of_layers(layers), changed, limits, allowance, target)
+            plan.put(layers, changed)
         return plan
 
     def _better(
