@@ -9,9 +9,11 @@ them exactly; only the time is measured, as processor time of all plans together
 warm: after a drift (10 % noise) on 64 devices, from EPLB's placement. budget: the same with 15 % of the copies.
 fresh: from vLLM's placement of the start. next: the fresh placement in the next window, with new shares alone.
 swapped: on 32 devices after 15 % noise, with 10 % of the experts swapped; then also with 1 and 5 % of the copies, and
-fresh at Zipf 0.4 with its next window, shares as they were. dead: 4 of 64 devices die, each alone. far: rows between
-nodes if these prefer different tasks. small: step of 12 problems of 9 to 40 slots against the best value of this sweep.
-gimbal: objective of `gimbal_v2` on a large and four medium problems against the best value of this sweep.
+fresh at Zipf 0.4 with its next window, shares as they were. single: 128 experts on 8 devices without spare slots, after
+10 % noise with 1, 3, 5 and 10 % of the copies; then fresh at Zipf 0.8, with its next window. dead: 4 of 64 devices die,
+each alone. far: rows between nodes if these prefer different tasks. small: step of 12 problems of 9 to 40 slots against
+the best value of this sweep. gimbal: objective of `gimbal_v2` on a large and four medium problems against the best
+value of this sweep.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from rich.table import Table
 from moestro.config.run_record import run_record
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY
-from moestro.placement import descent, replicas, restoring, search, sharing, small
+from moestro.placement import descent, few_moves, replicas, restoring, search, sharing, small
 from moestro.placement.linear_costs import objective_s
 from moestro.placement.policies import gimbal_v2, moestro
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
@@ -41,12 +43,13 @@ from moestro.placement.score import score
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import placement_loads as loads
-from placement_loads import DEEPSEEK_V3, GPT_OSS_20B, Bed
+from placement_loads import DEEPSEEK_V3, GPT_OSS_20B, QWEN3_30B, Bed
 from shared.results import make_parser, save
 
 NUM_LAYERS = 12
 LARGE = Bed(replace(DEEPSEEK_V3, num_layers=NUM_LAYERS), 64, 5, 8)
 MIDDLE = Bed(replace(DEEPSEEK_V3, num_layers=NUM_LAYERS), 32, 9, 4)
+SINGLE = Bed(replace(QWEN3_30B, num_layers=NUM_LAYERS), 8, 16, 1)
 TIGHT = Bed(replace(DEEPSEEK_V3, num_layers=NUM_LAYERS), 144, 2, 18)
 SMALL = tuple(
     Bed(replace(GPT_OSS_20B, num_layers=1, num_experts=experts), devices, slots, nodes, rows_per_source=rows)
@@ -76,6 +79,9 @@ SWEEPS = (
     Sweep(search, "LEVELS", (1, 2, 4, 6)),
     Sweep(search, "STALLED", (0.0, 0.003, 0.01, 0.05), "tight"),
     Sweep(descent, "SLOW", (0.0, 0.1, 0.2, 0.4)),
+    Sweep(descent, "CYCLE", (2, 3, 4, 6), "single"),
+    Sweep(few_moves, "WIDEST", (1.0, 1.5, 2.5, 4.0), "single"),
+    Sweep(few_moves, "LIGHT_PART", (0.25, 0.5, 1.0), "single"),
     Sweep(search, "HEAVY_COPY", (0.0, 0.4, 0.6, 0.8), "swapped"),
     Sweep(search, "HEAVIER_COPY", (1.0, 1.05, 1.2, 1.5), "swapped"),
     Sweep(search, "STAY", (0.0, 0.1, 0.3)),
@@ -167,6 +173,35 @@ def swapped_cases() -> Callable[[], Figures]:
     return run
 
 
+def single_cases() -> Callable[[], Figures]:
+    """Prepare the cases of the policy `moestro` where no expert can have a second copy."""
+    scenes = []
+    for seed in range(6):
+        rng = np.random.default_rng([9, seed])
+        before = loads.zipf(SINGLE.model, 0.6, rng)
+        table = PLACE_POLICIES.make("eplb:hierarchy=never")(SINGLE.view(loads.from_every_source(before, SINGLE)))
+        now = SINGLE.view(loads.from_every_source(loads.drifted(before, 0.1, 0.0, rng), SINGLE), table)
+        num_bytes = table.logical_of.size * now.prices.expert_bytes
+        scarce = {
+            f"with_{percent}_%": replace(now, limits=replace(now.limits, max_bytes=percent * num_bytes // 100))
+            for percent in (1, 3, 5, 10)
+        }
+        hot = zipf_view(SINGLE, seed, 0.8)
+        scenes.append((scarce, hot, loads.with_noise(hot.load, rng)))
+
+    def figures(scarce: dict[str, PlaceView], hot: PlaceView, following: ExpertLoad) -> Figures:
+        found = {name: judged(view)[0] for name, view in scarce.items()}
+        plan = PLACE_POLICIES.make("moestro")(hot)
+        found["fresh"] = score(hot.load, plan, hot.devices, hot.prices).mean_balance
+        return found | {"next": score(following, plan, hot.devices, hot.prices).mean_balance}
+
+    def run() -> Figures:
+        found = [figures(*scene) for scene in scenes]
+        return {name: float(np.mean([each[name] for each in found])) for name in found[0]}
+
+    return run
+
+
 def tight_cases() -> Callable[[], Figures]:
     views = [zipf_view(TIGHT, seed, 0.4) for seed in range(2)]
     return lambda: {"fresh": float(np.mean([judged(view)[0] for view in views]))}
@@ -191,6 +226,7 @@ def gimbal_cases() -> Callable[[], Figures]:
 CASES = {
     "moestro": moestro_cases,
     "swapped": swapped_cases,
+    "single": single_cases,
     "tight": tight_cases,
     "small": small_cases,
     "gimbal": gimbal_cases,
