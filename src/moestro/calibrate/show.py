@@ -24,7 +24,8 @@ def print_table(console: Console, table: Table, errors: Sequence[float]) -> None
     for name, text in (
         (
             "rank's work",
-            f"{table.host.step_ns / 1e3:.0f} us a step and {table.host.sequence_ns / 1e3:.1f} us a sequence",
+            f"{table.host.step_ns / 1e3:.0f} us a step, {table.host.sequence_ns / 1e3:.1f} us a sequence and "
+            f"{table.host.chunk_ns / 1e3:.0f} us a chunk",
         ),
         ("spread", f"{np.median(spreads):.1%} of the median between repeats (interquartile, median of all points)"),
         (
