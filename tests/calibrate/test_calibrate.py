@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moestro.calibrate.host_work import Gaps
+from moestro.calibrate.host_work import StepTimer
 from moestro.calibrate.runner import CalibrateSettings, calibrate, measure
 from moestro.calibrate.settings import MeasuredModel, Measuring, Range
 from moestro.calibrate.shapes import (
@@ -160,30 +160,31 @@ class SlowDevice(InstantDevice):
 
 
 @pytest.mark.parametrize("works_when_polled", [True, False])
-def test_gaps_are_the_time_without_work_before_each_step(works_when_polled):
+def test_a_step_has_the_time_without_work_before_it_and_its_own(works_when_polled):
     device = SlowDevice()
     device.works_when_polled = works_when_polled
-    gaps, rng = Gaps(device), np.random.default_rng(0)
-    for batch in (chunk(8, 0), decodes([9]), decodes([10])):
+    timer, rng = StepTimer(device), np.random.default_rng(0)
+    for batch in (decodes([8]), chunk(8, 0), decodes([9]), decodes([10])):
         time.sleep(0.004)
-        gaps.launch(forward(batch, limits(), rng), 0)
-        if works_when_polled:
-            time.sleep(0.004)
-        gaps.poll(0)
-    times, are_near_chunks = zip(*gaps.found, strict=True)
-    assert are_near_chunks == (True, False)
-    assert min(times) >= (8e6 if works_when_polled else 4e6)
-    assert gaps.num_running == 0
+        timer.launch(forward(batch, limits(), rng), 0)
+        time.sleep(0.004)
+        timer.poll(0)
+    assert [step[:2] for step in timer.found] == [(True, False), (False, True), (False, False)]
+    idle_ns, work_ns = (8e6, 2e6) if works_when_polled else (4e6, 6e6)
+    assert min(step.gap_ns for step in timer.found) >= idle_ns
+    assert min(step.work_ns for step in timer.found) >= work_ns
+    assert timer.num_running == 0
 
 
-def test_a_step_that_is_launched_beside_another_one_waits_for_nothing():
+def test_steps_that_are_launched_together_are_not_measured():
     device = InstantDevice()
     device.works_when_polled = False
-    gaps, rng = Gaps(device), np.random.default_rng(0)
-    for _ in range(2):
-        gaps.launch(forward(decodes([9]), limits(), rng), 0)
-    gaps.poll(0)
-    assert gaps.found == []
+    timer, rng = StepTimer(device), np.random.default_rng(0)
+    for num_launched in (1, 2, 1):
+        for _ in range(num_launched):
+            timer.launch(forward(decodes([9]), limits(), rng), 0)
+        timer.poll(0)
+    assert len(timer.found) == 1
 
 
 def test_what_is_measured_of_any_device_is_a_cost_model(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table as Rows
@@ -24,8 +25,9 @@ def print_table(console: Console, table: Table, errors: Sequence[float]) -> None
     for name, text in (
         (
             "rank's work",
-            f"{table.host.step_ns / 1e3:.0f} us a step, {table.host.sequence_ns / 1e3:.1f} us a sequence and "
-            f"{table.host.chunk_ns / 1e3:.0f} us a chunk",
+            "{:.0f} us a step, {:.1f} us a sequence and {:.0f} us a chunk".format(
+                *(ns / 1e3 for ns in msgspec.structs.astuple(table.host))
+            ),
         ),
         ("spread", f"{np.median(spreads):.1%} of the median between repeats (interquartile, median of all points)"),
         (

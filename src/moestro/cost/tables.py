@@ -58,7 +58,10 @@ class DecodePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Time that the rank adds to the device's, for each step, sequence and chunk: scheduling, results, outputs."""
+    """Time that the rank adds to the device's, for each step, sequence and chunk: scheduling, results, outputs.
+
+    That of a chunk includes what the next step takes longer.
+    """
 
     step_ns: float
     sequence_ns: float
