@@ -191,14 +191,16 @@ class Rank:
         """Figures for routers, metrics and log lines."""
         scheduler, counts, table = self.scheduler, self.scheduler.counts, self.scheduler.table
         waiting = scheduler.waiting
-        known, computed = table.growth[: COMPUTED + 1].take(table.running, axis=1)
-        left = known - computed
+        num_known, num_prompt_left = scheduler.decode_run.num_known, 0
+        if num_known is None:
+            known, computed = table.growth[: COMPUTED + 1].take(table.running, axis=1)
+            num_known, num_prompt_left = int(np.add.reduce(known)), _sum_of_prompts(known - computed)
         return LoadFigures(
             num_running=len(table.running),
             num_waiting=len(waiting),
             kv_usage=1 - scheduler.pool.num_free / scheduler.pool.num_blocks,
-            queued_prefill_tokens=waiting.num_tokens - waiting.num_kept + _sum_of_prompts(left),
-            num_tokens=waiting.num_tokens + int(np.add.reduce(known)),
+            queued_prefill_tokens=waiting.num_tokens - waiting.num_kept + num_prompt_left,
+            num_tokens=waiting.num_tokens + num_known,
             num_preemptions=counts.num_preemptions,
             num_queried_tokens=counts.num_queried_tokens,
             num_hit_tokens=counts.num_hit_tokens,
