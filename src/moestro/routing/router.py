@@ -15,7 +15,7 @@ from moestro.core.rng import Draws
 from moestro.core.views import UNKNOWN_KV_TOKENS, EngineTable
 from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.routing.candidates import Candidates, candidates_of
-from moestro.routing.columns import EngineColumns
+from moestro.routing.columns import EngineColumns, replaces
 from moestro.routing.in_flight import Flight, InFlight
 from moestro.routing.policy_contract import (
     Choice,
@@ -72,6 +72,8 @@ class Router:
         self._columns = EngineColumns()
         self._flights = InFlight(self._columns)
         self._index = PrefixIndex(settings.index_bytes)
+        # By engine, the last figures that were reported and not taken in yet, and their time.
+        self._pending_reports: dict[int, tuple[LoadFigures, int]] = {}
         self._removed: set[int] = set()  # removed engines with requests that have not ended
         self._absent: set[int] = set()  # removed engines whose numbers are not reused yet
         self._num_decisions = 0
@@ -150,6 +152,7 @@ class Router:
             exclude: engines that may not be chosen.
             num_coming: requests that will be submitted before this one.
         """
+        self._take_reports()
         columns, bound = self._columns, self._settings.max_num_queued
         is_up = columns.is_up
         if exclude:
@@ -169,6 +172,7 @@ class Router:
 
     def first_token(self, request_id: str, now_ns: int) -> None:
         """Record a computed prompt. Repeated calls, and calls for ended requests, have no effect."""
+        self._take_reports()
         flight = self._flights.first_token(request_id)
         if flight is not None and self._observes:
             self._policy.observe(FirstToken(request_id, flight.engine, now_ns))
@@ -187,6 +191,7 @@ class Router:
             cached_share: part of the prompt's tokens that the engine had cached, 0 .. 1; None means that it did not
                 say. A share, because the engine may count other tokens than the router.
         """
+        self._take_reports()
         is_computed = self._flights.is_computed(request_id)
         flight = self._flights.ended(request_id, now_ns)
         if cached_share is not None and self._policy.needs.hits:
@@ -223,6 +228,9 @@ class Router:
     def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
         """Take in figures that `engine` reported; figures older than the known ones are ignored.
 
+        An engine reports every step. Of reports without another call between them, the last one alone has an effect, so
+        the others are dropped, and the last one is taken in when a call depends on it.
+
         Args:
             as_of_ns: time of the report on this router's clock. The figures include every request sent to the engine
                 by then, and none sent later. An engine that reads its inbox between steps reports its last read.
@@ -230,6 +238,19 @@ class Router:
         if engine in self._absent:
             return
         as_of_ns = min(as_of_ns, now_ns)
+        earlier = self._pending_reports.get(engine)
+        if earlier is not None and not replaces(figures, as_of_ns, *earlier):
+            self._take_report(engine, *earlier)
+        self._pending_reports[engine] = figures, as_of_ns
+
+    def _take_reports(self) -> None:
+        """Take in the reports since the last call."""
+        if self._pending_reports:
+            for engine, report in self._pending_reports.items():
+                self._take_report(engine, *report)
+            self._pending_reports.clear()
+
+    def _take_report(self, engine: int, figures: LoadFigures, as_of_ns: int) -> None:
         taken = self._columns.report(engine, figures, as_of_ns)
         if "num_waiting" in taken and "num_running" in taken:
             assert figures.num_waiting is not None
@@ -266,7 +287,8 @@ class Router:
 
     @property
     def table(self) -> EngineTable:
-        """The engines, as a read-only live view."""
+        """The engines, as a read-only live view, with all figures that were reported by now."""
+        self._take_reports()
         return self._columns.table
 
     @property
@@ -329,6 +351,7 @@ class Router:
         self._columns.routable[engine] = routable
 
     def _forget(self, engine: int, now_ns: int) -> None:
+        self._pending_reports.pop(engine, None)
         self._columns.forget_figures(engine)
         self._flights.forget(engine)
         self._index.forget(engine)
