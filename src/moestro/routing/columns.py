@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +13,6 @@ from moestro.core.views import NEVER_NS, OWN_COUNTS, UNKNOWN_KV_TOKENS, EngineTa
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 _FIRST_CAPACITY = 16
-_routed_figures = attrgetter(*ROUTED_FIGURES)
 
 
 class EngineColumns:
@@ -117,13 +115,3 @@ def _read_only(column: NDArray[Scalar], num_rows: int) -> NDArray[Scalar]:
     view = column[:num_rows]
     view.flags.writeable = False
     return view
-
-
-def replaces(figures: LoadFigures, as_of_ns: int, earlier: LoadFigures, earlier_as_of_ns: int) -> bool:
-    """Return whether a report of an engine makes an earlier one superfluous: it is no older, and lacks no figure."""
-    if as_of_ns < earlier_as_of_ns:
-        return False
-    if figures is earlier:
-        return True
-    pairs = zip(_routed_figures(figures), _routed_figures(earlier), strict=True)
-    return all([now is not None or before is None for now, before in pairs])  # noqa: C419  # a generator takes twice as long

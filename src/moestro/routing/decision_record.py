@@ -20,7 +20,7 @@ from moestro.core.scheduling_events import ExpertsMoved, SchedulingEvent
 from moestro.core.views import NEVER_NS
 from moestro.errors import RequestError
 from moestro.routing.candidates import Candidates, finite
-from moestro.routing.columns import replaces
+from moestro.routing.figures_report import FiguresReport
 from moestro.routing.indicators import batch_size, fresh, queued_prefill_tokens
 from moestro.routing.policy_contract import Choice, RouteInputs, RoutePolicy, RouteView
 from moestro.routing.registry import ANY_INPUTS, policy_from
@@ -349,7 +349,7 @@ class RecordedRouter(Router):
         super().report(engine, figures, as_of_ns, now_ns)
         report = Reported(engine, figures, as_of_ns, now_ns)
         earlier = self._reports.pop(engine, None)
-        if earlier is not None and not replaces(figures, as_of_ns, earlier.figures, earlier.as_of_ns):
+        if earlier is not None and not _figures_of(report).replaces(_figures_of(earlier)):
             self._write_now(_routed_part(earlier))
         self._reports[engine] = report
 
@@ -387,6 +387,10 @@ def _routed_part(report: Reported) -> Reported:
     """Return a report with the figures that a router keeps."""
     figures = LoadFigures(**{name: getattr(report.figures, name) for name in ROUTED_FIGURES})
     return msgspec.structs.replace(report, figures=figures)
+
+
+def _figures_of(report: Reported) -> FiguresReport:
+    return FiguresReport(report.engine, report.figures, report.as_of_ns)
 
 
 def _described(view: RouteView, choice: Choice, candidates: Candidates, figures: tuple[str, ...]) -> Decision:

@@ -15,7 +15,8 @@ from moestro.core.rng import Draws
 from moestro.core.views import UNKNOWN_KV_TOKENS, EngineTable
 from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.routing.candidates import Candidates, candidates_of
-from moestro.routing.columns import EngineColumns, replaces
+from moestro.routing.columns import EngineColumns
+from moestro.routing.figures_report import FiguresReport
 from moestro.routing.in_flight import Flight, InFlight
 from moestro.routing.policy_contract import (
     Choice,
@@ -30,6 +31,8 @@ from moestro.routing.policy_contract import (
 from moestro.routing.prefix_index import PrefixIndex
 from moestro.routing.scoring import is_stateless
 from moestro.routing.settings import ANY_ENGINE, DEFAULT_SETTINGS, EngineSpec, RouterSettings
+
+_MOST_PENDING = 16  # reports that wait; more would delay a decision by as many microseconds
 
 
 class RouteDecision(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -72,8 +75,7 @@ class Router:
         self._columns = EngineColumns()
         self._flights = InFlight(self._columns)
         self._index = PrefixIndex(settings.index_bytes)
-        # By engine, the last figures that were reported and not taken in yet, and their time.
-        self._pending_reports: dict[int, tuple[LoadFigures, int]] = {}
+        self._pending_reports: list[FiguresReport] = []  # not taken in yet, in order
         self._removed: set[int] = set()  # removed engines with requests that have not ended
         self._absent: set[int] = set()  # removed engines whose numbers are not reused yet
         self._num_decisions = 0
@@ -83,6 +85,7 @@ class Router:
 
     def add_engine(self, spec: EngineSpec = ANY_ENGINE) -> int:
         """Add an engine, not routable yet, and return its number. Numbers of removed engines are reused."""
+        self._take_reports()  # of the engine that had the number, which are ignored
         engine = self._columns.add()
         self._absent.discard(engine)
         self._index.add_engine(engine)
@@ -228,29 +231,35 @@ class Router:
     def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
         """Take in figures that `engine` reported; figures older than the known ones are ignored.
 
-        An engine reports every step. Of reports without another call between them, the last one alone has an effect, so
-        the others are dropped, and the last one is taken in when a call depends on it.
+        An engine reports every step. Of reports without another call between them, the last one of an engine alone has
+        an effect. So reports wait until a call depends on them, or there are many.
 
         Args:
             as_of_ns: time of the report on this router's clock. The figures include every request sent to the engine
                 by then, and none sent later. An engine that reads its inbox between steps reports its last read.
         """
-        if engine in self._absent:
-            return
-        as_of_ns = min(as_of_ns, now_ns)
-        earlier = self._pending_reports.get(engine)
-        if earlier is not None and not replaces(figures, as_of_ns, *earlier):
-            self._take_report(engine, *earlier)
-        self._pending_reports[engine] = figures, as_of_ns
+        self._pending_reports.append(FiguresReport(engine, figures, min(as_of_ns, now_ns)))
+        if len(self._pending_reports) == _MOST_PENDING:
+            self._take_reports()
 
     def _take_reports(self) -> None:
-        """Take in the reports since the last call."""
-        if self._pending_reports:
-            for engine, report in self._pending_reports.items():
-                self._take_report(engine, *report)
-            self._pending_reports.clear()
+        """Take in the reports that wait."""
+        if not self._pending_reports:
+            return
+        last: dict[int, FiguresReport] = {}
+        for report in self._pending_reports:
+            earlier = last.pop(report.engine, None)
+            if earlier is not None and not report.replaces(earlier):
+                self._take_report(earlier)
+            last[report.engine] = report
+        self._pending_reports.clear()
+        for report in last.values():
+            self._take_report(report)
 
-    def _take_report(self, engine: int, figures: LoadFigures, as_of_ns: int) -> None:
+    def _take_report(self, report: FiguresReport) -> None:
+        engine, figures, as_of_ns = report.engine, report.figures, report.as_of_ns
+        if engine in self._absent:
+            return
         taken = self._columns.report(engine, figures, as_of_ns)
         if "num_waiting" in taken and "num_running" in taken:
             assert figures.num_waiting is not None
@@ -351,7 +360,7 @@ class Router:
         self._columns.routable[engine] = routable
 
     def _forget(self, engine: int, now_ns: int) -> None:
-        self._pending_reports.pop(engine, None)
+        self._take_reports()
         self._columns.forget_figures(engine)
         self._flights.forget(engine)
         self._index.forget(engine)
