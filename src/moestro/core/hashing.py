@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 HASH_BYTES = 16
 ROOT = bytes(HASH_BYTES)  # parent of a prompt's first block
+_TOKEN = np.dtype("<i4")
 
 
 def hash_key(model: str, adapter: str | None = None, salt: str | None = None) -> bytes:
@@ -50,7 +51,9 @@ def block_hash(key: bytes, parent: bytes, token_ids: NDArray[np.int32]) -> bytes
         parent: hash of the block before it, or `ROOT`.
         token_ids: int32[block_size].
     """
-    return blake2b(parent + token_ids.astype("<i4", copy=False).tobytes(), digest_size=HASH_BYTES, key=key).digest()
+    if token_ids.dtype != _TOKEN:  # a comparison takes an eighth of a conversion to the same type
+        token_ids = token_ids.astype(_TOKEN)
+    return blake2b(parent + token_ids.tobytes(), digest_size=HASH_BYTES, key=key).digest()
 
 
 def hash_blocks(key: bytes, token_ids: NDArray[np.int32], block_size: int) -> bytes:

@@ -212,7 +212,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Output of one request in one step; the last one carries `finish_reason`."""
 
     request_id: str

@@ -191,14 +191,16 @@ class Rank:
         """Figures for routers, metrics and log lines."""
         scheduler, counts, table = self.scheduler, self.scheduler.counts, self.scheduler.table
         waiting = scheduler.waiting
-        known, computed = table.growth[: COMPUTED + 1].take(table.running, axis=1)
-        left = known - computed
+        num_known, num_prompt_left = scheduler.decode_run.num_known, 0
+        if num_known is None:
+            known, computed = table.growth[: COMPUTED + 1].take(table.running, axis=1)
+            num_known, num_prompt_left = int(np.add.reduce(known)), _sum_of_prompts(known - computed)
         return LoadFigures(
             num_running=len(table.running),
             num_waiting=len(waiting),
             kv_usage=1 - scheduler.pool.num_free / scheduler.pool.num_blocks,
-            queued_prefill_tokens=waiting.num_tokens - waiting.num_kept + _sum_of_prompts(left),
-            num_tokens=waiting.num_tokens + int(np.add.reduce(known)),
+            queued_prefill_tokens=waiting.num_tokens - waiting.num_kept + num_prompt_left,
+            num_tokens=waiting.num_tokens + num_known,
             num_preemptions=counts.num_preemptions,
             num_queried_tokens=counts.num_queried_tokens,
             num_hit_tokens=counts.num_hit_tokens,
@@ -248,16 +250,12 @@ def build_preemptive_rank(
 
 def outputs_of(output: StepOutput) -> list[Output]:
     """One message per sequence that gained a token, whose prompt is over and that wanted none, or that had to end."""
-    logprobs, prompt_logprobs = output.logprobs, output.prompt_logprobs
-    columns = zip(output.sequences, output.token_ids, output.finish_reasons, strict=True)
+    logprobs, prompt_logprobs, reasons = output.logprobs, output.prompt_logprobs, output.finish_reasons
+    columns = zip(output.sequences, output.token_ids, reasons, strict=True)
+    if not logprobs and not prompt_logprobs and reasons.count(None) == len(reasons):
+        return [_token_alone(sequence, token_id) for sequence, token_id, _ in columns]  # as in most steps
     return [
-        # Most rows have nothing but a token; each further argument would take a tenth of their time.
-        Output(
-            request_id=sequence.request.request_id,
-            token_ids=(token_id,),
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-            admitted_ns=sequence.admitted_ns,
-        )
+        _token_alone(sequence, token_id)
         if reason is None and row not in logprobs and row not in prompt_logprobs
         else Output(
             request_id=sequence.request.request_id,
@@ -270,6 +268,16 @@ def outputs_of(output: StepOutput) -> list[Output]:
         )
         for row, (sequence, token_id, reason) in enumerate(columns)
     ]
+
+
+def _token_alone(sequence: Sequence, token_id: int) -> Output:
+    """Most outputs. Each further argument would take a tenth of their time."""
+    return Output(
+        request_id=sequence.request.request_id,
+        token_ids=(token_id,),
+        num_cached_tokens=sequence.num_cached_tokens or 0,
+        admitted_ns=sequence.admitted_ns,
+    )
 
 
 def _has_token(sequence: Sequence, reason: FinishReason) -> bool:

@@ -19,7 +19,8 @@ from moestro.core.grammar import GrammarBackend
 from moestro.core.request import Request
 from moestro.core.scheduling_events import SequencePreempted
 from moestro.core.views import BE, LS, BatchLimits, BatchView
-from moestro.core.work import Int32s, Plan, Slots, StepResult
+from moestro.core.work import Int32s, Plan, Slots, StepResult, Units
+from moestro.engine.decode_run import DecodeRun
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.policies.admission import admit
 from moestro.engine.policy_views import PolicyViews
@@ -49,6 +50,7 @@ class Scheduler:
 
     Attributes:
         state: sequences, blocks and counters. `pool`, `table`, `waiting`, `by_id` and `counts` are its parts.
+        decode_run: makes plans and applies results while the batch stays the same.
         num_steps: plans made so far.
 
     Invariants: a sequence with a unit in flight is neither scheduled nor, unless the unit is recalled, preempted; a
@@ -69,6 +71,7 @@ class Scheduler:
         self.views = PolicyViews(self.table, policies.order.promotes_after_ns)
         self.admission = WaitingAdmission(self.pool, self.table, self.waiting, settings.max_num_seqs)
         self.preemption = SequencePreemption(policies.evict, self.admission, self.views, self.state.host, recall)
+        self.decode_run = DecodeRun(self.state)
         self.num_steps = 0
         self._num_added = 0
         self._num_aborted_in_flight = 0
@@ -175,6 +178,10 @@ class Scheduler:
                 chunk below `LEAST_CHUNK_SHARE` of the budget, while chunks in flight hold rows that come back.
         """
         limits = self.limits if max_tokens is None else self.limits.at_most(max_tokens)
+        is_whole = service_class is None and limits is self.limits
+        if is_whole and (units := self.decode_run.next_units()) is not None:
+            return self._plan_of(units)
+        self.decode_run.end()
         if self.state.recorder is not None and len(self.waiting):
             self.state.recorder.look(self.waiting, now_ns)
         # 1. A waiting latency-sensitive request that finds no place preempts best-effort sequences.
@@ -208,8 +215,14 @@ class Scheduler:
             # Every sequence of this plan was preempted: the sequences that are left need not wait for the next call.
             retries = has_preempted and not self.table.num_units_in_flight
             return self.schedule(now_ns, service_class, max_tokens) if retries else None
+        units = make_units(self.table, slots, num_tokens)
+        if is_whole:
+            self.decode_run.look_at(units)
+        return self._plan_of(units)
+
+    def _plan_of(self, units: Units) -> Plan:
         self.num_steps += 1
-        return Plan(self.num_steps, make_units(self.table, slots, num_tokens), self.state.host.take_moves())
+        return Plan(self.num_steps, units, self.state.host.take_moves())
 
     def _without_slivers(self, view: BatchView, chunk: Int32s) -> Int32s:
         """Let prompts wait that a lack of rows would cut into small chunks. Decodes, and small rests, do not wait."""
@@ -311,6 +324,9 @@ class Scheduler:
 
         A sequence whose logits are not finite ends here, without a token.
         """
+        if not self._num_aborted_in_flight and (output := self.decode_run.take(result)) is not None:
+            return output
+        self.decode_run.end()
         # 1. The units are no longer in flight.
         table = self.table
         num_done = table.num_in_flight.take(result.slot)

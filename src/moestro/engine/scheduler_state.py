@@ -147,8 +147,10 @@ class SchedulerState:
         Args:
             computed: int32[n], tokens of each slot that have KV now.
         """
-        for row in true_rows(computed >= self.table.next_full_at.take(slots)):
-            self.cache_blocks(int(slots[row]), int(computed[row]) // self.block_size)
+        rows = true_rows(computed >= self.table.next_full_at.take(slots))
+        if rows:
+            for slot, num_tokens in zip(slots.take(rows).tolist(), computed.take(rows).tolist(), strict=True):
+                self.cache_blocks(slot, num_tokens // self.block_size)
 
     def cache_blocks(self, slot: int, num_full: int) -> None:
         """Enter the first `num_full` blocks of the sequence in `slot` into the prefix cache, as far as it has names."""

@@ -20,6 +20,7 @@ from moestro.core.scheduling_events import ExpertsMoved, SchedulingEvent
 from moestro.core.views import NEVER_NS
 from moestro.errors import RequestError
 from moestro.routing.candidates import Candidates, finite
+from moestro.routing.figures_report import FiguresReport
 from moestro.routing.indicators import batch_size, fresh, queued_prefill_tokens
 from moestro.routing.policy_contract import Choice, RouteInputs, RoutePolicy, RouteView
 from moestro.routing.registry import ANY_INPUTS, policy_from
@@ -348,7 +349,7 @@ class RecordedRouter(Router):
         super().report(engine, figures, as_of_ns, now_ns)
         report = Reported(engine, figures, as_of_ns, now_ns)
         earlier = self._reports.pop(engine, None)
-        if earlier is not None and not _replaces(report, earlier):
+        if earlier is not None and not _figures_of(report).replaces(_figures_of(earlier)):
             self._write_now(_routed_part(earlier))
         self._reports[engine] = report
 
@@ -388,14 +389,8 @@ def _routed_part(report: Reported) -> Reported:
     return msgspec.structs.replace(report, figures=figures)
 
 
-def _replaces(report: Reported, earlier: Reported) -> bool:
-    """Whether a report makes an earlier one of the same engine superfluous."""
-    if report.as_of_ns < earlier.as_of_ns:
-        return False
-    if report.figures is earlier.figures:
-        return True
-    now, before = report.figures, earlier.figures
-    return all(getattr(now, name) is not None or getattr(before, name) is None for name in ROUTED_FIGURES)
+def _figures_of(report: Reported) -> FiguresReport:
+    return FiguresReport(report.engine, report.figures, report.as_of_ns)
 
 
 def _described(view: RouteView, choice: Choice, candidates: Candidates, figures: tuple[str, ...]) -> Decision:

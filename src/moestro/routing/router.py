@@ -16,6 +16,7 @@ from moestro.core.views import UNKNOWN_KV_TOKENS, EngineTable
 from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.routing.candidates import Candidates, candidates_of
 from moestro.routing.columns import EngineColumns
+from moestro.routing.figures_report import FiguresReport
 from moestro.routing.in_flight import Flight, InFlight
 from moestro.routing.policy_contract import (
     Choice,
@@ -30,6 +31,8 @@ from moestro.routing.policy_contract import (
 from moestro.routing.prefix_index import PrefixIndex
 from moestro.routing.scoring import is_stateless
 from moestro.routing.settings import ANY_ENGINE, DEFAULT_SETTINGS, EngineSpec, RouterSettings
+
+_MOST_PENDING = 16  # reports that wait; more would delay a decision by as many microseconds
 
 
 class RouteDecision(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -72,6 +75,7 @@ class Router:
         self._columns = EngineColumns()
         self._flights = InFlight(self._columns)
         self._index = PrefixIndex(settings.index_bytes)
+        self._pending_reports: list[FiguresReport] = []  # not taken in yet, in order
         self._removed: set[int] = set()  # removed engines with requests that have not ended
         self._absent: set[int] = set()  # removed engines whose numbers are not reused yet
         self._num_decisions = 0
@@ -81,6 +85,7 @@ class Router:
 
     def add_engine(self, spec: EngineSpec = ANY_ENGINE) -> int:
         """Add an engine, not routable yet, and return its number. Numbers of removed engines are reused."""
+        self._take_reports()  # of the engine that had the number, which are ignored
         engine = self._columns.add()
         self._absent.discard(engine)
         self._index.add_engine(engine)
@@ -150,6 +155,7 @@ class Router:
             exclude: engines that may not be chosen.
             num_coming: requests that will be submitted before this one.
         """
+        self._take_reports()
         columns, bound = self._columns, self._settings.max_num_queued
         is_up = columns.is_up
         if exclude:
@@ -169,6 +175,7 @@ class Router:
 
     def first_token(self, request_id: str, now_ns: int) -> None:
         """Record a computed prompt. Repeated calls, and calls for ended requests, have no effect."""
+        self._take_reports()
         flight = self._flights.first_token(request_id)
         if flight is not None and self._observes:
             self._policy.observe(FirstToken(request_id, flight.engine, now_ns))
@@ -187,6 +194,7 @@ class Router:
             cached_share: part of the prompt's tokens that the engine had cached, 0 .. 1; None means that it did not
                 say. A share, because the engine may count other tokens than the router.
         """
+        self._take_reports()
         is_computed = self._flights.is_computed(request_id)
         flight = self._flights.ended(request_id, now_ns)
         if cached_share is not None and self._policy.needs.hits:
@@ -223,13 +231,35 @@ class Router:
     def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
         """Take in figures that `engine` reported; figures older than the known ones are ignored.
 
+        An engine reports every step. Of reports without another call between them, the last one of an engine alone has
+        an effect. So reports wait until a call depends on them, or there are many.
+
         Args:
             as_of_ns: time of the report on this router's clock. The figures include every request sent to the engine
                 by then, and none sent later. An engine that reads its inbox between steps reports its last read.
         """
+        self._pending_reports.append(FiguresReport(engine, figures, min(as_of_ns, now_ns)))
+        if len(self._pending_reports) == _MOST_PENDING:
+            self._take_reports()
+
+    def _take_reports(self) -> None:
+        """Take in the reports that wait."""
+        if not self._pending_reports:
+            return
+        last: dict[int, FiguresReport] = {}
+        for report in self._pending_reports:
+            earlier = last.pop(report.engine, None)
+            if earlier is not None and not report.replaces(earlier):
+                self._take_report(earlier)
+            last[report.engine] = report
+        self._pending_reports.clear()
+        for report in last.values():
+            self._take_report(report)
+
+    def _take_report(self, report: FiguresReport) -> None:
+        engine, figures, as_of_ns = report.engine, report.figures, report.as_of_ns
         if engine in self._absent:
             return
-        as_of_ns = min(as_of_ns, now_ns)
         taken = self._columns.report(engine, figures, as_of_ns)
         if "num_waiting" in taken and "num_running" in taken:
             assert figures.num_waiting is not None
@@ -266,7 +296,8 @@ class Router:
 
     @property
     def table(self) -> EngineTable:
-        """The engines, as a read-only live view."""
+        """The engines, as a read-only live view, with all figures that were reported by now."""
+        self._take_reports()
         return self._columns.table
 
     @property
@@ -329,6 +360,7 @@ class Router:
         self._columns.routable[engine] = routable
 
     def _forget(self, engine: int, now_ns: int) -> None:
+        self._take_reports()
         self._columns.forget_figures(engine)
         self._flights.forget(engine)
         self._index.forget(engine)

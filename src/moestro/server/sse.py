@@ -145,16 +145,18 @@ class EventStream:
         self._write_timeout_s = write_timeout_s
         self.encoding = encoding
         self._is_chunked = False
+        self._transport: asyncio.Transport | None = None  # once the headers have been sent
 
     async def open(self) -> web.StreamResponse:
         """Send the headers."""
         await self._response.prepare(self._http)
         self._is_chunked = "Transfer-Encoding" in self._response.headers
+        self._transport = self._http.transport
         return self._response
 
     def has_room(self, num_bytes: int = 0) -> bool:
         """Whether `put` may send `num_bytes` without waiting for the client."""
-        transport = self._http.transport
+        transport = self._transport  # a closed one says so
         return (
             transport is not None
             and not transport.is_closing()
@@ -164,9 +166,8 @@ class EventStream:
     def put(self, events: bytes) -> None:
         """Send events of the answer, for which there is room."""
         if events:  # An empty chunk would end the body.
-            transport = self._http.transport
-            assert transport is not None, "there was room"
-            transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
+            assert self._transport is not None, "there was room"
+            self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
 
     async def send(self, events: bytes) -> None:
         """Send events of the answer.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 from moestro.core.checkpoint_files import refuse_links_out
 from moestro.errors import ConfigError, RequestError, shown
@@ -83,6 +83,9 @@ class Tokenizer:
         self.token_texts = TokenTexts(self.backend)
         # Upper bound: a byte-level token of n symbols stands for n bytes, which are n characters at most.
         self.max_token_chars = max(map(len, self.backend.get_vocab(with_added_tokens=True)))
+        # Texts found so far, by token. Where text is bytes end to end, a token of whole characters always has the same.
+        self.texts_alone: dict[int, str] = {}
+        self.has_texts_alone = isinstance(self.backend.decoder, ByteLevel)
         self._renderers = Renderers()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -189,16 +192,23 @@ class Detokenizer:
         self._hidden_ids = tokenizer.special_ids - shown_special
         self._before = _context(tokenizer, prompt_ids)  # the last tokens whose text was returned
         self._held: list[int] = []  # tokens whose text was not returned yet
-        self._stream = DecodeStream(ids=self._before, skip_special_tokens=False)  # the hidden ones never reach it
+        self._texts, self._learns = tokenizer.texts_alone, tokenizer.has_texts_alone
+        self._stream: DecodeStream | None = None  # behind `_before`; the hidden tokens never reach it
 
     def push(self, token_id: int) -> str:
         """Return the text that this token makes certain; often "" and seldom more than a word."""
         if token_id in self._hidden_ids:
             return ""
+        is_alone = not self._held
+        if is_alone and (known := self._texts.get(token_id)) is not None:
+            self._before, self._stream = [token_id], None
+            return known
         self._held.append(token_id)
         text = self._step(token_id)
         if text is None:
             return ""
+        if is_alone and self._learns:
+            self._texts[token_id] = text
         self._before, self._held = self._held, []
         return text
 
@@ -212,6 +222,8 @@ class Detokenizer:
         return text.removeprefix(before) if text.startswith(before) else ""
 
     def _step(self, token_id: int) -> str | None:
+        if self._stream is None:
+            self._stream = DecodeStream(ids=self._before, skip_special_tokens=False)
         try:
             return self._stream.step(self._backend, token_id)
         except Exception as error:
