@@ -149,7 +149,7 @@ def run_twins(seed: int, batch: str = "decode_first", **bounds: int) -> Twins:
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(20, 80),
     max_num_seqs=st.integers(1, 8),
-    budget=st.integers(4, 40),
+    budget=st.integers(8, 40),
     batch=st.sampled_from(["decode_first", "prefill_first", "run_to_completion", "qllm"]),
     caching=st.booleans(),
 )
