@@ -8,9 +8,12 @@ All figures are processor time of one thread or process, so that other processes
   message with the outputs. The least of many rounds, in one thread, on the demo model's vocabulary.
 - `rank loop`: `worker.rank_loop.run_rank` of a `fused` rank, with the real channel to another process. `loop_us` is the
   main thread for a step, with encoding and sending. `channel_us` is the channel's thread. The device sleeps where a
-  network would compute, or keeps the core awake; its time does not count.
+  network would compute, or keeps the core awake; its time does not count. `floor_us` is the same device, and nothing
+  but the sending of a message of that size.
 - `API server`: the process of `moestro serve` before a paced engine that loads no torch (`--paced-arithmetic none`),
-  for one streamed token, from `/proc/PID/task/*/schedstat`. All streams have begun before the count begins.
+  for one streamed token, from `/proc/PID/task/*/schedstat`. All streams have begun before the count begins. `floor_us`
+  is a process that only takes messages of that size at that rate and writes a fixed chunk to each client
+  (`bare_forwarder.py`). With `--awake-cores`, no core goes to sleep between two tokens.
 
 `--parts` chooses among them.
 """
@@ -18,6 +21,7 @@ All figures are processor time of one thread or process, so that other processes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -52,7 +56,7 @@ from moestro.worker.rank_loop import SideJobs, run_rank
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save, spread
-from shared.server import moestro
+from shared.server import awake_cores, moestro
 
 SIZES, REPEATS = (1, 8, 32, 256), 5
 CONTEXT, BLOCK_SIZE, VOCABULARY, EXPERTS = 128, 16, 4096, (7, 16)
@@ -63,6 +67,16 @@ CPU = torch.device("cpu")
 SERVER_FLAGS = ("qwen3-30b-a3b", "--device", "paced:h100", "--paced-arithmetic", "none", "--max-num-seqs", "256",
                 "--log-level", "warning")  # fmt: skip
 TOKENS_OF = {1: 400, 8: 200, 32: 150, 256: 60}  # measured tokens of each stream
+_BARE_FORWARDER = str(Path(__file__).with_name("bare_forwarder.py"))
+_SENDER = """
+import socket, sys, time
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+connection.connect(sys.argv[1])
+message, step_s = bytes(int(sys.argv[2])), float(sys.argv[3])
+while True:
+    time.sleep(step_s)
+    connection.send(message)
+"""
 _SINK = """
 import socket, sys
 listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -261,23 +275,48 @@ def loop_us(channel: Channel, count: int, *, is_awake: bool) -> tuple[float, flo
     return inbox.spent_ns / NUM_STEPS / 1e3, (inbox.process_ns - inbox.spent_ns) / NUM_STEPS / 1e3
 
 
-def loop_rows() -> Iterator[dict[str, object]]:
+@contextlib.contextmanager
+def running_sink() -> Iterator[str]:
+    """A process that reads all that comes; yields the path of its socket."""
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/sink"
         sink = subprocess.Popen([sys.executable, "-c", _SINK, path], stdout=subprocess.PIPE)
         assert sink.stdout is not None
         sink.stdout.readline()
-        alive, _parent = os.pipe()
+        try:
+            yield path
+        finally:
+            sink.kill()
+            sink.wait()
+
+
+def bare_loop_us(count: int, *, is_awake: bool) -> float:
+    """Processor time of a step that consists of the device and of sending a message of `count` outputs."""
+    device, message = IdleDevice(is_awake=is_awake), encode(outputs_message(count))
+    with running_sink() as path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(path)
+        for step in range(NUM_WARM + NUM_STEPS):
+            if step == NUM_WARM:
+                started_ns = time.thread_time_ns() - device.busy_ns
+            device.poll(0)
+            connection.send(message)
+        return (time.thread_time_ns() - device.busy_ns - started_ns) / NUM_STEPS / 1e3
+
+
+def loop_rows() -> Iterator[dict[str, object]]:
+    alive, _parent = os.pipe()
+    with running_sink() as path:
         channel = Channel(f"ipc://{path}", b"bench", alive)
         try:
             for device, count in product(("asleep", "awake"), SIZES):
-                pairs = [loop_us(channel, count, is_awake=device == "awake") for _ in range(REPEATS)]
+                is_awake = device == "awake"
+                pairs = [loop_us(channel, count, is_awake=is_awake) for _ in range(REPEATS)]
                 loop, rest = (spread([pair[i] for pair in pairs]) for i in range(2))
-                yield {"part": "rank loop", "device": device, "sequences": count, "loop_us": loop, "channel_us": rest}
+                floor = spread([bare_loop_us(count, is_awake=is_awake) for _ in range(REPEATS)])
+                row = {"part": "rank loop", "device": device, "sequences": count}
+                yield {**row, "loop_us": loop, "channel_us": rest, "floor_us": floor}
         finally:
             channel.close()
-            sink.kill()
-            sink.wait()
 
 
 # --- the API server
@@ -315,8 +354,14 @@ def stream_request(path: str, num_tokens: int, number: int) -> bytes:
     return head.encode() + text
 
 
-async def token_us(url: str, pid: int, path: str, count: int) -> float:
-    """Processor time of the API server for a token of `count` streams."""
+async def token_us(
+    url: str, pid: int, path: str, count: int, begin: Callable[[], object] = lambda: None
+) -> tuple[float, float]:
+    """Processor time of the process `pid` for a token of `count` streams, and the seconds of a step.
+
+    Args:
+        begin: Called when all clients are connected.
+    """
     where, wanted = urlsplit(url), TOKENS_OF[count]
     loop = asyncio.get_running_loop()
     clients = []
@@ -326,6 +371,7 @@ async def token_us(url: str, pid: int, path: str, count: int) -> float:
             lambda request=request: StreamClient(request), where.hostname, where.port, family=socket.AF_INET
         )
         clients.append(client)
+    begin()
 
     async def until(reached: Callable[[], bool]) -> tuple[int, int]:
         while not reached():  # noqa: ASYNC110 - an event would cost each token of the load
@@ -333,15 +379,44 @@ async def token_us(url: str, pid: int, path: str, count: int) -> float:
         return cpu_ns(pid), sum(client.num_events for client in clients)
 
     first_cpu, first = await until(lambda: min(client.num_events for client in clients) >= 10)
+    began_s = time.monotonic()
     last_cpu, last = await until(lambda: sum(client.num_events for client in clients) - first >= count * wanted)
+    step_s = (time.monotonic() - began_s) * count / (last - first)
     for client in clients:
         client.transport.abort()
-    return (last_cpu - first_cpu) / (last - first) / 1e3
+    return (last_cpu - first_cpu) / (last - first) / 1e3, step_s
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+def bare_token_us(count: int, step_s: float) -> float:
+    """Processor time of `bare_forwarder.py` for a token of `count` streams, one each `step_s`."""
+    port, num_bytes, senders = free_port(), len(encode(outputs_message(count))), list[subprocess.Popen[bytes]]()
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/forwarder"
+        forwarder = subprocess.Popen([sys.executable, _BARE_FORWARDER, path, str(port)], stdout=subprocess.PIPE)
+
+        def send() -> None:
+            command = [sys.executable, "-c", _SENDER, path, str(num_bytes), str(step_s)]
+            senders.append(subprocess.Popen(command))
+
+        try:
+            assert forwarder.stdout is not None
+            forwarder.stdout.readline()
+            url = f"http://127.0.0.1:{port}"
+            return asyncio.run(token_us(url, forwarder.pid, "/v1/completions", count, send))[0]
+        finally:
+            for process in (*senders, forwarder):
+                process.kill()
+                process.wait()
 
 
 def server_rows(repeats: int) -> Iterator[dict[str, object]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with moestro(port, *SERVER_FLAGS, OMP_NUM_THREADS="1") as server:
         assert server.process is not None
         for path in ("/v1/completions", "/v1/chat/completions"):
@@ -350,13 +425,17 @@ def server_rows(repeats: int) -> Iterator[dict[str, object]]:
                 for _ in range(repeats):
                     found.append(asyncio.run(token_us(server.url, server.process.pid, path, count)))
                     server.wait_until_idle()
-                yield {"part": "API server", "path": path, "sequences": count, "token_us": spread(found)}
+                step_s = sorted(step_s for _, step_s in found)[len(found) // 2]
+                floor = spread([bare_token_us(count, step_s) for _ in range(repeats)])
+                row = {"part": "API server", "path": path, "sequences": count, "step_ms": round(step_s * 1e3, 2)}
+                yield {**row, "token_us": spread([us for us, _ in found]), "floor_us": floor}
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="runs of each load of the API server")
+    parser.add_argument("--awake-cores", action="store_true", help="keep all cores awake beside the API server")
     args = parser.parse_args()
     conditions = run_record("measured")
     ways: dict[str, Callable[[], Iterator[dict[str, object]]]] = {
@@ -364,9 +443,11 @@ def main() -> None:
     }  # fmt: skip
     rows = []
     for part in args.parts:
-        for row in ways[part]():
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+        is_awake = args.awake_cores and part == "server"
+        with awake_cores() if is_awake else contextlib.nullcontext():
+            for row in ways[part]():
+                rows.append({**row, "cores": "awake"} if is_awake else row)
+                print(json.dumps(rows[-1]), flush=True)
     save(args.json, conditions, {"num_threads": torch.get_num_threads(), "rows": rows})
 
 

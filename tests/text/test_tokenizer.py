@@ -53,7 +53,9 @@ def test_law_the_pieces_of_text_with_byte_tokens_join_to_the_text(tmp_path):
 
 
 def test_a_first_tokens_space_survives_after_a_prompt(tmp_path):
-    assert pieces_of(byte_fallback_tokenizer(tmp_path), [1], [2, 3]) == [" world", "!", ""]
+    tokenizer = byte_fallback_tokenizer(tmp_path)
+    assert pieces_of(tokenizer, [], [2, 3]) == ["world", "!", ""], "the first of all"
+    assert pieces_of(tokenizer, [1], [2, 3]) == [" world", "!", ""]
 
 
 def test_invalid_bytes_of_a_byte_fallback_vocabulary_do_not_break_the_stream(tmp_path):

@@ -12,6 +12,7 @@ from moestro.engine.scheduler_state import SchedulerState
 from moestro.engine.sequences import CAPACITY, COMPUTED, FULL_AT, LAST_TOKENS, TOKENS, Sequence
 from moestro.engine.step_output import StepOutput
 
+_ZERO, _ONE_MORE = np.array(0, np.int32), np.array(1, np.int64)  # as `core.columns.ONE`
 _NO_SLOTS = np.empty(0, np.int64)
 _NOTHING = np.empty(0, np.int32)
 _AT_LAST, _AT_CAPACITY, _AT_FULL = range(3)  # rows of `DecodeRun._limits`
@@ -141,14 +142,14 @@ class DecodeRun:
         self._computed = computed = self._computed + ONE
         num_tokens = computed + ONE
         table.num_units_in_flight -= len(running)
-        table.num_in_flight[running] = 0
+        table.num_in_flight[running] = _ZERO
         table.num_computed[running] = computed
         reached = computed >= self._limits
         self._is_at_limit = 1 in reached.tobytes()
         if self._is_at_limit:
             self._cache_full_blocks(running, reached[_AT_FULL])
         self._token_ids[self._next_at] = tokens
-        self._next_at += 1
+        self._next_at += _ONE_MORE
         table.num_tokens[running] = num_tokens
         self._next_token_ids = tokens
         self._num_known += len(running)

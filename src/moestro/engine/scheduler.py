@@ -144,7 +144,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
-        return bool(len(self.waiting) or len(self.table.running))
+        return bool(len(self.table.running) or len(self.waiting))
 
     @property
     def has_unplanned(self) -> bool:
