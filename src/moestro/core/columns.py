@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ONE = np.array(1, np.int32)
-_SHORT = 64  # rows; at 128 both ways take the same time
+SHORT = 64  # rows up to which lists are faster; at 128 both ways take the same time
 
 
 def has_true(column: NDArray[np.bool_]) -> bool:
@@ -26,6 +26,11 @@ def all_true(column: NDArray[np.bool_]) -> bool:
     return 0 not in column.tobytes()
 
 
+def all_nonzero(column: NDArray[np.integer[Any]]) -> bool:
+    """Whether no row of `column`, int[n], is 0."""
+    return all(column.tolist()) if len(column) <= SHORT else bool(np.count_nonzero(column) == len(column))
+
+
 def true_rows(column: NDArray[np.bool_]) -> list[int]:
     """Rows of `column`, bool[n], that are true, ascending. Columns without a true row, the usual case, cost little."""
     rows: list[int] = column.nonzero()[0].tolist() if 1 in column.tobytes() else []
@@ -34,4 +39,4 @@ def true_rows(column: NDArray[np.bool_]) -> list[int]:
 
 def column_sum(column: NDArray[np.integer[Any]]) -> int:
     """Sum of `column`, int[n]. A list is summed faster than an array as long as it is short."""
-    return sum(column.tolist()) if len(column) <= _SHORT else int(np.add.reduce(column))
+    return sum(column.tolist()) if len(column) <= SHORT else int(np.add.reduce(column))

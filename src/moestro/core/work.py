@@ -73,7 +73,8 @@ class Units(msgspec.Struct, frozen=True, eq=False, gc=False):
         write_start: int32[n], the first position whose K and V are written. It exceeds `start` only where a full prefix
             hit computes its last token again, because that token's block is shared and never written.
         logits: uint8[n], a sum of LOGITS_LAST and LOGITS_PROMPT, or LOGITS_NONE.
-        block_tables: int32[n, width], block ids; columns past a sequence's last block are arbitrary valid ids.
+        block_tables: int32[n, width], block ids; columns past a sequence's last block are arbitrary valid ids. The
+            width is 0 where a hashed trace is replayed.
         sampling: SAMPLING_ROW[n].
         token_ids: int32[sum of num_tokens]. None means that a hashed trace is replayed.
         next_token_ids: int32, the token after each token of the LOGITS_PROMPT units, concatenated. The value is 0 after

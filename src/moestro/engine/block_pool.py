@@ -40,6 +40,7 @@ class BlockPool:
         enable_prefix_caching: False keeps every block out of the prefix cache.
 
     Attributes:
+        num_free: blocks that can be allocated, blank and cached ones.
         version: a counter that grows whenever a block enters or leaves the prefix cache.
         journal: log of these events in order, for a publisher that empties it. None means no publisher.
         step: index of the current step for the journal, set by a caller that takes many steps at once.
@@ -54,18 +55,13 @@ class BlockPool:
         # OrderedDict, whose nodes are mostly outside of the processor's caches when they are needed.
         self._freed: deque[int] = deque()
         self._stale: dict[int, int] = {}
-        self._num_cached = 0
+        self.num_free = num_blocks
         self._ref_count = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self.version = 0
         self.journal: list[CacheEvent] | None = None
         self.step = 0
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be allocated: blank and cached ones."""
-        return len(self._blank) + self._num_cached
 
     def find_prefix(self, hashes: list[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of `hashes`; changes nothing."""
@@ -103,11 +99,11 @@ class BlockPool:
         for block in blocks:
             if ref_count[block] == 0:
                 self._leave_cached(block)
+                self.num_free -= 1
             ref_count[block] += 1
 
     def _leave_cached(self, block: int) -> None:
-        """Take a cached block out of the free ones, from anywhere in their order."""
-        self._num_cached -= 1
+        """Take a cached block out of the order of the free ones, wherever it stands."""
         self._stale[block] = self._stale.get(block, 0) + 1
 
     def allocate(self) -> int:
@@ -120,8 +116,9 @@ class BlockPool:
     def allocate_many(self, num_blocks: int) -> list[int]:
         """Allocate the blocks that `num_blocks` calls of `allocate` would return, in their order."""
         blank, ref_count = self._blank, self._ref_count
-        if num_blocks > len(blank) + self._num_cached:
+        if num_blocks > self.num_free:
             raise InvariantError(f"allocation of {num_blocks} blocks from a pool of {self.num_free}")
+        self.num_free -= num_blocks
         kept = max(len(blank) - num_blocks, 0)
         blocks = blank[kept:]
         blocks.reverse()
@@ -136,7 +133,6 @@ class BlockPool:
     def _forget_oldest(self, num_blocks: int) -> list[int]:
         """Remove the least recently used blocks from the prefix cache, and return them."""
         oldest, hash_of, block_of = self._freed.popleft, self._hash_of, self._block_of
-        self._num_cached -= num_blocks
         blocks: list[int] = []
         while len(blocks) < num_blocks:
             block = oldest()
@@ -170,7 +166,7 @@ class BlockPool:
 
         The last block becomes free first, so that the cache loses a long prefix from its end.
         """
-        ref_count, hash_of, num_cached = self._ref_count, self._hash_of, 0
+        ref_count, hash_of, num_held = self._ref_count, self._hash_of, 0
         for block in reversed(blocks):
             count = ref_count[block]
             if count == 1:
@@ -179,12 +175,12 @@ class BlockPool:
                     self._blank.append(block)
                 else:
                     self._freed.append(block)
-                    num_cached += 1
             elif count > 1:
                 ref_count[block] = count - 1
+                num_held += 1
             else:
                 raise InvariantError(f"release of block {block}, which has no holder")
-        self._num_cached += num_cached
+        self.num_free += len(blocks) - num_held
         if len(self._freed) > 2 * self.num_blocks:  # many hits, and few allocations that would take old entries away
             self._freed = deque(self.cached())
             self._stale.clear()
@@ -239,8 +235,8 @@ class BlockPool:
             raise InvariantError("reference counts differ from the blocks that sequences hold")
         cached = self.cached()
         free = sorted([*self._blank, *cached])
-        if free != [block for block, count in enumerate(counts) if count == 0]:
+        if free != [block for block, count in enumerate(counts) if count == 0] or len(free) != self.num_free:
             raise InvariantError("free blocks and held blocks do not add up to the pool")
         hashed = {block_hash: block for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
-        if hashed != self._block_of or not set(cached) <= set(hashed.values()) or len(cached) != self._num_cached:
+        if hashed != self._block_of or not set(cached) <= set(hashed.values()):
             raise InvariantError("hashes and blocks do not name each other")

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.columns import ONE
 from moestro.core.views import BE, LS, BatchView
 from moestro.core.work import Slots
 from moestro.engine.sequences import Sequence, SequenceTable
@@ -35,7 +34,7 @@ class PolicyViews:
         # On columns of this length `take` costs half of indexing.
         num_left = table.num_tokens.take(slots) - table.num_computed.take(slots)
         classes, nobody_waits = self.classes(slots, now_ns), self._is_waiting[: len(slots)]
-        return BatchView(num_left, num_left == ONE, nobody_waits, classes, table.num_units_in_flight)
+        return BatchView(num_left, nobody_waits, classes, table.num_units_in_flight)
 
     def with_candidates(self, view: BatchView, candidates: list[AdmissionCandidate], now_ns: int) -> BatchView:
         """Append a row for each candidate to `view`. There are at most as many as free slots."""
@@ -48,7 +47,6 @@ class PolicyViews:
             classes = self._all_ls[: old + num]
         return BatchView(
             np.concatenate((view.num_left, num_left)),
-            np.concatenate((view.is_decode, self._is_waiting[:num])),  # a candidate's single token is no decode
             self._is_waiting[self._num_slots - old : self._num_slots + num],
             classes,
             view.num_in_flight,

@@ -117,7 +117,7 @@ class SchedulerState:
 
     def finish_all(self, output: StepOutput) -> None:
         """Remove the sequences of `output` that have a finish reason."""
-        for sequence, _ in output.ended():
+        for sequence in output.ended:
             self.finish(sequence)
 
     def leave(self, sequence: Sequence) -> None:

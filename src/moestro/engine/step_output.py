@@ -24,6 +24,7 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
         finish_reasons: why the sequence of each row ended. None means that it continues.
         logprobs: by row, of the sampled token.
         prompt_logprobs: by row, of the whole prompt, once.
+        ended: the sequences with a finish reason, in the order of their rows.
     """
 
     sequences: list[Sequence] = msgspec.field(default_factory=list)
@@ -31,14 +32,7 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
     finish_reasons: list[FinishReason | None] = msgspec.field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
-
-    def ended(self) -> list[tuple[Sequence, FinishReason]]:
-        """The sequences that ended, each with its finish reason. In most steps there is none, which costs little."""
-        reasons = self.finish_reasons
-        if reasons.count(None) == len(reasons):
-            return []
-        rows = zip(self.sequences, reasons, strict=True)
-        return [(sequence, reason) for sequence, reason in rows if reason is not None]
+    ended: list[Sequence] = msgspec.field(default_factory=list)
 
     def add_failed(self, sequences: list[Sequence], has_failed_grammar: list[bool]) -> None:
         """Append a row for each of `sequences`, which ended without a token.
@@ -47,6 +41,7 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
             has_failed_grammar: whether that is because of the sequence's grammar, or because of non-finite logits.
         """
         self.sequences.extend(sequences)
+        self.ended.extend(sequences)
         self.token_ids.extend([-1] * len(sequences))
         self.finish_reasons.extend(
             FinishReason.GRAMMAR if failed else FinishReason.NON_FINITE for failed in has_failed_grammar
@@ -75,7 +70,8 @@ def append_sampled_tokens(table: SequenceTable, result: StepResult, sampled: NDA
     table.num_tokens[slots] = num_tokens
     reasons: list[FinishReason | None] = [None] * len(slots)
     output = StepOutput(table.at_all(slots), [-1] * len(slots) if tokens is None else tokens.tolist(), reasons)
-    for row in true_rows(num_tokens >= table.last_num_tokens.take(slots)):
+    at_last = true_rows(num_tokens >= table.last_num_tokens.take(slots))
+    for row in at_last:
         reasons[row] = FinishReason.LENGTH
     stopped = [] if finished is None else true_rows(finished)
     if tokens is not None:
@@ -83,6 +79,8 @@ def append_sampled_tokens(table: SequenceTable, result: StepResult, sampled: NDA
         stopped += [row for row, (sequence, token) in enumerate(pairs) if token in sequence.stop_token_ids]
     for row in stopped:
         reasons[row] = FinishReason.STOP
+    if at_last or stopped:
+        output.ended.extend(output.sequences[row] for row, reason in enumerate(reasons) if reason is not None)
     if result.logprobs:
         row_of = {index: row for row, index in enumerate(range(len(slots)) if rows is None else rows.tolist())}
         output.logprobs.update({row_of[index]: entry for index, entry in result.logprobs.items()})

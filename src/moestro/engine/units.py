@@ -24,7 +24,6 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
     edits = table.logit_edits(slots, logits) if table.num_editing else None
     table.num_in_flight[slots] = num_tokens
     table.num_units_in_flight += len(slots)
-    width = max(table.capacity.take(slots).tolist()) // table.block_size
     fixed = table.fixed_columns(slots)
     return Units(
         slot=slots,
@@ -34,12 +33,20 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
         num_tokens=num_tokens,
         write_start=np.maximum(start, fixed.write_start),
         logits=logits,
-        block_tables=table.block_table[slots, :width],  # `take` would copy the whole table first
+        block_tables=_block_tables(table, slots),
         sampling=fixed.sampling,
         token_ids=None if table.num_hashed else _token_ids(table, slots, start, num_tokens),
         next_token_ids=following,
         edits=edits,
     )
+
+
+def _block_tables(table: SequenceTable, slots: Slots) -> Int32s:
+    """The units' blocks, without a column where a hashed trace is replayed, whose device has no memory."""
+    if table.num_hashed:
+        return np.empty((len(slots), 0), np.int32)
+    width = max(table.capacity.take(slots).tolist()) // table.block_size
+    return table.block_table[slots, :width]  # `take` would copy the whole table first
 
 
 def _token_ids(table: SequenceTable, slots: Slots, start: Int32s, num_tokens: Int32s) -> Int32s:

@@ -90,7 +90,7 @@ class WaitingQueue:
         self._row_of: dict[int, int] = {}
         self.num_tokens = self.num_kept = 0
         self.num_ls = 0
-        self._order: NDArray[np.int64] = np.empty(0, np.int64)
+        self._order: NDArray[np.int64] | list[int] = []
         # The order holds in [_from_ns, _until_ns), as long as the prefix cache stays the same.
         self._from_ns = self._until_ns = 0
         self._pool_version = 0
@@ -135,7 +135,7 @@ class WaitingQueue:
     def in_order(self, now_ns: int) -> Iterator[Sequence]:
         """Iterate over the sequences in order of admission; the queue must not change meanwhile."""
         self._sort(now_ns)
-        for row in self._order:
+        for row in self._order:  # mostly one or two of many
             sequence = self._sequences[row]
             assert sequence is not None, f"row {row} is dead"
             yield sequence
@@ -166,12 +166,12 @@ class WaitingQueue:
         same_cache = not self.policy.reads_cache or self._pool_version == self._pool.version
         if self._from_ns <= now_ns < self._until_ns and same_cache:
             return
-        (rows,) = self._live.nonzero()
-        if len(rows) == 1:
-            self._order, self._from_ns, self._until_ns = rows, now_ns, FOREVER_NS
+        if len(self._row_of) == 1:
+            self._order, self._from_ns, self._until_ns = list(self._row_of.values()), now_ns, FOREVER_NS
             self._last = None
             self._pool_version = self._pool.version
             return
+        (rows,) = self._live.nonzero()
         # On structured rows `take` costs a tenth of indexing.
         view = self._view(self._rows.take(rows), lambda i: self._sequences[rows[i]])
         order = self.policy.order(view, now_ns)

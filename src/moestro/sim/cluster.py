@@ -179,7 +179,7 @@ class Cluster:
                     without_token.remove(sequence.serial)
                     results.first_token_ns[engine.row_of[sequence.serial]] = now_ns
                     self.signals.first_token(sequence.request.request_id, now_ns)
-        for sequence, _ in output.ended():
+        for sequence in output.ended:
             row = engine.row_of.pop(sequence.serial)
             _note_end(results, row, sequence, now_ns)
             self.signals.ended(sequence.request.request_id, now_ns, len(sequence.generated))

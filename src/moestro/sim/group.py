@@ -105,7 +105,7 @@ class Seat:
 
     def forget_ended(self, output: StepOutput) -> None:
         """Drop the scripts of the sequences that have ended."""
-        for sequence, _ in output.ended():
+        for sequence in output.ended:
             self.scripts.forget(sequence.serial)
 
 
@@ -251,7 +251,7 @@ class Group:
             output = self._advance(seat, len(self.ends))
         else:
             return StepOutput()
-        if output.sequences:
+        if output.ended:
             seat.forget_ended(output)
         return output
 
