@@ -2,7 +2,8 @@
 
 Columns mostly have few rows, and there the fixed time of a call decides. Two arrays of one type are added in 0.3 us, an
 array and a number of Python in 0.6, whatever the length, and a reduction takes 1 us. So hot paths take their constants
-from here, and add up lists.
+from here, and add up lists. `column[rows]` takes 0.12 us with int64 rows, and `column.take(rows)` 0.24; with two
+dimensions or structured rows, `take` is the faster one.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from moestro.core.work import LOGITS_LAST, BlockMoves, Forward, Int32s, Slots, S
 from moestro.cost.model import Batch, CostModel, Int64s, Ints
 from moestro.errors import InvariantError
 
-_LAST = np.array(LOGITS_LAST, np.uint8)
 _NEVER = np.iinfo(np.int32).max
 _NOBODY = -1
 
@@ -76,7 +75,7 @@ class Scripts:
     def request_keys(self, units: Units) -> Keys:
         """uint64[n], key of each unit's request: its script's, or one made from its serial number."""
         self._bind(units.slot, units.serial)
-        keys: Keys = self._request_key.take(units.slot)
+        keys: Keys = self._request_key[units.slot]
         return keys
 
     def token_keys(self, units: Units) -> Keys:
@@ -94,10 +93,10 @@ class Scripts:
         finished = reached[0]  # of two rows; to unpack them takes as long as all the rest
         block_hashes = {}
         if has_true(reached):
-            finished &= (units.logits & _LAST).view(np.bool_)
             # A sequence with an unknown prompt length appears here too: its first token reveals the length.
             for row in true_rows(finished):
-                finished[row] = self._sample(int(slots[row]), int(end[row]))
+                samples = int(units.logits[row]) & LOGITS_LAST
+                finished[row] = bool(samples) and self._sample(int(slots[row]), int(end[row]))
             for row in true_rows(reached[1]):
                 packed = self._fill(int(slots[row]), int(end[row]))
                 if packed:
@@ -111,7 +110,7 @@ class Scripts:
         largest = max(slots.tolist())
         if largest >= len(self._serial):
             self._grow(2 * largest + 2)
-        for row in true_rows(self._serial.take(slots) != serials):
+        for row in true_rows(self._serial[slots] != serials):
             slot, serial = int(slots[row]), int(serials[row])
             progress = self._progress.get(serial)
             if progress is None:

@@ -5,8 +5,6 @@ Only the simulator uses this file. A server schedules every step.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 import numpy as np
 
@@ -21,7 +19,7 @@ from moestro.engine.step_output import StepOutput
 TAKE, FILL = 0, 1  # within a step: `schedule` takes blocks, then `update` caches the full ones
 
 
-class Horizon(NamedTuple):
+class Horizon(msgspec.Struct, frozen=True, gc=False):
     """Coming decode steps in which nothing is decided: the first `num_steps` of those that begin before `until_ns`.
 
     A step begins when the step before it ends. The first begins now, so it is always among them.
@@ -166,9 +164,10 @@ class DecodeJumps:
             at_last = true_rows(num_tokens >= growth.columns[LAST_TOKENS])
         if not at_last and not finished:
             return StepOutput()
-        reasons = dict.fromkeys(running.take(at_last).tolist(), FinishReason.LENGTH)
+        slots = running.tolist()
+        reasons = dict.fromkeys([slots[row] for row in at_last], FinishReason.LENGTH)
         reasons |= dict.fromkeys(finished or (), FinishReason.STOP)
-        ended = [slot for slot in running.tolist() if slot in reasons]
+        ended = [slot for slot in slots if slot in reasons]
         sequences = [table.at(slot) for slot in ended]
         output = StepOutput(sequences, [-1] * len(ended), [reasons[slot] for slot in ended], ended=sequences)
         self._state.finish_all(output)
@@ -257,6 +256,7 @@ def blocks_taken(num_computed: list[int], capacity: list[int], block_size: int, 
     taken = [
         (position - computed, row)
         for row, (computed, first) in enumerate(zip(num_computed, capacity, strict=True))
+        if first < computed + num_steps
         for position in range(first, computed + num_steps, block_size)
     ]
     taken.sort()

@@ -248,7 +248,7 @@ class Scheduler:
         slots, num_tokens = idle, chunk
         if not all_nonzero(chunk):
             slots, num_tokens = idle[chunk > 0], chunk[chunk > 0]
-        lacks_block = table.num_computed.take(slots) + num_tokens > table.capacity.take(slots)
+        lacks_block = table.num_computed[slots] + num_tokens > table.capacity[slots]
         if not has_true(lacks_block):
             return slots, num_tokens, False
         dropped: set[int] = set()
@@ -318,7 +318,7 @@ class Scheduler:
         """
         # 1. The units are no longer in flight.
         table = self.table
-        num_done = table.num_in_flight.take(result.slot)
+        num_done = table.num_in_flight[result.slot]
         if not all_nonzero(num_done):
             raise InvariantError("a result for a unit that is not in flight")
         table.num_units_in_flight -= len(num_done)
@@ -331,10 +331,10 @@ class Scheduler:
             result = self._remove_aborted(result)
         slots = result.slot
         if len(slots) < len(num_done):
-            num_done = table.num_in_flight.take(slots)
+            num_done = table.num_in_flight[slots]
 
         # 3. The tokens of the others have their KV in the pool, and full blocks enter the prefix cache.
-        computed = table.num_computed.take(slots) + num_done
+        computed = table.num_computed[slots] + num_done
         table.num_computed[slots] = computed
         table.num_in_flight[slots] = 0
         for index, entries in result.prompt_logprobs.items():
@@ -344,7 +344,7 @@ class Scheduler:
         self.state.cache_full_blocks(slots, computed)
 
         # 4. A sequence without uncomputed tokens has sampled one, and may have ended with it.
-        output = append_sampled_tokens(table, result, computed == table.num_tokens.take(slots))
+        output = append_sampled_tokens(table, result, computed)
         self.state.finish_all(output)
         if failed:
             output.add_failed(failed, [table.has_failed_grammar(sequence) for sequence in failed])

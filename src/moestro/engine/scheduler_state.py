@@ -147,7 +147,7 @@ class SchedulerState:
         Args:
             computed: int32[n], tokens of each slot that have KV now.
         """
-        for row in true_rows(computed >= self.table.next_full_at.take(slots)):
+        for row in true_rows(computed >= self.table.next_full_at[slots]):
             self.cache_blocks(int(slots[row]), int(computed[row]) // self.block_size)
 
     def cache_blocks(self, slot: int, num_full: int) -> None:

@@ -163,7 +163,8 @@ class Cluster:
             if engine.seat.plan is not None:
                 _count_prefill(engine, engine.seat.plan, group.began_ns, now_ns, results)
         outputs = group.turn(now_ns, world.next_ns)
-        for engine, output in zip(engines, outputs, strict=True):
+        for engine in engines:
+            output = outputs[engine.index]
             if output.sequences:
                 self._take(engine, output, results)
             self.signals.turned(engine.number, now_ns)

@@ -224,7 +224,7 @@ class Group:
         num_steps = len(self.ends)
         for seat in self.seats:
             if seat.kv_events is not None and len(seat.running):
-                capacity = seat.rank.scheduler.table.capacity.take(seat.running)
+                capacity = seat.rank.scheduler.table.capacity[seat.running]
                 quiet = steps_without_blocks(seat.computed, capacity, seat.rank.scheduler.settings.block_size)
                 num_steps = min(num_steps, self._num_taken + quiet)
         return int(self.ends[num_steps]) if num_steps < len(self.ends) else FOREVER_NS
@@ -276,13 +276,16 @@ class Group:
     def _begin(self, now_ns: int) -> None:
         """Submit the plan of each rank that has one."""
         self.next_ns = None
+        begun, batches, num_moved = [], [], 0
         for seat in self.seats:
-            seat.plan = seat.rank.begin(now_ns)
-        begun = [seat.device for seat in self.seats if seat.plan is not None]
+            seat.plan, device = seat.rank.begin(now_ns), seat.device
+            batches.append(device.batch)
+            if seat.plan is not None:
+                begun.append(device)
+                num_moved = max(num_moved, device.take_num_moved())
         if not begun:
             return
-        num_moved = max([device.take_num_moved() for device in begun])
         moves_ns = self._prices.move_ns(num_moved) if num_moved else 0
-        self.next_ns = now_ns + moves_ns + self._prices.step_ns([seat.device.batch for seat in self.seats])
+        self.next_ns = now_ns + moves_ns + self._prices.step_ns(batches)
         for device in begun:
             device.finish_at(self.next_ns)
