@@ -287,7 +287,7 @@ def test_a_long_decode_is_jumped_over_in_few_pieces():
     scripts.length["r"] = 300
     assert DecodeJumps(scheduler).horizon(0).num_steps == 0, "the prompt has to be scheduled"
     scripts.one_step(scheduler)
-    assert DecodeJumps(scheduler).horizon(0) == Horizon(299, FOREVER_NS), "so many tokens are left, and the last one ends it"
+    assert DecodeJumps(scheduler).horizon(0) == Horizon(299, FOREVER_NS), "so many tokens are left; the last ends it"
 
 
 def test_the_horizon_ends_where_blocks_run_out():

@@ -119,13 +119,14 @@ class BlockPool:
         if num_blocks > self.num_free:
             raise InvariantError(f"allocation of {num_blocks} blocks from a pool of {self.num_free}")
         self.num_free -= num_blocks
-        kept = max(len(blank) - num_blocks, 0)
-        blocks = blank[kept:]
-        blocks.reverse()
-        del blank[kept:]
-        num_forgotten = num_blocks - len(blocks)
-        if num_forgotten:
-            blocks += self._forget_oldest(num_forgotten)
+        blocks: list[int] = []
+        if blank:
+            kept = max(len(blank) - num_blocks, 0)
+            blocks = blank[kept:]
+            blocks.reverse()
+            del blank[kept:]
+        if len(blocks) < num_blocks:
+            blocks += self._forget_oldest(num_blocks - len(blocks))
         for block in blocks:
             ref_count[block] = 1
         return blocks
@@ -134,10 +135,11 @@ class BlockPool:
         """Remove the least recently used blocks from the prefix cache, and return them."""
         oldest, hash_of, block_of = self._freed.popleft, self._hash_of, self._block_of
         blocks: list[int] = []
-        while len(blocks) < num_blocks:
+        while self._stale and len(blocks) < num_blocks:
             block = oldest()
-            if not self._stale or not self._is_stale(block):
+            if not self._is_stale(block):
                 blocks.append(block)
+        blocks += [oldest() for _ in range(num_blocks - len(blocks))]
         forgotten: list[bytes] = [hash_of[block] for block in blocks]  # type: ignore[misc]  # cached blocks have one
         for block_hash in forgotten:
             del block_of[block_hash]
@@ -167,14 +169,15 @@ class BlockPool:
         The last block becomes free first, so that the cache loses a long prefix from its end.
         """
         ref_count, hash_of, num_held = self._ref_count, self._hash_of, 0
+        become_blank, become_cached = self._blank.append, self._freed.append
         for block in reversed(blocks):
             count = ref_count[block]
             if count == 1:
                 ref_count[block] = 0
                 if hash_of[block] is None:
-                    self._blank.append(block)
+                    become_blank(block)
                 else:
-                    self._freed.append(block)
+                    become_cached(block)
             elif count > 1:
                 ref_count[block] = count - 1
                 num_held += 1
@@ -186,11 +189,16 @@ class BlockPool:
             self._stale.clear()
 
     def remember(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """Enter `blocks`, which are held and full, into the prefix cache. The first block with a hash keeps it."""
+        """Enter `blocks`, which are held and full, into the prefix cache. The first block with a hash keeps it.
+
+        Args:
+            hashes: the hash of each block.
+        """
         if not self._enabled:
             return
         block_of, hash_of, stored = self._block_of, self._hash_of, []
-        for block, block_hash in zip(blocks, hashes, strict=True):
+        for at, block in enumerate(blocks):
+            block_hash = hashes[at]
             if hash_of[block] is None and block_hash not in block_of:
                 block_of[block_hash] = block
                 hash_of[block] = block_hash

@@ -255,9 +255,9 @@ def blocks_taken(num_computed: list[int], capacity: list[int], block_size: int, 
     """
     taken = [
         (position - computed, row)
-        for row, (computed, first) in enumerate(zip(num_computed, capacity, strict=True))
-        if first < computed + num_steps
-        for position in range(first, computed + num_steps, block_size)
+        for row, computed in enumerate(num_computed)
+        if capacity[row] < computed + num_steps
+        for position in range(capacity[row], computed + num_steps, block_size)
     ]
     taken.sort()
     return [row for _, row in taken]

@@ -22,6 +22,7 @@ from moestro.core.views import BE, LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, LogitEdits, Slots
 from moestro.engine.logit_edits import SequenceEdits, join_edits
 
+_BE = ServiceClass.BE  # to find the member of an enumeration costs more than to compare with it
 _NOTHING = np.empty(0, np.int32)
 NEVER = np.iinfo(np.int32).max
 
@@ -84,7 +85,7 @@ class Sequence:
         self.admitted_ns = 0
         self.num_preemptions = 0
         self.is_aborted = False
-        self.service_class = BE if request.service_class is ServiceClass.BE else LS
+        self.service_class = BE if request.service_class is _BE else LS
         self.user = name_key(request.user)
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         wanted = request.sampling.prompt_logprobs is not None
@@ -307,7 +308,8 @@ class SequenceTable:
     def add_blocks(self, slots: list[int], blocks: list[int]) -> None:
         """Append each block to the sequence in its slot; a slot may occur more than once."""
         capacity, block_size = self.capacity, self.block_size
-        for slot, block in zip(slots, blocks, strict=True):  # they are few: a loop costs less than `np.add.at`
+        for at, block in enumerate(blocks):  # they are few: a loop costs less than `np.add.at`
+            slot = slots[at]
             sequence = self.at(slot)
             held = sequence.blocks
             if sequence.request.token_ids is not None:
