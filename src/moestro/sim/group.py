@@ -261,7 +261,9 @@ class Group:
         for seat in self.seats:
             scheduler = seat.rank.scheduler
             seat.running, seat.computed = _NO_SLOTS, _NOBODY
-            if not scheduler.has_work:
+            if not len(scheduler.table.running):
+                if len(scheduler.waiting):
+                    return STEPWISE
                 continue
             own = seat.jumps.horizon(now_ns)
             if own.num_steps == 0:
