@@ -114,3 +114,18 @@ def test_impossible_moves_are_bugs_and_say_so():
         pool.release([block])
     with pytest.raises(InvariantError, match="reference counts"):
         pool.check([[block]])
+
+
+def test_hits_and_releases_in_turn_keep_the_order_of_last_use():
+    pool = BlockPool(4)
+    blocks = pool.allocate_many(3)
+    names = [b"a", b"b", b"c"]
+    pool.remember(blocks, names)
+    pool.release(blocks)
+    for _ in range(20):  # more entries than the pool has room for, so old ones are dropped
+        pool.share(blocks[:1])
+        pool.release(blocks[:1])
+    pool.check([])
+    assert pool.cached() == [blocks[2], blocks[1], blocks[0]]
+    pool.forget([b"b"])
+    assert pool.allocate_many(4)[2:] == [blocks[2], blocks[0]]

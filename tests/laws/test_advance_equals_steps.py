@@ -18,7 +18,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.core.work import StepResult
-from moestro.engine.decode_horizon import DecodeJumps
+from moestro.engine.decode_horizon import DecodeJumps, Horizon
 from moestro.engine.registry import BATCH_POLICIES, ORDER_POLICIES
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
@@ -116,12 +116,12 @@ def snapshot(scheduler: Scheduler, now_ns: int) -> dict:
     return {
         "running": running.tolist(),
         **{name: getattr(table, name)[running].tolist() for name in columns},
-        "tables": [table.block_table[s, : len(table.at(s).blocks)].tolist() for s in running],
+        "tables": [table.at(s).blocks for s in running],
         "sequences": [(table.at(s).blocks, table.at(s).hashes) for s in running.tolist()],
         "blank": list(pool._blank),
-        "cached": list(pool._cached),
+        "cached": pool.cached(),
         "ref_count": list(pool._ref_count),
-        "hashes": dict(pool._hash_of),
+        "hashes": list(pool._hash_of),
         "waiting": [s.serial for s in scheduler.waiting.in_order(now_ns)],
         "num_steps": scheduler.num_steps,
         "counts": scheduler.counts,
@@ -173,7 +173,8 @@ def run_twins(rng, limits: SchedulerSettings) -> int:
             stepwise.add(request)
             jumping.add(request)
         begins_ns = now_ns + np.concatenate([[0], np.cumsum(durations_ns[done : done + 99])])
-        limit, until_ns = jumps.horizon(now_ns)
+        horizon = jumps.horizon(now_ns)
+        limit, until_ns = horizon.num_steps, horizon.until_ns
         if limit:
             until_ns = min(until_ns, arrivals[0][0]) if arrivals else until_ns
             limit = min(limit, scripts.steps_until_one_ends(jumping), np.count_nonzero(begins_ns[:99] < until_ns))
@@ -244,9 +245,9 @@ def test_the_horizon_ends_when_a_request_ages_that_fits():
     small, large = add(scheduler, scripts, 6, 4, 2, service_class="be"), add(scheduler, scripts, 24, 4, 3)
     scripts.one_step(scheduler, 4)  # 5 blocks are taken and one is kept back: 2 would fit, and 6 do not
     assert in_order(scheduler, 4) == [large, small]
-    assert DecodeJumps(scheduler).horizon(4) == (3, 302)
+    assert DecodeJumps(scheduler).horizon(4) == Horizon(3, 302)
     scripts.advance(scheduler, 1)
-    assert DecodeJumps(scheduler).horizon(301) == (2, 302)
+    assert DecodeJumps(scheduler).horizon(301) == Horizon(2, 302)
     assert DecodeJumps(scheduler).horizon(302).num_steps == 0, "best effort has aged, is first, and could enter"
     scripts.one_step(scheduler, 302)
     assert in_order(scheduler, 302) == [large]
@@ -286,7 +287,7 @@ def test_a_long_decode_is_jumped_over_in_few_pieces():
     scripts.length["r"] = 300
     assert DecodeJumps(scheduler).horizon(0).num_steps == 0, "the prompt has to be scheduled"
     scripts.one_step(scheduler)
-    assert DecodeJumps(scheduler).horizon(0) == (299, FOREVER_NS), "so many tokens are left, and the last one ends it"
+    assert DecodeJumps(scheduler).horizon(0) == Horizon(299, FOREVER_NS), "so many tokens are left; the last ends it"
 
 
 def test_the_horizon_ends_where_blocks_run_out():

@@ -87,7 +87,7 @@ def state_of(scheduler: Scheduler) -> list:
         [(table.at(slot).blocks, table.at(slot).hashes) for slot in running],
         [table.block_table[slot, : len(table.at(slot).blocks)].tolist() for slot in running],
         [table.token_ids[slot, : table.num_tokens[slot]].tolist() for slot in running],
-        (list(pool._blank), list(pool._cached), list(pool._ref_count), dict(pool._hash_of)),
+        (list(pool._blank), pool.cached(), list(pool._ref_count), list(pool._hash_of)),
         [sequence.serial for sequence in scheduler.waiting.in_order(0)],
         scheduler.counts,
     ]

@@ -167,8 +167,8 @@ def outcome(world: World) -> dict:
         "record": world.record,
         "num_steps": world.scheduler.num_steps,
         "counts": world.scheduler.counts,
-        "hashes": dict(pool._hash_of),
-        "cached": list(pool._cached),
+        "hashes": list(pool._hash_of),
+        "cached": pool.cached(),
     }
 
 

@@ -46,11 +46,12 @@ class Diary:
 
     def submit(self, plan, now_ns):
         units, scheduler = plan.units, self.scheduler
+        blocks = [scheduler.table.at(slot).blocks for slot in units.slot.tolist()]
         running = [scheduler.table.at(slot).serial for slot in scheduler.table.running.tolist()]
         waiting = sorted(s.serial for s in scheduler.by_id.values() if s.slot is None)
         self.lines.append(
             f"{now_ns} step {plan.step}: serials {units.serial.tolist()} starts {units.start.tolist()}"
-            f" tokens {units.num_tokens.tolist()} logits {units.logits.tolist()} blocks {units.block_tables.tolist()}"
+            f" tokens {units.num_tokens.tolist()} logits {units.logits.tolist()} blocks {blocks}"
             f" running {running} waiting {waiting} free {scheduler.pool.num_free} counts {scheduler.counts}"
         )
         self.executor.submit(plan, now_ns)

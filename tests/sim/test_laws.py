@@ -108,7 +108,7 @@ def pools(cluster: Cluster) -> list:
         scheduler = engine.seat.rank.scheduler
         scheduler.check()
         pool = scheduler.pool
-        found.append((list(pool._blank), list(pool._cached.items()), dict(pool._hash_of), scheduler.counts))
+        found.append((list(pool._blank), pool.cached(), list(pool._hash_of), scheduler.counts))
     return found
 
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.columns import ONE
 from moestro.core.load_figures import ROUTED_FIGURES
 
 NEVER_NS = -(1 << 62)  # time of a figure that was never reported: far in the past, so that differences do not overflow
@@ -135,18 +136,24 @@ class BatchView(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     Attributes:
         num_left: int32[n], tokens to compute before the next token is sampled; 1 for a decode.
-        is_decode: bool[n], whether the sequence runs with one token left. A single last prompt token counts too: it
-            costs the same.
         is_waiting: bool[n], whether the sequence is not admitted yet.
         service_class: uint8[n], LS or BE. A promoted sequence counts as LS (`OrderPolicy.promotes_after_ns`).
         num_in_flight: running sequences without a row, because they have a unit in flight.
     """
 
     num_left: NDArray[np.int32]
-    is_decode: NDArray[np.bool_]
     is_waiting: NDArray[np.bool_]
     service_class: NDArray[np.uint8]
     num_in_flight: int = 0
+
+    @property
+    def is_decode(self) -> NDArray[np.bool_]:
+        """bool[n], whether the sequence runs with one token left.
+
+        A single last prompt token counts too, because it costs the same.
+        """
+        is_decode: NDArray[np.bool_] = (self.num_left == ONE) & ~self.is_waiting
+        return is_decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,10 +71,12 @@ class Units(msgspec.Struct, frozen=True, eq=False, gc=False):
         start: int32[n], position of the first token.
         num_tokens: int32[n], at least 1.
         write_start: int32[n], the first position whose K and V are written. It exceeds `start` only where a full prefix
-            hit computes its last token again, because that token's block is shared and never written.
+            hit computes its last token again, because that token's block is shared and never written. It is `start`
+            where a hashed trace is replayed, whose device has no memory.
         logits: uint8[n], a sum of LOGITS_LAST and LOGITS_PROMPT, or LOGITS_NONE.
-        block_tables: int32[n, width], block ids; columns past a sequence's last block are arbitrary valid ids.
-        sampling: SAMPLING_ROW[n].
+        block_tables: int32[n, width], block ids; columns past a sequence's last block are arbitrary valid ids. The
+            width is 0 where a hashed trace is replayed.
+        sampling: SAMPLING_ROW[n]. Rows are arbitrary where a hashed trace is replayed.
         token_ids: int32[sum of num_tokens]. None means that a hashed trace is replayed.
         next_token_ids: int32, the token after each token of the LOGITS_PROMPT units, concatenated. The value is 0 after
             the last known token, whose entry the scheduler drops. None means that no unit has LOGITS_PROMPT.

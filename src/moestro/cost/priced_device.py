@@ -13,7 +13,7 @@ from collections import deque
 import msgspec
 import numpy as np
 
-from moestro.core.columns import has_true, true_rows
+from moestro.core.columns import SHORT, has_true, true_rows
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.script import Script
 from moestro.core.token_keys import Keys, request_key, token_keys
@@ -21,7 +21,6 @@ from moestro.core.work import LOGITS_LAST, BlockMoves, Forward, Int32s, Slots, S
 from moestro.cost.model import Batch, CostModel, Int64s, Ints
 from moestro.errors import InvariantError
 
-_LAST = np.array(LOGITS_LAST, np.uint8)
 _NEVER = np.iinfo(np.int32).max
 _NOBODY = -1
 
@@ -76,7 +75,7 @@ class Scripts:
     def request_keys(self, units: Units) -> Keys:
         """uint64[n], key of each unit's request: its script's, or one made from its serial number."""
         self._bind(units.slot, units.serial)
-        keys: Keys = self._request_key.take(units.slot)
+        keys: Keys = self._request_key[units.slot]
         return keys
 
     def token_keys(self, units: Units) -> Keys:
@@ -90,14 +89,15 @@ class Scripts:
         slots = units.slot
         self._bind(slots, units.serial)
         end = units.start + units.num_tokens
-        finished, fills = reached = end >= self._borders.take(slots, axis=1)
+        reached = end >= self._borders.take(slots, axis=1)
+        finished = reached[0]  # of two rows; to unpack them takes as long as all the rest
         block_hashes = {}
         if has_true(reached):
-            finished &= (units.logits & _LAST).view(np.bool_)
             # A sequence with an unknown prompt length appears here too: its first token reveals the length.
             for row in true_rows(finished):
-                finished[row] = self._sample(int(slots[row]), int(end[row]))
-            for row in true_rows(fills):
+                samples = int(units.logits[row]) & LOGITS_LAST
+                finished[row] = bool(samples) and self._sample(int(slots[row]), int(end[row]))
+            for row in true_rows(reached[1]):
                 packed = self._fill(int(slots[row]), int(end[row]))
                 if packed:
                     block_hashes[row] = packed
@@ -110,7 +110,7 @@ class Scripts:
         largest = max(slots.tolist())
         if largest >= len(self._serial):
             self._grow(2 * largest + 2)
-        for row in true_rows(self._serial.take(slots) != serials):
+        for row in true_rows(self._serial[slots] != serials):
             slot, serial = int(slots[row]), int(serials[row])
             progress = self._progress.get(serial)
             if progress is None:
@@ -236,9 +236,10 @@ class ScriptedDevice(Scripts):
         except IndexError:
             return 0  # a slot without any launch so far
         left -= num_computed
-        least: list[int] = np.minimum.reduce(left, axis=1).tolist()
-        self._looked_at, self._left, self._nearest = num_computed, left, min(least)
-        return max(least[0], 0)
+        rows = left.tolist() if len(slots) <= SHORT else np.minimum.reduce(left, axis=1, keepdims=True).tolist()
+        until_end, until_fill = int(min(rows[0])), int(min(rows[1]))
+        self._looked_at, self._left, self._nearest = num_computed, left, min(until_end, until_fill)
+        return max(until_end, 0)
 
     def complete_steps(self, slots: Slots, num_computed: Int32s, num_steps: int) -> tuple[dict[int, bytes], list[int]]:
         """Apply the effect of `num_steps` decode steps, at most `steps_until_finish`.
@@ -253,13 +254,13 @@ class ScriptedDevice(Scripts):
             return {}, []
         else:
             left = self._left
-        ends, fills = left <= num_steps
+        reached = left <= num_steps
         told = {}
-        for row in true_rows(fills):
+        for row in true_rows(reached[1]):
             packed = self._fill(int(slots[row]), int(num_computed[row]) + num_steps)
             if packed:
                 told[int(slots[row])] = packed
-        finished: list[int] = slots.take(true_rows(ends)).tolist()
+        finished = [int(slots[row]) for row in true_rows(reached[0])]
         for slot in finished:
             self.forget(int(self._serial[slot]))
         return told, finished

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.columns import ONE, column_sum
+from moestro.core.columns import column_sum
 from moestro.cost.gating import Gating, even_gating
 from moestro.cost.gpus import Gpu
 from moestro.cost.kernels import Chunks, Kernels
@@ -27,6 +27,8 @@ from moestro.cost.networks import LayerGroup, NetworkShape
 from moestro.cost.popularity import zipf_popularity
 
 PS_PER_NS = 1000
+Floats = NDArray[np.float64]
+
 _PS_PER_NS = np.array(PS_PER_NS)  # a column is divided by it faster
 
 
@@ -65,7 +67,7 @@ class _Attention(msgspec.Struct, frozen=True, eq=False, gc=False):
     num_tokens: int
     num_sequences: int
     constant_ps: list[int]
-    contexts: Sequence[int | Int64s]  # for each group: context tokens, in one step or in each of several steps
+    contexts: Sequence[int | Floats]  # for each group: context tokens, in one step or in each of several steps
 
 
 class Roofline:
@@ -94,6 +96,7 @@ class Roofline:
         self._expert_totals: dict[int, int] = {}
         self._sequence_parts: dict[int, int] = {}
         self._decode_totals: dict[tuple[int, int], int] = {}
+        self._decode_constants: dict[int, Int64s] = {}
         self._decode_stages: dict[tuple[int, int], int] = {}
         self._group_of = {layer: g for g, group in enumerate(self._groups) for layer in group.layers}
 
@@ -114,23 +117,28 @@ class Roofline:
                 for group in self._groups
             )
             return _ns(constant + reading)
-        attention = self._attention(batch)
+        attention, parts = self._attention(batch), self._token_part(num_tokens)
         step = self._sequence_part(num) + self._expert_total(num_tokens + batch.num_other_tokens)
-        for num_layers, part, constant, contexts in zip(
-            self._num_layers, self._token_part(num_tokens), attention.constant_ps, attention.contexts, strict=True
-        ):
-            step += num_layers * (part + constant + round(self._decode_token_ps * int(contexts)))
+        for g, num_layers in enumerate(self._num_layers):
+            reading = round(self._decode_token_ps * int(attention.contexts[g]))
+            step += num_layers * (parts[g] + attention.constant_ps[g] + reading)
         return _ns(step)
 
     def decode_steps_ns(self, start: Ints, num_steps: int) -> Int64s:
         """Implement `CostModel.decode_steps_ns`."""
+        num = len(start)
+        constant = self._decode_constants.get(num)
+        if constant is None:
+            constant = np.array(self._decode_total_ps(num, 0) + PS_PER_NS // 2)  # then rounded as `_ns_array` does
+            self._decode_constants[num] = constant
         steps: Int64s | None = None
-        for group, factor in zip(self._groups, self._layer_factors, strict=True):
-            reading = _rounded(self._token_factor * contexts_of_steps(start, num_steps, group.window))
+        for g, factor in enumerate(self._layer_factors):
+            contexts = contexts_of_steps(start, num_steps, self._groups[g].window)
+            reading = _rounded(self._token_factor * contexts)
             reading *= factor
             steps = reading if steps is None else steps + reading
         assert steps is not None, "a network has layers"
-        steps += self._decode_total_ps(len(start), 0) + PS_PER_NS // 2  # then rounded as `_ns_array` does
+        steps += constant
         steps //= _PS_PER_NS
         return steps
 
@@ -159,7 +167,7 @@ class Roofline:
             own = np.empty((len(ranks), num_steps), np.int64)
             for r, rank in enumerate(ranks):
                 constant = self._token_part(rank.num_tokens)[g] + rank.constant_ps[g]
-                own[r] = constant + _rounded(self._decode_token_ps * np.asarray(rank.contexts[g], np.int64))
+                own[r] = constant + _rounded(self._decode_token_ps * np.asarray(rank.contexts[g], np.float64))
             if not group.has_experts:
                 total += group.num_layers * own.max(axis=0)
                 continue
@@ -292,17 +300,19 @@ class Roofline:
     # --- attention of a batch ---------------------------------------------------------------------------------------
 
     def _attention(self, batch: Batch) -> _Attention:
-        (rows,) = (batch.num_tokens > ONE).nonzero()
-        start, num_tokens = batch.start.take(rows).tolist(), batch.num_tokens.take(rows).tolist()
-        chunks: Chunks = list(zip(start, num_tokens, strict=True))
-        kernels, num_decodes = self._kernels, len(batch.start) - len(chunks)
+        start, num_tokens = batch.start.tolist(), batch.num_tokens.tolist()
+        chunks: Chunks = [(start[row], num) for row, num in enumerate(num_tokens) if num > 1]
+        kernels, num_decodes = self._kernels, len(start) - len(chunks)
         constant = round(kernels.decode_ns(num_decodes) * PS_PER_NS) if num_decodes else 0
         constant_ps, contexts = [], []
         for group in self._groups:
             prefill = round(kernels.prefill_ns(chunks, group.window) * PS_PER_NS) if chunks else 0
             constant_ps.append(constant + prefill)
-            contexts.append(_decode_contexts(batch, chunks, group.window) if num_decodes else 0)
-        return _Attention(num_decodes + sum(num_tokens), len(batch.start), constant_ps, contexts)
+            if group.window is not None and num_decodes:
+                contexts.append(contexts_of(batch.start[batch.num_tokens == 1], group.window))
+            else:  # a sum less a few numbers costs less than a selection
+                contexts.append(sum(start) + num_decodes - sum([first for first, _ in chunks]))
+        return _Attention(sum(num_tokens), len(start), constant_ps, contexts)
 
     def _decoding(self, start: Ints, num_steps: int) -> _Attention:
         constant = round(self._kernels.decode_ns(len(start)) * PS_PER_NS)
@@ -318,13 +328,6 @@ class Roofline:
         return _Attention(1, 0, [0] * len(self._groups), [0] * len(self._groups))
 
 
-def _decode_contexts(batch: Batch, chunks: Chunks, window: int | None) -> int:
-    """Tokens that the decodes of a batch attend to; `chunks` are its other units."""
-    if window is None:  # a sum less a few numbers costs less than a selection
-        return contexts_of(batch.start, None) - sum(start + 1 for start, _ in chunks)
-    return contexts_of(batch.start[batch.num_tokens == 1], window)
-
-
 def contexts_of(start: Ints, window: int | None) -> int:
     """Tokens that decoding sequences attend to, themselves included; `start` counts tokens in the KV cache."""
     if window is None:
@@ -332,10 +335,10 @@ def contexts_of(start: Ints, window: int | None) -> int:
     return int(np.minimum(start + 1, window).sum())
 
 
-def contexts_of_steps(start: Ints, num_steps: int, window: int | None) -> Int64s:
-    """int64[num_steps], `contexts_of(start + i, window)` for step i, without a loop over steps."""
+def contexts_of_steps(start: Ints, num_steps: int, window: int | None) -> Floats:
+    """float64[num_steps], `contexts_of(start + i, window)` for step i, without a loop over steps."""
     num, first = len(start), contexts_of(start, window)
-    contexts = np.arange(first, first + num * num_steps, num)
+    contexts: Floats = np.arange(first, first + num * num_steps, num, dtype=np.float64)  # exact up to 2 ** 53
     if window is not None:
         # A sequence at its window stops growing. Counting the steps of these stops tells how many still grow in each.
         room = np.clip(window - 1 - start, 0, num_steps)

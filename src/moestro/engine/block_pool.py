@@ -12,7 +12,7 @@ Invariant (`check`): blank + cached + held == num_blocks, and the hash map names
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from typing import NamedTuple
 
 from moestro.errors import InvariantError
@@ -40,6 +40,7 @@ class BlockPool:
         enable_prefix_caching: False keeps every block out of the prefix cache.
 
     Attributes:
+        num_free: blocks that can be allocated, blank and cached ones.
         version: a counter that grows whenever a block enters or leaves the prefix cache.
         journal: log of these events in order, for a publisher that empties it. None means no publisher.
         step: index of the current step for the journal, set by a caller that takes many steps at once.
@@ -49,19 +50,18 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._enabled = enable_prefix_caching
         self._blank = list(range(num_blocks - 1, -1, -1))  # pop() returns the lowest id first
-        # An OrderedDict is the LRU list: a hit removes a block from its middle in O(1).
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        # Cached blocks in the order in which they became free. A block that is hit leaves a stale entry in the middle:
+        # the first `_stale[block]` entries of a block do not count. A list of ids takes a tenth of the memory of an
+        # OrderedDict, whose nodes are mostly outside of the processor's caches when they are needed.
+        self._freed: deque[int] = deque()
+        self._stale: dict[int, int] = {}
+        self.num_free = num_blocks
         self._ref_count = [0] * num_blocks
-        self._hash_of: dict[int, bytes] = {}
+        self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self.version = 0
         self.journal: list[CacheEvent] | None = None
         self.step = 0
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be allocated: blank and cached ones."""
-        return len(self._blank) + len(self._cached)
 
     def find_prefix(self, hashes: list[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of `hashes`; changes nothing."""
@@ -98,8 +98,13 @@ class BlockPool:
         ref_count = self._ref_count
         for block in blocks:
             if ref_count[block] == 0:
-                del self._cached[block]
+                self._leave_cached(block)
+                self.num_free -= 1
             ref_count[block] += 1
+
+    def _leave_cached(self, block: int) -> None:
+        """Take a cached block out of the order of the free ones, wherever it stands."""
+        self._stale[block] = self._stale.get(block, 0) + 1
 
     def allocate(self) -> int:
         """Allocate a block: a blank one, or else the least recently used cached one, which leaves the prefix cache.
@@ -111,28 +116,46 @@ class BlockPool:
     def allocate_many(self, num_blocks: int) -> list[int]:
         """Allocate the blocks that `num_blocks` calls of `allocate` would return, in their order."""
         blank, ref_count = self._blank, self._ref_count
-        if num_blocks > len(blank) + len(self._cached):
+        if num_blocks > self.num_free:
             raise InvariantError(f"allocation of {num_blocks} blocks from a pool of {self.num_free}")
-        kept = max(len(blank) - num_blocks, 0)
-        blocks = blank[kept:]
-        blocks.reverse()
-        del blank[kept:]
-        num_forgotten = num_blocks - len(blocks)
-        if num_forgotten:
-            blocks += self._forget_oldest(num_forgotten)
+        self.num_free -= num_blocks
+        blocks: list[int] = []
+        if blank:
+            kept = max(len(blank) - num_blocks, 0)
+            blocks = blank[kept:]
+            blocks.reverse()
+            del blank[kept:]
+        if len(blocks) < num_blocks:
+            blocks += self._forget_oldest(num_blocks - len(blocks))
         for block in blocks:
             ref_count[block] = 1
         return blocks
 
     def _forget_oldest(self, num_blocks: int) -> list[int]:
         """Remove the least recently used blocks from the prefix cache, and return them."""
-        popitem, hash_of, block_of = self._cached.popitem, self._hash_of, self._block_of
-        blocks = [popitem(False)[0] for _ in range(num_blocks)]  # noqa: FBT003  # a keyword costs a quarter of the call
-        forgotten = list(map(hash_of.pop, blocks))
+        oldest, hash_of, block_of = self._freed.popleft, self._hash_of, self._block_of
+        blocks: list[int] = []
+        while self._stale and len(blocks) < num_blocks:
+            block = oldest()
+            if not self._is_stale(block):
+                blocks.append(block)
+        blocks += [oldest() for _ in range(num_blocks - len(blocks))]
+        forgotten: list[bytes] = [hash_of[block] for block in blocks]  # type: ignore[misc]  # cached blocks have one
         for block_hash in forgotten:
             del block_of[block_hash]
+        for block in blocks:
+            hash_of[block] = None
         self._log(forgotten, is_stored=False)
         return blocks
+
+    def _is_stale(self, block: int) -> bool:
+        """Whether the oldest entry of `block` is stale, and count it as taken."""
+        num_stale = self._stale.get(block, 0)
+        if num_stale > 1:
+            self._stale[block] = num_stale - 1
+        elif num_stale:
+            del self._stale[block]
+        return num_stale > 0
 
     def _log(self, hashes: list[bytes], *, is_stored: bool) -> None:
         """Count blocks that enter the prefix cache or leave it, and write them to the journal, if there is one."""
@@ -145,27 +168,38 @@ class BlockPool:
 
         The last block becomes free first, so that the cache loses a long prefix from its end.
         """
-        ref_count, hash_of, cached, blank = self._ref_count, self._hash_of, self._cached, self._blank
+        ref_count, hash_of, num_held = self._ref_count, self._hash_of, 0
+        become_blank, become_cached = self._blank.append, self._freed.append
         for block in reversed(blocks):
             count = ref_count[block]
             if count == 1:
                 ref_count[block] = 0
-                if block in hash_of:
-                    cached[block] = None
+                if hash_of[block] is None:
+                    become_blank(block)
                 else:
-                    blank.append(block)
+                    become_cached(block)
             elif count > 1:
                 ref_count[block] = count - 1
+                num_held += 1
             else:
                 raise InvariantError(f"release of block {block}, which has no holder")
+        self.num_free += len(blocks) - num_held
+        if len(self._freed) > 2 * self.num_blocks:  # many hits, and few allocations that would take old entries away
+            self._freed = deque(self.cached())
+            self._stale.clear()
 
     def remember(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """Enter `blocks`, which are held and full, into the prefix cache. The first block with a hash keeps it."""
+        """Enter `blocks`, which are held and full, into the prefix cache. The first block with a hash keeps it.
+
+        Args:
+            hashes: the hash of each block.
+        """
         if not self._enabled:
             return
         block_of, hash_of, stored = self._block_of, self._hash_of, []
-        for block, block_hash in zip(blocks, hashes, strict=True):
-            if block_hash not in block_of and block not in hash_of:
+        for at, block in enumerate(blocks):
+            block_hash = hashes[at]
+            if hash_of[block] is None and block_hash not in block_of:
                 block_of[block_hash] = block
                 hash_of[block] = block_hash
                 stored.append(block_hash)
@@ -178,12 +212,22 @@ class BlockPool:
             block = self._block_of.pop(block_hash, None)
             if block is None:
                 continue
-            del self._hash_of[block]
+            self._hash_of[block] = None
             if self._ref_count[block] == 0:
-                del self._cached[block]
+                self._leave_cached(block)
                 self._blank.append(block)
             forgotten.append(block_hash)
         self._log(forgotten, is_stored=False)
+
+    def cached(self) -> list[int]:
+        """Free blocks with a hash, the least recently used first."""
+        stale, blocks = dict(self._stale), []
+        for block in self._freed:
+            if stale.get(block, 0):
+                stale[block] -= 1
+            else:
+                blocks.append(block)
+        return blocks
 
     def check(self, held: list[list[int]]) -> None:
         """Recount everything against the block lists that sequences hold.
@@ -197,8 +241,10 @@ class BlockPool:
                 counts[block] += 1
         if counts != self._ref_count:
             raise InvariantError("reference counts differ from the blocks that sequences hold")
-        free = sorted([*self._blank, *self._cached])
-        if free != [block for block, count in enumerate(counts) if count == 0]:
+        cached = self.cached()
+        free = sorted([*self._blank, *cached])
+        if free != [block for block, count in enumerate(counts) if count == 0] or len(free) != self.num_free:
             raise InvariantError("free blocks and held blocks do not add up to the pool")
-        if {h: b for b, h in self._hash_of.items()} != self._block_of or not set(self._cached) <= set(self._hash_of):
+        hashed = {block_hash: block for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
+        if hashed != self._block_of or not set(cached) <= set(hashed.values()):
             raise InvariantError("hashes and blocks do not name each other")

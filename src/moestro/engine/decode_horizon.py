@@ -5,23 +5,21 @@ Only the simulator uses this file. A server schedules every step.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 import numpy as np
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.columns import ONE, true_rows
+from moestro.core.columns import ONE, SHORT, true_rows
 from moestro.core.request import FinishReason
 from moestro.core.work import Int32s, Slots
 from moestro.engine.scheduler import Scheduler
-from moestro.engine.sequences import CAPACITY, COMPUTED, LAST_TOKENS, TOKENS
+from moestro.engine.sequences import CAPACITY, COMPUTED, FULL_AT, LAST_TOKENS, TOKENS
 from moestro.engine.step_output import StepOutput
 
 TAKE, FILL = 0, 1  # within a step: `schedule` takes blocks, then `update` caches the full ones
 
 
-class Horizon(NamedTuple):
+class Horizon(msgspec.Struct, frozen=True, gc=False):
     """Coming decode steps in which nothing is decided: the first `num_steps` of those that begin before `until_ns`.
 
     A step begins when the step before it ends. The first begins now, so it is always among them.
@@ -86,10 +84,8 @@ class DecodeJumps:
             return STEPWISE
         columns = table.growth.take(running, axis=1)
         computed = columns[COMPUTED]
-        left = columns - computed
-        np.negative(left[TOKENS], out=left[TOKENS])  # its least is then the most that a sequence has to compute
-        behind, _, until_last, until_short, until_full = np.minimum.reduce(left, axis=1).tolist()
-        if behind < -1 or not self._all_decode(num, now_ns):
+        most_behind, until_last, until_short, until_full = _extremes(columns - computed)
+        if most_behind > 1 or not self._all_decode(num, now_ns):
             return STEPWISE
         most, until_ns = until_last - 1, FOREVER_NS
         if table.num_be:
@@ -159,7 +155,7 @@ class DecodeJumps:
             growth = self._gathered()
         computed = growth.columns[COMPUTED] + num_steps
         num_tokens = computed + ONE
-        self._advance_blocks(num_steps, growth, computed)
+        self._advance_blocks(num_steps, growth)
         self._scheduler.num_steps += num_steps
         table.num_computed[running] = computed
         table.num_tokens[running] = num_tokens
@@ -168,10 +164,12 @@ class DecodeJumps:
             at_last = true_rows(num_tokens >= growth.columns[LAST_TOKENS])
         if not at_last and not finished:
             return StepOutput()
-        reasons = dict.fromkeys(running.take(at_last).tolist(), FinishReason.LENGTH)
+        slots = running.tolist()
+        reasons = dict.fromkeys([slots[row] for row in at_last], FinishReason.LENGTH)
         reasons |= dict.fromkeys(finished or (), FinishReason.STOP)
-        ended = [slot for slot in running.tolist() if slot in reasons]
-        output = StepOutput([table.at(slot) for slot in ended], [-1] * len(ended), [reasons[slot] for slot in ended])
+        ended = [slot for slot in slots if slot in reasons]
+        sequences = [table.at(slot) for slot in ended]
+        output = StepOutput(sequences, [-1] * len(ended), [reasons[slot] for slot in ended], ended=sequences)
         self._state.finish_all(output)
         return output
 
@@ -179,10 +177,10 @@ class DecodeJumps:
         """Gather the running sequences, of which there is one at least."""
         running = self._table.running
         columns = self._table.growth.take(running, axis=1)
-        _, _, until_last, until_short, until_full = np.minimum.reduce(columns - columns[COMPUTED], axis=1).tolist()
+        _, until_last, until_short, until_full = _extremes(columns - columns[COMPUTED])
         return _Growth(running, self._scheduler.num_steps, columns, until_last, until_full, until_short)
 
-    def _advance_blocks(self, num_steps: int, growth: _Growth, computed_then: Int32s) -> None:
+    def _advance_blocks(self, num_steps: int, growth: _Growth) -> None:
         """Allocate and cache the blocks of `num_steps` steps, in the order of single steps."""
         table, pool, running = self._table, self._pool, growth.running
         computed, capacity, block_size = growth.columns[COMPUTED], growth.columns[CAPACITY], table.block_size
@@ -198,10 +196,22 @@ class DecodeJumps:
             return
         # No block enters the cache, so only the order of allocations matters.
         if num_steps > growth.until_short:
-            short = true_rows(capacity < computed_then)
-            taken = blocks_taken(computed.take(short).tolist(), capacity.take(short).tolist(), block_size, num_steps)
-            slots = running.take(short).tolist()
+            taken = blocks_taken(computed.tolist(), capacity.tolist(), block_size, num_steps)
+            slots = running.tolist()
             table.add_blocks([slots[row] for row in taken], pool.allocate_many(len(taken)))
+
+
+def _extremes(left: Int32s) -> tuple[int, int, int, int]:
+    """The largest of row TOKENS, and the least of the rows LAST_TOKENS, CAPACITY and FULL_AT.
+
+    Args:
+        left: int32[NUM_GROWTH_COLUMNS, n], n > 0, columns of `SequenceTable.growth` less the computed tokens.
+    """
+    if left.shape[1] <= SHORT:
+        rows = left.tolist()
+        return max(rows[TOKENS]), min(rows[LAST_TOKENS]), min(rows[CAPACITY]), min(rows[FULL_AT])
+    until_last, until_short, until_full = np.minimum.reduce(left[LAST_TOKENS:], axis=1).tolist()
+    return int(left[TOKENS].max()), until_last, until_short, until_full
 
 
 # --- arithmetic: when blocks are taken and filled while each sequence grows by one token a step -----------------------
@@ -245,8 +255,9 @@ def blocks_taken(num_computed: list[int], capacity: list[int], block_size: int, 
     """
     taken = [
         (position - computed, row)
-        for row, (computed, first) in enumerate(zip(num_computed, capacity, strict=True))
-        for position in range(first, computed + num_steps, block_size)
+        for row, computed in enumerate(num_computed)
+        if capacity[row] < computed + num_steps
+        for position in range(capacity[row], computed + num_steps, block_size)
     ]
     taken.sort()
     return [row for _, row in taken]

@@ -165,14 +165,18 @@ class DecodeRun:
     def _output(self, tokens: list[int], is_last: NDArray[np.bool_], result: StepResult) -> StepOutput:
         """Report the sampled tokens, and remove the sequences that end with them."""
         reasons: list[FinishReason | None] = [None] * len(tokens)
-        if self._is_at_limit:
-            for row in true_rows(is_last):
-                reasons[row] = FinishReason.LENGTH
+        at_last = true_rows(is_last) if self._is_at_limit else []
+        for row in at_last:
+            reasons[row] = FinishReason.LENGTH
+        stopped: list[int] = []
         if not self._stop_token_ids.isdisjoint(tokens):
-            for row, (sequence, token) in enumerate(zip(self._sequences, tokens, strict=True)):
-                if token in sequence.stop_token_ids:
-                    reasons[row] = FinishReason.STOP
+            pairs = enumerate(zip(self._sequences, tokens, strict=True))
+            stopped = [row for row, (sequence, token) in pairs if token in sequence.stop_token_ids]
+        for row in stopped:
+            reasons[row] = FinishReason.STOP
         output = StepOutput(self._sequences.copy(), tokens, reasons, dict(result.logprobs))
+        if at_last or stopped:
+            output.ended.extend(self._sequences[row] for row in sorted({*at_last, *stopped}))
         self._state.finish_all(output)
         return output
 

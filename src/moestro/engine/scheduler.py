@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moestro.core.columns import has_true
+from moestro.core.columns import all_nonzero, has_true
 from moestro.core.grammar import GrammarBackend
 from moestro.core.request import Request
 from moestro.core.scheduling_events import SequencePreempted
@@ -207,8 +207,7 @@ class Scheduler:
 
         # 4. Candidates are admitted, unless blocks were so scarce that a sequence was preempted.
         if candidates and not has_preempted:
-            new_slots, new_tokens = self._admit(candidates, chunk[len(idle) :], num_free, now_ns)
-            slots, num_tokens = np.concatenate((slots, new_slots)), np.concatenate((num_tokens, new_tokens))
+            slots, num_tokens = self._with_admitted(candidates, slots, num_tokens, chunk, num_free, now_ns)
 
         # 5. The plan takes its units, and the KV copies that preemptions and admissions have asked for.
         if len(slots) == 0:
@@ -254,9 +253,9 @@ class Scheduler:
         """
         table = self.table
         slots, num_tokens = idle, chunk
-        if np.count_nonzero(chunk) < len(chunk):
+        if not all_nonzero(chunk):
             slots, num_tokens = idle[chunk > 0], chunk[chunk > 0]
-        lacks_block = table.num_computed.take(slots) + num_tokens > table.capacity.take(slots)
+        lacks_block = table.num_computed[slots] + num_tokens > table.capacity[slots]
         if not has_true(lacks_block):
             return slots, num_tokens, False
         dropped: set[int] = set()
@@ -289,13 +288,40 @@ class Scheduler:
                 )
             )
 
-    def _admit(
-        self, candidates: list[AdmissionCandidate], chunk: Int32s, num_free: int, now_ns: int
+    def _with_admitted(
+        self,
+        candidates: list[AdmissionCandidate],
+        slots: Slots,
+        num_tokens: Int32s,
+        chunk: Int32s,
+        num_free: int,
+        now_ns: int,
     ) -> tuple[Slots, Int32s]:
+        """Admit candidates, and return the slots and tokens of the plan with theirs.
+
+        Args:
+            slots, num_tokens: of the running sequences in the plan.
+            chunk: tokens that the batch policy gives to each row of its view, which ends with the candidates.
+            num_free: free blocks at the time when the candidates were found.
+        """
+        running, wanted = self.table.running, chunk[len(chunk) - len(candidates) :].tolist()
+        new_slots, new_tokens = self._admit(candidates, wanted, num_free, now_ns)
+        if slots is running and new_tokens == wanted:  # all running sequences and all candidates, as in most steps
+            return self.table.running, chunk
+        if not new_slots:
+            return slots, num_tokens
+        return (
+            np.concatenate((slots, np.array(new_slots, np.int64))),
+            np.concatenate((num_tokens, np.array(new_tokens, np.int32))),
+        )
+
+    def _admit(
+        self, candidates: list[AdmissionCandidate], chunk: list[int], num_free: int, now_ns: int
+    ) -> tuple[list[int], list[int]]:
         """Admit candidates in order while blocks last; one free block is reserved for each running sequence.
 
         Args:
-            chunk: int32[n], tokens that the batch policy gives to each candidate.
+            chunk: tokens that the batch policy gives to each candidate.
             num_free: free blocks at the time when the candidates were found.
 
         Returns:
@@ -305,7 +331,7 @@ class Scheduler:
         reserved = len(self.table.running) - (num_free - self.pool.num_free)
         new_slots: list[int] = []
         new_tokens: list[int] = []
-        for candidate, tokens in zip(candidates, chunk.tolist(), strict=True):
+        for candidate, tokens in zip(candidates, chunk, strict=True):
             if tokens == 0:
                 continue  # the batch policy prefers other sequences
             # An allocation may have taken a cached block that the candidate counted on.
@@ -315,7 +341,7 @@ class Scheduler:
                 break
             new_slots.append(self.state.admit(candidate.sequence, needs, now_ns))
             new_tokens.append(min(tokens, needs.num_left))
-        return np.array(new_slots, np.int64), np.array(new_tokens, np.int32)
+        return new_slots, new_tokens
 
     # --- update -----------------------------------------------------------------------------------------------------
 
@@ -329,8 +355,8 @@ class Scheduler:
         self.decode_run.end()
         # 1. The units are no longer in flight.
         table = self.table
-        num_done = table.num_in_flight.take(result.slot)
-        if np.count_nonzero(num_done) < len(num_done):
+        num_done = table.num_in_flight[result.slot]
+        if not all_nonzero(num_done):
             raise InvariantError("a result for a unit that is not in flight")
         table.num_units_in_flight -= len(num_done)
 
@@ -342,10 +368,10 @@ class Scheduler:
             result = self._remove_aborted(result)
         slots = result.slot
         if len(slots) < len(num_done):
-            num_done = table.num_in_flight.take(slots)
+            num_done = table.num_in_flight[slots]
 
         # 3. The tokens of the others have their KV in the pool, and full blocks enter the prefix cache.
-        computed = table.num_computed.take(slots) + num_done
+        computed = table.num_computed[slots] + num_done
         table.num_computed[slots] = computed
         table.num_in_flight[slots] = 0
         for index, entries in result.prompt_logprobs.items():
@@ -355,9 +381,10 @@ class Scheduler:
         self.state.cache_full_blocks(slots, computed)
 
         # 4. A sequence without uncomputed tokens has sampled one, and may have ended with it.
-        output = append_sampled_tokens(table, result, computed == table.num_tokens.take(slots))
+        output = append_sampled_tokens(table, result, computed)
         self.state.finish_all(output)
-        output.add_failed(failed, [table.has_failed_grammar(sequence) for sequence in failed])
+        if failed:
+            output.add_failed(failed, [table.has_failed_grammar(sequence) for sequence in failed])
         return output
 
     def _remove_failed(self, result: StepResult, rows: Slots) -> tuple[StepResult, list[Sequence]]:

@@ -117,7 +117,7 @@ class SchedulerState:
 
     def finish_all(self, output: StepOutput) -> None:
         """Remove the sequences of `output` that have a finish reason."""
-        for sequence, _ in output.ended():
+        for sequence in output.ended:
             self.finish(sequence)
 
     def leave(self, sequence: Sequence) -> None:
@@ -147,10 +147,8 @@ class SchedulerState:
         Args:
             computed: int32[n], tokens of each slot that have KV now.
         """
-        rows = true_rows(computed >= self.table.next_full_at.take(slots))
-        if rows:
-            for slot, num_tokens in zip(slots.take(rows).tolist(), computed.take(rows).tolist(), strict=True):
-                self.cache_blocks(slot, num_tokens // self.block_size)
+        for row in true_rows(computed >= self.table.next_full_at[slots]):
+            self.cache_blocks(int(slots[row]), int(computed[row]) // self.block_size)
 
     def cache_blocks(self, slot: int, num_full: int) -> None:
         """Enter the first `num_full` blocks of the sequence in `slot` into the prefix cache, as far as it has names."""

@@ -22,6 +22,7 @@ from moestro.core.views import BE, LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, LogitEdits, Slots
 from moestro.engine.logit_edits import SequenceEdits, join_edits
 
+_BE = ServiceClass.BE  # to find the member of an enumeration costs more than to compare with it
 _NOTHING = np.empty(0, np.int32)
 NEVER = np.iinfo(np.int32).max
 
@@ -84,7 +85,7 @@ class Sequence:
         self.admitted_ns = 0
         self.num_preemptions = 0
         self.is_aborted = False
-        self.service_class = BE if request.service_class is ServiceClass.BE else LS
+        self.service_class = BE if request.service_class is _BE else LS
         self.user = name_key(request.user)
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         wanted = request.sampling.prompt_logprobs is not None
@@ -179,7 +180,7 @@ class SequenceTable:
             where the hash of that block cannot be known.
         num_in_flight: int32[slots], tokens of the unit in flight; 0 means idle.
         wants_prompt_logprobs, edits_logits: bool[slots].
-        block_table: int32[slots, max blocks].
+        block_table: int32[slots, max blocks]. Rows of hashed traces are not written, because no device reads them.
         token_ids: int32[slots, max_model_len].
         sampling: SAMPLING_ROW[slots].
         num_units_in_flight: rows with a unit in flight.
@@ -265,7 +266,6 @@ class SequenceTable:
         self.num_in_flight[slot] = 0
         self.wants_prompt_logprobs[slot] = sequence.prompt_logprobs is not None
         self.edits_logits[slot] = sequence.edits is not None
-        self.block_table[slot, :num_blocks] = sequence.blocks
         self.sampling[slot] = sequence.sampling_row
         self.num_hashed += request.token_ids is None
         self.num_wanting_prompt_logprobs += sequence.prompt_logprobs is not None
@@ -273,10 +273,14 @@ class SequenceTable:
         self.num_scoring += request.sampling.max_tokens == 0
         self.num_be += sequence.service_class == BE
         if request.token_ids is not None:
+            self.block_table[slot, :num_blocks] = sequence.blocks
             self.token_ids[slot, : request.num_prompt_tokens] = request.token_array()
             self.token_ids[slot, request.num_prompt_tokens : num_tokens] = sequence.generated
             self.token_ids[slot, num_tokens] = 0  # read as a placeholder, which must not be an earlier sequence's token
-        self.running = np.concatenate((self.running, np.array((slot,), np.int64)))
+        running = np.empty(len(self.running) + 1, np.int64)
+        running[:-1] = self.running
+        running[-1] = slot
+        self.running = running
         return slot
 
     def remove(self, slot: int) -> Sequence:
@@ -303,10 +307,13 @@ class SequenceTable:
 
     def add_blocks(self, slots: list[int], blocks: list[int]) -> None:
         """Append each block to the sequence in its slot; a slot may occur more than once."""
-        sequences, block_table, capacity, block_size = self.sequences, self.block_table, self.capacity, self.block_size
-        for slot, block in zip(slots, blocks, strict=True):  # they are few: a loop costs less than `np.add.at`
-            held = sequences[slot].blocks  # type: ignore[union-attr]  # the slot is in use
-            block_table[slot, len(held)] = block
+        capacity, block_size = self.capacity, self.block_size
+        for at, block in enumerate(blocks):  # they are few: a loop costs less than `np.add.at`
+            slot = slots[at]
+            sequence = self.at(slot)
+            held = sequence.blocks
+            if sequence.request.token_ids is not None:
+                self.block_table[slot, len(held)] = block
             held.append(block)
             capacity[slot] = len(held) * block_size
 
@@ -347,10 +354,11 @@ class SequenceTable:
         if self._fixed is not None and self._fixed[0] is slots:
             return self._fixed[1]
         columns = FixedColumns(
-            self.serial.take(slots),
-            self.service_class.take(slots),
-            self.write_start.take(slots),
-            self.sampling.take(slots),  # costs a fifth of [slots] on structured rows
+            self.serial[slots],
+            self.service_class[slots],
+            self.write_start[slots],
+            # On structured rows `take` costs a fifth of [slots]. No device samples for a hashed trace.
+            self.sampling[: len(slots)] if self.num_hashed else self.sampling.take(slots),
         )
         if slots is self.running:  # another array replaces it when a sequence comes or goes
             self._fixed = slots, columns
@@ -377,18 +385,18 @@ class SequenceTable:
     def idle(self, service_class: int | None = None) -> Slots:
         """Slots without a unit in flight, in order of admission. With `service_class`, only slots of that class."""
         slots = self.running if service_class is None else self._of_class(service_class)
-        return slots[self.num_in_flight.take(slots) == 0] if self.num_units_in_flight else slots
+        return slots[self.num_in_flight[slots] == 0] if self.num_units_in_flight else slots
 
     def in_flight(self, service_class: int) -> Slots:
         """Slots of `service_class` with a unit in flight, in order of admission."""
         slots = self._of_class(service_class)
-        return slots[self.num_in_flight.take(slots) > 0]
+        return slots[self.num_in_flight[slots] > 0]
 
     def has_no_token(self, slots: Slots) -> NDArray[np.bool_]:
         """bool[n], which of `slots` have generated no token."""
-        has_none: NDArray[np.bool_] = self.num_tokens.take(slots) == self.num_prompt.take(slots)
+        has_none: NDArray[np.bool_] = self.num_tokens[slots] == self.num_prompt[slots]
         return has_none
 
     def _of_class(self, service_class: int) -> Slots:
-        slots: Slots = self.running[self.service_class.take(self.running) == service_class]
+        slots: Slots = self.running[self.service_class[self.running] == service_class]
         return slots

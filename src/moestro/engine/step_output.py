@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from moestro.core.columns import ONE, all_true, true_rows
 from moestro.core.request import FinishReason, TokenLogprobs
-from moestro.core.work import StepResult
+from moestro.core.work import Int32s, StepResult
 from moestro.engine.sequences import Sequence, SequenceTable
 
 
@@ -24,6 +22,7 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
         finish_reasons: why the sequence of each row ended. None means that it continues.
         logprobs: by row, of the sampled token.
         prompt_logprobs: by row, of the whole prompt, once.
+        ended: the sequences with a finish reason, in the order of their rows.
     """
 
     sequences: list[Sequence] = msgspec.field(default_factory=list)
@@ -31,14 +30,7 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
     finish_reasons: list[FinishReason | None] = msgspec.field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
-
-    def ended(self) -> list[tuple[Sequence, FinishReason]]:
-        """The sequences that ended, each with its finish reason. In most steps there is none, which costs little."""
-        reasons = self.finish_reasons
-        if reasons.count(None) == len(reasons):
-            return []
-        rows = zip(self.sequences, reasons, strict=True)
-        return [(sequence, reason) for sequence, reason in rows if reason is not None]
+    ended: list[Sequence] = msgspec.field(default_factory=list)
 
     def add_failed(self, sequences: list[Sequence], has_failed_grammar: list[bool]) -> None:
         """Append a row for each of `sequences`, which ended without a token.
@@ -47,35 +39,37 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
             has_failed_grammar: whether that is because of the sequence's grammar, or because of non-finite logits.
         """
         self.sequences.extend(sequences)
+        self.ended.extend(sequences)
         self.token_ids.extend([-1] * len(sequences))
         self.finish_reasons.extend(
             FinishReason.GRAMMAR if failed else FinishReason.NON_FINITE for failed in has_failed_grammar
         )
 
 
-def append_sampled_tokens(table: SequenceTable, result: StepResult, sampled: NDArray[np.bool_]) -> StepOutput:
+def append_sampled_tokens(table: SequenceTable, result: StepResult, computed: Int32s) -> StepOutput:
     """Append the sampled tokens of `result` to their sequences, and give a finish reason to those that ended.
 
     A sequence with max_tokens 0 takes a placeholder of -1 that is never sent, and ends with it.
 
     Args:
-        sampled: bool[n], rows of the result that have sampled a token.
+        computed: int32[n], tokens with KV of each row of the result. A row without uncomputed tokens has sampled one.
     """
     slots, tokens, finished = result.slot, result.token_ids, result.finished
-    rows = None
+    num_tokens, rows = table.num_tokens[slots], None
+    sampled = computed == num_tokens
     if not all_true(sampled):
         (rows,) = sampled.nonzero()
-        slots = slots.take(rows)
-        tokens = None if tokens is None else tokens.take(rows)
-        finished = None if finished is None else finished.take(rows)
-    num_tokens = table.num_tokens.take(slots)
+        slots, num_tokens = slots[rows], num_tokens[rows]
+        tokens = None if tokens is None else tokens[rows]
+        finished = None if finished is None else finished[rows]
     if tokens is not None:
         table.token_ids[slots, num_tokens] = tokens
     num_tokens += ONE
     table.num_tokens[slots] = num_tokens
     reasons: list[FinishReason | None] = [None] * len(slots)
     output = StepOutput(table.at_all(slots), [-1] * len(slots) if tokens is None else tokens.tolist(), reasons)
-    for row in true_rows(num_tokens >= table.last_num_tokens.take(slots)):
+    at_last = true_rows(num_tokens >= table.last_num_tokens[slots])
+    for row in at_last:
         reasons[row] = FinishReason.LENGTH
     stopped = [] if finished is None else true_rows(finished)
     if tokens is not None:
@@ -83,11 +77,13 @@ def append_sampled_tokens(table: SequenceTable, result: StepResult, sampled: NDA
         stopped += [row for row, (sequence, token) in enumerate(pairs) if token in sequence.stop_token_ids]
     for row in stopped:
         reasons[row] = FinishReason.STOP
+    if at_last or stopped:
+        output.ended.extend(output.sequences[row] for row, reason in enumerate(reasons) if reason is not None)
     if result.logprobs:
         row_of = {index: row for row, index in enumerate(range(len(slots)) if rows is None else rows.tolist())}
         output.logprobs.update({row_of[index]: entry for index, entry in result.logprobs.items()})
     if table.num_wanting_prompt_logprobs:
-        for row in true_rows(table.wants_prompt_logprobs.take(slots)):
+        for row in true_rows(table.wants_prompt_logprobs[slots]):
             output.prompt_logprobs[row] = table.take_prompt_logprobs(int(slots[row]))
     return output
 

@@ -7,12 +7,14 @@ import numpy as np
 from moestro.core.work import LOGITS_NONE, LOGITS_PROMPT, Int32s, Slots, Units
 from moestro.engine.sequences import SequenceTable
 
+_NO_TABLES = np.empty((1 << 20, 0), np.int32)  # takes no memory
+
 
 def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
     """Make the units of a plan, and mark their tokens as in flight."""
-    start = table.num_computed.take(slots)
+    start = table.num_computed[slots]
     # LOGITS_LAST is 1, so the comparison itself is the column.
-    logits = (start + num_tokens == table.num_tokens.take(slots)).view(np.uint8)
+    logits = (start + num_tokens == table.num_tokens[slots]).view(np.uint8)
     if table.num_scoring:
         logits[table.last_num_tokens[slots] == table.num_prompt[slots]] = LOGITS_NONE
     following = None
@@ -24,22 +26,27 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
     edits = table.logit_edits(slots, logits) if table.num_editing else None
     table.num_in_flight[slots] = num_tokens
     table.num_units_in_flight += len(slots)
-    width = max(table.capacity.take(slots).tolist()) // table.block_size
-    fixed = table.fixed_columns(slots)
+    fixed, is_hashed = table.fixed_columns(slots), table.num_hashed > 0
     return Units(
         slot=slots,
         serial=fixed.serial,
         service_class=fixed.service_class,
         start=start,
         num_tokens=num_tokens,
-        write_start=np.maximum(start, fixed.write_start),
+        write_start=start if is_hashed else np.maximum(start, fixed.write_start),
         logits=logits,
-        block_tables=table.block_table[slots, :width],  # `take` would copy the whole table first
+        block_tables=_NO_TABLES[: len(slots)] if is_hashed else _block_tables(table, slots),
         sampling=fixed.sampling,
-        token_ids=None if table.num_hashed else _token_ids(table, slots, start, num_tokens),
+        token_ids=None if is_hashed else _token_ids(table, slots, start, num_tokens),
         next_token_ids=following,
         edits=edits,
     )
+
+
+def _block_tables(table: SequenceTable, slots: Slots) -> Int32s:
+    """The units' blocks, and whatever follows them in the rows of the table."""
+    width = max(table.capacity[slots].tolist()) // table.block_size
+    return table.block_table[slots, :width]  # `take` would copy the whole table first
 
 
 def _token_ids(table: SequenceTable, slots: Slots, start: Int32s, num_tokens: Int32s) -> Int32s:

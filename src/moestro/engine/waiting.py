@@ -84,13 +84,15 @@ class WaitingQueue:
         self.policy = policy
         self._pool = pool
         self._block_size = block_size
+        # Rows are written when the order of several is asked for; a queue of one needs none.
         self._rows = np.empty(16, WAITING_COLUMNS)
         self._live = np.zeros(16, np.bool_)
+        self._num_written = 0
         self._sequences: list[Sequence | None] = []
         self._row_of: dict[int, int] = {}
         self.num_tokens = self.num_kept = 0
         self.num_ls = 0
-        self._order: NDArray[np.int64] = np.empty(0, np.int64)
+        self._order: NDArray[np.int64] | list[int] = []
         # The order holds in [_from_ns, _until_ns), as long as the prefix cache stays the same.
         self._from_ns = self._until_ns = 0
         self._pool_version = 0
@@ -102,14 +104,10 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         """Append `sequence`, which is not in the queue."""
         assert sequence.serial not in self._row_of, f"{sequence.request.request_id} is waiting already"
-        row = len(self._sequences)
-        if row == len(self._rows):
+        if len(self._sequences) == len(self._rows):
             self._compact()
-            row = len(self._sequences)
-        self._rows[row] = _row(sequence)
-        self._live[row] = True
+        self._row_of[sequence.serial] = len(self._sequences)
         self._sequences.append(sequence)
-        self._row_of[sequence.serial] = row
         self.num_tokens += sequence.num_tokens
         self.num_kept += sequence.num_kept
         self.num_ls += sequence.service_class == LS
@@ -118,10 +116,12 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Take `sequence`, which is in the queue, out of it."""
         row = self._row_of.pop(sequence.serial)
-        self._live[row] = False
         self._sequences[row] = None
+        if row < self._num_written:
+            self._live[row] = False
         if not self._row_of:
             self._sequences.clear()  # all rows are dead, and the next one is the first
+            self._num_written = 0
         self.num_tokens -= sequence.num_tokens
         self.num_kept -= sequence.num_kept
         self.num_ls -= sequence.service_class == LS
@@ -135,7 +135,7 @@ class WaitingQueue:
     def in_order(self, now_ns: int) -> Iterator[Sequence]:
         """Iterate over the sequences in order of admission; the queue must not change meanwhile."""
         self._sort(now_ns)
-        for row in self._order:
+        for row in self._order:  # mostly one or two of many
             sequence = self._sequences[row]
             assert sequence is not None, f"row {row} is dead"
             yield sequence
@@ -145,6 +145,7 @@ class WaitingQueue:
         self._sort(now_ns)
         if self._last is not None:
             return QueueOrder(*self._last, self._from_ns)
+        self._write_rows()
         rows = self._order
         view = self._view(self._rows.take(rows), lambda i: self._sequences[rows[i]])
         return QueueOrder(view, np.arange(len(rows)), self._from_ns)
@@ -166,12 +167,13 @@ class WaitingQueue:
         same_cache = not self.policy.reads_cache or self._pool_version == self._pool.version
         if self._from_ns <= now_ns < self._until_ns and same_cache:
             return
-        (rows,) = self._live.nonzero()
-        if len(rows) == 1:
-            self._order, self._from_ns, self._until_ns = rows, now_ns, FOREVER_NS
+        if len(self._row_of) == 1:
+            self._order, self._from_ns, self._until_ns = list(self._row_of.values()), now_ns, FOREVER_NS
             self._last = None
             self._pool_version = self._pool.version
             return
+        self._write_rows()
+        (rows,) = self._live.nonzero()
         # On structured rows `take` costs a tenth of indexing.
         view = self._view(self._rows.take(rows), lambda i: self._sequences[rows[i]])
         order = self.policy.order(view, now_ns)
@@ -193,8 +195,18 @@ class WaitingQueue:
             num_uncached[i] -= min(max(num_blocks * self._block_size, sequence.num_kept), num_tokens - 1)
         return num_uncached
 
+    def _write_rows(self) -> None:
+        """Write the rows of the sequences that came since the last call."""
+        for row in range(self._num_written, len(self._sequences)):
+            sequence = self._sequences[row]
+            if sequence is not None:
+                self._rows[row] = _row(sequence)
+                self._live[row] = True
+        self._num_written = len(self._sequences)
+
     def _compact(self) -> None:
         """Drop dead rows, and double the space when more than half of the rows are alive."""
+        self._write_rows()
         rows = np.flatnonzero(self._live)
         size = len(self._rows) * (2 if 2 * len(rows) > len(self._rows) else 1)
         kept = np.empty(size, WAITING_COLUMNS)
@@ -202,6 +214,7 @@ class WaitingQueue:
         self._rows = kept
         self._live = np.arange(size) < len(rows)
         self._sequences = [self._sequences[row] for row in rows.tolist()]
+        self._num_written = len(rows)
         self._row_of = {int(serial): row for row, serial in enumerate(kept["serial"][: len(rows)].tolist())}
 
 

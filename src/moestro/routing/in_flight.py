@@ -115,10 +115,12 @@ class InFlight:
         Raises:
             InvariantError: no request with this id is in flight.
         """
-        self.first_token(request_id)
-        flight = self._by_id.pop(request_id, None)
+        flight = self._by_id.get(request_id)
         if flight is None:
             raise InvariantError(f"request {request_id!r} ended and was not in flight")
+        if flight.is_prefilling:
+            self.first_token(request_id)
+        del self._by_id[request_id]
         columns, row = self._columns, self._rows[flight.engine]
         del row.flights[request_id]
         row.departed.append((now_ns, flight.submit_ns))

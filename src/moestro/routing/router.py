@@ -195,7 +195,7 @@ class Router:
                 say. A share, because the engine may count other tokens than the router.
         """
         self._take_reports()
-        is_computed = self._flights.is_computed(request_id)
+        is_computed = self._policy.needs.hits and self._flights.is_computed(request_id)
         flight = self._flights.ended(request_id, now_ns)
         if cached_share is not None and self._policy.needs.hits:
             self._learn(flight, cached_share)

@@ -19,7 +19,9 @@ from moestro.sim.engine import Ranks
 from moestro.sim.group import Seat
 from moestro.sim.results import ANSWERED, Results
 from moestro.sim.signals import AT_ONCE, Signals, SignalSettings
-from moestro.sim.world import Kind, World
+from moestro.sim.world import ARRIVAL, FIRST_ARRIVAL, STEP, World
+
+_BE = ServiceClass.BE  # to find the member of an enumeration costs more than to compare with it
 
 
 class Workload(Protocol):
@@ -100,11 +102,11 @@ class Cluster:
         self._await_next()
         while (event := world.next()) is not None:
             kind, number = event
-            if kind is Kind.STEP:
+            if kind == STEP:
                 if self.groups[number].next_ns == world.now_ns:  # else an arrival shortened the jump, and replaced it
                     self._turn(number, results)
                 continue
-            if kind is Kind.FIRST_ARRIVAL:
+            if kind == FIRST_ARRIVAL:
                 self._await_next()
             self._arrive(workload, number, results)
         self.signals.bring_all()
@@ -114,13 +116,13 @@ class Cluster:
         """Queue the next of the known arrivals. The queue holds one at a time, so that it stays small."""
         first = next(self._firsts, None)
         if first is not None:
-            self.world.at(first[0], Kind.FIRST_ARRIVAL, first[1])
+            self.world.at(first[0], FIRST_ARRIVAL, first[1])
 
     def _over(self, row: int) -> None:
         """Queue the request that follows `row`, which has ended."""
         following = self._arrivals.next_turn(row, self.world.now_ns)
         if following is not None:
-            self.world.at(following[1], Kind.ARRIVAL, following[0])
+            self.world.at(following[1], ARRIVAL, following[0])
 
     def _arrive(self, workload: Workload, row: int, results: Results) -> None:
         now_ns = self.world.now_ns
@@ -130,7 +132,7 @@ class Cluster:
         request, script = workload.make(row, now_ns)
         results.arrival_ns[row] = now_ns
         results.num_prompt_tokens[row] = request.num_prompt_tokens
-        results.is_best_effort[row] = request.service_class is ServiceClass.BE
+        results.is_best_effort[row] = request.service_class is _BE
         try:
             decision = self.router.submit(request, now_ns)
         except RequestError as error:
@@ -154,7 +156,7 @@ class Cluster:
             assert group.next_ns is not None
             for each in self._of_group[engine.group]:
                 self.signals.cut(each.number)
-            self.world.at(group.next_ns, Kind.STEP, engine.group)
+            self.world.at(group.next_ns, STEP, engine.group)
 
     def _turn(self, number: int, results: Results) -> None:
         world, group, engines = self.world, self.groups[number], self._of_group[number]
@@ -163,12 +165,13 @@ class Cluster:
             if engine.seat.plan is not None:
                 _count_prefill(engine, engine.seat.plan, group.began_ns, now_ns, results)
         outputs = group.turn(now_ns, world.next_ns)
-        for engine, output in zip(engines, outputs, strict=True):
+        for engine in engines:
+            output = outputs[engine.index]
             if output.sequences:
                 self._take(engine, output, results)
             self.signals.turned(engine.number, now_ns)
         if (next_ns := group.next_ns) is not None:
-            world.at(next_ns, Kind.STEP, number)
+            world.at(next_ns, STEP, number)
 
     def _take(self, engine: ClusterEngine, output: StepOutput, results: Results) -> None:
         """Record the first tokens and the ends of requests in a step's output."""
@@ -179,7 +182,7 @@ class Cluster:
                     without_token.remove(sequence.serial)
                     results.first_token_ns[engine.row_of[sequence.serial]] = now_ns
                     self.signals.first_token(sequence.request.request_id, now_ns)
-        for sequence, _ in output.ended():
+        for sequence in output.ended:
             row = engine.row_of.pop(sequence.serial)
             _note_end(results, row, sequence, now_ns)
             self.signals.ended(sequence.request.request_id, now_ns, len(sequence.generated))

@@ -105,7 +105,7 @@ class Seat:
 
     def forget_ended(self, output: StepOutput) -> None:
         """Drop the scripts of the sequences that have ended."""
-        for sequence, _ in output.ended():
+        for sequence in output.ended:
             self.scripts.forget(sequence.serial)
 
 
@@ -224,7 +224,7 @@ class Group:
         num_steps = len(self.ends)
         for seat in self.seats:
             if seat.kv_events is not None and len(seat.running):
-                capacity = seat.rank.scheduler.table.capacity.take(seat.running)
+                capacity = seat.rank.scheduler.table.capacity[seat.running]
                 quiet = steps_without_blocks(seat.computed, capacity, seat.rank.scheduler.settings.block_size)
                 num_steps = min(num_steps, self._num_taken + quiet)
         return int(self.ends[num_steps]) if num_steps < len(self.ends) else FOREVER_NS
@@ -251,7 +251,7 @@ class Group:
             output = self._advance(seat, len(self.ends))
         else:
             return StepOutput()
-        if output.sequences:
+        if output.ended:
             seat.forget_ended(output)
         return output
 
@@ -261,7 +261,9 @@ class Group:
         for seat in self.seats:
             scheduler = seat.rank.scheduler
             seat.running, seat.computed = _NO_SLOTS, _NOBODY
-            if not scheduler.has_work:
+            if not len(scheduler.table.running):
+                if len(scheduler.waiting):
+                    return STEPWISE
                 continue
             own = seat.jumps.horizon(now_ns)
             if own.num_steps == 0:
@@ -276,13 +278,16 @@ class Group:
     def _begin(self, now_ns: int) -> None:
         """Submit the plan of each rank that has one."""
         self.next_ns = None
+        begun, batches, num_moved = [], [], 0
         for seat in self.seats:
-            seat.plan = seat.rank.begin(now_ns)
-        begun = [seat.device for seat in self.seats if seat.plan is not None]
+            seat.plan, device = seat.rank.begin(now_ns), seat.device
+            batches.append(device.batch)
+            if seat.plan is not None:
+                begun.append(device)
+                num_moved = max(num_moved, device.take_num_moved())
         if not begun:
             return
-        num_moved = max([device.take_num_moved() for device in begun])
         moves_ns = self._prices.move_ns(num_moved) if num_moved else 0
-        self.next_ns = now_ns + moves_ns + self._prices.step_ns([seat.device.batch for seat in self.seats])
+        self.next_ns = now_ns + moves_ns + self._prices.step_ns(batches)
         for device in begun:
             device.finish_at(self.next_ns)

@@ -133,7 +133,7 @@ class _Voice:
         )
         if self._group.ends is not None and len(self._seat.running):
             moment.ends, moment.computed = self._group.ends, self._seat.computed
-            moment.capacity = self._rank.scheduler.table.capacity.take(self._seat.running)
+            moment.capacity = self._rank.scheduler.table.capacity[self._seat.running]
         moments.append(moment)
 
     def cut(self) -> None:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from heapq import heappop, heappush
 
 from moestro.core.clock import FOREVER_NS
 
-
-class Kind(IntEnum):
-    """Kinds of events. At the same nanosecond the smaller kind comes first.
-
-    A request that arrives exactly when a step ends enters the next step, as in a worker, which reads its inbox first.
-    """
-
-    FIRST_ARRIVAL = 0  # a request whose time is known from the start
-    ARRIVAL = 1  # a request that follows another
-    STEP = 2
+# Kinds of events: a request whose time is known from the start, one that follows another, and the end of a step. At the
+# same nanosecond the smaller kind comes first: a request that arrives exactly when a step ends enters the next step, as
+# in a worker, which reads its inbox first.
+FIRST_ARRIVAL, ARRIVAL, STEP = range(3)
 
 
 class World:
@@ -31,9 +24,9 @@ class World:
 
     def __init__(self) -> None:
         self.now_ns = 0
-        self._events: list[tuple[int, Kind, int]] = []
+        self._events: list[tuple[int, int, int]] = []
 
-    def at(self, time_ns: int, kind: Kind, number: int) -> None:
+    def at(self, time_ns: int, kind: int, number: int) -> None:
         """Schedule event `number` of `kind` at `time_ns`, which is not in the past."""
         assert time_ns >= self.now_ns, f"an event at {time_ns}, and it is {self.now_ns}"
         heappush(self._events, (time_ns, kind, number))
@@ -43,7 +36,7 @@ class World:
         """Time of the next event, or FOREVER_NS."""
         return self._events[0][0] if self._events else FOREVER_NS
 
-    def next(self) -> tuple[Kind, int] | None:
+    def next(self) -> tuple[int, int] | None:
         """Advance to the next event and return it; None means that the queue is empty."""
         if not self._events:
             return None

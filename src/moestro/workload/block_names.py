@@ -79,9 +79,10 @@ def _of_ids(ids: UInt64s, traced: int, wanted: int) -> UInt64s:
 
 def _of_stream(rows: Rows, index: int, num_blocks: int, block_size: int) -> UInt64s:
     """Number a stream's blocks. A block belongs to the last stream that has a token of its own in it."""
-    numbers = np.arange(num_blocks, dtype=np.uint64)
     if rows.streams is None or rows.stream is None:
-        return numbers + np.uint64(index << _POSITION_BITS)
+        first = index << _POSITION_BITS
+        return np.arange(first, first + num_blocks, dtype=np.uint64)
+    numbers = np.arange(num_blocks, dtype=np.uint64)
     segments = rows.streams.segments(int(rows.stream[index]))
     for i, (owner, start) in enumerate(segments):
         end = segments[i + 1][1] // block_size if i + 1 < len(segments) else num_blocks

@@ -19,6 +19,7 @@ from moestro.errors import ConfigError
 from moestro.workload.block_names import block_names, block_numbers, check_block_size
 from moestro.workload.rows import Rows
 
+_LS = ServiceClass.LS
 _NAMED_AT_ONCE = 64  # rows
 
 
@@ -93,7 +94,7 @@ class RequestMaker:
     def make(self, index: int, arrival_ns: int) -> tuple[Request, Script]:
         """Build row `index` with the given arrival, and its script."""
         rows = self.rows
-        num_prompt, num_output = int(rows.num_prompt_tokens[index]), int(rows.num_output_tokens[index])
+        num_prompt, num_output = rows.num_prompt_tokens.item(index), rows.num_output_tokens.item(index)
         names, num_bytes = self._names(index, num_prompt)
         request = Request(
             request_id=f"{self.form.name}-{index}",
@@ -102,7 +103,7 @@ class RequestMaker:
             arrival_ns=arrival_ns,
             block_hashes=names[:num_bytes],
             hash_key=self.form.hash_key,
-            service_class=ServiceClass.LS if rows.is_ls is None or rows.is_ls[index] else ServiceClass.BE,
+            service_class=_LS if rows.is_ls is None or rows.is_ls[index] else ServiceClass.BE,
             user=None if rows.user is None else f"user-{rows.user[index]}",
             session_id=None if rows.session is None else f"session-{rows.session[index]}",
         )

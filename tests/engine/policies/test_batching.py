@@ -22,7 +22,9 @@ def view_of(rows, num_in_flight=0) -> BatchView:
     is_decode = np.array([decode for _, decode, _ in rows], np.bool_)
     num_left = np.array([1 if decode else left for left, decode, _ in rows], np.int32)
     classes = np.array([service_class for *_, service_class in rows], np.uint8)
-    return BatchView(num_left, is_decode, np.zeros(len(rows), np.bool_), classes, num_in_flight)
+    view = BatchView(num_left, (num_left == 1) & ~is_decode, classes, num_in_flight)
+    assert (view.is_decode == is_decode).all()
+    return view
 
 
 def plain_fill(rows, limits, chosen):

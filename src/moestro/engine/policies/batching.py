@@ -42,10 +42,15 @@ class DecodeFirst:
 
     def room(self, view: BatchView, limits: BatchLimits) -> int:
         """Return the tokens that running sequences leave of the budget."""
-        return limits.token_budget - column_sum(np.minimum(view.num_left, limits.max_chunk))
+        total = column_sum(view.num_left)
+        if total > limits.max_chunk:
+            total = column_sum(np.minimum(view.num_left, limits.max_chunk))
+        return limits.token_budget - total
 
     def plan(self, view: BatchView, limits: BatchLimits) -> NDArray[np.int32]:
         """Plan decodes, then prefill chunks."""
+        if column_sum(view.num_left) <= min(limits.token_budget, limits.max_chunk):
+            return view.num_left  # no row is cut, as in most steps
         want = np.minimum(view.num_left, limits.max_chunk)
         if column_sum(want) <= limits.token_budget:
             return want
