@@ -155,7 +155,7 @@ class DecodeJumps:
             growth = self._gathered()
         computed = growth.columns[COMPUTED] + num_steps
         num_tokens = computed + ONE
-        self._advance_blocks(num_steps, growth)
+        self._advance_blocks(num_steps, growth, computed)
         self._scheduler.num_steps += num_steps
         table.num_computed[running] = computed
         table.num_tokens[running] = num_tokens
@@ -180,7 +180,7 @@ class DecodeJumps:
         _, until_last, until_short, until_full = _extremes(columns - columns[COMPUTED])
         return _Growth(running, self._scheduler.num_steps, columns, until_last, until_full, until_short)
 
-    def _advance_blocks(self, num_steps: int, growth: _Growth) -> None:
+    def _advance_blocks(self, num_steps: int, growth: _Growth, computed_then: Int32s) -> None:
         """Allocate and cache the blocks of `num_steps` steps, in the order of single steps."""
         table, pool, running = self._table, self._pool, growth.running
         computed, capacity, block_size = growth.columns[COMPUTED], growth.columns[CAPACITY], table.block_size
@@ -196,8 +196,10 @@ class DecodeJumps:
             return
         # No block enters the cache, so only the order of allocations matters.
         if num_steps > growth.until_short:
-            taken = blocks_taken(computed.tolist(), capacity.tolist(), block_size, num_steps)
-            slots = running.tolist()
+            short = true_rows(capacity < computed_then)
+            slots, starts, ends = running.tolist(), computed.tolist(), capacity.tolist()
+            slots, starts = [slots[row] for row in short], [starts[row] for row in short]
+            taken = blocks_taken(starts, [ends[row] for row in short], block_size, num_steps)
             table.add_blocks([slots[row] for row in taken], pool.allocate_many(len(taken)))
 
 
@@ -256,7 +258,6 @@ def blocks_taken(num_computed: list[int], capacity: list[int], block_size: int, 
     taken = [
         (position - computed, row)
         for row, computed in enumerate(num_computed)
-        if capacity[row] < computed + num_steps
         for position in range(capacity[row], computed + num_steps, block_size)
     ]
     taken.sort()

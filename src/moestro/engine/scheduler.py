@@ -269,8 +269,10 @@ class Scheduler:
                     self.state.preempt(victim, keeps=keeps)
             if slot not in dropped:
                 table.add_block(slot, self.pool.allocate())
+        if not dropped:
+            return slots, num_tokens, False
         remains = np.array([slot not in dropped for slot in slots.tolist()], np.bool_)
-        return slots[remains], num_tokens[remains], bool(dropped)
+        return slots[remains], num_tokens[remains], True
 
     def _record_preemption(
         self, victim: PreemptionVictim, by: Sequence, now_ns: int, *, is_for_class: bool = False
