@@ -1,4 +1,8 @@
-"""A rank's end of the connection to the API server. Its thread receives, so that the main loop never waits for it."""
+"""A rank's end of the connection to the API server. Its thread receives, so that the main loop never waits for it.
+
+While a step computes on the only core of an engine, the thread waits for that core. Between steps the main loop
+therefore also takes in what has arrived; else a request would often wait for one more step.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +87,7 @@ class Channel:
         )
         self.inbox_fd, self._inbox_write = _wake_pipe()
         self._inbox: SimpleQueue[ToRank] = SimpleQueue()
+        self._receiving = threading.Lock()  # held from reading to `_inbox`, so that messages keep their order
         self._parent_fd = parent_fd
         self._wake_read, self._wake_write = _wake_pipe()
         self._close_by_s: float | None = None
@@ -90,11 +95,13 @@ class Channel:
         self._thread.start()
 
     def receive(self, wait_s: float | None) -> list[ToRank]:
-        """Return all received messages. Waits up to `wait_s` for the first (None means no limit); with 0 under 1 µs."""
+        """Return all received messages. Waits up to `wait_s` for the first (None means no limit); 0 takes a few µs."""
         messages = []
-        if wait_s != 0:
+        if wait_s != 0 and not self.has_messages():
             with contextlib.suppress(Empty):
                 messages.append(self._inbox.get(timeout=wait_s))
+        elif wait_s == 0:
+            self._take_in()
         while not self._inbox.empty():
             messages.append(self._inbox.get())
         return messages
@@ -105,8 +112,16 @@ class Channel:
             os.read(self.inbox_fd, 4096)
 
     def has_messages(self) -> bool:
-        """Whether `receive` would return a message now; well under 1 µs."""
+        """Whether `receive` would return a message now; a few µs."""
+        if self._inbox.empty():
+            self._take_in()
         return not self._inbox.empty()
+
+    def _take_in(self) -> None:
+        """Read what has arrived, if this thread may."""
+        with self._receiving, contextlib.suppress(LostLinkError):  # the channel's thread ends the process
+            for message in self._link.look():
+                self._inbox.put(decode_to_rank(message))
 
     def send(self, message: FromRank) -> None:
         """Send `message`, or queue it for the thread to send."""
@@ -143,9 +158,10 @@ class Channel:
             is_all_sent = link.flush()
             if (beat := self._beats.next(self.num_steps, time.monotonic_ns(), owes=self.owes)) is not None:
                 link.offer(encode(beat))
-            for message in link.receive():
-                self._inbox.put(decode_to_rank(message))
-                _write_to_wake(self._inbox_write)
+            with self._receiving:
+                for message in link.receive():
+                    self._inbox.put(decode_to_rank(message))
+                    _write_to_wake(self._inbox_write)
         link.close()
 
 

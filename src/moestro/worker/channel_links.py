@@ -26,7 +26,10 @@ class LostLinkError(Exception):
 
 
 class ChannelLink(Protocol):
-    """Connection to the API server. The main loop calls `send`; the channel's thread calls all other methods."""
+    """Connection to the API server. The main loop calls `send` and `look`; the channel's thread all other methods.
+
+    One thread at a time may call `look` or `receive`.
+    """
 
     def open(self) -> None:
         """Connect."""
@@ -54,6 +57,10 @@ class ChannelLink(Protocol):
         Raises:
             LostLinkError: The connection broke.
         """
+        ...
+
+    def look(self) -> list[bytes]:
+        """Do as `receive`, in the main loop. Returns nothing where only the thread may read."""
         ...
 
     def close(self) -> None:
@@ -119,6 +126,10 @@ class LocalLink:
         if messages is None:
             raise LostLinkError("the connection to the API server broke")
         return messages
+
+    def look(self) -> list[bytes]:
+        """Implement `ChannelLink.look`."""
+        return [] if self._stream is None else self.receive()
 
     def close(self) -> None:
         """Implement `ChannelLink.close`."""
@@ -202,6 +213,10 @@ class ZmqLink:
         while is_readable(self._socket):
             messages.append(self._socket.recv(zmq.NOBLOCK))
         return messages
+
+    def look(self) -> list[bytes]:
+        """Implement `ChannelLink.look`: only one thread may use a socket of ZeroMQ."""
+        return []
 
     def close(self) -> None:
         """Implement `ChannelLink.close`."""
