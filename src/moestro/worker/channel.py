@@ -118,9 +118,11 @@ class Channel:
         return not self._inbox.empty()
 
     def _take_in(self) -> None:
-        """Read what has arrived, if this thread may."""
+        """Read what has arrived, if the main loop may."""
+        if not self._link.has_arrivals():
+            return
         with self._receiving, contextlib.suppress(LostLinkError):  # the channel's thread ends the process
-            for message in self._link.look():
+            for message in self._link.receive():
                 self._inbox.put(decode_to_rank(message))
 
     def send(self, message: FromRank) -> None:

@@ -26,9 +26,9 @@ class LostLinkError(Exception):
 
 
 class ChannelLink(Protocol):
-    """Connection to the API server. The main loop calls `send` and `look`; the channel's thread all other methods.
+    """Connection to the API server. The main loop calls `send` and `has_arrivals`, the channel's thread all others.
 
-    One thread at a time may call `look` or `receive`.
+    After `has_arrivals` the main loop may also call `receive`, if the thread does not at the same time.
     """
 
     def open(self) -> None:
@@ -59,8 +59,8 @@ class ChannelLink(Protocol):
         """
         ...
 
-    def look(self) -> list[bytes]:
-        """Do as `receive`, in the main loop. Returns nothing where only the thread may read."""
+    def has_arrivals(self) -> bool:
+        """Whether the main loop can read something now; False where only the thread may read."""
         ...
 
     def close(self) -> None:
@@ -75,6 +75,7 @@ class LocalLink:
         self._path, self._identity = path, identity
         self._lock = threading.Lock()  # held by the thread that sends
         self._stream: LocalStream | None = None
+        self._arrivals = select.poll()  # of the main loop
         self._early: list[bytes] = []  # sent before the connection is open
 
     def open(self) -> None:
@@ -84,6 +85,7 @@ class LocalLink:
             connection.connect(self._path)
         except OSError as error:
             raise LostLinkError(f"cannot connect to {self._path}: {error}") from error
+        self._arrivals.register(connection, select.POLLIN)
         with self._lock:
             self._stream = LocalStream(connection)
             for message in (self._identity, *self._early):
@@ -127,9 +129,9 @@ class LocalLink:
             raise LostLinkError("the connection to the API server broke")
         return messages
 
-    def look(self) -> list[bytes]:
-        """Implement `ChannelLink.look`."""
-        return [] if self._stream is None else self.receive()
+    def has_arrivals(self) -> bool:
+        """Implement `ChannelLink.has_arrivals`. An empty read would cost an exception."""
+        return self._stream is not None and bool(self._arrivals.poll(0))
 
     def close(self) -> None:
         """Implement `ChannelLink.close`."""
@@ -214,9 +216,9 @@ class ZmqLink:
             messages.append(self._socket.recv(zmq.NOBLOCK))
         return messages
 
-    def look(self) -> list[bytes]:
-        """Implement `ChannelLink.look`: only one thread may use a socket of ZeroMQ."""
-        return []
+    def has_arrivals(self) -> bool:
+        """Implement `ChannelLink.has_arrivals`: only one thread may use a socket of ZeroMQ."""
+        return False
 
     def close(self) -> None:
         """Implement `ChannelLink.close`."""
