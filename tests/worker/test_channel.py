@@ -126,6 +126,57 @@ def test_messages_go_both_ways(address, parent_fd):
     on_loop(address, test)
 
 
+def test_a_message_needs_no_turn_of_the_channels_thread(address, parent_fd):
+    """On the only core of an engine the thread may not run before the next step is planned."""
+
+    async def test(wire, inbox):
+        channel = Channel(address, identity_of(0, 0), parent_fd)
+        channel.send(Phase("load", 1.5))
+        await inbox.get()
+        link, may_go_on, is_held = channel._link, threading.Event(), threading.Event()
+        wait = link.wait
+
+        def held(fds, timeout_ms):
+            is_held.set()
+            may_go_on.wait(PATIENCE_S)
+            return wait(fds, timeout_ms)
+
+        link.wait = held
+        wire.send(0, Abort(("first",)))  # ends the wait that runs now
+        await asyncio.to_thread(is_held.wait, PATIENCE_S)
+        for number in range(20):
+            wire.send(0, Abort((f"r{number}",)))
+        got = await asyncio.to_thread(lambda: [message for _ in range(1000) for message in channel.receive(0)])
+        may_go_on.set()
+        assert got == [Abort(("first",)), *(Abort((f"r{number}",)) for number in range(20))]
+        await asyncio.to_thread(channel.close)
+
+    on_loop(address, test)
+
+
+def test_messages_keep_their_order_whoever_reads_them(address, parent_fd):
+    async def test(wire, inbox):
+        channel = Channel(address, identity_of(0, 0), parent_fd)
+        channel.send(Phase("load", 1.5))
+        await inbox.get()
+        got = []
+
+        def read() -> None:
+            while len(got) < 3000:
+                got.extend(channel.receive(0 if len(got) % 2 else 0.001))
+
+        reading = asyncio.create_task(asyncio.to_thread(read))
+        for number in range(3000):
+            wire.send(0, Abort((f"r{number}",)))
+            if number % 7 == 0:
+                await asyncio.sleep(0)
+        await reading
+        assert got == [Abort((f"r{number}",)) for number in range(3000)]
+        await asyncio.to_thread(channel.close)
+
+    on_loop(address, test)
+
+
 @LOOPBACK
 def test_members_meet_over_tcp_and_a_stranger_is_refused_and_counted(parent_fd, host):
     keys = new_curve_keys()
