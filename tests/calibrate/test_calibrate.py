@@ -101,7 +101,7 @@ class InstantDevice:
         self._results.append(StepResult(item.units.slot, np.zeros(len(item.units), np.int32)))
 
     def move_blocks(self, moves, now_ns: int) -> None:
-        """It holds no KV."""
+        """Do nothing, because this device has no KV."""
 
     def poll(self, now_ns: int) -> list[StepResult]:
         results, self._results = self._results, []

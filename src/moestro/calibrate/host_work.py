@@ -80,7 +80,7 @@ class StepTimer:
         self.found: list[MeasuredStep] = []
         self.num_running = 0
         self._began_ns: int | None = None
-        self._ended_ns: int | None = None  # None while the device works
+        self._ended_ns: int | None = None  # of the last step with a result
         self._gap_ns: int | None = None
         self._has_chunk = self._had_chunk = False  # the last step, and the one before it
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,41 +12,21 @@ from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
 
-class Workspace:
-    """Memory for arrays that live for one exchange. New memory would cost more than the arithmetic in it."""
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.float32)
-
-    def floats(self, *shape: int) -> NDArray[np.float32]:
-        """Return float32[shape] without values. It shares memory with the arrays returned before."""
-        size = math.prod(shape)
-        if size > len(self._memory):
-            self._memory = np.empty(size, np.float32)
-        return self._memory[:size].reshape(shape)
-
-
 @dataclass(slots=True, eq=False)
 class Packing:
-    """Copies in slots, changed in place by exchanges. Arrays are made contiguous: exchanges write into flat views.
+    """Copies in slots, changed in place by exchanges.
 
     Attributes:
         expert: int64[batches, devices, slots].
         share: float64[batches, devices, slots].
         work: float64[batches, devices, slots], seconds of each copy at speed 1.
         held: bool[batches, experts + 1, devices], who holds what.
-        workspace: Memory for exchanges.
     """
 
     expert: Experts
     share: Floats
     work: Floats
     held: NDArray[np.bool_] = field(repr=False)
-    workspace: Workspace = field(default_factory=Workspace, repr=False)
-
-    def __post_init__(self) -> None:
-        self.expert, self.share = np.ascontiguousarray(self.expert), np.ascontiguousarray(self.share)
-        self.work, self.held = np.ascontiguousarray(self.work), np.ascontiguousarray(self.held)
 
     def of_layers(self, layers: NDArray[np.integer]) -> Packing:
         """Return a copy of some batches."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from moestro.core.expert_table import EMPTY
 from moestro.placement.budget import Allowance
-from moestro.placement.copies import Packing, Workspace
+from moestro.placement.copies import Packing
 from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
@@ -115,7 +115,7 @@ def exchange(
     batch, one, other = pairs
     floor = target[batch][:, None]
     sides = _Sides.of(problem, packing, np.repeat(batch, one.shape[1]), np.stack([one.ravel(), other.ravel()]))
-    best, gain = _best_exchanges(sides, np.repeat(floor, one.shape[1]), packing.workspace)
+    best, gain = _best_exchanges(sides, np.repeat(floor, one.shape[1]))
     best, gain = best.reshape(2, *one.shape), gain.reshape(one.shape)
     if one_each:
         row, pair = np.arange(len(batch)), gain.argmax(axis=1)
@@ -179,7 +179,7 @@ class _Sides:
         return cls(slow, work, load, cost)
 
 
-def _best_exchanges(sides: _Sides, floor: Floats, workspace: Workspace) -> tuple[Experts, Floats]:
+def _best_exchanges(sides: _Sides, floor: Floats) -> tuple[Experts, Floats]:
     """Return the slots whose exchange leaves each pair with the least key, and what it gains.
 
     The key is the larger load of the pair above the floor, 0 below it, plus the costs of both copies.
@@ -197,13 +197,12 @@ def _best_exchanges(sides: _Sides, floor: Floats, workspace: Workspace) -> tuple
     gives, takes = sides.work * sides.slow, sides.work * sides.slow[::-1]
     one = np.zeros((3, num_slots, num_pairs), np.float32)
     other = np.zeros_like(one)
-    key, term = workspace.floats(2, num_slots, num_slots, num_pairs)
     one[0], one[1] = above[0] - gives[:, 0], above[1] + takes[:, 0]
     other[0], other[1] = takes[:, 1], -gives[:, 1]
     one += sides.cost[:, 0]
     other += sides.cost[:, 1]
-    np.add(one[0][:, None], other[0], out=key)
-    np.add(one[1][:, None], other[1], out=term)
+    key = one[0][:, None] + other[0]
+    term = one[1][:, None] + other[1]
     np.maximum(key, term, out=key)
     np.add(one[2][:, None], other[2], out=term)
     np.maximum(key, term, out=key)
@@ -231,18 +230,11 @@ def swap(packing: Packing, batch: Experts, one: tuple[Experts, Experts], other: 
         batch: int64[exchanges].
         one, other: Twice int64[exchanges]: devices and slots.
     """
-    _, num_devices, num_slots = packing.expert.shape
-    # Flat arrays, as in `_Sides.of`.
-    first = (batch * num_devices + one[0]) * num_slots + one[1]
-    second = (batch * num_devices + other[0]) * num_slots + other[1]
-    expert, held = packing.expert.reshape(-1), packing.held.reshape(-1)
-    expert_one, expert_other = expert.take(first), expert.take(second)
-    num_rows = packing.held.shape[1]
-    row_one, row_other = ((batch * num_rows + each % num_rows) * num_devices for each in (expert_one, expert_other))
-    held[row_one + one[0]] = False
-    held[row_other + other[0]] = False
-    held[row_one + other[0]] = expert_one != EMPTY
-    held[row_other + one[0]] = expert_other != EMPTY
-    expert[first], expert[second] = expert_other, expert_one
-    for figures in (packing.share.reshape(-1), packing.work.reshape(-1)):
-        figures[first], figures[second] = figures.take(second), figures.take(first)
+    first, second = (batch, *one), (batch, *other)
+    expert_one, expert_other = packing.expert[first], packing.expert[second]
+    packing.held[batch, expert_one, one[0]] = False
+    packing.held[batch, expert_other, other[0]] = False
+    packing.held[batch, expert_one, other[0]] = expert_one != EMPTY
+    packing.held[batch, expert_other, one[0]] = expert_other != EMPTY
+    for figures in (packing.expert, packing.share, packing.work):
+        figures[first], figures[second] = figures[second], figures[first]

@@ -41,14 +41,14 @@ class SearchLimits:
     """How far a search goes.
 
     Attributes:
-        target: Mean load over largest load at which a layer is left alone.
+        target: Mean load over largest load at which a layer is left alone: a number, or float64[batches].
         slack: Part of its load that a device may have more so that rows travel less.
         num_rounds: Rounds of exchanges for balance.
         num_turns: Rotations of pairs of devices that exchange copies so that rows travel less.
         num_share_steps: Newton steps for shares; 0 leaves the copies of an expert equal parts.
     """
 
-    target: float
+    target: Floats | float
     slack: float
     num_rounds: int
     num_turns: int
@@ -88,39 +88,21 @@ def pack_anew(problem: PlaceProblem) -> Packing:
     return packing_of(problem, expert, even_shares(expert, problem.shape[1]))
 
 
-def settle(
-    problem: PlaceProblem,
-    packing: Packing,
-    limits: SearchLimits,
-    allowance: Allowance,
-    target: Floats | None = None,
-) -> None:
-    """Exchange copies and divide tokens until devices are level; then shorten ways of rows.
-
-    Args:
-        target: Target of each batch, float64[batches]. None means that of the limits.
-    """
-    level(problem, packing, limits, allowance, target)
+def settle(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
+    """Exchange copies and divide tokens until devices are level; then shorten ways of rows."""
+    level(problem, packing, limits, allowance)
     shorten(problem, packing, limits, allowance)
 
 
-def level(
-    problem: PlaceProblem,
-    packing: Packing,
-    limits: SearchLimits,
-    allowance: Allowance,
-    target: Floats | None = None,
-) -> None:
-    """Exchange copies and divide tokens until devices are as level as the target asks, which is as in `settle`."""
-    wanted: Floats | float = limits.target if target is None else target
+def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
+    """Exchange copies and divide tokens until devices are as equally loaded as the target asks."""
     least, even = least_load(problem, packing), problem.even_load(packing.work)
-    goal = Goal(least / wanted, even / wanted)
+    goal = Goal(least / limits.target, even / limits.target)
     num_rounds = limits.num_rounds * _turns(problem)
     if not _can_share(problem):
         if allowance.is_limited:
-            relieve_heaviest(
-                problem, packing, goal, num_rounds, allowance
-            )  # What it leaves is for the exchanges below.
+            # What it leaves is for the exchanges below.
+            relieve_heaviest(problem, packing, goal, num_rounds, allowance)
         else:
             is_hot = fill_hottest(problem, packing, goal.each)
             # The others become level too, so that in the next window few can be the largest.
@@ -172,7 +154,7 @@ def _turns(problem: PlaceProblem) -> int:
     return math.ceil(problem.shape[3] / SLOTS_A_TURN)
 
 
-def is_level(problem: PlaceProblem, packing: Packing, target: float) -> NDArray[np.bool_]:
+def is_level(problem: PlaceProblem, packing: Packing, target: Floats | float) -> NDArray[np.bool_]:
     """Return bool[batches], whether the least possible load over the largest load reaches the target."""
     largest: Floats = problem.load(packing.work).max(axis=1)
     return least_load(problem, packing) >= target * largest * (1 - 1e-9)

@@ -156,7 +156,7 @@ class EventStream:
 
     def has_room(self, num_bytes: int = 0) -> bool:
         """Whether `put` may send `num_bytes` without waiting for the client."""
-        transport = self._transport  # a closed one says so
+        transport = self._transport  # kept after it closes: `is_closing` tells
         return (
             transport is not None
             and not transport.is_closing()

@@ -97,11 +97,10 @@ class Channel:
     def receive(self, wait_s: float | None) -> list[ToRank]:
         """Return all received messages. Waits up to `wait_s` for the first (None means no limit); 0 takes a few µs."""
         messages = []
-        if wait_s != 0 and not self.has_messages():
+        self._take_in()
+        if wait_s != 0 and self._inbox.empty():
             with contextlib.suppress(Empty):
                 messages.append(self._inbox.get(timeout=wait_s))
-        elif wait_s == 0:
-            self._take_in()
         while not self._inbox.empty():
             messages.append(self._inbox.get())
         return messages

@@ -35,7 +35,7 @@ CLOSER = 0.25
 ROUNDING = 1e-9  # of the seconds of a step; a smaller gain is none
 
 
-def closer(target: float) -> float:
+def closer(target: Floats | float) -> Floats | float:
     """Return the target of a layer that is placed anew."""
     return 1 - (1 - target) * CLOSER
 
@@ -194,7 +194,7 @@ class _Plan:
         if len(layers):
             target = np.where(np.isin(layers, far), closer(limits.target), limits.target)
             changed = plan.of_layers(layers)
-            settle(self.problem.of_layers(layers), changed, limits, allowance, target)
+            settle(self.problem.of_layers(layers), changed, replace(limits, target=target), allowance)
             plan.put(layers, changed)
         return plan
 
