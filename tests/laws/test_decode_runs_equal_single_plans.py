@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 from support.fake_device import VOCAB_SIZE, make_request
 from support.plain_grammar import backend
 
-from moestro.core.request import ServiceClass, TokenLogprobs
+from moestro.core.load_figures import IDLE
+from moestro.core.request import NewTokens, Output, ServiceClass, TokenLogprobs
 from moestro.core.views import BatchLimits, BatchView
 from moestro.core.work import Plan, StepResult, Units
+from moestro.engine.rank import outputs_of
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
+from moestro.wire.messages import Outputs, decode_from_rank, encode
 
 BLOCK_SIZE, LONGEST, NUM_REQUESTS = 4, 60, 10
 COLUMNS = [name for name in Units.__struct_fields__ if name not in {"block_tables", "edits"}]
@@ -72,7 +75,14 @@ def columns_of(plan: Plan, scheduler: Scheduler) -> list:
 
 def rows_of(output: StepOutput) -> list:
     names = [sequence.request.request_id for sequence in output.sequences]
-    return [names, output.token_ids, output.finish_reasons, output.logprobs, output.prompt_logprobs]
+    ended = [sequence.request.request_id for sequence in output.ended]
+    return [names, output.token_ids, output.finish_reasons, output.logprobs, output.prompt_logprobs, ended]
+
+
+def heard(output: StepOutput) -> list[Output]:
+    """Return what the API server reads. Figures of the prompt come with the first output, and may lack later."""
+    message = decode_from_rank(encode(Outputs(outputs_of(output), IDLE)))
+    return [msgspec.structs.replace(each, num_cached_tokens=0, admitted_ns=0) for each in message.outputs]
 
 
 def state_of(scheduler: Scheduler) -> list:
@@ -101,7 +111,7 @@ class Twins:
         self.schedulers[1].decode_run.look_at = lambda units: None
         for each in self.schedulers:
             each.use_grammars(backend(VOCAB_SIZE))
-        self.seed, self.num_runs = seed, 0
+        self.seed, self.num_runs, self.num_bare = seed, 0, 0
 
     def step(self, now_ns: int, rng: np.random.Generator, names: list[str]) -> None:
         plans = [each.schedule(now_ns) for each in self.schedulers]
@@ -117,6 +127,8 @@ class Twins:
             for piece in pieces(answer(plans[0], self.seed), rng):
                 outputs = [each.update(piece, now_ns) for each in self.schedulers]
                 assert rows_of(outputs[0]) == rows_of(outputs[1])
+                assert heard(outputs[0]) == heard(outputs[1])
+                self.num_bare += isinstance(outputs_of(outputs[0]), NewTokens)
         if victim is not None:
             assert len({each.abort(victim, now_ns) for each in self.schedulers}) == 1
         self.schedulers[0].check()
@@ -166,10 +178,9 @@ def test_runs_change_neither_plans_nor_outputs_nor_state(seed, num_blocks, max_n
 
 def test_most_decodes_of_a_plain_history_are_in_runs():
     """Else the law would hold for want of runs."""
-    num_runs = [
-        run_twins(seed, num_blocks=80, max_num_seqs=8, max_num_batched_tokens=40).num_runs for seed in range(10)
-    ]
-    assert sum(num_runs) > 200
+    twins = [run_twins(seed, num_blocks=80, max_num_seqs=8, max_num_batched_tokens=40) for seed in range(10)]
+    assert sum(each.num_runs for each in twins) > 200
+    assert sum(each.num_bare for each in twins) > 200
 
 
 class OfFirstClass:

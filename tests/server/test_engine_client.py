@@ -10,7 +10,7 @@ from support.fake_rank import INFO
 from support.routers import router
 
 from moestro.core.load_figures import LoadFigures
-from moestro.core.request import FinishReason, Output, Request, SamplingParams, ServiceClass
+from moestro.core.request import FinishReason, NewTokens, Output, Request, SamplingParams, ServiceClass
 from moestro.errors import ConfigError, DrainingError, EngineDiedError, NoEngineError, QueueFullError
 from moestro.server.engine_client import UNASSIGNED_S, EngineClient
 from moestro.server.liveness import LivenessTimeouts
@@ -19,7 +19,7 @@ from moestro.server.request_state import MAX_MOVES, Interrupted
 from moestro.server.supervisor import Launching, Supervisor
 from moestro.web.errors import GenerationError, InternalError
 from moestro.web.prometheus import merge
-from moestro.wire.messages import Abort, Add, Failed, Outputs, Phase, Ready, Refused
+from moestro.wire.messages import Abort, Add, Failed, Outputs, Phase, Ready, Refused, decode_from_rank, encode
 
 
 def request(name: str, num_resumed_tokens: int = 0) -> Request:
@@ -96,6 +96,25 @@ def test_outputs_reach_the_inbox_and_the_last_one_ends_the_request():
         assert world.engines.loads[0].num_running == 3
 
     run(test)
+
+
+def test_further_tokens_of_a_step_reach_their_requests_without_an_object_of_each():
+    def test():
+        world = World(1)
+        inboxes = {name: world.submit(name) for name in "abc"}
+        world.engines.on_message(0, outputs(*(Output(request_id=name, token_ids=(1,)) for name in "abc")))
+        world.engines.abort("b")
+        message = Outputs(NewTokens(("a", "b", "c"), [7, 8, 9]), LoadFigures())
+        world.engines.on_message(0, decode_from_rank(encode(message)))
+        tokens = {name: [each.token_ids for each in iter_queue(inbox)] for name, inbox in inboxes.items()}
+        assert tokens == {"a": [(1,), (7,)], "b": [(1,)], "c": [(1,), (9,)]}
+        assert world.metrics.engines[0].num_generated_tokens == 5
+
+    run(test)
+
+
+def iter_queue(inbox: asyncio.Queue) -> list:
+    return [inbox.get_nowait() for _ in range(inbox.qsize())]
 
 
 def test_an_abort_reaches_the_rank_once_and_only_if_the_request_runs():

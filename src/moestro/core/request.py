@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, get_type_hints
@@ -222,3 +222,23 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token or the end
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     admitted_ns: int = 0  # time of first admission, by the rank's clock
+
+
+class NewTokens(msgspec.Struct, frozen=True, gc=False):
+    """One further token of each of some requests, and nothing else: what most steps yield, without objects of its rows.
+
+    Attributes:
+        request_ids: Each request.
+        token_ids: The token of each one.
+    """
+
+    request_ids: tuple[str, ...]
+    token_ids: list[int]
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[Output]:
+        """Yield the output of each request."""
+        for request_id, token_id in zip(self.request_ids, self.token_ids, strict=True):
+            yield Output(request_id=request_id, token_ids=(token_id,))

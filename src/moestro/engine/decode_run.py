@@ -40,6 +40,7 @@ class DecodeRun:
         self._running: Slots | None = None  # the table's array, which changes with its sequences; None means no run
         self._is_in_flight = False
         self._sequences: list[Sequence] = []
+        self._request_ids: tuple[str, ...] = ()
         self._stop_token_ids: frozenset[int] = frozenset()
         self._computed = _NOTHING  # int32[n], tokens with KV
         self._limits = _NOTHING  # int32[3, n], values of `_computed` at which something happens
@@ -79,6 +80,7 @@ class DecodeRun:
         """Take over from the plan `units`, which is in flight."""
         self._running, self._is_in_flight = running, True
         self._sequences = self._table.at_all(running)
+        self._request_ids = tuple(sequence.request.request_id for sequence in self._sequences)
         self._stop_token_ids = frozenset().union(*(sequence.stop_token_ids for sequence in self._sequences))
         self._computed = growth[COMPUTED]
         # The last token is sampled and never computed.
@@ -174,9 +176,11 @@ class DecodeRun:
             stopped = [row for row, (sequence, token) in pairs if token in sequence.stop_token_ids]
         for row in stopped:
             reasons[row] = FinishReason.STOP
-        output = StepOutput(self._sequences.copy(), tokens, reasons, dict(result.logprobs))
-        if at_last or stopped:
-            output.ended.extend(self._sequences[row] for row in sorted({*at_last, *stopped}))
+        ended = [self._sequences[row] for row in sorted({*at_last, *stopped})]
+        further = () if ended or result.logprobs else self._request_ids
+        output = StepOutput(
+            self._sequences.copy(), tokens, reasons, dict(result.logprobs), ended=ended, further=further
+        )
         self._state.finish_all(output)
         return output
 

@@ -23,6 +23,7 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
         logprobs: by row, of the sampled token.
         prompt_logprobs: by row, of the whole prompt, once.
         ended: the sequences with a finish reason, in the order of their rows.
+        further: ids of the requests of all rows, where each row is one further token and nothing else; else empty.
     """
 
     sequences: list[Sequence] = msgspec.field(default_factory=list)
@@ -31,6 +32,7 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
     logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     ended: list[Sequence] = msgspec.field(default_factory=list)
+    further: tuple[str, ...] = ()
 
     def add_failed(self, sequences: list[Sequence], has_failed_grammar: list[bool]) -> None:
         """Append a row for each of `sequences`, which ended without a token.

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from moestro.core.load_figures import IDLE
 from moestro.core.model_info import ModelInfo
@@ -367,7 +367,7 @@ class EngineClient:
         del self._unassigned[request_id]
         return True
 
-    def _deliver_all(self, engine: int, outputs: Sequence[Output], now_ns: int) -> None:
+    def _deliver_all(self, engine: int, outputs: Iterable[Output], now_ns: int) -> None:
         """Deliver the outputs of one step, and count its tokens."""
         metrics = self._metrics.engines[engine]
         num_before = metrics.num_prompt_tokens + metrics.num_generated_tokens

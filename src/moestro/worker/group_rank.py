@@ -42,10 +42,10 @@ class ExpertRank:
         """Refuse: workers of this group take no steps together."""
         raise InvariantError("a worker without attention was told to take part in a step")
 
-    def outputs(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> list[Output]:
+    def outputs(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> tuple[Output, ...]:
         """Compute, or take what the device has computed; replies leave through the links."""
         self._executor.poll(now_ns, is_wanted)
-        return []
+        return ()
 
     def begin(self, now_ns: int) -> None:
         """Start the next item."""

@@ -10,7 +10,7 @@ import msgspec
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import IDLE, LoadFigures, PaceCounts
-from moestro.core.request import Output, Request
+from moestro.core.request import NewTokens, Output, Request
 from moestro.core.scheduling_events import SchedulingEvent
 from moestro.core.work import IsWanted
 from moestro.engine.cache_events import UNCHANGED, CacheChanges
@@ -35,7 +35,7 @@ class Steppable(Protocol):
         """Take part in a step of the rank's group."""
         ...
 
-    def outputs(self, now_ns: int, is_wanted: IsWanted = ...) -> list[Output]:
+    def outputs(self, now_ns: int, is_wanted: IsWanted = ...) -> tuple[Output, ...] | NewTokens:
         """Collect new outputs of requests. A device that works when polled works here, to the end or `is_wanted`."""
         ...
 
@@ -129,7 +129,8 @@ def run_rank(
     told = IDLE
     wait_s: float | None = 0  # a worker of a group may have got messages before it was ready
     while True:
-        messages = channel.receive(wait_s if rank.has_work else None)
+        has_just_looked = wait_s == 0 and rank.has_work  # it computes first, and looks then
+        messages = [] if has_just_looked else channel.receive(wait_s if rank.has_work else None)
         if not _obey(messages, rank, channel, now_ns, jobs):
             return
         num_steps = rank.num_steps
@@ -147,7 +148,7 @@ def run_rank(
         if outputs or load != told or cache is not UNCHANGED:
             pace = jobs.pace_counts()
             reported = load if pace is None else msgspec.structs.replace(load, pace=pace)
-            channel.send(Outputs(tuple(outputs), reported, as_of_ns, cache.stored, cache.removed))
+            channel.send(Outputs(outputs, reported, as_of_ns, cache.stored, cache.removed))
             told = load
         if not goes_on:
             return
