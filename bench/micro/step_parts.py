@@ -49,7 +49,7 @@ from moestro.model.pools import KVPools
 from moestro.model.results import compute_result
 from moestro.model.step import PagedStep
 from moestro.placement.settings import ExpertLoadSettings
-from moestro.wire.messages import Add, FromRank, Outputs, Shutdown, ToRank, decode_from_rank, encode
+from moestro.wire.messages import Add, Outputs, Shutdown, ToRank, decode_from_rank, encode
 from moestro.worker.channel import Channel
 from moestro.worker.expert_collection import ExpertCollection
 from moestro.worker.rank_loop import SideJobs, run_rank
@@ -169,6 +169,7 @@ class IdleDevice:
     """Answers each item with token 5 for all units; implements `Device`.
 
     Args:
+        count: Most units of an item.
         is_awake: Whether it keeps the core busy for the time of a step, as a CPU does, or sleeps, as the process of an
             accelerator does. After a sleep, the loop finds caches and clock as other processes and the host left them.
 
@@ -176,15 +177,16 @@ class IdleDevice:
         busy_ns: Processor time for which it kept the core busy.
     """
 
-    def __init__(self, *, is_awake: bool) -> None:
+    def __init__(self, count: int, *, is_awake: bool) -> None:
         self._is_awake = is_awake
+        self._token_ids = np.full(count, 5, np.int32)
         self.busy_ns = 0
         self._results: list[StepResult] = []
         self._counts = np.zeros(EXPERTS, np.int64)
 
     def launch(self, item: Forward, now_ns: int) -> None:
         slots = item.units.slot
-        self._results.append(StepResult(slots, np.full(len(slots), 5, np.int32), expert_counts=self._counts))
+        self._results.append(StepResult(slots, self._token_ids[: len(slots)], expert_counts=self._counts))
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
         raise AssertionError("nothing is preempted")
@@ -209,6 +211,7 @@ class CountingInbox:
 
     def __init__(self, channel: Channel, device: IdleDevice, requests: list[Request]) -> None:
         self._channel, self._device, self._requests = channel, device, requests
+        self.send = channel.send
         self.owes = True
         self._num_steps = 0
         self.spent_ns = self.process_ns = 0
@@ -237,9 +240,6 @@ class CountingInbox:
     def has_messages(self) -> bool:
         return self._channel.has_messages()
 
-    def send(self, message: FromRank) -> None:
-        self._channel.send(message)
-
 
 def decode_request(i: int, num_tokens: int) -> Request:
     key = hash_key("bench", None, str(i))
@@ -266,7 +266,7 @@ def loop_us(channel: Channel, count: int, *, is_awake: bool) -> tuple[float, flo
         max_num_batched_tokens=16 * count,
         max_num_queued_reqs=count + 1,
     )
-    device = IdleDevice(is_awake=is_awake)
+    device = IdleDevice(count, is_awake=is_awake)
     rank = build_rank(settings, device)
     collection = ExpertCollection(ExpertLoadSettings())
     rank.expert_observer = collection
@@ -292,7 +292,7 @@ def running_sink() -> Iterator[str]:
 
 def bare_loop_us(count: int, *, is_awake: bool) -> float:
     """Processor time of a step that consists of the device and of sending a message of `count` outputs."""
-    device, message = IdleDevice(is_awake=is_awake), encode(outputs_message(count))
+    device, message = IdleDevice(count, is_awake=is_awake), encode(outputs_message(count))
     with running_sink() as path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(path)
         for step in range(NUM_WARM + NUM_STEPS):

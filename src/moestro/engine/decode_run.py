@@ -42,7 +42,7 @@ class DecodeRun:
         self._sequences: list[Sequence] = []
         self._request_ids: tuple[str, ...] = ()
         self._stop_token_ids: frozenset[int] = frozenset()
-        self._computed = _NOTHING  # int32[n], tokens with KV
+        self._computed = self._num_tokens = _NOTHING  # int32[n], tokens with KV, and known tokens, which are one more
         self._limits = _NOTHING  # int32[3, n], values of `_computed` at which something happens
         self._is_at_limit = False  # whether any of them is reached
         self._next_at: Slots = _NO_SLOTS  # int64[n], of each sequence's next token in `_token_ids`
@@ -82,7 +82,7 @@ class DecodeRun:
         self._sequences = self._table.at_all(running)
         self._request_ids = tuple(sequence.request.request_id for sequence in self._sequences)
         self._stop_token_ids = frozenset().union(*(sequence.stop_token_ids for sequence in self._sequences))
-        self._computed = growth[COMPUTED]
+        self._computed, self._num_tokens = growth[COMPUTED], growth[TOKENS]
         # The last token is sampled and never computed.
         self._limits = np.stack((growth[LAST_TOKENS] - ONE, growth[CAPACITY], growth[FULL_AT]))
         self._next_at = running * self._table.token_ids.shape[1] + growth[TOKENS]
@@ -141,8 +141,7 @@ class DecodeRun:
             return None
         assert tokens is not None, "a plain result has tokens"
         self._is_in_flight = False
-        self._computed = computed = self._computed + ONE
-        num_tokens = computed + ONE
+        self._computed, self._num_tokens = computed, num_tokens = self._num_tokens, self._num_tokens + ONE
         table.num_units_in_flight -= len(running)
         table.num_in_flight[running] = _ZERO
         table.num_computed[running] = computed

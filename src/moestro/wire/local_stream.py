@@ -82,8 +82,8 @@ class LocalStream:
         """Return the descriptor to wait for."""
         return self._socket.fileno()
 
-    def send(self, message: bytes) -> None:
-        """Send `message`, or queue what the kernel does not take now.
+    def send(self, message: bytes) -> bool:
+        """Send `message`, or queue what the kernel does not take now. Returns whether nothing is queued.
 
         Raises:
             OSError: The connection is gone.
@@ -92,9 +92,10 @@ class LocalStream:
         if not self._unsent:
             num_sent = self._try(frame)
             if num_sent == len(frame):
-                return
+                return True
             frame = frame[num_sent:]
         self._unsent.append(memoryview(frame))
+        return False
 
     def flush(self) -> None:
         """Send what is queued, as far as the kernel takes it; raises as `send` does."""

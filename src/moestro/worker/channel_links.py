@@ -144,11 +144,11 @@ class LocalLink:
 
     @staticmethod
     def _put(stream: LocalStream, message: bytes) -> bool:
+        """Return whether the thread is to call `flush`."""
         try:
-            stream.send(message)
+            return not stream.send(message)
         except OSError:
             return False  # The thread reads the end of the connection, and ends the process.
-        return stream.num_queued > 0
 
 
 class ZmqLink:
