@@ -18,11 +18,10 @@ from moestro.core.clock import NS_PER_MS
 from moestro.core.curve_keys import CurveKeys
 from moestro.wire.local_stream import local_path
 from moestro.wire.messages import FromRank, Heartbeat, ToRank, decode_to_rank, encode
-from moestro.worker.channel_links import ChannelLink, LocalLink, LostLinkError, ZmqLink
+from moestro.worker.channel_links import LINGER_MS, ChannelLink, LocalLink, LostLinkError, ZmqLink
 
 logger = logging.getLogger(__name__)
 
-_LINGER_S = 2.0  # for the last messages, if the API server does not keep up
 ORPHANED = 3  # exit status of a rank whose parent, or the connection to it, is gone
 _DEAF = 4  # exit status of a rank whose channel thread failed, so that no message could reach it
 
@@ -130,8 +129,8 @@ class Channel:
             _write_to_wake(self._wake_write)
 
     def close(self) -> None:
-        """Send queued messages (for at most `_LINGER_S`) and disconnect."""
-        self._close_by_s = time.monotonic() + _LINGER_S
+        """Send queued messages (for at most `LINGER_MS`) and disconnect."""
+        self._close_by_s = time.monotonic() + LINGER_MS / 1e3
         _write_to_wake(self._wake_write)
         self._thread.join()
 

@@ -17,7 +17,7 @@ from moestro.wire.local_stream import LocalStream
 from moestro.wire.messages import MAX_MESSAGE_BYTES, MAX_QUEUED_MESSAGES
 from moestro.wire.readable import is_readable
 
-_LINGER_MS = 2000
+LINGER_MS = 2000  # for the last messages, if the API server does not keep up
 _RETRY_MS = 20  # until the next try while the API server does not keep up
 
 
@@ -64,7 +64,7 @@ class ChannelLink(Protocol):
         ...
 
     def close(self) -> None:
-        """Disconnect. Sent messages may take `_LINGER_MS` to leave."""
+        """Disconnect. Sent messages may take `LINGER_MS` to leave."""
         ...
 
 
@@ -167,7 +167,7 @@ class ZmqLink:
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
             (zmq.SNDHWM, MAX_QUEUED_MESSAGES),
             (zmq.RCVHWM, MAX_QUEUED_MESSAGES),
-            (zmq.LINGER, _LINGER_MS),
+            (zmq.LINGER, LINGER_MS),
         ):
             self._socket.setsockopt(option, value)
         secure_client(self._socket, self._keys)
