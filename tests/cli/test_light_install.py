@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support.placement_kernel import kernel
 from support.running import Running, complete
 
 from moestro.cli.extras import EXTRAS
@@ -122,6 +123,13 @@ def test_a_tokenizer_without_its_extra_says_what_to_install(tmp_path):
 def test_a_verb_without_its_extra_says_what_to_install(verb):
     done = light(verb)
     assert (done.returncode, done.stderr) == (2, missing(f"moestro {verb}", "serve"))
+
+
+def test_the_placement_kernel_needs_no_extra():
+    kernel()  # compiled, unless there is no compiler
+    code = f"{ABSENCE}; from moestro.placement.kernel.choice import search_kernel; print(search_kernel())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "SearchKernel" in done.stdout, done.stderr
 
 
 def test_place_needs_torch_only_for_dumps_of_sglang(tmp_path):

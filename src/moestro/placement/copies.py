@@ -28,6 +28,11 @@ class Packing:
     work: Floats
     held: NDArray[np.bool_] = field(repr=False)
 
+    def __post_init__(self) -> None:
+        # Flat views change these arrays, and the compiled kernel takes their addresses.
+        self.expert, self.share = np.ascontiguousarray(self.expert), np.ascontiguousarray(self.share)
+        self.work, self.held = np.ascontiguousarray(self.work), np.ascontiguousarray(self.held)
+
     def of_layers(self, layers: NDArray[np.integer]) -> Packing:
         """Return a copy of some batches."""
         return Packing(self.expert[layers], self.share[layers], self.work[layers], self.held[layers])
