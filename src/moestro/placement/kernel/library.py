@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.placement.copies import Packing
+from moestro.core.expert_table import EMPTY
+from moestro.placement.copies import Packing, QueuedCopies
 from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
@@ -27,11 +28,12 @@ class _Packing(ctypes.Structure):
     _fields_ = tuple((name, _POINTER) for name in ("expert", "share", "work", "held"))
 
 
-# Name of each function without its prefix -> types of its arguments after the problem and the placement.
+# Name of each function without its prefix -> types of its arguments after the problem.
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    "best_exchanges": (_INT, *[_POINTER] * 6),
-    "exchange": (_INT, _INT, *[_POINTER] * 4, _FLOAT, _INT, _POINTER),
-    "balance": (_POINTER, _POINTER, _INT, _INT, _FLOAT, _FLOAT),
+    "best_exchanges": (_POINTER, _INT, *[_POINTER] * 6),
+    "exchange": (_POINTER, _INT, _INT, *[_POINTER] * 4, _FLOAT, _INT, _POINTER),
+    "pack": (*[_POINTER] * 7, *[_INT] * 3, *[_POINTER] * 2),
+    "balance": (_POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT, _FLOAT),
 }
 
 
@@ -53,7 +55,7 @@ class SearchKernel:
                 function = loaded[f"moestro_{name}"]
             except AttributeError as error:
                 raise OSError(f"{path} has no function {name}") from error
-            function.argtypes, function.restype = (ctypes.POINTER(_Problem), ctypes.POINTER(_Packing), *types), None
+            function.argtypes, function.restype = (_POINTER, *types), None
             self._function[name] = function
 
     def best_exchanges(
@@ -108,9 +110,28 @@ class SearchKernel:
         largest, each = np.ascontiguousarray(largest), np.ascontiguousarray(each)
         self._function["balance"](*_state(problem, packing), largest.ctypes.data, each.ctypes.data, *rounds)
 
+    def pack(self, problem: PlaceProblem, room: Experts, copies: QueuedCopies) -> Experts:
+        """Place copies as `packing._place` does, and return what it returns.
 
-def _state(problem: PlaceProblem, packing: Packing) -> tuple[_Problem, _Packing]:
+        Args:
+            room: int64[devices], slots of each device.
+            copies: What is placed; its `load` is changed.
+        """
+        expert = np.full((problem.shape[0], *problem.room.shape), EMPTY, np.int64)
+        inputs = (copies.items, copies.item_work, copies.stay_s, copies.far_s, copies.adds, copies.joining_s, room)
+        arrays = [None if each is None else np.ascontiguousarray(each) for each in inputs]
+        addresses = [None if each is None else each.ctypes.data for each in arrays]
+        sizes = (copies.items.shape[1], copies.adds.shape[1], int(problem.speed.min() != problem.speed.max()))
+        self._function["pack"](_stated(problem), *addresses, *sizes, copies.load.ctypes.data, expert.ctypes.data)
+        return expert
+
+
+def _state(problem: PlaceProblem, packing: Packing) -> tuple[ctypes._CArgObject, ctypes._CArgObject]:
+    figures = (packing.expert, packing.share, packing.work, packing.held)
+    return _stated(problem), ctypes.byref(_Packing(*(each.ctypes.data for each in figures)))
+
+
+def _stated(problem: PlaceProblem) -> ctypes._CArgObject:
     row_s = None if problem.row_s is None else problem.row_s.ctypes.data
     arrays = (problem.speed.ctypes.data, problem.room.ctypes.data, row_s, problem.moved.ctypes.data)
-    figures = (packing.expert, packing.share, packing.work, packing.held)
-    return _Problem(*problem.shape, *arrays, problem.move_s), _Packing(*(each.ctypes.data for each in figures))
+    return ctypes.byref(_Problem(*problem.shape, *arrays, problem.move_s))
