@@ -13,10 +13,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.placement_kernel import kernel
 from support.running import Running, complete
 
 from moestro.cli.extras import EXTRAS
+from moestro.native.compiler import find_compiler
 
 ROOT = Path(__file__).parents[2]
 ABSENT = sorted({"scipy", "pandas"}.union(*EXTRAS.values()))
@@ -125,8 +125,12 @@ def test_a_verb_without_its_extra_says_what_to_install(verb):
     assert (done.returncode, done.stderr) == (2, missing(f"moestro {verb}", "serve"))
 
 
-def test_the_placement_kernel_needs_no_extra():
-    kernel()  # compiled, unless there is no compiler
+def test_place_compiles_the_placement_kernel_without_an_extra(tmp_path, monkeypatch):
+    if find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = light("place", ROOT / "examples" / "gptoss20b_mmlu.npz", "--devices", 8, "--slots-per-device", 5)
+    assert done.returncode == 0, done.stderr
     code = f"{ABSENCE}; from moestro.placement.kernel.choice import search_kernel; print(search_kernel())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert "SearchKernel" in done.stdout, done.stderr

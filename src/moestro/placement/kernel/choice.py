@@ -25,6 +25,12 @@ def search_kernel() -> SearchKernel | None:
     return None if _is_left_out.get() else kernel_search().look()
 
 
+def end_search(timeout_s: float) -> None:
+    """Wait for a compilation that has begun, so that the next process finds the kernel; else each would begin one."""
+    if kernel_search.cache_info().currsize:
+        kernel_search().wait(timeout_s)
+
+
 @contextmanager
 def without_kernel() -> Iterator[None]:
     """Let NumPy compute in the block, in this thread."""
