@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels into a wheel where a C++ compiler is at hand; without one the wheel is for any machine."""
+"""Compiles the C++ libraries into a wheel where a compiler is at hand; without one the wheel is for any machine."""
 
 from __future__ import annotations
 
@@ -10,34 +10,37 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_KERNELS = Path("src/moestro/model/kernels")
+_COMPILER = Path("src/moestro/native/compiler.py")
 
 
 class KernelBuildHook(BuildHookInterface):
-    """Adds the compiled kernels of each instruction set to a wheel that is no editable one."""
+    """Adds the compiled libraries of each instruction set to a wheel that is no editable one."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile before the files are collected."""
-        compiler = _load_compiler(Path(self.root) / _KERNELS / "compiler.py")
-        folder = Path(self.root) / _KERNELS / "prebuilt"
-        for stale in folder.glob("kernels-*.so"):
-            stale.unlink()
+        root = Path(self.root)
+        compiler = _load_compiler(root / _COMPILER)
+        for source in compiler.LIBRARIES:
+            for stale in source.prebuilt.glob(f"{source.name}-*.so"):
+                stale.unlink()
         if version == "editable":
             return
         try:
-            for chosen in compiler.built_sets():
-                compiler.compile_kernels(chosen, folder)
+            for source in compiler.LIBRARIES:
+                for chosen in source.built_sets():
+                    compiler.compile_library(source, chosen, source.prebuilt)
         except compiler.CompilerError as error:
-            self.app.display_warning(f"The wheel has no compiled CPU kernels: {error}")
+            self.app.display_warning(f"The wheel lacks compiled libraries: {error}")
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-        build_data["artifacts"].append(f"{_KERNELS}/prebuilt/kernels-*.so")
+        for source in compiler.LIBRARIES:
+            build_data["artifacts"].append(f"{source.prebuilt.relative_to(root)}/{source.name}-*.so")
 
 
 def _load_compiler(path: Path) -> Any:
     # The package itself cannot be imported: its dependencies are absent during a build.
-    spec = importlib.util.spec_from_file_location("kernel_compiler", path)
+    spec = importlib.util.spec_from_file_location("library_compiler", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -17,6 +17,7 @@ LEVELS = {"routing", "engine", "flow", "placement"}
 MAY_IMPORT = {
     "errors": set(),
     "core": set(),
+    "native": set(),
     "wire": {"core"},
     "text": {"core"},
     "grammar": {"core", "text"},
@@ -25,8 +26,8 @@ MAY_IMPORT = {
     "flow": {"core"},
     "engine": {"core", "flow"},
     "routing": {"core", "wire", "cost"},
-    "placement": {"core", "cost"},
-    "model": {"core"},
+    "placement": {"core", "native", "cost"},
+    "model": {"core", "native"},
     "config": {"core"},
     "web": {"core"},
     "sim": {"core", "wire", "cost", "workload", "config", *LEVELS},

@@ -7,7 +7,9 @@
 
 All policies plan on the same loads, seed by seed. A policy that cannot take a case is left out, and the reason is
 printed. Balance and rows are computed with the traffic model of `moestro.placement.score`; time is measured: processor
-time of the process, median of the repeats after one that warms up.
+time of the process, median of the repeats after one that warms up. `search` in the result says which code searched:
+the compiled kernel, or NumPy where there is none. In the parts fresh and dead, rows "moestro, NumPy" are the same plans
+without the kernel.
 
 fresh: plan from vLLM's placement of the start, on Zipf loads. drift: plan from the placement that --start made for the
 window before; policies that keep to limits are swept over the bytes that they may move. sources: nodes prefer different
@@ -35,6 +37,7 @@ from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.errors import MoestroError
 from moestro.placement.eplb import rebalance_experts
+from moestro.placement.kernel.choice import kernel_search, without_kernel
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.score import score
 
@@ -60,6 +63,7 @@ DRIFTS = {"10 % noise": (0.10, 0.0), "15 % noise, 10 % swapped": (0.15, 0.10)}
 SOURCE_BEDS = (Bed(DEEPSEEK_V3, 32, 9, 4), Bed(DEEPSEEK_V3, 64, 5, 8), Bed(QWEN3_30B, 2, 64, 2))
 STICKY = (0.0, 0.5, 0.9)
 REAL_BEDS = (Bed(GPT_OSS_20B, 8, 5, 2), Bed(GPT_OSS_20B, 8, 4, 2))
+BESIDE_NUMPY = ("fresh", "dead")  # parts in which plans are also timed without the compiled kernel
 BUDGETS = (0.01, 0.03, 0.05, 0.10, 0.15, 0.20, 0.30)  # parts of all copies whose bytes may move
 FRONT = (0.05, 0.15, 0.30)  # moved copies at most, for which the best balance is printed
 SLOW_S, QUICK_SLOW_S = 20.0, 2.0  # a policy that plans for longer is left out of the other trials of that case
@@ -248,6 +252,10 @@ class Results:
             found = self._try(trial, text, scene, repeats)
             if found is not None and trial.part == "drift":
                 self._sweep(trial, text, scene, found["moved"])
+            is_searched = text.split(":")[0] == "moestro" and kernel_search().library is not None
+            if found is not None and is_searched and trial.part in BESIDE_NUMPY:
+                with without_kernel():
+                    self._try(trial, text, scene, repeats, f"{text}, NumPy")
 
     def _sweep(self, trial: Trial, text: str, scene: Scene, moved: float) -> None:
         """Plan again under each budget below the share that a policy moved without one."""
@@ -375,8 +383,11 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 190)
     policies = asked.policies or default_policies()
     conditions = run_record("measured", "balance and rows are computed, times are measured")
+    has_kernel = kernel_search().wait() is not None  # before the first plan, so that all are made by the same code
+    search = "compiled kernel" if has_kernel else f"NumPy: {kernel_search().failure}"
+    console.print(f"Search: {search}")
     results = Results(QUICK_SLOW_S if asked.quick else SLOW_S)
-    figures: dict[str, object] = {"seeds": asked.seeds, "start": asked.start, "rows": asked.rows}
+    figures: dict[str, object] = {"seeds": asked.seeds, "start": asked.start, "rows": asked.rows, "search": search}
     for part in asked.parts:
         if part == "functions":
             beds, seeds = (QUICK_BEDS, range(1)) if asked.quick else (BEDS, range(asked.seeds))

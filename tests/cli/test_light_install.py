@@ -16,6 +16,7 @@ import pytest
 from support.running import Running, complete
 
 from moestro.cli.extras import EXTRAS
+from moestro.native.compiler import find_compiler
 
 ROOT = Path(__file__).parents[2]
 ABSENT = sorted({"scipy", "pandas"}.union(*EXTRAS.values()))
@@ -122,6 +123,17 @@ def test_a_tokenizer_without_its_extra_says_what_to_install(tmp_path):
 def test_a_verb_without_its_extra_says_what_to_install(verb):
     done = light(verb)
     assert (done.returncode, done.stderr) == (2, missing(f"moestro {verb}", "serve"))
+
+
+def test_place_compiles_the_placement_kernel_without_an_extra(tmp_path, monkeypatch):
+    if find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = light("place", ROOT / "examples" / "gptoss20b_mmlu.npz", "--devices", 8, "--slots-per-device", 5)
+    assert done.returncode == 0, done.stderr
+    code = f"{ABSENCE}; from moestro.placement.kernel.choice import search_kernel; print(search_kernel())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "SearchKernel" in done.stdout, done.stderr
 
 
 def test_place_needs_torch_only_for_dumps_of_sglang(tmp_path):

@@ -1,9 +1,7 @@
-"""Kernels come from the wheel, from the cache or from a compiler; without any, torch's serve."""
+"""Which CPU kernels a network gets: the best instruction set, by the choice of the settings; without any, torch's."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import threading
 from pathlib import Path
 
@@ -15,20 +13,9 @@ from support import own_kernels
 
 from moestro.errors import ConfigError
 from moestro.model.device import open_device
-from moestro.model.kernels import compiler, kernel_choice
-from moestro.model.kernels.compiler import is_whole, library_name
-from moestro.model.kernels.kernel_build import KernelBuild, cache_folder, choose_instruction_set, usable_sets
-
-NO_FOLDER = Path("/nonexistent")
-
-
-@pytest.fixture
-def compiled(tmp_path):
-    """A folder with the kernels of this machine."""
-    folder = tmp_path / "compiled"
-    folder.mkdir()
-    shutil.copy(own_kernels.kernels().path, folder)
-    return folder
+from moestro.model.kernels import kernel_choice
+from moestro.model.kernels.kernel_build import KernelBuild, choose_instruction_set, usable_sets
+from moestro.native.compiler import CPU_KERNELS
 
 
 @pytest.fixture
@@ -37,99 +24,8 @@ def no_compiler(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """Compilations, which copy the kernels that are there."""
-    made = []
-    source = own_kernels.kernels().path
-
-    def compile_kernels(chosen, folder):
-        made.append(chosen)
-        folder.mkdir(parents=True, exist_ok=True)
-        target = folder / library_name(chosen)
-        shutil.copy(source, f"{target}.new")
-        Path(f"{target}.new").replace(target)
-        return target
-
-    monkeypatch.setattr("moestro.model.kernels.kernel_build.compile_kernels", compile_kernels)
-    return made
-
-
-def build(prebuilt: Path = NO_FOLDER, cache: Path = NO_FOLDER) -> KernelBuild:
-    made = KernelBuild(prebuilt=prebuilt, cache=cache)
-    made.wait(60)
-    assert made.is_over
-    return made
-
-
-def test_the_wheel_s_kernels_come_first(compiled, no_compiler):
-    found = build(prebuilt=compiled)
-    assert found.library is not None
-    assert found.library.path.parent == compiled
-
-
-def test_without_a_compiler_there_are_none_and_the_reason_is_given(no_compiler, tmp_path):
-    found = build(cache=tmp_path)
-    assert found.library is None
-    assert found.failure == "no C++ compiler was found"
-
-
-def test_a_cache_serves_without_a_compiler(compiled, no_compiler):
-    assert build(cache=compiled).library is not None
-
-
-@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
-def test_a_damaged_cache_entry_is_compiled_again(damage, compiled, counted):
-    path = compiled / library_name(choose_instruction_set())
-    content = path.read_bytes()
-    damaged = {"cut": content[:5000], "empty": b"", "changed": content[:3000] + b"\0" * 64 + content[3064:]}[damage]
-    path.unlink()  # not in place: this process has loaded a copy of it
-    path.write_bytes(damaged)
-    assert not is_whole(path)
-    assert build(cache=compiled).library is not None
-    assert len(counted) == 1
-    assert is_whole(path)
-
-
-def test_builds_that_begin_together_compile_once(tmp_path, counted):
-    builds = [KernelBuild(prebuilt=NO_FOLDER, cache=tmp_path) for _ in range(4)]
-    assert all(each.wait(60) is not None for each in builds)
-    assert len(counted) == 1
-
-
-def test_a_folder_that_cannot_be_written_leaves_torch_s_kernels(tmp_path, counted):
-    (tmp_path / "file").write_text("in the way")
-    found = build(cache=tmp_path / "file" / "kernels")
-    assert found.library is None
-    assert found.failure
-
-
-def test_a_compiler_that_fails_is_quoted_and_leaves_no_file(tmp_path, monkeypatch):
-    broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho 'internal error 42' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    cache = tmp_path / "cache"
-    found = build(cache=cache)
-    assert "internal error 42" in found.failure
-    assert [path.name for path in cache.iterdir()] == ["lock"]
-
-
-def test_the_name_of_an_entry_changes_with_sources_and_flags(tmp_path, monkeypatch):
-    chosen = choose_instruction_set()
-    before = library_name(chosen)
-    assert library_name(chosen) == before
-    assert len({library_name(each) for each in compiler.built_sets()}) == len(compiler.built_sets())
-    shutil.copytree(compiler.SOURCES, tmp_path / "source")
-    monkeypatch.setattr(compiler, "SOURCES", tmp_path / "source")
-    assert library_name(chosen) == before
-    with (tmp_path / "source" / "linear.cpp").open("a") as file:
-        file.write("\n")
-    assert library_name(chosen) != before
-
-
 def test_each_machine_gets_the_best_set_whose_instructions_it_has(monkeypatch):
-    sets = {each.name: each for each in compiler.built_sets()}
+    sets = {each.name: each for each in CPU_KERNELS.built_sets()}
     if len(sets) == 1:
         pytest.skip("one set serves this kind of machine")
     for last in range(1, len(sets) + 1):  # a CPU that has the first ones
@@ -140,13 +36,6 @@ def test_each_machine_gets_the_best_set_whose_instructions_it_has(monkeypatch):
         )
         assert choose_instruction_set() is sets[names[-1]]
         assert [each.name for each in usable_sets()] == names
-
-
-def test_the_cache_follows_xdg(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "moestro" / "kernels"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path(os.path.expanduser("~/.cache/moestro/kernels"))  # noqa: PTH111
 
 
 def settings(directory: Path, kernels: str, dtype: str = "bfloat16"):

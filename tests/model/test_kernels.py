@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from moestro.model.attention import AttentionForm, Scoring, attend_paged
 from moestro.model.experts import combine
-from moestro.model.kernels.compiler import CompilerError
 from moestro.model.kernels.kernel_build import KernelBuild, usable_sets
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.library import KernelLibrary
@@ -19,6 +18,7 @@ from moestro.model.kernels.paged import KernelAttention
 from moestro.model.kernels.routed import KernelExperts
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
+from moestro.native.compiler import CompilerError
 
 BLOCK_SIZES = [4, 16]  # less than a group of keys, and a whole one
 

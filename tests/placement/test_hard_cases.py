@@ -164,3 +164,11 @@ def test_a_lost_expert_is_restored_where_it_harms_least():
     assert len(changed)
     held = packing.held[:, :32].any(axis=2)
     assert held.all()
+
+
+def test_a_layer_that_lost_all_of_its_load_is_restored():
+    load = even_load(np.array([[0.5, 0.3, 0.2, 0.0]]), 2)
+    view = first_view(load, 4)
+    table = replace(view.table, logical_of=np.array([[[0, 1, 2, EMPTY]], [[3, EMPTY, EMPTY, EMPTY]]], np.int32))
+    view = replace(view, table=table, devices=replace(view.devices, is_alive=np.array([False, True])))
+    assert (MoestroPlacement()(view).num_copies[1] == 1).all()

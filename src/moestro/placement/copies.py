@@ -28,6 +28,11 @@ class Packing:
     work: Floats
     held: NDArray[np.bool_] = field(repr=False)
 
+    def __post_init__(self) -> None:
+        # Flat views change these arrays, and the compiled kernel takes their addresses.
+        self.expert, self.share = np.ascontiguousarray(self.expert), np.ascontiguousarray(self.share)
+        self.work, self.held = np.ascontiguousarray(self.work), np.ascontiguousarray(self.held)
+
     def of_layers(self, layers: NDArray[np.integer]) -> Packing:
         """Return a copy of some batches."""
         return Packing(self.expert[layers], self.share[layers], self.work[layers], self.held[layers])
@@ -36,6 +41,29 @@ class Packing:
         """Replace some batches."""
         self.expert[layers], self.share[layers] = other.expert, other.share
         self.work[layers], self.held[layers] = other.work, other.held
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueuedCopies:
+    """Copies in the order in which they are placed.
+
+    Attributes:
+        items: int64[batches, copies], the expert of each; EMPTY pads.
+        item_work: float64[batches, copies], seconds at speed 1.
+        stay_s: float64[batches, copies], load that a device may have more to keep what it holds.
+        far_s: float64[batches, experts + 1, devices], load that a copy may cost more where it is near, or None.
+        adds: bool[batches, joined copies], of the first copies, whether each should take a device without any.
+        joining_s: float64[batches, joined copies], load that a device of the other kind counts more.
+        load: float64[batches, devices], loads at the beginning; changed.
+    """
+
+    items: Experts
+    item_work: Floats
+    stay_s: Floats
+    far_s: Floats | None
+    adds: NDArray[np.bool_]
+    joining_s: Floats
+    load: Floats
 
 
 def packing_of(problem: PlaceProblem, expert: Experts, share: Floats) -> Packing:

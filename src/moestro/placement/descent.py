@@ -1,4 +1,8 @@
-"""Exchanges copies between pairs of devices; all pairs of all layers at once."""
+"""Exchanges copies between pairs of devices; all pairs of all layers at once.
+
+Where the compiled kernel is present, it makes the same exchanges (`kernel/source/exchanges.cpp`); a change here is one
+there.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from numpy.typing import NDArray
 from moestro.core.expert_table import EMPTY
 from moestro.placement.budget import Allowance
 from moestro.placement.copies import Packing
+from moestro.placement.kernel.choice import search_kernel
 from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
@@ -38,6 +43,10 @@ def balance(problem: PlaceProblem, packing: Packing, goal: Goal, num_rounds: int
     Args:
         num_rounds: Rounds at most; in each one every heavy device makes one exchange at most.
     """
+    kernel = None if allowance.is_limited else search_kernel()
+    if kernel is not None:
+        kernel.balance(problem, packing, goal.largest, goal.each, (num_rounds, CYCLE, SLOW, LEAST_GAIN))
+        return
     batch, before = np.arange(len(goal.each)), np.full(len(goal.each), np.inf)
     for turn in range(num_rounds):
         load = problem.load(packing.work[batch])
@@ -112,10 +121,17 @@ def exchange(
     Returns:
         bool[batches], whether any pair of the batch made an exchange.
     """
+    kernel = search_kernel()
+    if kernel is not None and not allowance.is_limited:
+        return kernel.exchange(problem, packing, pairs, target, LEAST_GAIN, one_each=one_each)
     batch, one, other = pairs
     floor = target[batch][:, None]
-    sides = _Sides.of(problem, packing, np.repeat(batch, one.shape[1]), np.stack([one.ravel(), other.ravel()]))
-    best, gain = _best_exchanges(sides, np.repeat(floor, one.shape[1]))
+    each, devices = np.repeat(batch, one.shape[1]), np.stack([one.ravel(), other.ravel()])
+    floors = np.repeat(floor, one.shape[1])
+    if kernel is None:
+        best, gain = _best_exchanges(_Sides.of(problem, packing, each, devices), floors)
+    else:
+        best, gain = kernel.best_exchanges(problem, packing, each, devices, floors)
     best, gain = best.reshape(2, *one.shape), gain.reshape(one.shape)
     if one_each:
         row, pair = np.arange(len(batch)), gain.argmax(axis=1)
@@ -199,8 +215,10 @@ def _best_exchanges(sides: _Sides, floor: Floats) -> tuple[Experts, Floats]:
     other = np.zeros_like(one)
     one[0], one[1] = above[0] - gives[:, 0], above[1] + takes[:, 0]
     other[0], other[1] = takes[:, 1], -gives[:, 1]
-    one += sides.cost[:, 0]
-    other += sides.cost[:, 1]
+    # Rounded before they are added: compilers may leave out the way of a sum through single precision (GCC 12 does).
+    cost = sides.cost.astype(np.float32)
+    one += cost[:, 0]
+    other += cost[:, 1]
     key = one[0][:, None] + other[0]
     term = one[1][:, None] + other[1]
     np.maximum(key, term, out=key)

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.expert_table import EMPTY
+from moestro.placement.copies import QueuedCopies
+from moestro.placement.kernel.choice import search_kernel
 from moestro.placement.problem import TINY, Experts, PlaceProblem
 from moestro.placement.replicas import copy_work
 from moestro.placement.traffic import Floats
@@ -32,30 +34,40 @@ def pack(problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Flo
     Returns:
         int64[batches, devices, slots]
     """
-    num_batches, _, num_devices, num_slots = problem.shape
+    num_batches, _, num_devices, _ = problem.shape
     work = copy_work(problem, counts)
     are_joined = problem.room.sum() >= JOINED_SLOTS * num_devices
     items, is_again = _by_weight(work, counts, are_shared_first=are_joined)
     item_work = np.append(work, np.zeros((num_batches, 1)), axis=1)[np.arange(num_batches)[:, None], items]
     stay_s = np.broadcast_to(stay, (num_batches, 1, 1))[:, :, 0] * item_work
     far_s, joins = _far(problem, work, near), _joins(counts, items)[:, : None if are_joined else 0]
+    room = problem.room.sum(axis=1)
+    far_above = (work * counts).sum(axis=1, keepdims=True) * (1 / problem.speed).max() + 1.0
+    load = _first_loads(room, far_above)
+    copies = QueuedCopies(items, item_work, stay_s, far_s, joins < 0, far_above * (joins != 0), load)
+    kernel = search_kernel()
+    if kernel is not None:
+        return kernel.pack(problem, room, copies)
+    return _place(problem, room, copies, is_again)
+
+
+def _place(problem: PlaceProblem, room: NDArray[np.intp], copies: QueuedCopies, is_again: NDArray[np.bool_]) -> Experts:
+    """Place copies one after the other. The compiled kernel does the same (`kernel/source/packing.cpp`)."""
+    num_batches, _, num_devices, num_slots = problem.shape
+    items, item_work, adds, load = copies.items, copies.item_work, copies.adds, copies.load
     every, has_speeds = np.arange(num_batches), problem.speed.min() != problem.speed.max()
     may_not_fit = is_again | (items == EMPTY).any(axis=0)  # elsewhere, some device has room
-    room, slowness = problem.room.sum(axis=1), 1 / problem.speed
-    far_above = (work * counts).sum(axis=1, keepdims=True) * slowness.max() + 1.0
-    load = _first_loads(room, far_above)
-    # Devices that a copy should not take: filled ones where it adds a device to those that shared copies join.
-    is_filled, adds, joining_s = np.zeros(load.shape, np.bool_), joins < 0, far_above * (joins != 0)
+    slowness, is_filled = 1 / problem.speed, np.zeros(load.shape, np.bool_)
     expert = np.full((num_batches, num_devices, num_slots), EMPTY, np.int64)
     # Flat arrays: several times faster to index, in a loop of many small steps.
     placed, load_at = expert.reshape(-1), load.reshape(-1)
     filled, last = np.zeros(load.size, np.int64), np.full(load.size, EMPTY)
-    for k, moving_s in enumerate(_moving_s(problem, items, stay_s)):
+    for k, moving_s in enumerate(_moving_s(problem, items, copies.stay_s)):
         what, cost = items[:, k], moving_s + load
-        if far_s is not None:
-            cost += far_s[every, what]
-        if k < joins.shape[1]:
-            cost += (is_filled == adds[:, k, None]) * joining_s[:, k, None]
+        if copies.far_s is not None:
+            cost += copies.far_s[every, what]
+        if k < adds.shape[1]:
+            cost += (is_filled == adds[:, k, None]) * copies.joining_s[:, k, None]
         if has_speeds:
             cost += item_work[:, k, None] * slowness
         if is_again[k]:  # copies of an expert follow each other, so an earlier one is the device's last
@@ -69,7 +81,7 @@ def pack(problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Flo
         placed[at * num_slots + nth] = last[at] = what
         filled[at] = nth + 1
         load_at[at] = np.where(nth + 1 < room[device], load_at[at] + now, np.inf)
-        if k < joins.shape[1]:
+        if k < adds.shape[1]:
             is_filled.reshape(-1)[at] = True
     return expert
 

@@ -28,6 +28,14 @@ def copy_work(problem: PlaceProblem, counts: Experts) -> Floats:
     return work
 
 
+def _work_of(problem: PlaceProblem, batch: NDArray[np.intp], expert: Experts, counts: Experts) -> Floats:
+    """Return `copy_work` of single experts."""
+    work: Floats = problem.token_s[batch, expert] / counts
+    if problem.expert_s > 0:
+        work = work + problem.expert_s * (1 - idle_parts(problem.idle[batch, expert], 1.0 / counts))
+    return work
+
+
 def copy_counts(problem: PlaceProblem) -> Experts:
     """Give each further copy to the expert with the most work per copy; stop where reading weights costs more.
 
@@ -51,9 +59,8 @@ def copy_counts(problem: PlaceProblem) -> Experts:
         total -= (per_copy * counts)[every, most] if problem.expert_s > 0 else 0.0
         counts[every, most] += 1
         now = counts[every, most]
-        work = problem.token_s[every, most] / now
+        work = _work_of(problem, every, most, now)
         if problem.expert_s > 0:
-            work = work + problem.expert_s * (1 - idle_parts(problem.idle[every, most], 1.0 / now))
             total += work * now
         per_copy[every, most] = np.where(now < num_devices, work, -1.0)
     if problem.expert_s > 0:
@@ -124,24 +131,16 @@ def add_copies(problem: PlaceProblem, packing: Packing, threshold: Floats, allow
         threshold: float64[batches], seconds of a copy above which its expert gets another one.
     """
     num_batches, num_experts, num_devices, num_slots = problem.shape
+    counts, every = live_counts(packing.expert, num_experts), np.arange(num_batches)
+    per_copy = np.where(counts < num_devices, copy_work(problem, counts), -1.0)
+    spared = np.append(_spared(problem.token_s, counts), np.zeros((num_batches, 1)), axis=1)
     for _ in range(num_devices):
-        counts = live_counts(packing.expert, num_experts)
-        per_copy = np.where(counts < num_devices, copy_work(problem, counts), -1.0)
         hot = per_copy.argmax(axis=1)
-        batch = np.flatnonzero(per_copy[np.arange(num_batches), hot] > threshold)
+        batch = np.flatnonzero(per_copy[every, hot] > threshold)
         if not len(batch):
             return
-        hot, counts, expert, work = hot[batch], counts[batch], packing.expert[batch], packing.work[batch]
-        rows = np.arange(len(batch))
-        # What a copy of an expert would weigh with one fewer; the last copy stays.
-        spared = np.where(counts > 1, problem.token_s[batch] / np.maximum(counts - 1, 1), np.inf)
-        spared = np.append(spared, np.zeros((len(batch), 1)), axis=1)
-        after = problem.token_s[batch, hot] / (counts[rows, hot] + 1)
-        harm = spared[rows[:, None, None], expert]
-        is_open = problem.room & ~packing.held[batch, hot][:, :, None] & (harm <= after[:, None, None])
-        key = np.where(is_open, problem.load(work)[:, :, None] - work + harm, np.inf)
-        slot = key.reshape(len(batch), -1).argmin(axis=1)
-        ok = np.isfinite(key.reshape(len(batch), -1)[rows, slot])
+        hot = hot[batch]
+        slot, ok = _slots_to_fill(problem, packing, batch, hot, (counts, spared))
         if allowance.is_limited and ok.any():
             at = np.flatnonzero(ok)
             pairs = np.stack([slot[at] // num_slots] * 2, axis=1)
@@ -150,25 +149,62 @@ def add_copies(problem: PlaceProblem, packing: Packing, threshold: Floats, allow
             ok[at] = allowance.admit(gain, pairs, np.stack([receives, np.zeros_like(receives)], axis=1))
         if not ok.any():
             return
-        share = 1.0 / counts[rows, hot]
-        put_copies(problem, packing, batch[ok], slot[ok], hot[ok], share[ok])
+        batch, slot, hot = batch[ok], slot[ok], hot[ok]
+        leaves = packing.expert.reshape(num_batches, -1)[batch, slot]
+        put_copies(problem, packing, batch, slot, hot, 1.0 / counts[batch, hot])
+        # Looked up anew for these experts only: for all of them it would take half of the time.
+        is_taken = leaves != EMPTY
+        row, what = np.concatenate([batch, batch[is_taken]]), np.concatenate([hot, leaves[is_taken]])
+        counts[batch, hot] += 1
+        counts[batch[is_taken], leaves[is_taken]] -= 1
+        now = counts[row, what]
+        spared[row, what] = _spared(problem.token_s[row, what], now)
+        per_copy[row, what] = np.where(now < num_devices, _work_of(problem, row, what, now), -1.0)
+
+
+def _slots_to_fill(
+    problem: PlaceProblem, packing: Packing, batch: NDArray[np.intp], hot: Experts, known: tuple[Experts, Floats]
+) -> tuple[Experts, NDArray[np.bool_]]:
+    """Return int64[batches], the best slot for another copy of an expert, and whether there is one.
+
+    Args:
+        hot: int64[batches], the experts.
+        known: Copies of all experts, int64[all batches, experts], and `_spared` of them, 0 for EMPTY.
+    """
+    counts, spared = known
+    expert, work, rows = packing.expert[batch], packing.work[batch], np.arange(len(batch))
+    after = problem.token_s[batch, hot] / (counts[batch, hot] + 1)
+    harm = spared[batch[:, None, None], expert]
+    is_open = problem.room & ~packing.held[batch, hot][:, :, None] & (harm <= after[:, None, None])
+    key = np.where(is_open, problem.load(work)[:, :, None] - work + harm, np.inf).reshape(len(batch), -1)
+    slot = key.argmin(axis=1)
+    return slot, np.isfinite(key[rows, slot])
+
+
+def _spared(token_s: Floats, counts: Experts) -> Floats:
+    """Return what a copy of an expert would weigh with one fewer; the last copy stays."""
+    spared: Floats = np.where(counts > 1, token_s / np.maximum(counts - 1, 1), np.inf)
+    return spared
 
 
 def put_copies(
     problem: PlaceProblem, packing: Packing, batch: NDArray[np.intp], slot: Experts, expert: Experts, share: Floats
 ) -> None:
-    """Put experts into slots, numbered over all devices, and scale their shares with those of their other copies."""
+    """Put experts into slots, numbered over all devices, and scale their shares with those of their other copies.
+
+    Each batch comes once.
+    """
     device, nth = np.divmod(slot, packing.expert.shape[2])
     leaves = packing.expert[batch, device, nth]
     packing.expert[batch, device, nth], packing.share[batch, device, nth] = expert, share
     packing.work[batch, device, nth] = 0.0
     packing.held[batch, leaves, device], packing.held[batch, expert, device] = False, True
-    now = packing.expert[batch]
-    for changed in (leaves, expert):
-        row, *place = np.nonzero((now == changed[:, None, None]) & (changed != EMPTY)[:, None, None])
-        where = (batch[row], *place)
-        parts = packing.share[where]
-        total = np.bincount(row, parts, len(batch))[row]
-        parts = np.where(total > 0, parts / np.where(total > 0, total, 1.0), 1 / np.bincount(row)[row])
-        packing.share[where] = parts
-        packing.work[where] = problem.seconds(batch[row], changed[row], parts)
+    both, changed = np.concatenate([batch, batch]), np.concatenate([leaves, expert])
+    row, device = np.nonzero(packing.held[both, changed])
+    at, what = both[row], changed[row]
+    where = (at, device, (packing.expert[at, device] == what[:, None]).argmax(axis=1))
+    parts = packing.share[where]
+    total = np.bincount(row, parts, len(both))[row]
+    parts = np.where(total > 0, parts / np.where(total > 0, total, 1.0), 1 / np.bincount(row)[row])
+    packing.share[where] = parts
+    packing.work[where] = problem.seconds(at, what, parts)

@@ -61,7 +61,9 @@ def _harm(problem: PlaceProblem, packing: Packing, batch: NDArray[np.intp], adde
     """
     num_experts, speed = problem.shape[1], problem.speed[:, None]
     expert, work = packing.expert[batch], packing.work[batch]
-    unit = np.maximum(problem.even_load(work), TINY)[:, None, None]
+    even = problem.even_load(work)
+    # Where a layer has lost all of its load, the expert that comes is all there is.
+    unit = np.where(even > 0, even, np.maximum(added_s, TINY))[:, None, None]
     is_used = expert != EMPTY
     index = np.where(is_used, np.arange(len(batch))[:, None, None] * num_experts + expert, 0)
     counts = np.bincount(index[is_used], minlength=len(batch) * num_experts)[index]

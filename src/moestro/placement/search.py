@@ -15,7 +15,7 @@ from moestro.placement.devices import PlaceLimits
 from moestro.placement.few_moves import relieve_heaviest
 from moestro.placement.hottest import fill_hottest
 from moestro.placement.packing import pack
-from moestro.placement.problem import PlaceProblem
+from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.replicas import add_copies, copy_counts, copy_work, suit_pairs
 from moestro.placement.restoring import recover
 from moestro.placement.sharing import share_out
@@ -57,31 +57,36 @@ class SearchLimits:
 
 def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
     """Improve a placement in place, by as few moves as its target takes: copies, shares, exchanges, ways of rows."""
-    prepare(problem, packing, limits, allowance)
+    prepare(problem, packing, copy_counts(problem), limits, allowance)
     settle(problem, packing, limits, allowance)
 
 
-def start_anew(problem: PlaceProblem, limits: SearchLimits) -> Packing:
-    """Place all copies anew, which may move almost all of them."""
-    packing = pack_anew(problem)
+def start_anew(problem: PlaceProblem, counts: Experts, limits: SearchLimits) -> Packing:
+    """Place all copies anew, which may move almost all of them. `counts`: those of `copy_counts`."""
+    packing = pack_anew(problem, counts)
     settle(problem, packing, limits, allowance_of(PlaceLimits(), 1, problem.shape[2]))
     return packing
 
 
-def prepare(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
-    """Add copies of the experts with the heaviest ones, and divide their tokens, before copies are exchanged."""
+def prepare(
+    problem: PlaceProblem, packing: Packing, counts: Experts, limits: SearchLimits, allowance: Allowance
+) -> None:
+    """Add copies of the experts with the heaviest ones, and divide their tokens, before copies are exchanged.
+
+    Args:
+        counts: int64[batches, experts], the best numbers of copies, by `copy_counts`.
+    """
     if not _can_share(problem):
         return
-    add_copies(problem, packing, _lightest_to_split(problem, packing, allowance), allowance)
+    add_copies(problem, packing, _lightest_to_split(problem, packing, counts, allowance), allowance)
     share_out(problem, packing, problem.even_load(packing.work) / limits.target, limits.num_share_steps)
     # A further copy is half of an exchange, which counts where few copies may move.
     if allowance.is_limited and limits.num_share_steps:
         recover(problem, packing, problem.even_load(packing.work) / limits.target, allowance)
 
 
-def pack_anew(problem: PlaceProblem) -> Packing:
-    """Choose new numbers of copies, and place all of them."""
-    counts = copy_counts(problem)
+def pack_anew(problem: PlaceProblem, counts: Experts) -> Packing:
+    """Place all copies, as many as `copy_counts` gives each expert."""
     if problem.shape[3] == 2:
         counts = suit_pairs(problem, counts)
     expert = pack(problem, counts, STAY, NEAR)
@@ -130,12 +135,11 @@ def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allow
     bring_near(problem, packing, cap, limits.num_turns * _turns(problem), allowance)
 
 
-def _lightest_to_split(problem: PlaceProblem, packing: Packing, allowance: Allowance) -> Floats:
+def _lightest_to_split(problem: PlaceProblem, packing: Packing, counts: Experts, allowance: Allowance) -> Floats:
     """Return float64[batches], seconds of a copy above which its expert gets another one.
 
     Many light copies also vary less than few heavy ones when the next window brings other loads.
     """
-    counts = copy_counts(problem)
     lightest: Floats = HEAVIER_COPY * copy_work(problem, counts).max(axis=1)
     num_lacking = np.maximum(counts - live_counts(packing.expert, problem.shape[1]), 0).sum()
     if min(allowance.total, allowance.each.sum()) >= num_lacking:

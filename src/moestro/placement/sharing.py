@@ -116,8 +116,9 @@ class _SharedCopies:
         num_experts = int(self.which.max(initial=0)) + 1
         parts = np.zeros((num_rows, num_experts, num_devices), np.float32)
         weighted = np.zeros_like(parts)
-        where = (self.row, self.which, self.device)
-        parts[where], weighted[where] = self.share, weight
+        index = self.row * num_experts + self.which
+        flat = index * num_devices + self.device  # half of the time of an index by axis
+        parts.reshape(-1)[flat], weighted.reshape(-1)[flat] = self.share, weight
         graph = -(weighted.swapaxes(1, 2) @ parts)
         every = np.arange(num_devices)
         graph[:, every, every] += weighted.sum(axis=1) + np.float32(RIDGE)
@@ -126,7 +127,6 @@ class _SharedCopies:
         mean = (parts @ price)[..., 0]
         drop = price[self.row, self.device, 0] - mean[self.row, self.which]
         kept = self.share * np.maximum(1 - drop.astype(np.float64), KEPT)
-        index = self.row * num_experts + self.which
         totals = np.bincount(index, kept, num_rows * num_experts)
         share: Floats = kept / np.maximum(totals, TINY)[index]
         return share

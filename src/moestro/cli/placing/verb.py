@@ -13,10 +13,13 @@ from moestro.cli.placing.placements import all_model_layers, filled_slots, write
 from moestro.cli.placing.question import PlaceQuestion, load_to_check, make_question
 from moestro.cli.placing.settings import EVEN_POLICY, PlacePolicySettings, PlaceSettings
 from moestro.cli.placing.show import line, print_answer, print_check, print_comparison, print_question
+from moestro.placement.kernel.choice import end_search
 from moestro.placement.payback import payback
 from moestro.placement.registry import PLACE_POLICIES
 from moestro.workload.profile_file import write_profile
 from moestro.workload.progress import progress, progress_bar
+
+COMPILED_WITHIN_S = 10.0  # the placement kernel takes 1 s of a core, and a loaded machine has less than one
 
 
 def run_place(settings: PlaceSettings, console: Console) -> None:
@@ -56,6 +59,7 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
             others = ask_all(question.view, advance, fills_slots=fills_slots)
         print_comparison(console, {answer.policy: answer} | others)
     _write(console, question, answer)
+    end_search(COMPILED_WITHIN_S)
 
 
 def _compare_offline(console: Console, question: PlaceQuestion, model: str) -> None:

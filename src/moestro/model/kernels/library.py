@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moestro.model.kernels.compiler import AMX_BF16
+from moestro.native.compiler import AMX_BF16
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # Name of each kernel without its prefix -> types of its arguments.

@@ -15,6 +15,7 @@ from moestro.placement.one_core import on_one_core
 from moestro.placement.pricing import present_packing, table_of
 from moestro.placement.problem import problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
+from moestro.placement.replicas import copy_counts
 from moestro.placement.search import SearchLimits, improve, start_anew
 from moestro.placement.slots import Holders, table_with
 from moestro.placement.starts import fresh_start, present_start
@@ -72,7 +73,9 @@ def _exchanged_starts(view: PlaceView) -> tuple[Holders, Holders]:
     problem = problem_of(view, origins_of(view.load, view.devices), 0.0)
     present = present_packing(covered, problem)
     improve(problem, present, _ROUNDS, allowance_of(PlaceLimits(), 1, problem.shape[2]))
-    first, second = (table_of(view, each).num_copies > 0 for each in (present, start_anew(problem, _ROUNDS)))
+    first, second = (
+        table_of(view, each).num_copies > 0 for each in (present, start_anew(problem, copy_counts(problem), _ROUNDS))
+    )
     return first, second
 
 

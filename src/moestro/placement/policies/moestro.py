@@ -14,8 +14,9 @@ from moestro.placement.copies import Packing, in_old_slots
 from moestro.placement.one_core import on_one_core
 from moestro.placement.payback import live_table
 from moestro.placement.pricing import LayerPrices, Pricer, present_packing, table_of
-from moestro.placement.problem import TINY, PlaceProblem, problem_of
+from moestro.placement.problem import TINY, Experts, PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
+from moestro.placement.replicas import copy_counts
 from moestro.placement.restoring import recover, restore
 from moestro.placement.search import SHARE_STEPS, SearchLimits, is_level, pack_anew, prepare, settle, start_anew
 from moestro.placement.sharing import share_out
@@ -144,7 +145,7 @@ class _Plan:
             recover(some, recovered, goal, allowance)
             plan.put(layers, recovered)
         else:
-            plan = self._searched(layers, np.zeros(0, np.intp), limits, allowance)
+            plan = self._searched((layers, np.zeros(0, np.intp)), copy_counts(self.problem), limits, allowance)
         return self._table(np.flatnonzero(self.problem.load(plan.work).max(axis=1) < before), plan)
 
     def best(self, limits: SearchLimits, allowance: Allowance) -> ExpertTable:
@@ -152,7 +153,8 @@ class _Plan:
         left = Allowance(allowance.total, allowance.each.copy())
         base, layers = self.pricer.price(self.base), self._layers_to_change(np.zeros(0, np.intp))
         is_near = is_level(self.problem, self.base, FAR_OFF)[layers] | allowance.is_limited
-        plan = self._searched(layers[is_near], layers[~is_near], limits, allowance)
+        counts = copy_counts(self.problem)
+        plan = self._searched((layers[is_near], layers[~is_near]), counts, limits, allowance)
         offers = self._offers(plan, base)
         chosen, net = self._pay(offers, left)
         has_missed = ~is_level(self.problem, plan, limits.target - MISSED_BY)[layers]
@@ -164,7 +166,8 @@ class _Plan:
             missed = layers
         elif len(missed):
             anew = self._all_layers(self.base)
-            anew.put(missed, start_anew(self.problem.of_layers(missed), replace(limits, target=closer(limits.target))))
+            closer_limits = replace(limits, target=closer(limits.target))
+            anew.put(missed, start_anew(self.problem.of_layers(missed), counts[missed], closer_limits))
         if anew is not None:
             other, other_offers = self._better(plan, offers, (anew, self._offers(anew, base)), missed)
             other_chosen, other_net = self._pay(other_offers, left)
@@ -181,16 +184,26 @@ class _Plan:
         return table_of(self.view, final)
 
     def _searched(
-        self, near: NDArray[np.intp], far: NDArray[np.intp], limits: SearchLimits, allowance: Allowance
+        self,
+        layers_of: tuple[NDArray[np.intp], NDArray[np.intp]],
+        counts: Experts,
+        limits: SearchLimits,
+        allowance: Allowance,
     ) -> Packing:
-        """Return the base with some layers improved, and others placed anew."""
+        """Return the base with some layers improved, and others placed anew.
+
+        Args:
+            layers_of: Both.
+            counts: int64[layers, experts], the best numbers of copies.
+        """
+        near, far = layers_of
         plan, layers = self._all_layers(self.base), np.sort(np.concatenate([near, far]))
         if len(near):
             warm = plan.of_layers(near)
-            prepare(self.problem.of_layers(near), warm, limits, allowance)
+            prepare(self.problem.of_layers(near), warm, counts[near], limits, allowance)
             plan.put(near, warm)
         if len(far):
-            plan.put(far, pack_anew(self.problem.of_layers(far)))
+            plan.put(far, pack_anew(self.problem.of_layers(far), counts[far]))
         if len(layers):
             target = np.where(np.isin(layers, far), closer(limits.target), limits.target)
             changed = plan.of_layers(layers)

@@ -1,4 +1,4 @@
-"""Compiles the kernels for one instruction set. Standard library only: the wheel's build runs this file alone."""
+"""Compiles a library for one instruction set. Standard library only: the wheel's build runs this file alone."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = Path(__file__).parent / "source"
-PREBUILT = Path(__file__).parent / "prebuilt"  # filled by the wheel's build
-
+_PACKAGE = Path(__file__).parents[1]
 _COMPILERS = ("c++", "g++", "clang++")
 # Contraction would let the compiler round a product and a sum in one place and not in another, by the number of rows.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno")
@@ -41,16 +40,56 @@ AVX2 = InstructionSet("avx2", ("-mavx2", "-mfma"))
 AVX512 = InstructionSet("avx512", (*AVX2.flags, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl"))))
 AVX512_BF16 = InstructionSet("avx512_bf16", (*AVX512.flags, "-mavx512bf16"))
 AMX_BF16 = InstructionSet("amx_bf16", (*AVX512_BF16.flags, "-mamx-tile", "-mamx-bf16"))
-_X86_64 = (PLAIN, AVX2, AVX512, AVX512_BF16, AMX_BF16)  # each has the instructions of those before
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySource:
+    """Sources of a compiled library.
+
+    Attributes:
+        name: Its name in file names.
+        title: Its name for operators.
+        folder: Folder of its `source/`, and of `prebuilt/`, which the wheel's build fills.
+        x86_64_sets: Instruction sets for which a wheel has it on x86-64, the least first, each with the instructions of
+            those before; elsewhere it has `PLAIN` alone.
+        has_threads: Whether it uses OpenMP where the compiler has it.
+    """
+
+    name: str
+    title: str
+    folder: Path
+    x86_64_sets: tuple[InstructionSet, ...]
+    has_threads: bool
+
+    @property
+    def prebuilt(self) -> Path:
+        """Folder of the wheel's compiled files."""
+        return self.folder / "prebuilt"
+
+    def built_sets(self) -> tuple[InstructionSet, ...]:
+        """Return the instruction sets for which a wheel has the library on this kind of machine, the least first."""
+        return self.x86_64_sets if platform.machine().lower() in {"x86_64", "amd64"} else (PLAIN,)
+
+    def files(self) -> list[Path]:
+        """Return the source files."""
+        return sorted(path for path in (self.folder / "source").iterdir() if path.suffix in {".cpp", ".h"})
+
+
+CPU_KERNELS = LibrarySource(
+    "kernels",
+    "CPU kernels",
+    _PACKAGE / "model" / "kernels",
+    (PLAIN, AVX2, AVX512, AVX512_BF16, AMX_BF16),
+    has_threads=True,
+)
+PLACEMENT_KERNEL = LibrarySource(
+    "placement", "placement kernel", _PACKAGE / "placement" / "kernel", (PLAIN,), has_threads=False
+)
+LIBRARIES = (CPU_KERNELS, PLACEMENT_KERNEL)
 
 
 class CompilerError(Exception):
-    """The kernels cannot be compiled here; the text says why."""
-
-
-def built_sets() -> tuple[InstructionSet, ...]:
-    """Return the instruction sets for which a wheel has kernels on this kind of machine, the least first."""
-    return _X86_64 if platform.machine().lower() in {"x86_64", "amd64"} else (PLAIN,)
+    """A library cannot be compiled here; the text says why."""
 
 
 def find_compiler() -> str | None:
@@ -59,16 +98,16 @@ def find_compiler() -> str | None:
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
-def library_name(chosen: InstructionSet) -> str:
-    """Return the file name of the compiled kernels. It changes with the sources, the flags and the kind of machine."""
+def library_name(source: LibrarySource, chosen: InstructionSet) -> str:
+    """Return the file name of a compiled library. It changes with the sources, the flags and the kind of machine."""
     digest = hashlib.sha256(" ".join((platform.machine(), sys.platform, *_FLAGS, *chosen.flags)).encode())
-    for path in _source_files():
+    for path in source.files():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return f"kernels-{chosen.name}-{digest.hexdigest()[:16]}.so"
+    return f"{source.name}-{chosen.name}-{digest.hexdigest()[:16]}.so"
 
 
-def compile_kernels(chosen: InstructionSet, folder: Path) -> Path:
-    """Compile the kernels into `folder`, which is made if it is absent. The file appears whole or not at all.
+def compile_library(source: LibrarySource, chosen: InstructionSet, folder: Path) -> Path:
+    """Compile a library into `folder`, which is made if it is absent. The file appears whole or not at all.
 
     Raises:
         CompilerError: there is no compiler, or it fails.
@@ -78,15 +117,16 @@ def compile_kernels(chosen: InstructionSet, folder: Path) -> Path:
     if compiler is None:
         raise CompilerError("no C++ compiler was found")
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / library_name(chosen)
+    target = folder / library_name(source, chosen)
     for left in folder.glob(f".{target.name}.*"):  # of a process that was killed: the caller holds the cache's lock
         left.unlink(missing_ok=True)
     handle, made = tempfile.mkstemp(prefix=f".{target.name}.", dir=folder)
     os.close(handle)
     try:
-        sources = [str(path) for path in _source_files() if path.suffix == ".cpp"]
+        sources = [str(path) for path in source.files() if path.suffix == ".cpp"]
         failures = []
-        for threads in (("-fopenmp",), ()):  # clang without its OpenMP library still gives kernels of one thread
+        # clang without its OpenMP library still gives kernels of one thread.
+        for threads in (("-fopenmp",), ()) if source.has_threads else ((),):
             command = [compiler, *_FLAGS, *chosen.flags, *threads, *sources, "-o", made]
             failure = _run(command)
             if failure is None:
@@ -118,21 +158,29 @@ def _seal(path: Path) -> None:
 
 def _run(command: list[str]) -> str | None:
     """Run a compiler, which ends with this process. Returns its last words, or None if it succeeded."""
+    # The lock lets no process end between the start of a compiler and the note of it.
+    lock, started, is_ending = threading.Lock(), list[subprocess.Popen[str]](), threading.Event()
+
+    def end() -> None:
+        with lock:
+            is_ending.set()
+            for process in started:
+                process.kill()
+
+    atexit.register(end)
     try:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # noqa: S603
+        with lock:
+            if is_ending.is_set():
+                return "the process ends"
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # noqa: S603
+            started.append(process)
+        _, words = process.communicate(timeout=_TIMEOUT_S)
     except OSError as error:
         return str(error)
-    atexit.register(process.kill)
-    try:
-        _, words = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         process.kill()
         process.communicate()
         return str(error)
     finally:
-        atexit.unregister(process.kill)
+        atexit.unregister(end)
     return None if process.returncode == 0 else (words.strip() or f"exit status {process.returncode}")[-500:]
-
-
-def _source_files() -> list[Path]:
-    return sorted(path for path in SOURCES.iterdir() if path.suffix in {".cpp", ".h"})

@@ -1,0 +1,131 @@
+"""Finds a compiled library: in the wheel, in the cache, or by compiling it in the background into the cache."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from moestro.native.compiler import (
+    CompilerError,
+    InstructionSet,
+    LibrarySource,
+    compile_library,
+    find_compiler,
+    is_whole,
+    library_name,
+)
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def cache_folder() -> Path:
+    """Return the folder of libraries that were compiled on this machine.
+
+    Raises:
+        RuntimeError: The user has no home.
+    """
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "moestro" / "kernels"
+
+
+class LibrarySearch(Generic[T]):
+    """A search for a library, which compiles it in a thread of its own where it is absent.
+
+    Args:
+        source: The library.
+        chosen: Instruction set.
+        load: Loads a compiled file; raises OSError where it was built for another system.
+        prebuilt: Folder of the wheel's file. None means that of `source`.
+        cache: Folder of compiled files. None means `cache_folder()`.
+
+    Attributes:
+        instruction_set: Name of the instruction set.
+        library: The library, once `is_over`. None means that there is none, for the reason in `failure`.
+        failure: Why there is none.
+    """
+
+    def __init__(
+        self,
+        source: LibrarySource,
+        chosen: InstructionSet,
+        load: Callable[[Path], T],
+        prebuilt: Path | None = None,
+        cache: Path | None = None,
+    ) -> None:
+        self.instruction_set = chosen.name
+        self._source, self._chosen, self._load_file = source, chosen, load
+        self._prebuilt, self._cache = prebuilt or source.prebuilt, cache
+        self.library: T | None = None
+        self.failure: str | None = None
+        self._has_looked, self._over = threading.Event(), threading.Event()
+        # A daemon: a process that ends does not wait for a compiler.
+        threading.Thread(target=self._search, name=f"search for {source.title}", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the search has ended."""
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> T | None:
+        """Wait for the end of the search. Returns the library, or None if there is none or the time is over."""
+        self._over.wait(timeout_s)
+        return self.library if self.is_over else None
+
+    def look(self) -> T | None:
+        """Wait until the wheel and the cache have been looked through: milliseconds. Returns the library of there."""
+        self._has_looked.wait()
+        return self.library
+
+    def _search(self) -> None:
+        try:
+            self.library = self._find()
+        except (CompilerError, OSError, RuntimeError) as error:  # Path.home raises RuntimeError without a home
+            self.failure = str(error)
+            logger.info("%s: not available: %s", self._source.title, error)
+        finally:
+            self._has_looked.set()
+            self._over.set()
+
+    def _find(self) -> T:
+        found = self._load(self._prebuilt)
+        if found is not None:
+            return found
+        cache = self._cache or cache_folder()
+        found = self._load(cache)
+        if found is not None:
+            return found
+        self._has_looked.set()
+        if find_compiler() is None:
+            raise CompilerError("no C++ compiler was found")
+        with _locked(cache, self._source.name):  # processes that start together compile once
+            found = self._load(cache)
+            if found is not None:
+                return found
+            path = compile_library(self._source, self._chosen, cache)
+        logger.info("%s: compiled for %s into %s", self._source.title, self.instruction_set, path)
+        return self._load_file(path)
+
+    def _load(self, folder: Path) -> T | None:
+        """Load the library from a folder, unless it is absent or damaged."""
+        path = folder / library_name(self._source, self._chosen)
+        if not is_whole(path):
+            return None
+        try:
+            return self._load_file(path)
+        except OSError:
+            return None
+
+
+@contextmanager
+def _locked(folder: Path, name: str) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

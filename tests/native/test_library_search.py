@@ -1,0 +1,220 @@
+"""A compiled library comes from the wheel, from the cache or from a compiler; without any there is a reason."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moestro.native import compiler
+from moestro.native.compiler import LIBRARIES, PLAIN, LibrarySource, find_compiler, is_whole, library_name
+from moestro.native.library_search import LibrarySearch, cache_folder
+
+ROOT = Path(__file__).parents[2]
+NO_FOLDER = Path("/nonexistent")
+FUNCTION = 'extern "C" __attribute__((visibility("default"))) int moestro_answer() { return 42; }\n'
+
+
+class Answer:
+    """A loaded library of one function."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.library = path, ctypes.CDLL(str(path))
+
+    def __call__(self) -> int:
+        return self.library.moestro_answer()
+
+
+@pytest.fixture
+def source(tmp_path) -> LibrarySource:
+    """A library of one function."""
+    folder = tmp_path / "library" / "source"
+    folder.mkdir(parents=True)
+    (folder / "answer.cpp").write_text(FUNCTION)
+    return LibrarySource("answer", "answer's library", folder.parent, (PLAIN,), has_threads=True)
+
+
+@pytest.fixture
+def compiled(source, tmp_path) -> Path:
+    """A folder with the compiled library."""
+    if find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    return compiler.compile_library(source, PLAIN, tmp_path / "compiled").parent
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+
+
+@pytest.fixture
+def counted(compiled, monkeypatch):
+    """Compilations, which copy the library that is there."""
+    made = []
+    content = next(compiled.glob("*.so")).read_bytes()
+
+    def compile_library(source, chosen, folder):
+        made.append(chosen)
+        target = folder / library_name(source, chosen)
+        Path(f"{target}.new").write_bytes(content)
+        Path(f"{target}.new").replace(target)
+        return target
+
+    monkeypatch.setattr("moestro.native.library_search.compile_library", compile_library)
+    return made
+
+
+def search(source: LibrarySource, prebuilt: Path = NO_FOLDER, cache: Path = NO_FOLDER) -> LibrarySearch[Answer]:
+    made = LibrarySearch(source, PLAIN, Answer, prebuilt, cache)
+    made.wait(60)
+    assert made.is_over
+    return made
+
+
+def test_the_wheel_s_library_comes_first(source, compiled, no_compiler):
+    found = search(source, prebuilt=compiled)
+    assert found.library() == 42
+    assert found.library.path.parent == compiled
+
+
+def test_without_a_compiler_there_is_none_and_the_reason_is_given(source, no_compiler, tmp_path, caplog):
+    with caplog.at_level("INFO", "moestro.native.library_search"):
+        found = search(source, cache=tmp_path / "cache")
+    assert found.library is None
+    assert found.look() is None
+    assert found.failure == "no C++ compiler was found"
+    assert [each.message for each in caplog.records] == ["answer's library: not available: no C++ compiler was found"]
+
+
+def test_a_cache_serves_without_a_compiler(source, compiled, no_compiler):
+    assert search(source, cache=compiled).library() == 42
+
+
+def test_a_look_finds_what_is_compiled_and_waits_for_no_compiler(source, compiled, tmp_path, monkeypatch):
+    assert LibrarySearch(source, PLAIN, Answer, NO_FOLDER, compiled).look()() == 42
+    slow = tmp_path / "c++"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("CXX", str(slow))
+    begin = time.monotonic()
+    begun = LibrarySearch(source, PLAIN, Answer, NO_FOLDER, tmp_path / "cache")
+    assert begun.look() is None
+    assert not begun.is_over
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def test_a_damaged_cache_entry_is_compiled_again(damage, source, compiled, counted):
+    path = compiled / library_name(source, PLAIN)
+    content = path.read_bytes()
+    damaged = {"cut": content[:5000], "empty": b"", "changed": content[:3000] + b"\1" * 64 + content[3064:]}[damage]
+    path.write_bytes(damaged)
+    assert not is_whole(path)
+    assert search(source, cache=compiled).library is not None
+    assert len(counted) == 1
+    assert is_whole(path)
+
+
+def test_searches_that_begin_together_compile_once(source, tmp_path, counted):
+    begun = [LibrarySearch(source, PLAIN, Answer, NO_FOLDER, tmp_path / "cache") for _ in range(4)]
+    assert all(each.wait(60) is not None for each in begun)
+    assert len(counted) == 1
+
+
+def test_a_folder_that_cannot_be_written_leaves_none(source, tmp_path, counted):
+    (tmp_path / "file").write_text("in the way")
+    found = search(source, cache=tmp_path / "file" / "kernels")
+    assert found.library is None
+    assert found.failure
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_no_file(source, tmp_path, monkeypatch):
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho 'internal error 42' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    cache = tmp_path / "cache"
+    found = search(source, cache=cache)
+    assert "internal error 42" in found.failure
+    assert [path.name for path in cache.iterdir()] == ["answer.lock"]
+
+
+def test_a_process_that_ends_while_a_compiler_runs_ends_it_too(source, tmp_path):
+    slow, cache = tmp_path / "c++", tmp_path / "cache"
+    slow.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    slow.chmod(0o755)
+    code = f"""
+import time
+from pathlib import Path
+from moestro.native.compiler import PLAIN, LibrarySource
+from moestro.native.library_search import LibrarySearch
+source = LibrarySource("answer", "answer", Path({str(source.folder)!r}), (PLAIN,), has_threads=False)
+LibrarySearch(source, PLAIN, str, Path("/nonexistent"), Path({str(cache)!r})).look()
+while not Path({str(tmp_path / "pid")!r}).exists():
+    time.sleep(0.01)
+"""
+    environment = os.environ | {"CXX": str(slow)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    compiler_pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 30
+    while is_running(compiler_pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not list(cache.glob("*.so"))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait to be collected."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_the_name_of_an_entry_changes_with_sources_and_flags(source, tmp_path):
+    before = library_name(source, PLAIN)
+    assert library_name(source, PLAIN) == before
+    for each in LIBRARIES:
+        assert len({library_name(each, chosen) for chosen in each.built_sets()}) == len(each.built_sets())
+    shutil.copytree(source.folder, tmp_path / "copy")
+    copy = replace(source, folder=tmp_path / "copy")
+    assert library_name(copy, PLAIN) == before
+    with (copy.folder / "source" / "answer.cpp").open("a") as file:
+        file.write("\n")
+    assert library_name(copy, PLAIN) != before
+
+
+def test_the_cache_follows_xdg(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "moestro" / "kernels"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path(os.path.expanduser("~/.cache/moestro/kernels"))  # noqa: PTH111
+
+
+def test_the_wheel_s_build_runs_the_compiler_s_file_without_the_package(tmp_path):
+    copy = tmp_path / "src" / "moestro" / "native" / "compiler.py"
+    copy.parent.mkdir(parents=True)
+    shutil.copy(compiler.__file__, copy)
+    code = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("library_compiler", {str(copy)!r})
+module = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = module
+spec.loader.exec_module(module)
+print(*(source.prebuilt.relative_to({str(tmp_path)!r}) for source in module.LIBRARIES))
+"""
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
+    named = done.stdout.split()
+    assert named == ["src/moestro/model/kernels/prebuilt", "src/moestro/placement/kernel/prebuilt"]
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    for source, prebuilt in zip(LIBRARIES, named, strict=True):
+        assert f"{prebuilt}/" in ignored
+        assert any(path.suffix == ".cpp" for path in source.files())

@@ -1,0 +1,117 @@
+"""Plans of the compiled kernel are those of NumPy's code, to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import placement_kernel
+from support.expert_loads import (
+    LONG,
+    PRICES,
+    drifted,
+    even_load,
+    first_view,
+    random_table,
+    random_view,
+    sticky_load,
+    zipf_shares,
+)
+
+from moestro.core.expert_load import ExpertLoad
+from moestro.core.expert_table import ExpertTable
+from moestro.placement.devices import PlaceLimits, even_devices
+from moestro.placement.kernel.choice import kernel_search, search_kernel, without_kernel
+from moestro.placement.policies.moestro import MoestroPlacement
+from moestro.placement.registry import PlaceView
+from moestro.placement.small import SMALL
+
+
+def check(view: PlaceView, policy: MoestroPlacement | None = None) -> ExpertTable:
+    """Plan with the kernel and without it; returns the plan."""
+    placement_kernel.kernel()
+    policy = policy or MoestroPlacement()
+    found = policy(view)
+    with without_kernel():
+        assert search_kernel() is None
+        expected = policy(view)
+    assert search_kernel() is not None
+    assert np.array_equal(found.logical_of, expected.logical_of)
+    assert (found.shares is None) == (expected.shares is None)
+    assert found.shares is None or np.array_equal(found.shares, expected.shares)
+    return found
+
+
+@st.composite
+def large_views(draw) -> PlaceView:
+    """Views of groups that are too large for several starts, with what a search has to respect."""
+    num_devices, per_device = draw(st.integers(2, 12)), draw(st.integers(1, 10))
+    num_experts = num_devices * per_device - draw(st.integers(0, min(4, per_device * (num_devices - 1))))
+    num_slots = per_device + draw(st.sampled_from([0, 0, 1, 3]))
+    num_layers = SMALL // (num_devices * num_slots) + 1
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    shares = zipf_shares(num_layers, num_experts, draw(st.sampled_from([0.0, 0.4, 0.8, 1.5])), int(rng.integers(1000)))
+    if draw(st.booleans()):  # many equal loads, so that ties decide
+        shares = np.ceil(shares * 2 * num_experts) / 65536
+    nodes = draw(st.sampled_from([each for each in (1, 2, 3) if num_devices % each == 0]))
+    load = sticky_load(shares, num_devices, nodes) if draw(st.booleans()) else even_load(shares, num_devices)
+    limits = draw(
+        st.sampled_from(
+            [
+                LONG,
+                PlaceLimits(horizon_steps=20.0),
+                replace(LONG, max_bytes=7 * num_layers * PRICES.expert_bytes),
+                replace(LONG, max_receives=2),
+                replace(LONG, max_layers=num_layers // 2),
+            ]
+        )
+    )
+    prices = replace(PRICES, expert_s=draw(st.sampled_from([0.0, 1e-5, 1e-3])))
+    devices = even_devices(num_devices, num_slots, nodes)
+    table = random_table(rng, devices, num_layers, num_experts)
+    if draw(st.booleans()):
+        devices = replace(devices, speed=rng.choice([1.0, 0.5, 1.7], num_devices))
+    num_dead = draw(st.sampled_from([0, 0, 1]))
+    if (num_devices - num_dead) * num_slots >= num_experts:
+        devices = replace(devices, is_alive=np.arange(num_devices) >= num_dead)
+    return PlaceView(load, table, devices, prices, limits)
+
+
+@settings(max_examples=40)
+@given(large_views(), st.sampled_from([0, 1]), st.booleans())
+def test_plans_are_equal(view, weighted, has_drifted):
+    policy = MoestroPlacement(weighted=weighted)
+    table = check(view, policy)
+    if has_drifted:  # and from a level placement with shares
+        load = view.load
+        tokens = drifted(load.tokens.sum(axis=0), 0.1) * load.tokens.sum(axis=(0, 2))[:, None] / len(load.tokens)
+        later = np.repeat(tokens[None], len(load.tokens), axis=0)
+        check(replace(view, table=table, load=replace(load, tokens=later)), policy)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_plans_of_small_problems_are_equal(seed):
+    check(random_view(seed))
+
+
+@pytest.mark.parametrize(("num_experts", "num_slots"), [(64, 16), (64, 18), (512, 130)])
+def test_plans_with_many_slots_are_equal(num_experts, num_slots):
+    check(first_view(even_load(zipf_shares(6, num_experts, 0.8), 4), num_slots))
+
+
+@pytest.mark.parametrize("num_slots", [5, 4])
+def test_plans_for_many_devices_are_equal(num_slots):
+    view = first_view(sticky_load(zipf_shares(10, 256, 0.6), 64, 8), num_slots, 8)
+    check(replace(view, table=check(view), load=even_load(zipf_shares(10, 256, 0.6), 64)))
+
+
+def test_no_load_makes_equal_plans():
+    load = even_load(np.zeros((40, 64)), 8)
+    check(first_view(ExpertLoad(load.tokens, load.variance, load.activated, 0.0), 9))
+
+
+def test_the_search_for_the_kernel_begins_once():
+    assert kernel_search() is kernel_search()

@@ -1,0 +1,16 @@
+"""The compiled kernel of the placement search."""
+
+from __future__ import annotations
+
+import pytest
+
+from moestro.placement.kernel.choice import kernel_search
+from moestro.placement.kernel.library import SearchKernel
+
+
+def kernel() -> SearchKernel:
+    """The kernel, in the user's cache afterwards; the test is skipped where no compiler is."""
+    found = kernel_search().wait()
+    if found is None:
+        pytest.skip(f"no placement kernel: {kernel_search().failure}")
+    return found
