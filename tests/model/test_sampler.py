@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from parity.drive import greedy
 from support import plain_sampling
 from transformers import MinPLogitsWarper
@@ -173,6 +175,27 @@ def test_logprobs_are_of_the_raw_distribution_with_ranks_and_alternatives():
         assert entry.rank == sorted(raw[row].tolist(), reverse=True).index(float(raw[row, row])) + 1
         assert len(entry.top) == (5 if row % 2 else 0)
         assert [token for token, _ in entry.top] == raw[row].argsort(descending=True)[: len(entry.top)].tolist()
+
+
+@given(seed=st.integers(0, 2**32), num_rows=st.integers(1, 6), size=st.integers(1, 40), count=st.integers(0, 40))
+def test_equal_alternatives_come_by_id_however_many_others_of_the_batch_ask_for(seed, num_rows, size, count):
+    """In bfloat16 many logits are equal; without an order of them, an answer would depend on its batch."""
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.choice([-1.0, 0.0, 0.5, -np.inf], (num_rows, size)).astype(np.float32))
+    logits[:, rng.integers(size)] = 0.0
+    logprobs = logits.log_softmax(-1)
+    wanted = np.stack([np.lexsort((np.arange(size), -row)) for row in logprobs.numpy()])[:, :count].tolist()
+    own = torch.zeros(num_rows, dtype=torch.int64)
+    assert measure_logprobs(logits, own, count).top_ids.tolist() == wanted
+    if 0 < count <= size:
+        least = logprobs.topk(count).values[:, -1:]
+        assert sampler._preferred(logprobs, least, count).tolist() == wanted  # an accelerator's way
+
+
+def test_logits_that_are_not_numbers_have_alternatives_all_the_same():
+    """Its request ends; the other rows of the step do not."""
+    logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, torch.nan, 1.0]])
+    assert measure_logprobs(logits, torch.zeros(2, dtype=torch.int64), 2).top_ids[0].tolist() == [2, 1]
 
 
 def test_more_alternatives_than_tokens_are_all_tokens():

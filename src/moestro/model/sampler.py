@@ -136,7 +136,7 @@ class LogprobTensors:
 
 
 def measure_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
-    """Log probability and rank of one token a row, and of the `num_top` most likely ones.
+    """Log probability and rank of a token a row, and of the `num_top` most likely ones, the lowest of equal ids first.
 
     Args:
         logits: [n, vocabulary].
@@ -146,8 +146,40 @@ def measure_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprob
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > own).sum(-1) + 1
-    top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
-    return LogprobTensors(token_ids, own[:, 0], ranks, top.indices, top.values)
+    top_ids = _most_likely(logprobs, min(num_top, logits.shape[1]))
+    return LogprobTensors(token_ids, own[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
+
+
+def _most_likely(logprobs: Tensor, count: int) -> Tensor:
+    """Ids of the `count` largest numbers of each row, int64[n, count]: equal ones by id, whatever `count` is.
+
+    The order of `topk` among equals changes with `count`, which is the largest of the batch.
+    """
+    if not count:
+        return logprobs.new_empty((len(logprobs), 0), dtype=torch.int64)
+    least = logprobs.topk(count, dim=-1).values[:, -1:]
+    if logprobs.device.type != "cpu":
+        return _preferred(logprobs, least, count)
+    # NumPy finds the few candidates several times as fast as torch.
+    numbers = logprobs.numpy()
+    rows, ids = np.nonzero(~(numbers < least.numpy()))  # a row of NaN keeps all
+    in_order = np.lexsort((ids, -numbers[rows, ids], rows))
+    first = np.searchsorted(rows, np.arange(len(numbers)))
+    return torch.from_numpy(ids[in_order[first[:, None] + np.arange(count)]])
+
+
+def _preferred(logprobs: Tensor, least: Tensor, count: int) -> Tensor:
+    """As `_most_likely`, without waiting for an accelerator; rows with NaN get any ids.
+
+    Args:
+        least: [n, 1], the last number that is among the `count` largest of its row.
+    """
+    vocabulary = logprobs.shape[1]
+    from_last = torch.arange(vocabulary, 0, -1, dtype=torch.float32, device=logprobs.device)
+    equals = torch.where(logprobs == least, from_last, 0.0)
+    preference = torch.where(logprobs > least, vocabulary + 1.0, equals)
+    ids = preference.topk(count, dim=-1).indices.sort(dim=-1).values
+    return ids.gather(1, logprobs.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices)
 
 
 def _scale(logits: Tensor, sampling: NDArray[np.void]) -> Tensor:
