@@ -13,7 +13,7 @@ from moestro.core.columns import ONE, SHORT, true_rows
 from moestro.core.request import FinishReason
 from moestro.core.work import Int32s, Slots
 from moestro.engine.scheduler import Scheduler
-from moestro.engine.sequences import CAPACITY, COMPUTED, FULL_AT, LAST_TOKENS, TOKENS
+from moestro.engine.sequences import CAPACITY, COMPUTED, FULL_AT, LAST_TOKENS, PROMPT, TOKENS
 from moestro.engine.step_output import StepOutput
 
 TAKE, FILL = 0, 1  # within a step: `schedule` takes blocks, then `update` caches the full ones
@@ -75,8 +75,7 @@ class DecodeJumps:
         """The coming steps in which every running sequence decodes one token and nothing is decided.
 
         The bound follows from blocks, max_tokens, the policies, and waiting requests that could be admitted now or at a
-        later time. Sequences may end in the last of these steps. The device knows of earlier ends, by a stop token or
-        the end of a script: the caller asks it.
+        later time. Sequences may end in the last of these steps, but none samples its first token in them.
         """
         scheduler, table, running = self._scheduler, self._table, self._table.running
         num, block_size = len(running), table.block_size
@@ -84,8 +83,8 @@ class DecodeJumps:
             return STEPWISE
         columns = table.growth.take(running, axis=1)
         computed = columns[COMPUTED]
-        most_behind, until_last, until_short, until_full = _extremes(columns - computed)
-        if most_behind > 1 or not self._all_decode(num, now_ns):
+        most_behind, most_prompt, until_last, until_short, until_full = _extremes(columns - computed)
+        if most_behind > 1 or most_prompt > 0 or not self._all_decode(num, now_ns):
             return STEPWISE
         most, until_ns = until_last - 1, FOREVER_NS
         if table.num_be:
@@ -134,14 +133,11 @@ class DecodeJumps:
     def _makes_way(self, now_ns: int) -> bool:
         return self._scheduler.preemption.could_make_way(now_ns)
 
-    def advance(
-        self, num_steps: int, block_hashes: dict[int, bytes] | None = None, finished: list[int] | None = None
-    ) -> StepOutput:
+    def advance(self, num_steps: int, block_hashes: dict[int, bytes] | None = None) -> StepOutput:
         """Apply `num_steps` decode steps, at most `horizon`.
 
         Args:
             block_hashes: by slot, packed hashes of the blocks of generated tokens that these steps complete.
-            finished: slots whose script ends in the last of these steps.
 
         Returns:
             The sequences that ended in the last step; the tokens of the others are not listed.
@@ -162,14 +158,11 @@ class DecodeJumps:
         at_last: list[int] = []
         if num_steps + 1 >= growth.until_last:
             at_last = true_rows(num_tokens >= growth.columns[LAST_TOKENS])
-        if not at_last and not finished:
+        if not at_last:
             return StepOutput()
         slots = running.tolist()
-        reasons = dict.fromkeys([slots[row] for row in at_last], FinishReason.LENGTH)
-        reasons |= dict.fromkeys(finished or (), FinishReason.STOP)
-        ended = [slot for slot in slots if slot in reasons]
-        sequences = [table.at(slot) for slot in ended]
-        output = StepOutput(sequences, [-1] * len(ended), [reasons[slot] for slot in ended], ended=sequences)
+        ended = [table.at(slots[row]) for row in at_last]
+        output = StepOutput(ended, [-1] * len(ended), [FinishReason.LENGTH] * len(ended), ended=ended)
         self._state.finish_all(output)
         return output
 
@@ -177,7 +170,7 @@ class DecodeJumps:
         """Gather the running sequences, of which there is one at least."""
         running = self._table.running
         columns = self._table.growth.take(running, axis=1)
-        _, until_last, until_short, until_full = _extremes(columns - columns[COMPUTED])
+        _, _, until_last, until_short, until_full = _extremes(columns - columns[COMPUTED])
         return _Growth(running, self._scheduler.num_steps, columns, until_last, until_full, until_short)
 
     def _advance_blocks(self, num_steps: int, growth: _Growth, computed_then: Int32s) -> None:
@@ -203,17 +196,17 @@ class DecodeJumps:
             table.add_blocks([slots[row] for row in taken], pool.allocate_many(len(taken)))
 
 
-def _extremes(left: Int32s) -> tuple[int, int, int, int]:
-    """The largest of row TOKENS, and the least of the rows LAST_TOKENS, CAPACITY and FULL_AT.
+def _extremes(left: Int32s) -> tuple[int, int, int, int, int]:
+    """The largest of the rows TOKENS and PROMPT, and the least of the rows LAST_TOKENS, CAPACITY and FULL_AT.
 
     Args:
         left: int32[NUM_GROWTH_COLUMNS, n], n > 0, columns of `SequenceTable.growth` less the computed tokens.
     """
     if left.shape[1] <= SHORT:
         rows = left.tolist()
-        return max(rows[TOKENS]), min(rows[LAST_TOKENS]), min(rows[CAPACITY]), min(rows[FULL_AT])
+        return max(rows[TOKENS]), max(rows[PROMPT]), min(rows[LAST_TOKENS]), min(rows[CAPACITY]), min(rows[FULL_AT])
     until_last, until_short, until_full = np.minimum.reduce(left[LAST_TOKENS:], axis=1).tolist()
-    return int(left[TOKENS].max()), until_last, until_short, until_full
+    return int(left[TOKENS].max()), int(left[PROMPT].max()), until_last, until_short, until_full
 
 
 # --- arithmetic: when blocks are taken and filled while each sequence grows by one token a step -----------------------

@@ -78,8 +78,12 @@ class Scheduler:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> int:
+    def add(self, request: Request, num_output_tokens: int | None = None) -> int:
         """Put `request` in the waiting queue.
+
+        Args:
+            num_output_tokens: length of the answer, where a replay knows it. No policy reads it. None means that the
+                answer ends with a stop token or `max_tokens`.
 
         Returns:
             The sequence's serial number, unique in this scheduler, which its units carry.
@@ -96,7 +100,7 @@ class Scheduler:
         )
         if request.request_id in self.by_id:
             raise InvariantError(f"request id {request.request_id!r} is in use")
-        sequence = Sequence(request, self._num_added, self._matcher(request))
+        sequence = Sequence(request, self._num_added, self._matcher(request), num_output_tokens)
         self._num_added += 1
         self.by_id[request.request_id] = sequence
         self.state.enqueue(sequence)

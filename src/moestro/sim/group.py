@@ -95,12 +95,12 @@ class Seat:
         Raises:
             RequestError: the rank refuses the request; no state has changed.
         """
-        serial = self.rank.add(request, now_ns)
+        serial = self.rank.add(request, now_ns, script.num_output_tokens)
         if self.has_prompt_kv:
             give_prompt_kv(self.rank.scheduler, request.request_id)
         if script.request_key is None:  # a serial number would give the request other experts on another engine
             script = msgspec.structs.replace(script, request_key=named_request_key(request.request_id))
-        self.scripts.expect(serial, script)
+        self.scripts.expect(serial, script, request.num_prompt_tokens)
         return serial
 
     def forget_ended(self, output: StepOutput) -> None:
@@ -233,8 +233,7 @@ class Group:
         """Take the steps of the jump that are not taken yet, up to step `num_ended`."""
         assert self.ends is not None, "a jump is under way"
         num_steps = num_ended - self._num_taken
-        told, finished = seat.device.complete_steps(seat.running, seat.computed, num_steps)
-        output = seat.jumps.advance(num_steps, told, finished)
+        output = seat.jumps.advance(num_steps, seat.device.filled_blocks(seat.running, seat.computed, num_steps))
         if seat.kv_events is not None:
             seat.publish_step_ends(self.ends[self._num_taken : num_ended])
         return output
@@ -269,10 +268,7 @@ class Group:
             if own.num_steps == 0:
                 return STEPWISE
             seat.running, seat.computed = scheduler.table.running, seat.jumps.computed
-            num_steps = min(own.num_steps, seat.device.steps_until_finish(seat.running, seat.computed))
-            if num_steps == 0:
-                return STEPWISE
-            most, until_ns = min(most or _LONGEST_JUMP, num_steps), min(until_ns, own.until_ns)
+            most, until_ns = min(most or _LONGEST_JUMP, own.num_steps), min(until_ns, own.until_ns)
         return Horizon(most, until_ns)
 
     def _begin(self, now_ns: int) -> None:
