@@ -119,12 +119,10 @@ class BlockPool:
         if num_blocks > self.num_free:
             raise InvariantError(f"allocation of {num_blocks} blocks from a pool of {self.num_free}")
         self.num_free -= num_blocks
-        blocks: list[int] = []
-        if blank:
-            kept = max(len(blank) - num_blocks, 0)
-            blocks = blank[kept:]
+        blocks = blank[-num_blocks:] if num_blocks else []
+        if blocks:
             blocks.reverse()
-            del blank[kept:]
+            del blank[-num_blocks:]
         if len(blocks) < num_blocks:
             blocks += self._forget_oldest(num_blocks - len(blocks))
         for block in blocks:
@@ -140,11 +138,12 @@ class BlockPool:
             if not self._is_stale(block):
                 blocks.append(block)
         blocks += [oldest() for _ in range(num_blocks - len(blocks))]
-        forgotten: list[bytes] = [hash_of[block] for block in blocks]  # type: ignore[misc]  # cached blocks have one
-        for block_hash in forgotten:
-            del block_of[block_hash]
+        forgotten = []
         for block in blocks:
+            block_hash: bytes = hash_of[block]  # type: ignore[assignment]  # cached blocks have one
+            del block_of[block_hash]
             hash_of[block] = None
+            forgotten.append(block_hash)
         self._log(forgotten, is_stored=False)
         return blocks
 
@@ -197,8 +196,7 @@ class BlockPool:
         if not self._enabled:
             return
         block_of, hash_of, stored = self._block_of, self._hash_of, []
-        for at, block in enumerate(blocks):
-            block_hash = hashes[at]
+        for block, block_hash in zip(blocks, hashes, strict=True):
             if hash_of[block] is None and block_hash not in block_of:
                 block_of[block_hash] = block
                 hash_of[block] = block_hash

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.columns import SHORT
 from moestro.core.grammar import GrammarBackend
 from moestro.core.hashing import HASH_BYTES, ROOT, block_hash, name_key, split_hashes
 from moestro.core.request import Request, SamplingParams, ServiceClass, TokenLogprobs
@@ -84,9 +85,10 @@ class Sequence:
         self.hashes = split_hashes(request.block_hashes)
         self.generated = request.resumed_array() if request.resumed_token_ids else _NOTHING
         self.num_tokens = request.num_known_tokens
-        self.last_num_tokens = request.num_total_tokens
-        if num_output_tokens is not None:
-            self.last_num_tokens = min(self.last_num_tokens, request.num_prompt_tokens + num_output_tokens)
+        num_output = request.sampling.max_tokens
+        if num_output_tokens is not None and num_output_tokens < num_output:
+            num_output = num_output_tokens
+        self.last_num_tokens = request.num_prompt_tokens + num_output
         self.num_cached_tokens: int | None = None
         self.admitted_ns = 0
         self.num_preemptions = 0
@@ -162,8 +164,8 @@ class FixedColumns(msgspec.Struct, frozen=True, eq=False, gc=False):
     sampling: NDArray[np.void]
 
 
-TOKENS, COMPUTED, PROMPT, LAST_TOKENS, CAPACITY, FULL_AT = range(6)  # rows of `SequenceTable.growth`
-NUM_GROWTH_COLUMNS = 6
+TOKENS, COMPUTED, LAST_TOKENS, CAPACITY, FULL_AT = range(5)  # rows of `SequenceTable.growth`
+NUM_GROWTH_COLUMNS = 5
 
 
 class SequenceTable:
@@ -207,8 +209,8 @@ class SequenceTable:
         self.running: Slots = np.empty(0, np.int64)
         self.serial = np.zeros(num_slots, np.int64)
         self.growth = np.zeros((NUM_GROWTH_COLUMNS, num_slots), np.int32)
-        self.num_tokens, self.num_computed, self.num_prompt = self.growth[:LAST_TOKENS]
-        self.last_num_tokens, self.capacity, self.next_full_at = self.growth[LAST_TOKENS:]
+        self.num_tokens, self.num_computed, self.last_num_tokens, self.capacity, self.next_full_at = self.growth
+        self.num_prompt = column()
         self.service_class = np.zeros(num_slots, np.uint8)
         self.arrival_ns = np.zeros(num_slots, np.int64)
         self.write_start = column()
@@ -303,9 +305,18 @@ class SequenceTable:
         self.num_editing -= sequence.edits is not None
         self.num_scoring -= sequence.request.sampling.max_tokens == 0
         self.num_be -= sequence.service_class == BE
-        self.running = self.running[self.running != slot]
+        self.running = self._without(slot)
         self._free.append(slot)
         return sequence
+
+    def _without(self, slot: int) -> Slots:
+        """The running slots other than `slot`."""
+        if len(self.running) > SHORT:
+            others: Slots = self.running[self.running != slot]
+            return others
+        running = self.running.tolist()
+        running.remove(slot)
+        return np.array(running, np.int64)
 
     def add_block(self, slot: int, block: int) -> None:
         """Append `block` to the sequence's blocks, in the object and in the row."""

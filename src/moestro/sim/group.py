@@ -193,7 +193,8 @@ class Group:
 
     def _jump(self, now_ns: int, horizon: Horizon) -> None:
         """Begin a jump over the steps of `horizon`."""
-        ends = self._prices.decode_steps_ns([seat.computed for seat in self.seats], horizon.num_steps)
+        num_steps = min(horizon.num_steps, _LONGEST_JUMP)
+        ends = self._prices.decode_steps_ns([seat.computed for seat in self.seats], num_steps)
         ends[0] += now_ns
         ends = np.add.accumulate(ends)
         last_ns = int(ends[-1])
@@ -256,7 +257,7 @@ class Group:
 
     def _steady(self, now_ns: int) -> Horizon:
         """Return the number of coming steps that are alike, and the time before which they must begin."""
-        most, until_ns = 0, FOREVER_NS
+        nearest = STEPWISE
         for seat in self.seats:
             scheduler = seat.rank.scheduler
             seat.running, seat.computed = _NO_SLOTS, _NOBODY
@@ -268,8 +269,8 @@ class Group:
             if own.num_steps == 0:
                 return STEPWISE
             seat.running, seat.computed = scheduler.table.running, seat.jumps.computed
-            most, until_ns = min(most or _LONGEST_JUMP, own.num_steps), min(until_ns, own.until_ns)
-        return Horizon(most, until_ns)
+            nearest = own if nearest is STEPWISE else nearest.and_of(own)
+        return nearest
 
     def _begin(self, now_ns: int) -> None:
         """Submit the plan of each rank that has one."""
