@@ -43,23 +43,27 @@ STEPWISE = Horizon(0, FOREVER_NS)
 class _Decodes(msgspec.Struct, eq=False, gc=False):
     """The running sequences, all of which decode, as `DecodeJumps` keeps them from jump to jump.
 
-    Times are numbers of the scheduler's steps, which stay the same as long as each step decodes all sequences.
+    Steps are counted from `first_step`, so that a jump leaves them as they are.
 
     Attributes:
         running: slots, the very array of the table.
-        num_steps: steps of the scheduler by now. Another number means that it has planned a step since.
+        first_step: steps of the scheduler when the sequences were gathered.
+        num_taken: steps taken since. If the scheduler has more, it has planned one itself, and nothing here holds.
         computed: int32[n], tokens with KV.
-        ends_at: for each sequence, the steps after which it has its last token.
-        short_at: for each sequence, the steps after which it lacks a block.
-        full_at: the least number of steps after which a block is full. It may be that of a sequence that has ended.
+        ends_after: for each sequence, steps after which it has its last token.
+        next_end: the least of `ends_after`.
+        short_after: for each sequence, steps after which it lacks a block.
+        next_full: the least number of steps after which a block is full. It may be that of a sequence that has ended.
     """
 
     running: Slots
-    num_steps: int
+    first_step: int
+    num_taken: int
     computed: Int32s
-    ends_at: list[int]
-    short_at: list[int]
-    full_at: int
+    ends_after: list[int]
+    next_end: int
+    short_after: list[int]
+    next_full: int
 
 
 class DecodeJumps:
@@ -92,7 +96,7 @@ class DecodeJumps:
         if decodes is None or not self._all_decode(num, now_ns):
             return STEPWISE
         computed = decodes.computed
-        most, until_ns = min(decodes.ends_at) - decodes.num_steps, FOREVER_NS
+        most, until_ns = decodes.next_end - decodes.num_taken, FOREVER_NS
         if table.num_be:
             until_ns = scheduler.views.holds_until_ns(running, now_ns)
         if len(scheduler.waiting) and self._could_admit() and (room := self._room(now_ns)) > 0:
@@ -103,7 +107,7 @@ class DecodeJumps:
             most = min(most, int((block_size - computed % block_size).min()))
             if scheduler.waiting.policy.reads_cache:
                 # An allocated block may have been cached, as a prefix on which the order depends.
-                most = min(most, min(decodes.short_at) - decodes.num_steps + 1)
+                most = min(most, min(decodes.short_after) - decodes.num_taken + 1)
         if -(-most // block_size) * num > self._pool.num_free:
             num_blocks = table.capacity[running] // block_size
             most = steps_that_fit(computed, num_blocks, block_size, self._pool.num_free, most)
@@ -155,14 +159,14 @@ class DecodeJumps:
         decodes = self._decodes()
         assert decodes is not None, "a running sequence does not decode"
         self._advance_blocks(num_steps, decodes)
-        decodes.num_steps += num_steps
+        self._scheduler.num_steps += num_steps
+        decodes.num_taken += num_steps
         decodes.computed = decodes.computed + num_steps
-        self._scheduler.num_steps = decodes.num_steps
         table.num_computed[running] = decodes.computed
         table.num_tokens[running] = decodes.computed + ONE
-        rows = [row for row, end in enumerate(decodes.ends_at) if end == decodes.num_steps]
-        if not rows:
+        if decodes.num_taken < decodes.next_end:
             return _NO_OUTPUT
+        rows = [row for row, end in enumerate(decodes.ends_after) if end == decodes.next_end]
         ended = [table.at(int(running[row])) for row in rows]
         output = StepOutput(ended, [-1] * len(ended), [FinishReason.LENGTH] * len(ended), ended=ended)
         self._state.finish_all(output)
@@ -173,33 +177,37 @@ class DecodeJumps:
         """The running sequences, of which there is one at least. None if one has more to compute than a decode."""
         table, running, num_steps = self._table, self._table.running, self._scheduler.num_steps
         kept = self._kept
-        if kept is not None and kept.running is running and kept.num_steps == num_steps:
+        if kept is not None and kept.running is running and kept.first_step + kept.num_taken == num_steps:
             return kept
         computed, num_tokens = table.num_computed[running], table.num_tokens[running]
         if not all_true(num_tokens == computed + ONE) or has_true(num_tokens == table.num_prompt[running]):
             return None
+        ends_after = (table.last_num_tokens[running] - num_tokens).tolist()
         self._kept = _Decodes(
             running=running,
-            num_steps=num_steps,
+            first_step=num_steps,
+            num_taken=0,
             computed=computed,
-            ends_at=[num_steps + left - 1 for left in (table.last_num_tokens[running] - computed).tolist()],
-            short_at=[num_steps + room for room in (table.capacity[running] - computed).tolist()],
-            full_at=num_steps + min((table.next_full_at[running] - computed).tolist()),
+            ends_after=ends_after,
+            next_end=min(ends_after),
+            short_after=(table.capacity[running] - computed).tolist(),
+            next_full=min((table.next_full_at[running] - computed).tolist()),
         )
         return self._kept
 
     def _forget(self, rows: list[int], decodes: _Decodes) -> None:
         """Keep the sequences that go on, after those in `rows` have ended."""
         for row in reversed(rows):
-            del decodes.ends_at[row], decodes.short_at[row]
+            del decodes.ends_after[row], decodes.short_after[row]
+        decodes.next_end = min(decodes.ends_after, default=0)
         decodes.running = self._table.running
         decodes.computed = self._table.num_computed[decodes.running]
 
     def _advance_blocks(self, num_steps: int, decodes: _Decodes) -> None:
         """Allocate and cache the blocks of `num_steps` steps, in the order of single steps."""
         table, pool, running = self._table, self._pool, decodes.running
-        block_size, end = table.block_size, decodes.num_steps + num_steps
-        if pool.journal is not None or end >= decodes.full_at:
+        block_size, end = table.block_size, decodes.num_taken + num_steps
+        if pool.journal is not None or end >= decodes.next_full:
             self._kept = None
             num_blocks = table.capacity[running] // block_size
             for step, kind, row in block_events(decodes.computed, num_blocks, block_size, num_steps):
@@ -214,7 +222,7 @@ class DecodeJumps:
         # No block enters the cache, so only the order of allocations matters.
         taken = [
             (step, row)
-            for row, first in enumerate(decodes.short_at)
+            for row, first in enumerate(decodes.short_after)
             if first < end
             for step in range(first, end, block_size)
         ]
@@ -223,7 +231,7 @@ class DecodeJumps:
             slots = running.tolist()
             table.add_blocks([slots[row] for _, row in taken], pool.allocate_many(len(taken)))
             for step, row in taken:
-                decodes.short_at[row] = step + block_size
+                decodes.short_after[row] = step + block_size
 
 
 # --- arithmetic: when blocks are taken and filled while each sequence grows by one token a step -----------------------

@@ -259,7 +259,7 @@ class Scheduler:
         slots, num_tokens = idle, chunk
         if not all_nonzero(chunk):
             slots, num_tokens = idle[chunk > 0], chunk[chunk > 0]
-        lacks_block = table.num_computed[slots] + num_tokens > table.capacity[slots]
+        lacks_block = table.num_tokens[slots] > table.capacity[slots]
         if not has_true(lacks_block):
             return slots, num_tokens, False
         dropped: set[int] = set()
