@@ -190,7 +190,8 @@ class BlockPool:
             return
         block_of, hash_of, journal = self._block_of, self._hash_of, self.journal
         num_known = len(block_of)
-        for block, block_hash in zip(blocks, hashes, strict=True):
+        for at, block in enumerate(blocks):  # for one block, `zip(..., strict=True)` takes as long as all the rest
+            block_hash = hashes[at]
             if hash_of[block] is None and block_hash not in block_of:
                 block_of[block_hash] = block
                 hash_of[block] = block_hash
