@@ -72,7 +72,7 @@ def device_item() -> Callable[[], object]:
     """Make a call that launches an item and takes its result."""
     device = PricedDevice(roofline("qwen3-30b-a3b"), 16)
     for serial in range(SEQUENCES):
-        device.expect(serial, Script(10**9))
+        device.expect(serial, Script(10**9), 1000)
     item = decode_item(np.arange(SEQUENCES, dtype=np.int32) + 1000)
 
     def launch_and_poll() -> object:

@@ -48,10 +48,11 @@ def forward(*rows: tuple[int, int, int, int, bool]) -> Forward:
     )
 
 
-def device_with(*scripts: Script) -> PricedDevice:
+def device_with(*jobs: tuple[Script, int]) -> PricedDevice:
+    """Jobs are scripts with the lengths of their prompts."""
     device = PricedDevice(TokenCost(), BLOCK)
-    for serial, script in enumerate(scripts):
-        device.expect(serial, script)
+    for serial, (script, num_prompt_tokens) in enumerate(jobs):
+        device.expect(serial, script, num_prompt_tokens)
     return device
 
 
@@ -63,7 +64,7 @@ def run(device: PricedDevice, *rows):
 
 
 def test_items_take_what_the_model_says_one_after_the_other():
-    device = device_with(Script(9), Script(9))
+    device = device_with((Script(9), 5), (Script(9), 7))
     assert device.ready_at_ns() is None
     device.launch(forward((0, 0, 0, 5, True)), 1000)
     device.launch(forward((1, 1, 0, 7, True)), 1001)
@@ -77,7 +78,7 @@ def test_items_take_what_the_model_says_one_after_the_other():
 
 
 def test_copies_are_priced_with_the_item_after_them():
-    device = device_with(Script(9))
+    device = device_with((Script(9), 5))
     device.move_blocks(BlockMoves(np.array([[1, 2], [0, 1]]), np.array([[5], [3]])), 1000)
     device.launch(forward((0, 0, 0, 5, True)), 1000)
     assert device.ready_at_ns() == 1105 + 10 * 3 * BLOCK
@@ -86,16 +87,8 @@ def test_copies_are_priced_with_the_item_after_them():
     assert device.ready_at_ns() == 6101
 
 
-def test_a_sequence_ends_with_the_last_token_of_its_script():
-    device = device_with(Script(3), Script(1))
-    assert run(device, (0, 0, 0, 5, False), (1, 1, 0, 4, True)).finished.tolist() == [False, True]
-    assert run(device, (0, 0, 5, 2, True)).finished.tolist() == [False]
-    assert run(device, (0, 0, 7, 1, True)).finished.tolist() == [False]
-    assert run(device, (0, 0, 8, 1, True)).finished.tolist() == [True]
-
-
 def test_hashes_come_with_the_step_that_fills_the_block():
-    device = device_with(Script(9, hashes(1, 2)))
+    device = device_with((Script(9, hashes(1, 2)), 6))
     assert run(device, (0, 0, 0, 6, True)).block_hashes == {}
     assert run(device, (0, 0, 6, 1, True)).block_hashes == {}
     assert run(device, (0, 0, 7, 1, True)).block_hashes == {0: hashes(1)}, "the block with the prompt's last tokens"
@@ -106,45 +99,42 @@ def test_hashes_come_with_the_step_that_fills_the_block():
 
 
 def test_a_preempted_sequence_goes_on_where_it_was_in_another_slot_and_back():
-    device = device_with(Script(6, hashes(1, 2, 3)), Script(99))
+    device = device_with((Script(6, hashes(1, 2, 3)), 4), (Script(99), 3))
     assert run(device, (0, 0, 0, 4, True)).block_hashes == {}
     for start in (4, 5, 6):
         run(device, (0, 0, start, 1, True))
     assert run(device, (0, 0, 7, 1, True)).block_hashes == {0: hashes(1)}
     # Its five generated tokens are prompt now; another sequence has taken slot 0.
     assert run(device, (0, 1, 0, 3, True), (20, 0, 0, 8, False)).block_hashes == {}, "it is not told again"
-    assert run(device, (20, 0, 8, 1, False)).finished.tolist() == [False]
     device.forget(1)
-    result = run(device, (0, 0, 0, 9, True))
-    assert result.finished.tolist() == [True], "the sixth token, wherever it is computed"
-    assert result.block_hashes == {}
+    assert run(device, (0, 0, 0, 11, True)).block_hashes == {}
+    assert run(device, (0, 0, 11, 1, True)).block_hashes == {0: hashes(2)}, "wherever it is computed"
 
 
-def test_steps_until_finish_and_their_hashes():
-    device = device_with(Script(8, hashes(1, 2)), Script(5))
+def test_many_steps_at_once_fill_the_same_blocks():
+    device = device_with((Script(12, hashes(1, 2)), 6), (Script(5), 2))
     run(device, (3, 0, 0, 6, True), (40, 1, 0, 2, True))
-    slots, computed = np.array([3, 40], np.int32), np.array([6, 2], np.int32)
-    assert device.steps_until_finish(slots, computed) == 4, "the last of which ends sequence 1"
+    slots, computed = np.array([3, 40]), np.array([6, 2], np.int32)
     assert device.decode_steps_ns(computed, 3).tolist() == [102, 102, 102]
-    assert device.complete_steps(slots, computed, 3) == ({3: hashes(1)}, [])
-    assert device.steps_until_finish(slots, computed + 3) == 1
-    assert device.complete_steps(slots, computed + 3, 1) == ({}, [40])
+    assert device.filled_blocks(slots, computed, 1) == {}
+    assert device.filled_blocks(slots, computed, 3) == {3: hashes(1)}
+    assert device.filled_blocks(slots, computed + 3, 3) == {3: hashes(2)}
+    assert device.filled_blocks(np.array([3, 99]), computed + 6, 30) == {}
 
 
-def test_a_prompt_that_is_not_over_has_to_be_launched():
-    device = device_with(Script(8))
-    run(device, (0, 0, 0, 6, False))
-    assert device.steps_until_finish(np.array([0], np.int32), np.array([6], np.int32)) == 0
-    assert device.steps_until_finish(np.array([99], np.int32), np.array([6], np.int32)) == 0
-    assert device.steps_until_finish(np.array([], np.int32), np.array([], np.int32)) == 0
+def test_a_slot_holds_nothing_of_a_sequence_that_ended():
+    device = device_with((Script(12, hashes(1)), 6), (Script(12, hashes(2)), 6))
+    run(device, (3, 0, 0, 6, True))
+    device.forget(0)
+    assert device.filled_blocks(np.array([3]), np.array([6], np.int32), 5) == {}
 
 
 def test_a_sequence_without_a_script_is_a_bug_of_the_driver():
-    device = device_with(Script(1))
+    device = device_with((Script(1, hashes(1)), 3), (Script(1, hashes(1)), 3))
     with pytest.raises(InvariantError, match="no script for sequence 7"):
         device.launch(forward((0, 7, 0, 3, True)), 0)
     with pytest.raises(InvariantError, match="sequence 0 has a script already"):
-        device.expect(0, Script(2))
+        device.expect(0, Script(2), 3)
     device.forget(0)
     device.forget(0)
     with pytest.raises(InvariantError, match="no script for sequence 0"):
@@ -153,7 +143,7 @@ def test_a_sequence_without_a_script_is_a_bug_of_the_driver():
 
 def test_a_scripted_device_waits_for_its_driver_to_price_the_step():
     device = ScriptedDevice(BLOCK)
-    device.expect(0, Script(1))
+    device.expect(0, Script(1, hashes(1)), 3)
     device.launch(forward((0, 0, 0, 3, True)), 0)
     assert device.batch.num_tokens.tolist() == [3]
     assert device.ready_at_ns() is None
@@ -163,6 +153,6 @@ def test_a_scripted_device_waits_for_its_driver_to_price_the_step():
     device.finish_at(500)
     assert device.batch is None
     assert device.ready_at_ns() == 500
-    assert device.poll(500)[0].finished.tolist() == [True]
+    assert device.poll(500)[0].slot.tolist() == [0]
     with pytest.raises(InvariantError, match="finish_at without"):
         device.finish_at(600)

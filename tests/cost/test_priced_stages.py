@@ -51,7 +51,7 @@ def decodes(n: int) -> Units:
 def device(cost=COST, host=NO_HOST) -> PricedStages:
     scripts = Scripts(16)
     for serial in range(64):
-        scripts.expect(serial, Script(5))
+        scripts.expect(serial, Script(5), 1)
     setup = whole_setup(cost, 8192, 16)
     return PricedStages(cost, replace(setup, host=host), lambda some, _: scripts.answer(some), scripts.request_keys)
 
@@ -242,7 +242,7 @@ def test_a_token_has_the_same_experts_in_any_engine_slot_and_serial():
     for shift in (0, 5, 17):  # other slots and serials, the same requests and positions
         scripts = Scripts(16)
         for serial in range(64):
-            scripts.expect(serial, Script(5, request_key=request_key(serial - shift)))
+            scripts.expect(serial, Script(5, request_key=request_key(serial - shift)), 1)
         stages = PricedStages(COST, whole_setup(COST, 128, 16), None, scripts.request_keys)
         some = units([300, 7, 40], [1, 3, 1], first_serial=shift)
         some = structs.replace(some, slot=np.arange(3)[::-1] + 2 * shift)
@@ -254,7 +254,7 @@ def test_a_token_has_the_same_experts_in_any_engine_slot_and_serial():
 
 def test_the_experts_of_an_item_are_drawn_when_it_is_launched():
     scripts = Scripts(16)
-    scripts.expect(0, Script(5, request_key=request_key(7)))
+    scripts.expect(0, Script(5, request_key=request_key(7)), 1)
     stages = PricedStages(COST, whole_setup(COST, 128, 16), None, scripts.request_keys)
     stages.launch(attention(decodes(1)), 0)
     scripts.forget(0)  # the request was aborted meanwhile

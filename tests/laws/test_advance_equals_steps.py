@@ -67,46 +67,32 @@ class Scripts:
             user=str(self.rng.integers(3)),
         )
 
-    def num_generated(self, scheduler: Scheduler, slot: int) -> int:
-        return int(scheduler.table.num_tokens[slot] - scheduler.table.num_prompt[slot])
-
     def hashes(self, request: Request, start: int, end: int) -> bytes:
         """Of the blocks beyond the prompt's full ones that become full when positions start .. end - 1 are computed."""
         first = max(start // self.block_size, request.num_prompt_tokens // self.block_size)
         return b"".join(block_name(request.request_id, b) for b in range(first, end // self.block_size))
-
-    def steps_until_one_ends(self, scheduler: Scheduler) -> int:
-        running = scheduler.table.running.tolist()
-        left = [
-            self.length[scheduler.table.at(s).request.request_id] - self.num_generated(scheduler, s) for s in running
-        ]
-        return min(left)
 
     def one_step(self, scheduler: Scheduler, now_ns: int = 0) -> StepOutput:
         plan = scheduler.schedule(now_ns)
         if plan is None:
             return StepOutput()
         units, table = plan.units, scheduler.table
-        finished = np.zeros(len(units), np.bool_)
         block_hashes = {}
         for i, slot in enumerate(units.slot.tolist()):
             request = table.at(slot).request
-            finished[i] = self.num_generated(scheduler, slot) + 1 >= self.length[request.request_id]
             start, end = int(units.start[i]), int(units.start[i] + units.num_tokens[i])
             known = len(table.at(slot).hashes)
             packed = self.hashes(request, max(start, known * self.block_size), end)
             if packed:
                 block_hashes[i] = packed
-        return scheduler.update(StepResult(units.slot, finished=finished, block_hashes=block_hashes), now_ns)
+        return scheduler.update(StepResult(units.slot, block_hashes=block_hashes), now_ns)
 
     def advance(self, scheduler: Scheduler, num_steps: int) -> StepOutput:
-        table, packed, finished = scheduler.table, {}, []
+        table, packed = scheduler.table, {}
         for slot in table.running.tolist():
             request, start = table.at(slot).request, int(table.num_computed[slot])
             packed[slot] = self.hashes(request, start, start + num_steps)
-            if self.num_generated(scheduler, slot) + num_steps >= self.length[request.request_id]:
-                finished.append(slot)
-        return DecodeJumps(scheduler).advance(num_steps, packed, finished)
+        return DecodeJumps(scheduler).advance(num_steps, packed)
 
 
 def snapshot(scheduler: Scheduler, now_ns: int) -> dict:
@@ -170,14 +156,14 @@ def run_twins(rng, limits: SchedulerSettings) -> int:
     while arrivals or jumping.has_work:
         while arrivals and arrivals[0][0] <= now_ns:
             request = scripts.request(arrivals.pop(0)[1], now_ns)
-            stepwise.add(request)
-            jumping.add(request)
+            stepwise.add(request, scripts.length[request.request_id])
+            jumping.add(request, scripts.length[request.request_id])
         begins_ns = now_ns + np.concatenate([[0], np.cumsum(durations_ns[done : done + 99])])
         horizon = jumps.horizon(now_ns)
         limit, until_ns = horizon.num_steps, horizon.until_ns
         if limit:
             until_ns = min(until_ns, arrivals[0][0]) if arrivals else until_ns
-            limit = min(limit, scripts.steps_until_one_ends(jumping), np.count_nonzero(begins_ns[:99] < until_ns))
+            limit = min(limit, np.count_nonzero(begins_ns[:99] < until_ns))
         num_steps = int(rng.choice([limit, rng.integers(1, limit + 1)])) if limit > 0 else 1
         if limit > 0:
             ended = ends(scripts.advance(jumping, num_steps))
@@ -288,6 +274,19 @@ def test_a_long_decode_is_jumped_over_in_few_pieces():
     assert DecodeJumps(scheduler).horizon(0).num_steps == 0, "the prompt has to be scheduled"
     scripts.one_step(scheduler)
     assert DecodeJumps(scheduler).horizon(0) == Horizon(299, FOREVER_NS), "so many tokens are left; the last ends it"
+
+
+def test_the_last_token_of_a_prompt_is_no_decode():
+    scheduler = Scheduler(
+        SchedulerSettings(num_blocks=20, block_size=4, max_model_len=80, max_num_batched_tokens=16, max_num_seqs=8)
+    )
+    scheduler.add(Request(request_id="r", num_prompt_tokens=17, sampling=SamplingParams(max_tokens=9), arrival_ns=0))
+    scripts = Scripts(np.random.default_rng(0))
+    scripts.one_step(scheduler)
+    assert scheduler.table.num_computed[0] == 16
+    assert DecodeJumps(scheduler).horizon(0).num_steps == 0, "its first token is sampled in the next step"
+    scripts.one_step(scheduler)
+    assert DecodeJumps(scheduler).horizon(0).num_steps == 8
 
 
 def test_the_horizon_ends_where_blocks_run_out():

@@ -93,8 +93,10 @@ class World:
         self.run_until(None)
 
     def arrive(self, request: Request) -> None:
-        self.serial[request.request_id] = self.scheduler.add(request)
-        self.device.expect(self.serial[request.request_id], self.jobs[int(request.request_id[1:])].script)
+        script = self.jobs[int(request.request_id[1:])].script
+        serial = self.scheduler.add(request, script.num_output_tokens)
+        self.serial[request.request_id] = serial
+        self.device.expect(serial, script, request.num_prompt_tokens)
 
     def abort(self, request: Request) -> None:
         if self.scheduler.abort(request.request_id, self.now_ns):
@@ -137,19 +139,17 @@ class World:
         """Take whole steps that end before the next event and decide nothing. Returns whether there were any."""
         table = self.scheduler.table
         slots, computed = table.running, table.num_computed[table.running]
-        limit = min(
-            DecodeJumps(self.scheduler).horizon(self.now_ns).num_steps, self.device.steps_until_finish(slots, computed)
-        )
+        limit = DecodeJumps(self.scheduler).horizon(self.now_ns).num_steps
         if limit == 0:
             return False
         limit = int(self.rng.integers(1, limit + 1))
         ends_ns = self.now_ns + np.cumsum(self.device.decode_steps_ns(computed, limit))
         num_steps = limit if end_ns is None else int(np.searchsorted(ends_ns, end_ns))
         if num_steps:
-            told, finished = self.device.complete_steps(slots, computed, num_steps)
+            filled = self.device.filled_blocks(slots, computed, num_steps)
             self.now_ns = int(ends_ns[num_steps - 1])
             self.num_jumped += num_steps
-            self.note(DecodeJumps(self.scheduler).advance(num_steps, told, finished))
+            self.note(DecodeJumps(self.scheduler).advance(num_steps, filled))
         return num_steps > 0
 
     def check(self) -> None:
@@ -202,8 +202,7 @@ def test_priced_jumps_equal_steps(seed, num_blocks, max_num_seqs, order):
         row = ended[job.request.request_id]
         if row[1] != "abort":
             assert row[2] == job.num_generated()
-            stops = 0 < job.script.num_output_tokens <= job.request.sampling.max_tokens
-            assert row[1] == (FinishReason.STOP if stops else FinishReason.LENGTH)
+            assert row[1] == FinishReason.LENGTH
 
 
 def test_a_long_answer_is_jumped_over_in_one_piece():
@@ -223,5 +222,5 @@ def test_a_long_answer_is_jumped_over_in_one_piece():
 
     world = World(jobs, bounds, Longest())
     world.run()
-    assert world.record[0][1:3] == (FinishReason.STOP, 700)
+    assert world.record[0][1:3] == (FinishReason.LENGTH, 700)
     assert world.num_jumped == 699, "of 700 steps only the prompt's is launched"

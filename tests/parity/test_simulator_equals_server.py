@@ -73,8 +73,9 @@ class ScriptedRank:
         return getattr(self.rank, name)
 
     def add(self, request, now_ns):
-        serial = self.rank.add(request, now_ns)
-        self.device.expect(serial, self.scripts[request.request_id])
+        script = self.scripts[request.request_id]
+        serial = self.rank.add(request, now_ns, script.num_output_tokens)
+        self.device.expect(serial, script, request.num_prompt_tokens)
         return serial
 
 

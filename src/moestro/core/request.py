@@ -55,7 +55,7 @@ class AllowedRange:
         return f"between {self.low} and {self.high}"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """Parameters for choosing the next token. Names and meanings are vLLM's.
 
     A field with an `AllowedRange` is a column of `SAMPLING_ROW`, and requests are checked against that range.
@@ -186,7 +186,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_known_tokens(self) -> int:
         """Tokens that an engine computes before it samples one: the prompt and the resumed tokens."""
-        return self.num_prompt_tokens + self.num_resumed_tokens
+        return self.num_prompt_tokens + len(self.resumed_token_ids) // 4
 
     @property
     def num_total_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Future of a replayed request. Priced and paced devices hold it; schedulers and policies never see it."""
+"""Future of a replayed request. No policy sees it."""
 
 from __future__ import annotations
 

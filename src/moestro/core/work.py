@@ -177,7 +177,6 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
     Attributes:
         slot: int64[n], the units' slots.
         token_ids: int32[n], the sampled token, -1 without LOGITS_LAST. None means a priced device.
-        finished: bool[n], sequences whose script ends here. None means that the device has no scripts.
         non_finite: int64[m], indices into `slot` of units whose wanted logits hold NaN or have no finite maximum. They
             have no token, and their other fields are undefined. None means that there is no such unit.
         logprobs: log probabilities of the sampled token, by index into `slot`.
@@ -191,7 +190,6 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     slot: Slots
     token_ids: Int32s | None = None
-    finished: NDArray[np.bool_] | None = None
     non_finite: NDArray[np.int64] | None = None
     logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
@@ -206,7 +204,6 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
         return StepResult(
             slot=self.slot[rows],
             token_ids=None if self.token_ids is None else self.token_ids[rows],
-            finished=None if self.finished is None else self.finished[rows],
             non_finite=None if self.non_finite is None else np.flatnonzero(np.isin(rows, self.non_finite)),
             logprobs={row_of[i]: v for i, v in self.logprobs.items() if i in row_of},
             prompt_logprobs={row_of[i]: v for i, v in self.prompt_logprobs.items() if i in row_of},

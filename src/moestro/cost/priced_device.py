@@ -1,9 +1,9 @@
 """Devices on virtual time: they compute nothing, take the time that a cost model says, and answer from scripts.
 
-A script is the hidden future of a replayed request (`core.script.Script`): its answer's length, and the hashes of the
-blocks that the answer fills. The result of a unit depends on the *position* at which the unit ends, never on how often
-the sequence was computed. A preempted sequence is recomputed with its generated tokens as part of its prompt, and
-continues at the same place.
+A script is the hidden future of a replayed request (`core.script.Script`). The scheduler knows where the answer ends
+(`Scheduler.add`); a device adds the hashes of the blocks that the answer fills. These depend on the *position* at which
+a unit ends, never on how often the sequence was computed. A preempted sequence is recomputed with its generated tokens
+as part of its prompt, and continues at the same place.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections import deque
 import msgspec
 import numpy as np
 
-from moestro.core.columns import SHORT, has_true, true_rows
+from moestro.core.columns import true_rows
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.script import Script
 from moestro.core.token_keys import Keys, request_key, token_keys
-from moestro.core.work import LOGITS_LAST, BlockMoves, Forward, Int32s, Slots, StepResult, Units
+from moestro.core.work import BlockMoves, Forward, Int32s, Slots, StepResult, Units
 from moestro.cost.model import Batch, CostModel, Int64s, Ints
 from moestro.errors import InvariantError
 
@@ -29,15 +29,15 @@ class _Progress(msgspec.Struct, eq=False, gc=False):
     """A script and the progress of its sequence.
 
     Attributes:
-        num_prompt_tokens: prompt length; 0 until the first token of the answer reveals it.
+        num_prompt_tokens: prompt length.
         num_hashes_told: hashes of `script.block_hashes` that were reported; a recomputed block is not reported again.
         slot: index of the sequence's columns.
     """
 
     script: Script
-    slot: int = _NOBODY
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: int
     num_hashes_told: int = 0
+    slot: int = _NOBODY
 
 
 class Scripts:
@@ -50,27 +50,29 @@ class Scripts:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._progress: dict[int, _Progress] = {}
+        self._num_naming = 0  # of them, with names for blocks; without any, there is nothing to look up
         # Columns by slot; each holds the sequence that was last computed there.
         self._serial: Int64s = np.full(16, _NOBODY, np.int64)
-        self._borders = np.zeros((2, 16), np.int32)
-        self._ends_at: Int32s = self._borders[0]  # tokens with KV at which the last token is sampled
-        self._fills_at: Int32s = self._borders[1]  # tokens with KV at which the next generated block is full
+        self._fills_at: Int32s = np.full(16, _NEVER, np.int32)  # tokens with KV at which the next named block is full
         self._request_key: Keys = np.zeros(16, np.uint64)
 
     # --- scripts ----------------------------------------------------------------------------------------------------
 
-    def expect(self, serial: int, script: Script) -> None:
+    def expect(self, serial: int, script: Script, num_prompt_tokens: int) -> None:
         """Set the script of the sequence `serial` (from `Rank.add`) before the launch of its first unit."""
         if serial in self._progress:
             raise InvariantError(f"sequence {serial} has a script already")
-        self._progress[serial] = _Progress(script)
+        self._progress[serial] = _Progress(script, num_prompt_tokens)
+        self._num_naming += bool(script.block_hashes)
 
     def forget(self, serial: int) -> None:
-        """Drop the script of a sequence that ended. Call it for every sequence; unknown serials are ignored.
-
-        A script that reaches its end drops itself, but only the scheduler knows of aborts and of `max_tokens`.
-        """
-        self._progress.pop(serial, None)
+        """Drop the script of a sequence that ended. Call it for every sequence; unknown serials are ignored."""
+        progress = self._progress.pop(serial, None)
+        if progress is None:
+            return
+        self._num_naming -= bool(progress.script.block_hashes)
+        if progress.slot != _NOBODY and self._serial[progress.slot] == serial:
+            self._serial[progress.slot], self._fills_at[progress.slot] = _NOBODY, _NEVER
 
     def request_keys(self, units: Units) -> Keys:
         """uint64[n], key of each unit's request: its script's, or one made from its serial number."""
@@ -86,30 +88,26 @@ class Scripts:
 
     def answer(self, units: Units) -> StepResult:
         """Result of computing `units`, each of them once."""
-        slots = units.slot
-        self._bind(slots, units.serial)
-        end = units.start + units.num_tokens
-        reached = end >= self._borders.take(slots, axis=1)
-        finished = reached[0]  # of two rows; to unpack them takes as long as all the rest
-        block_hashes = {}
-        if has_true(reached):
-            # A sequence with an unknown prompt length appears here too: its first token reveals the length.
-            for row in true_rows(finished):
-                samples = int(units.logits[row]) & LOGITS_LAST
-                finished[row] = bool(samples) and self._sample(int(slots[row]), int(end[row]))
-            for row in true_rows(reached[1]):
-                packed = self._fill(int(slots[row]), int(end[row]))
-                if packed:
-                    block_hashes[row] = packed
-            for row in true_rows(finished):
-                self.forget(int(units.serial[row]))
-        return StepResult(slots, finished=finished, block_hashes=block_hashes)
+        if not self._num_naming:
+            return StepResult(units.slot)
+        self._bind(units.slot, units.serial)
+        return StepResult(units.slot, block_hashes=self._filled(units.slot, units.start + units.num_tokens))
+
+    def _filled(self, slots: Slots, end: Int32s) -> dict[int, bytes]:
+        """By row, unreported hashes of the generated blocks that are full with `end` tokens."""
+        found = {}
+        for row in true_rows(end >= self._fills_at[slots]):
+            progress = self._progress[int(self._serial[slots[row]])]
+            told, size = progress.num_hashes_told, self._block_size
+            full = int(end[row]) // size - progress.num_prompt_tokens // size
+            found[row] = progress.script.block_hashes[told * HASH_BYTES : full * HASH_BYTES]
+            progress.num_hashes_told += len(found[row]) // HASH_BYTES
+            self._load(progress)
+        return found
 
     def _bind(self, slots: Slots, serials: Int64s) -> None:
         """Load the columns of slots whose sequence has changed."""
-        largest = max(slots.tolist())
-        if largest >= len(self._serial):
-            self._grow(2 * largest + 2)
+        self._cover(slots)
         for row in true_rows(self._serial[slots] != serials):
             slot, serial = int(slots[row]), int(serials[row])
             progress = self._progress.get(serial)
@@ -118,45 +116,28 @@ class Scripts:
                     f"no script for sequence {serial}: call expect() before its first unit is launched"
                 )
             if progress.slot != _NOBODY and self._serial[progress.slot] == serial:
-                self._serial[progress.slot] = _NOBODY  # preempted and resumed elsewhere: only one slot holds it
+                # Preempted and resumed elsewhere: only one slot holds it.
+                self._serial[progress.slot], self._fills_at[progress.slot] = _NOBODY, _NEVER
             progress.slot = slot
             self._serial[slot] = serial
             key = progress.script.request_key
             self._request_key[slot] = request_key(serial) if key is None else key
             self._load(progress)
 
-    def _grow(self, num_slots: int) -> None:
-        added = num_slots - len(self._serial)
-        self._serial = np.append(self._serial, np.full(added, _NOBODY, np.int64))
-        self._borders = np.append(self._borders, np.zeros((2, added), np.int32), axis=1)
-        self._ends_at, self._fills_at = self._borders
-        self._request_key = np.append(self._request_key, np.zeros(added, np.uint64))
+    def _cover(self, slots: Slots) -> None:
+        """Have columns for `slots`."""
+        added = max(slots.tolist()) + 1 - len(self._serial)
+        if added > 0:
+            added += len(self._serial)
+            self._serial = np.append(self._serial, np.full(added, _NOBODY, np.int64))
+            self._fills_at = np.append(self._fills_at, np.full(added, _NEVER, np.int32))
+            self._request_key = np.append(self._request_key, np.zeros(added, np.uint64))
 
     def _load(self, progress: _Progress) -> None:
-        """Write the columns of the sequence's slot."""
-        slot, prompt, script, size = progress.slot, progress.num_prompt_tokens, progress.script, self._block_size
-        self._ends_at[slot] = prompt + script.num_output_tokens - 1 if prompt else 0
-        left = len(script.block_hashes) // HASH_BYTES - progress.num_hashes_told
-        next_block = prompt // size + progress.num_hashes_told
-        self._fills_at[slot] = (next_block + 1) * size if prompt and left else _NEVER
-
-    def _sample(self, slot: int, end: int) -> bool:
-        """Sample a token with `end` tokens known. Returns whether the token is the script's last."""
-        progress = self._progress[int(self._serial[slot])]
-        if not progress.num_prompt_tokens:
-            progress.num_prompt_tokens = end
-            self._load(progress)
-        return end >= int(self._ends_at[slot])
-
-    def _fill(self, slot: int, end: int) -> bytes:
-        """Unreported hashes of the generated blocks that are full with `end` tokens."""
-        progress = self._progress[int(self._serial[slot])]
-        told, size = progress.num_hashes_told, self._block_size
-        full = end // size - progress.num_prompt_tokens // size
-        packed = progress.script.block_hashes[told * HASH_BYTES : full * HASH_BYTES]
-        progress.num_hashes_told += len(packed) // HASH_BYTES
-        self._load(progress)
-        return packed
+        """Write when the next named block of a sequence is full."""
+        script, size, told = progress.script, self._block_size, progress.num_hashes_told
+        next_at = (progress.num_prompt_tokens // size + told + 1) * size
+        self._fills_at[progress.slot] = next_at if told * HASH_BYTES < len(script.block_hashes) else _NEVER
 
 
 class ScriptedDevice(Scripts):
@@ -171,10 +152,6 @@ class ScriptedDevice(Scripts):
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
-        # The `num_computed` of the last `steps_until_finish`, and the steps from there to the borders of each slot.
-        self._looked_at: Int32s | None = None
-        self._left = np.empty((2, 0), np.int32)
-        self._nearest = 0  # the least of these steps
         self._pending: deque[tuple[int, StepResult]] = deque()
         self._launched: tuple[Batch, StepResult] | None = None
         self._num_moved = 0
@@ -222,48 +199,17 @@ class ScriptedDevice(Scripts):
 
     # --- many steps at once ----------------------------------------------------------------------------------------
 
-    def steps_until_finish(self, slots: Slots, num_computed: Int32s) -> int:
-        """Decode steps up to and including the first that ends a script; 0 if only the next step can tell.
+    def filled_blocks(self, slots: Slots, num_computed: Int32s, num_steps: int) -> dict[int, bytes]:
+        """By slot, packed hashes of the generated blocks that fill up in `num_steps` decode steps.
 
         Args:
-            slots: int64[n], slots of the scheduler's running sequences, with nothing in flight.
+            slots: int64[n], n > 0, slots of the scheduler's running sequences, with nothing in flight.
             num_computed: int32[n], their tokens with KV.
         """
-        if len(slots) == 0:
-            return 0
-        try:
-            left = self._borders.take(slots, axis=1)
-        except IndexError:
-            return 0  # a slot without any launch so far
-        left -= num_computed
-        rows = left.tolist() if len(slots) <= SHORT else np.minimum.reduce(left, axis=1, keepdims=True).tolist()
-        until_end, until_fill = int(min(rows[0])), int(min(rows[1]))
-        self._looked_at, self._left, self._nearest = num_computed, left, min(until_end, until_fill)
-        return max(until_end, 0)
-
-    def complete_steps(self, slots: Slots, num_computed: Int32s, num_steps: int) -> tuple[dict[int, bytes], list[int]]:
-        """Apply the effect of `num_steps` decode steps, at most `steps_until_finish`.
-
-        Returns:
-            The arguments of `DecodeJumps.advance`: by slot, the packed hashes of the generated blocks that fill up; and
-            the slots whose scripts end in the last step.
-        """
-        if self._looked_at is not num_computed:
-            left = self._borders.take(slots, axis=1) - num_computed
-        elif num_steps < self._nearest:
-            return {}, []
-        else:
-            left = self._left
-        reached = left <= num_steps
-        told = {}
-        for row in true_rows(reached[1]):
-            packed = self._fill(int(slots[row]), int(num_computed[row]) + num_steps)
-            if packed:
-                told[int(slots[row])] = packed
-        finished = [int(slots[row]) for row in true_rows(reached[0])]
-        for slot in finished:
-            self.forget(int(self._serial[slot]))
-        return told, finished
+        if not self._num_naming:
+            return {}
+        self._cover(slots)
+        return {int(slots[row]): packed for row, packed in self._filled(slots, num_computed + num_steps).items()}
 
 
 class PricedDevice(ScriptedDevice):

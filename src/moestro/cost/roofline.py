@@ -134,7 +134,8 @@ class Roofline:
         steps: Int64s | None = None
         for g, factor in enumerate(self._layer_factors):
             contexts = contexts_of_steps(start, num_steps, self._groups[g].window)
-            reading = _rounded(self._token_factor * contexts)
+            contexts *= self._token_factor
+            reading = np.rint(contexts, contexts).astype(np.int64)
             reading *= factor
             steps = reading if steps is None else steps + reading
         assert steps is not None, "a network has layers"

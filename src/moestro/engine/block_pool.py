@@ -119,12 +119,10 @@ class BlockPool:
         if num_blocks > self.num_free:
             raise InvariantError(f"allocation of {num_blocks} blocks from a pool of {self.num_free}")
         self.num_free -= num_blocks
-        blocks: list[int] = []
-        if blank:
-            kept = max(len(blank) - num_blocks, 0)
-            blocks = blank[kept:]
+        blocks = blank[-num_blocks:] if num_blocks else []
+        if blocks:
             blocks.reverse()
-            del blank[kept:]
+            del blank[-num_blocks:]
         if len(blocks) < num_blocks:
             blocks += self._forget_oldest(num_blocks - len(blocks))
         for block in blocks:
@@ -133,19 +131,20 @@ class BlockPool:
 
     def _forget_oldest(self, num_blocks: int) -> list[int]:
         """Remove the least recently used blocks from the prefix cache, and return them."""
-        oldest, hash_of, block_of = self._freed.popleft, self._hash_of, self._block_of
+        oldest, hash_of, block_of, journal = self._freed.popleft, self._hash_of, self._block_of, self.journal
         blocks: list[int] = []
         while self._stale and len(blocks) < num_blocks:
             block = oldest()
             if not self._is_stale(block):
                 blocks.append(block)
         blocks += [oldest() for _ in range(num_blocks - len(blocks))]
-        forgotten: list[bytes] = [hash_of[block] for block in blocks]  # type: ignore[misc]  # cached blocks have one
-        for block_hash in forgotten:
-            del block_of[block_hash]
         for block in blocks:
+            block_hash: bytes = hash_of[block]  # type: ignore[assignment]  # cached blocks have one
+            del block_of[block_hash]
             hash_of[block] = None
-        self._log(forgotten, is_stored=False)
+            if journal is not None:
+                journal.append(CacheEvent(self.step, is_stored=False, block_hash=block_hash))
+        self.version += num_blocks
         return blocks
 
     def _is_stale(self, block: int) -> bool:
@@ -157,12 +156,6 @@ class BlockPool:
             del self._stale[block]
         return num_stale > 0
 
-    def _log(self, hashes: list[bytes], *, is_stored: bool) -> None:
-        """Count blocks that enter the prefix cache or leave it, and write them to the journal, if there is one."""
-        self.version += len(hashes)
-        if self.journal is not None:
-            self.journal.extend(CacheEvent(self.step, is_stored, block_hash) for block_hash in hashes)
-
     def release(self, blocks: list[int]) -> None:
         """Remove one holder from each of a sequence's `blocks`, given in the order of its tokens.
 
@@ -171,18 +164,17 @@ class BlockPool:
         ref_count, hash_of, num_held = self._ref_count, self._hash_of, 0
         become_blank, become_cached = self._blank.append, self._freed.append
         for block in reversed(blocks):
-            count = ref_count[block]
-            if count == 1:
-                ref_count[block] = 0
-                if hash_of[block] is None:
-                    become_blank(block)
-                else:
-                    become_cached(block)
-            elif count > 1:
-                ref_count[block] = count - 1
+            if ref_count[block] != 1:
+                if ref_count[block] == 0:
+                    raise InvariantError(f"release of block {block}, which has no holder")
+                ref_count[block] -= 1
                 num_held += 1
+                continue
+            ref_count[block] = 0
+            if hash_of[block] is None:
+                become_blank(block)
             else:
-                raise InvariantError(f"release of block {block}, which has no holder")
+                become_cached(block)
         self.num_free += len(blocks) - num_held
         if len(self._freed) > 2 * self.num_blocks:  # many hits, and few allocations that would take old entries away
             self._freed = deque(self.cached())
@@ -196,18 +188,19 @@ class BlockPool:
         """
         if not self._enabled:
             return
-        block_of, hash_of, stored = self._block_of, self._hash_of, []
-        for at, block in enumerate(blocks):
+        block_of, hash_of, journal = self._block_of, self._hash_of, self.journal
+        num_known = len(block_of)
+        for at, block in enumerate(blocks):  # for one block, `zip(..., strict=True)` takes as long as all the rest
             block_hash = hashes[at]
             if hash_of[block] is None and block_hash not in block_of:
                 block_of[block_hash] = block
                 hash_of[block] = block_hash
-                stored.append(block_hash)
-        self._log(stored, is_stored=True)
+                if journal is not None:
+                    journal.append(CacheEvent(self.step, is_stored=True, block_hash=block_hash))
+        self.version += len(block_of) - num_known
 
     def forget(self, hashes: list[bytes]) -> None:
         """Remove the blocks of `hashes` from the prefix cache; sequences that hold them keep them."""
-        forgotten = []
         for block_hash in hashes:
             block = self._block_of.pop(block_hash, None)
             if block is None:
@@ -216,8 +209,9 @@ class BlockPool:
             if self._ref_count[block] == 0:
                 self._leave_cached(block)
                 self._blank.append(block)
-            forgotten.append(block_hash)
-        self._log(forgotten, is_stored=False)
+            self.version += 1
+            if self.journal is not None:
+                self.journal.append(CacheEvent(self.step, is_stored=False, block_hash=block_hash))
 
     def cached(self) -> list[int]:
         """Free blocks with a hash, the least recently used first."""

@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.columns import ONE, SHORT, true_rows
+from moestro.core.columns import ONE, all_true, has_true
 from moestro.core.request import FinishReason
 from moestro.core.work import Int32s, Slots
 from moestro.engine.scheduler import Scheduler
-from moestro.engine.sequences import CAPACITY, COMPUTED, FULL_AT, LAST_TOKENS, TOKENS
 from moestro.engine.step_output import StepOutput
 
+_NO_OUTPUT = StepOutput()  # of most jumps; callers must not change it
 TAKE, FILL = 0, 1  # within a step: `schedule` takes blocks, then `update` caches the full ones
 
 
@@ -32,27 +32,38 @@ class Horizon(msgspec.Struct, frozen=True, gc=False):
     num_steps: int
     until_ns: int
 
+    def and_of(self, other: Horizon) -> Horizon:
+        """Return the steps in which nothing is decided on either of two ranks that step together."""
+        return Horizon(min(self.num_steps, other.num_steps), min(self.until_ns, other.until_ns))
+
 
 STEPWISE = Horizon(0, FOREVER_NS)
 
 
-class _Growth(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The running sequences as `DecodeJumps` gathered them.
+class _Decodes(msgspec.Struct, eq=False, gc=False):
+    """The running sequences, all of which decode, as `DecodeJumps` keeps them from jump to jump.
+
+    Steps are counted from `first_step`, so that a jump leaves them as they are.
 
     Attributes:
         running: slots, the very array of the table.
-        num_steps: steps of the scheduler by then. Another number means that the columns have changed.
-        columns: int32[NUM_GROWTH_COLUMNS, n], the table's `growth` of these slots.
-        until_last, until_full, until_short: for the nearest sequence, tokens with KV to come until `last_num_tokens`,
-            until a block is full, and those that its blocks still hold.
+        first_step: steps of the scheduler when the sequences were gathered.
+        num_taken: steps taken since. If the scheduler has more, it has planned one itself, and nothing here holds.
+        computed: int32[n], tokens with KV.
+        ends_after: for each sequence, steps after which it has its last token.
+        next_end: the least of `ends_after`.
+        short_after: for each sequence, steps after which it lacks a block.
+        next_full: the least number of steps after which a block is full. It may be that of a sequence that has ended.
     """
 
     running: Slots
-    num_steps: int
-    columns: Int32s
-    until_last: int
-    until_full: int
-    until_short: int
+    first_step: int
+    num_taken: int
+    computed: Int32s
+    ends_after: list[int]
+    next_end: int
+    short_after: list[int]
+    next_full: int
 
 
 class DecodeJumps:
@@ -67,27 +78,25 @@ class DecodeJumps:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._state, self._table, self._pool = scheduler.state, scheduler.table, scheduler.pool
-        self._decodes: dict[int, bool] = {}  # by number of sequences: whether the batch policy takes them all
-        self._growth: _Growth | None = None
+        self._takes_all_of: dict[int, bool] = {}  # by number of sequences: whether the batch policy takes them all
+        self._kept: _Decodes | None = None
         self.computed: Int32s = np.empty(0, np.int32)
 
     def horizon(self, now_ns: int) -> Horizon:
         """The coming steps in which every running sequence decodes one token and nothing is decided.
 
         The bound follows from blocks, max_tokens, the policies, and waiting requests that could be admitted now or at a
-        later time. Sequences may end in the last of these steps. The device knows of earlier ends, by a stop token or
-        the end of a script: the caller asks it.
+        later time. Sequences may end in the last of these steps, but none samples its first token in them.
         """
         scheduler, table, running = self._scheduler, self._table, self._table.running
         num, block_size = len(running), table.block_size
         if num == 0 or table.num_units_in_flight:
             return STEPWISE
-        columns = table.growth.take(running, axis=1)
-        computed = columns[COMPUTED]
-        most_behind, until_last, until_short, until_full = _extremes(columns - computed)
-        if most_behind > 1 or not self._all_decode(num, now_ns):
+        decodes = self._decodes()
+        if decodes is None or not self._all_decode(num, now_ns):
             return STEPWISE
-        most, until_ns = until_last - 1, FOREVER_NS
+        computed = decodes.computed
+        most, until_ns = decodes.next_end - decodes.num_taken, FOREVER_NS
         if table.num_be:
             until_ns = scheduler.views.holds_until_ns(running, now_ns)
         if len(scheduler.waiting) and self._could_admit() and (room := self._room(now_ns)) > 0:
@@ -98,12 +107,11 @@ class DecodeJumps:
             most = min(most, int((block_size - computed % block_size).min()))
             if scheduler.waiting.policy.reads_cache:
                 # An allocated block may have been cached, as a prefix on which the order depends.
-                most = min(most, until_short + 1)
+                most = min(most, min(decodes.short_after) - decodes.num_taken + 1)
         if -(-most // block_size) * num > self._pool.num_free:
-            num_blocks = columns[CAPACITY] // block_size
+            num_blocks = table.capacity[running] // block_size
             most = steps_that_fit(computed, num_blocks, block_size, self._pool.num_free, most)
         self.computed = computed
-        self._growth = _Growth(running, scheduler.num_steps, columns, until_last, until_full, until_short)
         return Horizon(most, until_ns)
 
     def _all_decode(self, num: int, now_ns: int) -> bool:
@@ -113,9 +121,9 @@ class DecodeJumps:
         """
         if self._table.num_be:
             return self._takes_all(now_ns)
-        known = self._decodes.get(num)
+        known = self._takes_all_of.get(num)
         if known is None:
-            known = self._decodes[num] = self._takes_all(now_ns)
+            known = self._takes_all_of[num] = self._takes_all(now_ns)
         return known
 
     def _takes_all(self, now_ns: int) -> bool:
@@ -134,14 +142,11 @@ class DecodeJumps:
     def _makes_way(self, now_ns: int) -> bool:
         return self._scheduler.preemption.could_make_way(now_ns)
 
-    def advance(
-        self, num_steps: int, block_hashes: dict[int, bytes] | None = None, finished: list[int] | None = None
-    ) -> StepOutput:
+    def advance(self, num_steps: int, block_hashes: dict[int, bytes] | None = None) -> StepOutput:
         """Apply `num_steps` decode steps, at most `horizon`.
 
         Args:
             block_hashes: by slot, packed hashes of the blocks of generated tokens that these steps complete.
-            finished: slots whose script ends in the last of these steps.
 
         Returns:
             The sequences that ended in the last step; the tokens of the others are not listed.
@@ -150,44 +155,64 @@ class DecodeJumps:
         if block_hashes:
             for slot, packed in block_hashes.items():
                 table.learn_hashes(slot, packed)
-        growth = None if block_hashes else self._growth  # new hashes let blocks become full
-        if growth is None or growth.running is not running or growth.num_steps != self._scheduler.num_steps:
-            growth = self._gathered()
-        computed = growth.columns[COMPUTED] + num_steps
-        num_tokens = computed + ONE
-        self._advance_blocks(num_steps, growth, computed)
+            self._kept = None  # new hashes let blocks become full
+        decodes = self._decodes()
+        assert decodes is not None, "a running sequence does not decode"
+        self._advance_blocks(num_steps, decodes)
         self._scheduler.num_steps += num_steps
-        table.num_computed[running] = computed
-        table.num_tokens[running] = num_tokens
-        at_last: list[int] = []
-        if num_steps + 1 >= growth.until_last:
-            at_last = true_rows(num_tokens >= growth.columns[LAST_TOKENS])
-        if not at_last and not finished:
-            return StepOutput()
-        slots = running.tolist()
-        reasons = dict.fromkeys([slots[row] for row in at_last], FinishReason.LENGTH)
-        reasons |= dict.fromkeys(finished or (), FinishReason.STOP)
-        ended = [slot for slot in slots if slot in reasons]
-        sequences = [table.at(slot) for slot in ended]
-        output = StepOutput(sequences, [-1] * len(ended), [reasons[slot] for slot in ended], ended=sequences)
+        decodes.num_taken += num_steps
+        decodes.computed = decodes.computed + num_steps
+        table.num_computed[running] = decodes.computed
+        table.num_tokens[running] = decodes.computed + ONE
+        if decodes.num_taken < decodes.next_end:
+            return _NO_OUTPUT
+        rows = [row for row, end in enumerate(decodes.ends_after) if end == decodes.next_end]
+        ended = [table.at(int(running[row])) for row in rows]
+        output = StepOutput(ended, [-1] * len(ended), [FinishReason.LENGTH] * len(ended), ended=ended)
         self._state.finish_all(output)
+        self._forget(rows, decodes)
         return output
 
-    def _gathered(self) -> _Growth:
-        """Gather the running sequences, of which there is one at least."""
-        running = self._table.running
-        columns = self._table.growth.take(running, axis=1)
-        _, until_last, until_short, until_full = _extremes(columns - columns[COMPUTED])
-        return _Growth(running, self._scheduler.num_steps, columns, until_last, until_full, until_short)
+    def _decodes(self) -> _Decodes | None:
+        """The running sequences, of which there is one at least. None if one has more to compute than a decode."""
+        table, running, num_steps = self._table, self._table.running, self._scheduler.num_steps
+        kept = self._kept
+        if kept is not None and kept.running is running and kept.first_step + kept.num_taken == num_steps:
+            return kept
+        computed, num_tokens = table.num_computed[running], table.num_tokens[running]
+        if not all_true(num_tokens == computed + ONE) or has_true(num_tokens == table.num_prompt[running]):
+            return None
+        ends_after = (table.last_num_tokens[running] - num_tokens).tolist()
+        self._kept = _Decodes(
+            running=running,
+            first_step=num_steps,
+            num_taken=0,
+            computed=computed,
+            ends_after=ends_after,
+            next_end=min(ends_after),
+            short_after=(table.capacity[running] - computed).tolist(),
+            next_full=min((table.next_full_at[running] - computed).tolist()),
+        )
+        return self._kept
 
-    def _advance_blocks(self, num_steps: int, growth: _Growth, computed_then: Int32s) -> None:
+    def _forget(self, rows: list[int], decodes: _Decodes) -> None:
+        """Keep the sequences that go on, after those in `rows` have ended."""
+        for row in reversed(rows):
+            del decodes.ends_after[row], decodes.short_after[row]
+        decodes.next_end = min(decodes.ends_after, default=0)
+        decodes.running = self._table.running
+        decodes.computed = self._table.num_computed[decodes.running]
+
+    def _advance_blocks(self, num_steps: int, decodes: _Decodes) -> None:
         """Allocate and cache the blocks of `num_steps` steps, in the order of single steps."""
-        table, pool, running = self._table, self._pool, growth.running
-        computed, capacity, block_size = growth.columns[COMPUTED], growth.columns[CAPACITY], table.block_size
-        if pool.journal is not None or num_steps >= growth.until_full:
-            for step, kind, row in block_events(computed, capacity // block_size, block_size, num_steps):
+        table, pool, running = self._table, self._pool, decodes.running
+        block_size, end = table.block_size, decodes.num_taken + num_steps
+        if pool.journal is not None or end >= decodes.next_full:
+            self._kept = None
+            num_blocks = table.capacity[running] // block_size
+            for step, kind, row in block_events(decodes.computed, num_blocks, block_size, num_steps):
                 pool.step = step
-                slot, position = int(running[row]), int(computed[row]) + step + 1
+                slot, position = int(running[row]), int(decodes.computed[row]) + step + 1
                 if kind == TAKE:
                     table.add_block(slot, pool.allocate())
                 elif position >= table.next_full_at[slot]:
@@ -195,25 +220,18 @@ class DecodeJumps:
             pool.step = 0
             return
         # No block enters the cache, so only the order of allocations matters.
-        if num_steps > growth.until_short:
-            short = true_rows(capacity < computed_then)
-            slots, starts, ends = running.tolist(), computed.tolist(), capacity.tolist()
-            slots, starts = [slots[row] for row in short], [starts[row] for row in short]
-            taken = blocks_taken(starts, [ends[row] for row in short], block_size, num_steps)
-            table.add_blocks([slots[row] for row in taken], pool.allocate_many(len(taken)))
-
-
-def _extremes(left: Int32s) -> tuple[int, int, int, int]:
-    """The largest of row TOKENS, and the least of the rows LAST_TOKENS, CAPACITY and FULL_AT.
-
-    Args:
-        left: int32[NUM_GROWTH_COLUMNS, n], n > 0, columns of `SequenceTable.growth` less the computed tokens.
-    """
-    if left.shape[1] <= SHORT:
-        rows = left.tolist()
-        return max(rows[TOKENS]), min(rows[LAST_TOKENS]), min(rows[CAPACITY]), min(rows[FULL_AT])
-    until_last, until_short, until_full = np.minimum.reduce(left[LAST_TOKENS:], axis=1).tolist()
-    return int(left[TOKENS].max()), until_last, until_short, until_full
+        taken = [
+            (step, row)
+            for row, first in enumerate(decodes.short_after)
+            if first < end
+            for step in range(first, end, block_size)
+        ]
+        if taken:
+            taken.sort()
+            slots = running.tolist()
+            table.add_blocks([slots[row] for _, row in taken], pool.allocate_many(len(taken)))
+            for step, row in taken:
+                decodes.short_after[row] = step + block_size
 
 
 # --- arithmetic: when blocks are taken and filled while each sequence grows by one token a step -----------------------
@@ -246,22 +264,6 @@ def steps_that_fit(num_computed: Int32s, num_blocks: Int32s, block_size: int, nu
         middle = (low + high) // 2
         low, high = (middle, high) if num_needed(middle) <= num_free else (low, middle)
     return low
-
-
-def blocks_taken(num_computed: list[int], capacity: list[int], block_size: int, num_steps: int) -> list[int]:
-    """The row of each block taken in `num_steps` steps, in the order of single steps.
-
-    Args:
-        num_computed, capacity: tokens with KV and tokens with blocks of each sequence. Sequence i computes position
-            `num_computed[i] + s` in step s = 0, 1, ...
-    """
-    taken = [
-        (position - computed, row)
-        for row, computed in enumerate(num_computed)
-        for position in range(capacity[row], computed + num_steps, block_size)
-    ]
-    taken.sort()
-    return [row for _, row in taken]
 
 
 def block_events(

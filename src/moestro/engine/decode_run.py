@@ -186,6 +186,4 @@ class DecodeRun:
 
 def _is_plain(result: StepResult) -> bool:
     """Whether `result` has nothing but tokens and log probabilities of the tokens."""
-    return not (
-        result.token_ids is None or result.finished is not None or result.non_finite is not None or result.block_hashes
-    )
+    return not (result.token_ids is None or result.non_finite is not None or result.block_hashes)

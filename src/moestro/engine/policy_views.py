@@ -38,14 +38,16 @@ class PolicyViews:
     def with_candidates(self, view: BatchView, candidates: list[AdmissionCandidate], now_ns: int) -> BatchView:
         """Append a row for each candidate to `view`. There are at most as many as free slots."""
         old, num = len(view.num_left), len(candidates)
-        num_left = np.array([candidate.needs.num_left for candidate in candidates], np.int32)
+        num_left = np.empty(old + num, np.int32)
+        num_left[:old] = view.num_left
+        num_left[old:] = [candidate.needs.num_left for candidate in candidates]
         if self._table.num_be or BE in [candidate.sequence.service_class for candidate in candidates]:
             new = np.array([self.class_of(candidate.sequence, now_ns) for candidate in candidates], np.uint8)
             classes = np.concatenate((view.service_class, new))
         else:
             classes = self._all_ls[: old + num]
         return BatchView(
-            np.concatenate((view.num_left, num_left)),
+            num_left,
             self._is_waiting[self._num_slots - old : self._num_slots + num],
             classes,
             view.num_in_flight,

@@ -63,8 +63,11 @@ class Rank:
         self.expert_observer: ExpertObserver | None = None
         self.pace_counts: Callable[[], PaceCounts | None] = lambda: None
 
-    def add(self, request: Request, now_ns: int) -> int:
+    def add(self, request: Request, now_ns: int, num_output_tokens: int | None = None) -> int:
         """Put a request in the waiting queue.
+
+        Args:
+            num_output_tokens: as in `Scheduler.add`.
 
         Returns:
             Its serial, which its units carry: a device that holds scripts is told by it whose script is whose.
@@ -73,7 +76,7 @@ class Rank:
             RequestError: it is refused; nothing has changed.
         """
         self._has_news = True
-        return self.scheduler.add(request)
+        return self.scheduler.add(request, num_output_tokens)
 
     def abort(self, request_id: str, now_ns: int) -> None:
         """Drop a request within one step; unknown ids are ignored. No output follows."""

@@ -78,8 +78,12 @@ class Scheduler:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> int:
+    def add(self, request: Request, num_output_tokens: int | None = None) -> int:
         """Put `request` in the waiting queue.
+
+        Args:
+            num_output_tokens: length of the answer, where a replay knows it. No policy reads it. None means that the
+                answer ends with a stop token or `max_tokens`.
 
         Returns:
             The sequence's serial number, unique in this scheduler, which its units carry.
@@ -96,7 +100,7 @@ class Scheduler:
         )
         if request.request_id in self.by_id:
             raise InvariantError(f"request id {request.request_id!r} is in use")
-        sequence = Sequence(request, self._num_added, self._matcher(request))
+        sequence = Sequence(request, self._num_added, self._matcher(request), num_output_tokens)
         self._num_added += 1
         self.by_id[request.request_id] = sequence
         self.state.enqueue(sequence)
@@ -186,14 +190,14 @@ class Scheduler:
             self.state.recorder.look(self.waiting, now_ns)
         # 1. A waiting latency-sensitive request that finds no place preempts best-effort sequences.
         idle = self.table.idle(service_class)
-        view = self.views.running(idle, now_ns)
-        if len(self.waiting) and self._preempt_for_first(view, limits, now_ns, service_class):
+        view, num_waiting = self.views.running(idle, now_ns), len(self.waiting)
+        if num_waiting and self._preempt_for_first(view, limits, now_ns, service_class):
             idle = self.table.idle(service_class)
             view = self.views.running(idle, now_ns)
 
         # 2. The batch policy divides the token budget among running sequences and candidates for admission.
         candidates: list[AdmissionCandidate] = []
-        if len(self.waiting):
+        if num_waiting:
             room = self.batch_policy.room(view, limits)
             candidates = self.admission.candidates(room, limits, now_ns, service_class)
             view = self.views.with_candidates(view, candidates, now_ns) if candidates else view
@@ -255,7 +259,7 @@ class Scheduler:
         slots, num_tokens = idle, chunk
         if not all_nonzero(chunk):
             slots, num_tokens = idle[chunk > 0], chunk[chunk > 0]
-        lacks_block = table.num_computed[slots] + num_tokens > table.capacity[slots]
+        lacks_block = table.num_tokens[slots] > table.capacity[slots]
         if not has_true(lacks_block):
             return slots, num_tokens, False
         dropped: set[int] = set()
@@ -336,13 +340,14 @@ class Scheduler:
         for candidate, tokens in zip(candidates, chunk, strict=True):
             if tokens == 0:
                 continue  # the batch policy prefers other sequences
-            # An allocation may have taken a cached block that the candidate counted on.
-            num_free_now = self.pool.num_free
-            needs = candidate.needs if num_free_now == num_free else self.admission.needs(candidate.sequence)
+            num_free_now, needs = self.pool.num_free, candidate.needs
+            if needs.shared and num_free_now != num_free:
+                # An allocation may have taken a cached block that the candidate counted on.
+                needs = self.admission.needs(candidate.sequence)
             if needs.num_taken > num_free_now - reserved:
                 break
             new_slots.append(self.state.admit(candidate.sequence, needs, now_ns))
-            new_tokens.append(min(tokens, needs.num_left))
+            new_tokens.append(tokens if tokens < needs.num_left else needs.num_left)
         return new_slots, new_tokens
 
     # --- update -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.columns import SHORT
 from moestro.core.grammar import GrammarBackend
 from moestro.core.hashing import HASH_BYTES, ROOT, block_hash, name_key, split_hashes
 from moestro.core.request import Request, SamplingParams, ServiceClass, TokenLogprobs
@@ -56,6 +57,7 @@ class Sequence:
             are zeros in a hashed trace.
         edits: changes to its logits. None means no change.
         num_tokens: known tokens while it waits: the prompt and `generated`.
+        last_num_tokens: known tokens with which it ends, by max_tokens or because a replayed answer has no more.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission; None before.
         admitted_ns: time of its first admission.
         prompt_logprobs: entries collected so far. None means delivered or not wanted.
@@ -66,12 +68,14 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_ns", "blocks", "edits", "generated", "hashes", "host_blocks", "is_aborted", "num_cached_tokens",
-        "num_kept", "num_preemptions", "num_tokens", "prompt_logprobs", "request", "sampling_row", "serial",
-        "service_class", "slot", "stop_token_ids", "user",
+        "admitted_ns", "blocks", "edits", "generated", "hashes", "host_blocks", "is_aborted", "last_num_tokens",
+        "num_cached_tokens", "num_kept", "num_preemptions", "num_tokens", "prompt_logprobs", "request", "sampling_row",
+        "serial", "service_class", "slot", "stop_token_ids", "user",
     )  # fmt: skip
 
-    def __init__(self, request: Request, serial: int, matcher: Any = None) -> None:
+    def __init__(
+        self, request: Request, serial: int, matcher: Any = None, num_output_tokens: int | None = None
+    ) -> None:
         self.request = request
         self.serial = serial
         self.slot: int | None = None
@@ -81,6 +85,10 @@ class Sequence:
         self.hashes = split_hashes(request.block_hashes)
         self.generated = request.resumed_array() if request.resumed_token_ids else _NOTHING
         self.num_tokens = request.num_known_tokens
+        num_output = request.sampling.max_tokens
+        if num_output_tokens is not None and num_output_tokens < num_output:
+            num_output = num_output_tokens
+        self.last_num_tokens = request.num_prompt_tokens + num_output
         self.num_cached_tokens: int | None = None
         self.admitted_ns = 0
         self.num_preemptions = 0
@@ -173,7 +181,7 @@ class SequenceTable:
         num_prompt: int32[slots].
         service_class: uint8[slots], LS or BE, as given by the client.
         arrival_ns: int64[slots].
-        last_num_tokens: int32[slots], `num_tokens` at which max_tokens ends the sequence.
+        last_num_tokens: int32[slots], `num_tokens` at which the sequence ends, if nothing else ends it before.
         capacity: int32[slots], tokens that fit into the held blocks.
         write_start: int32[slots], positions below it lie in shared blocks and are never written.
         next_full_at: int32[slots], tokens with KV at which the next block is full and enters the prefix cache. NEVER
@@ -258,7 +266,7 @@ class SequenceTable:
         self.num_prompt[slot] = request.num_prompt_tokens
         self.service_class[slot] = sequence.service_class
         self.arrival_ns[slot] = request.arrival_ns
-        self.last_num_tokens[slot] = request.num_total_tokens
+        self.last_num_tokens[slot] = sequence.last_num_tokens
         self.capacity[slot] = num_blocks * self.block_size
         has_names = request.token_ids is not None or len(sequence.hashes) > num_shared
         self.next_full_at[slot] = (num_shared + 1) * self.block_size if has_names else NEVER
@@ -297,9 +305,18 @@ class SequenceTable:
         self.num_editing -= sequence.edits is not None
         self.num_scoring -= sequence.request.sampling.max_tokens == 0
         self.num_be -= sequence.service_class == BE
-        self.running = self.running[self.running != slot]
+        self.running = self._without(slot)
         self._free.append(slot)
         return sequence
+
+    def _without(self, slot: int) -> Slots:
+        """The running slots other than `slot`."""
+        if len(self.running) > SHORT:
+            others: Slots = self.running[self.running != slot]
+            return others
+        running = self.running.tolist()
+        running.remove(slot)
+        return np.array(running, np.int64)
 
     def add_block(self, slot: int, block: int) -> None:
         """Append `block` to the sequence's blocks, in the object and in the row."""

@@ -56,14 +56,13 @@ def append_sampled_tokens(table: SequenceTable, result: StepResult, computed: In
     Args:
         computed: int32[n], tokens with KV of each row of the result. A row without uncomputed tokens has sampled one.
     """
-    slots, tokens, finished = result.slot, result.token_ids, result.finished
+    slots, tokens = result.slot, result.token_ids
     num_tokens, rows = table.num_tokens[slots], None
     sampled = computed == num_tokens
     if not all_true(sampled):
         (rows,) = sampled.nonzero()
         slots, num_tokens = slots[rows], num_tokens[rows]
         tokens = None if tokens is None else tokens[rows]
-        finished = None if finished is None else finished[rows]
     if tokens is not None:
         table.token_ids[slots, num_tokens] = tokens
     num_tokens += ONE
@@ -73,10 +72,10 @@ def append_sampled_tokens(table: SequenceTable, result: StepResult, computed: In
     at_last = true_rows(num_tokens >= table.last_num_tokens[slots])
     for row in at_last:
         reasons[row] = FinishReason.LENGTH
-    stopped = [] if finished is None else true_rows(finished)
+    stopped: list[int] = []
     if tokens is not None:
         pairs = zip(output.sequences, output.token_ids, strict=True)
-        stopped += [row for row, (sequence, token) in enumerate(pairs) if token in sequence.stop_token_ids]
+        stopped = [row for row, (sequence, token) in enumerate(pairs) if token in sequence.stop_token_ids]
     for row in stopped:
         reasons[row] = FinishReason.STOP
     if at_last or stopped:

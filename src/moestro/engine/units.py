@@ -7,6 +7,7 @@ import numpy as np
 from moestro.core.work import LOGITS_NONE, LOGITS_PROMPT, Int32s, Slots, Units
 from moestro.engine.sequences import SequenceTable
 
+_BYTES = np.dtype(np.uint8)  # a view as a type object takes three times as long
 _NO_TABLES = np.empty((1 << 20, 0), np.int32)  # takes no memory
 
 
@@ -14,7 +15,7 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
     """Make the units of a plan, and mark their tokens as in flight."""
     start = table.num_computed[slots]
     # LOGITS_LAST is 1, so the comparison itself is the column.
-    logits = (start + num_tokens == table.num_tokens[slots]).view(np.uint8)
+    logits = (start + num_tokens == table.num_tokens[slots]).view(_BYTES)
     if table.num_scoring:
         logits[table.last_num_tokens[slots] == table.num_prompt[slots]] = LOGITS_NONE
     following = None

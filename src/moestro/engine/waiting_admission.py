@@ -60,9 +60,11 @@ class WaitingAdmission:
         block_size, num_tokens = self.table.block_size, sequence.num_tokens
         shared = self.pool.find_prefix(sequence.readable_hashes()[: num_tokens // block_size])
         num_own = -(-num_tokens // block_size) - len(shared)
+        if not shared and not sequence.num_kept:
+            return AdmissionNeeds(shared, num_own, num_own, 0, num_tokens)
         # The last token is computed even when the cache holds the whole prompt, because its logits are wanted.
         num_cached = min(max(len(shared) * block_size, sequence.num_kept), num_tokens - 1)
-        num_taken = num_own + self.pool.num_free_among(shared) if shared else num_own
+        num_taken = num_own + self.pool.num_free_among(shared)
         return AdmissionNeeds(shared, num_own, num_taken, num_cached, num_tokens - num_cached)
 
     def has_place(self, sequence: Sequence, preempted: Collection[int] = ()) -> bool:

@@ -89,12 +89,13 @@ class InFlight:
         self._num_added += 1
         self._by_id[request_id] = flight
         self._rows[row].flights[request_id] = flight
-        columns.num_in_flight[row] += 1
-        columns.num_prefilling[row] += 1
-        columns.num_unseen[row] += 1
-        columns.prefill_tokens[row] += flight.num_prefill_tokens
+        counts = columns.counts
+        counts.num_in_flight[row] += 1
+        counts.num_prefilling[row] += 1
+        counts.num_unseen[row] += 1
+        counts.prefill_tokens[row] += flight.num_prefill_tokens
+        counts.context_tokens[row] += flight.num_known_tokens
         columns.said_prefill_tokens[row] += flight.num_prefill_tokens
-        columns.context_tokens[row] += flight.num_known_tokens
 
     def first_token(self, request_id: str) -> Flight | None:
         """Record a computed prompt. Return the flight, or None if that was known or the id is not in flight."""
@@ -103,8 +104,8 @@ class InFlight:
             return None
         flight.is_prefilling = False
         columns, row = self._columns, flight.engine
-        columns.num_prefilling[row] -= 1
-        columns.prefill_tokens[row] -= flight.num_prefill_tokens
+        columns.counts.num_prefilling[row] -= 1
+        columns.counts.prefill_tokens[row] -= flight.num_prefill_tokens
         if flight.serial > self._rows[row].seen_prefill:
             columns.said_prefill_tokens[row] -= flight.num_prefill_tokens
         return flight
@@ -121,13 +122,13 @@ class InFlight:
         if flight.is_prefilling:
             self.first_token(request_id)
         del self._by_id[request_id]
-        columns, row = self._columns, self._rows[flight.engine]
+        counts, row = self._columns.counts, self._rows[flight.engine]
         del row.flights[request_id]
         row.departed.append((now_ns, flight.submit_ns))
-        columns.num_in_flight[flight.engine] -= 1
-        columns.context_tokens[flight.engine] -= flight.num_known_tokens
+        counts.num_in_flight[flight.engine] -= 1
+        counts.context_tokens[flight.engine] -= flight.num_known_tokens
         if flight.serial > row.seen:
-            columns.num_unseen[flight.engine] -= 1
+            counts.num_unseen[flight.engine] -= 1
         return flight
 
     def is_computed(self, request_id: str) -> bool:

@@ -154,8 +154,9 @@ class Cluster:
         engine.without_token.add(serial)
         if group.next_ns != before_ns:
             assert group.next_ns is not None
-            for each in self._of_group[engine.group]:
-                self.signals.cut(each.number)
+            if self.signals.reports_load:
+                for each in self._of_group[engine.group]:
+                    self.signals.cut(each.number)
             self.world.at(group.next_ns, STEP, engine.group)
 
     def _turn(self, number: int, results: Results) -> None:
@@ -169,7 +170,8 @@ class Cluster:
             output = outputs[engine.index]
             if output.sequences:
                 self._take(engine, output, results)
-            self.signals.turned(engine.number, now_ns)
+            if self.signals.reports_load:
+                self.signals.turned(engine.number, now_ns)
         if (next_ns := group.next_ns) is not None:
             world.at(next_ns, STEP, number)
 

@@ -95,12 +95,12 @@ class Seat:
         Raises:
             RequestError: the rank refuses the request; no state has changed.
         """
-        serial = self.rank.add(request, now_ns)
+        serial = self.rank.add(request, now_ns, script.num_output_tokens)
         if self.has_prompt_kv:
             give_prompt_kv(self.rank.scheduler, request.request_id)
         if script.request_key is None:  # a serial number would give the request other experts on another engine
             script = msgspec.structs.replace(script, request_key=named_request_key(request.request_id))
-        self.scripts.expect(serial, script)
+        self.scripts.expect(serial, script, request.num_prompt_tokens)
         return serial
 
     def forget_ended(self, output: StepOutput) -> None:
@@ -193,7 +193,8 @@ class Group:
 
     def _jump(self, now_ns: int, horizon: Horizon) -> None:
         """Begin a jump over the steps of `horizon`."""
-        ends = self._prices.decode_steps_ns([seat.computed for seat in self.seats], horizon.num_steps)
+        num_steps = min(horizon.num_steps, _LONGEST_JUMP)
+        ends = self._prices.decode_steps_ns([seat.computed for seat in self.seats], num_steps)
         ends[0] += now_ns
         ends = np.add.accumulate(ends)
         last_ns = int(ends[-1])
@@ -233,8 +234,7 @@ class Group:
         """Take the steps of the jump that are not taken yet, up to step `num_ended`."""
         assert self.ends is not None, "a jump is under way"
         num_steps = num_ended - self._num_taken
-        told, finished = seat.device.complete_steps(seat.running, seat.computed, num_steps)
-        output = seat.jumps.advance(num_steps, told, finished)
+        output = seat.jumps.advance(num_steps, seat.device.filled_blocks(seat.running, seat.computed, num_steps))
         if seat.kv_events is not None:
             seat.publish_step_ends(self.ends[self._num_taken : num_ended])
         return output
@@ -257,7 +257,7 @@ class Group:
 
     def _steady(self, now_ns: int) -> Horizon:
         """Return the number of coming steps that are alike, and the time before which they must begin."""
-        most, until_ns = 0, FOREVER_NS
+        nearest = STEPWISE
         for seat in self.seats:
             scheduler = seat.rank.scheduler
             seat.running, seat.computed = _NO_SLOTS, _NOBODY
@@ -269,11 +269,8 @@ class Group:
             if own.num_steps == 0:
                 return STEPWISE
             seat.running, seat.computed = scheduler.table.running, seat.jumps.computed
-            num_steps = min(own.num_steps, seat.device.steps_until_finish(seat.running, seat.computed))
-            if num_steps == 0:
-                return STEPWISE
-            most, until_ns = min(most or _LONGEST_JUMP, num_steps), min(until_ns, own.until_ns)
-        return Horizon(most, until_ns)
+            nearest = own if nearest is STEPWISE else nearest.and_of(own)
+        return nearest
 
     def _begin(self, now_ns: int) -> None:
         """Submit the plan of each rank that has one."""

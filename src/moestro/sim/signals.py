@@ -177,13 +177,16 @@ class Signals:
         router: receiver of the signals.
         engines: group and seat of each engine, in the order of the router's engine numbers.
         settings: signals and their delays.
+
+    Attributes:
+        reports_load: whether any channel reports load figures. Without one, `turned` and `cut` need not be called.
     """
 
     def __init__(self, router: Router, engines: Sequence[tuple[Ranks, int]], settings: SignalSettings) -> None:
         self._router = router
         self._engines = engines
         self._voices = [_Voice(group, seat) for group, seat in engines] if settings.channels else []
-        self._channels = settings.channels
+        self._channels, self.reports_load = settings.channels, bool(settings.channels)
         self._delays_ns = [round(each.delay_ms * NS_PER_MS) for each in settings.channels]
         self._periods_ns = [
             0 if each.channel is ReportChannel.PIGGYBACKED else round(each.period_ms * NS_PER_MS)
@@ -210,12 +213,12 @@ class Signals:
 
     def turned(self, engine: int, now_ns: int) -> None:
         """Record that an engine begins a step or jump, or becomes idle."""
-        if self._voices:
+        if self.reports_load:
             self._voices[engine].turned(now_ns, min(self._true_at(c, now_ns) for c in range(len(self._channels))))
 
     def cut(self, engine: int) -> None:
         """Record that the engine's jump was shortened."""
-        if self._voices:
+        if self.reports_load:
             self._voices[engine].cut()
 
     def bring(self, now_ns: int) -> None:

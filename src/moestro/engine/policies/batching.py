@@ -49,7 +49,8 @@ class DecodeFirst:
 
     def plan(self, view: BatchView, limits: BatchLimits) -> NDArray[np.int32]:
         """Plan decodes, then prefill chunks."""
-        if column_sum(view.num_left) <= min(limits.token_budget, limits.max_chunk):
+        total = column_sum(view.num_left)
+        if total <= limits.token_budget and total <= limits.max_chunk:
             return view.num_left  # no row is cut, as in most steps
         want = np.minimum(view.num_left, limits.max_chunk)
         if column_sum(want) <= limits.token_budget:
