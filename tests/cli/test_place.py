@@ -18,6 +18,7 @@ from moestro.cli.placing.placements import filled_slots, first_table
 from moestro.cli.placing.settings import DeviceSettings
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.cost.hf_config import network_named
 from moestro.errors import ConfigError
 from moestro.placement.placement_file import PlacementFile, table_of_slots
 
@@ -273,6 +274,37 @@ def test_sources_keep_their_tokens_on_live_devices(seed):
     assert not spread.tokens[dead].any()
     if num_sources == num_devices and not len(dead):
         assert (spread.tokens == tokens).all()
+
+
+def test_filling_slots_for_engines_keeps_within_limits_or_says_that_it_cannot(tmp_path, capsys):
+    init, more, counts = tmp_path / "init.json", tmp_path / "more.json", tmp_path / "counts.npy"
+    np.save(counts, np.random.default_rng(0).pareto(1.2, (3, 12)))
+    assert place(counts, "--devices", 4, "--slots-per-device", 4, "--sglang", init) == 0
+    arguments = [counts, "--devices", 4, "--slots-per-device", 5, "--current", init, "--sglang", more]
+    num_bytes = 3 * 4 * int(network_named("qwen3-30b-a3b").expert_bytes)  # its prices hold where no network fits
+    assert place(*arguments, "--max-bytes", num_bytes - 1) == 2
+    assert f"filling the empty slots moves {num_bytes:,} bytes, and the limit is" in capsys.readouterr().err
+    assert not more.exists()
+    assert place(*arguments, "--max-bytes", num_bytes, "--out", tmp_path / "out.json") == 0
+    assert len(json.loads((tmp_path / "out.json").read_text())["moves"]) == 3 * 4
+    assert place(counts, *arguments[1:3], "--slots-per-device", 4, *arguments[5:], "--max-bytes", 0) == 0
+    now, before = (json.loads(path.read_text())["physical_to_logical_map"] for path in (more, init))
+    assert (np.sort(np.reshape(now, (3, 4, 4)), axis=2) == np.sort(np.reshape(before, (3, 4, 4)), axis=2)).all()
+
+
+@pytest.mark.parametrize("num_slots", [5, 12, 15])
+def test_what_is_written_for_engines_is_what_was_priced(tmp_path, num_slots):
+    counts, init, out = (tmp_path / name for name in ("counts.npy", "init.json", "out.json"))
+    load = np.random.default_rng(num_slots).pareto(1.2, (3, 12))
+    np.save(counts, load)
+    assert place(counts, "--devices", 4, "--slots-per-device", num_slots, "--sglang", init, "--out", out) == 0
+    rows = np.array(json.loads(init.read_text())["physical_to_logical_map"])
+    # SGLang and TensorRT-LLM divide the tokens of an expert by all of its physical copies.
+    part = np.stack([held / np.bincount(row) for held, row in zip(load, rows, strict=True)])
+    tokens = np.take_along_axis(part, rows, axis=1).reshape(3, 4, num_slots).sum(axis=2)
+    found = json.loads(out.read_text())["after"]
+    assert found["mean_balance"] == pytest.approx((tokens.mean(axis=1) / tokens.max(axis=1)).mean())
+    assert found["balance_of_sums"] == pytest.approx(tokens.mean(axis=1).sum() / tokens.max(axis=1).sum())
 
 
 @pytest.mark.parametrize("seed", range(20))
