@@ -23,6 +23,7 @@ from moestro.errors import ConfigError
 from moestro.placement.placement_file import PlacementFile, table_of_slots
 
 DUMPS = Path(__file__).parents[1] / "workload" / "sglang_dumps"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gptoss20b_mmlu.npz"
 RANKS = [DUMPS / "per_token_0.pt", DUMPS / "per_token_1.pt"]
 HEAVIEST_FIRST = """
 import numpy as np
@@ -274,6 +275,26 @@ def test_sources_keep_their_tokens_on_live_devices(seed):
     assert not spread.tokens[dead].any()
     if num_sources == num_devices and not len(dead):
         assert (spread.tokens == tokens).all()
+
+
+def test_a_change_without_moves_is_told(tmp_path, capsys):
+    counts, out = tmp_path / "counts.npy", tmp_path / "out.json"
+    np.save(counts, 1e4 * np.random.default_rng(0).pareto(1.2, (3, 12)))
+    arguments = [EXAMPLE, "--devices", 8, "--slots-per-device", 5]
+    stays = "Moves: none; the present placement stays."
+    assert place(*arguments, "--policy", "static") == 0
+    assert stays in capsys.readouterr().out
+    assert place(*arguments, "--max-bytes", 0, "--out", out) == 0  # shares alone change
+    printed = capsys.readouterr().out
+    assert "Moves: none; copies get other shares of their experts' tokens in " in printed
+    assert "µs shorter." in printed
+    for policy in ("static", "moestro"):
+        assert place(*arguments, "--max-bytes", 0, "--current", out, "--policy", policy) == 0
+        assert stays in capsys.readouterr().out
+    assert place(counts, "--devices", 4, "--slots-per-device", 15, "--sglang", tmp_path / "init.json") == 0
+    assert "Moves: none; copies get other shares" in capsys.readouterr().out
+    assert place(*arguments, "--policy", "gimbal_v1", "--current", out) == 0
+    assert "µs longer." in capsys.readouterr().out
 
 
 def test_filling_slots_for_engines_keeps_within_limits_or_says_that_it_cannot(tmp_path, capsys):

@@ -14,6 +14,8 @@ from moestro.placement.placement_file import VERSION, PlacementFile, figures
 from moestro.placement.registry import PLACE_POLICIES, PlacementError, PlaceView, check_answer
 from moestro.workload.expert_profile import CREATED_BY
 
+SHARE_DIGITS = 6  # of a share in our file
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlaceAnswer:
@@ -113,7 +115,7 @@ def placement_file(question: PlaceQuestion, answer: PlaceAnswer) -> PlacementFil
             )
         ],
         table=table.logical_of.swapaxes(0, 1).tolist(),
-        shares=None if table.shares is None else table.shares.swapaxes(0, 1).round(6).tolist(),
+        shares=None if table.shares is None else table.shares.swapaxes(0, 1).round(SHARE_DIGITS).tolist(),
         moves=[(layers[layer], expert, source, target) for layer, expert, source, target in columns],
         before=figures(answer.change.before),
         after=figures(answer.change.after),

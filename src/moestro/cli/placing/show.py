@@ -9,9 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from moestro.cli.placing.answer import PlaceAnswer
+from moestro.cli.placing.answer import SHARE_DIGITS, PlaceAnswer
 from moestro.cli.placing.question import PlaceQuestion
-from moestro.placement.payback import Payback
+from moestro.placement.payback import Payback, live_table
 from moestro.placement.score import PlaceScore, share_moved
 
 _SHOWN_LAYERS, _SHOWN_DEVICES = 5, 8
@@ -43,8 +43,8 @@ def print_question(console: Console, question: PlaceQuestion) -> None:
         line(console, f"- {note}")
 
 
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def _number(count: int, noun: str, plural: str = "") -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or noun + 's'}"
 
 
 def print_answer(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:
@@ -128,7 +128,7 @@ def _imbalance(score: PlaceScore, layer: int) -> float:
 def _print_moves(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:
     moves, prices, change = answer.change.moves, question.view.prices, answer.change
     if not len(moves):
-        line(console, "Moves: none; the present placement stays.")
+        line(console, f"Moves: none; {_unmoved_change(question, answer)}.")
         return
     size = len(moves) * prices.expert_bytes
     line(
@@ -153,9 +153,30 @@ def _print_moves(console: Console, question: PlaceQuestion, answer: PlaceAnswer)
         line(console, f"{loaded:,} copies have no live holder, and come from the checkpoint.")
 
 
+def _unmoved_change(question: PlaceQuestion, answer: PlaceAnswer) -> str:
+    """Return what a change without moves does: it can give up copies, or give copies other shares."""
+    view = question.view
+    before, after = live_table(view.table, view.devices) or view.table, answer.table
+    given_up = (before.num_copies > 0) & (after.num_copies == 0)
+    layers = (np.abs(before.parts - after.parts) >= 10.0**-SHARE_DIGITS).any(axis=(0, 2))
+    if not given_up.any() and not layers.any():
+        return "the present placement stays"
+    what = [f"{_number(int(given_up.sum()), 'copy', 'copies')} are given up"] if given_up.any() else []
+    if layers.any():
+        what.append(f"copies get other shares of their experts' tokens in {_number(int(layers.sum()), 'layer')}")
+    return f"{', and '.join(what)}: {_step_change(answer.change)}"
+
+
+def _step_change(change: Payback) -> str:
+    micros = change.saved_s * 1e6
+    if not change.saved_s:
+        return "a step takes as long as before"
+    return f"a step is {abs(micros):,.1f} µs {'shorter' if micros > 0 else 'longer'}"
+
+
 def _payback(change: Payback) -> str:
     if change.steps is None:
-        return "Payback: never; a step takes no less time than before."
+        return f"Payback: never; {_step_change(change)}."
     if not change.steps:
         return "Payback: at once, because experts have no live copy now."
     return f"Payback: {change.steps:,.0f} steps, each {change.saved_s * 1e6:.1f} µs shorter."
@@ -189,6 +210,7 @@ def print_comparison(console: Console, answers: Mapping[str, PlaceAnswer | str])
             table.add_row(name, "failed", "", "", "", "", "")
             continue
         after, change = answer.change.after, answer.change
+        is_worse = change.steps is None and (len(change.moves) > 0 or change.saved_s < 0)
         table.add_row(
             name,
             f"{after.balance_of_sums:.4f}",
@@ -196,7 +218,7 @@ def print_comparison(console: Console, answers: Mapping[str, PlaceAnswer | str])
             f"{after.step_s * 1e3:.4f}",
             f"{after.far_share * 100:.1f}",
             f"{share_moved(change.moves, answer.table) * 100:.1f}",
-            "never" if change.steps is None and len(change.moves) else f"{change.steps or 0:,.0f}",
+            "never" if is_worse else f"{change.steps or 0:,.0f}",
         )
     console.print(table)
     for name, answer in answers.items():
