@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import msgspec
@@ -230,6 +233,8 @@ def test_wrong_settings_end_with_status_2_before_anything_is_placed(arguments, w
         (json.dumps({"physical_to_logical_map": [[12] * 16] * 3}), "must have numbers below 12"),
         ('{"moestro_placement": 2, "num_experts": 12, "table": []}', "has version 2"),
         ('{"moestro_placement": 1, "num_experts": 12}', "does not fit"),
+        ('{"table_version": 1, "num_experts": 12, "workers": [0, 1], "table": null}', "placement?arrays=true"),
+        ('{"table_version": 1, "num_experts": 12, "workers": [0, 1], "table": [[[0]]]}', "does not fit"),
         ('{"moestro_placement": 1, "num_experts": 12, "table": [[[0]]]}', "it has 1 devices, and 4 are placed"),
     ],
 )
@@ -295,6 +300,20 @@ def test_a_change_without_moves_is_told(tmp_path, capsys):
     assert "Moves: none; copies get other shares" in capsys.readouterr().out
     assert place(*arguments, "--policy", "gimbal_v1", "--current", out) == 0
     assert "µs longer." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_no_figure_is_cut_off_where_lines_are_short(tmp_path, monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    counts = tmp_path / "counts.npy"
+    np.save(counts, np.random.default_rng(0).pareto(1.2, (3, 12)))
+    assert place(counts, "--devices", 4, "--slots-per-device", 4, "--policy", "eplb", "--compare") == 0
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    compared = printed.partition("This policy, and all")[2].splitlines()
+    (row,) = [line.split() for line in compared if line.strip().startswith("static ")]
+    assert len(row) == 7
+    assert columns < 80 or all(len(line) <= columns or " failed: " in line for line in compared)
 
 
 def test_filling_slots_for_engines_keeps_within_limits_or_says_that_it_cannot(tmp_path, capsys):
@@ -371,3 +390,59 @@ def test_a_server_that_cannot_take_the_placement_is_named(url, words, capsys):
     assert place(*GOOD, "--apply", url) == 1
     assert f"--apply {url}" in (error := capsys.readouterr().err)
     assert words in error
+
+
+# Worker 1 has no experts, as an attention worker; the others hold all experts of three layers in reverse order.
+SERVED = {
+    "table_version": 7,
+    "num_experts": 12,
+    "workers": [0, 2, 3, 4],
+    "table": [[[11, 10, 9, -1], [-1] * 4, [8, 7, 6, -1], [5, 4, 3, -1], [2, 1, 0, -1]]] * 3,
+    "shares": [[[1.0, 1.0, 1.0, 0.0], [0.0] * 4, *[[1.0, 1.0, 1.0, 0.0]] * 3]] * 3,
+}
+
+
+@pytest.fixture
+def admin_url() -> Iterator[str]:
+    """Address of an operators' port that shows SERVED, and has every placement already."""
+
+    class Admin(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(SERVED if self.path == "/admin/placement?arrays=true" else {})
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self._answer({"num_moves": 0})
+
+        def _answer(self, contents: object) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(contents).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Admin) as port:
+        thread = threading.Thread(target=port.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{port.server_port}"
+        port.shutdown()
+        thread.join()
+
+
+def test_the_placement_of_a_server_is_the_present_one(tmp_path, admin_url, capsys):
+    live, out = tmp_path / "live.json", tmp_path / "out.json"
+    live.write_text(json.dumps(SERVED))
+    assert place(*GOOD, "--current", live, "--out", out) == 0
+    expected = [[[11, 10, 9, -1], [8, 7, 6, -1], [5, 4, 3, -1], [2, 1, 0, -1]]] * 3
+    assert json.loads(out.read_text())["table"] == expected
+    out.unlink()
+    capsys.readouterr()
+    assert place(*GOOD, "--apply", admin_url, "--out", out) == 0
+    assert json.loads(out.read_text())["table"] == expected
+    printed = capsys.readouterr().out
+    assert f"- the present placement is that of {admin_url}" in printed
+    assert "has this placement already" in printed
+    assert place(*GOOD[:3], "--slots-per-device", 5, "--current", live, "--policy", "static") == 0
+    assert place(GOOD[0], "--devices", 5, "--slots-per-device", 4, "--apply", admin_url) == 2
+    assert f"--apply {admin_url}: the server's placement: it does not fit: it has 4 devices" in capsys.readouterr().err

@@ -124,13 +124,13 @@ def all_model_layers(rows: Ints, layers: tuple[int, ...], num_model_layers: int,
     return [row_of.get(layer, in_order) for layer in range(num_model_layers)]
 
 
-def read_current(path: Path, contents: Any, devices: Devices, layers: tuple[int, ...], num_experts: int) -> ExpertTable:
-    """Make the present placement of a file's contents, as `table_of_contents` does; `path` is for messages.
+def read_current(flag: str, contents: Any, devices: Devices, layers: tuple[int, ...], num_experts: int) -> ExpertTable:
+    """Make the present placement of contents, as `table_of_contents` does; `flag` says whence, for messages.
 
     Raises:
-        ConfigError: The file is no placement, or not of these devices, layers and experts.
+        ConfigError: They are no placement, or not of these devices, layers and experts.
     """
     try:
         return table_of_contents(contents, devices, layers, num_experts)
     except ValueError as error:
-        raise ConfigError(f"--current {path}: {error}") from None
+        raise ConfigError(f"{flag}: {error}") from None

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from moestro.cli.extras import is_installed
+from moestro.cli.placing.apply import served_placement
 from moestro.cli.placing.devices import make_devices, spread_sources
 from moestro.cli.placing.placements import first_table, read_current
 from moestro.cli.placing.settings import PlaceSettings, PriceSettings
@@ -78,6 +79,8 @@ def make_question(settings: PlaceSettings) -> PlaceQuestion:
     notes = [*profile.notes, *([why] if why else [])]
     if profile.num_sources not in (1, devices.num_devices):
         notes.append(f"the {profile.num_sources} sources are laid on the {devices.num_devices} devices in order")
+    if settings.devices.current is None and settings.output.apply is not None:
+        notes.append(f"the present placement is that of {settings.output.apply}")
     return PlaceQuestion(settings=settings, profile=profile, view=view, network=network, notes=tuple(notes))
 
 
@@ -146,7 +149,11 @@ def _prices(settings: PriceSettings, network: NetworkShape) -> PlacePrices:
 
 
 def _current(settings: PlaceSettings, devices: Devices, profile: ExpertProfile) -> ExpertTable:
-    path = settings.devices.current
+    path, url = settings.devices.current, settings.output.apply
+    if path is None and url is not None:
+        contents = served_placement(url, settings.output.admin_api_key)
+        flag = f"--apply {url}: the server's placement"
+        return read_current(flag, contents, devices, profile.layers, profile.num_experts)
     if path is None:
         try:
             return first_table(devices, profile.num_layers, profile.num_experts)
@@ -163,4 +170,4 @@ def _current(settings: PlaceSettings, devices: Devices, profile: ExpertProfile) 
         if read_tensors is None:
             raise ConfigError(f"--current {path} is a file of tensors, which torch reads: pip install 'moestro[serve]'")
         contents = read_tensors(path)
-    return read_current(path, contents, devices, profile.layers, profile.num_experts)
+    return read_current(f"--current {path}", contents, devices, profile.layers, profile.num_experts)

@@ -66,7 +66,10 @@ class DeviceSettings(CheckedSettings):
     dead: Annotated[str | None, _DEVICES] = None
     "Devices that no longer compute, by number from 0: 3,7."
     current: Annotated[Path | None, _DEVICES] = None
-    "Present placement: a file of --out, or SGLang's with physical_to_logical_map. Unset: experts in order."
+    (
+        "Present placement: a file of --out, SGLang's with physical_to_logical_map, or the answer of a server's"
+        " /admin/placement?arrays=true. Unset: that of the server of --apply, or experts in order."
+    )
 
 
 @Parameter(name="*")

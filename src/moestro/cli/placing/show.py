@@ -15,6 +15,7 @@ from moestro.placement.payback import Payback, live_table
 from moestro.placement.score import PlaceScore, share_moved
 
 _SHOWN_LAYERS, _SHOWN_DEVICES = 5, 8
+_ANY_WIDTH = 10_000  # columns; more than any table has
 
 
 def line(console: Console, text: str) -> None:
@@ -54,8 +55,8 @@ def print_answer(console: Console, question: PlaceQuestion, answer: PlaceAnswer)
     lost = _num_lost(question)
     if lost:
         line(console, f"- {lost:,} experts have no live copy now; the tokens for them are missing in the column before")
-    console.print(_figures_table(change))
-    console.print(_layers_table(question, change))
+    _print_table(console, _figures_table(change))
+    _print_table(console, _layers_table(question, change))
     _print_moves(console, question, answer)
 
 
@@ -65,6 +66,14 @@ def _table(title: str, *columns: str) -> Table:
     for name in columns[1:]:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """Print a table whole, also where it is wider than the terminal or file: a figure that is cut off is none."""
+    columns = console.width
+    console.width = max(columns, console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum)
+    console.print(table, crop=False)
+    console.width = columns
 
 
 def _num_lost(question: PlaceQuestion) -> int:
@@ -145,7 +154,7 @@ def _print_moves(console: Console, question: PlaceQuestion, answer: PlaceAnswer)
         table.add_row(
             str(device), f"{received[device]:,}", f"{sent[device]:,}", _bytes(received[device] * prices.expert_bytes)
         )
-    console.print(table)
+    _print_table(console, table)
     if len(order) > _SHOWN_DEVICES:
         line(console, f"{len(order) - _SHOWN_DEVICES} more devices receive at most {received[order[_SHOWN_DEVICES]]:,}")
     loaded = int((moves.source < 0).sum())
@@ -203,7 +212,7 @@ def print_comparison(console: Console, answers: Mapping[str, PlaceAnswer | str])
     """Print all policies in a table, and the reasons of those that failed."""
     table = _table(
         "This policy, and all under their default settings",
-        "policy", "balance (vLLM)", "(SGLang)", "step ms", "between nodes %", "moved %", "payback steps",
+        "policy", "balance\n(vLLM)", "balance\n(SGLang)", "step\nms", "between\nnodes %", "moved\n%", "payback\nsteps",
     )  # fmt: skip
     for name, answer in answers.items():
         if isinstance(answer, str):
@@ -220,7 +229,7 @@ def print_comparison(console: Console, answers: Mapping[str, PlaceAnswer | str])
             f"{share_moved(change.moves, answer.table) * 100:.1f}",
             "never" if is_worse else f"{change.steps or 0:,.0f}",
         )
-    console.print(table)
+    _print_table(console, table)
     for name, answer in answers.items():
         if isinstance(answer, str):
             line(console, f"{name} failed: {answer}")
