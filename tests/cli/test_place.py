@@ -21,7 +21,7 @@ from moestro.cli.placing.placements import filled_slots, first_table
 from moestro.cli.placing.settings import DeviceSettings
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.cost.hf_config import network_named
+from moestro.cost.hf_config import known_name, network_named
 from moestro.errors import ConfigError
 from moestro.placement.placement_file import PlacementFile, table_of_slots
 
@@ -314,6 +314,39 @@ def test_no_figure_is_cut_off_where_lines_are_short(tmp_path, monkeypatch, capsy
     (row,) = [line.split() for line in compared if line.strip().startswith("static ")]
     assert len(row) == 7
     assert columns < 80 or all(len(line) <= columns or " failed: " in line for line in compared)
+
+
+def test_a_network_is_known_by_the_name_of_its_repository(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    routed = rng.permuted(np.tile(np.arange(64), (200, 48, 1)), axis=2)[:, :, :8].tolist()  # 64 of 128 are never chosen
+    response = {"model": "Qwen/Qwen3-30B-A3B", "choices": [{"routed_experts": routed}]}
+    path, other = tmp_path / "r.jsonl", tmp_path / "other.jsonl"
+    path.write_text(json.dumps(response))
+    arguments = ["--devices", 8, "--policy", "static"]
+    assert place(path, *arguments) == 0
+    printed = capsys.readouterr().out
+    assert "48 layers with 128 experts" in printed
+    assert "prices are those of qwen3-30b-a3b, which the profile names" in printed
+    assert place(path, *arguments, "--model", "Qwen/Qwen3-30B-A3B") == 0
+    other.write_text(json.dumps(response | {"model": "openai/gpt-oss-20b"}))  # it has other layers
+    assert place(other, *arguments) == 0
+    assert "no known network has 64 experts in 48 layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("GPT-OSS-20b", "gpt-oss-20b"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
+        ("/models/gpt-oss-20b", None),
+        ("./gpt-oss-20b", None),
+        ("a/b/gpt-oss-20b", None),
+        ("gpt-oss", None),
+        ("", None),
+    ],
+)
+def test_names_of_networks(name, known):
+    assert known_name(name) == known
 
 
 def test_filling_slots_for_engines_keeps_within_limits_or_says_that_it_cannot(tmp_path, capsys):

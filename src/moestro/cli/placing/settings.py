@@ -33,8 +33,11 @@ EVEN_POLICY = "moestro:weighted=0"
 class ProfileSettings(CheckedSettings):
     """The profile."""
 
-    tokens_per_step: Annotated[int, at_least(1), _READING] = DEFAULT_TOKENS_PER_STEP
-    "Tokens of a step of all sources, for recordings that have no steps (choices per token, plain counts)."
+    tokens_per_step: Annotated[int | None, at_least(1), _READING] = None
+    (
+        "Tokens of a step of all sources, for recordings that have no steps (choices per token, plain counts). Unset:"
+        f" {DEFAULT_TOKENS_PER_STEP}."
+    )
     num_experts: Annotated[int | None, at_least(1), _READING] = None
     "Experts of a layer. Unset: as in the profile; for choices per token those of --model, or the largest one seen."
     routing_index: Annotated[Path | None, _READING] = None
@@ -78,7 +81,10 @@ class PriceSettings(CheckedSettings):
     """The prices."""
 
     model: Annotated[str | None, _PRICES] = None
-    "Network by name, or its config.json. Unset: the known network whose experts and layers match the profile's."
+    (
+        "Network by name or repository, or its config.json. Unset: the one that the profile names, or the known network"
+        " whose experts and layers match the profile's."
+    )
     gpu: Annotated[str, Parameter(help=f"One of {', '.join(GPUS)}."), _PRICES] = "h100"
     link_within: Annotated[
         str | None,
