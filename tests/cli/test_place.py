@@ -168,7 +168,7 @@ def test_a_dead_device_gets_nothing_and_lost_experts_come_from_the_checkpoint(tm
     assert place(DUMPS / "stat.pt", *arguments, "--policy", f"{policy}heaviest_first") == 0
     shown = capsys.readouterr().out
     assert "1 of them dead" in shown
-    assert "have no live copy now" in shown
+    assert "experts without a live copy: up to 4 a layer, in 3 layers" in shown
     assert "come from the checkpoint" in shown
     found = json.loads(out.read_text())
     assert all(expert == EMPTY for layer in found["table"] for expert in layer[1])
@@ -212,6 +212,10 @@ GOOD = [DUMPS / "stat.pt", "--devices", 4, "--slots-per-device", 4, "--policy", 
         ([*GOOD, "--sglang", "/missing/folder/x.json"], "there is no folder /missing/folder"),
         ([*GOOD, "--max-layers", -1], "--max-layers must be at least 0"),
         ([*GOOD, "--check", "missing.pt"], "missing.pt cannot be read"),
+        ([*GOOD, "--png", "picture"], "--png picture: the name must end in the form of the picture, such as .png"),
+        ([*GOOD, "--dead", "0,1,2,3"], "all 4 devices are dead"),
+        ([GOOD[0], "--devices", 1_000_000], "--devices must be between 1 and 1024"),
+        ([*GOOD[:3], "--slots-per-device", 1_000_000], "--slots-per-device must be between 1 and 1024"),
     ],
 )
 def test_wrong_settings_end_with_status_2_before_anything_is_placed(arguments, words, capsys):
@@ -250,6 +254,9 @@ def test_a_present_placement_that_does_not_fit_is_refused(tmp_path, contents, wo
         ("devices: []", "length >= 1"),
         ("devices: [{slots: 4, colour: red}]", "unknown field `colour`"),
         ("devices: [{slots: 4, speed: 0}]", "> 0"),
+        ("devices: [{slots: 12, speed: .inf}]", "the speed of a device must be finite"),
+        ("devices: [{slots: 12, count: 1000}, {slots: 12, count: 25}]", "has 1,025 devices; expected at most 1,024"),
+        ("devices: [{slots: 12, alive: no}]", "all 1 devices are dead"),
         ("devices: {", "t.yaml"),
         ("devices: [{slots: 4}]", "too few for 12 experts"),
     ],
@@ -412,7 +419,7 @@ def test_a_second_copy_on_a_device_becomes_a_larger_share():
 def test_devices_without_a_number_of_slots_have_just_enough():
     assert make_devices(DeviceSettings(devices=3), 8).num_slots.tolist() == [3, 3, 3]
     assert make_devices(DeviceSettings(devices=3, dead="0"), 8).num_slots.tolist() == [4, 4, 4]
-    with pytest.raises(ConfigError, match="0 live devices have 0 slots"):
+    with pytest.raises(ConfigError, match="all 1 devices are dead"):
         make_devices(DeviceSettings(devices=1, dead="0"), 8)
 
 

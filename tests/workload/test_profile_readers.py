@@ -191,7 +191,7 @@ def test_responses_without_routed_experts_are_not_counted_as_having_some(tmp_pat
     (tmp_path / "r").write_text("\n".join(map(json.dumps, lines)))
     profile = read_profile([tmp_path / "r"], READING)
     assert "routed_experts of 2 responses" in profile.origin
-    assert "1 more responses have no routed_experts" in profile.notes
+    assert "responses without routed_experts, which are left out: 1" in profile.notes
 
 
 def test_a_setting_without_effect_is_refused(tmp_path):

@@ -212,7 +212,7 @@ def _of_choices(arrays: Sequence[NDArray[Any]], reading: ProfileReading, origin:
         raise ConfigError("no layer has choices of experts")
     if dense:
         arrays = [array[:, kept] for array in arrays]
-        notes.append(f"{len(dense)} layers have no choices and are taken to be dense")
+        notes.append(f"layers without choices, which are taken to be dense: {len(dense)}")
     dealt = deal_to_steps(arrays, reading.tokens_per_step)
     num_tokens = sum(map(len, arrays))
     notes.append(f"the {num_tokens:,} tokens are dealt to steps of {reading.tokens_per_step} (--tokens-per-step)")
@@ -256,7 +256,9 @@ def _of_json(paths: Sequence[Path], reading: ProfileReading) -> ExpertProfile:
     profile = _of_choices(recordings, reading, f"routed_experts of {num_responses} responses of vLLM", model)
     if not num_empty:
         return profile
-    return replace(profile, notes=(*profile.notes, f"{num_empty} more responses have no routed_experts"))
+    return replace(
+        profile, notes=(*profile.notes, f"responses without routed_experts, which are left out: {num_empty}")
+    )
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +30,7 @@ def print_question(console: Console, question: PlaceQuestion) -> None:
     origin = f" ({profile.origin})" if profile.origin else ""
     line(
         console,
-        f"Profile: {profile.num_layers} layers with {profile.num_experts} experts,"
+        f"Profile: {_number(profile.num_layers, 'layer')} with {_number(profile.num_experts, 'expert')},"
         f" {_number(profile.num_sources, 'source')}, {_number(round(profile.load.num_steps), 'step')}{origin}",
     )
     slots = sorted(set(devices.num_slots.tolist()))
@@ -37,7 +38,8 @@ def print_question(console: Console, question: PlaceQuestion) -> None:
     line(
         console,
         f"Devices: {devices.num_devices} on {_number(len(set(devices.node_of.tolist())), 'node')},"
-        f" {' to '.join(str(each) for each in dict.fromkeys((slots[0], slots[-1])))} slots each in a layer"
+        f" {' to '.join(str(each) for each in dict.fromkeys((slots[0], slots[-1])))}"
+        f" {'slot' if slots[-1] == 1 else 'slots'} each in a layer"
         + (f", {num_dead} of them dead" if num_dead else ""),
     )
     for note in question.notes:
@@ -53,8 +55,12 @@ def print_answer(console: Console, question: PlaceQuestion, answer: PlaceAnswer)
     change = answer.change
     line(console, f"Policy: {answer.policy}")
     lost = _num_lost(question)
-    if lost:
-        line(console, f"- {lost:,} experts have no live copy now; the tokens for them are missing in the column before")
+    if lost.any():
+        line(
+            console,
+            f"- experts without a live copy: up to {lost.max():,} a layer, in"
+            f" {_number(int((lost > 0).sum()), 'layer')}; their tokens are missing in the column before",
+        )
     _print_table(console, _figures_table(change))
     _print_table(console, _layers_table(question, change))
     _print_moves(console, question, answer)
@@ -76,10 +82,11 @@ def _print_table(console: Console, table: Table) -> None:
     console.width = columns
 
 
-def _num_lost(question: PlaceQuestion) -> int:
-    """Number of experts of all layers that only dead devices hold."""
+def _num_lost(question: PlaceQuestion) -> NDArray[np.int64]:
+    """Return int64[layers], experts that only dead devices hold."""
     copies = question.view.table.num_copies[question.view.devices.is_alive]
-    return int((copies.sum(axis=0) == 0).sum())
+    lost: NDArray[np.int64] = (copies.sum(axis=0) == 0).sum(axis=1)
+    return lost
 
 
 def _figures_table(change: Payback) -> Table:
@@ -139,11 +146,12 @@ def _print_moves(console: Console, question: PlaceQuestion, answer: PlaceAnswer)
     if not len(moves):
         line(console, f"Moves: none; {_unmoved_change(question, answer)}.")
         return
-    size = len(moves) * prices.expert_bytes
+    size, part = len(moves) * prices.expert_bytes, share_moved(moves, answer.table)
     line(
         console,
-        f"Moves: {len(moves):,} copies of experts ({share_moved(moves, answer.table):.1%} of the filled slots) in"
-        f" {len(np.unique(moves.layer))} layers, {_bytes(size)}, {change.move_s:.3g} s for the busiest device.",
+        f"Moves: {_number(len(moves), 'copy', 'copies')} of experts ({part:.1%} of the filled slots) in"
+        f" {_number(len(np.unique(moves.layer)), 'layer')}, {_bytes(size)}, {change.move_s:.3g} s for the busiest"
+        " device.",
     )
     line(console, _payback(change))
     received = np.bincount(moves.target, minlength=question.view.devices.num_devices)
@@ -159,7 +167,7 @@ def _print_moves(console: Console, question: PlaceQuestion, answer: PlaceAnswer)
         line(console, f"{len(order) - _SHOWN_DEVICES} more devices receive at most {received[order[_SHOWN_DEVICES]]:,}")
     loaded = int((moves.source < 0).sum())
     if loaded:
-        line(console, f"{loaded:,} copies have no live holder, and come from the checkpoint.")
+        line(console, f"Copies that no live device holds come from the checkpoint: {loaded:,}.")
 
 
 def _unmoved_change(question: PlaceQuestion, answer: PlaceAnswer) -> str:
