@@ -92,7 +92,7 @@ def test_responses_of_vllm_are_read(tmp_path, form):
     profile = read_profile([tmp_path / "r.jsonl"], READING)
     same_load(profile, np.concatenate(parts))
     assert profile.model == "m"
-    assert "2 responses of vLLM" in profile.origin
+    assert "vLLM's responses (2)" in profile.origin
 
 
 @pytest.mark.parametrize("form", ["npy", "json"])
@@ -190,7 +190,7 @@ def test_responses_without_routed_experts_are_not_counted_as_having_some(tmp_pat
     lines = [GOOD, {"choices": [{"routed_experts": None}]}, GOOD]
     (tmp_path / "r").write_text("\n".join(map(json.dumps, lines)))
     profile = read_profile([tmp_path / "r"], READING)
-    assert "routed_experts of 2 responses" in profile.origin
+    assert "vLLM's responses (2)" in profile.origin
     assert "responses without routed_experts, which are left out: 1" in profile.notes
 
 

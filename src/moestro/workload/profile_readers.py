@@ -253,7 +253,7 @@ def _of_json(paths: Sequence[Path], reading: ProfileReading) -> ExpertProfile:
         models |= {str(response["model"]) for response in found if response.get("model")}
     model = models.pop() if len(models) == 1 else ""
     num_responses = sum(map(len, objects)) - num_empty
-    profile = _of_choices(recordings, reading, f"routed_experts of {num_responses} responses of vLLM", model)
+    profile = _of_choices(recordings, reading, f"routed_experts of vLLM's responses ({num_responses})", model)
     if not num_empty:
         return profile
     return replace(
