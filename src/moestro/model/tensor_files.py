@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -22,13 +21,10 @@ def read_tensor_file(path: Path) -> Any:
     """
     try:
         return _as_arrays(torch.load(path, map_location="cpu", weights_only=True))
-    except UnpicklingError as error:  # torch's own text advises to let the file's code run
-        raise ConfigError(
-            f"{path} cannot be read as a file of tensors: it is damaged, or holds other objects than tensors, numbers,"
-            " texts, lists and dictionaries"
-        ) from error
     except Exception as error:  # torch raises errors of its unpickler, its zip reader and its archive, which vary
         first = (str(error).splitlines() or [type(error).__name__])[0]
+        if type(error).__name__ == "UnpicklingError":  # torch's own text advises to let the file's code run
+            first = "it is damaged, or holds other objects than tensors, numbers, texts, lists and dictionaries"
         raise ConfigError(f"{path} cannot be read as a file of tensors: {first}") from error
 
 
