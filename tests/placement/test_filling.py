@@ -40,6 +40,17 @@ def test_the_present_expert_stays_where_the_limits_leave_no_move():
         assert fill_empty(placed, load, PresentCopies(present, limits, 1)).tolist() == present.tolist()
 
 
+@pytest.mark.parametrize("limits", [PlaceLimits(max_receives=1), PlaceLimits(max_bytes=1)])
+def test_filling_counts_what_it_moves(limits):
+    present = np.array([[[1, 2, 0, 5], [3, 1, 0, 5], [4, 2, 0, 5]]])
+    placed = np.array([[[EMPTY, EMPTY, 1, 2], [3, 1, 0, 5], [4, 2, 0, 5]]])
+    load = np.array([[20.0, 8.0, 8.0, 20.0, 20.0, 20.0]])  # copies of experts 3 and 4 level best
+    unlimited = fill_empty(placed, load, PresentCopies(present, PlaceLimits(), 1))
+    assert set(unlimited[0, 0].tolist()) == {1, 2, 3, 4}
+    held = set(fill_empty(placed, load, PresentCopies(present, limits, 1))[0, 0].tolist())
+    assert (len(held & {3, 4}), len(held & {0, 5})) == (1, 1)
+
+
 def test_filling_changes_no_more_layers_than_the_limits_allow():
     present = np.array([[[0, 1], [2, 0]], [[0, 1], [2, EMPTY]]])
     load = np.array([[9.0, 1.0, 10.0]] * 2)
@@ -49,10 +60,17 @@ def test_filling_changes_no_more_layers_than_the_limits_allow():
     assert copies.limits_beside_filling(3).max_layers == 0
 
 
-@pytest.mark.parametrize("limit", [{"max_bytes": 9}, {"max_receives": 1}, {"max_layers": 1}])
-def test_filling_that_must_exceed_a_limit_is_refused(limit):
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ({"max_bytes": 9}, "moves 10 bytes, and the limit is 9"),
+        ({"max_receives": 1}, "moves 2 copies to one device, and the limit is 1"),
+        ({"max_layers": 1}, "changes 2 layers, and the limit is 1"),
+    ],
+)
+def test_filling_that_must_exceed_a_limit_is_refused(limit, words):
     present = PresentCopies(np.array([[[0, 1], [2, EMPTY]]] * 2), PlaceLimits(**limit), 5)
-    with pytest.raises(ValueError, match="filling the empty slots moves"):
+    with pytest.raises(ValueError, match=f"filling the empty slots {words}"):
         present.limits_beside_filling(3)
 
 

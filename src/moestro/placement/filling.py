@@ -45,13 +45,13 @@ class PresentCopies:
         num_bytes = int(missing.sum()) * self.expert_bytes
         most, num_layers = int(missing.sum(axis=0).max(initial=0)), int(missing.any(axis=1).sum())
         parts = {
-            "bytes": (num_bytes, limits.max_bytes),
-            "copies on a device": (most, limits.max_receives),
-            "layers": (num_layers, limits.max_layers),
+            "moves {:,} bytes": (num_bytes, limits.max_bytes),
+            "moves {:,} copies to one device": (most, limits.max_receives),
+            "changes {:,} layers": (num_layers, limits.max_layers),
         }
         for what, (due, limit) in parts.items():
             if limit is not None and due > limit:
-                raise ValueError(f"filling the empty slots moves {due:,} {what}, and the limit is {limit:,}")
+                raise ValueError(f"filling the empty slots {what.format(due)}, and the limit is {limit:,}")
         return replace(
             limits,
             max_bytes=None if limits.max_bytes is None else limits.max_bytes - num_bytes,
