@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import msgspec
@@ -18,10 +21,12 @@ from moestro.cli.placing.placements import filled_slots, first_table
 from moestro.cli.placing.settings import DeviceSettings
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.cost.hf_config import known_name, network_named
 from moestro.errors import ConfigError
 from moestro.placement.placement_file import PlacementFile, table_of_slots
 
 DUMPS = Path(__file__).parents[1] / "workload" / "sglang_dumps"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gptoss20b_mmlu.npz"
 RANKS = [DUMPS / "per_token_0.pt", DUMPS / "per_token_1.pt"]
 HEAVIEST_FIRST = """
 import numpy as np
@@ -163,7 +168,7 @@ def test_a_dead_device_gets_nothing_and_lost_experts_come_from_the_checkpoint(tm
     assert place(DUMPS / "stat.pt", *arguments, "--policy", f"{policy}heaviest_first") == 0
     shown = capsys.readouterr().out
     assert "1 of them dead" in shown
-    assert "have no live copy now" in shown
+    assert "experts without a live copy: up to 4 a layer, in 3 layers" in shown
     assert "come from the checkpoint" in shown
     found = json.loads(out.read_text())
     assert all(expert == EMPTY for layer in found["table"] for expert in layer[1])
@@ -207,6 +212,10 @@ GOOD = [DUMPS / "stat.pt", "--devices", 4, "--slots-per-device", 4, "--policy", 
         ([*GOOD, "--sglang", "/missing/folder/x.json"], "there is no folder /missing/folder"),
         ([*GOOD, "--max-layers", -1], "--max-layers must be at least 0"),
         ([*GOOD, "--check", "missing.pt"], "missing.pt cannot be read"),
+        ([*GOOD, "--png", "picture"], "--png picture: the name must end in the form of the picture, such as .png"),
+        ([*GOOD, "--dead", "0,1,2,3"], "all 4 devices are dead"),
+        ([GOOD[0], "--devices", 1_000_000], "--devices must be between 1 and 1024"),
+        ([*GOOD[:3], "--slots-per-device", 1_000_000], "--slots-per-device must be between 1 and 1024"),
     ],
 )
 def test_wrong_settings_end_with_status_2_before_anything_is_placed(arguments, words, capsys):
@@ -228,6 +237,8 @@ def test_wrong_settings_end_with_status_2_before_anything_is_placed(arguments, w
         (json.dumps({"physical_to_logical_map": [[12] * 16] * 3}), "must have numbers below 12"),
         ('{"moestro_placement": 2, "num_experts": 12, "table": []}', "has version 2"),
         ('{"moestro_placement": 1, "num_experts": 12}', "does not fit"),
+        ('{"table_version": 1, "num_experts": 12, "workers": [0, 1], "table": null}', "placement?arrays=true"),
+        ('{"table_version": 1, "num_experts": 12, "workers": [0, 1], "table": [[[0]]]}', "does not fit"),
         ('{"moestro_placement": 1, "num_experts": 12, "table": [[[0]]]}', "it has 1 devices, and 4 are placed"),
     ],
 )
@@ -243,6 +254,9 @@ def test_a_present_placement_that_does_not_fit_is_refused(tmp_path, contents, wo
         ("devices: []", "length >= 1"),
         ("devices: [{slots: 4, colour: red}]", "unknown field `colour`"),
         ("devices: [{slots: 4, speed: 0}]", "> 0"),
+        ("devices: [{slots: 12, speed: .inf}]", "the speed of a device must be finite"),
+        ("devices: [{slots: 12, count: 1000}, {slots: 12, count: 25}]", "has 1,025 devices; expected at most 1,024"),
+        ("devices: [{slots: 12, alive: no}]", "all 1 devices are dead"),
         ("devices: {", "t.yaml"),
         ("devices: [{slots: 4}]", "too few for 12 experts"),
     ],
@@ -273,6 +287,104 @@ def test_sources_keep_their_tokens_on_live_devices(seed):
     assert not spread.tokens[dead].any()
     if num_sources == num_devices and not len(dead):
         assert (spread.tokens == tokens).all()
+
+
+def test_a_change_without_moves_is_told(tmp_path, capsys):
+    counts, out = tmp_path / "counts.npy", tmp_path / "out.json"
+    np.save(counts, 1e4 * np.random.default_rng(0).pareto(1.2, (3, 12)))
+    arguments = [EXAMPLE, "--devices", 8, "--slots-per-device", 5]
+    stays = "Moves: none; the present placement stays."
+    assert place(*arguments, "--policy", "static") == 0
+    assert stays in capsys.readouterr().out
+    assert place(*arguments, "--max-bytes", 0, "--out", out) == 0  # shares alone change
+    printed = capsys.readouterr().out
+    assert "Moves: none; copies get other shares of their experts' tokens in " in printed
+    assert "µs shorter." in printed
+    for policy in ("static", "moestro"):
+        assert place(*arguments, "--max-bytes", 0, "--current", out, "--policy", policy) == 0
+        assert stays in capsys.readouterr().out
+    assert place(counts, "--devices", 4, "--slots-per-device", 15, "--sglang", tmp_path / "init.json") == 0
+    assert "Moves: none; copies get other shares" in capsys.readouterr().out
+    assert place(*arguments, "--policy", "gimbal_v1", "--current", out) == 0
+    assert "µs longer." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_no_figure_is_cut_off_where_lines_are_short(tmp_path, monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    counts = tmp_path / "counts.npy"
+    np.save(counts, np.random.default_rng(0).pareto(1.2, (3, 12)))
+    assert place(counts, "--devices", 4, "--slots-per-device", 4, "--policy", "eplb", "--compare") == 0
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    compared = printed.partition("This policy, and all")[2].splitlines()
+    (row,) = [line.split() for line in compared if line.strip().startswith("static ")]
+    assert len(row) == 7
+    assert columns < 80 or all(len(line) <= columns or " failed: " in line for line in compared)
+
+
+def test_a_network_is_known_by_the_name_of_its_repository(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    routed = rng.permuted(np.tile(np.arange(64), (200, 48, 1)), axis=2)[:, :, :8].tolist()  # 64 of 128 are never chosen
+    response = {"model": "Qwen/Qwen3-30B-A3B", "choices": [{"routed_experts": routed}]}
+    path, other = tmp_path / "r.jsonl", tmp_path / "other.jsonl"
+    path.write_text(json.dumps(response))
+    arguments = ["--devices", 8, "--policy", "static"]
+    assert place(path, *arguments) == 0
+    printed = capsys.readouterr().out
+    assert "48 layers with 128 experts" in printed
+    assert "prices are those of qwen3-30b-a3b, which the profile names" in printed
+    assert place(path, *arguments, "--model", "Qwen/Qwen3-30B-A3B") == 0
+    other.write_text(json.dumps(response | {"model": "openai/gpt-oss-20b"}))  # it has other layers
+    assert place(other, *arguments) == 0
+    assert "no known network has 64 experts in 48 layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("GPT-OSS-20b", "gpt-oss-20b"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
+        ("/models/gpt-oss-20b", None),
+        ("./gpt-oss-20b", None),
+        ("a/b/gpt-oss-20b", None),
+        ("gpt-oss", None),
+        ("", None),
+    ],
+)
+def test_names_of_networks(name, known):
+    assert known_name(name) == known
+
+
+def test_filling_slots_for_engines_keeps_within_limits_or_says_that_it_cannot(tmp_path, capsys):
+    init, more, counts = tmp_path / "init.json", tmp_path / "more.json", tmp_path / "counts.npy"
+    np.save(counts, np.random.default_rng(0).pareto(1.2, (3, 12)))
+    assert place(counts, "--devices", 4, "--slots-per-device", 4, "--sglang", init) == 0
+    arguments = [counts, "--devices", 4, "--slots-per-device", 5, "--current", init, "--sglang", more]
+    num_bytes = 3 * 4 * int(network_named("qwen3-30b-a3b").expert_bytes)  # its prices hold where no network fits
+    assert place(*arguments, "--max-bytes", num_bytes - 1) == 2
+    assert f"filling the empty slots moves {num_bytes:,} bytes, and the limit is" in capsys.readouterr().err
+    assert not more.exists()
+    assert place(*arguments, "--max-bytes", num_bytes, "--out", tmp_path / "out.json") == 0
+    assert len(json.loads((tmp_path / "out.json").read_text())["moves"]) == 3 * 4
+    assert place(counts, *arguments[1:3], "--slots-per-device", 4, *arguments[5:], "--max-bytes", 0) == 0
+    now, before = (json.loads(path.read_text())["physical_to_logical_map"] for path in (more, init))
+    assert (np.sort(np.reshape(now, (3, 4, 4)), axis=2) == np.sort(np.reshape(before, (3, 4, 4)), axis=2)).all()
+
+
+@pytest.mark.parametrize("num_slots", [5, 12, 15])
+def test_what_is_written_for_engines_is_what_was_priced(tmp_path, num_slots):
+    counts, init, out = (tmp_path / name for name in ("counts.npy", "init.json", "out.json"))
+    load = np.random.default_rng(num_slots).pareto(1.2, (3, 12))
+    np.save(counts, load)
+    assert place(counts, "--devices", 4, "--slots-per-device", num_slots, "--sglang", init, "--out", out) == 0
+    rows = np.array(json.loads(init.read_text())["physical_to_logical_map"])
+    # SGLang and TensorRT-LLM divide the tokens of an expert by all of its physical copies.
+    part = np.stack([held / np.bincount(row) for held, row in zip(load, rows, strict=True)])
+    tokens = np.take_along_axis(part, rows, axis=1).reshape(3, 4, num_slots).sum(axis=2)
+    found = json.loads(out.read_text())["after"]
+    assert found["mean_balance"] == pytest.approx((tokens.mean(axis=1) / tokens.max(axis=1)).mean())
+    assert found["balance_of_sums"] == pytest.approx(tokens.mean(axis=1).sum() / tokens.max(axis=1).sum())
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -307,7 +419,7 @@ def test_a_second_copy_on_a_device_becomes_a_larger_share():
 def test_devices_without_a_number_of_slots_have_just_enough():
     assert make_devices(DeviceSettings(devices=3), 8).num_slots.tolist() == [3, 3, 3]
     assert make_devices(DeviceSettings(devices=3, dead="0"), 8).num_slots.tolist() == [4, 4, 4]
-    with pytest.raises(ConfigError, match="0 live devices have 0 slots"):
+    with pytest.raises(ConfigError, match="all 1 devices are dead"):
         make_devices(DeviceSettings(devices=1, dead="0"), 8)
 
 
@@ -318,3 +430,59 @@ def test_a_server_that_cannot_take_the_placement_is_named(url, words, capsys):
     assert place(*GOOD, "--apply", url) == 1
     assert f"--apply {url}" in (error := capsys.readouterr().err)
     assert words in error
+
+
+# Worker 1 has no experts, as an attention worker; the others hold all experts of three layers in reverse order.
+SERVED = {
+    "table_version": 7,
+    "num_experts": 12,
+    "workers": [0, 2, 3, 4],
+    "table": [[[11, 10, 9, -1], [-1] * 4, [8, 7, 6, -1], [5, 4, 3, -1], [2, 1, 0, -1]]] * 3,
+    "shares": [[[1.0, 1.0, 1.0, 0.0], [0.0] * 4, *[[1.0, 1.0, 1.0, 0.0]] * 3]] * 3,
+}
+
+
+@pytest.fixture
+def admin_url() -> Iterator[str]:
+    """Address of an operators' port that shows SERVED, and has every placement already."""
+
+    class Admin(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(SERVED if self.path == "/admin/placement?arrays=true" else {})
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self._answer({"num_moves": 0})
+
+        def _answer(self, contents: object) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(contents).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Admin) as port:
+        thread = threading.Thread(target=port.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{port.server_port}"
+        port.shutdown()
+        thread.join()
+
+
+def test_the_placement_of_a_server_is_the_present_one(tmp_path, admin_url, capsys):
+    live, out = tmp_path / "live.json", tmp_path / "out.json"
+    live.write_text(json.dumps(SERVED))
+    assert place(*GOOD, "--current", live, "--out", out) == 0
+    expected = [[[11, 10, 9, -1], [8, 7, 6, -1], [5, 4, 3, -1], [2, 1, 0, -1]]] * 3
+    assert json.loads(out.read_text())["table"] == expected
+    out.unlink()
+    capsys.readouterr()
+    assert place(*GOOD, "--apply", admin_url, "--out", out) == 0
+    assert json.loads(out.read_text())["table"] == expected
+    printed = capsys.readouterr().out
+    assert f"- the present placement is that of {admin_url}" in printed
+    assert "has this placement already" in printed
+    assert place(*GOOD[:3], "--slots-per-device", 5, "--current", live, "--policy", "static") == 0
+    assert place(GOOD[0], "--devices", 5, "--slots-per-device", 4, "--apply", admin_url) == 2
+    assert f"--apply {admin_url}: the server's placement: it does not fit: it has 4 devices" in capsys.readouterr().err

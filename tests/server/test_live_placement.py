@@ -83,11 +83,13 @@ def test_a_file_of_moestro_place_is_applied(placed, server, tmp_path, capsys):
     reply = call_admin(placed, "GET", "/admin/experts/profile")
     assert reply.status == 200, reply.body
     (tmp_path / "load.npz").write_bytes(reply.body)
-    arguments = ["place", tmp_path / "load.npz", "--devices", 2, "--slots-per-device", 10, "--policy", "gimbal_v2"]
-    with pytest.raises(SystemExit) as end:
-        main([*map(str, arguments), "--apply", f"http://127.0.0.1:{placed.admin_port}"])
-    assert end.value.code in (None, 0)
-    assert re.search(r"moves \d+ copies of experts|has this placement already", capsys.readouterr().out)
+    arguments = ["place", tmp_path / "load.npz", "--devices", 2, "--slots-per-device", 10]
+    apply = ["--apply", f"http://127.0.0.1:{placed.admin_port}"]
+    for policy, words in (("static", "Moves: none"), ("gimbal_v2", r"moves \d+ copies of experts|already")):
+        with pytest.raises(SystemExit) as end:
+            main([*map(str, arguments), "--policy", policy, *apply])
+        assert end.value.code in (None, 0)
+        assert re.search(words, capsys.readouterr().out)
     wait_until(lambda: not shown(placed)["progress"]["is_running"])
     assert shown(placed)["progress"]["error"] == ""
     assert answers(placed, range(8)) == expected

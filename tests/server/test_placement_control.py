@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from moestro.server.placement_control import (
     DecisionOutcome,
     MigrationOutcome,
     Trigger,
+    describe_plan,
 )
 
 
@@ -49,6 +51,19 @@ async def test_a_plan_is_followed_and_the_balance_is_as_predicted():
     assert control.balance == pytest.approx(predicted.after.mean_balance)
     assert control.balance > 0.7
     assert control.measured.found_s == pytest.approx(predicted.saved_s), "the load is the same"
+
+
+@run
+async def test_a_plan_says_whether_a_step_gets_shorter_or_longer():
+    group = PlacedGroup()
+    group.serve(3000)
+    await group.check()
+    plan = group.control.plan
+    change = plan.change
+    micros = f"{change.saved_s * 1e6:.3g}"
+    assert f"step {micros} µs shorter, pays in" in describe_plan(plan)
+    back = replace(plan, change=replace(change, before=change.after, after=change.before, steps=None))
+    assert f"step {micros} µs longer, pays never" in describe_plan(back)
 
 
 @run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_responses_of_vllm_are_read(tmp_path, form):
     profile = read_profile([tmp_path / "r.jsonl"], READING)
     same_load(profile, np.concatenate(parts))
     assert profile.model == "m"
-    assert "2 responses of vLLM" in profile.origin
+    assert "vLLM's responses (2)" in profile.origin
 
 
 @pytest.mark.parametrize("form", ["npy", "json"])
@@ -183,3 +184,37 @@ def test_files_of_different_forms_are_refused(tmp_path):
         read_profile([tmp_path / "a", tmp_path / "b"], READING)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_profile([tmp_path / "missing"], READING)
+
+
+def test_responses_without_routed_experts_are_not_counted_as_having_some(tmp_path):
+    lines = [GOOD, {"choices": [{"routed_experts": None}]}, GOOD]
+    (tmp_path / "r").write_text("\n".join(map(json.dumps, lines)))
+    profile = read_profile([tmp_path / "r"], READING)
+    assert "vLLM's responses (2)" in profile.origin
+    assert "responses without routed_experts, which are left out: 1" in profile.notes
+
+
+def test_a_setting_without_effect_is_refused(tmp_path):
+    write_profile(tmp_path / "p", read_profile_of(tmp_path))
+    (tmp_path / "steps").write_text(json.dumps({"logical_count": np.ones((2, 3, 6)).tolist()}))
+    for name in ("p", "steps"):
+        with pytest.raises(ConfigError, match="steps of its own: leave out --tokens-per-step"):
+            read_profile([tmp_path / name], replace(READING, needs_steps=True))
+    read_profile([tmp_path / "choices"], replace(READING, needs_steps=True))
+    with pytest.raises(ConfigError, match="--dataset chooses among the answers of --routing-index"):
+        read_profile([tmp_path / "choices"], replace(READING, datasets=("mmlu",)))
+    with pytest.raises(ConfigError, match="--routing-index goes with choices of experts"):
+        read_profile([tmp_path / "steps"], replace(READING, index=tmp_path / "i"))
+
+
+def read_profile_of(tmp_path):
+    (tmp_path / "choices").write_bytes(packed(choices()))
+    return read_profile([tmp_path / "choices"], READING)
+
+
+def test_a_named_network_tells_the_number_of_experts(tmp_path):
+    (tmp_path / "r").write_text(json.dumps(GOOD | {"model": "Owner/Network"}))
+    asked = []
+    reading = ProfileReading(experts_of=lambda *found: asked.append(found) or 9)
+    assert read_profile([tmp_path / "r"], reading).num_experts == 9
+    assert asked == [("Owner/Network", 3)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from moestro.errors import ConfigError
 from moestro.model.tensor_files import read_tensor_file
@@ -146,3 +147,10 @@ def test_damaged_and_foreign_files_of_tensors_are_refused(tmp_path):
         read_tensor_file(tmp_path / "cut.pt")
     with pytest.raises(ConfigError, match="torch reads: pip install"):
         read_profile([DUMPS / "stat.pt"], ProfileReading())
+
+
+def test_a_file_with_code_is_refused_without_the_advice_to_run_it(tmp_path):
+    torch.save({"logical_count": Path("x")}, tmp_path / "code.pt")
+    with pytest.raises(ConfigError, match="holds other objects than tensors") as refusal:
+        read_tensor_file(tmp_path / "code.pt")
+    assert "weights_only" not in str(refusal.value)

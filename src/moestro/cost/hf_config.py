@@ -68,18 +68,25 @@ CONFIGS: dict[str, Config] = {
 }  # fmt: skip
 
 
+def known_name(name: str) -> str | None:
+    """Return the name in CONFIGS of a network or a repository (OWNER/NAME), in any case; None means unknown."""
+    last = name.lower().rpartition("/")[2]
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    return last if last in CONFIGS and not is_path else None
+
+
 def network_named(name: str) -> NetworkShape:
-    """Look up a network by name, in any case.
+    """Look up a network by name, in any case, or by the name of its repository on the Hugging Face hub.
 
     Raises:
         ConfigError: the name is unknown.
     """
-    config = CONFIGS.get(name.lower())
-    if config is None:
+    known = known_name(name)
+    if known is None:
         raise ConfigError(
             f"no sizes for network {name!r}; known: {', '.join(CONFIGS)}. Any other needs its config.json."
         )
-    return network_from_config(name.lower(), config)
+    return network_from_config(known, CONFIGS[known])
 
 
 def network_from_config(name: str, config: Config) -> NetworkShape:

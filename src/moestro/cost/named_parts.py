@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from moestro.cost.gpus import Gpu
-from moestro.cost.hf_config import CONFIGS, network_from_config, network_named
+from moestro.cost.hf_config import CONFIGS, known_name, network_from_config, network_named
 from moestro.cost.links import NVSWITCH_A100, NVSWITCH_H100, Link, link_named
 from moestro.cost.networks import NetworkShape
 from moestro.errors import ConfigError
@@ -18,14 +18,14 @@ def read_network(model: str) -> NetworkShape:
     """Read the sizes of a network.
 
     Args:
-        model: a name of `cost.hf_config`, a checkpoint directory, or its config.json.
+        model: a name of `cost.hf_config` or of its repository (OWNER/NAME), a checkpoint directory, or its config.json.
 
     Raises:
         ConfigError: there is no such network, or its config lacks a size.
     """
     path = Path(model).expanduser()
     if not path.exists():
-        if model.lower() in CONFIGS:
+        if known_name(model) is not None:
             return network_named(model)
         raise ConfigError(
             f"no sizes for network {model!r}; known: {', '.join(CONFIGS)}. Give one of them, or a directory with the"

@@ -23,6 +23,8 @@ def read_tensor_file(path: Path) -> Any:
         return _as_arrays(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # torch raises errors of its unpickler, its zip reader and its archive, which vary
         first = (str(error).splitlines() or [type(error).__name__])[0]
+        if type(error).__name__ == "UnpicklingError":  # torch's own text advises to let the file's code run
+            first = "it is damaged, or holds other objects than tensors, numbers, texts, lists and dictionaries"
         raise ConfigError(f"{path} cannot be read as a file of tensors: {first}") from error
 
 

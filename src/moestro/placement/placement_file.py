@@ -1,4 +1,4 @@
-"""Placements in files: ours, which `moestro place` writes, and the map of slots that SGLang reads."""
+"""Placements in files: ours, which `moestro place` writes, a server's answer, and SGLang's map of slots."""
 
 from __future__ import annotations
 
@@ -60,6 +60,27 @@ class _PresentPlacement(msgspec.Struct):
     shares: list[list[list[float]]] | None = None
 
 
+class _ServedPlacement(msgspec.Struct):
+    """Fields of the answer of a server's `GET /admin/placement` that a present placement needs."""
+
+    num_experts: int
+    workers: list[int]
+    table: list[list[list[int]]] | None = None
+    shares: list[list[list[float]]] | None = None
+
+    def of_holders(self) -> _PresentPlacement:
+        """Return the placement of the workers that hold experts.
+
+        Raises:
+            ValueError: The answer has no slots.
+        """
+        if self.table is None:
+            raise ValueError("it has no slots: ask for /admin/placement?arrays=true")
+        table = [[layer[worker] for worker in self.workers] for layer in self.table]
+        shares = self.shares and [[layer[worker] for worker in self.workers] for layer in self.shares]
+        return _PresentPlacement(VERSION, self.num_experts, table, shares)
+
+
 def table_of_slots(rows: NDArray[Any], devices: Devices, num_experts: int) -> ExpertTable:
     """Make a table of the slots of all devices end to end.
 
@@ -100,7 +121,8 @@ def table_of_contents(contents: Any, devices: Devices, layers: tuple[int, ...], 
     """Make the placement of a file's contents.
 
     Args:
-        contents: JSON object of our file or of SGLang's, or the fields of a SGLang dump.
+        contents: JSON object of our file, of SGLang's or of a server's GET /admin/placement?arrays=true, or the fields
+            of a SGLang dump.
         devices: Devices of which the placement is.
         layers: Number of each layer with experts in the network.
         num_experts: Logical experts of a layer.
@@ -110,17 +132,19 @@ def table_of_contents(contents: Any, devices: Devices, layers: tuple[int, ...], 
     """
     try:
         if isinstance(contents, dict) and "moestro_placement" in contents:
-            return _of_ours(contents, devices, len(layers), num_experts)
+            return _of_ours(msgspec.convert(contents, _PresentPlacement), devices, len(layers), num_experts)
+        if isinstance(contents, dict) and "table_version" in contents:
+            served = msgspec.convert(contents, _ServedPlacement).of_holders()
+            return _of_ours(served, devices, len(layers), num_experts)
         for name in ("physical_to_logical_map", "last_physical_to_logical_map"):
             if isinstance(contents, dict) and name in contents:
                 return _of_map(np.array(contents[name], np.int64), devices, layers, num_experts)
     except (ValueError, TypeError, IndexError, OverflowError, msgspec.ValidationError) as error:
         raise ValueError(f"it does not fit: {error}") from None
-    raise ValueError("it is no placement: it has neither moestro_placement nor physical_to_logical_map")
+    raise ValueError("it is no placement: it has neither moestro_placement, physical_to_logical_map nor table_version")
 
 
-def _of_ours(contents: Any, devices: Devices, num_layers: int, num_experts: int) -> ExpertTable:
-    found = msgspec.convert(contents, _PresentPlacement)
+def _of_ours(found: _PresentPlacement, devices: Devices, num_layers: int, num_experts: int) -> ExpertTable:
     if found.moestro_placement != VERSION:
         raise ValueError(f"it has version {found.moestro_placement}; this Moestro reads version {VERSION}")
     table = np.swapaxes(np.array(found.table, np.int32), 0, 1)

@@ -314,7 +314,8 @@ def describe_plan(plan: PlacementPlan) -> str:
     if change is None:
         return moves
     pays = "never" if change.steps is None else f"in {change.steps:,.0f} steps"
+    direction = "longer" if change.saved_s < 0 else "shorter"
     return (
         f"{moves}; balance {change.before.mean_balance:.3f} to {change.after.mean_balance:.3f}, step"
-        f" {change.saved_s * 1e6:.3g} µs shorter, pays {pays} (priced)"
+        f" {abs(change.saved_s) * 1e6:.3g} µs {direction}, pays {pays} (priced)"
     )

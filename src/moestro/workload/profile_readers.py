@@ -11,7 +11,7 @@ import binascii
 import io
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from moestro.workload.expert_profile import ExpertProfile
 from moestro.workload.expert_traces import read_routing
 from moestro.workload.load_statistics import deal_to_steps, load_of_tokens
 from moestro.workload.profile_file import HEADER_MEMBER, read_profile_file
-from moestro.workload.sglang_dumps import SglangDump, is_sglang_dump, profile_of_dumps
+from moestro.workload.sglang_dumps import SglangDump, has_steps, is_sglang_dump, profile_of_dumps
 
 _NPY, _ZIP, _ZSTD = b"\x93NUMPY", b"PK\x03\x04", b"\x28\xb5\x2f\xfd"
 _KNOWN = (
@@ -42,6 +42,9 @@ class ProfileReading:
         num_experts: Logical experts of a layer; None takes the largest one seen.
         top_k: Experts of a token, where a file has counts alone.
         tokens_per_step: Tokens of a step, where a file has no steps.
+        needs_steps: Whether an operator chose `tokens_per_step`; a profile that has steps of its own is then refused.
+        experts_of: Returns the experts of the network that a recording names, given its number of layers; None means
+            that it is unknown.
         index: Index of a routing trace, JSON lines; None means that there is none.
         datasets: Data sets of the index to use; empty means all.
         read_tensors: Reads a `.pt` file; None means that torch is not installed.
@@ -50,6 +53,8 @@ class ProfileReading:
     num_experts: int | None = None
     top_k: int = 8
     tokens_per_step: int = 256
+    needs_steps: bool = False
+    experts_of: Callable[[str, int], int | None] = lambda _name, _num_layers: None
     index: Path | None = None
     datasets: tuple[str, ...] = ()
     read_tensors: Callable[[Path], Any] | None = None
@@ -65,12 +70,17 @@ def read_profile(paths: Sequence[Path], reading: ProfileReading) -> ExpertProfil
     if len(forms) != 1:
         raise ConfigError(f"the profile's files have different forms: {', '.join(sorted(forms)) or 'there is none'}")
     (form,) = forms
+    if reading.index is not None and form != "array":
+        raise ConfigError(f"--routing-index goes with choices of experts (.npy, .npy.zst), and {paths[0]} has none")
+    if reading.datasets and reading.index is None:
+        raise ConfigError("--dataset chooses among the answers of --routing-index: give that file, too")
     if form == "profile":
         if len(paths) > 1:
             raise ConfigError("give one profile of Moestro at a time")
+        _refuse_steps(paths[0], reading)
         profile = read_profile_file(paths[0])
     elif form == "tensors":
-        profile = profile_of_dumps([_dump(path, reading) for path in paths], _choices_per_step(reading))
+        profile = _of_dumps([_dump(path, reading) for path in paths], reading)
     elif form == "array":
         profile = _of_arrays(paths, reading)
     else:
@@ -85,8 +95,20 @@ def read_profile(paths: Sequence[Path], reading: ProfileReading) -> ExpertProfil
     return profile
 
 
-def _choices_per_step(reading: ProfileReading) -> float:
-    return float(reading.tokens_per_step * reading.top_k)
+def _of_dumps(dumps: Sequence[SglangDump], reading: ProfileReading) -> ExpertProfile:
+    if any(has_steps(dump) for dump in dumps):
+        _refuse_steps(dumps[0].path, reading)
+    return profile_of_dumps(dumps, float(reading.tokens_per_step * reading.top_k))
+
+
+def _refuse_steps(path: Path, reading: ProfileReading) -> None:
+    """Refuse a chosen number of tokens for a profile with steps.
+
+    Raises:
+        ConfigError: An operator chose one.
+    """
+    if reading.needs_steps:
+        raise ConfigError(f"{path} has steps of its own: leave out --tokens-per-step")
 
 
 def _form_of(path: Path) -> str:
@@ -138,7 +160,7 @@ def _of_arrays(paths: Sequence[Path], reading: ProfileReading) -> ExpertProfile:
     arrays = [_array(path, _contents(path), str(path)) for path in paths]
     if arrays[0].ndim == 2:
         dumps = [SglangDump(path, {"logical_count": array}) for path, array in zip(paths, arrays, strict=True)]
-        return profile_of_dumps(dumps, _choices_per_step(reading))
+        return _of_dumps(dumps, reading)
     return _of_choices(arrays, reading, f"gate choices of {', '.join(path.name for path in paths)}")
 
 
@@ -175,7 +197,8 @@ def _of_choices(arrays: Sequence[NDArray[Any]], reading: ProfileReading, origin:
     if len(shapes) > 1:
         raise ConfigError(f"the recordings have different layers or top_k: {', '.join(map(str, sorted(shapes)))}")
     largest, smallest = max(int(array.max()) for array in arrays), min(int(array.min()) for array in arrays)
-    num_experts, notes = reading.num_experts, []
+    notes: list[str] = []
+    num_experts = reading.num_experts or reading.experts_of(model, arrays[0].shape[1])
     if num_experts is None:
         num_experts = largest + 1
         notes.append(f"{num_experts} experts, by the largest one seen; --num-experts states another number")
@@ -189,7 +212,7 @@ def _of_choices(arrays: Sequence[NDArray[Any]], reading: ProfileReading, origin:
         raise ConfigError("no layer has choices of experts")
     if dense:
         arrays = [array[:, kept] for array in arrays]
-        notes.append(f"{len(dense)} layers have no choices and are taken to be dense")
+        notes.append(f"layers without choices, which are taken to be dense: {len(dense)}")
     dealt = deal_to_steps(arrays, reading.tokens_per_step)
     num_tokens = sum(map(len, arrays))
     notes.append(f"the {num_tokens:,} tokens are dealt to steps of {reading.tokens_per_step} (--tokens-per-step)")
@@ -214,10 +237,12 @@ def _of_json(paths: Sequence[Path], reading: ProfileReading) -> ExpertProfile:
             SglangDump(path, {"logical_count": _counts(path, found[0]["logical_count"])})
             for path, found in zip(paths, objects, strict=True)
         ]
-        return profile_of_dumps(dumps, _choices_per_step(reading))
-    recordings, models = [], set()
+        return _of_dumps(dumps, reading)
+    recordings, models, num_empty = [], set(), 0
     for path, found in zip(paths, objects, strict=True):
-        arrays = [array for number, response in enumerate(found, 1) for array in _routed(path, number, response)]
+        routed = [list(_routed(path, number, response)) for number, response in enumerate(found, 1)]
+        num_empty += routed.count([])
+        arrays = [array for each in routed for array in each]
         if not arrays:
             raise ConfigError(
                 f"{path} has no routed_experts: start vLLM with --enable-return-routed-experts. Expected {_KNOWN}"
@@ -227,8 +252,13 @@ def _of_json(paths: Sequence[Path], reading: ProfileReading) -> ExpertProfile:
         recordings.append(np.concatenate(arrays))
         models |= {str(response["model"]) for response in found if response.get("model")}
     model = models.pop() if len(models) == 1 else ""
-    num_responses = sum(map(len, objects))
-    return _of_choices(recordings, reading, f"routed_experts of {num_responses} responses of vLLM", model)
+    num_responses = sum(map(len, objects)) - num_empty
+    profile = _of_choices(recordings, reading, f"routed_experts of vLLM's responses ({num_responses})", model)
+    if not num_empty:
+        return profile
+    return replace(
+        profile, notes=(*profile.notes, f"responses without routed_experts, which are left out: {num_empty}")
+    )
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:

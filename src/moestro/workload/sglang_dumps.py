@@ -48,6 +48,11 @@ def is_sglang_dump(found: object) -> bool:
     return isinstance(found, dict) and ("logical_count" in found or "records" in found)
 
 
+def has_steps(dump: SglangDump) -> bool:
+    """Whether a dump counts each forward pass apart."""
+    return "records" in dump.fields or np.ndim(dump.fields["logical_count"]) > 2
+
+
 def profile_of_dumps(dumps: Sequence[SglangDump], choices_per_step: float) -> ExpertProfile:
     """Make one profile of one or several dumps.
 

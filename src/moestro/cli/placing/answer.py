@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from moestro.cli.placing.placements import filled_slots
+from moestro.cli.placing.placements import Ints, filled_slots, present_copies, table_of_rows
 from moestro.cli.placing.question import PlaceQuestion
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.expert_table import ExpertTable
 from moestro.errors import ConfigError, MoestroError
-from moestro.placement.devices import Devices
 from moestro.placement.payback import Payback, payback
 from moestro.placement.placement_file import VERSION, PlacementFile, figures
 from moestro.placement.registry import PLACE_POLICIES, PlacementError, PlaceView, check_answer
 from moestro.workload.expert_profile import CREATED_BY
+
+SHARE_DIGITS = 6  # of a share in our file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,11 +25,14 @@ class PlaceAnswer:
         policy: The policy, as the operator wrote it.
         table: New placement.
         change: Costs before and after, moves, and their payback.
+        rows: int32[layers, slots], experts in the slots of all live devices end to end, for engines that have one in
+            every slot. None means that no engine loads the placement.
     """
 
     policy: str
     table: ExpertTable
     change: Payback
+    rows: Ints | None = None
 
 
 def ask(policy: str, view: PlaceView, *, fills_slots: bool = False) -> PlaceAnswer:
@@ -42,14 +43,24 @@ def ask(policy: str, view: PlaceView, *, fills_slots: bool = False) -> PlaceAnsw
         view: What it sees.
         fills_slots: Whether the placement is for an engine that has an expert in every slot and divides tokens evenly
             among copies. Then no slot is saved by leaving it empty, so the policy sees no price for reading an expert;
-            empty slots are filled afterwards, and the answer is priced as it then is.
+            empty slots are filled afterwards, within the limits, and the answer is priced as it then is.
 
     Raises:
-        ConfigError: No policy has this name, or a setting is wrong.
+        ConfigError: No policy has this name, a setting is wrong, or no placement within the limits fills every slot.
         PlacementError: The policy fails, or its placement does not fit the devices.
     """
     decide = PLACE_POLICIES.make(policy)
-    seen = replace(view, prices=replace(view.prices, expert_s=0.0)) if fills_slots else view
+    present = present_copies(view) if fills_slots else None
+    seen = view
+    if present is not None:
+        try:
+            limits = present.limits_beside_filling(view.table.num_experts)
+        except ValueError as error:
+            raise ConfigError(
+                f"SGLang and TensorRT-LLM need an expert in every slot: {error}; raise that limit, or give fewer"
+                " --slots-per-device"
+            ) from None
+        seen = replace(view, prices=replace(view.prices, expert_s=0.0), limits=limits)
     try:
         table = decide(seen)
         check_answer(view, table)
@@ -57,10 +68,11 @@ def ask(policy: str, view: PlaceView, *, fills_slots: bool = False) -> PlaceAnsw
         raise
     except Exception as error:  # a policy of a user's file may raise anything
         raise PlacementError(f"policy {policy} found no placement: {type(error).__name__}: {error}") from error
-    if fills_slots:
-        filled = filled_slots(table, view.devices, view.load.total, view.table)
-        table = _with_even_shares(table, filled, view.devices)
-    return PlaceAnswer(policy=policy, table=table, change=payback(view, table))
+    rows = None
+    if present is not None:
+        rows = filled_slots(table, view.devices, view.load.total, present)
+        table = table_of_rows(rows, table, view.devices)
+    return PlaceAnswer(policy=policy, table=table, change=payback(view, table), rows=rows)
 
 
 def ask_all(view: PlaceView, advance: Callable[[], None], *, fills_slots: bool = False) -> dict[str, PlaceAnswer | str]:
@@ -79,25 +91,6 @@ def ask_all(view: PlaceView, advance: Callable[[], None], *, fills_slots: bool =
             found[name] = str(error)
         advance()
     return found
-
-
-def _with_even_shares(table: ExpertTable, rows: NDArray[np.int32], devices: Devices) -> ExpertTable:
-    """Return the placement that an engine has after it loads a file.
-
-    Args:
-        table: Placement of a policy.
-        rows: int32[layers, slots], experts in the slots of the live devices end to end.
-        devices: The devices.
-    """
-    live = np.flatnonzero(devices.is_alive)
-    logical_of = np.full(table.logical_of.shape, EMPTY, np.int32)
-    parts = rows.reshape(len(rows), len(live), -1).swapaxes(0, 1)
-    for device, held in zip(live.tolist(), parts, strict=True):
-        for layer, experts in enumerate(held):
-            # With more slots than experts a device has an expert twice, which its first copy computes alone.
-            once = np.unique(experts)
-            logical_of[device, layer, : len(once)] = once
-    return replace(table, logical_of=logical_of, shares=None, is_alive=devices.is_alive)
 
 
 def placement_file(question: PlaceQuestion, answer: PlaceAnswer) -> PlacementFile:
@@ -122,7 +115,7 @@ def placement_file(question: PlaceQuestion, answer: PlaceAnswer) -> PlacementFil
             )
         ],
         table=table.logical_of.swapaxes(0, 1).tolist(),
-        shares=None if table.shares is None else table.shares.swapaxes(0, 1).round(6).tolist(),
+        shares=None if table.shares is None else table.shares.swapaxes(0, 1).round(SHARE_DIGITS).tolist(),
         moves=[(layers[layer], expert, source, target) for layer, expert, source, target in columns],
         before=figures(answer.change.before),
         after=figures(answer.change.after),

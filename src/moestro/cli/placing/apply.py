@@ -1,9 +1,10 @@
-"""Sends a placement to a running server of ours."""
+"""Reads the placement of a running server of ours, and sends it another one."""
 
 from __future__ import annotations
 
 from http import HTTPStatus
 from http.client import HTTPException
+from typing import Any
 
 import msgspec
 
@@ -42,21 +43,42 @@ def apply_placement(url: str, key: str | None, placement: PlacementFile) -> str:
     Raises:
         PlacementError: The server cannot be reached, or refuses the placement; the text says why.
     """
-    if not url.startswith(("http://", "https://")):
-        raise PlacementError(
-            f"--apply {url}: give the address of a server's --admin-port, such as http://localhost:8100"
-        )
-    address = f"{url.rstrip('/')}/admin/placement/apply"
-    try:
-        status, body = ask_admin(address, key, _ANSWER_S, msgspec.json.encode(placement))
-    except (OSError, HTTPException, ValueError) as error:
-        raise PlacementError(f"--apply {url}: the server cannot be reached: {error}") from None
-    if status >= HTTPStatus.BAD_REQUEST:
-        raise PlacementError(f"--apply {url}: the server refused: {_reason(status, body)}")
+    status, body = _ask(url, key, "/admin/placement/apply", msgspec.json.encode(placement))
     answer = msgspec.json.decode(body, type=_ApplyAnswer)
     if status != 202:
         return f"{url} has this placement already"
     return f"{url} moves {answer.num_moves:,} copies of experts in {answer.num_layers} layers"
+
+
+def served_placement(url: str, key: str | None) -> Any:
+    """Return what a server answers to `GET /admin/placement?arrays=true`, as `table_of_contents` takes it.
+
+    Args:
+        url, key: As for `apply_placement`.
+
+    Raises:
+        PlacementError: The server cannot be reached, or has no placement; the text says why.
+    """
+    _, body = _ask(url, key, "/admin/placement?arrays=true")
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise PlacementError(f"--apply {url}: it is no server of Moestro: {error}") from None
+
+
+def _ask(url: str, key: str | None, path: str, contents: bytes | None = None) -> tuple[int, bytes]:
+    """Return the status and the body of the server's answer to a GET, or to a POST of `contents`."""
+    if not url.startswith(("http://", "https://")):
+        raise PlacementError(
+            f"--apply {url}: give the address of a server's --admin-port, such as http://localhost:8100"
+        )
+    try:
+        status, body = ask_admin(f"{url.rstrip('/')}{path}", key, _ANSWER_S, contents)
+    except (OSError, HTTPException, ValueError) as error:
+        raise PlacementError(f"--apply {url}: the server cannot be reached: {error}") from None
+    if status >= HTTPStatus.BAD_REQUEST:
+        raise PlacementError(f"--apply {url}: the server refused: {_reason(status, body)}")
+    return status, body
 
 
 def _reason(status: int, body: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from moestro.cli.placing.settings import DeviceSettings
+from moestro.cli.placing.settings import MOST_DEVICES, MOST_SLOTS, DeviceSettings
 from moestro.core.expert_load import ExpertLoad
 from moestro.errors import ConfigError
 from moestro.placement.devices import Devices, even_devices
@@ -17,10 +18,10 @@ from moestro.placement.devices import Devices, even_devices
 
 class _TopologyDevice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     node: int | str = 0
-    slots: Annotated[int, msgspec.Meta(ge=0)]
+    slots: Annotated[int, msgspec.Meta(ge=0, le=MOST_SLOTS)]
     speed: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     alive: bool = True
-    count: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 1
+    count: Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)] = 1
 
 
 class _Topology(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,6 +50,8 @@ def make_devices(settings: DeviceSettings, num_experts: int) -> Devices:
             raise ConfigError(f"--devices and --nodes: {error}") from None
     is_alive = devices.is_alive.copy()
     is_alive[dead] = False
+    if not is_alive.any():
+        raise ConfigError(f"all {devices.num_devices} devices are dead: name fewer in --dead, or as alive: false")
     room = int(np.minimum(devices.num_slots, num_experts)[is_alive].sum())
     if room < num_experts:
         raise ConfigError(
@@ -78,6 +81,10 @@ def _from_file(path: Path) -> Devices:
     except msgspec.MsgspecError as error:
         raise ConfigError(f"--topology {path}: {error}") from None
     rows = [row for row in found.devices for _ in range(row.count)]
+    if len(rows) > MOST_DEVICES:
+        raise ConfigError(f"--topology {path} has {len(rows):,} devices; expected at most {MOST_DEVICES:,}")
+    if not all(math.isfinite(row.speed) for row in rows):
+        raise ConfigError(f"--topology {path}: the speed of a device must be finite")
     nodes = list(dict.fromkeys(row.node for row in rows))
     return Devices(
         node_of=np.array([nodes.index(row.node) for row in rows], np.int32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import ExpertTable
+from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.errors import ConfigError
 from moestro.placement.devices import Devices
-from moestro.placement.filling import fill_empty
+from moestro.placement.filling import PresentCopies, fill_empty
 from moestro.placement.placement_file import table_of_contents, table_of_slots
+from moestro.placement.registry import PlaceView
 
 Ints = NDArray[np.int32]
 
@@ -59,8 +61,17 @@ def _write(flag: str, path: Path, data: bytes) -> None:
         raise ConfigError(f"{flag} {path} cannot be written: {error}") from error
 
 
+def present_copies(view: PlaceView) -> PresentCopies:
+    """Return the copies that live devices have now, with the limits on moves.
+
+    Raises:
+        ConfigError: Live devices have different numbers of slots, which engines without empty slots cannot have.
+    """
+    return PresentCopies(_by_layer(view.table, view.devices), view.limits, view.prices.expert_bytes)
+
+
 def filled_slots(
-    table: ExpertTable, devices: Devices, total: NDArray[np.float64], present: ExpertTable | None = None
+    table: ExpertTable, devices: Devices, total: NDArray[np.float64], present: PresentCopies | None = None
 ) -> Ints:
     """Return the slots of all live devices end to end, without empty ones, for engines that have none.
 
@@ -68,7 +79,7 @@ def filled_slots(
         table: The placement.
         devices: Its devices.
         total: float64[layers, experts], tokens of each expert.
-        present: Placement whose experts rather stay in slots that `table` leaves empty.
+        present: What is in the slots now, as for `fill_empty`.
 
     Returns:
         int32[layers, slots].
@@ -76,6 +87,12 @@ def filled_slots(
     Raises:
         ConfigError: Live devices have different numbers of slots, which these engines cannot have.
     """
+    filled = fill_empty(_by_layer(table, devices), total, present)
+    return filled.reshape(len(filled), -1).astype(np.int32)
+
+
+def _by_layer(table: ExpertTable, devices: Devices) -> NDArray[np.int64]:
+    """Return int64[layers, live devices, slots], expert in each slot."""
     live = np.flatnonzero(devices.is_alive)
     sizes = sorted(set(devices.num_slots[live].tolist()))
     if len(sizes) > 1:
@@ -83,12 +100,21 @@ def filled_slots(
             f"--sglang and --tensorrt-llm need equally many slots on each live device; these have {sizes[0]} to"
             f" {sizes[-1]}"
         )
+    return np.swapaxes(table.logical_of[live, :, : sizes[0]], 0, 1).astype(np.int64)
 
-    def by_layer(of: ExpertTable) -> NDArray[np.int64]:
-        return np.swapaxes(of.logical_of[live, :, : sizes[0]], 0, 1).astype(np.int64)
 
-    filled = fill_empty(by_layer(table), total, None if present is None else by_layer(present))
-    return filled.reshape(len(filled), -1).astype(np.int32)
+def table_of_rows(rows: Ints, table: ExpertTable, devices: Devices) -> ExpertTable:
+    """Return the placement that an engine has after it loads `rows`: it divides tokens evenly among all copies.
+
+    Args:
+        rows: int32[layers, slots], experts in the slots of all live devices end to end.
+        table: Placement of the policy, of which the version stays.
+        devices: The devices.
+    """
+    of_all = np.full((len(rows), int(devices.num_slots.sum())), EMPTY, np.int32)
+    of_all[:, np.repeat(devices.is_alive, devices.num_slots)] = rows
+    found = table_of_slots(of_all, devices, table.num_experts)
+    return replace(found, version=table.version, is_alive=devices.is_alive)
 
 
 def all_model_layers(rows: Ints, layers: tuple[int, ...], num_model_layers: int, num_experts: int) -> list[list[int]]:
@@ -98,13 +124,13 @@ def all_model_layers(rows: Ints, layers: tuple[int, ...], num_model_layers: int,
     return [row_of.get(layer, in_order) for layer in range(num_model_layers)]
 
 
-def read_current(path: Path, contents: Any, devices: Devices, layers: tuple[int, ...], num_experts: int) -> ExpertTable:
-    """Make the present placement of a file's contents, as `table_of_contents` does; `path` is for messages.
+def read_current(flag: str, contents: Any, devices: Devices, layers: tuple[int, ...], num_experts: int) -> ExpertTable:
+    """Make the present placement of contents, as `table_of_contents` does; `flag` says whence, for messages.
 
     Raises:
-        ConfigError: The file is no placement, or not of these devices, layers and experts.
+        ConfigError: They are no placement, or not of these devices, layers and experts.
     """
     try:
         return table_of_contents(contents, devices, layers, num_experts)
     except ValueError as error:
-        raise ConfigError(f"--current {path}: {error}") from None
+        raise ConfigError(f"{flag}: {error}") from None

@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 
 from moestro.cli.extras import is_installed
+from moestro.cli.placing.apply import served_placement
 from moestro.cli.placing.devices import make_devices, spread_sources
 from moestro.cli.placing.placements import first_table, read_current
-from moestro.cli.placing.settings import PlaceSettings, PriceSettings
+from moestro.cli.placing.settings import DEFAULT_TOKENS_PER_STEP, PlaceSettings, PriceSettings
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import ExpertTable
 from moestro.cost.gpus import gpu_named
-from moestro.cost.hf_config import CONFIGS, network_named
+from moestro.cost.hf_config import CONFIGS, known_name, network_named
 from moestro.cost.links import link_named
 from moestro.cost.named_parts import link_within, read_network
 from moestro.cost.networks import NetworkShape
@@ -78,6 +79,8 @@ def make_question(settings: PlaceSettings) -> PlaceQuestion:
     notes = [*profile.notes, *([why] if why else [])]
     if profile.num_sources not in (1, devices.num_devices):
         notes.append(f"the {profile.num_sources} sources are laid on the {devices.num_devices} devices in order")
+    if settings.devices.current is None and settings.output.apply is not None:
+        notes.append(f"the present placement is that of {settings.output.apply}")
     return PlaceQuestion(settings=settings, profile=profile, view=view, network=network, notes=tuple(notes))
 
 
@@ -88,7 +91,9 @@ def load_to_check(question: PlaceQuestion, path: Path) -> ExpertLoad:
         ConfigError: It cannot be read, or has other layers or experts.
     """
     settings, profile = question.settings, question.profile
-    reading = replace(_reading(settings, None), num_experts=profile.num_experts, index=None, datasets=())
+    reading = replace(
+        _reading(settings, None), num_experts=profile.num_experts, index=None, datasets=(), needs_steps=False
+    )
     other = read_profile([path], reading)
     if other.num_layers != profile.num_layers:
         raise ConfigError(
@@ -110,21 +115,36 @@ def _reading(settings: PlaceSettings, named: NetworkShape | None) -> ProfileRead
     return ProfileReading(
         num_experts=settings.profile.num_experts or (None if experts is None else experts.num_experts),
         top_k=8 if experts is None else experts.top_k,
-        tokens_per_step=settings.profile.tokens_per_step,
+        tokens_per_step=settings.profile.tokens_per_step or DEFAULT_TOKENS_PER_STEP,
+        needs_steps=settings.profile.tokens_per_step is not None,
+        experts_of=_experts_of,
         index=settings.profile.routing_index,
         datasets=settings.profile.dataset,
         read_tensors=read_tensors,
     )
 
 
+def _experts_of(name: str, num_layers: int) -> int | None:
+    """Return the experts of a layer of a known network, if a recording that names it can be of it."""
+    named = known_name(name)
+    network = None if named is None else network_named(named)
+    if network is None or network.experts is None or num_layers not in (network.num_layers, network.num_moe_layers):
+        return None
+    return network.experts.num_experts
+
+
+def _has_experts(network: NetworkShape, num_experts: int) -> bool:
+    return network.experts is not None and network.experts.num_experts == num_experts
+
+
 def _known_network(profile: ExpertProfile) -> tuple[NetworkShape, str]:
     """Return the network that the profile names, or the first known one with its experts and layers, and say why."""
-    if profile.model in CONFIGS:
-        return network_named(profile.model), f"prices are those of {profile.model}, which the profile names"
+    named = known_name(profile.model)
+    if named is not None and _has_experts(network_named(named), profile.num_experts):
+        return network_named(named), f"prices are those of {named}, which the profile names"
     for name in CONFIGS:
         network = network_named(name)
-        has_experts = network.experts is not None and network.experts.num_experts == profile.num_experts
-        if has_experts and profile.num_layers == network.num_moe_layers:
+        if _has_experts(network, profile.num_experts) and profile.num_layers == network.num_moe_layers:
             return network, f"prices are those of {name}, whose experts and layers match (--model names another one)"
     return network_named(_FALLBACK), (
         f"no known network has {profile.num_experts} experts in {profile.num_layers} layers: prices are those of"
@@ -146,7 +166,11 @@ def _prices(settings: PriceSettings, network: NetworkShape) -> PlacePrices:
 
 
 def _current(settings: PlaceSettings, devices: Devices, profile: ExpertProfile) -> ExpertTable:
-    path = settings.devices.current
+    path, url = settings.devices.current, settings.output.apply
+    if path is None and url is not None:
+        contents = served_placement(url, settings.output.admin_api_key)
+        flag = f"--apply {url}: the server's placement"
+        return read_current(flag, contents, devices, profile.layers, profile.num_experts)
     if path is None:
         try:
             return first_table(devices, profile.num_layers, profile.num_experts)
@@ -163,4 +187,4 @@ def _current(settings: PlaceSettings, devices: Devices, profile: ExpertProfile) 
         if read_tensors is None:
             raise ConfigError(f"--current {path} is a file of tensors, which torch reads: pip install 'moestro[serve]'")
         contents = read_tensors(path)
-    return read_current(path, contents, devices, profile.layers, profile.num_experts)
+    return read_current(f"--current {path}", contents, devices, profile.layers, profile.num_experts)

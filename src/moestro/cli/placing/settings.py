@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from moestro.core.setting_checks import CheckedSettings, above, at_least
+from moestro.core.setting_checks import CheckedSettings, above, at_least, between
 from moestro.cost.gpus import GPUS
 from moestro.cost.links import LINKS
 from moestro.errors import ConfigError
@@ -24,6 +24,10 @@ _POLICIES = f"Policy (NAME or NAME:SETTING=VALUE,...), or FILE.py:NAME.\n\n{PLAC
 
 # vLLM's and SGLang's usual batch of one engine in decode is a few hundred sequences, a token each in a step.
 DEFAULT_TOKENS_PER_STEP = 256
+# Three times as many devices as the largest group that DeepSeek-V3 publishes (320), and twice as many slots as a layer
+# of the known networks with the most experts has (512, Qwen3-Next). More would only keep a machine busy for hours.
+MOST_DEVICES = 1024
+MOST_SLOTS = 1024
 # The default policy for engines that divide tokens evenly among copies.
 EVEN_POLICY = "moestro:weighted=0"
 
@@ -33,8 +37,11 @@ EVEN_POLICY = "moestro:weighted=0"
 class ProfileSettings(CheckedSettings):
     """The profile."""
 
-    tokens_per_step: Annotated[int, at_least(1), _READING] = DEFAULT_TOKENS_PER_STEP
-    "Tokens of a step of all sources, for recordings that have no steps (choices per token, plain counts)."
+    tokens_per_step: Annotated[int | None, at_least(1), _READING] = None
+    (
+        "Tokens of a step of all sources, for recordings that have no steps (choices per token, plain counts). Unset:"
+        f" {DEFAULT_TOKENS_PER_STEP}."
+    )
     num_experts: Annotated[int | None, at_least(1), _READING] = None
     "Experts of a layer. Unset: as in the profile; for choices per token those of --model, or the largest one seen."
     routing_index: Annotated[Path | None, _READING] = None
@@ -55,9 +62,9 @@ class ProfileSettings(CheckedSettings):
 class DeviceSettings(CheckedSettings):
     """The devices."""
 
-    devices: Annotated[int | None, at_least(1), _DEVICES] = None
+    devices: Annotated[int | None, between(1, MOST_DEVICES), _DEVICES] = None
     "Devices of the expert-parallel group."
-    slots_per_device: Annotated[int | None, at_least(1), _DEVICES] = None
+    slots_per_device: Annotated[int | None, between(1, MOST_SLOTS), _DEVICES] = None
     "Copies of experts that a device has room for in each layer. Unset: just enough for one copy of each expert."
     nodes: Annotated[int, at_least(1), _DEVICES] = 1
     "Machines; each has equally many consecutive devices."
@@ -66,7 +73,10 @@ class DeviceSettings(CheckedSettings):
     dead: Annotated[str | None, _DEVICES] = None
     "Devices that no longer compute, by number from 0: 3,7."
     current: Annotated[Path | None, _DEVICES] = None
-    "Present placement: a file of --out, or SGLang's with physical_to_logical_map. Unset: experts in order."
+    (
+        "Present placement: a file of --out, SGLang's with physical_to_logical_map, or the answer of a server's"
+        " /admin/placement?arrays=true. Unset: that of the server of --apply, or experts in order."
+    )
 
 
 @Parameter(name="*")
@@ -75,7 +85,10 @@ class PriceSettings(CheckedSettings):
     """The prices."""
 
     model: Annotated[str | None, _PRICES] = None
-    "Network by name, or its config.json. Unset: the known network whose experts and layers match the profile's."
+    (
+        "Network by name or repository, or its config.json. Unset: the one that the profile names, or the known network"
+        " whose experts and layers match the profile's."
+    )
     gpu: Annotated[str, Parameter(help=f"One of {', '.join(GPUS)}."), _PRICES] = "h100"
     link_within: Annotated[
         str | None,
@@ -144,12 +157,14 @@ class OutputSettings(CheckedSettings):
         """Refuse files that cannot be written, before the work on what goes into them.
 
         Raises:
-            ConfigError: The folder of a file does not exist.
+            ConfigError: The folder of a file does not exist, or a name has no form of picture.
         """
         files = {"--out": self.out, "--sglang": self.sglang, "--tensorrt-llm": self.tensorrt_llm, "--png": self.png}
         for flag, path in files.items():
             if path is not None and not path.parent.is_dir():
                 raise ConfigError(f"{flag} {path} cannot be written: there is no folder {path.parent}")
+        if self.png is not None and not self.png.suffix:  # matplotlib would write another file than is named
+            raise ConfigError(f"--png {self.png}: the name must end in the form of the picture, such as .png")
 
     @property
     def is_for_engines(self) -> bool:

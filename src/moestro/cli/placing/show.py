@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from moestro.cli.placing.answer import PlaceAnswer
+from moestro.cli.placing.answer import SHARE_DIGITS, PlaceAnswer
 from moestro.cli.placing.question import PlaceQuestion
-from moestro.placement.payback import Payback
+from moestro.placement.payback import Payback, live_table
 from moestro.placement.score import PlaceScore, share_moved
 
 _SHOWN_LAYERS, _SHOWN_DEVICES = 5, 8
+_ANY_WIDTH = 10_000  # columns; more than any table has
 
 
 def line(console: Console, text: str) -> None:
@@ -28,7 +30,7 @@ def print_question(console: Console, question: PlaceQuestion) -> None:
     origin = f" ({profile.origin})" if profile.origin else ""
     line(
         console,
-        f"Profile: {profile.num_layers} layers with {profile.num_experts} experts,"
+        f"Profile: {_number(profile.num_layers, 'layer')} with {_number(profile.num_experts, 'expert')},"
         f" {_number(profile.num_sources, 'source')}, {_number(round(profile.load.num_steps), 'step')}{origin}",
     )
     slots = sorted(set(devices.num_slots.tolist()))
@@ -36,15 +38,16 @@ def print_question(console: Console, question: PlaceQuestion) -> None:
     line(
         console,
         f"Devices: {devices.num_devices} on {_number(len(set(devices.node_of.tolist())), 'node')},"
-        f" {' to '.join(str(each) for each in dict.fromkeys((slots[0], slots[-1])))} slots each in a layer"
+        f" {' to '.join(str(each) for each in dict.fromkeys((slots[0], slots[-1])))}"
+        f" {'slot' if slots[-1] == 1 else 'slots'} each in a layer"
         + (f", {num_dead} of them dead" if num_dead else ""),
     )
     for note in question.notes:
         line(console, f"- {note}")
 
 
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def _number(count: int, noun: str, plural: str = "") -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or noun + 's'}"
 
 
 def print_answer(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:
@@ -52,10 +55,14 @@ def print_answer(console: Console, question: PlaceQuestion, answer: PlaceAnswer)
     change = answer.change
     line(console, f"Policy: {answer.policy}")
     lost = _num_lost(question)
-    if lost:
-        line(console, f"- {lost:,} experts have no live copy now; the tokens for them are missing in the column before")
-    console.print(_figures_table(change))
-    console.print(_layers_table(question, change))
+    if lost.any():
+        line(
+            console,
+            f"- experts without a live copy: up to {lost.max():,} a layer, in"
+            f" {_number(int((lost > 0).sum()), 'layer')}; their tokens are missing in the column before",
+        )
+    _print_table(console, _figures_table(change))
+    _print_table(console, _layers_table(question, change))
     _print_moves(console, question, answer)
 
 
@@ -67,10 +74,19 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _num_lost(question: PlaceQuestion) -> int:
-    """Number of experts of all layers that only dead devices hold."""
+def _print_table(console: Console, table: Table) -> None:
+    """Print a table whole, also where it is wider than the terminal or file: a figure that is cut off is none."""
+    columns = console.width
+    console.width = max(columns, console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum)
+    console.print(table, crop=False)
+    console.width = columns
+
+
+def _num_lost(question: PlaceQuestion) -> NDArray[np.int64]:
+    """Return int64[layers], experts that only dead devices hold."""
     copies = question.view.table.num_copies[question.view.devices.is_alive]
-    return int((copies.sum(axis=0) == 0).sum())
+    lost: NDArray[np.int64] = (copies.sum(axis=0) == 0).sum(axis=1)
+    return lost
 
 
 def _figures_table(change: Payback) -> Table:
@@ -128,13 +144,14 @@ def _imbalance(score: PlaceScore, layer: int) -> float:
 def _print_moves(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:
     moves, prices, change = answer.change.moves, question.view.prices, answer.change
     if not len(moves):
-        line(console, "Moves: none; the present placement stays.")
+        line(console, f"Moves: none; {_unmoved_change(question, answer)}.")
         return
-    size = len(moves) * prices.expert_bytes
+    size, part = len(moves) * prices.expert_bytes, share_moved(moves, answer.table)
     line(
         console,
-        f"Moves: {len(moves):,} copies of experts ({share_moved(moves, answer.table):.1%} of the filled slots) in"
-        f" {len(np.unique(moves.layer))} layers, {_bytes(size)}, {change.move_s:.3g} s for the busiest device.",
+        f"Moves: {_number(len(moves), 'copy', 'copies')} of experts ({part:.1%} of the filled slots) in"
+        f" {_number(len(np.unique(moves.layer)), 'layer')}, {_bytes(size)}, {change.move_s:.3g} s for the busiest"
+        " device.",
     )
     line(console, _payback(change))
     received = np.bincount(moves.target, minlength=question.view.devices.num_devices)
@@ -145,17 +162,38 @@ def _print_moves(console: Console, question: PlaceQuestion, answer: PlaceAnswer)
         table.add_row(
             str(device), f"{received[device]:,}", f"{sent[device]:,}", _bytes(received[device] * prices.expert_bytes)
         )
-    console.print(table)
+    _print_table(console, table)
     if len(order) > _SHOWN_DEVICES:
         line(console, f"{len(order) - _SHOWN_DEVICES} more devices receive at most {received[order[_SHOWN_DEVICES]]:,}")
     loaded = int((moves.source < 0).sum())
     if loaded:
-        line(console, f"{loaded:,} copies have no live holder, and come from the checkpoint.")
+        line(console, f"Copies that no live device holds come from the checkpoint: {loaded:,}.")
+
+
+def _unmoved_change(question: PlaceQuestion, answer: PlaceAnswer) -> str:
+    """Return what a change without moves does: it can give up copies, or give copies other shares."""
+    view = question.view
+    before, after = live_table(view.table, view.devices) or view.table, answer.table
+    given_up = (before.num_copies > 0) & (after.num_copies == 0)
+    layers = (np.abs(before.parts - after.parts) >= 10.0**-SHARE_DIGITS).any(axis=(0, 2))
+    if not given_up.any() and not layers.any():
+        return "the present placement stays"
+    what = [f"{_number(int(given_up.sum()), 'copy', 'copies')} are given up"] if given_up.any() else []
+    if layers.any():
+        what.append(f"copies get other shares of their experts' tokens in {_number(int(layers.sum()), 'layer')}")
+    return f"{', and '.join(what)}: {_step_change(answer.change)}"
+
+
+def _step_change(change: Payback) -> str:
+    micros = change.saved_s * 1e6
+    if not change.saved_s:
+        return "a step takes as long as before"
+    return f"a step is {abs(micros):,.1f} µs {'shorter' if micros > 0 else 'longer'}"
 
 
 def _payback(change: Payback) -> str:
     if change.steps is None:
-        return "Payback: never; a step takes no less time than before."
+        return f"Payback: never; {_step_change(change)}."
     if not change.steps:
         return "Payback: at once, because experts have no live copy now."
     return f"Payback: {change.steps:,.0f} steps, each {change.saved_s * 1e6:.1f} µs shorter."
@@ -182,13 +220,14 @@ def print_comparison(console: Console, answers: Mapping[str, PlaceAnswer | str])
     """Print all policies in a table, and the reasons of those that failed."""
     table = _table(
         "This policy, and all under their default settings",
-        "policy", "balance (vLLM)", "(SGLang)", "step ms", "between nodes %", "moved %", "payback steps",
+        "policy", "balance\n(vLLM)", "balance\n(SGLang)", "step\nms", "between\nnodes %", "moved\n%", "payback\nsteps",
     )  # fmt: skip
     for name, answer in answers.items():
         if isinstance(answer, str):
             table.add_row(name, "failed", "", "", "", "", "")
             continue
         after, change = answer.change.after, answer.change
+        is_worse = change.steps is None and (len(change.moves) > 0 or change.saved_s < 0)
         table.add_row(
             name,
             f"{after.balance_of_sums:.4f}",
@@ -196,9 +235,9 @@ def print_comparison(console: Console, answers: Mapping[str, PlaceAnswer | str])
             f"{after.step_s * 1e3:.4f}",
             f"{after.far_share * 100:.1f}",
             f"{share_moved(change.moves, answer.table) * 100:.1f}",
-            "never" if change.steps is None and len(change.moves) else f"{change.steps or 0:,.0f}",
+            "never" if is_worse else f"{change.steps or 0:,.0f}",
         )
-    console.print(table)
+    _print_table(console, table)
     for name, answer in answers.items():
         if isinstance(answer, str):
             line(console, f"{name} failed: {answer}")

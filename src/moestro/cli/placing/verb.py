@@ -9,7 +9,7 @@ from rich.console import Console
 from moestro.cli.extras import require_extra
 from moestro.cli.placing.answer import PlaceAnswer, ask, ask_all, placement_file
 from moestro.cli.placing.apply import apply_placement
-from moestro.cli.placing.placements import all_model_layers, filled_slots, write_json, write_tensorrt_llm
+from moestro.cli.placing.placements import Ints, all_model_layers, write_json, write_tensorrt_llm
 from moestro.cli.placing.question import PlaceQuestion, load_to_check, make_question
 from moestro.cli.placing.settings import EVEN_POLICY, PlacePolicySettings, PlaceSettings
 from moestro.cli.placing.show import line, print_answer, print_check, print_comparison, print_question
@@ -78,8 +78,8 @@ def _write(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> No
     if output.out is not None:
         write_json("--out", output.out, placement_file(question, answer))
         line(console, f"written: {output.out}")
-    if output.is_for_engines:
-        _write_for_engines(console, question, answer)
+    if answer.rows is not None:
+        _write_for_engines(console, question, answer.rows)
     if output.png is not None:
         from moestro.cli.placing.draw import save_placement
 
@@ -89,9 +89,8 @@ def _write(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> No
         line(console, apply_placement(output.apply, output.admin_api_key, placement_file(question, answer)))
 
 
-def _write_for_engines(console: Console, question: PlaceQuestion, answer: PlaceAnswer) -> None:
+def _write_for_engines(console: Console, question: PlaceQuestion, rows: Ints) -> None:
     view, profile, output = question.view, question.profile, question.settings.output
-    rows = filled_slots(answer.table, view.devices, view.load.total)
     if output.sglang is not None:
         slots = all_model_layers(rows, profile.layers, profile.num_model_layers, profile.num_experts)
         write_json("--sglang", output.sglang, {"physical_to_logical_map": slots})
