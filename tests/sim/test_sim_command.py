@@ -125,6 +125,15 @@ def test_too_few_requests_tell_no_saturation(tmp_path, capsys):
     assert "load needs 20 answers to find a rate, and got 5" in capsys.readouterr().err
 
 
+def test_requests_that_are_all_computed_at_once_tell_no_saturation(tmp_path, capsys):
+    """The ends of the first and of the last tenth were the same step, and the rate was divided by 0."""
+    path = tmp_path / "load.toml"
+    path.write_text("[workload]\nprompt_tokens = 64\noutput_tokens = 4\nnum_requests = 20\nload = 0.5\n")
+    assert sim(path) == 2
+    words = " ".join(capsys.readouterr().err.split())
+    assert "17 of 20 end in the same step: give more requests than the engines compute at once" in words
+
+
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
 def test_each_request_has_a_row(scenario, tmp_path, form):
     out = tmp_path / f"requests.{form}"
