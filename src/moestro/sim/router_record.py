@@ -55,7 +55,7 @@ class _RoutedRequest:
             return "failed"
         if not self.ended_ns:
             return "had not ended"
-        return None if self.num_output_tokens else "have answers without usage"
+        return "have answers without usage" if self.num_output_tokens is None else None
 
 
 @dataclass(slots=True)
@@ -197,17 +197,19 @@ def _recorded(routed: _RoutedRequest, block_size: int, share: float) -> Recorded
     request, num_output = routed.request, routed.num_output_tokens
     assert num_output is not None, "others are left out"
     num_prompt = routed.num_prompt_tokens or max(1, round(request.num_prompt_tokens * share))
+    # An answer of no tokens is that of a scored prompt. The router assumes a limit where a client names none.
+    max_tokens = max(request.sampling.max_tokens, num_output) if num_output else 0
     return RecordedRequest(
         request_id=request.request_id,
         arrival_ns=routed.arrival_ns,
         admitted_ns=0,
-        first_token_ns=routed.first_ns,
+        first_token_ns=routed.first_ns if num_output else 0,
         last_token_ns=routed.ended_ns,
         engine=routed.engine,
         num_prompt_tokens=num_prompt,
         num_output_tokens=num_output,
         num_hit_tokens=min(routed.num_hit_tokens, num_prompt),
-        max_tokens=max(request.sampling.max_tokens, num_output),  # the router assumes one where a client names none
+        max_tokens=max_tokens,
         block_hashes=b"".join(_blocks(request, num_prompt // block_size)),
         priority=request.priority,
         service_class=request.service_class,

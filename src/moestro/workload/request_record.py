@@ -70,7 +70,8 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True):
         request_id: id that the server gave.
         arrival_ns: arrival at the API server.
         admitted_ns: first allocation of KV blocks; 0 if unknown.
-        first_token_ns, last_token_ns: arrival of the tokens at the API server; 0 if the request asked for none.
+        first_token_ns, last_token_ns: arrival of the tokens at the API server; 0 if the request asked for none. Such a
+            request of a router has the end of its answer as `last_token_ns`.
         engine: number of the engine that answered.
         num_prompt_tokens, num_output_tokens, num_hit_tokens: tokens of prompt, answer, and prefix-cache hit.
         max_tokens: requested limit.
