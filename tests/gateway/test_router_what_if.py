@@ -84,6 +84,9 @@ def test_a_scored_prompt_of_a_router_is_replayed_without_latencies(tmp_path):
     assert not any("without usage" in note for note in record.notes)
     assert {each.request_id for each in record.requests if each.max_tokens == 0} == scored
     answer = what_if(record, WhatIfSettings(policies=(), cost=COST))
+    assert answer.report.outcomes[0].num_preemptions is None, "a router knows of none"
+    path.write_bytes(path.read_bytes() + b'{"type":"Submi')
+    assert read_router_record(path).notes[-1].startswith(f"{path}, line {len(entries) + 1} is cut off")
     for _, results in answer.runs:
         assert results.is_answered.all()
         assert len(results.records().answered) == 15

@@ -195,6 +195,7 @@ def recorded_results(record: RequestRecord) -> Results:
     is_admitted = results.admitted_ns != 0  # a router does not know
     results.admitted_ns[is_admitted] -= start_ns
     results.admitted_ns[~is_admitted] = NOT_YET_NS
+    results.num_preemptions[:] = record.num_preemptions
     results.is_best_effort[:] = np.array([request.service_class is ServiceClass.BE for request in requests])
     is_scored = results.num_tokens == 0
     results.first_token_ns[is_scored] = NOT_YET_NS

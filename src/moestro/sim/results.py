@@ -36,7 +36,7 @@ class Results:
             allocation of KV blocks. A scored prompt has no output token and may lack a first-token time.
         num_prompt_tokens, num_tokens, num_hit_tokens: prompt tokens, output tokens, and prompt tokens from the prefix
             cache, int32[n].
-        num_preemptions: sequence preemptions, int32[n].
+        num_preemptions: sequence preemptions, int32[n]. `workload.request_record.UNKNOWN` where a record lacks them.
         engine: engine of each request, int32[n]; -1 means that every engine refused it.
         is_best_effort: service class, bool[n].
         status: PENDING, ANSWERED or REFUSED, uint8[n].

@@ -30,7 +30,7 @@ def _figures(outcome: PolicyOutcome) -> dict[str, float | None]:
         "hit ratio": report.cached_share,
         "imbalance": outcome.load_imbalance,
         "max queue": outcome.max_queue_depth,
-        "preempted": float(outcome.num_preemptions),
+        "preempted": None if outcome.num_preemptions is None else float(outcome.num_preemptions),
     }
     if outcome.ls_ttft_ms is not None and outcome.be_ttft_ms is not None:
         figures |= {"TTFT mean, LS": outcome.ls_ttft_ms.mean, "TTFT mean, BE": outcome.be_ttft_ms.mean}
