@@ -210,12 +210,17 @@ def test_a_policy_without_its_names_is_noted(tmp_path, capsys):
         (["--seeds", "0"], "--seeds must be at least 1"),
         (["--policy", "lmetric"], "need --replay with a record"),
         (["--closed-loop"], "need --replay with a record"),
-        (["--requests", "/nowhere/x.csv"], "cannot be written"),
+        (["--requests", "/nowhere/x.csv"], "--requests /nowhere/x.csv cannot be written: there is no folder /nowhere"),
+        (["--json", "/nowhere/x.json"], "--json /nowhere/x.json cannot be written: there is no folder /nowhere"),
+        (["--json", "."], "--json . cannot be written: it is a folder"),
+        (["--plot", "/dev/null/x"], "--plot /dev/null/x cannot be written: /dev/null is no folder"),
     ],
 )
-def test_options_that_have_no_effect_or_no_sense_are_refused(scenario, capsys, arguments, words):
+def test_options_that_have_no_effect_or_no_sense_are_refused_before_the_run(scenario, capsys, arguments, words):
     assert sim(scenario, *arguments) == 2
-    assert words in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert not printed.out
 
 
 def test_a_replay_takes_no_choices_of_runs(tmp_path, capsys):

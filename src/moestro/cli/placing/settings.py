@@ -8,10 +8,10 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from moestro.config.output_files import check_files
 from moestro.core.setting_checks import CheckedSettings, above, at_least
 from moestro.cost.gpus import GPUS
 from moestro.cost.links import LINKS
-from moestro.errors import ConfigError
 from moestro.placement.devices import PlaceLimits
 from moestro.placement.registry import PLACE_POLICIES
 
@@ -141,15 +141,10 @@ class OutputSettings(CheckedSettings):
     "Its --admin-api-key. Unset: it needs none."
 
     def check_folders(self) -> None:
-        """Refuse files that cannot be written, before the work on what goes into them.
-
-        Raises:
-            ConfigError: The folder of a file does not exist.
-        """
-        files = {"--out": self.out, "--sglang": self.sglang, "--tensorrt-llm": self.tensorrt_llm, "--png": self.png}
-        for flag, path in files.items():
-            if path is not None and not path.parent.is_dir():
-                raise ConfigError(f"{flag} {path} cannot be written: there is no folder {path.parent}")
+        """Refuse files that cannot be written, as `check_files` does."""
+        check_files(
+            {"--out": self.out, "--sglang": self.sglang, "--tensorrt-llm": self.tensorrt_llm, "--png": self.png}
+        )
 
     @property
     def is_for_engines(self) -> bool:
