@@ -106,6 +106,17 @@ def test_a_load_is_a_share_of_what_the_engines_answer_at_most(tmp_path, capsys, 
         assert found[0.9][1] == found[0.3][1]
 
 
+@pytest.mark.parametrize("rate", ["", "rate = 3.0\n", "load = 0.2\n"])
+def test_a_load_of_the_command_line_needs_none_in_the_file(tmp_path, rate):
+    """A file without rate and load was refused before the flag was looked at."""
+    path, out = tmp_path / "load.toml", tmp_path / "out.json"
+    path.write_text(
+        f"[workload]\nprompt_tokens = 500\noutput_tokens = 30\nnum_requests = 60\n{rate}[engines]\nmax_num_seqs = 8\n"
+    )
+    assert sim(path, "--load", 0.5, "--json", out) == 0
+    assert json.loads(out.read_text())["saturation"]["load"] == 0.5
+
+
 def test_saturation_is_the_rate_of_a_flood(tmp_path):
     """Twice the saturation is not answered any faster than it."""
     path = tmp_path / "load.toml"

@@ -64,16 +64,10 @@ def run_scenario(path: Path, choices: RunChoices = RunChoices()) -> SimAnswer:
     Raises:
         ConfigError: a setting is unknown or out of range, or a file cannot be read.
     """
-    answer = simulate(_chosen(read_settings(path), choices), path.parent, choices.num_processes)
+    settings = read_settings(path, load=choices.load, num_seeds=choices.num_seeds)
+    answer = simulate(settings, path.parent, choices.num_processes)
     print_report(Console(), answer.report)
     return answer
-
-
-def _chosen(settings: SimSettings, choices: RunChoices) -> SimSettings:
-    replaced = msgspec.structs.replace
-    if choices.load is not None:
-        settings = replaced(settings, workload=replaced(settings.workload, load=choices.load, rate=None))
-    return settings if choices.num_seeds is None else replaced(settings, num_seeds=choices.num_seeds)
 
 
 def replay_records(paths: Sequence[Path], asked: WhatIfSettings) -> SimAnswer:
