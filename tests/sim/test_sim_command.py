@@ -182,17 +182,29 @@ def test_each_request_has_a_row(scenario, tmp_path, form):
 TEXTS = {"policy", "class", "status"}
 
 
-def test_a_refused_request_has_no_times(tmp_path):
+def test_a_refused_request_has_no_times_and_the_setting_is_named(tmp_path, capsys):
     path, out = tmp_path / "full.toml", tmp_path / "rows.jsonl"
     path.write_text(
         "[workload]\nprompt_tokens = 50\noutput_tokens = 30\nnum_requests = 40\nrate = 1e6\n"
         "[engines]\ngpu = 'h20'\nmax_num_seqs = 2\nmax_num_queued_reqs = 3\n"
     )
     assert sim(path, "--requests", out) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "raise [engines] max_num_queued_reqs." in text
+    assert "--max" not in text, "a simulation has no flags of a server"
     refused = [row for row in map(json.loads, out.read_text().splitlines()) if row["status"] == "refused"]
     assert refused
     for name in ("engine", "queue_ms", "ttft_ms", "tpot_ms", "e2e_ms"):
         assert {row[name] for row in refused} == {None}
+
+
+@pytest.mark.parametrize("source", ['sessions = "chat"', "prompt_tokens = 5\noutput_tokens = 3"])
+def test_a_rate_beyond_all_time_is_refused(tmp_path, capsys, source):
+    """Arrival times overflowed and were negative."""
+    path = tmp_path / "slow.toml"
+    path.write_text(f"[workload]\n{source}\nnum_requests = 100\nrate = 1e-10\n")
+    assert sim(path) == 2
+    assert "requests/s is too low: the last of" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_window_and_a_closed_loop_are_said_in_the_title(tmp_path, capsys):
@@ -203,6 +215,20 @@ def test_a_window_and_a_closed_loop_are_said_in_the_title(tmp_path, capsys):
     )
     assert sim(path) == 0
     assert "trace.jsonl, 30 s to 70 s, closed loop (recorded), 12 requests" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("window", "what"), [("", "the trace has 24"), ("start_s = 30.0\n", "the part of the trace has")]
+)
+def test_a_trace_with_fewer_requests_than_asked_for_is_noted(tmp_path, capsys, window, what):
+    trace(tmp_path / "trace.jsonl")
+    path = tmp_path / "many.toml"
+    path.write_text(f'[workload]\ntrace = "trace.jsonl"\nnum_requests = 99999\n{window}')
+    assert sim(path) == 0
+    assert f"note: [workload] num_requests = 99,999, and {what}" in " ".join(capsys.readouterr().out.split())
+    path.write_text('[workload]\ntrace = "trace.jsonl"\nnum_requests = 5\n')
+    assert sim(path) == 0
+    assert "note: [workload]" not in capsys.readouterr().out
 
 
 def test_a_policy_without_its_names_is_noted(tmp_path, capsys):

@@ -22,6 +22,7 @@ from moestro.sim.scenario import affinity_notes
 from moestro.sim.settings import SimSettings, read_settings
 from moestro.sim.show import print_report
 from moestro.sim.shown_figures import shown_figures
+from moestro.sim.workload_builder import workload_notes
 from moestro.workload.request_record import RequestRecord, read_request_record
 from moestro.workload.slos import Slos
 
@@ -122,7 +123,11 @@ def simulate(settings: SimSettings, directory: Path, num_processes: int | None =
         is_generated=scenario.is_generated,
         settings=msgspec.to_builtins(asked),
         saturation=saturation,
-        notes=(*notes, *affinity_notes(settings.policies, scenario.named)),
+        notes=(
+            *notes,
+            *workload_notes(settings.workload, len(scenario.workload)),
+            *affinity_notes(settings.policies, scenario.named),
+        ),
         outcomes=tuple(outcomes),
         intervals=_intervals(outcomes) if settings.num_seeds > 1 else {},
     )
