@@ -231,6 +231,50 @@ def test_a_trace_with_fewer_requests_than_asked_for_is_noted(tmp_path, capsys, w
     assert "note: [workload]" not in capsys.readouterr().out
 
 
+GROUP = """
+[workload]
+prompt_tokens = 64
+output_tokens = 16
+num_requests = 60
+rate = 40
+[engines]
+gpu = "h100"
+network = "mixtral-8x7b"
+[group]
+num_workers = 4
+workers_per_machine = 2
+link_across = "efa-p4d"
+[popularity]
+family = "exponential"
+skew = 0.53
+[[policies]]
+mode = "ep"
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps", "words"),
+    [
+        ("moestro", 50, "placement plans paid, so no expert moved"),
+        ("moestro", 100_000, "the run ended before its first placement plan was due"),
+        ("eplb", 50, None),
+    ],
+)
+def test_placement_while_serving_is_counted(tmp_path, capsys, policy, steps, words):
+    """Runs without a plan and runs whose plans did not pay looked alike."""
+    path, out = tmp_path / "group.toml", tmp_path / "out.json"
+    place = f"place = '{policy}'\nplace_interval_steps = {steps}\nnum_spare_slots = 1\n"
+    path.write_text(f"{GROUP}[[policies]]\nname = 'placed'\nmode = 'ep'\n{place}")
+    assert sim(path, "--json", out) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "copies moved" in text
+    assert "note: placed: " not in text if words is None else words in text
+    without, placed = (each["group"]["plans"] for each in json.loads(out.read_text())["outcomes"])
+    assert without is None
+    assert (placed["num_plans"] > 0) == (steps == 50)
+    assert (placed["num_moves"] > 0) == (placed["num_moving_plans"] > 0) == (policy == "eplb")
+
+
 def test_a_policy_without_its_names_is_noted(tmp_path, capsys):
     path = tmp_path / "plain.toml"
     text = "[workload]\nprompt_tokens = 50\noutput_tokens = 3\nnum_requests = 4\nrate = 1\n"

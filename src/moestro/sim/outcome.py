@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
 from moestro import __version__
-from moestro.sim.group_figures import GroupFigures
+from moestro.sim.group_figures import GroupFigures, PlanFigures
 from moestro.sim.intervals import FigureInterval
 from moestro.sim.results import NOT_YET_NS, WINDOW_NS, Results
 from moestro.sim.saturation import Saturation
@@ -116,6 +118,22 @@ def outcome_of(
         group=group,
         seed=seed,
     )
+
+
+def placement_notes(outcomes: Sequence[PolicyOutcome]) -> list[str]:
+    """Say of each policy that plans placements why none of its experts moved."""
+    plans: dict[str, list[PlanFigures]] = {}
+    for outcome in outcomes:
+        if outcome.group is not None and outcome.group.plans is not None:
+            plans.setdefault(outcome.title, []).append(outcome.group.plans)
+    notes = []
+    for title, each in plans.items():
+        num_plans = sum(run.num_plans for run in each)
+        if not num_plans:
+            notes.append(f"{title}: the run ended before its first placement plan was due (place_interval_steps)")
+        elif not any(run.num_moving_plans for run in each):
+            notes.append(f"{title}: none of {num_plans:,} placement plans paid, so no expert moved")
+    return notes
 
 
 def _prefill_of(results: Results) -> PrefillSplit | None:

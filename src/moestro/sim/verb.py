@@ -11,7 +11,7 @@ from rich.console import Console
 
 from moestro.errors import ConfigError
 from moestro.sim.intervals import FigureInterval, intervals
-from moestro.sim.outcome import PolicyOutcome, SimReport, outcome_of
+from moestro.sim.outcome import PolicyOutcome, SimReport, outcome_of, placement_notes
 from moestro.sim.recorded_engines import WhatIfSettings
 from moestro.sim.replay import what_if
 from moestro.sim.results import Results
@@ -127,6 +127,7 @@ def simulate(settings: SimSettings, directory: Path, num_processes: int | None =
             *notes,
             *workload_notes(settings.workload, len(scenario.workload)),
             *affinity_notes(settings.policies, scenario.named),
+            *placement_notes(outcomes),
         ),
         outcomes=tuple(outcomes),
         intervals=_intervals(outcomes) if settings.num_seeds > 1 else {},
