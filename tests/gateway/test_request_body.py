@@ -136,6 +136,7 @@ def test_whose_request_it_is_and_of_which_session(body, named, session, user):
     [
         ({"max_tokens": 5, "max_completion_tokens": 7}, 7),
         ({"max_tokens": 5}, 5),
+        ({"max_tokens": 0}, 0),
         ({"max_output_tokens": 9}, 9),
         ({"max_tokens": -5}, 0),
         ({}, 16),

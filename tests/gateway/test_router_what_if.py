@@ -67,6 +67,32 @@ async def test_what_a_router_cannot_tell_is_left_out_and_counted(tmp_path):
         read_router_record(path)
 
 
+def test_a_scored_prompt_of_a_router_is_replayed_without_latencies(tmp_path):
+    """An answer of 0 tokens once counted as one without usage."""
+    path = tmp_path / "record.jsonl"
+    entries = routed(path)
+    scored = {f"r{i}" for i in range(0, 20, 4)}
+    entries = [
+        msgspec.structs.replace(entry, num_output_tokens=0)
+        if isinstance(entry, RequestEnded) and entry.request_id in scored
+        else entry
+        for entry in entries
+    ]
+    path.write_bytes(msgspec.json.Encoder().encode_lines(entries))
+    record = read_router_record(path)
+    assert len(record) == 20
+    assert not any("without usage" in note for note in record.notes)
+    assert {each.request_id for each in record.requests if each.max_tokens == 0} == scored
+    answer = what_if(record, WhatIfSettings(policies=(), cost=COST))
+    assert answer.report.outcomes[0].num_preemptions is None, "a router knows of none"
+    path.write_bytes(path.read_bytes() + b'{"type":"Submi')
+    assert read_router_record(path).notes[-1].startswith(f"{path}, line {len(entries) + 1} is cut off")
+    for _, results in answer.runs:
+        assert results.is_answered.all()
+        assert len(results.records().answered) == 15
+        assert (results.last_token_ns >= results.arrival_ns).all()
+
+
 def routed(path, policy="round_robin", num_blocks=None, num_requests=24, estimate=1.0):
     """A router's record of sessions that share their beginnings, whose prompts it estimates."""
     entries = []

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from moestro.core.load_figures import LoadFigures
-from moestro.routing.scrape import MAX_BYTES, ScrapedLoad, scrape
+from moestro.core.load_figures import FIGURES, ROUTED_FIGURES, LoadFigures
+from moestro.routing.scrape import MAX_BYTES, SCRAPED_FIGURES, ScrapedLoad, scrape
 
 VLLM = b"""\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -46,6 +46,14 @@ def test_sglang_with_timestamps_strange_labels_and_no_last_newline():
     assert scrape(SGLANG) == ScrapedLoad(
         figures=LoadFigures(num_running=7, num_waiting=2, kv_usage=0.75), num_tokens_computed=5.0, num_kv_tokens=30_000
     )
+
+
+def test_each_routed_figure_of_a_rank_is_in_the_metrics():
+    """A router once missed the queued prefill tokens of our own engines, which only their /load had."""
+    routed = {name for name in ROUTED_FIGURES if FIGURES[name].is_from_rank}
+    assert routed <= SCRAPED_FIGURES
+    text = b"moestro:queued_prefill_tokens 70\nmoestro:context_tokens 900\n"
+    assert scrape(text).figures == LoadFigures(queued_prefill_tokens=70, num_tokens=900)
 
 
 def test_a_server_that_has_two_names_for_one_figure_is_counted_once():

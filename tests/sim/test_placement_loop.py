@@ -181,7 +181,7 @@ def test_planned_placements_shorten_the_steps_of_skewed_experts(policy):
     serve(group)
     serve(plain)
     assert (group.expert_counts == plain.expert_counts).all(), "each token visits the same experts wherever they are"
-    stalls = group._loop.stall_ns
+    stalls = group.loop.stall_ns
     assert (group.stepping_ns - stalls) / group.num_steps < plain.stepping_ns / plain.num_steps
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import msgspec
@@ -11,11 +12,17 @@ import pytest
 from moestro.core.clock import ClockPair
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.request import ServiceClass
+from moestro.core.scheduling_events import SequenceAdmitted, SequencePreempted, SequenceQueued
 from moestro.errors import ConfigError
+from moestro.routing.decision_record import encode_entry
+from moestro.routing.request_trace import EngineEvent, RequestTrace
 from moestro.sim.recorded_engines import WhatIfSettings
 from moestro.sim.replay import RECORDED
 from moestro.sim.replay import what_if as _what_if
-from moestro.workload.request_record import FORMAT, Header, RecordedRequest, read_request_record
+from moestro.sim.request_table import write_request_table
+from moestro.sim.runs import RunAnswer
+from moestro.sim.shown_figures import shown_figures
+from moestro.workload.request_record import FORMAT, UNKNOWN, Header, RecordedRequest, read_request_record
 
 HEADER = Header(
     model="qwen3-30b-a3b",
@@ -261,6 +268,53 @@ def test_a_line_that_a_killed_server_cut_off_is_passed_over(path):
     again = msgspec.json.Encoder().encode_lines([header, requests[-1]])
     path.write_bytes(whole[:-40] + b"\n" + again)
     assert len(read_request_record(path)) == 60
+
+
+def test_a_cut_off_line_is_noted_whichever_it_is(path):
+    whole, trace = path.read_bytes(), traced(read_request_record(path).requests[0], 1)
+    assert what_if(read_request_record(path)).report.notes == ()
+    for cut in (whole[:-40], whole + b'{"type":"Submit', whole + trace[:-40]):
+        path.write_bytes(cut)
+        (note,) = what_if(read_request_record(path)).report.notes
+        assert note.startswith(f"{path}, line {len(cut.splitlines())} is cut off")
+
+
+def traced(record, num_preempted, num_omitted=0) -> bytes:
+    """The trace of a request as the server writes it, which was preempted and for which others made way."""
+    events = [SequenceQueued(record.request_id, 1, 0, 1), SequenceAdmitted(record.request_id, 2)]
+    events += [SequencePreempted(record.request_id, 3, "other")] * num_preempted
+    events += [SequencePreempted("other", 4, record.request_id)]
+    trace = RequestTrace(
+        request_id=record.request_id,
+        time=0.0,
+        policy="",
+        prompt_tokens=1,
+        attempts=[],
+        status=200,
+        seconds=1.0,
+        usage={},
+        events=[EngineEvent("engine 0", event) for event in events],
+        num_omitted_events=num_omitted,
+    )
+    return encode_entry(trace) + b"\n"
+
+
+def test_preemptions_are_counted_from_the_events_of_a_record(path, tmp_path):
+    """They once were 0 in every record."""
+    requests, whole = read_request_record(path).requests, path.read_bytes()
+    traces = [traced(each, i % 3) for i, each in enumerate(requests)]
+    for lines, known in ((traces, True), (traces[:-1], False), ([*traces[:-1], traced(requests[-1], 1, 4)], False)):
+        path.write_bytes(whole + b"".join(lines))
+        record = read_request_record(path)
+        assert record.num_preemptions.tolist() == [i % 3 if known or i < 59 else UNKNOWN for i in range(60)]
+        answer = what_if(record)
+        outcome = answer.report.outcomes[0]
+        assert outcome.num_preemptions == (60 if known else None)
+        assert shown_figures([outcome])[0]["preempted"] == (60 if known else None)
+        rows = tmp_path / "rows.jsonl"
+        write_request_table(rows, [RunAnswer(RECORDED, 0, answer.runs[0][1], None, None, ())])
+        last = json.loads(rows.read_text().splitlines()[-1])
+        assert last["preemptions"] == (59 % 3 if known else None)
 
 
 def test_a_start_that_answered_nothing_is_passed_over(path):

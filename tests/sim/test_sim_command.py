@@ -106,6 +106,17 @@ def test_a_load_is_a_share_of_what_the_engines_answer_at_most(tmp_path, capsys, 
         assert found[0.9][1] == found[0.3][1]
 
 
+@pytest.mark.parametrize("rate", ["", "rate = 3.0\n", "load = 0.2\n"])
+def test_a_load_of_the_command_line_needs_none_in_the_file(tmp_path, rate):
+    """A file without rate and load was refused before the flag was looked at."""
+    path, out = tmp_path / "load.toml", tmp_path / "out.json"
+    path.write_text(
+        f"[workload]\nprompt_tokens = 500\noutput_tokens = 30\nnum_requests = 60\n{rate}[engines]\nmax_num_seqs = 8\n"
+    )
+    assert sim(path, "--load", 0.5, "--json", out) == 0
+    assert json.loads(out.read_text())["saturation"]["load"] == 0.5
+
+
 def test_saturation_is_the_rate_of_a_flood(tmp_path):
     """Twice the saturation is not answered any faster than it."""
     path = tmp_path / "load.toml"
@@ -123,6 +134,15 @@ def test_too_few_requests_tell_no_saturation(tmp_path, capsys):
     path.write_text("[workload]\nprompt_tokens = 5\noutput_tokens = 3\nnum_requests = 5\nload = 0.5\n")
     assert sim(path) == 2
     assert "load needs 20 answers to find a rate, and got 5" in capsys.readouterr().err
+
+
+def test_requests_that_are_all_computed_at_once_tell_no_saturation(tmp_path, capsys):
+    """The ends of the first and of the last tenth were the same step, and the rate was divided by 0."""
+    path = tmp_path / "load.toml"
+    path.write_text("[workload]\nprompt_tokens = 64\noutput_tokens = 4\nnum_requests = 20\nload = 0.5\n")
+    assert sim(path) == 2
+    words = " ".join(capsys.readouterr().err.split())
+    assert "17 of 20 end in the same step: give more requests than the engines compute at once" in words
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
@@ -162,17 +182,29 @@ def test_each_request_has_a_row(scenario, tmp_path, form):
 TEXTS = {"policy", "class", "status"}
 
 
-def test_a_refused_request_has_no_times(tmp_path):
+def test_a_refused_request_has_no_times_and_the_setting_is_named(tmp_path, capsys):
     path, out = tmp_path / "full.toml", tmp_path / "rows.jsonl"
     path.write_text(
         "[workload]\nprompt_tokens = 50\noutput_tokens = 30\nnum_requests = 40\nrate = 1e6\n"
         "[engines]\ngpu = 'h20'\nmax_num_seqs = 2\nmax_num_queued_reqs = 3\n"
     )
     assert sim(path, "--requests", out) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "raise [engines] max_num_queued_reqs." in text
+    assert "--max" not in text, "a simulation has no flags of a server"
     refused = [row for row in map(json.loads, out.read_text().splitlines()) if row["status"] == "refused"]
     assert refused
     for name in ("engine", "queue_ms", "ttft_ms", "tpot_ms", "e2e_ms"):
         assert {row[name] for row in refused} == {None}
+
+
+@pytest.mark.parametrize("source", ['sessions = "chat"', "prompt_tokens = 5\noutput_tokens = 3"])
+def test_a_rate_beyond_all_time_is_refused(tmp_path, capsys, source):
+    """Arrival times overflowed and were negative."""
+    path = tmp_path / "slow.toml"
+    path.write_text(f"[workload]\n{source}\nnum_requests = 100\nrate = 1e-10\n")
+    assert sim(path) == 2
+    assert "requests/s is too low: the last of" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_window_and_a_closed_loop_are_said_in_the_title(tmp_path, capsys):
@@ -183,6 +215,64 @@ def test_a_window_and_a_closed_loop_are_said_in_the_title(tmp_path, capsys):
     )
     assert sim(path) == 0
     assert "trace.jsonl, 30 s to 70 s, closed loop (recorded), 12 requests" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("window", "what"), [("", "the trace has 24"), ("start_s = 30.0\n", "the part of the trace has")]
+)
+def test_a_trace_with_fewer_requests_than_asked_for_is_noted(tmp_path, capsys, window, what):
+    trace(tmp_path / "trace.jsonl")
+    path = tmp_path / "many.toml"
+    path.write_text(f'[workload]\ntrace = "trace.jsonl"\nnum_requests = 99999\n{window}')
+    assert sim(path) == 0
+    assert f"note: [workload] num_requests = 99,999, and {what}" in " ".join(capsys.readouterr().out.split())
+    path.write_text('[workload]\ntrace = "trace.jsonl"\nnum_requests = 5\n')
+    assert sim(path) == 0
+    assert "note: [workload]" not in capsys.readouterr().out
+
+
+GROUP = """
+[workload]
+prompt_tokens = 64
+output_tokens = 16
+num_requests = 60
+rate = 40
+[engines]
+gpu = "h100"
+network = "mixtral-8x7b"
+[group]
+num_workers = 4
+workers_per_machine = 2
+link_across = "efa-p4d"
+[popularity]
+family = "exponential"
+skew = 0.53
+[[policies]]
+mode = "ep"
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps", "words"),
+    [
+        ("moestro", 50, "placement plans paid, so no expert moved"),
+        ("moestro", 100_000, "the run ended before its first placement plan was due"),
+        ("eplb", 50, None),
+    ],
+)
+def test_placement_while_serving_is_counted(tmp_path, capsys, policy, steps, words):
+    """Runs without a plan and runs whose plans did not pay looked alike."""
+    path, out = tmp_path / "group.toml", tmp_path / "out.json"
+    place = f"place = '{policy}'\nplace_interval_steps = {steps}\nnum_spare_slots = 1\n"
+    path.write_text(f"{GROUP}[[policies]]\nname = 'placed'\nmode = 'ep'\n{place}")
+    assert sim(path, "--json", out) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "copies moved" in text
+    assert "note: placed: " not in text if words is None else words in text
+    without, placed = (each["group"]["plans"] for each in json.loads(out.read_text())["outcomes"])
+    assert without is None
+    assert (placed["num_plans"] > 0) == (steps == 50)
+    assert (placed["num_moves"] > 0) == (placed["num_moving_plans"] > 0) == (policy == "eplb")
 
 
 def test_a_policy_without_its_names_is_noted(tmp_path, capsys):
@@ -201,12 +291,17 @@ def test_a_policy_without_its_names_is_noted(tmp_path, capsys):
         (["--seeds", "0"], "--seeds must be at least 1"),
         (["--policy", "lmetric"], "need --replay with a record"),
         (["--closed-loop"], "need --replay with a record"),
-        (["--requests", "/nowhere/x.csv"], "cannot be written"),
+        (["--requests", "/nowhere/x.csv"], "--requests /nowhere/x.csv cannot be written: there is no folder /nowhere"),
+        (["--json", "/nowhere/x.json"], "--json /nowhere/x.json cannot be written: there is no folder /nowhere"),
+        (["--json", "."], "--json . cannot be written: it is a folder"),
+        (["--plot", "/dev/null/x"], "--plot /dev/null/x cannot be written: /dev/null is no folder"),
     ],
 )
-def test_options_that_have_no_effect_or_no_sense_are_refused(scenario, capsys, arguments, words):
+def test_options_that_have_no_effect_or_no_sense_are_refused_before_the_run(scenario, capsys, arguments, words):
     assert sim(scenario, *arguments) == 2
-    assert words in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert not printed.out
 
 
 def test_a_replay_takes_no_choices_of_runs(tmp_path, capsys):

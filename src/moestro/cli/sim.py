@@ -11,6 +11,7 @@ from cyclopts import Group, Parameter
 from moestro.cli.app import app
 from moestro.cli.extras import require_extra
 from moestro.cli.loading import loading
+from moestro.config.output_files import check_files, check_folder
 from moestro.core.setting_checks import CheckedSettings, above, at_least
 from moestro.errors import ConfigError
 
@@ -100,9 +101,11 @@ def sim(
     if (scenario is None) == (not recorded.replay):
         raise ConfigError("moestro sim takes a scenario, or --replay with a record: exactly one of them")
     _check_options(runs, recorded)
+    check_files({"--json": output.json, "--requests": output.requests})
     if output.requests is not None:
         check_table_name(output.requests)
     if output.plot is not None:
+        check_folder("--plot", output.plot)
         require_extra("plots", "--plot")
         from moestro.sim.plots import save_plots
     if scenario is not None:

@@ -266,11 +266,23 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ] = None
     queued_prefill_tokens: Annotated[
         int | None,
-        FigureSpec(_GAUGE, FigureUnit.TOKENS, "Prompt tokens yet to be computed.", is_routed=True),
+        FigureSpec(
+            _GAUGE,
+            FigureUnit.TOKENS,
+            "Prompt tokens yet to be computed.",
+            metric="queued_prefill_tokens",
+            is_routed=True,
+        ),
     ] = None
     num_tokens: Annotated[
         int | None,
-        FigureSpec(_GAUGE, FigureUnit.TOKENS, "Context tokens of waiting and running requests.", is_routed=True),
+        FigureSpec(
+            _GAUGE,
+            FigureUnit.TOKENS,
+            "Context tokens of waiting and running requests.",
+            metric="context_tokens",
+            is_routed=True,
+        ),
     ] = None
     expert_pressure: Annotated[
         float | None,

@@ -152,7 +152,8 @@ def make_request(asked: RequestBody, incoming: Incoming, now_ns: int, prompt: tu
     """Make the request for the policy. `prompt` is (number of tokens, hash key, packed block hashes)."""
     num_tokens, key, block_hashes = prompt
     named, user = incoming.head.named, asked.user
-    limit = asked.max_completion_tokens or asked.max_tokens or asked.max_output_tokens or DEFAULT_MAX_TOKENS
+    limits = (asked.max_completion_tokens, asked.max_tokens, asked.max_output_tokens)
+    limit = next((each for each in limits if each is not None), DEFAULT_MAX_TOKENS)  # 0 asks for no token
     session = named.get(b"x-session-affinity") or named.get(b"x-session-id")
     session_id = session.decode("latin-1") if session else asked.session_id or asked.prompt_cache_key
     return Request(

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
+from moestro.config.output_files import check_files
 from moestro.core.setting_checks import CheckedSettings, above, at_least
 from moestro.errors import ConfigError
 from moestro.workload.length_shapes import Shape
@@ -166,10 +167,7 @@ class ResultSettings:
     "Draw the latencies into this file (.png, .svg or .pdf); needs matplotlib: pip install 'moestro[plots]'."
 
     def __post_init__(self) -> None:
-        for flag, path in (("--json", self.json), ("--plot", self.plot)):
-            # Checked before the run, because a result that cannot be written is not worth waiting for.
-            if path is not None and not path.resolve().parent.is_dir():
-                raise ConfigError(f"{flag} {path}: there is no directory {path.parent}")
+        check_files({"--json": self.json, "--plot": self.plot})
         if self.plot is not None and self.plot.suffix not in {".png", ".svg", ".pdf"}:
             raise ConfigError(f"--plot {self.plot} must end in .png, .svg or .pdf")
         if self.save_detailed and self.json is None:

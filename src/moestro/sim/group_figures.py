@@ -14,10 +14,25 @@ from moestro.core.expert_table import ExpertTable
 from moestro.cost.model import Batch
 from moestro.cost.popularity import PopularityForm
 from moestro.sim.group_builder import GroupSetup, SimGroup, deployment_of
+from moestro.sim.lock_step_group import LockStepGroup
 from moestro.sim.results import Results
 from moestro.sim.settings import PolicySettings
 from moestro.sim.throughput_bound import LeastTimes, drawn_visits, least_times, least_work_ns, throughput_bound
 from moestro.sim.worker_group import WorkerGroup
+
+
+class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Placement while serving, in all groups of one policy's run.
+
+    Attributes:
+        num_plans: answers of the placement policy.
+        num_moving_plans: answers by which at least one copy moves.
+        num_moves: copies that devices received.
+    """
+
+    num_plans: int
+    num_moving_plans: int
+    num_moves: int
 
 
 class GroupFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +46,7 @@ class GroupFigures(msgspec.Struct, frozen=True, kw_only=True):
         bound_same, bound_permuted: output tokens a second that no mode exceeds with this division of the workers, if
             all layers have the same hot experts and if each layer has others.
         share_of_bound: output tokens a second over the bound that holds for this run.
+        plans: figures of placement while serving. None where experts stay.
     """
 
     num_attention_workers: int
@@ -41,6 +57,7 @@ class GroupFigures(msgspec.Struct, frozen=True, kw_only=True):
     bound_same: float
     bound_permuted: float
     share_of_bound: float
+    plans: PlanFigures | None = None
 
 
 def group_figures(
@@ -63,6 +80,19 @@ def group_figures(
         bound_same=bounds["same"],
         bound_permuted=bounds["permuted"],
         share_of_bound=tokens_per_s / bounds[setup.popularity.hot_ids],
+        plans=_plans(groups),
+    )
+
+
+def _plans(groups: Sequence[SimGroup]) -> PlanFigures | None:
+    loops = [group.loop for group in groups if isinstance(group, LockStepGroup) and group.loop is not None]
+    if not loops:
+        return None
+    num_moves = [plan.num_moves for loop in loops for plan in loop.plans]
+    return PlanFigures(
+        num_plans=len(num_moves),
+        num_moving_plans=sum(num > 0 for num in num_moves),
+        num_moves=sum(num_moves),
     )
 
 

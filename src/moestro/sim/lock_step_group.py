@@ -33,6 +33,7 @@ class LockStepGroup:
         loop: control of placement, which begins with the deployment's table. None means that experts stay.
 
     Attributes:
+        loop: as above.
         seats: ranks, which are the first workers.
         tells_prefill: True.
         next_ns: end of the current step. None means that the group is idle.
@@ -60,7 +61,7 @@ class LockStepGroup:
         self.ends: Int64s | None = None
         self._cost, self._price = deployment.cost, pricing.price
         self._pricer = StepPricer(deployment, pricing.num_segments)
-        self._loop, self._table = loop, deployment.table
+        self.loop, self._table = loop, deployment.table
         if loop is not None:
             assert loop.table is deployment.table, "the control begins with the placement of the first step"
             self._pricer.joins_sources = False
@@ -113,11 +114,11 @@ class LockStepGroup:
 
     def _migration_ns(self) -> int:
         """Let the control of placement plan and move, and return the time for which the step waits."""
-        if self._loop is None:
+        if self.loop is None:
             return 0
-        stall_ns = self._loop.begin_step()
-        if self._loop.table is not self._table:
-            self._table = self._loop.table
+        stall_ns = self.loop.begin_step()
+        if self.loop.table is not self._table:
+            self._table = self.loop.table
             self._pricer.place(self._table)
         return stall_ns
 
@@ -129,9 +130,9 @@ class LockStepGroup:
         self.num_tokens += sum(len(batch.keys) for batch in batches if batch is not None)
         if step.expert_counts is not None:
             self.expert_counts += step.expert_counts
-        if self._loop is not None and step.counts_by_source is not None:
-            self._loop.observe(step.counts_by_source)
-            for seat, pressure in zip(self.seats, self._loop.expert_pressure.tolist(), strict=True):
+        if self.loop is not None and step.counts_by_source is not None:
+            self.loop.observe(step.counts_by_source)
+            for seat, pressure in zip(self.seats, self.loop.expert_pressure.tolist(), strict=True):
                 seat.expert_pressure = pressure
         return duration_ns
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
 from moestro import __version__
-from moestro.sim.group_figures import GroupFigures
+from moestro.sim.group_figures import GroupFigures, PlanFigures
 from moestro.sim.intervals import FigureInterval
 from moestro.sim.results import NOT_YET_NS, WINDOW_NS, Results
 from moestro.sim.saturation import Saturation
 from moestro.workload.report import Report, Spread, make_report, spread_of
+from moestro.workload.request_record import UNKNOWN
 from moestro.workload.slos import Slos
 
 _NUM_LOOKS = 512  # times at which pictures show the load of engines
@@ -42,7 +45,7 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
         seed: random seed of the run.
         report: report in the load generator's form.
         ls_ttft_ms, be_ttft_ms: TTFT of latency-sensitive and best-effort requests, ms. None unless both classes exist.
-        num_preemptions: sequence preemptions of all requests.
+        num_preemptions: sequence preemptions of all requests. None means that a record lacks those of some.
         num_refused: requests that every engine refused.
         load_imbalance: largest over mean, at least 1, of the engines' request time. An engine's request time is the
             area under its number of requests in flight, so empty stretches do not count.
@@ -56,7 +59,7 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
     report: Report
     ls_ttft_ms: Spread | None
     be_ttft_ms: Spread | None
-    num_preemptions: int
+    num_preemptions: int | None
     num_refused: int
     load_imbalance: float
     max_queue_depth: int | None
@@ -106,7 +109,7 @@ def outcome_of(
         report=make_report(results.records(), slos),
         ls_ttft_ms=_ttft_of(results, best_effort=False),
         be_ttft_ms=_ttft_of(results, best_effort=True),
-        num_preemptions=int(results.num_preemptions.sum()),
+        num_preemptions=None if (results.num_preemptions == UNKNOWN).any() else int(results.num_preemptions.sum()),
         num_refused=sum(count for count, _ in results.refusals.values()),
         load_imbalance=float(load.max() / load.mean()) if load.any() else 1.0,
         max_queue_depth=depth,
@@ -115,6 +118,22 @@ def outcome_of(
         group=group,
         seed=seed,
     )
+
+
+def placement_notes(outcomes: Sequence[PolicyOutcome]) -> list[str]:
+    """Say of each policy that plans placements why none of its experts moved."""
+    plans: dict[str, list[PlanFigures]] = {}
+    for outcome in outcomes:
+        if outcome.group is not None and outcome.group.plans is not None:
+            plans.setdefault(outcome.title, []).append(outcome.group.plans)
+    notes = []
+    for title, each in plans.items():
+        num_plans = sum(run.num_plans for run in each)
+        if not num_plans:
+            notes.append(f"{title}: the run ended before its first placement plan was due (place_interval_steps)")
+        elif not any(run.num_moving_plans for run in each):
+            notes.append(f"{title}: none of {num_plans:,} placement plans paid, so no expert moved")
+    return notes
 
 
 def _prefill_of(results: Results) -> PrefillSplit | None:

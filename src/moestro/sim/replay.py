@@ -177,7 +177,8 @@ def _arrivals(record: RequestRecord, begin_ns: int, *, is_closed_loop: bool) -> 
 def recorded_results(record: RequestRecord) -> Results:
     """Turn a record into results that can stand beside simulated ones.
 
-    A record holds no end time for a scored prompt, which has no output tokens. Here the request ends at admission.
+    A server's record holds no end time for a scored prompt, which has no output tokens. Here the request ends at
+    admission.
     """
     results = Results(len(record), record.num_engines, tells_prefill=False)
     requests, start_ns = record.requests, record.requests[0].arrival_ns
@@ -194,9 +195,11 @@ def recorded_results(record: RequestRecord) -> Results:
     is_admitted = results.admitted_ns != 0  # a router does not know
     results.admitted_ns[is_admitted] -= start_ns
     results.admitted_ns[~is_admitted] = NOT_YET_NS
+    results.num_preemptions[:] = record.num_preemptions
     results.is_best_effort[:] = np.array([request.service_class is ServiceClass.BE for request in requests])
     is_scored = results.num_tokens == 0
     results.first_token_ns[is_scored] = NOT_YET_NS
-    results.last_token_ns[is_scored] = results.admitted_ns[is_scored]
+    has_no_end = is_scored & (results.last_token_ns < results.arrival_ns)
+    results.last_token_ns[has_no_end] = np.maximum(results.admitted_ns, results.arrival_ns)[has_no_end]
     results.status[:] = ANSWERED
     return results

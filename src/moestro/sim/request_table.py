@@ -15,6 +15,7 @@ from moestro.core.clock import NS_PER_MS, NS_PER_S
 from moestro.errors import ConfigError
 from moestro.sim.results import ANSWERED, NOT_YET_NS, REFUSED
 from moestro.sim.runs import RunAnswer
+from moestro.workload.request_record import UNKNOWN
 
 COLUMNS = (
     "policy", "seed", "row", "session", "class", "status", "engine", "arrival_s", "queue_ms", "ttft_ms", "tpot_ms",
@@ -85,7 +86,7 @@ def _rows(answer: RunAnswer) -> Iterator[tuple[object, ...]]:
         results.num_prompt_tokens.tolist(),
         results.num_tokens.tolist(),
         results.num_hit_tokens.tolist(),
-        results.num_preemptions.tolist(),
+        [None if num == UNKNOWN else num for num in results.num_preemptions.tolist()],
     )
     yield from zip(*columns, strict=True)
 

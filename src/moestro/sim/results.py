@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from hashlib import blake2b
 
 import numpy as np
@@ -16,6 +17,7 @@ Floats = NDArray[np.float64]
 PENDING, ANSWERED, REFUSED = 0, 1, 2
 NOT_YET_NS = -1  # the event has not happened
 WINDOW_NS = 10_000_000_000  # window of prefill seconds: LMetric's (section 4.2)
+_FLAG = re.compile(r"--([a-z][a-z-]*)")
 _COLUMNS = (
     "arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns", "num_prompt_tokens", "num_tokens", "num_hit_tokens",
     "num_preemptions", "engine", "is_best_effort", "status",
@@ -36,7 +38,7 @@ class Results:
             allocation of KV blocks. A scored prompt has no output token and may lack a first-token time.
         num_prompt_tokens, num_tokens, num_hit_tokens: prompt tokens, output tokens, and prompt tokens from the prefix
             cache, int32[n].
-        num_preemptions: sequence preemptions, int32[n].
+        num_preemptions: sequence preemptions, int32[n]. `workload.request_record.UNKNOWN` where a record lacks them.
         engine: engine of each request, int32[n]; -1 means that every engine refused it.
         is_best_effort: service class, bool[n].
         status: PENDING, ANSWERED or REFUSED, uint8[n].
@@ -63,7 +65,11 @@ class Results:
         return len(self.arrival_ns)
 
     def refused(self, row: int, word: str, text: str) -> None:
-        """Record that request `row` was refused, with the error's code and text."""
+        """Record that request `row` was refused, with the error's code and text.
+
+        The text's flags of `moestro serve` become the settings of a simulation's file.
+        """
+        text = _FLAG.sub(lambda flag: f"[engines] {flag[1].replace('-', '_')}", text)
         self.status[row] = REFUSED
         count, first = self.refusals.get(word, (0, text))
         self.refusals[word] = (count + 1, first)

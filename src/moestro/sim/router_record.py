@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -26,7 +26,15 @@ from moestro.routing.decision_record import (
 from moestro.routing.request_trace import RequestTrace
 from moestro.routing.settings import EngineSpec
 from moestro.workload.files import open_lines
-from moestro.workload.request_record import ROUTER, Header, RecordedRequest, RecordRun, RequestRecord, join_runs
+from moestro.workload.request_record import (
+    ROUTER,
+    Header,
+    RecordedRequest,
+    RecordRun,
+    RequestRecord,
+    cut_off_note,
+    join_runs,
+)
 
 _ROUTER, _SERVER = '{"type":"Head"', '{"format":'  # beginnings of the lines that say whose record it is
 _FIRST_BYTE = (
@@ -55,7 +63,7 @@ class _RoutedRequest:
             return "failed"
         if not self.ended_ns:
             return "had not ended"
-        return None if self.num_output_tokens else "have answers without usage"
+        return "have answers without usage" if self.num_output_tokens is None else None
 
 
 @dataclass(slots=True)
@@ -68,6 +76,7 @@ class _RouterRun:
     requests: list[_RoutedRequest] = field(default_factory=list)
     by_id: dict[str, _RoutedRequest] = field(default_factory=dict)
     num_refused: int = 0
+    cut_off: str = ""  # note of a line that is
 
     def take(self, entry: Entry) -> None:
         """Note an entry."""
@@ -140,8 +149,8 @@ def read_router_record(path: Path) -> RequestRecord:
         )
     share = _tokens_counted(joined)
     record = join_runs([[_as_server(path, run, requests, share) for run, requests in joined]])
-    notes = (_FIRST_BYTE, *([f"Requests of the record that are left out: {left_out}."] if left_out else []))
-    return RequestRecord(record.headers, record.requests, record.server, notes)
+    notes = [_FIRST_BYTE, *([f"Requests of the record that are left out: {left_out}."] if left_out else [])]
+    return replace(record, notes=(*notes, *record.notes))
 
 
 def _runs(path: Path) -> list[_RouterRun]:
@@ -155,6 +164,8 @@ def _runs(path: Path) -> list[_RouterRun]:
                 entry = decode_entry(line)
             except msgspec.MsgspecError as error:
                 damage = f"line {number} is not an entry of a record: {error}"
+                if runs:
+                    runs[-1].cut_off = cut_off_note(path, number)
                 continue
             if isinstance(entry, Head):
                 runs.append(_RouterRun(number, entry))
@@ -190,24 +201,27 @@ def _as_server(path: Path, run: _RouterRun, requests: list[_RoutedRequest], shar
         clocks=run.head.clocks,
     )
     place = f"{path}, line {run.line}"
-    return RecordRun(place, header, [_recorded(each, block_size, share) for each in requests])
+    recorded = [_recorded(each, block_size, share) for each in requests]
+    return RecordRun(place, header, recorded, notes=[run.cut_off] if run.cut_off else [])
 
 
 def _recorded(routed: _RoutedRequest, block_size: int, share: float) -> RecordedRequest:
     request, num_output = routed.request, routed.num_output_tokens
     assert num_output is not None, "others are left out"
     num_prompt = routed.num_prompt_tokens or max(1, round(request.num_prompt_tokens * share))
+    # An answer of no tokens is that of a scored prompt. The router assumes a limit where a client names none.
+    max_tokens = max(request.sampling.max_tokens, num_output) if num_output else 0
     return RecordedRequest(
         request_id=request.request_id,
         arrival_ns=routed.arrival_ns,
         admitted_ns=0,
-        first_token_ns=routed.first_ns,
+        first_token_ns=routed.first_ns if num_output else 0,
         last_token_ns=routed.ended_ns,
         engine=routed.engine,
         num_prompt_tokens=num_prompt,
         num_output_tokens=num_output,
         num_hit_tokens=min(routed.num_hit_tokens, num_prompt),
-        max_tokens=max(request.sampling.max_tokens, num_output),  # the router assumes one where a client names none
+        max_tokens=max_tokens,
         block_hashes=b"".join(_blocks(request, num_prompt // block_size)),
         priority=request.priority,
         service_class=request.service_class,

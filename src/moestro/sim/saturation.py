@@ -88,9 +88,21 @@ def saturation_rate(settings: SimSettings, directory: Path) -> float:
 
 
 def middle_rate(end_ns: NDArray[np.int64]) -> float:
-    """Return requests a second between the ends of the first and the last tenth, int64[n] ends in ns."""
+    """Return requests a second between the ends of the first and the last tenth.
+
+    Args:
+        end_ns: int64[n], ends of answers in ns.
+
+    Raises:
+        ConfigError: one step ends them all, so that there is no rate.
+    """
     ends = np.sort(end_ns)
     first, last = int(FIRST * len(ends)), int(LAST * len(ends))
+    if ends[first] == ends[last]:
+        raise ConfigError(
+            f"a rate needs answers that end one after the other, and {last - first + 1} of {len(ends)} end in the same"
+            " step: give more requests than the engines compute at once (max_num_seqs)"
+        )
     return (last - first) / (float(ends[last] - ends[first]) / NS_PER_S)
 
 

@@ -183,8 +183,13 @@ _TABLES: dict[str, type] = {
 }
 
 
-def read_settings(path: Path) -> SimSettings:
+def read_settings(path: Path, *, load: float | None = None, num_seeds: int | None = None) -> SimSettings:
     """Read the simulation that a TOML file describes.
+
+    Args:
+        path: the file.
+        load: share of saturation that replaces rate and load of the file's workload. None leaves them.
+        num_seeds: number of seeds that replaces the file's. None leaves it.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value is not allowed; the text names the file and the key.
@@ -192,6 +197,10 @@ def read_settings(path: Path) -> SimSettings:
     try:
         text = path.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
+        if load is not None and isinstance(workload := tables.get("workload"), dict):
+            tables["workload"] = {name: value for name, value in workload.items() if name != "rate"} | {"load": load}
+        if num_seeds is not None:
+            tables["num_seeds"] = num_seeds
         settings = msgspec.convert(tables, SimSettings)
         for name, kind in (("engines", SimEngineSettings), ("group", GroupSettings), ("popularity", PopularityForm)):
             refuse_unknown(tables.get(name, {}), kind, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from moestro.sim.group_figures import PlanFigures
 from moestro.sim.outcome import PolicyOutcome
 from moestro.workload.report import Spread
 
@@ -12,7 +13,13 @@ from moestro.workload.report import Spread
 def shown_figures(outcomes: Sequence[PolicyOutcome]) -> list[dict[str, float | None]]:
     """Return the figures of each run. All have the same names, in the order of a table's rows."""
     with_group = any(outcome.group is not None for outcome in outcomes)
-    return [_figures(each) | (_group_figures(each) if with_group else {}) for each in outcomes]
+    with_plans = any(_plans_of(outcome) is not None for outcome in outcomes)
+    return [
+        _figures(each)
+        | (_group_figures(each) if with_group else {})
+        | (_plan_figures(_plans_of(each)) if with_plans else {})
+        for each in outcomes
+    ]
 
 
 def _figures(outcome: PolicyOutcome) -> dict[str, float | None]:
@@ -30,7 +37,7 @@ def _figures(outcome: PolicyOutcome) -> dict[str, float | None]:
         "hit ratio": report.cached_share,
         "imbalance": outcome.load_imbalance,
         "max queue": outcome.max_queue_depth,
-        "preempted": float(outcome.num_preemptions),
+        "preempted": None if outcome.num_preemptions is None else float(outcome.num_preemptions),
     }
     if outcome.ls_ttft_ms is not None and outcome.be_ttft_ms is not None:
         figures |= {"TTFT mean, LS": outcome.ls_ttft_ms.mean, "TTFT mean, BE": outcome.be_ttft_ms.mean}
@@ -48,6 +55,18 @@ def _group_figures(outcome: PolicyOutcome) -> dict[str, float | None]:
         "mean stall": None if group is None else fmean(group.stall_shares),
         "messages": None if group is None or group.num_messages is None else float(group.num_messages),
         "GB sent": sent,
+    }
+
+
+def _plans_of(outcome: PolicyOutcome) -> PlanFigures | None:
+    return None if outcome.group is None else outcome.group.plans
+
+
+def _plan_figures(plans: PlanFigures | None) -> dict[str, float | None]:
+    return {
+        "placement plans": None if plans is None else float(plans.num_plans),
+        "plans with moves": None if plans is None else float(plans.num_moving_plans),
+        "copies moved": None if plans is None else float(plans.num_moves),
     }
 
 

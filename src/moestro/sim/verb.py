@@ -11,7 +11,7 @@ from rich.console import Console
 
 from moestro.errors import ConfigError
 from moestro.sim.intervals import FigureInterval, intervals
-from moestro.sim.outcome import PolicyOutcome, SimReport, outcome_of
+from moestro.sim.outcome import PolicyOutcome, SimReport, outcome_of, placement_notes
 from moestro.sim.recorded_engines import WhatIfSettings
 from moestro.sim.replay import what_if
 from moestro.sim.results import Results
@@ -22,6 +22,7 @@ from moestro.sim.scenario import affinity_notes
 from moestro.sim.settings import SimSettings, read_settings
 from moestro.sim.show import print_report
 from moestro.sim.shown_figures import shown_figures
+from moestro.sim.workload_builder import workload_notes
 from moestro.workload.request_record import RequestRecord, read_request_record
 from moestro.workload.slos import Slos
 
@@ -64,16 +65,10 @@ def run_scenario(path: Path, choices: RunChoices = RunChoices()) -> SimAnswer:
     Raises:
         ConfigError: a setting is unknown or out of range, or a file cannot be read.
     """
-    answer = simulate(_chosen(read_settings(path), choices), path.parent, choices.num_processes)
+    settings = read_settings(path, load=choices.load, num_seeds=choices.num_seeds)
+    answer = simulate(settings, path.parent, choices.num_processes)
     print_report(Console(), answer.report)
     return answer
-
-
-def _chosen(settings: SimSettings, choices: RunChoices) -> SimSettings:
-    replaced = msgspec.structs.replace
-    if choices.load is not None:
-        settings = replaced(settings, workload=replaced(settings.workload, load=choices.load, rate=None))
-    return settings if choices.num_seeds is None else replaced(settings, num_seeds=choices.num_seeds)
 
 
 def replay_records(paths: Sequence[Path], asked: WhatIfSettings) -> SimAnswer:
@@ -128,7 +123,12 @@ def simulate(settings: SimSettings, directory: Path, num_processes: int | None =
         is_generated=scenario.is_generated,
         settings=msgspec.to_builtins(asked),
         saturation=saturation,
-        notes=(*notes, *affinity_notes(settings.policies, scenario.named)),
+        notes=(
+            *notes,
+            *workload_notes(settings.workload, len(scenario.workload)),
+            *affinity_notes(settings.policies, scenario.named),
+            *placement_notes(outcomes),
+        ),
         outcomes=tuple(outcomes),
         intervals=_intervals(outcomes) if settings.num_seeds > 1 else {},
     )

@@ -67,6 +67,19 @@ def describe(settings: WorkloadSettings) -> str:
     return ", ".join(word for word in words if word)
 
 
+def workload_notes(settings: WorkloadSettings, num_requests: int) -> list[str]:
+    """Note that a trace, or its part, has fewer requests than the settings ask for.
+
+    Args:
+        settings: settings of the workload.
+        num_requests: number of requests that it has.
+    """
+    if settings.num_requests is None or settings.num_requests <= num_requests:
+        return []
+    what = "the part of the trace" if settings.has_window else "the trace"
+    return [f"[workload] num_requests = {settings.num_requests:,}, and {what} has {num_requests:,} requests"]
+
+
 def _rows(settings: WorkloadSettings, directory: Path) -> Rows:
     if settings.trace is not None:
         reads_all = settings.shape is not None or settings.has_window

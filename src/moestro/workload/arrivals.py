@@ -1,7 +1,8 @@
 """Arrival processes: int64[n] nanoseconds after the start, in order.
 
 Every process is scaled so that the last of n requests arrives at n / rate. The offered rate then equals the given rate
-in a short run too, and two runs at one rate differ only by their pattern.
+in a short run too, and two runs at one rate differ only by their pattern. A rate whose last arrival is beyond
+`core.clock.FOREVER_NS` is a ConfigError.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.clock import NS_PER_S
+from moestro.core.clock import FOREVER_NS, NS_PER_S
 from moestro.errors import ConfigError
 
 Int64s = NDArray[np.int64]
 
 # Mean requests per timestamp from which timestamps count as quantised rather than as coincidences.
 _QUANTISED = 2.0
+_S_PER_YEAR = 365 * 24 * 3600
 
 
 def constant(num_requests: int, rate: float) -> Int64s:
@@ -91,5 +93,10 @@ def spread(timestamp_ns: Int64s, rng: np.random.Generator) -> Int64s:
 
 
 def _scaled(times: NDArray[np.float64], rate: float) -> Int64s:
+    if len(times) / rate * NS_PER_S >= FOREVER_NS:
+        raise ConfigError(
+            f"a rate of {rate:g} requests/s is too low: the last of {len(times):,} requests would arrive after"
+            f" {len(times) / rate / _S_PER_YEAR:,.0f} years, and times end at {FOREVER_NS / NS_PER_S / _S_PER_YEAR:.0f}"
+        )
     scaled: Int64s = np.rint(times * (len(times) / rate / times[-1] * NS_PER_S)).astype(np.int64)
     return scaled

@@ -2,7 +2,8 @@
 
 Each line is a JSON object: first a `Header`, then a `RecordedRequest` for each request, in the order of their ends.
 A restarted server appends another header and continues.
-Lines with a `type` are the decisions of the server, which `moestro explain` and `moestro replay` read.
+Lines with a `type` are the decisions of the server, which `moestro explain` and `moestro replay` read. Here they tell
+how often each request was preempted.
 The record holds no prompt and no answer: blocks appear as keyed hashes, users and sessions as numbers.
 Several servers' records are merged on the wall clock.
 """
@@ -19,6 +20,7 @@ import numpy as np
 
 from moestro.core.clock import ClockPair
 from moestro.core.request import Request, SamplingParams, ServiceClass
+from moestro.core.scheduling_events import RequestEvent, SequenceAdmitted, SequencePreempted
 from moestro.core.script import Script
 from moestro.core.token_keys import request_key
 from moestro.errors import ConfigError
@@ -27,7 +29,9 @@ from moestro.workload.rows import Int64s
 
 FORMAT = "moestro-requests-1"
 ROUTER = "router"  # device of a record that a router wrote, which does not know its engines
+UNKNOWN = -1  # preemptions of a request
 _TAGGED = '{"type":'  # lines of the decision record, `routing.decision_record`, which the same file holds
+_TRACE = "Story"  # tag of a request's trace, `routing.request_trace`, among them
 _TIMES = ("arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns")
 
 
@@ -70,7 +74,8 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True):
         request_id: id that the server gave.
         arrival_ns: arrival at the API server.
         admitted_ns: first allocation of KV blocks; 0 if unknown.
-        first_token_ns, last_token_ns: arrival of the tokens at the API server; 0 if the request asked for none.
+        first_token_ns, last_token_ns: arrival of the tokens at the API server; 0 if the request asked for none. Such a
+            request of a router has the end of its answer as `last_token_ns`.
         engine: number of the engine that answered.
         num_prompt_tokens, num_output_tokens, num_hit_tokens: tokens of prompt, answer, and prefix-cache hit.
         max_tokens: requested limit.
@@ -108,12 +113,14 @@ class RequestRecord:
         headers: first header of each server. They differ in `num_engines` and `clocks` at most.
         requests: requests of all servers in order of arrival. Engines are numbered through the servers in order.
         server: int64[n], server of each request.
+        num_preemptions: int64[n], sequence preemptions of each request. UNKNOWN means that the record lacks its events.
         notes: what a reader of results has to know of the record.
     """
 
     headers: tuple[Header, ...]
     requests: list[RecordedRequest]
     server: Int64s
+    num_preemptions: Int64s
     notes: tuple[str, ...] = ()
 
     @property
@@ -138,7 +145,9 @@ class RequestRecord:
         requests = [self.requests[row] for row in rows]
         if first:
             requests = [msgspec.structs.replace(each, engine=each.engine - first) for each in requests]
-        return RequestRecord((self.headers[server],), requests, np.zeros(len(rows), np.int64))
+        return RequestRecord(
+            (self.headers[server],), requests, np.zeros(len(rows), np.int64), self.num_preemptions[rows]
+        )
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -175,11 +184,28 @@ class RecordRun:
         place: file and line of its header, for messages.
         header: header.
         requests: requests, in any order.
+        num_preemptions: sequence preemptions of each request whose events are in the record, by its id.
+        notes: where lines are missing.
     """
 
     place: str
     header: Header
     requests: list[RecordedRequest] = field(default_factory=list)
+    num_preemptions: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class _EngineEvent(msgspec.Struct):
+    event: RequestEvent
+
+
+class _Tagged(msgspec.Struct):
+    """Fields of a tagged line; only traces have all of them."""
+
+    type: str
+    request_id: str = ""
+    events: list[_EngineEvent] = []
+    num_omitted_events: int = 0
 
 
 def read_request_record(path: Path, *others: Path) -> RequestRecord:
@@ -217,39 +243,51 @@ def join_runs(servers: Sequence[Sequence[RecordRun]]) -> RequestRecord:
         for run in runs[1:]:
             _check_joins(runs[0], run, is_same_server=True)
     is_one = len(servers) == len(servers[0]) == 1
-    found: list[tuple[int, RecordedRequest]] = []
+    found: list[tuple[int, RecordedRequest, int]] = []
     first_engine = 0
     for number, runs in enumerate(servers):
         for run in runs:
-            found += [(number, _moved(each, run, first_engine, is_one=is_one)) for each in run.requests]
+            counted = run.num_preemptions
+            found += [
+                (number, _moved(each, run, first_engine, is_one=is_one), counted.get(each.request_id, UNKNOWN))
+                for each in run.requests
+            ]
         first_engine += runs[0].header.num_engines
     found.sort(key=lambda each: (each[1].arrival_ns, each[1].request_id))
-    requests = [request for _, request in found]
+    requests = [request for _, request, _ in found]
     if first.header.pace_dilation != 1:
         requests = list(_undilated(requests, first.header.pace_dilation))
     headers = tuple(runs[0].header for runs in servers)
-    return RequestRecord(headers, requests, np.array([number for number, _ in found], np.int64))
+    return RequestRecord(
+        headers,
+        requests,
+        np.array([number for number, _, _ in found], np.int64),
+        np.array([num for _, _, num in found], np.int64),
+        tuple(note for runs in servers for run in runs for note in run.notes),
+    )
 
 
 def _runs(path: Path) -> list[RecordRun]:
-    """Split the file at its headers, ignoring a truncated line at the end of a run (from a kill or a full disk)."""
+    """Split the file at its headers. A truncated line at the end of a run (from a kill or a full disk) is noted."""
     runs: list[RecordRun] = []
     cut_off = ""
     with open_lines(path) as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip() or line.startswith(_TAGGED):
+            if not line.strip():
+                continue
+            if line.startswith(_TAGGED):
+                _take_tagged(path, number, line, runs)
                 continue
             try:
                 entry = _decoded(line)
             except msgspec.ValidationError as error:
                 raise _damaged(path, f"line {number}: {error}", runs) from None
             except msgspec.DecodeError as error:
+                _note_cut_off(path, number, runs)
                 cut_off = cut_off or f"line {number}: {error}"
                 continue
             if isinstance(entry, Header):
-                if entry.format != FORMAT:
-                    raise ConfigError(f"{path} is a record of format {entry.format!r}; this version reads {FORMAT!r}")
-                runs.append(RecordRun(f"{path}, line {number}", entry))
+                runs.append(_begun(path, number, entry))
                 cut_off = ""
             elif cut_off or not runs:
                 raise _damaged(path, cut_off or f"line {number} comes before a header", runs)
@@ -260,6 +298,39 @@ def _runs(path: Path) -> list[RecordRun]:
     return runs
 
 
+def _begun(path: Path, number: int, header: Header) -> RecordRun:
+    if header.format != FORMAT:
+        raise ConfigError(f"{path} is a record of format {header.format!r}; this version reads {FORMAT!r}")
+    return RecordRun(f"{path}, line {number}", header)
+
+
+def _take_tagged(path: Path, number: int, line: str, runs: list[RecordRun]) -> None:
+    """Note the preemptions of a request, if the line is its trace with all its events."""
+    try:
+        tagged = _decode_tagged(line)
+    except msgspec.ValidationError:
+        return  # an event of another version, so its request's preemptions stay unknown
+    except msgspec.DecodeError:
+        _note_cut_off(path, number, runs)  # the requests after it are whole
+        return
+    events = [each.event for each in tagged.events]
+    # Engines that report no events, and earlier versions, write traces without an admission.
+    is_whole = tagged.num_omitted_events == 0 and any(isinstance(event, SequenceAdmitted) for event in events)
+    if runs and tagged.type == _TRACE and is_whole:
+        preempted = [each for each in events if isinstance(each, SequencePreempted)]
+        runs[-1].num_preemptions[tagged.request_id] = sum(each.request_id == tagged.request_id for each in preempted)
+
+
+def _note_cut_off(path: Path, number: int, runs: list[RecordRun]) -> None:
+    if runs:
+        runs[-1].notes.append(cut_off_note(path, number))
+
+
+def cut_off_note(path: Path, number: int) -> str:
+    """Say that a line of a record ends too early."""
+    return f"{path}, line {number} is cut off, by a kill or a full disk: what should follow it is missing."
+
+
 def _damaged(path: Path, how: str, runs: list[RecordRun]) -> ConfigError:
     what = "is damaged" if runs else "is no record of `moestro serve --record`"
     return ConfigError(f"{path} {what}: {how}")
@@ -267,6 +338,7 @@ def _damaged(path: Path, how: str, runs: list[RecordRun]) -> ConfigError:
 
 _decode_request = msgspec.json.Decoder(RecordedRequest).decode
 _decode_header = msgspec.json.Decoder(Header).decode
+_decode_tagged = msgspec.json.Decoder(_Tagged).decode
 
 
 def _decoded(line: str) -> Header | RecordedRequest:

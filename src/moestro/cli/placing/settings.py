@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from moestro.config.output_files import check_files
 from moestro.core.setting_checks import CheckedSettings, above, at_least, between
 from moestro.cost.gpus import GPUS
 from moestro.cost.links import LINKS
@@ -157,12 +158,11 @@ class OutputSettings(CheckedSettings):
         """Refuse files that cannot be written, before the work on what goes into them.
 
         Raises:
-            ConfigError: The folder of a file does not exist, or a name has no form of picture.
+            ConfigError: A file cannot be written, or a name has no form of picture.
         """
-        files = {"--out": self.out, "--sglang": self.sglang, "--tensorrt-llm": self.tensorrt_llm, "--png": self.png}
-        for flag, path in files.items():
-            if path is not None and not path.parent.is_dir():
-                raise ConfigError(f"{flag} {path} cannot be written: there is no folder {path.parent}")
+        check_files(
+            {"--out": self.out, "--sglang": self.sglang, "--tensorrt-llm": self.tensorrt_llm, "--png": self.png}
+        )
         if self.png is not None and not self.png.suffix:  # matplotlib would write another file than is named
             raise ConfigError(f"--png {self.png}: the name must end in the form of the picture, such as .png")
 

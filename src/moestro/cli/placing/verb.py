@@ -13,6 +13,7 @@ from moestro.cli.placing.placements import Ints, all_model_layers, write_json, w
 from moestro.cli.placing.question import PlaceQuestion, load_to_check, make_question
 from moestro.cli.placing.settings import EVEN_POLICY, PlacePolicySettings, PlaceSettings
 from moestro.cli.placing.show import line, print_answer, print_check, print_comparison, print_question
+from moestro.config.output_files import check_files
 from moestro.placement.kernel.choice import end_search
 from moestro.placement.payback import payback
 from moestro.placement.registry import PLACE_POLICIES
@@ -32,6 +33,7 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
     if settings.output.png is not None:
         require_extra("plots", "--png")
     settings.output.check_folders()
+    check_files({"--save-profile": settings.profile.save_profile})
     with progress_bar(Console(stderr=True)) as bar:
         bar.add_task("reading the profile", total=None)
         question = make_question(settings)
