@@ -8,13 +8,20 @@ dimensions or structured rows, `take` is the faster one.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-ONE = np.array(1, np.int32)
+ZERO, ONE = np.array(0, np.int32), np.array(1, np.int32)
 SHORT = 64  # rows up to which lists are faster; at 128 both ways take the same time
+
+
+@lru_cache(maxsize=1024)
+def int32(number: int) -> NDArray[np.int32]:
+    """`number` as an array of shape (), for sums with columns. Callers must not write to it."""
+    return np.array(number, np.int32)
 
 
 def has_true(column: NDArray[np.bool_]) -> bool:

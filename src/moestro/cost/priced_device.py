@@ -45,12 +45,15 @@ class Scripts:
 
     Args:
         block_size: tokens of a KV block in the scheduler.
+
+    Attributes:
+        num_naming: scripts with names for blocks. Without any, there is nothing to look up.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._progress: dict[int, _Progress] = {}
-        self._num_naming = 0  # of them, with names for blocks; without any, there is nothing to look up
+        self.num_naming = 0
         # Columns by slot; each holds the sequence that was last computed there.
         self._serial: Int64s = np.full(16, _NOBODY, np.int64)
         self._fills_at: Int32s = np.full(16, _NEVER, np.int32)  # tokens with KV at which the next named block is full
@@ -63,14 +66,14 @@ class Scripts:
         if serial in self._progress:
             raise InvariantError(f"sequence {serial} has a script already")
         self._progress[serial] = _Progress(script, num_prompt_tokens)
-        self._num_naming += bool(script.block_hashes)
+        self.num_naming += bool(script.block_hashes)
 
     def forget(self, serial: int) -> None:
         """Drop the script of a sequence that ended. Call it for every sequence; unknown serials are ignored."""
         progress = self._progress.pop(serial, None)
         if progress is None:
             return
-        self._num_naming -= bool(progress.script.block_hashes)
+        self.num_naming -= bool(progress.script.block_hashes)
         if progress.slot != _NOBODY and self._serial[progress.slot] == serial:
             self._serial[progress.slot], self._fills_at[progress.slot] = _NOBODY, _NEVER
 
@@ -88,7 +91,7 @@ class Scripts:
 
     def answer(self, units: Units) -> StepResult:
         """Result of computing `units`, each of them once."""
-        if not self._num_naming:
+        if not self.num_naming:
             return StepResult(units.slot)
         self._bind(units.slot, units.serial)
         return StepResult(units.slot, block_hashes=self._filled(units.slot, units.start + units.num_tokens))
@@ -206,8 +209,6 @@ class ScriptedDevice(Scripts):
             slots: int64[n], n > 0, slots of the scheduler's running sequences, with nothing in flight.
             num_computed: int32[n], their tokens with KV.
         """
-        if not self._num_naming:
-            return {}
         self._cover(slots)
         return {int(slots[row]): packed for row, packed in self._filled(slots, num_computed + num_steps).items()}
 

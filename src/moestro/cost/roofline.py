@@ -30,6 +30,7 @@ PS_PER_NS = 1000
 Floats = NDArray[np.float64]
 
 _PS_PER_NS = np.array(PS_PER_NS)  # a column is divided by it faster
+_INT64, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)  # conversions to a type object take longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +112,10 @@ class Roofline:
         """Price a step. In a group, price the step of the rank that is slowest apart from its experts."""
         num, num_tokens = len(batch.start), column_sum(batch.num_tokens)
         if num == num_tokens:
-            constant = self._decode_total_ps(num, batch.num_other_tokens)
-            reading = sum(
-                group.num_layers * round(self._decode_token_ps * contexts_of(batch.start, group.window))
-                for group in self._groups
-            )
-            return _ns(constant + reading)
+            total = self._decode_total_ps(num, batch.num_other_tokens)
+            for group in self._groups:
+                total += group.num_layers * round(self._decode_token_ps * contexts_of(batch.start, group.window))
+            return _ns(total)
         attention, parts = self._attention(batch), self._token_part(num_tokens)
         step = self._sequence_part(num) + self._expert_total(num_tokens + batch.num_other_tokens)
         for g, num_layers in enumerate(self._num_layers):
@@ -135,7 +134,7 @@ class Roofline:
         for g, factor in enumerate(self._layer_factors):
             contexts = contexts_of_steps(start, num_steps, self._groups[g].window)
             contexts *= self._token_factor
-            reading = np.rint(contexts, contexts).astype(np.int64)
+            reading = np.rint(contexts, contexts).astype(_INT64)
             reading *= factor
             steps = reading if steps is None else steps + reading
         assert steps is not None, "a network has layers"
@@ -338,8 +337,9 @@ def contexts_of(start: Ints, window: int | None) -> int:
 
 def contexts_of_steps(start: Ints, num_steps: int, window: int | None) -> Floats:
     """float64[num_steps], `contexts_of(start + i, window)` for step i, without a loop over steps."""
-    num, first = len(start), contexts_of(start, window)
-    contexts: Floats = np.arange(first, first + num * num_steps, num, dtype=np.float64)  # exact up to 2 ** 53
+    num = len(start)
+    first = column_sum(start) + num if window is None else contexts_of(start, window)
+    contexts: Floats = np.arange(first, first + num * num_steps, num, dtype=_FLOAT64)  # exact up to 2 ** 53
     if window is not None:
         # A sequence at its window stops growing. Counting the steps of these stops tells how many still grow in each.
         room = np.clip(window - 1 - start, 0, num_steps)

@@ -12,7 +12,8 @@ Invariant (`check`): blank + cached + held == num_blocks, and the hash map names
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
+from itertools import islice
 from typing import NamedTuple
 
 from moestro.errors import InvariantError
@@ -52,8 +53,10 @@ class BlockPool:
         self._blank = list(range(num_blocks - 1, -1, -1))  # pop() returns the lowest id first
         # Cached blocks in the order in which they became free. A block that is hit leaves a stale entry in the middle:
         # the first `_stale[block]` entries of a block do not count. A list of ids takes a tenth of the memory of an
-        # OrderedDict, whose nodes are mostly outside of the processor's caches when they are needed.
-        self._freed: deque[int] = deque()
+        # OrderedDict, whose nodes are mostly outside of the processor's caches when they are needed. Entries before
+        # `_first_freed` are taken: a slice takes many at once, unlike a deque.
+        self._freed: list[int] = []
+        self._first_freed = 0
         self._stale: dict[int, int] = {}
         self.num_free = num_blocks
         self._ref_count = [0] * num_blocks
@@ -131,19 +134,26 @@ class BlockPool:
 
     def _forget_oldest(self, num_blocks: int) -> list[int]:
         """Remove the least recently used blocks from the prefix cache, and return them."""
-        oldest, hash_of, block_of, journal = self._freed.popleft, self._hash_of, self._block_of, self.journal
+        freed, first = self._freed, self._first_freed
+        hash_of, block_of, journal = self._hash_of, self._block_of, self.journal
         blocks: list[int] = []
         while self._stale and len(blocks) < num_blocks:
-            block = oldest()
+            block = freed[first]
+            first += 1
             if not self._is_stale(block):
                 blocks.append(block)
-        blocks += [oldest() for _ in range(num_blocks - len(blocks))]
+        end = first + num_blocks - len(blocks)
+        blocks += freed[first:end]
+        self._first_freed = end
+        if end > self.num_blocks:
+            del freed[:end]
+            self._first_freed = 0
+        if journal is not None:
+            for block in blocks:
+                journal.append(CacheEvent(self.step, is_stored=False, block_hash=hash_of[block]))  # type: ignore[arg-type]
         for block in blocks:
-            block_hash: bytes = hash_of[block]  # type: ignore[assignment]  # cached blocks have one
-            del block_of[block_hash]
+            del block_of[hash_of[block]]  # type: ignore[arg-type]  # cached blocks have one
             hash_of[block] = None
-            if journal is not None:
-                journal.append(CacheEvent(self.step, is_stored=False, block_hash=block_hash))
         self.version += num_blocks
         return blocks
 
@@ -176,8 +186,8 @@ class BlockPool:
             else:
                 become_cached(block)
         self.num_free += len(blocks) - num_held
-        if len(self._freed) > 2 * self.num_blocks:  # many hits, and few allocations that would take old entries away
-            self._freed = deque(self.cached())
+        if len(self._freed) > 3 * self.num_blocks:  # many hits, and few allocations that would take old entries away
+            self._freed, self._first_freed = self.cached(), 0
             self._stale.clear()
 
     def remember(self, blocks: list[int], hashes: list[bytes]) -> None:
@@ -216,7 +226,7 @@ class BlockPool:
     def cached(self) -> list[int]:
         """Free blocks with a hash, the least recently used first."""
         stale, blocks = dict(self._stale), []
-        for block in self._freed:
+        for block in islice(self._freed, self._first_freed, None):
             if stale.get(block, 0):
                 stale[block] -= 1
             else:

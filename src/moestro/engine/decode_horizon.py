@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.columns import ONE, all_true, has_true
+from moestro.core.columns import ONE, all_true, has_true, int32
 from moestro.core.request import FinishReason
 from moestro.core.work import Int32s, Slots
 from moestro.engine.scheduler import Scheduler
+from moestro.engine.sequences import COMPUTED, LAST_TOKENS, TOKENS
 from moestro.engine.step_output import StepOutput
 
 _NO_OUTPUT = StepOutput()  # of most jumps; callers must not change it
@@ -50,8 +51,8 @@ class _Decodes(msgspec.Struct, eq=False, gc=False):
         first_step: steps of the scheduler when the sequences were gathered.
         num_taken: steps taken since. If the scheduler has more, it has planned one itself, and nothing here holds.
         computed: int32[n], tokens with KV.
-        ends_after: for each sequence, steps after which it has its last token.
-        next_end: the least of `ends_after`.
+        ends_before: for each sequence, one more than the steps after which it has its last token.
+        next_end: the least of `ends_before`.
         short_after: for each sequence, steps after which it lacks a block.
         next_full: the least number of steps after which a block is full. It may be that of a sequence that has ended.
     """
@@ -60,7 +61,7 @@ class _Decodes(msgspec.Struct, eq=False, gc=False):
     first_step: int
     num_taken: int
     computed: Int32s
-    ends_after: list[int]
+    ends_before: list[int]
     next_end: int
     short_after: list[int]
     next_full: int
@@ -96,7 +97,7 @@ class DecodeJumps:
         if decodes is None or not self._all_decode(num, now_ns):
             return STEPWISE
         computed = decodes.computed
-        most, until_ns = decodes.next_end - decodes.num_taken, FOREVER_NS
+        most, until_ns = decodes.next_end - decodes.num_taken - 1, FOREVER_NS
         if table.num_be:
             until_ns = scheduler.views.holds_until_ns(running, now_ns)
         if len(scheduler.waiting) and self._could_admit() and (room := self._room(now_ns)) > 0:
@@ -161,12 +162,15 @@ class DecodeJumps:
         self._advance_blocks(num_steps, decodes)
         self._scheduler.num_steps += num_steps
         decodes.num_taken += num_steps
-        decodes.computed = decodes.computed + num_steps
+        decodes.computed = decodes.computed + int32(num_steps)
         table.num_computed[running] = decodes.computed
         table.num_tokens[running] = decodes.computed + ONE
-        if decodes.num_taken < decodes.next_end:
-            return _NO_OUTPUT
-        rows = [row for row, end in enumerate(decodes.ends_after) if end == decodes.next_end]
+        return _NO_OUTPUT if decodes.num_taken + 1 < decodes.next_end else self._end(decodes)
+
+    def _end(self, decodes: _Decodes) -> StepOutput:
+        """End the sequences that have their last token."""
+        table, running = self._table, decodes.running
+        rows = [row for row, end in enumerate(decodes.ends_before) if end == decodes.next_end]
         ended = [table.at(int(running[row])) for row in rows]
         output = StepOutput(ended, [-1] * len(ended), [FinishReason.LENGTH] * len(ended), ended=ended)
         self._state.finish_all(output)
@@ -179,27 +183,28 @@ class DecodeJumps:
         kept = self._kept
         if kept is not None and kept.running is running and kept.first_step + kept.num_taken == num_steps:
             return kept
-        computed, num_tokens = table.num_computed[running], table.num_tokens[running]
+        growth = table.growth.take(running, axis=1)
+        computed, num_tokens = growth[COMPUTED], growth[TOKENS]
         if not all_true(num_tokens == computed + ONE) or has_true(num_tokens == table.num_prompt[running]):
             return None
-        ends_after = (table.last_num_tokens[running] - num_tokens).tolist()
+        ends_before, short_after, full_after = (growth[LAST_TOKENS:] - computed).tolist()
         self._kept = _Decodes(
             running=running,
             first_step=num_steps,
             num_taken=0,
             computed=computed,
-            ends_after=ends_after,
-            next_end=min(ends_after),
-            short_after=(table.capacity[running] - computed).tolist(),
-            next_full=min((table.next_full_at[running] - computed).tolist()),
+            ends_before=ends_before,
+            next_end=min(ends_before),
+            short_after=short_after,
+            next_full=min(full_after),
         )
         return self._kept
 
     def _forget(self, rows: list[int], decodes: _Decodes) -> None:
         """Keep the sequences that go on, after those in `rows` have ended."""
         for row in reversed(rows):
-            del decodes.ends_after[row], decodes.short_after[row]
-        decodes.next_end = min(decodes.ends_after, default=0)
+            del decodes.ends_before[row], decodes.short_after[row]
+        decodes.next_end = min(decodes.ends_before, default=0)
         decodes.running = self._table.running
         decodes.computed = self._table.num_computed[decodes.running]
 
@@ -220,18 +225,18 @@ class DecodeJumps:
             pool.step = 0
             return
         # No block enters the cache, so only the order of allocations matters.
-        taken = [
-            (step, row)
-            for row, first in enumerate(decodes.short_after)
-            if first < end
-            for step in range(first, end, block_size)
-        ]
+        taken, short_after = [], decodes.short_after
+        for row, first in enumerate(short_after):
+            if first < end:
+                step = first
+                while step < end:
+                    taken.append((step, row))
+                    step += block_size
+                short_after[row] = step
         if taken:
             taken.sort()
             slots = running.tolist()
             table.add_blocks([slots[row] for _, row in taken], pool.allocate_many(len(taken)))
-            for step, row in taken:
-                decodes.short_after[row] = step + block_size
 
 
 # --- arithmetic: when blocks are taken and filled while each sequence grows by one token a step -----------------------

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.columns import ONE, all_true, true_rows
+from moestro.core.columns import ONE, ZERO, all_true, true_rows
 from moestro.core.request import FinishReason
 from moestro.core.work import Int32s, Slots, StepResult, Units
 from moestro.engine.scheduler_state import SchedulerState
 from moestro.engine.sequences import CAPACITY, COMPUTED, FULL_AT, LAST_TOKENS, TOKENS, Sequence
 from moestro.engine.step_output import StepOutput
 
-_ZERO, _ONE_MORE = np.array(0, np.int32), np.array(1, np.int64)  # as `core.columns.ONE`
+_ONE_MORE = np.array(1, np.int64)  # as `core.columns.ONE`
 _NO_SLOTS = np.empty(0, np.int64)
 _NOTHING = np.empty(0, np.int32)
 _AT_LAST, _AT_CAPACITY, _AT_FULL = range(3)  # rows of `DecodeRun._limits`
@@ -143,7 +143,7 @@ class DecodeRun:
         self._is_in_flight = False
         self._computed, self._num_tokens = computed, num_tokens = self._num_tokens, self._num_tokens + ONE
         table.num_units_in_flight -= len(running)
-        table.num_in_flight[running] = _ZERO
+        table.num_in_flight[running] = ZERO
         table.num_computed[running] = computed
         reached = computed >= self._limits
         self._is_at_limit = 1 in reached.tobytes()

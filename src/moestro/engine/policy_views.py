@@ -40,7 +40,8 @@ class PolicyViews:
         old, num = len(view.num_left), len(candidates)
         num_left = np.empty(old + num, np.int32)
         num_left[:old] = view.num_left
-        num_left[old:] = [candidate.needs.num_left for candidate in candidates]
+        for row, candidate in enumerate(candidates, old):  # they are few, and a list of them would become an array
+            num_left[row] = candidate.needs.num_left
         if self._table.num_be or BE in [candidate.sequence.service_class for candidate in candidates]:
             new = np.array([self.class_of(candidate.sequence, now_ns) for candidate in candidates], np.uint8)
             classes = np.concatenate((view.service_class, new))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moestro.core.columns import all_nonzero, has_true
+from moestro.core.columns import ZERO, all_nonzero, has_true
 from moestro.core.grammar import GrammarBackend
 from moestro.core.request import Request
 from moestro.core.scheduling_events import SequencePreempted
@@ -380,7 +380,7 @@ class Scheduler:
         # 3. The tokens of the others have their KV in the pool, and full blocks enter the prefix cache.
         computed = table.num_computed[slots] + num_done
         table.num_computed[slots] = computed
-        table.num_in_flight[slots] = 0
+        table.num_in_flight[slots] = ZERO
         for index, entries in result.prompt_logprobs.items():
             table.add_prompt_logprobs(int(slots[index]), entries)
         for index, packed in result.block_hashes.items():
@@ -389,7 +389,8 @@ class Scheduler:
 
         # 4. A sequence without uncomputed tokens has sampled one, and may have ended with it.
         output = append_sampled_tokens(table, result, computed)
-        self.state.finish_all(output)
+        if output.ended:
+            self.state.finish_all(output)
         if failed:
             output.add_failed(failed, [table.has_failed_grammar(sequence) for sequence in failed])
         return output

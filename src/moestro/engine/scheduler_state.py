@@ -73,7 +73,8 @@ class SchedulerState:
         if self.recorder is not None:
             self.recorder.admitted(sequence, needs.num_cached, now_ns)
         self.waiting.remove(sequence)
-        self.pool.share(needs.shared)
+        if needs.shared:
+            self.pool.share(needs.shared)
         sequence.blocks = needs.shared + self.pool.allocate_many(needs.num_own)
         if sequence.num_kept:
             self.counts.num_restored_tokens += self.host.restore(sequence, num_shared)
@@ -124,7 +125,8 @@ class SchedulerState:
         """Release what a sequence holds whose request id is no longer known, and tell the order policy."""
         if sequence.slot is not None:
             self._release_slot(sequence.slot)
-        self.host.forget(sequence)
+        if sequence.host_blocks:
+            self.host.forget(sequence)
         if self._order.observes or self.recorder is not None:
             num_generated = min(len(sequence.generated), sequence.request.sampling.max_tokens)
             if self.recorder is not None:
@@ -156,7 +158,8 @@ class SchedulerState:
         sequence = table.at(slot)
         if sequence.request.token_ids is not None:
             sequence.extend_hashes(num_full, block_size, table.token_ids[slot])
-        first, end = int(table.next_full_at[slot]) // block_size - 1, min(num_full, len(sequence.hashes))
+        first, num_names = int(table.next_full_at[slot]) // block_size - 1, len(sequence.hashes)
+        end = num_full if num_full < num_names else num_names
         if self.block_contents is not None:
             self.block_contents.update(sequence.contents(first, end, table.token_ids[slot], block_size))
         self.pool.remember(sequence.blocks[first:end], sequence.hashes[first:end])

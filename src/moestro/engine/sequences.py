@@ -164,7 +164,7 @@ class FixedColumns(msgspec.Struct, frozen=True, eq=False, gc=False):
     sampling: NDArray[np.void]
 
 
-TOKENS, COMPUTED, LAST_TOKENS, CAPACITY, FULL_AT = range(5)  # rows of `SequenceTable.growth`
+TOKENS, COMPUTED, LAST_TOKENS, CAPACITY, FULL_AT = range(5)  # rows of `SequenceTable.growth`; bounds come last
 NUM_GROWTH_COLUMNS = 5
 
 
@@ -230,6 +230,8 @@ class SequenceTable:
         self.sequences: list[Sequence | None] = [None] * num_slots
         self._fixed: tuple[Slots, FixedColumns] | None = None  # of the slots in `running` when it was made
         self._free = list(range(num_slots - 1, -1, -1))
+        self._zeros = np.zeros(max_model_len + 1, np.int32)  # the tokens of hashed traces; nobody writes to them
+        self._zeros.flags.writeable = False
 
     @property
     def num_free_slots(self) -> int:
@@ -297,7 +299,7 @@ class SequenceTable:
         start, end = sequence.request.num_prompt_tokens, int(self.num_tokens[slot])
         sequence.num_tokens = end
         is_hashed = sequence.request.token_ids is None
-        sequence.generated = np.zeros(end - start, np.int32) if is_hashed else self.token_ids[slot, start:end].copy()
+        sequence.generated = self._zeros[: end - start] if is_hashed else self.token_ids[slot, start:end].copy()
         sequence.slot = None
         self.sequences[slot] = None
         self.num_hashed -= is_hashed
@@ -327,7 +329,8 @@ class SequenceTable:
         capacity, block_size = self.capacity, self.block_size
         for at, block in enumerate(blocks):  # they are few: a loop costs less than `np.add.at`
             slot = slots[at]
-            sequence = self.at(slot)
+            sequence = self.sequences[slot]
+            assert sequence is not None, f"slot {slot} is empty"  # as `at`, whose call would take as long as the rest
             held = sequence.blocks
             if sequence.request.token_ids is not None:
                 self.block_table[slot, len(held)] = block

@@ -93,7 +93,8 @@ class WaitingAdmission:
             service_class: considers only sequences of this class. None means all classes.
         """
         found: list[AdmissionCandidate] = []
-        if room <= 0 or self.table.num_free_slots == 0:
+        num_slots = self.table.num_free_slots
+        if room <= 0 or num_slots == 0:
             return found
         num_free, num_be, num_ls_left = self._num_blocks(), self.table.num_be, self.waiting.num_ls
         for sequence in self.waiting.in_order(now_ns):
@@ -111,8 +112,8 @@ class WaitingAdmission:
                 break
             num_be += is_be
             found.append(AdmissionCandidate(sequence, needs))
-            room -= min(needs.num_left, limits.max_chunk)
-            if room <= 0 or len(found) == self.table.num_free_slots:
+            room -= needs.num_left if needs.num_left < limits.max_chunk else limits.max_chunk
+            if room <= 0 or len(found) == num_slots:
                 break
         return found
 

@@ -32,6 +32,7 @@ class EngineColumns:
         is_up: bool[n], whether the engine is in rotation, even with a full queue.
         block_tokens: int64[n], tokens of the engine's own KV blocks.
         table: read-only view of the rows for policies, in the same memory.
+        no_hits: int64[n], read-only zeros: the cached tokens of a prompt for policies that do not ask for them.
         counts: the columns that change with single requests, in the same memory. NumPy takes twice as long to change a
             single number.
     """
@@ -128,6 +129,7 @@ class EngineColumns:
             for name in ("routable", "said_prefill_tokens", "speed", *OWN_COUNTS)
         }
         self.table = EngineTable(**columns)
+        self.no_hits = _read_only(np.zeros(n, np.int64), n)
 
 
 def _read_only(column: NDArray[Scalar], num_rows: int) -> NDArray[Scalar]:

@@ -155,7 +155,8 @@ class Router:
             exclude: engines that may not be chosen.
             num_coming: requests that will be submitted before this one.
         """
-        self._take_reports()
+        if self._pending_reports:
+            self._take_reports()
         columns, bound = self._columns, self._settings.max_num_queued
         is_up = columns.is_up
         if exclude:
@@ -175,7 +176,8 @@ class Router:
 
     def first_token(self, request_id: str, now_ns: int) -> None:
         """Record a computed prompt. Repeated calls, and calls for ended requests, have no effect."""
-        self._take_reports()
+        if self._pending_reports:
+            self._take_reports()
         flight = self._flights.first_token(request_id)
         if flight is not None and self._observes:
             self._policy.observe(FirstToken(request_id, flight.engine, now_ns))
@@ -194,7 +196,8 @@ class Router:
             cached_share: part of the prompt's tokens that the engine had cached, 0 .. 1; None means that it did not
                 say. A share, because the engine may count other tokens than the router.
         """
-        self._take_reports()
+        if self._pending_reports:
+            self._take_reports()
         is_computed = self._policy.needs.hits and self._flights.is_computed(request_id)
         flight = self._flights.ended(request_id, now_ns)
         if cached_share is not None and self._policy.needs.hits:
@@ -378,7 +381,7 @@ class Router:
             if self._has_larger_blocks:  # an engine finds only whole blocks of its own
                 hit_tokens -= hit_tokens % self._columns.block_tokens[: self._columns.num_rows]
         else:
-            hit_tokens = np.zeros(self._columns.num_rows, np.int64)
+            hit_tokens = self._columns.no_hits
         return RouteView(request, table, hit_tokens, block_size, now_ns, self._num_decisions, self._settings.fresh_ns)
 
     def _release(self, engine: int) -> None:

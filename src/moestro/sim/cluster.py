@@ -179,11 +179,16 @@ class Cluster:
         """Record the first tokens and the ends of requests in a step's output."""
         now_ns, without_token = self.world.now_ns, engine.without_token
         if without_token:
-            for sequence in output.sequences:
+            first = []
+            for sequence in reversed(output.sequences):  # the newest come last
                 if sequence.serial in without_token:
                     without_token.remove(sequence.serial)
-                    results.first_token_ns[engine.row_of[sequence.serial]] = now_ns
-                    self.signals.first_token(sequence.request.request_id, now_ns)
+                    first.append(sequence)
+                    if not without_token:
+                        break
+            for sequence in reversed(first):
+                results.first_token_ns[engine.row_of[sequence.serial]] = now_ns
+                self.signals.first_token(sequence.request.request_id, now_ns)
         for sequence in output.ended:
             row = engine.row_of.pop(sequence.serial)
             _note_end(results, row, sequence, now_ns)
@@ -194,7 +199,8 @@ class Cluster:
 def _note_end(results: Results, row: int, sequence: EngineSequence, now_ns: int) -> None:
     results.admitted_ns[row] = sequence.admitted_ns
     results.last_token_ns[row] = now_ns
-    results.num_tokens[row] = min(len(sequence.generated), sequence.request.sampling.max_tokens)  # none if scored
+    num_tokens, most = len(sequence.generated), sequence.request.sampling.max_tokens
+    results.num_tokens[row] = num_tokens if num_tokens < most else most  # none if scored
     results.num_hit_tokens[row] = sequence.num_cached_tokens or 0
     results.num_preemptions[row] = sequence.num_preemptions
     results.status[row] = ANSWERED
