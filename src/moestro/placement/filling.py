@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,8 @@ class PresentCopies:
     """
 
     expert: Experts
-    limits: PlaceLimits
-    expert_bytes: int
+    limits: PlaceLimits = field(default_factory=PlaceLimits)
+    expert_bytes: int = 0
 
     def missing(self, num_experts: int) -> Experts:
         """Return int64[layers, devices], copies that a device must receive to have an expert in every slot."""

@@ -11,7 +11,7 @@ from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import PlaceLimits, PlacePrices, even_devices
 from moestro.placement.eplb import keep_slots
-from moestro.placement.filling import fill_empty
+from moestro.placement.filling import PresentCopies, fill_empty
 from moestro.placement.registry import PlacePolicy, PlaceView
 
 Int64s = NDArray[np.int64]
@@ -96,7 +96,8 @@ class Planner:
         table = self.policy(self._view(load, fleet, before))
         wanted = np.concatenate(list(table.logical_of), axis=1).astype(np.int64)
         by_rank = (num_layers, fleet.num_ranks, -1)
-        filled = fill_empty(wanted.reshape(by_rank), load.astype(np.float64), known.reshape(by_rank))
+        present = PresentCopies(known.reshape(by_rank))
+        filled = fill_empty(wanted.reshape(by_rank), load.astype(np.float64), present)
         placed = filled.reshape(num_layers, -1)
         return keep_slots(placed, known, fleet.num_ranks)
 
