@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from moestro.core.columns import column_sum
 from moestro.cost.gating import Gating, even_gating
 from moestro.cost.gpus import Gpu
-from moestro.cost.kernels import Chunks, Kernels
+from moestro.cost.kernels import Kernels
 from moestro.cost.model import Batch, Int64s, Ints
 from moestro.cost.networks import LayerGroup, NetworkShape
 from moestro.cost.popularity import zipf_popularity
@@ -301,7 +301,12 @@ class Roofline:
 
     def _attention(self, batch: Batch) -> _Attention:
         start, num_tokens = batch.start.tolist(), batch.num_tokens.tolist()
-        chunks: Chunks = [(start[row], num) for row, num in enumerate(num_tokens) if num > 1]
+        chunks: list[tuple[int, int]] = []
+        num_cached = 0
+        for row, num in enumerate(num_tokens):
+            if num > 1:
+                chunks.append((start[row], num))
+                num_cached += start[row]
         kernels, num_decodes = self._kernels, len(start) - len(chunks)
         constant = round(kernels.decode_ns(num_decodes) * PS_PER_NS) if num_decodes else 0
         constant_ps, contexts = [], []
@@ -311,7 +316,7 @@ class Roofline:
             if group.window is not None and num_decodes:
                 contexts.append(contexts_of(batch.start[batch.num_tokens == 1], group.window))
             else:  # a sum less a few numbers costs less than a selection
-                contexts.append(sum(start) + num_decodes - sum([first for first, _ in chunks]))
+                contexts.append(sum(start) + num_decodes - num_cached)
         return _Attention(sum(num_tokens), len(start), constant_ps, contexts)
 
     def _decoding(self, start: Ints, num_steps: int) -> _Attention:

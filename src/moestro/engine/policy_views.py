@@ -40,11 +40,12 @@ class PolicyViews:
         old, num = len(view.num_left), len(candidates)
         num_left = np.empty(old + num, np.int32)
         num_left[:old] = view.num_left
+        has_be = self._table.num_be > 0
         for row, candidate in enumerate(candidates, old):  # they are few, and a list of them would become an array
             num_left[row] = candidate.needs.num_left
-        if self._table.num_be or BE in [candidate.sequence.service_class for candidate in candidates]:
-            new = np.array([self.class_of(candidate.sequence, now_ns) for candidate in candidates], np.uint8)
-            classes = np.concatenate((view.service_class, new))
+            has_be = has_be or candidate.sequence.service_class == BE
+        if has_be:
+            classes = np.concatenate((view.service_class, self._classes_of(candidates, now_ns)))
         else:
             classes = self._all_ls[: old + num]
         return BatchView(
@@ -53,6 +54,9 @@ class PolicyViews:
             classes,
             view.num_in_flight,
         )
+
+    def _classes_of(self, candidates: list[AdmissionCandidate], now_ns: int) -> NDArray[np.uint8]:
+        return np.array([self.class_of(candidate.sequence, now_ns) for candidate in candidates], np.uint8)
 
     def class_of(self, sequence: Sequence, now_ns: int) -> int:
         """LS or BE. A best-effort sequence counts as LS once the order policy has promoted it."""

@@ -392,7 +392,7 @@ class Scheduler:
         if output.ended:
             self.state.finish_all(output)
         if failed:
-            output.add_failed(failed, [table.has_failed_grammar(sequence) for sequence in failed])
+            output.add_failed(failed, list(map(table.has_failed_grammar, failed)))
         return output
 
     def _remove_failed(self, result: StepResult, rows: Slots) -> tuple[StepResult, list[Sequence]]:

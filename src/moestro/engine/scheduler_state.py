@@ -150,7 +150,7 @@ class SchedulerState:
             computed: int32[n], tokens of each slot that have KV now.
         """
         for row in true_rows(computed >= self.table.next_full_at[slots]):
-            self.cache_blocks(int(slots[row]), int(computed[row]) // self.block_size)
+            self.cache_blocks(slots.item(row), computed.item(row) // self.block_size)
 
     def cache_blocks(self, slot: int, num_full: int) -> None:
         """Enter the first `num_full` blocks of the sequence in `slot` into the prefix cache, as far as it has names."""
@@ -158,7 +158,7 @@ class SchedulerState:
         sequence = table.at(slot)
         if sequence.request.token_ids is not None:
             sequence.extend_hashes(num_full, block_size, table.token_ids[slot])
-        first, num_names = int(table.next_full_at[slot]) // block_size - 1, len(sequence.hashes)
+        first, num_names = table.next_full_at.item(slot) // block_size - 1, len(sequence.hashes)
         end = num_full if num_full < num_names else num_names
         if self.block_contents is not None:
             self.block_contents.update(sequence.contents(first, end, table.token_ids[slot], block_size))

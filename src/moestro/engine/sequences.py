@@ -164,7 +164,7 @@ class FixedColumns(msgspec.Struct, frozen=True, eq=False, gc=False):
     sampling: NDArray[np.void]
 
 
-TOKENS, COMPUTED, LAST_TOKENS, CAPACITY, FULL_AT = range(5)  # rows of `SequenceTable.growth`; bounds come last
+TOKENS, COMPUTED, LAST_TOKENS, CAPACITY, FULL_AT = range(5)  # rows of `SequenceTable.growth`
 NUM_GROWTH_COLUMNS = 5
 
 
@@ -296,14 +296,14 @@ class SequenceTable:
     def remove(self, slot: int) -> Sequence:
         """Take the sequence and its tokens out of its slot. The caller releases its blocks."""
         sequence = self.at(slot)
-        start, end = sequence.request.num_prompt_tokens, int(self.num_tokens[slot])
+        start, end = sequence.request.num_prompt_tokens, self.num_tokens.item(slot)
         sequence.num_tokens = end
         is_hashed = sequence.request.token_ids is None
         sequence.generated = self._zeros[: end - start] if is_hashed else self.token_ids[slot, start:end].copy()
         sequence.slot = None
         self.sequences[slot] = None
         self.num_hashed -= is_hashed
-        self.num_wanting_prompt_logprobs -= bool(self.wants_prompt_logprobs[slot])
+        self.num_wanting_prompt_logprobs -= self.wants_prompt_logprobs.item(slot)
         self.num_editing -= sequence.edits is not None
         self.num_scoring -= sequence.request.sampling.max_tokens == 0
         self.num_be -= sequence.service_class == BE

@@ -136,7 +136,7 @@ class Router:
         if candidates is not None:
             self._decided(view, choice, candidates)
         self._num_decisions += 1
-        hit_tokens = int(view.hit_tokens[engine])
+        hit_tokens = view.hit_tokens.item(engine)
         num_tokens = request.num_known_tokens
         flight = Flight(engine, now_ns, num_tokens, max(1, num_tokens - hit_tokens), hit_tokens)
         self._flights.add(request.request_id, flight)

@@ -154,6 +154,7 @@ class Group:
         self._jumps = jump
         self._has_newcomer = False  # the next step most likely admits it, so no horizon is computed
         self.ends: Int64s | None = None
+        self._starts: list[Int32s] = []  # computed tokens of each seat's sequences when the jump began
         self._num_taken = 0  # steps of the jump that `catch_up` has taken
         # End of the jump's next step that takes or fills a block, if a seat publishes events. None means not known yet.
         self._touched_ns: int | None = None
@@ -199,7 +200,7 @@ class Group:
     def _jump(self, now_ns: int, horizon: Horizon) -> None:
         """Begin a jump over the steps of `horizon`."""
         num_steps = horizon.num_steps if horizon.num_steps < _LONGEST_JUMP else _LONGEST_JUMP
-        ends = self._prices.decode_steps_ns([seat.computed for seat in self.seats], num_steps)
+        ends = self._prices.decode_steps_ns(self._starts, num_steps)
         ends[0] += now_ns
         ends = np.add.accumulate(ends)
         last_ns = ends.item(-1)
@@ -267,18 +268,21 @@ class Group:
 
     def _steady(self, now_ns: int) -> Horizon:
         """Return the number of coming steps that are alike, and the time before which they must begin."""
-        nearest = STEPWISE
+        nearest, starts = STEPWISE, self._starts
+        starts.clear()
         for seat in self.seats:
             scheduler = seat.rank.scheduler
             seat.running, seat.computed = _NO_SLOTS, _NOBODY
             if not len(scheduler.table.running):
                 if len(scheduler.waiting):
                     return STEPWISE
+                starts.append(_NOBODY)
                 continue
             own = seat.jumps.horizon(now_ns)
             if own.num_steps == 0:
                 return STEPWISE
             seat.running, seat.computed = scheduler.table.running, seat.jumps.computed
+            starts.append(seat.computed)
             nearest = own if nearest is STEPWISE else nearest.and_of(own)
         return nearest
 
