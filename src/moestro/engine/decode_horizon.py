@@ -169,9 +169,11 @@ class DecodeJumps:
 
     def _end(self, decodes: _Decodes) -> StepOutput:
         """End the sequences that have their last token."""
-        table, running = self._table, decodes.running
-        rows = [row for row, end in enumerate(decodes.ends_before) if end == decodes.next_end]
-        ended = [table.at(running.item(row)) for row in rows]
+        rows, ended, next_end = [], [], decodes.next_end
+        for row, end in enumerate(decodes.ends_before):
+            if end == next_end:
+                rows.append(row)
+                ended.append(self._table.at(decodes.running.item(row)))
         output = StepOutput(ended, [-1] * len(ended), [FinishReason.LENGTH] * len(ended), ended=ended)
         self._state.finish_all(output)
         self._forget(rows, decodes)
