@@ -7,7 +7,8 @@ All figures are processor time of one thread or process, so that other processes
 - `engine parts`: building a step's tensors (`PagedStep`), sampling, reading the result, and encoding and decoding the
   message with the outputs. The least of many rounds, in one thread, on the demo model's vocabulary.
 - `rank loop`: `worker.rank_loop.run_rank` of a `fused` rank, with the real channel to another process. `loop_us` is the
-  main thread for a step, with encoding and sending. `channel_us` is the channel's thread. The device sleeps where a
+  main thread for a step, with encoding and sending, as the mean of all steps; `median_step_us` is the median, without
+  what happens at borders of blocks, once in 16 steps. `channel_us` is the channel's thread. The device sleeps where a
   network would compute, or keeps the core awake; its time does not count. `floor_us` is the same device, and nothing
   but the sending of a message of that size.
 - `API server`: the process of `moestro serve` before a paced engine that loads no torch (`--paced-arithmetic none`),
@@ -214,7 +215,8 @@ class CountingInbox:
         self.send = channel.send
         self.owes = True
         self._num_steps = 0
-        self.spent_ns = self.process_ns = 0
+        self.process_ns = 0
+        self.marks_ns: list[int] = []  # of the main thread, after each step
 
     @property
     def num_steps(self) -> int:
@@ -223,9 +225,10 @@ class CountingInbox:
     @num_steps.setter
     def num_steps(self, num_steps: int) -> None:
         self._num_steps = self._channel.num_steps = num_steps
+        if NUM_WARM <= num_steps <= NUM_WARM + NUM_STEPS:
+            self.marks_ns.append(time.thread_time_ns() - self._device.busy_ns)
         sign = {NUM_WARM: -1, NUM_WARM + NUM_STEPS: 1}.get(num_steps, 0)
         if sign:
-            self.spent_ns += sign * (time.thread_time_ns() - self._device.busy_ns)
             self.process_ns += sign * (time.process_time_ns() - self._device.busy_ns)
 
     def receive(self, wait_s: float | None) -> list[ToRank]:
@@ -255,8 +258,8 @@ def decode_request(i: int, num_tokens: int) -> Request:
     )
 
 
-def loop_us(channel: Channel, count: int, *, is_awake: bool) -> tuple[float, float]:
-    """Processor time of a step in the main thread, and in the channel's thread."""
+def loop_us(channel: Channel, count: int, *, is_awake: bool) -> tuple[float, float, float]:
+    """Processor time of a step in the main thread, its mean and median, and the mean in the channel's thread."""
     num_tokens = NUM_WARM + NUM_STEPS + 50
     settings = SchedulerSettings(
         num_blocks=count * (num_tokens // BLOCK_SIZE + 3),
@@ -272,7 +275,9 @@ def loop_us(channel: Channel, count: int, *, is_awake: bool) -> tuple[float, flo
     rank.expert_observer = collection
     inbox = CountingInbox(channel, device, [decode_request(i, num_tokens) for i in range(count)])
     run_rank(rank, inbox, time.monotonic_ns, SideJobs(report_experts=collection.report))
-    return inbox.spent_ns / NUM_STEPS / 1e3, (inbox.process_ns - inbox.spent_ns) / NUM_STEPS / 1e3
+    steps_us = np.diff(inbox.marks_ns) / 1e3
+    mean_us = float(steps_us.mean())
+    return mean_us, float(np.median(steps_us)), inbox.process_ns / NUM_STEPS / 1e3 - mean_us
 
 
 @contextlib.contextmanager
@@ -310,11 +315,11 @@ def loop_rows() -> Iterator[dict[str, object]]:
         try:
             for device, count in product(("asleep", "awake"), SIZES):
                 is_awake = device == "awake"
-                pairs = [loop_us(channel, count, is_awake=is_awake) for _ in range(REPEATS)]
-                loop, rest = (spread([pair[i] for pair in pairs]) for i in range(2))
+                times = [loop_us(channel, count, is_awake=is_awake) for _ in range(REPEATS)]
+                loop, median, rest = map(spread, zip(*times, strict=True))
                 floor = spread([bare_loop_us(count, is_awake=is_awake) for _ in range(REPEATS)])
                 row = {"part": "rank loop", "device": device, "sequences": count}
-                yield {**row, "loop_us": loop, "channel_us": rest, "floor_us": floor}
+                yield {**row, "loop_us": loop, "median_step_us": median, "channel_us": rest, "floor_us": floor}
         finally:
             channel.close()
 
