@@ -59,7 +59,7 @@ def block_hash(key: bytes, parent: bytes, token_ids: NDArray[np.int32]) -> bytes
     return hasher.digest()
 
 
-@lru_cache(maxsize=64)  # a copy takes half of the time of a new one; a server with many salts has as many keys
+@lru_cache(maxsize=64)  # a copy takes less time than a new one; a server with many salts has as many keys
 def _hasher(key: bytes) -> blake2b:
     """Hasher of blocks under `key`, for copies."""
     return blake2b(digest_size=HASH_BYTES, key=key)

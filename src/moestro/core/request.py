@@ -186,7 +186,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_known_tokens(self) -> int:
         """Tokens that an engine computes before it samples one: the prompt and the resumed tokens."""
-        return self.num_prompt_tokens + len(self.resumed_token_ids) // 4
+        return self.num_prompt_tokens + self.num_resumed_tokens
 
     @property
     def num_total_tokens(self) -> int:

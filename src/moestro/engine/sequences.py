@@ -230,7 +230,7 @@ class SequenceTable:
         self.sequences: list[Sequence | None] = [None] * num_slots
         self._fixed: tuple[Slots, FixedColumns] | None = None  # of the slots in `running` when it was made
         self._free = list(range(num_slots - 1, -1, -1))
-        self._zeros = np.zeros(max_model_len + 1, np.int32)  # the tokens of hashed traces; nobody writes to them
+        self._zeros = np.zeros(max_model_len + 1, np.int32)  # tokens of hashed traces, read-only
         self._zeros.flags.writeable = False
 
     @property

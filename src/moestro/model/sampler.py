@@ -160,7 +160,7 @@ def _most_likely(logprobs: Tensor, count: int) -> Tensor:
     least = logprobs.topk(count, dim=-1).values[:, -1:]
     if logprobs.device.type != "cpu":
         return _preferred(logprobs, least, count)
-    # NumPy finds the few candidates several times as fast as torch.
+    # The candidates are few, so this takes a half to a third of the time of `_preferred`.
     numbers = logprobs.numpy()
     rows, ids = np.nonzero(~(numbers < least.numpy()))  # a row of NaN keeps all
     in_order = np.lexsort((ids, -numbers[rows, ids], rows))

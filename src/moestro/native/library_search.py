@@ -36,7 +36,7 @@ def cache_folder() -> Path:
 
 
 class LibrarySearch(Generic[T]):
-    """A search for a library, which compiles it in a thread of its own where it is absent.
+    """A search for a compiled library. If it is absent, a background thread compiles it.
 
     Args:
         source: The library.

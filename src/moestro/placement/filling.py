@@ -98,7 +98,7 @@ class _Budget:
 
     Attributes:
         had: bool[layers, experts, devices], copies before the whole change.
-        due: int64[layers, devices], copies that filling must move, because a device has too few of its own.
+        due: int64[layers, devices], copies that a device must receive, because it holds too few to fill its slots.
         spare: Copies that may move beyond these.
         is_changed: bool[layers], layers that change anyhow.
         spare_layers: Further layers that may change.

@@ -42,7 +42,7 @@ class ProfileReading:
         num_experts: Logical experts of a layer; None takes the largest one seen.
         top_k: Experts of a token, where a file has counts alone.
         tokens_per_step: Tokens of a step, where a file has no steps.
-        needs_steps: Whether an operator chose `tokens_per_step`; a profile that has steps of its own is then refused.
+        needs_steps: Whether an operator chose `tokens_per_step`. A profile that recorded its steps is then refused.
         experts_of: Returns the experts of the network that a recording names, given its number of layers; None means
             that it is unknown.
         index: Index of a routing trace, JSON lines; None means that there is none.

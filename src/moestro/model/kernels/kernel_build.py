@@ -38,7 +38,7 @@ def choose_instruction_set() -> InstructionSet:
 
 
 class KernelBuild(LibrarySearch[KernelLibrary]):
-    """A search for the CPU kernels, which compiles them in a thread of its own where they are absent.
+    """A search for the CPU kernels. If they are absent, a background thread compiles them.
 
     Args:
         chosen: Instruction set. None means the best of this machine.
