@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -443,6 +444,7 @@ def main() -> None:
     parser.add_argument("--awake-cores", action="store_true", help="keep all cores awake beside the API server")
     args = parser.parse_args()
     conditions = run_record("measured")
+    gc.freeze()  # as `worker.worker` does: a full collection would look at the objects of all libraries
     ways: dict[str, Callable[[], Iterator[dict[str, object]]]] = {
         "engine": lambda: map(engine_row, SIZES), "loop": loop_rows, "server": lambda: server_rows(args.repeats),
     }  # fmt: skip

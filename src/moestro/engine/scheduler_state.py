@@ -11,7 +11,8 @@ Methods carry out these transitions. The scheduler decides when.
 
 from __future__ import annotations
 
-from moestro.core.columns import true_rows
+from moestro.core.columns import int32, true_rows
+from moestro.core.hashing import ROOT, block_hash
 from moestro.core.work import Int32s, Slots
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.event_recorder import EventRecorder
@@ -151,6 +152,28 @@ class SchedulerState:
         """
         for row in true_rows(computed >= self.table.next_full_at[slots]):
             self.cache_blocks(slots.item(row), computed.item(row) // self.block_size)
+
+    def cache_next_blocks(self, sequences: list[Sequence], slots: Slots, computed: Int32s) -> None:
+        """Enter the next block of each sequence, which is full now, into the prefix cache, as `cache_full_blocks` does.
+
+        Args:
+            sequences: sequences in `slots`, with known tokens.
+            computed: int32[n], tokens of each slot that have KV now, which end a block.
+        """
+        if self.block_contents is not None:
+            self.cache_full_blocks(slots, computed)
+            return
+        table, size, blocks, names = self.table, self.block_size, [], []
+        for sequence, slot, end in zip(sequences, slots.tolist(), computed.tolist(), strict=True):
+            hashes = sequence.hashes
+            name = block_hash(
+                sequence.request.hash_key, hashes[-1] if hashes else ROOT, table.token_ids[slot, end - size : end]
+            )
+            blocks.append(sequence.blocks[len(hashes)])
+            hashes.append(name)
+            names.append(name)
+        self.pool.remember(blocks, names)
+        table.next_full_at[slots] = computed + int32(size)
 
     def cache_blocks(self, slot: int, num_full: int) -> None:
         """Enter the first `num_full` blocks of the sequence in `slot` into the prefix cache, as far as it has names."""
