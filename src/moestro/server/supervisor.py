@@ -362,7 +362,7 @@ class Supervisor:
 
     async def _tick_forever(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._watchdog.tick_s)
             self._watchdog.tick(now_ns())
             self._dismiss_drained()
             self._engines.settle_unassigned()
