@@ -7,6 +7,7 @@ from cyclopts.config import Env
 
 from moestro import __version__
 from moestro.config.config_sources import ConfigFile, Origins
+from moestro.config.whole_numbers import SuffixedNumbers
 
 ORIGINS = Origins()
 
@@ -14,12 +15,14 @@ app = App(
     name="moestro",
     help=(
         "One scheduler for Mixture-of-Experts serving, from the cluster down to the expert.\n\n"
-        "Every flag can also be set by an environment variable: --max-num-seqs by MOESTRO_MAX_NUM_SEQS."
+        "Every flag can also be set by an environment variable: --max-num-seqs by MOESTRO_MAX_NUM_SEQS. "
+        "Whole numbers may have a suffix, as in vLLM: 8k is 8,000, and 8K is 8,192."
     ),
     version=__version__,
     config=(
         Env("MOESTRO_", command=False),  # keeps API keys out of the process list
         ConfigFile(),
+        SuffixedNumbers(),
         ORIGINS,
     ),
     default_parameter=Parameter(show_env_var=False, negative_iterable=()),

@@ -30,7 +30,7 @@ def calibrate(
 
     * moestro calibrate --out demo.json measures the demo model; it takes a minute or two on one core.
     * OMP_NUM_THREADS=1 moestro calibrate DIR --max-num-seqs 16 --max-num-batched-tokens 512 measures a smaller range.
-    * moestro calibrate DIR --device cuda --max-num-seqs 256 --kv-cache-memory-bytes 20000000000 measures a GPU.
+    * moestro calibrate DIR --device cuda --max-num-seqs 256 --kv-cache-memory-bytes 20g measures a GPU.
 
     Parameters
     ----------
