@@ -159,8 +159,8 @@ class DecodeRun:
     def _cache_full_blocks(self, running: Slots, is_full: NDArray[np.bool_]) -> None:
         rows = true_rows(is_full)
         if rows:
-            slots, sequences = running.take(rows), [self._sequences[row] for row in rows]
-            self._state.cache_next_blocks(sequences, slots, self._computed.take(rows))
+            slots = running.take(rows)
+            self._state.cache_full_blocks(slots, self._computed.take(rows))
             self._limits[_AT_FULL, rows] = self._table.next_full_at.take(slots)
 
     def _output(self, tokens: list[int], is_last: NDArray[np.bool_], result: StepResult) -> StepOutput:

@@ -11,14 +11,14 @@ Methods carry out these transitions. The scheduler decides when.
 
 from __future__ import annotations
 
-from moestro.core.columns import int32, true_rows
+from moestro.core.columns import ONE, int32, true_rows
 from moestro.core.hashing import ROOT, block_hash
 from moestro.core.work import Int32s, Slots
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.host_blocks import HostBlocks
 from moestro.engine.policy_contract import Admitted, Left, OrderPolicy
-from moestro.engine.sequences import BlockContent, Sequence, SequenceTable
+from moestro.engine.sequences import NEVER, BlockContent, Sequence, SequenceTable
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import SchedulerCounts, StepOutput
 from moestro.engine.waiting import WaitingQueue
@@ -41,6 +41,7 @@ class SchedulerState:
 
     def __init__(self, settings: SchedulerSettings, order: OrderPolicy) -> None:
         self.block_size = settings.block_size
+        self._block_size = int32(settings.block_size)
         self.pool = BlockPool(settings.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
         self.table = SequenceTable(settings.num_slots, settings.max_model_len, settings.block_size)
         self.waiting = WaitingQueue(order, self.pool, settings.block_size)
@@ -150,43 +151,42 @@ class SchedulerState:
         Args:
             computed: int32[n], tokens of each slot that have KV now.
         """
-        for row in true_rows(computed >= self.table.next_full_at[slots]):
-            self.cache_blocks(slots.item(row), computed.item(row) // self.block_size)
+        next_full_at = self.table.next_full_at[slots]
+        rows = true_rows(computed >= next_full_at)
+        if rows:
+            num_cached = next_full_at[rows] // self._block_size - ONE
+            self.cache_blocks(slots[rows].tolist(), num_cached.tolist(), (computed[rows] // self._block_size).tolist())
 
-    def cache_next_blocks(self, sequences: list[Sequence], slots: Slots, computed: Int32s) -> None:
-        """Enter the next block of each sequence, which is full now, into the prefix cache, as `cache_full_blocks` does.
+    def cache_blocks(self, slots: list[int], num_cached: list[int], num_full: list[int]) -> None:
+        """Enter full blocks of the sequences in `slots` into the prefix cache, as far as they have names.
 
         Args:
-            sequences: sequences in `slots`, with known tokens.
-            computed: int32[n], tokens of each slot that have KV now, which end a block.
+            num_cached: blocks of each sequence that are in the cache.
+            num_full: full blocks of each sequence.
         """
-        if self.block_contents is not None:
-            self.cache_full_blocks(slots, computed)
-            return
-        table, size, blocks, names = self.table, self.block_size, [], []
-        for sequence, slot, end in zip(sequences, slots.tolist(), computed.tolist(), strict=True):
-            hashes = sequence.hashes
-            name = block_hash(
-                sequence.request.hash_key, hashes[-1] if hashes else ROOT, table.token_ids[slot, end - size : end]
-            )
-            blocks.append(sequence.blocks[len(hashes)])
-            hashes.append(name)
-            names.append(name)
+        table, block_size, blocks, names = self.table, self.block_size, list[int](), list[bytes]()
+        sequences, token_ids, next_full_at = table.sequences, table.token_ids, table.next_full_at
+        for at, slot in enumerate(slots):
+            sequence, first, end = sequences[slot], num_cached[at], num_full[at]
+            assert sequence is not None, f"slot {slot} is empty"
+            request, hashes = sequence.request, sequence.hashes
+            has_tokens = request.token_ids is not None
+            if not has_tokens and len(hashes) < end:
+                end = len(hashes)
+            while len(hashes) < end:
+                start = len(hashes) * block_size
+                parent = hashes[-1] if hashes else ROOT
+                hashes.append(block_hash(request.hash_key, parent, token_ids[slot, start : start + block_size]))
+            if self.block_contents is not None:
+                self.block_contents.update(sequence.contents(first, end, token_ids[slot], block_size))
+            if first + 1 == end:  # the usual case
+                blocks.append(sequence.blocks[first])
+                names.append(hashes[first])
+            else:
+                blocks += sequence.blocks[first:end]
+                names += hashes[first:end]
+            next_full_at[slot] = (end + 1) * block_size if has_tokens or len(hashes) > end else NEVER
         self.pool.remember(blocks, names)
-        table.next_full_at[slots] = computed + int32(size)
-
-    def cache_blocks(self, slot: int, num_full: int) -> None:
-        """Enter the first `num_full` blocks of the sequence in `slot` into the prefix cache, as far as it has names."""
-        table, block_size = self.table, self.block_size
-        sequence = table.at(slot)
-        if sequence.request.token_ids is not None:
-            sequence.extend_hashes(num_full, block_size, table.token_ids[slot])
-        first, num_names = table.next_full_at.item(slot) // block_size - 1, len(sequence.hashes)
-        end = num_full if num_full < num_names else num_names
-        if self.block_contents is not None:
-            self.block_contents.update(sequence.contents(first, end, table.token_ids[slot], block_size))
-        self.pool.remember(sequence.blocks[first:end], sequence.hashes[first:end])
-        table.remembered(slot, end)
 
     def check(self) -> None:
         """Recount blocks and slots from scratch.

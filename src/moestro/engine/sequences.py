@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from moestro.core.columns import SHORT
 from moestro.core.grammar import GrammarBackend
-from moestro.core.hashing import HASH_BYTES, ROOT, block_hash, name_key, split_hashes
+from moestro.core.hashing import HASH_BYTES, name_key, split_hashes
 from moestro.core.request import Request, SamplingParams, ServiceClass, TokenLogprobs
 from moestro.core.views import BE, LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, LogitEdits, Slots
@@ -122,18 +122,6 @@ class Sequence:
             )
             for at in range(first, end)
         }
-
-    def extend_hashes(self, num_blocks: int, block_size: int, token_row: NDArray[np.int32] | None) -> None:
-        """Compute the missing hashes of the first `num_blocks` full blocks.
-
-        Args:
-            token_row: int32, the sequence's tokens by position. None means that tokens are unknown: nothing changes.
-        """
-        while token_row is not None and len(self.hashes) < num_blocks:
-            start = len(self.hashes) * block_size
-            parent = self.hashes[-1] if self.hashes else ROOT
-            tokens = token_row[start : start + block_size]
-            self.hashes.append(block_hash(self.request.hash_key, parent, tokens))
 
     def learn_hashes(self, packed: bytes) -> None:
         """Append hashes that a priced device knows from the sequence's script."""
@@ -343,12 +331,6 @@ class SequenceTable:
         if packed and self.next_full_at[slot] == NEVER:
             self.next_full_at[slot] = (len(sequence.hashes) + 1) * self.block_size
         sequence.learn_hashes(packed)
-
-    def remembered(self, slot: int, num_blocks: int) -> None:
-        """Note that the first `num_blocks` blocks of the sequence are in the prefix cache."""
-        sequence = self.at(slot)
-        has_names = sequence.request.token_ids is not None or len(sequence.hashes) > num_blocks
-        self.next_full_at[slot] = (num_blocks + 1) * self.block_size if has_names else NEVER
 
     def add_prompt_logprobs(self, slot: int, entries: tuple[TokenLogprobs, ...]) -> None:
         """Append entries to the prompt logprobs collected so far."""
