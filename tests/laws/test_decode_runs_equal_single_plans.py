@@ -139,7 +139,7 @@ class Twins:
         assert known is None or known == table.num_tokens[table.running].sum()
 
 
-def run_twins(seed: int, batch: str = "decode_first", **bounds: int) -> Twins:
+def run_twins(seed: int, batch: str = "decode_first", **bounds: int | None) -> Twins:
     """Serve random requests to their ends, or for 400 steps."""
     rng = np.random.default_rng(seed)
     twins = Twins(SchedulerSettings(block_size=BLOCK_SIZE, max_model_len=LONGEST, batch_policy=batch, **bounds), seed)
@@ -162,16 +162,20 @@ def run_twins(seed: int, batch: str = "decode_first", **bounds: int) -> Twins:
     num_blocks=st.integers(20, 80),
     max_num_seqs=st.integers(1, 8),
     budget=st.integers(8, 40),
+    max_chunk=st.sampled_from([None, 3]),
     batch=st.sampled_from(["decode_first", "prefill_first", "run_to_completion", "qllm"]),
     caching=st.booleans(),
 )
-def test_runs_change_neither_plans_nor_outputs_nor_state(seed, num_blocks, max_num_seqs, budget, batch, caching):
+def test_runs_change_neither_plans_nor_outputs_nor_state(
+    seed, num_blocks, max_num_seqs, budget, max_chunk, batch, caching
+):
     run_twins(
         seed,
         batch,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
+        max_chunk=max_chunk,
         enable_prefix_caching=caching,
     )
 
@@ -181,6 +185,17 @@ def test_most_decodes_of_a_plain_history_are_in_runs():
     twins = [run_twins(seed, num_blocks=80, max_num_seqs=8, max_num_batched_tokens=40) for seed in range(10)]
     assert sum(each.num_runs for each in twins) > 200
     assert sum(each.num_bare for each in twins) > 200
+
+
+def test_a_last_chunk_of_one_token_that_ends_a_block_is_cached_under_the_name_that_it_has():
+    """Such a chunk looks like a decode, and the hash of its block is known from the prompt."""
+    twins = Twins(SchedulerSettings(block_size=BLOCK_SIZE, max_model_len=LONGEST, num_blocks=40, max_num_seqs=2,
+                                    max_num_batched_tokens=7), seed=0)  # fmt: skip
+    for each in twins.schedulers:
+        each.add(make_request("r0", range(8), block_size=BLOCK_SIZE, max_tokens=9))
+    for now_ns in range(9):
+        twins.step(now_ns, np.random.default_rng(0), [])
+    assert twins.num_runs
 
 
 class OfFirstClass:

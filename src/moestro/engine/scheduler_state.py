@@ -156,6 +156,8 @@ class SchedulerState:
     def cache_next_blocks(self, sequences: list[Sequence], slots: Slots, computed: Int32s) -> None:
         """Enter the next block of each sequence, which is full now, into the prefix cache, as `cache_full_blocks` does.
 
+        The hash of a block of the prompt is known before it is full.
+
         Args:
             sequences: sequences in `slots`, with known tokens.
             computed: int32[n], tokens of each slot that have KV now, which end a block.
@@ -165,13 +167,12 @@ class SchedulerState:
             return
         table, size, blocks, names = self.table, self.block_size, [], []
         for sequence, slot, end in zip(sequences, slots.tolist(), computed.tolist(), strict=True):
-            hashes = sequence.hashes
-            name = block_hash(
-                sequence.request.hash_key, hashes[-1] if hashes else ROOT, table.token_ids[slot, end - size : end]
-            )
-            blocks.append(sequence.blocks[len(hashes)])
-            hashes.append(name)
-            names.append(name)
+            hashes, at = sequence.hashes, end // size - 1
+            if at == len(hashes):
+                parent, tokens = hashes[-1] if hashes else ROOT, table.token_ids[slot, end - size : end]
+                hashes.append(block_hash(sequence.request.hash_key, parent, tokens))
+            blocks.append(sequence.blocks[at])
+            names.append(hashes[at])
         self.pool.remember(blocks, names)
         table.next_full_at[slots] = computed + int32(size)
 
