@@ -13,10 +13,9 @@ from moestro.core.load_figures import IDLE
 from moestro.core.request import NewTokens, Output, ServiceClass, TokenLogprobs
 from moestro.core.views import BatchLimits, BatchView
 from moestro.core.work import Plan, StepResult, Units
-from moestro.engine.rank import outputs_of
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import StepOutput
+from moestro.engine.step_output import StepOutput, outputs_of
 from moestro.wire.messages import Outputs, decode_from_rank, encode
 
 BLOCK_SIZE, LONGEST, NUM_REQUESTS = 4, 60, 10
@@ -75,8 +74,8 @@ def columns_of(plan: Plan, scheduler: Scheduler) -> list:
 
 def rows_of(output: StepOutput) -> list:
     names = [sequence.request.request_id for sequence in output.sequences]
-    ended = [sequence.request.request_id for sequence in output.ended]
-    return [names, output.token_ids, output.finish_reasons, output.logprobs, output.prompt_logprobs, ended]
+    reasons = list(output.finish_reasons.items())
+    return [names, output.token_ids, reasons, output.logprobs, output.prompt_logprobs]
 
 
 def heard(output: StepOutput) -> list[Output]:
@@ -128,6 +127,8 @@ class Twins:
                 outputs = [each.update(piece, now_ns) for each in self.schedulers]
                 assert rows_of(outputs[0]) == rows_of(outputs[1])
                 assert heard(outputs[0]) == heard(outputs[1])
+                assert sum(len(each.logprobs) for each in heard(outputs[0])) == len(outputs[0].logprobs)
+                assert sum(len(each.logprobs) for each in heard(outputs[0])) == len(outputs[0].logprobs)
                 self.num_bare += isinstance(outputs_of(outputs[0]), NewTokens)
         if victim is not None:
             assert len({each.abort(victim, now_ns) for each in self.schedulers}) == 1
