@@ -115,8 +115,7 @@ def snapshot(scheduler: Scheduler, now_ns: int) -> dict:
 
 
 def ends(output: StepOutput) -> list:
-    told = zip(output.sequences, output.finish_reasons, strict=True)
-    return [(sequence.serial, reason) for sequence, reason in told if reason is not None]
+    return [(output.sequences[row].serial, reason) for row, reason in output.finish_reasons.items()]
 
 
 # Policies that go together, with ages of a few steps.

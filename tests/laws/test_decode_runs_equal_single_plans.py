@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from support.fake_device import VOCAB_SIZE, make_request
 from support.plain_grammar import backend
 
+from moestro.core.hashing import hash_blocks, split_hashes
 from moestro.core.load_figures import IDLE
 from moestro.core.request import NewTokens, Output, ServiceClass, TokenLogprobs
 from moestro.core.views import BatchLimits, BatchView
 from moestro.core.work import Plan, StepResult, Units
-from moestro.engine.rank import outputs_of
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import StepOutput
+from moestro.engine.step_output import StepOutput, outputs_of
 from moestro.wire.messages import Outputs, decode_from_rank, encode
 
 BLOCK_SIZE, LONGEST, NUM_REQUESTS = 4, 60, 10
@@ -75,8 +75,8 @@ def columns_of(plan: Plan, scheduler: Scheduler) -> list:
 
 def rows_of(output: StepOutput) -> list:
     names = [sequence.request.request_id for sequence in output.sequences]
-    ended = [sequence.request.request_id for sequence in output.ended]
-    return [names, output.token_ids, output.finish_reasons, output.logprobs, output.prompt_logprobs, ended]
+    reasons = list(output.finish_reasons.items())
+    return [names, output.token_ids, reasons, output.logprobs, output.prompt_logprobs]
 
 
 def heard(output: StepOutput) -> list[Output]:
@@ -101,6 +101,19 @@ def state_of(scheduler: Scheduler) -> list:
         [sequence.serial for sequence in scheduler.waiting.in_order(0)],
         scheduler.counts,
     ]
+
+
+def check_names(scheduler: Scheduler) -> None:
+    """Blocks have the names that `hash_blocks` gives to the sequence's tokens, and all full ones have one."""
+    table, pool = scheduler.table, scheduler.pool
+    for slot in table.running.tolist():
+        sequence = table.at(slot)
+        known = table.token_ids[slot, : table.num_tokens[slot]]
+        names = split_hashes(hash_blocks(sequence.request.hash_key, known, BLOCK_SIZE))
+        assert sequence.hashes == names[: len(sequence.hashes)]
+        assert len(sequence.hashes) >= table.num_computed[slot] // BLOCK_SIZE
+        given = [pool._hash_of[block] for block in sequence.blocks]
+        assert all(name in {None, *names[at : at + 1]} for at, name in enumerate(given))
 
 
 class Twins:
@@ -128,10 +141,13 @@ class Twins:
                 outputs = [each.update(piece, now_ns) for each in self.schedulers]
                 assert rows_of(outputs[0]) == rows_of(outputs[1])
                 assert heard(outputs[0]) == heard(outputs[1])
+                assert sum(len(each.logprobs) for each in heard(outputs[0])) == len(outputs[0].logprobs)
+                assert sum(len(each.logprobs) for each in heard(outputs[0])) == len(outputs[0].logprobs)
                 self.num_bare += isinstance(outputs_of(outputs[0]), NewTokens)
         if victim is not None:
             assert len({each.abort(victim, now_ns) for each in self.schedulers}) == 1
         self.schedulers[0].check()
+        check_names(self.schedulers[0])
         states = [state_of(each) for each in self.schedulers]
         assert states[0] == states[1]
         known = self.schedulers[0].decode_run.num_known
@@ -139,7 +155,7 @@ class Twins:
         assert known is None or known == table.num_tokens[table.running].sum()
 
 
-def run_twins(seed: int, batch: str = "decode_first", **bounds: int) -> Twins:
+def run_twins(seed: int, batch: str = "decode_first", **bounds: int | None) -> Twins:
     """Serve random requests to their ends, or for 400 steps."""
     rng = np.random.default_rng(seed)
     twins = Twins(SchedulerSettings(block_size=BLOCK_SIZE, max_model_len=LONGEST, batch_policy=batch, **bounds), seed)
@@ -162,16 +178,20 @@ def run_twins(seed: int, batch: str = "decode_first", **bounds: int) -> Twins:
     num_blocks=st.integers(20, 80),
     max_num_seqs=st.integers(1, 8),
     budget=st.integers(8, 40),
+    max_chunk=st.sampled_from([None, 3]),
     batch=st.sampled_from(["decode_first", "prefill_first", "run_to_completion", "qllm"]),
     caching=st.booleans(),
 )
-def test_runs_change_neither_plans_nor_outputs_nor_state(seed, num_blocks, max_num_seqs, budget, batch, caching):
+def test_runs_change_neither_plans_nor_outputs_nor_state(
+    seed, num_blocks, max_num_seqs, budget, max_chunk, batch, caching
+):
     run_twins(
         seed,
         batch,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
+        max_chunk=max_chunk,
         enable_prefix_caching=caching,
     )
 
@@ -181,6 +201,17 @@ def test_most_decodes_of_a_plain_history_are_in_runs():
     twins = [run_twins(seed, num_blocks=80, max_num_seqs=8, max_num_batched_tokens=40) for seed in range(10)]
     assert sum(each.num_runs for each in twins) > 200
     assert sum(each.num_bare for each in twins) > 200
+
+
+def test_a_last_chunk_of_one_token_that_ends_a_block_is_cached_under_the_name_that_it_has():
+    """Such a chunk looks like a decode, and the hash of its block is known from the prompt."""
+    twins = Twins(SchedulerSettings(block_size=BLOCK_SIZE, max_model_len=LONGEST, num_blocks=40, max_num_seqs=2,
+                                    max_num_batched_tokens=7), seed=0)  # fmt: skip
+    for each in twins.schedulers:
+        each.add(make_request("r0", range(8), block_size=BLOCK_SIZE, max_tokens=9))
+    for now_ns in range(9):
+        twins.step(now_ns, np.random.default_rng(0), [])
+    assert twins.num_runs
 
 
 class OfFirstClass:

@@ -128,11 +128,10 @@ class World:
         self.note(self.scheduler.update(self.executor.poll(self.now_ns), self.now_ns))
 
     def note(self, output: StepOutput) -> None:
-        for sequence, reason in zip(output.sequences, output.finish_reasons, strict=True):
-            if reason is not None:
-                self.device.forget(sequence.serial)
-                num_tokens = len(sequence.generated) if sequence.request.sampling.max_tokens else 0
-                self.record.append((sequence.request.request_id, reason, num_tokens, self.now_ns))
+        for sequence, reason in zip(output.ended, output.finish_reasons.values(), strict=True):
+            self.device.forget(sequence.serial)
+            num_tokens = len(sequence.generated) if sequence.request.sampling.max_tokens else 0
+            self.record.append((sequence.request.request_id, reason, num_tokens, self.now_ns))
         self.check()
 
     def jump(self, end_ns: int | None) -> bool:

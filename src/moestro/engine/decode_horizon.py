@@ -174,7 +174,7 @@ class DecodeJumps:
             if end == next_end:
                 rows.append(row)
                 ended.append(self._table.at(decodes.running.item(row)))
-        output = StepOutput(ended, [-1] * len(ended), [FinishReason.LENGTH] * len(ended), ended=ended)
+        output = StepOutput(ended, [-1] * len(ended), dict.fromkeys(range(len(ended)), FinishReason.LENGTH))
         self._state.finish_all(output)
         self._forget(rows, decodes)
         return output

@@ -6,11 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.columns import ONE, ZERO, all_true, true_rows
-from moestro.core.request import FinishReason
 from moestro.core.work import Int32s, Slots, StepResult, Units
 from moestro.engine.scheduler_state import SchedulerState
 from moestro.engine.sequences import CAPACITY, COMPUTED, FULL_AT, LAST_TOKENS, TOKENS, Sequence
-from moestro.engine.step_output import StepOutput
+from moestro.engine.step_output import StepOutput, find_finish_reasons
 
 _ONE_MORE = np.array(1, np.int64)  # as `core.columns.ONE`
 _NO_SLOTS = np.empty(0, np.int64)
@@ -165,22 +164,12 @@ class DecodeRun:
 
     def _output(self, tokens: list[int], is_last: NDArray[np.bool_], result: StepResult) -> StepOutput:
         """Report the sampled tokens, and remove the sequences that end with them."""
-        reasons: list[FinishReason | None] = [None] * len(tokens)
-        at_last = true_rows(is_last) if self._is_at_limit else []
-        for row in at_last:
-            reasons[row] = FinishReason.LENGTH
-        stopped: list[int] = []
-        if not self._stop_token_ids.isdisjoint(tokens):
-            pairs = enumerate(zip(self._sequences, tokens, strict=True))
-            stopped = [row for row, (sequence, token) in pairs if token in sequence.stop_token_ids]
-        for row in stopped:
-            reasons[row] = FinishReason.STOP
-        ended = [self._sequences[row] for row in sorted({*at_last, *stopped})]
-        further = () if ended or result.logprobs else self._request_ids
-        output = StepOutput(
-            self._sequences.copy(), tokens, reasons, dict(result.logprobs), ended=ended, further=further
-        )
-        self._state.finish_all(output)
+        sequences, at_last = self._sequences, true_rows(is_last) if self._is_at_limit else []
+        may_end = at_last or not self._stop_token_ids.isdisjoint(tokens)
+        reasons = find_finish_reasons(sequences, tokens, at_last) if may_end else {}
+        output = StepOutput(sequences, tokens, reasons, result.logprobs, request_ids=self._request_ids)
+        if reasons:
+            self._state.finish_all(output)
         return output
 
 

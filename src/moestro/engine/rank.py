@@ -9,20 +9,18 @@ import msgspec
 import numpy as np
 
 from moestro.core.load_figures import LoadFigures, PaceCounts
-from moestro.core.request import FinishReason, NewTokens, Output, Request
+from moestro.core.request import NewTokens, Output, Request
 from moestro.core.stages import StagedDevice
 from moestro.core.views import BE, StepPolicy
 from moestro.core.work import Device, Executor, Int32s, IsWanted, Plan, PlanWanted, StepResult, never_wanted
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.scheduler import Scheduler
-from moestro.engine.sequences import COMPUTED, Sequence
+from moestro.engine.sequences import COMPUTED
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import StepOutput
+from moestro.engine.step_output import StepOutput, outputs_of
 from moestro.errors import InvariantError
 from moestro.flow.executor import FlowExecutor
-
-_WITHOUT_TOKEN = {FinishReason.NON_FINITE, FinishReason.GRAMMAR}
 
 
 class ExpertObserver(Protocol):
@@ -249,42 +247,3 @@ def build_preemptive_rank(
     """
     executor = FlowExecutor(device, policy, launch_ahead)
     return Rank(Scheduler(settings, executor.recall), executor, passes_decodes=passes_decodes)
-
-
-def outputs_of(output: StepOutput) -> tuple[Output, ...] | NewTokens:
-    """One output per sequence that gained a token, whose prompt is over and that wanted none, or that had to end."""
-    if output.further:
-        return NewTokens(output.further, output.token_ids)
-    logprobs, prompt_logprobs, reasons = output.logprobs, output.prompt_logprobs, output.finish_reasons
-    columns = zip(output.sequences, output.token_ids, reasons, strict=True)
-    if not logprobs and not prompt_logprobs and reasons.count(None) == len(reasons):
-        return tuple([_token_alone(sequence, token_id) for sequence, token_id, _ in columns])
-    return tuple(
-        _token_alone(sequence, token_id)
-        if reason is None and row not in logprobs and row not in prompt_logprobs
-        else Output(
-            request_id=sequence.request.request_id,
-            token_ids=(token_id,) if reason is None or _has_token(sequence, reason) else (),
-            finish_reason=reason,
-            logprobs=(logprobs[row],) if row in logprobs else (),
-            prompt_logprobs=prompt_logprobs.get(row),
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-            admitted_ns=sequence.admitted_ns,
-        )
-        for row, (sequence, token_id, reason) in enumerate(columns)
-    )
-
-
-def _token_alone(sequence: Sequence, token_id: int) -> Output:
-    """Each further argument would take a tenth of the time."""
-    return Output(
-        request_id=sequence.request.request_id,
-        token_ids=(token_id,),
-        num_cached_tokens=sequence.num_cached_tokens or 0,
-        admitted_ns=sequence.admitted_ns,
-    )
-
-
-def _has_token(sequence: Sequence, reason: FinishReason) -> bool:
-    """Whether a sequence ended with a token. One of max_tokens 0 ends at once, without any."""
-    return sequence.request.sampling.max_tokens > 0 and reason not in _WITHOUT_TOKEN

@@ -198,11 +198,11 @@ class ObservedRanks:
             if not output.sequences:
                 continue
             observation.gained(output)
-            for sequence, reason in zip(output.sequences, output.finish_reasons, strict=True):
+            for row, sequence in enumerate(output.sequences):
                 before_ns = last_ns.get(sequence.serial)
                 if before_ns is not None and is_seen:
                     observation.gaps_ns.append(now_ns - before_ns)
-                if reason is None:
+                if row not in output.finish_reasons:
                     last_ns[sequence.serial] = now_ns
                 else:
                     last_ns.pop(sequence.serial, None)

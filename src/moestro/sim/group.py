@@ -262,7 +262,7 @@ class Group:
             output = self._advance(seat, len(self.ends))
         else:
             return StepOutput()
-        if output.ended:
+        if output.finish_reasons:
             seat.forget_ended(output)
         return output
 
