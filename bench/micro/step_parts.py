@@ -42,7 +42,7 @@ import torch
 from moestro.config.run_record import run_record
 from moestro.core.hashing import hash_key
 from moestro.core.load_figures import IDLE
-from moestro.core.request import Output, Request, SamplingParams
+from moestro.core.request import NewOutputs, Request, SamplingParams
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, BlockMoves, Forward, StepResult, Units
 from moestro.engine.rank import build_rank
@@ -134,11 +134,8 @@ def build_step(units: Units, pools: KVPools) -> PagedStep:
 
 
 def outputs_message(count: int) -> Outputs:
-    outputs = tuple(
-        Output(request_id=f"cmpl-{i:032x}", token_ids=(1000 + i,), num_cached_tokens=0, admitted_ns=10**15)
-        for i in range(count)
-    )
-    return Outputs(outputs, IDLE, 10**15)
+    request_ids = tuple(f"cmpl-{i:032x}" for i in range(count))
+    return Outputs(NewOutputs((), request_ids, list(range(1000, 1000 + count))), IDLE, 10**15)
 
 
 @torch.inference_mode()

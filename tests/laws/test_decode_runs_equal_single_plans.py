@@ -11,7 +11,7 @@ from support.plain_grammar import backend
 
 from moestro.core.hashing import hash_blocks, split_hashes
 from moestro.core.load_figures import IDLE
-from moestro.core.request import NewTokens, Output, ServiceClass, TokenLogprobs
+from moestro.core.request import Output, ServiceClass, TokenLogprobs
 from moestro.core.views import BatchLimits, BatchView
 from moestro.core.work import Plan, StepResult, Units
 from moestro.engine.scheduler import Scheduler
@@ -143,7 +143,7 @@ class Twins:
                 assert heard(outputs[0]) == heard(outputs[1])
                 assert sum(len(each.logprobs) for each in heard(outputs[0])) == len(outputs[0].logprobs)
                 assert sum(len(each.logprobs) for each in heard(outputs[0])) == len(outputs[0].logprobs)
-                self.num_bare += isinstance(outputs_of(outputs[0]), NewTokens)
+                self.num_bare += not outputs_of(outputs[0]).others
         if victim is not None:
             assert len({each.abort(victim, now_ns) for each in self.schedulers}) == 1
         self.schedulers[0].check()

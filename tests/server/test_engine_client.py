@@ -10,7 +10,7 @@ from support.fake_rank import INFO
 from support.routers import router
 
 from moestro.core.load_figures import LoadFigures
-from moestro.core.request import FinishReason, NewTokens, Output, Request, SamplingParams, ServiceClass
+from moestro.core.request import FinishReason, NewOutputs, Output, Request, SamplingParams, ServiceClass
 from moestro.errors import ConfigError, DrainingError, EngineDiedError, NoEngineError, QueueFullError
 from moestro.server.engine_client import UNASSIGNED_S, EngineClient
 from moestro.server.liveness import LivenessTimeouts
@@ -29,7 +29,7 @@ def request(name: str, num_resumed_tokens: int = 0) -> Request:
 
 
 def outputs(*items: Output) -> Outputs:
-    return Outputs(items, LoadFigures(num_running=3, num_waiting=2, kv_usage=0.5))
+    return Outputs(NewOutputs(items), LoadFigures(num_running=3, num_waiting=2, kv_usage=0.5))
 
 
 class World:
@@ -104,7 +104,7 @@ def test_further_tokens_of_a_step_reach_their_requests_without_an_object_of_each
         inboxes = {name: world.submit(name) for name in "abc"}
         world.engines.on_message(0, outputs(*(Output(request_id=name, token_ids=(1,)) for name in "abc")))
         world.engines.abort("b")
-        message = Outputs(NewTokens(("a", "b", "c"), [7, 8, 9]), LoadFigures())
+        message = Outputs(NewOutputs((), ("a", "b", "c"), [7, 8, 9]), LoadFigures())
         world.engines.on_message(0, decode_from_rank(encode(message)))
         tokens = {name: [each.token_ids for each in iter_queue(inbox)] for name, inbox in inboxes.items()}
         assert tokens == {"a": [(1,), (7,)], "b": [(1,)], "c": [(1,), (9,)]}

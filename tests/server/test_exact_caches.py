@@ -19,7 +19,7 @@ from support.running import Running, call_admin, complete, free_port, is_idle, w
 from moestro.config.linux_process import usable_cores
 from moestro.core.hashing import split_hashes
 from moestro.core.load_figures import IDLE
-from moestro.core.request import FinishReason, Output
+from moestro.core.request import FinishReason, NewOutputs, Output
 from moestro.engine.cache_events import UNCHANGED, changes_of
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
@@ -179,9 +179,9 @@ def test_a_prompt_counts_until_its_end_and_then_by_what_its_engine_said():
         assert expected_hits(engines, prompt)[home] == 64, "under way"
         first, last = split_hashes(asked.block_hashes)[:2], split_hashes(asked.block_hashes)[2:]
         end = Output(request_id="a", token_ids=(1,), finish_reason=FinishReason.STOP)
-        engines.on_message(home, Outputs((end,), IDLE, stored=b"".join(first + last), removed=b""))
+        engines.on_message(home, Outputs(NewOutputs((end,)), IDLE, stored=b"".join(first + last), removed=b""))
         assert expected_hits(engines, prompt)[home] == 64
-        engines.on_message(home, Outputs((), IDLE, removed=b"".join(last)))
+        engines.on_message(home, Outputs(NewOutputs(), IDLE, removed=b"".join(last)))
         assert expected_hits(engines, prompt)[home] == 32
         engines.on_exit(home, "killed")
         engines.on_message(home, Ready(INFO))

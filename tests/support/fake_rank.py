@@ -15,7 +15,7 @@ import msgspec
 from moestro.config.launch_spec import STACK_DUMP, read_launch_spec
 from moestro.core.load_figures import IDLE, LoadFigures
 from moestro.core.model_info import ModelInfo
-from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
+from moestro.core.request import FinishReason, NewOutputs, Output, Request, TokenLogprobs
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError, QueueFullError
 from moestro.wire.messages import Failed, Phase, Ready, identity_of
@@ -93,7 +93,7 @@ class FakeRank:
     def begin(self, now_ns: int) -> None:
         """Nothing: `outputs` does it all."""
 
-    def outputs(self, now_ns: int, is_wanted=None) -> list[Output]:
+    def outputs(self, now_ns: int, is_wanted=None) -> NewOutputs:
         time.sleep(0.002 if self.requests else 0)
         running = list(itertools.islice(self.requests.values(), self.num_running))
         self.num_steps += bool(running)
@@ -104,7 +104,7 @@ class FakeRank:
                 self.babble()
             if request.priority in (HANG, SLOW):
                 time.sleep(600 if request.priority == HANG else 2.2)
-        return [self._next(request, count) for request, count in running]
+        return NewOutputs(tuple(self._next(request, count) for request, count in running))
 
     def _next(self, request: Request, count: int) -> Output:
         if request.sampling.max_tokens == 0:

@@ -23,7 +23,7 @@ from support.hosts import LOOPBACK
 from support.running import PATIENCE_S, wait_until
 
 from moestro.core.hosts import in_address
-from moestro.core.request import Output, Request, SamplingParams, ServiceClass
+from moestro.core.request import NewOutputs, Output, Request, SamplingParams, ServiceClass
 from moestro.core.scheduling_events import SequenceLeft
 from moestro.errors import ConfigError, NoEngineError
 from moestro.server.private_directory import private_directory
@@ -494,10 +494,10 @@ class SlowRank(FakeRank):
         self.num_asked = 0
         self.asked_at_abort: list[int] = []
 
-    def outputs(self, now_ns: int, is_wanted=None) -> list:
+    def outputs(self, now_ns: int, is_wanted=None) -> NewOutputs:
         self.num_asked += 1
         self.num_steps = 1
-        return []
+        return NewOutputs()
 
     def abort(self, request_id: str, now_ns: int) -> None:
         self.asked_at_abort.append(self.num_asked)
@@ -528,9 +528,9 @@ def test_while_a_step_is_under_way_a_rank_does_not_spin_and_hears_messages_at_on
 class PromptRank(FakeRank):
     """Begins a step whenever it is asked, as on a CPU."""
 
-    def outputs(self, now_ns: int, is_wanted=None) -> list:
+    def outputs(self, now_ns: int, is_wanted=None) -> NewOutputs:
         self.num_steps += 1
-        return []
+        return NewOutputs()
 
 
 def test_a_rank_that_gets_on_with_every_step_is_never_made_to_wait():
@@ -556,7 +556,7 @@ class WorkingRank(FakeRank):
         self.num_added += 1
         super().add(request, now_ns)
 
-    def outputs(self, now_ns: int, is_wanted=None) -> list:
+    def outputs(self, now_ns: int, is_wanted=None) -> NewOutputs:
         self.sent_before.append(sum(len(message.outputs) for message in self.channel.sent))
         gained = super().outputs(now_ns, is_wanted)
         if len(gained) == 1 and self.num_added == 1:  # a second request comes while the first is worked on
@@ -593,7 +593,7 @@ def test_a_rank_serves_sleeps_and_leaves_when_told():
     assert not thread.is_alive()
     last = channel.sent[-1]
     assert isinstance(last, Outputs)
-    assert (last.outputs[0].finish_reason, last.load.num_running) == ("length", 0)
+    assert (last.outputs.others[0].finish_reason, last.load.num_running) == ("length", 0)
     assert channel.num_steps == 3
 
 

@@ -167,7 +167,7 @@ class _Load:
         """Send as a rank does."""
         self._channel.send(message)
         if isinstance(message, Outputs):
-            for ended in (each.request_id for each in message.outputs if each.finish_reason is not None):
+            for ended in (each.request_id for each in message.outputs.others if each.finish_reason is not None):
                 if ended in self._long:
                     request = self._make_request(_SHORT_PROMPT, self._answer)
                     self._long.add(request.request_id)

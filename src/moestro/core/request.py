@@ -224,21 +224,24 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     admitted_ns: int = 0  # time of first admission, by the rank's clock
 
 
-class NewTokens(msgspec.Struct, frozen=True, gc=False):
-    """One further token of each of some requests, and nothing else: what most steps yield, without objects of its rows.
+class NewOutputs(msgspec.Struct, frozen=True, gc=False):
+    """What requests gained in a step: columns for one further token each, which most gain, and outputs of the others.
 
     Attributes:
-        request_ids: Each request.
-        token_ids: The token of each one.
+        others: Outputs that are first or last, or have more than a token.
+        request_ids: Each request that gained one further token and nothing else.
+        token_ids: The token of each of these.
     """
 
-    request_ids: tuple[str, ...]
-    token_ids: list[int]
+    others: tuple[Output, ...] = ()
+    request_ids: tuple[str, ...] = ()
+    token_ids: list[int] = []
 
     def __len__(self) -> int:
-        return len(self.request_ids)
+        return len(self.others) + len(self.request_ids)
 
     def __iter__(self) -> Iterator[Output]:
         """Yield the output of each request."""
+        yield from self.others
         for request_id, token_id in zip(self.request_ids, self.token_ids, strict=True):
             yield Output(request_id=request_id, token_ids=(token_id,))

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from moestro.core.load_figures import LoadFigures, PaceCounts
-from moestro.core.request import NewTokens, Output, Request
+from moestro.core.request import NewOutputs, Output, Request
 from moestro.core.stages import StagedDevice
 from moestro.core.views import BE, StepPolicy
 from moestro.core.work import Device, Executor, Int32s, IsWanted, Plan, PlanWanted, StepResult, never_wanted
@@ -100,7 +100,7 @@ class Rank:
         self.begin(now_ns)
         return outputs
 
-    def outputs(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> tuple[Output, ...] | NewTokens:
+    def outputs(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> NewOutputs:
         """Take what is ready, the first half of `step`, as messages."""
         return outputs_of(self.collect(now_ns, is_wanted))
 

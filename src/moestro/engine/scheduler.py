@@ -262,8 +262,12 @@ class Scheduler:
         lacks_block = table.num_tokens[slots] > table.capacity[slots]
         if not has_true(lacks_block):
             return slots, num_tokens, False
+        takers: list[int] = slots[lacks_block].tolist()
+        if len(takers) <= self.pool.num_free:
+            table.add_blocks(takers, self.pool.allocate_many(len(takers)))
+            return slots, num_tokens, False
         dropped: set[int] = set()
-        for slot in slots[lacks_block].tolist():
+        for slot in takers:
             while slot not in dropped and self.pool.num_free == 0:
                 victim, keeps = self.preemption.victim(now_ns)
                 dropped.add(victim)

@@ -7,6 +7,7 @@ preemption.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -63,14 +64,15 @@ class Sequence:
         prompt_logprobs: entries collected so far. None means delivered or not wanted.
         num_preemptions: number of its preemptions.
         is_aborted: whether the sequence is dropped when its unit in flight returns.
+        is_told: whether the API server had an output of it, with its cached tokens and its admission.
         service_class: LS or BE, as given by the client.
         user: `name_key` of the user.
     """
 
     __slots__ = (
-        "admitted_ns", "blocks", "edits", "generated", "hashes", "host_blocks", "is_aborted", "last_num_tokens",
-        "num_cached_tokens", "num_kept", "num_preemptions", "num_tokens", "prompt_logprobs", "request", "sampling_row",
-        "serial", "service_class", "slot", "stop_token_ids", "user",
+        "admitted_ns", "blocks", "edits", "generated", "hashes", "host_blocks", "is_aborted", "is_told",
+        "last_num_tokens", "num_cached_tokens", "num_kept", "num_preemptions", "num_tokens", "prompt_logprobs",
+        "request", "sampling_row", "serial", "service_class", "slot", "stop_token_ids", "user",
     )  # fmt: skip
 
     def __init__(
@@ -92,7 +94,7 @@ class Sequence:
         self.num_cached_tokens: int | None = None
         self.admitted_ns = 0
         self.num_preemptions = 0
-        self.is_aborted = False
+        self.is_aborted = self.is_told = False
         self.service_class = BE if request.service_class is _BE else LS
         self.user = name_key(request.user)
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
@@ -184,6 +186,7 @@ class SequenceTable:
         num_wanting_prompt_logprobs, num_editing: rows that ask for prompt logprobs, or for changes to their logits.
         num_scoring: rows with max_tokens 0.
         num_be: best-effort rows.
+        stop_sets: rows with each set of stop tokens.
         grammars: computes the masks of sequences with a grammar. None means that there are none.
 
     The counts spare the usual step a look at columns that are all zero.
@@ -214,6 +217,7 @@ class SequenceTable:
         self.num_editing = 0
         self.num_scoring = 0
         self.num_be = 0
+        self.stop_sets = Counter[frozenset[int]]()
         self.grammars: GrammarBackend | None = None
         self.sequences: list[Sequence | None] = [None] * num_slots
         self._fixed: tuple[Slots, FixedColumns] | None = None  # of the slots in `running` when it was made
@@ -270,6 +274,7 @@ class SequenceTable:
         self.num_editing += sequence.edits is not None
         self.num_scoring += request.sampling.max_tokens == 0
         self.num_be += sequence.service_class == BE
+        self.stop_sets[sequence.stop_token_ids] += 1
         if request.token_ids is not None:
             self.block_table[slot, :num_blocks] = sequence.blocks
             self.token_ids[slot, : request.num_prompt_tokens] = request.token_array()
@@ -295,9 +300,21 @@ class SequenceTable:
         self.num_editing -= sequence.edits is not None
         self.num_scoring -= sequence.request.sampling.max_tokens == 0
         self.num_be -= sequence.service_class == BE
+        self._count_out(sequence.stop_token_ids)
         self.running = self._without(slot)
         self._free.append(slot)
         return sequence
+
+    def _count_out(self, stop_token_ids: frozenset[int]) -> None:
+        num_left = self.stop_sets[stop_token_ids] - 1
+        if num_left:
+            self.stop_sets[stop_token_ids] = num_left
+        else:
+            del self.stop_sets[stop_token_ids]
+
+    def may_stop(self, token_ids: list[int]) -> bool:
+        """Whether any of `token_ids` is a stop token of any running sequence."""
+        return any(not stop_token_ids.isdisjoint(token_ids) for stop_token_ids in self.stop_sets)  # mostly of one set
 
     def _without(self, slot: int) -> Slots:
         """The running slots other than `slot`."""

@@ -11,7 +11,7 @@ import msgspec
 
 from moestro.core.load_figures import LoadFigures, PaceCounts
 from moestro.core.model_info import ModelInfo
-from moestro.core.request import NewTokens, Output, Request
+from moestro.core.request import NewOutputs, Request
 from moestro.core.scheduling_events import SchedulingEvent
 from moestro.core.table_message import ExpertLayers, TableMessage
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
@@ -158,7 +158,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
         stored, removed: Packed hashes of the blocks that entered the prefix cache, and of those that left it.
     """
 
-    outputs: tuple[Output, ...] | NewTokens
+    outputs: NewOutputs
     load: LoadFigures
     as_of_ns: int = 0
     stored: bytes = b""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moestro.core.load_figures import IDLE, LoadFigures
-from moestro.core.request import Output, Request
+from moestro.core.request import NewOutputs, Request
 from moestro.core.work import IsWanted, never_wanted
 from moestro.engine.rank import Rank
 from moestro.errors import InvariantError
@@ -42,10 +42,10 @@ class ExpertRank:
         """Refuse: workers of this group take no steps together."""
         raise InvariantError("a worker without attention was told to take part in a step")
 
-    def outputs(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> tuple[Output, ...]:
+    def outputs(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> NewOutputs:
         """Compute, or take what the device has computed; replies leave through the links."""
         self._executor.poll(now_ns, is_wanted)
-        return ()
+        return NewOutputs()
 
     def begin(self, now_ns: int) -> None:
         """Start the next item."""

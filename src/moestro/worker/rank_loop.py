@@ -10,7 +10,7 @@ import msgspec
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import IDLE, LoadFigures, PaceCounts
-from moestro.core.request import NewTokens, Output, Request
+from moestro.core.request import NewOutputs, Request
 from moestro.core.scheduling_events import SchedulingEvent
 from moestro.core.work import IsWanted
 from moestro.engine.cache_events import UNCHANGED, CacheChanges
@@ -35,7 +35,7 @@ class Steppable(Protocol):
         """Take part in a step of the rank's group."""
         ...
 
-    def outputs(self, now_ns: int, is_wanted: IsWanted = ...) -> tuple[Output, ...] | NewTokens:
+    def outputs(self, now_ns: int, is_wanted: IsWanted = ...) -> NewOutputs:
         """Collect new outputs of requests. A device that works when polled works here, to the end or `is_wanted`."""
         ...
 
