@@ -122,8 +122,6 @@ def exchange(
         bool[batches], whether any pair of the batch made an exchange.
     """
     kernel = search_kernel()
-    if kernel is not None and not allowance.is_limited:
-        return kernel.exchange(problem, packing, pairs, target, LEAST_GAIN, one_each=one_each)
     batch, one, other = pairs
     floor = target[batch][:, None]
     each, devices = np.repeat(batch, one.shape[1]), np.stack([one.ravel(), other.ravel()])

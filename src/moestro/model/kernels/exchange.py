@@ -17,14 +17,12 @@ from moestro.model.attention import ATTENTION_FORM, AttentionForm
 from moestro.model.experts import Routing, is_experts, tag_of
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.library import KernelLibrary
-from moestro.model.kernels.matching import is_close, is_rowwise, random_rows
+from moestro.model.kernels.matching import MISFITS, NUM_CHECK_ROWS, is_close, is_rowwise, random_rows
 from moestro.model.kernels.paged import exchange_attention
 from moestro.model.kernels.plan import plan_layer
 from moestro.model.kernels.routed import exchange_experts
 from moestro.model.kernels.rows import exchange_gate, exchange_norm, exchange_rotary
 from moestro.model.packing import PackedLinear
-
-_NUM_ROWS = 3
 
 
 class KernelExchange:
@@ -108,7 +106,7 @@ class KernelExchange:
     def _exchange_linear(self, parent: nn.Module, name: str, child: nn.Linear | PackedLinear) -> bool:
         if child.weight.dtype is not torch.bfloat16 or child.weight.shape[1] % 2:
             return False
-        rows = random_rows(_NUM_ROWS, child.weight.shape[1])
+        rows = random_rows(NUM_CHECK_ROWS, child.weight.shape[1])
         wanted = child(rows)
         if isinstance(child, PackedLinear):
             before = child.packing
@@ -140,5 +138,5 @@ def _is_rowwise_norm(norm: nn.Module) -> bool:
     weight = norm._parameters.get("weight")
     try:
         return weight is not None and is_rowwise(norm, weight.numel())
-    except (TypeError, ValueError, AttributeError, RuntimeError):
+    except MISFITS:
         return False

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moestro.native.compiler import AMX_BF16
+from moestro.native.functions import FLOAT, INT, POINTER, load_functions
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-# Name of each kernel without its prefix -> types of its arguments.
-_SIGNATURES: dict[str, tuple[type, ...]] = {
-    "set_threads": (_INT,),
-    "pack": (_POINTER, _POINTER, _INT, _INT),
-    "unpack": (_POINTER, _POINTER, _INT, _INT),
-    "linear": (*[_POINTER] * 4, *[_INT] * 3),
-    "linear_float": (*[_POINTER] * 4, *[_INT] * 3),
-    "expert_answers": (*[_POINTER] * 3, _INT, *[_POINTER] * 3, *[_INT] * 2),
-    "chosen_answers": (*[_POINTER] * 6, *[_INT] * 7),
-    "add_answers": (*[_POINTER] * 4, *[_INT] * 3),
-    "routed_experts": (*[_POINTER] * 7, *[_INT] * 5),
-    "write_slots": (_POINTER, _INT, _INT, _POINTER, *[_INT] * 3, _POINTER),
-    "attend": (_POINTER, _INT, _INT, *[_POINTER] * 7, *[_INT] * 8, _FLOAT),
-    "rms_norm": (*[_POINTER] * 3, *[_INT] * 2, _FLOAT),
-    "layer_front": (_POINTER,) * 9,
-    "rotate": (_POINTER, _INT, _INT, *[_POINTER] * 3, *[_INT] * 3),
+# The kernels compute rows in whole vectors, the widest of which has 16 entries. A head is rotated in two halves.
+ROW_MULTIPLE, HEAD_MULTIPLE = 16, 32
+_ARGUMENTS: dict[str, tuple[type, ...]] = {
+    "set_threads": (INT,),
+    "pack": (POINTER, POINTER, INT, INT),
+    "unpack": (POINTER, POINTER, INT, INT),
+    "linear": (*[POINTER] * 4, *[INT] * 3),
+    "linear_float": (*[POINTER] * 4, *[INT] * 3),
+    "expert_answers": (*[POINTER] * 3, INT, *[POINTER] * 3, *[INT] * 2),
+    "chosen_answers": (*[POINTER] * 6, *[INT] * 7),
+    "add_answers": (*[POINTER] * 4, *[INT] * 3),
+    "routed_experts": (*[POINTER] * 7, *[INT] * 5),
+    "write_slots": (POINTER, INT, INT, POINTER, *[INT] * 3, POINTER),
+    "attend": (POINTER, INT, INT, *[POINTER] * 7, *[INT] * 8, FLOAT),
+    "rms_norm": (*[POINTER] * 3, *[INT] * 2, FLOAT),
+    "layer_front": (POINTER,) * 9,
+    "rotate": (POINTER, INT, INT, *[POINTER] * 3, *[INT] * 3),
 }
-_RESULTS = {"chosen_answers": _INT}  # the others return nothing
+_RESULTS = {"chosen_answers": INT}  # the others return nothing
 
 
 class KernelLibrary:
@@ -51,40 +52,18 @@ class KernelLibrary:
         # The operating system lends tile registers to a process that asks for them; others end at their first use.
         if instruction_set == AMX_BF16.name and not torch.cpu._init_amx():
             raise OSError("this process may not use AMX")
-        loaded = ctypes.CDLL(str(path))
-        self.function: dict[str, ctypes._NamedFuncPointer] = {}
-        for name, types in _SIGNATURES.items():
-            try:
-                function = loaded[f"moestro_{name}"]
-            except AttributeError as error:
-                raise OSError(f"{path} has no kernel {name}") from error
-            function.argtypes, function.restype = types, _RESULTS.get(name)
-            self.function[name] = function
+        self.function = load_functions(path, _ARGUMENTS, _RESULTS)
         self._linear, self._linear_float = self.function["linear"], self.function["linear_float"]
         self._rms_norm, self._rotate = self.function["rms_norm"], self.function["rotate"]
         self.function["set_threads"](torch.get_num_threads())
 
     def linear(self, rows: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute `functional.linear` with a packed weight [out, in]. `rows`: bfloat16 [..., in]."""
-        num_out, num_in = packed.shape
-        rows = rows.contiguous()
-        out = rows.new_empty(*rows.shape[:-1], num_out)
-        num_rows = rows.numel() // num_in
-        self._linear(
-            rows.data_ptr(), packed.data_ptr(), _address(bias), out.data_ptr(), num_rows, num_out, num_in
-        )  # fmt: skip
-        return out
+        return _multiply(self._linear, rows, packed, bias)
 
     def linear_float(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute `functional.linear` in float32 with a contiguous weight that is not packed."""
-        num_out, num_in = weight.shape
-        rows = rows.contiguous()
-        out = rows.new_empty(*rows.shape[:-1], num_out)
-        num_rows = rows.numel() // num_in
-        self._linear_float(
-            rows.data_ptr(), weight.data_ptr(), _address(bias), out.data_ptr(), num_rows, num_out, num_in
-        )
-        return out
+        return _multiply(self._linear_float, rows, weight, bias)
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Compute weight * rows / root mean square of each row. `rows`: bfloat16 [..., size]; a size of whole 16s."""
@@ -120,5 +99,11 @@ class KernelLibrary:
         return out.transpose(1, 2)
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _multiply(kernel: Callable[..., None], rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    num_out, num_in = weight.shape
+    rows = rows.contiguous()
+    out = rows.new_empty(*rows.shape[:-1], num_out)
+    bias_address = None if bias is None else bias.data_ptr()
+    num_rows = rows.numel() // num_in
+    kernel(rows.data_ptr(), weight.data_ptr(), bias_address, out.data_ptr(), num_rows, num_out, num_in)
+    return out

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Units
 from moestro.model.attention import OWN_ATTENTION, AttentionForm, Scoring, attend_paged
-from moestro.model.kernels.library import KernelLibrary
+from moestro.model.kernels.library import HEAD_MULTIPLE, KernelLibrary
 from moestro.model.kernels.matching import is_close, random_rows
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
 
-_SIZE_ALIGNMENT, _MOST_SHARED = 32, 64
+_MOST_SHARED = 64  # query heads of one K and V head, as in `source/attention.cpp`
 CHECK_BLOCK_SIZE, _LONGEST_CHECK = 4, 64
 
 
@@ -81,7 +81,7 @@ class KernelAttention:
 def exchange_attention(module: nn.Module, form: AttentionForm, library: KernelLibrary) -> bool:
     """Give an attention module the kernel. Returns whether it computes what `attend_paged` does."""
     sizes = (form.key_size, form.value_size)
-    if any(size % _SIZE_ALIGNMENT for size in sizes) or form.num_heads > _MOST_SHARED * form.num_kv_heads:
+    if any(size % HEAD_MULTIPLE for size in sizes) or form.num_heads > _MOST_SHARED * form.num_kv_heads:
         return False
     attention = KernelAttention(library, form.scoring.sinks)
     if not _agrees(attention, form, make_check_units(form.scoring.window)):

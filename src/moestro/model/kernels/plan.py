@@ -82,7 +82,7 @@ class KernelFront:
             raise ValueError("its attention has no kernel of one head size")
         hidden, size, scaling = layer.input_layernorm.weight.numel(), form.key_size, form.scoring.scaling
         widths = (form.num_heads * size, form.num_kv_heads * size)
-        self._layer, self._place = layer, attention.layer_idx
+        self._place = attention.layer_idx
         self._run, self._dtype = library.function["layer_front"], torch.bfloat16
         self._front = _Front(
             _norm(layer.input_layernorm, hidden),

@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from moestro.model.expert_slots import pack_experts
 from moestro.model.experts import PackedExperts, retag, run_batches, tag_of
 from moestro.model.kernels.layout import KernelPacking
-from moestro.model.kernels.library import KernelLibrary
-from moestro.model.kernels.matching import is_close, is_rowwise, random_rows
+from moestro.model.kernels.library import ROW_MULTIPLE, KernelLibrary
+from moestro.model.kernels.matching import NUM_CHECK_ROWS, is_close, is_rowwise, random_rows
 from moestro.model.packing import PackedSlots
-
-_ALIGNMENT, _MOST_CHOSEN = 16, 64
-_NUM_ROWS = 3
 
 
 class KernelExperts:
@@ -66,7 +63,6 @@ class KernelExperts:
     def weighted_sum(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, counts: Tensor) -> Tensor:
         """Implement `WholeExperts.weighted_sum`."""
         num_tokens, num_chosen = topk_ids.shape
-        assert num_chosen <= _MOST_CHOSEN, "the kernel sorts a token's experts in a buffer of fixed size"
         hidden, topk_ids = hidden.contiguous(), topk_ids.contiguous()
         weights = topk_weights.to(torch.float32).contiguous()
         out = torch.empty_like(hidden)
@@ -108,7 +104,6 @@ class KernelExperts:
     def add_answers(self, answers: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """Implement `WholeExperts.add_answers`."""
         num_tokens, num_chosen, hidden = answers.shape
-        assert num_chosen <= _MOST_CHOSEN, "the kernel sorts a token's experts in a buffer of fixed size"
         assert all(each.is_contiguous() for each in (answers, topk_ids)), "the kernel reads rows end to end"
         weights = topk_weights.to(torch.float32).contiguous()
         out = answers.new_empty(num_tokens, hidden)
@@ -154,9 +149,9 @@ def exchange_experts(module: nn.Module, library: KernelLibrary, packing: KernelP
         run_batches(experts, [(0, len(rows))], rows, out, packed=PackedSlots(packing, (one,), whole))
         return out
 
-    if not _has_plain_form(experts) or num_wide != 2 * inner or hidden % _ALIGNMENT or inner % _ALIGNMENT:
+    if not _has_plain_form(experts) or num_wide != 2 * inner or hidden % ROW_MULTIPLE or inner % ROW_MULTIPLE:
         return is_rowwise(run, hidden)
-    rows = random_rows(_NUM_ROWS, hidden)
+    rows = random_rows(NUM_CHECK_ROWS, hidden)
     if not is_close(run(rows, KernelExperts(library, (hidden, inner), (one,))), run(rows)):
         return is_rowwise(run, hidden)
     retag(module, packed=replace(packed, whole=KernelExperts(library, (hidden, inner), packed.slots)))

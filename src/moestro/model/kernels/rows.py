@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moestro.model.kernels.library import KernelLibrary
-from moestro.model.kernels.matching import is_close, is_rowwise, random_rows
+from moestro.model.kernels.library import HEAD_MULTIPLE, ROW_MULTIPLE, KernelLibrary
+from moestro.model.kernels.matching import MISFITS, NUM_CHECK_ROWS, is_close, is_rowwise, random_rows
 
-_NORM_ALIGNMENT, _HEAD_ALIGNMENT = 16, 32
-_NUM_ROWS = 5
 _ROTARY = "apply_rotary_pos_emb"
 _ORIGINAL = "moestro_original"
 NORM_EPSILON = "moestro_epsilon"  # attribute of an exchanged norm
@@ -29,7 +27,7 @@ def exchange_norm(module: nn.Module, library: KernelLibrary) -> bool:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or weight.dim() != 1 or weight.dtype is not torch.bfloat16 or not isinstance(epsilon, float):
         return False
-    if len(weight) % _NORM_ALIGNMENT:
+    if len(weight) % ROW_MULTIPLE:
         return False
     original, weight = module.forward, weight.data
 
@@ -38,11 +36,11 @@ def exchange_norm(module: nn.Module, library: KernelLibrary) -> bool:
             return cast(Tensor, original(hidden_states))
         return library.rms_norm(hidden_states, weight, epsilon)
 
-    rows = random_rows(_NUM_ROWS, len(weight))
+    rows = random_rows(NUM_CHECK_ROWS, len(weight))
     try:
         is_exchanged = is_close(forward(rows), original(rows))
-    except (TypeError, ValueError, AttributeError, RuntimeError):
-        return False  # the module has another interface
+    except MISFITS:
+        return False
     if is_exchanged:
         module.__dict__["forward"] = forward
         module.__dict__[NORM_EPSILON] = epsilon
@@ -64,7 +62,7 @@ def exchange_rotary(attention: nn.Module, head_size: int, library: KernelLibrary
     """
     home = sys.modules[type(attention).__module__]
     original: Any = getattr(home, _ROTARY, None)
-    if original is None or hasattr(original, _ORIGINAL) or head_size % _HEAD_ALIGNMENT:
+    if original is None or hasattr(original, _ORIGINAL) or head_size % HEAD_MULTIPLE:
         return hasattr(original, _ORIGINAL)
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -72,12 +70,12 @@ def exchange_rotary(attention: nn.Module, head_size: int, library: KernelLibrary
             return cast(tuple[Tensor, Tensor], original(q, k, cos, sin, *args, **kwargs))
         return library.rotate(q, cos, sin), library.rotate(k, cos, sin)
 
-    q, k = (random_rows(1, heads, _NUM_ROWS, head_size, seed=heads) for heads in (4, 2))
-    angles = random_rows(1, _NUM_ROWS, head_size // 2).to(torch.float32).repeat(1, 1, 2)
+    q, k = (random_rows(1, heads, NUM_CHECK_ROWS, head_size, seed=heads) for heads in (4, 2))
+    angles = random_rows(1, NUM_CHECK_ROWS, head_size // 2).to(torch.float32).repeat(1, 1, 2)
     tables = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
     try:
         is_equal = all(map(torch.equal, rotate(q, k, *tables), original(q, k, *tables)))
-    except (TypeError, ValueError, AttributeError, RuntimeError):
+    except MISFITS:
         return False
     if is_equal:
         setattr(rotate, _ORIGINAL, original)
@@ -95,7 +93,7 @@ def _can_rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and cos.shape == sin.shape == (1, heads.shape[2], heads.shape[3])
         and cos.is_contiguous()
         and sin.is_contiguous()
-        and heads.shape[3] % _HEAD_ALIGNMENT == 0
+        and heads.shape[3] % HEAD_MULTIPLE == 0
     )
 
 
@@ -150,7 +148,7 @@ def exchange_gate(module: nn.Module, pack: Callable[[Tensor], Tensor | None], li
     assert weight is not None
     rowwise = weight.data.as_subclass(RowwiseWeight)
     rowwise.library, rowwise.packed = library, pack(weight.data)
-    rows = random_rows(_NUM_ROWS, weight.shape[1]).to(weight.dtype)
+    rows = random_rows(NUM_CHECK_ROWS, weight.shape[1]).to(weight.dtype)
     if not is_close(functional.linear(rows, rowwise), functional.linear(rows, weight.data)):
         return False
     module._parameters["weight"] = cast(Any, rowwise)
@@ -158,6 +156,6 @@ def exchange_gate(module: nn.Module, pack: Callable[[Tensor], Tensor | None], li
     for correction in ((), (torch.zeros(len(weight)),)):
         try:
             return is_rowwise(lambda rows: module(rows, *correction), weight.shape[1])  # noqa: B023 - called at once
-        except (TypeError, ValueError, AttributeError, RuntimeError):
+        except MISFITS:
             continue
     return False

@@ -6,34 +6,30 @@ import ctypes
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moestro.core.expert_table import EMPTY
+from moestro.native.functions import DOUBLE, INT, POINTER, load_functions
 from moestro.placement.copies import Packing, QueuedCopies
 from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-
 
 class _Problem(ctypes.Structure):
     _fields_ = (
-        *((name, _INT) for name in ("num_batches", "num_experts", "num_devices", "num_slots")),
-        *((name, _POINTER) for name in ("speed", "room", "row_s", "moved")),
-        ("move_s", _FLOAT),
+        *((name, INT) for name in ("num_batches", "num_experts", "num_devices", "num_slots")),
+        *((name, POINTER) for name in ("speed", "room", "row_s", "moved")),
+        ("move_s", DOUBLE),
     )
 
 
 class _Packing(ctypes.Structure):
-    _fields_ = tuple((name, _POINTER) for name in ("expert", "share", "work", "held"))
+    _fields_ = tuple((name, POINTER) for name in ("expert", "share", "work", "held"))
 
 
-# Name of each function without its prefix -> types of its arguments after the problem.
-_SIGNATURES: dict[str, tuple[type, ...]] = {
-    "best_exchanges": (_POINTER, _INT, *[_POINTER] * 6),
-    "exchange": (_POINTER, _INT, _INT, *[_POINTER] * 4, _FLOAT, _INT, _POINTER),
-    "pack": (*[_POINTER] * 7, *[_INT] * 3, *[_POINTER] * 2),
-    "balance": (_POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT, _FLOAT),
+_ARGUMENTS: dict[str, tuple[type, ...]] = {
+    "best_exchanges": (POINTER, POINTER, INT, *[POINTER] * 6),
+    "pack": (*[POINTER] * 8, *[INT] * 3, *[POINTER] * 2),
+    "balance": (*[POINTER] * 4, INT, INT, DOUBLE, DOUBLE),
 }
 
 
@@ -48,15 +44,7 @@ class SearchKernel:
     """
 
     def __init__(self, path: Path) -> None:
-        loaded = ctypes.CDLL(str(path))
-        self._function: dict[str, ctypes._NamedFuncPointer] = {}
-        for name, types in _SIGNATURES.items():
-            try:
-                function = loaded[f"moestro_{name}"]
-            except AttributeError as error:
-                raise OSError(f"{path} has no function {name}") from error
-            function.argtypes, function.restype = (_POINTER, *types), None
-            self._function[name] = function
+        self._function = load_functions(path, _ARGUMENTS)
 
     def best_exchanges(
         self, problem: PlaceProblem, packing: Packing, batch: Experts, devices: Experts, floor: Floats
@@ -73,25 +61,6 @@ class SearchKernel:
         addresses = [each.ctypes.data for each in (*inputs, best, gain)]
         self._function["best_exchanges"](*_state(problem, packing), len(batch), *addresses)
         return best, gain
-
-    def exchange(
-        self,
-        problem: PlaceProblem,
-        packing: Packing,
-        pairs: tuple[Experts, Experts, Experts],
-        target: Floats,
-        least_gain: float,
-        *,
-        one_each: bool,
-    ) -> NDArray[np.bool_]:
-        """Make the exchanges of `descent.exchange` without an allowance, and return what it returns."""
-        has_gained = np.empty(len(pairs[0]), np.bool_)
-        inputs = [np.ascontiguousarray(each) for each in (*pairs, target)]
-        addresses = [each.ctypes.data for each in inputs]
-        self._function["exchange"](
-            *_state(problem, packing), *inputs[1].shape, *addresses, least_gain, one_each, has_gained.ctypes.data
-        )
-        return has_gained
 
     def balance(
         self,

@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "kernels.h"
 #include "linear.h"
 #include "threads.h"
 
@@ -343,14 +344,6 @@ static void attend_tile(const Queries& queries, const PagedPool& pool, const Att
     attend_queries(found, pool, how);
 }
 
-static void write_slots(const bf16* from, i64 token_stride, i64 head_stride, const i64* slots, i64 num_tokens, i64 num_heads,
-                        i64 size, bf16* pool) {
-    for (i64 token = 0; token < num_tokens; token++)
-        for (i64 head = 0; head < num_heads; head++)
-            memcpy(pool + (slots[token] * num_heads + head) * size, from + token * token_stride + head * head_stride,
-                   size * sizeof(bf16));
-}
-
 }  // namespace moestro
 
 using namespace moestro;
@@ -358,7 +351,10 @@ using namespace moestro;
 // Write a step's K (or V) to its pool [slots][heads][size].
 MOESTRO_KERNEL void moestro_write_slots(const bf16* from, i64 token_stride, i64 head_stride, const i64* slots,
                                         i64 num_tokens, i64 num_heads, i64 size, bf16* pool) {
-    write_slots(from, token_stride, head_stride, slots, num_tokens, num_heads, size, pool);
+    for (i64 token = 0; token < num_tokens; token++)
+        for (i64 head = 0; head < num_heads; head++)
+            memcpy(pool + (slots[token] * num_heads + head) * size, from + token * token_stride + head * head_stride,
+                   size * sizeof(bf16));
 }
 
 // out[tokens][heads][value_size]: each token attends to its unit's positions up to its own.

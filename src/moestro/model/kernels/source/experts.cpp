@@ -123,9 +123,10 @@ MOESTRO_KERNEL i64 moestro_chosen_answers(const bf16* tokens, const i64* topk_id
 MOESTRO_KERNEL void moestro_add_answers(const bf16* answers, const i64* topk_ids, const float* topk_weights, bf16* out,
                                         i64 num_tokens, i64 num_chosen, i64 hidden) {
     parallel(num_tokens, num_tokens * num_chosen * hidden, [&](i64 token) {
-        i64 order[64];  // the token's choices by expert
+        static thread_local std::vector<i64> order;  // the token's choices by expert
+        order.resize(num_chosen);
         for (i64 c = 0; c < num_chosen; c++) order[c] = token * num_chosen + c;
-        std::sort(order, order + num_chosen, [&](i64 a, i64 b) { return topk_ids[a] < topk_ids[b]; });
+        std::sort(order.begin(), order.end(), [&](i64 a, i64 b) { return topk_ids[a] < topk_ids[b]; });
         for (i64 j = 0; j < hidden; j += LANES) {
             Floats total = load_bf16(answers + order[0] * hidden + j) * broadcast(topk_weights[order[0]]);
             for (i64 c = 1; c < num_chosen; c++)

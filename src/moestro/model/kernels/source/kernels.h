@@ -1,4 +1,4 @@
-// The kernels that other kernels call.
+// The kernels that other kernels call. Their sources include this file too, so that the compiler compares both.
 #pragma once
 
 #include "vectors.h"

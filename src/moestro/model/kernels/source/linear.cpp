@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels.h"
 #include "threads.h"
 
 namespace moestro {

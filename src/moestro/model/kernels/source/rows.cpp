@@ -1,6 +1,7 @@
 // Operations on one row at a time: norms and rotary positions. Intermediate results are rounded to bfloat16
 // where transformers rounds them.
 
+#include "kernels.h"
 #include "threads.h"
 
 namespace moestro {

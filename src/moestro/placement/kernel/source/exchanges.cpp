@@ -231,17 +231,6 @@ KERNEL void moestro_best_exchanges(const Problem* problem, const Packing* packin
     }
 }
 
-// one, other: [rows, pairs]; target: [batches].
-KERNEL void moestro_exchange(const Problem* problem, const Packing* packing, int64_t num_rows, int64_t num_pairs,
-                             const int64_t* batch, const int64_t* one, const int64_t* other, const double* target,
-                             double least_gain, int64_t is_one_each, uint8_t* has_gained) {
-    PairSearch search(*problem, *packing);
-    for (int64_t row = 0; row < num_rows; ++row) {
-        has_gained[row] = exchange_pairs(search, *problem, *packing, batch[row], num_pairs, one + row * num_pairs,
-                                         other + row * num_pairs, target[batch[row]], least_gain, is_one_each != 0);
-    }
-}
-
 // largest, each: [batches].
 KERNEL void moestro_balance(const Problem* problem, const Packing* packing, const double* largest, const double* each,
                             int64_t num_rounds, int64_t cycle, double slow, double least_gain) {
