@@ -168,6 +168,7 @@ class Network:
             return
         library = self._awaited.library
         if library is None:
+            logger.warning("CPU kernels: torch's stay, which are slower than Moestro's own: %s.", self._awaited.failure)
             self._awaited = None
             return
         if self.exchange is None or self._exchanging is None:

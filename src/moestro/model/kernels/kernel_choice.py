@@ -55,7 +55,5 @@ def choose_kernels(network: Network, build: KernelBuild | None, settings: ModelS
         network.await_kernels(build)
         return (_AWAITED,)
     if settings.kernels == "own":
-        raise ConfigError(
-            f"--kernels own: {build.failure}. Install a C++ compiler (g++ or clang++), or give --kernels auto."
-        )
+        raise ConfigError(f"--kernels own: {build.failure}. --kernels auto serves with torch's kernels instead.")
     return (f"CPU kernels: torch's, which are slower than Moestro's own: {build.failure}.",)
