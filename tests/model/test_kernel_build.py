@@ -90,7 +90,7 @@ def test_float32_stays_exact_on_torch_s_kernels(directory, monkeypatch):
     assert any("torch computes all" in note for note in info.notes)
 
 
-def test_a_slow_compiler_lets_the_network_serve_first(directory, own_cache, monkeypatch):
+def test_a_slow_compiler_lets_the_network_serve_first(directory, own_cache, monkeypatch, caplog):
     library = own_kernels.kernels()
     may_end = threading.Event()
 
@@ -108,7 +108,9 @@ def test_a_slow_compiler_lets_the_network_serve_first(directory, own_cache, monk
     assert device.network.exchange is None
     may_end.set()
     assert device.network._awaited.wait(60) is library
-    drive.run(device, units)
+    with caplog.at_level("INFO", "moestro.model.network"):
+        drive.run(device, units)
+    assert any("cached before keep the values of torch's" in each.message for each in caplog.records)
     assert device.network.is_batch_invariant
     assert torch.isfinite(device.pools.find(0)[0]).all()
 

@@ -182,7 +182,7 @@ class Network:
             if num_bytes >= _BYTES_A_STEP:
                 return
         self._awaited = self._exchanging = None
-        logger.info(self.exchange.note)
+        logger.info("%s Blocks that were cached before keep the values of torch's.", self.exchange.note)
 
     def sample_choices(self, interval: int) -> None:
         """Keep the choices of some tokens in one step of `interval`, for `StepResult.expert_choices`."""

@@ -13,8 +13,8 @@ from moestro.model.settings import ModelSettings
 # long at most: the demo model, which loads in 5 s, is ready within 10 s.
 _PATIENCE_S = 3.0
 _AWAITED = (
-    "CPU kernels: torch's for now. Moestro's own are being compiled, and replace them between two steps; answers of"
-    " that moment may change in their last bits (--kernels own waits)."
+    "CPU kernels: torch's for now. Moestro's own are being compiled, and replace them between two steps. Answers of"
+    " that moment, and later ones that start from blocks cached before, may differ from others (--kernels own waits)."
 )
 
 
