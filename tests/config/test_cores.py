@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moestro.config import cores
-from moestro.config.cores import cores_of, share_of_cores
+from moestro.config.cores import cores_of, share_of_cores, thread_environment
 from moestro.config.launcher_settings import LauncherSettings
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
@@ -53,3 +53,25 @@ def test_workers_of_a_group_share_them_too_and_added_ones_run_anywhere():
 )
 def test_the_operator_other_machines_and_paced_devices_bind_nothing(settings):
     assert cores_of(settings, 0) == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000"}),
+        ({"OMP_NUM_THREADS": ""}, {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000"}),
+        ({"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}, {}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_NUM_THREADS": "2"}),
+    ],
+)
+def test_threads_of_processes_share_the_cores_and_sleep_soon_unless_the_operator_says_otherwise(
+    given, wanted, monkeypatch
+):
+    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cores, "num_cores", lambda: 5)
+    assert thread_environment(2) == wanted
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert thread_environment(9)["OMP_NUM_THREADS"] == "1"

@@ -7,6 +7,7 @@ import os
 import pytest
 from support.pool_jobs import failing, with_process
 
+from moestro.config import process_pool
 from moestro.config.process_pool import num_cores, run_jobs
 
 
@@ -29,3 +30,10 @@ def test_an_error_of_a_job_is_the_callers(num_processes):
 
 def test_there_is_a_core():
     assert num_cores() >= 1
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [(None, 4), (8.0, 4), (2.5, 2), (0.5, 1)])
+def test_a_quota_of_a_container_lessens_the_cores(limit, wanted, monkeypatch):
+    monkeypatch.setattr(process_pool, "usable_cores", lambda: (0, 1, 2, 3))
+    monkeypatch.setattr(process_pool, "cpu_limit", lambda: limit)
+    assert num_cores() == wanted

@@ -15,7 +15,7 @@ from moestro.errors import ConfigError
 from moestro.model.device import open_device
 from moestro.model.kernels import kernel_choice
 from moestro.model.kernels.kernel_build import KernelBuild, choose_instruction_set, usable_sets
-from moestro.native.compiler import CPU_KERNELS
+from moestro.native.compiler import CPU_KERNELS, CompilerError
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_float32_stays_exact_on_torch_s_kernels(directory, monkeypatch):
     assert any("torch computes all" in note for note in info.notes)
 
 
-def test_a_slow_compiler_lets_the_network_serve_first(directory, own_cache, monkeypatch):
+def test_a_slow_compiler_lets_the_network_serve_first(directory, own_cache, monkeypatch, caplog):
     library = own_kernels.kernels()
     may_end = threading.Event()
 
@@ -108,6 +108,27 @@ def test_a_slow_compiler_lets_the_network_serve_first(directory, own_cache, monk
     assert device.network.exchange is None
     may_end.set()
     assert device.network._awaited.wait(60) is library
-    drive.run(device, units)
+    with caplog.at_level("INFO", "moestro.model.network"):
+        drive.run(device, units)
+    assert any("cached before keep the values of torch's" in each.message for each in caplog.records)
     assert device.network.is_batch_invariant
     assert torch.isfinite(device.pools.find(0)[0]).all()
+
+
+def test_a_compiler_that_fails_after_the_start_is_a_warning(directory, own_cache, monkeypatch, caplog):
+    may_end = threading.Event()
+
+    def find(self):
+        may_end.wait(60)
+        raise CompilerError("c++ failed")
+
+    monkeypatch.setattr(KernelBuild, "_find", find)
+    monkeypatch.setattr(kernel_choice, "_PATIENCE_S", 0.01)
+    device, _ = open_device(settings(directory, "auto"))
+    build = device.network._awaited
+    may_end.set()
+    build.wait(60)
+    for _ in range(2):
+        drive.run(device, drive.make_units([(0, [7, 8])], np.zeros((1, 1))))
+    warnings = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert warnings == ["CPU kernels: torch's stay, which are slower than Moestro's own: c++ failed."]

@@ -202,7 +202,7 @@ def test_a_gate_whose_bits_depend_on_the_batch_is_named(tmp_path):
 
 def test_a_search_that_fails_leaves_torch_s_kernels(checkpoints):
     class Failed:
-        is_over, library = True, None
+        is_over, library, failure = True, None, "no compiler"
 
     network = tiny.load(checkpoints("llama"), dtype="bfloat16")
     device = drive.make_device(network)

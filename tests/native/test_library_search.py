@@ -12,9 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.running import wait_until
 
 from moestro.native import compiler
-from moestro.native.compiler import LIBRARIES, PLAIN, LibrarySource, find_compiler, is_whole, library_name
+from moestro.native.compiler import (
+    LIBRARIES,
+    PLAIN,
+    CompilerError,
+    LibrarySource,
+    find_compiler,
+    is_whole,
+    library_name,
+)
 from moestro.native.library_search import LibrarySearch, cache_folder
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +53,10 @@ def source(tmp_path) -> LibrarySource:
 @pytest.fixture
 def compiled(source, tmp_path) -> Path:
     """A folder with the compiled library."""
-    if find_compiler() is None:
-        pytest.skip("no C++ compiler")
+    try:
+        find_compiler()
+    except CompilerError as error:
+        pytest.skip(str(error))
     return compiler.compile_library(source, PLAIN, tmp_path / "compiled").parent
 
 
@@ -90,8 +101,40 @@ def test_without_a_compiler_there_is_none_and_the_reason_is_given(source, no_com
         found = search(source, cache=tmp_path / "cache")
     assert found.library is None
     assert found.look() is None
-    assert found.failure == "no C++ compiler was found"
-    assert [each.message for each in caplog.records] == ["answer's library: not available: no C++ compiler was found"]
+    assert found.failure == "no C++ compiler was found; install g++ or clang++, or name one in CXX"
+    assert [each.message for each in caplog.records] == [f"answer's library: not available: {found.failure}"]
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("given", ["/nonexistent/g++", "nonsense -O2", "'", " "])
+def test_a_compiler_of_cxx_that_is_absent_is_named(given, source, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", given)
+    assert search(source, cache=tmp_path / "cache").failure == f"CXX={given} names no program that is here"
+
+
+def test_the_compiler_of_cxx_may_have_arguments(source, compiled, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", f"env NAME=value {find_compiler()[0]} -DANSWER=1")
+    assert search(source, cache=tmp_path / "cache").library() == 42
+
+
+def test_a_library_that_is_whole_and_cannot_be_loaded_is_named(source, compiled, no_compiler, tmp_path, caplog):
+    path = compiled / library_name(source, PLAIN)
+    path.write_bytes(b"built for another system")
+    compiler._seal(path)
+    assert search(source, prebuilt=compiled, cache=tmp_path / "cache").library is None
+    [warning] = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert warning.startswith(f"answer's library: {path} cannot be loaded: ")
+
+
+def test_without_a_home_there_is_no_cache(source, monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    made = LibrarySearch(source, PLAIN, Answer, NO_FOLDER)
+    made.wait(60)
+    assert made.failure == "the user has no home folder for a cache; XDG_CACHE_HOME may name another folder"
 
 
 def test_a_cache_serves_without_a_compiler(source, compiled, no_compiler):
@@ -133,42 +176,63 @@ def test_a_folder_that_cannot_be_written_leaves_none(source, tmp_path, counted):
     (tmp_path / "file").write_text("in the way")
     found = search(source, cache=tmp_path / "file" / "kernels")
     assert found.library is None
-    assert found.failure
+    folder = tmp_path / "file" / "kernels"
+    assert found.failure == f"{folder} cannot be written: Not a directory; XDG_CACHE_HOME may name another folder"
 
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_no_file(source, tmp_path, monkeypatch):
     broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho 'internal error 42' >&2\nexit 1\n")
+    broken.write_text("#!/bin/sh\nprintf 'In file x:\nx.cpp:1: error: 42 \\303\nnote: see\n' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     cache = tmp_path / "cache"
     found = search(source, cache=cache)
-    assert "internal error 42" in found.failure
+    assert found.failure == f"{broken} failed: x.cpp:1: error: 42 \N{REPLACEMENT CHARACTER} note: see"
     assert [path.name for path in cache.iterdir()] == ["answer.lock"]
 
 
-def test_a_process_that_ends_while_a_compiler_runs_ends_it_too(source, tmp_path):
-    slow, cache = tmp_path / "c++", tmp_path / "cache"
-    slow.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+@pytest.fixture
+def hanging(tmp_path, monkeypatch) -> Path:
+    """File in which a compiler that hangs writes the ids of its two processes."""
+    slow, pids = tmp_path / "c++", tmp_path / "pids"
+    slow.write_text(
+        f"#!/bin/sh\nsleep 600 &\ntouch $TMPDIR/part\necho $$ $! > {pids}.new\nmv {pids}.new {pids}\nwait\n"
+    )
     slow.chmod(0o755)
+    monkeypatch.setenv("CXX", str(slow))
+    return pids
+
+
+def test_a_compiler_that_hangs_is_ended_with_its_processes_and_not_tried_again(source, hanging, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler, "_TIMEOUT_S", 1.0)
+    cache = tmp_path / "cache"
+    assert search(source, cache=cache).failure == f"{tmp_path / 'c++'} did not end within 1 s"
+    await_ends(hanging)
+    assert [path.name for path in cache.iterdir()] == ["answer.lock"]
+
+
+@pytest.mark.parametrize("end", ["", "os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_a_process_that_ends_while_a_compiler_runs_ends_it_too(end, source, hanging, tmp_path):
+    cache = tmp_path / "cache"
     code = f"""
-import time
+import os, time
 from pathlib import Path
 from moestro.native.compiler import PLAIN, LibrarySource
 from moestro.native.library_search import LibrarySearch
 source = LibrarySource("answer", "answer", Path({str(source.folder)!r}), (PLAIN,), has_threads=False)
 LibrarySearch(source, PLAIN, str, Path("/nonexistent"), Path({str(cache)!r})).look()
-while not Path({str(tmp_path / "pid")!r}).exists():
+while not Path({str(hanging)!r}).exists():
     time.sleep(0.01)
+{end}
 """
-    environment = os.environ | {"CXX": str(slow)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
-    compiler_pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 30
-    while is_running(compiler_pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert not list(cache.glob("*.so"))
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (-9 if "kill" in end else 0, b"")
+    await_ends(hanging)
+    assert [path.name for path in cache.iterdir()] == ["answer.lock"]
+
+
+def await_ends(pids: Path) -> None:
+    wait_until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
 
 
 def is_running(pid: int) -> bool:

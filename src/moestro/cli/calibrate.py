@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -10,6 +11,7 @@ from moestro.calibrate.settings import MODEL_GROUP, MeasuredModel, Measuring, Ra
 from moestro.cli.app import app
 from moestro.cli.extras import require_extra
 from moestro.cli.loading import loading
+from moestro.config.cores import thread_environment
 from moestro.model.settings import DEMO_MODEL
 
 
@@ -41,6 +43,7 @@ def calibrate(
     require_extra("serve", "moestro calibrate")
     from rich.console import Console
 
+    os.environ.update(thread_environment(1))  # as in a server's engine; OpenMP reads it when torch is loaded
     with loading("the engine"):
         from moestro.calibrate.runner import CalibrateSettings
         from moestro.calibrate.runner import calibrate as run

@@ -60,6 +60,38 @@ def usable_cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
+def cpu_limit(memberships: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Return how many cores' time a container's quota allows (`docker --cpus`, Kubernetes' `limits.cpu`).
+
+    Args:
+        memberships: File that names the control groups of this process.
+        root: Folder of the control groups.
+
+    Returns:
+        The least quota of the process's groups and those around them. None means no limit.
+    """
+    limits: list[float] = []
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or a sandbox without /proc
+        for line in memberships.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            # In a container the first version names the group as its host sees it; the own group is then the root's.
+            hierarchy = root / "cpu" if controllers else root
+            place = hierarchy / group.lstrip("/")
+            limits += [each for folder in (place, *place.parents) if (each := _quota(folder)) is not None]
+    return min(limits, default=None)
+
+
+def _quota(folder: Path) -> float | None:
+    """Cores' time of one control group, of the second version or the first. None means no limit, or no such group."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):
+            quota_us, period_us = " ".join((folder / name).read_text() for name in names).split()
+            return int(quota_us) / int(period_us) if quota_us.isdigit() else None  # "max", or -1
+    return None
+
+
 def bind_to_cores(cores: Sequence[int]) -> bool:
     """Let all threads of this process, and those that they start, run on `cores` alone. Returns whether they do."""
     try:

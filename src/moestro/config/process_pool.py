@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
-from moestro.config.linux_process import usable_cores
+from moestro.config.linux_process import cpu_limit, usable_cores
 from moestro.config.user_code import accept_user_code
 
 Job = TypeVar("Job")
@@ -16,8 +16,9 @@ Answer = TypeVar("Answer")
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(usable_cores()) or os.cpu_count() or 1
+    """Return the number of cores that this process may use, by its cores and by a container's quota of their time."""
+    cores, limit = len(usable_cores()) or os.cpu_count() or 1, cpu_limit()
+    return cores if limit is None else max(1, min(cores, int(limit)))
 
 
 def run_jobs(function: Callable[[Job], Answer], jobs: Sequence[Job], num_processes: int) -> Iterator[Answer]:

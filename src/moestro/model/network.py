@@ -168,6 +168,7 @@ class Network:
             return
         library = self._awaited.library
         if library is None:
+            logger.warning("CPU kernels: torch's stay, which are slower than Moestro's own: %s.", self._awaited.failure)
             self._awaited = None
             return
         if self.exchange is None or self._exchanging is None:
@@ -181,7 +182,7 @@ class Network:
             if num_bytes >= _BYTES_A_STEP:
                 return
         self._awaited = self._exchanging = None
-        logger.info(self.exchange.note)
+        logger.info("%s Blocks that were cached before keep the values of torch's.", self.exchange.note)
 
     def sample_choices(self, interval: int) -> None:
         """Keep the choices of some tokens in one step of `interval`, for `StepResult.expert_choices`."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,18 @@ _COMPILERS = ("c++", "g++", "clang++")
 # Contraction would let the compiler round a product and a sum in one place and not in another, by the number of rows.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno")
 _SEAL_BYTES = 32
+_CAUSE_LENGTH = 300  # characters of a compiler's words in a note of a line or a few
 _TIMEOUT_S = 300.0  # a loaded machine takes a minute; a hanging compiler must not hold the cache's lock for ever
+# Runs a compiler, which is several processes, in a group of its own. When the standard input ends, because the process
+# that wants the library ended, its files and the whole group go.
+_WATCHED = """
+exec 3<&0
+{ read -r _ <&3; rm -rf "$TMPDIR"; kill -9 0; } 2>/dev/null & watcher=$!
+"$@" </dev/null 3<&-
+status=$?
+kill $watcher 2>/dev/null
+exit $status
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +103,23 @@ class CompilerError(Exception):
     """A library cannot be compiled here; the text says why."""
 
 
-def find_compiler() -> str | None:
-    """Return the path of a C++ compiler, that of the variable CXX first. None means that there is none."""
-    names = (os.environ["CXX"],) if os.environ.get("CXX") else _COMPILERS
-    return next((found for name in names if (found := shutil.which(name))), None)
+def find_compiler() -> list[str]:
+    """Return the command of a C++ compiler: that of the variable CXX, which may have arguments, or one on the PATH.
+
+    Raises:
+        CompilerError: There is none; the text says what to do.
+    """
+    given = os.environ.get("CXX")
+    try:
+        commands = [shlex.split(given)] if given else [[name] for name in _COMPILERS]
+    except ValueError:  # quotes that do not end
+        commands = []
+    for name, *arguments in filter(None, commands):
+        if found := shutil.which(name):
+            return [found, *arguments]
+    if given:
+        raise CompilerError(f"CXX={given} names no program that is here")
+    raise CompilerError("no C++ compiler was found; install g++ or clang++, or name one in CXX")
 
 
 def library_name(source: LibrarySource, chosen: InstructionSet) -> str:
@@ -114,29 +138,27 @@ def compile_library(source: LibrarySource, chosen: InstructionSet, folder: Path)
         OSError: the folder cannot be written.
     """
     compiler = find_compiler()
-    if compiler is None:
-        raise CompilerError("no C++ compiler was found")
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / library_name(source, chosen)
     for left in folder.glob(f".{target.name}.*"):  # of a process that was killed: the caller holds the cache's lock
-        left.unlink(missing_ok=True)
-    handle, made = tempfile.mkstemp(prefix=f".{target.name}.", dir=folder)
-    os.close(handle)
+        shutil.rmtree(left, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=folder))
     try:
+        made = work / target.name
         sources = [str(path) for path in source.files() if path.suffix == ".cpp"]
         failures = []
         # clang without its OpenMP library still gives kernels of one thread.
         for threads in (("-fopenmp",), ()) if source.has_threads else ((),):
-            command = [compiler, *_FLAGS, *chosen.flags, *threads, *sources, "-o", made]
-            failure = _run(command)
+            command = [*compiler, *_FLAGS, *chosen.flags, *threads, *sources, "-o", str(made)]
+            failure = _run(command, work)
             if failure is None:
-                _seal(Path(made))
-                Path(made).replace(target)
+                _seal(made)
+                made.replace(target)
                 return target
             failures.append(failure)
-        raise CompilerError(f"{compiler} failed: {failures[0]}")
+        raise CompilerError(f"{compiler[0]} failed: {failures[0]}")
     finally:
-        Path(made).unlink(missing_ok=True)
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def is_whole(path: Path) -> bool:
@@ -156,31 +178,41 @@ def _seal(path: Path) -> None:
     path.chmod(0o755)
 
 
-def _run(command: list[str]) -> str | None:
-    """Run a compiler, which ends with this process. Returns its last words, or None if it succeeded."""
-    # The lock lets no process end between the start of a compiler and the note of it.
-    lock, started, is_ending = threading.Lock(), list[subprocess.Popen[str]](), threading.Event()
+def _run(command: list[str], work: Path) -> str | None:
+    """Run a compiler, which ends with this process. Returns the cause of a failure in one line, or None.
 
-    def end() -> None:
-        with lock:
-            is_ending.set()
-            for process in started:
-                process.kill()
+    Args:
+        command: The compiler and its arguments.
+        work: Folder for its temporary files, which goes when this process ends.
 
-    atexit.register(end)
+    Raises:
+        CompilerError: It does not end, so that another try is useless.
+    """
+    watched, held = os.pipe()  # closed by the end of this process, however it comes
     try:
-        with lock:
-            if is_ending.is_set():
-                return "the process ends"
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # noqa: S603
-            started.append(process)
-        _, words = process.communicate(timeout=_TIMEOUT_S)
-    except OSError as error:
-        return str(error)
-    except subprocess.TimeoutExpired as error:
-        process.kill()
-        process.communicate()
-        return str(error)
+        process = subprocess.Popen(  # noqa: S603 - the operator's compiler and Moestro's own sources
+            ["/bin/sh", "-c", _WATCHED, "moestro", *command],
+            stdin=watched,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=os.environ | {"TMPDIR": str(work)},
+            process_group=0,
+        )
+        try:
+            _, words = process.communicate(timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise CompilerError(f"{command[0]} did not end within {_TIMEOUT_S:g} s") from error
     finally:
-        atexit.unregister(end)
-    return None if process.returncode == 0 else (words.strip() or f"exit status {process.returncode}")[-500:]
+        os.close(watched)
+        os.close(held)
+    return None if process.returncode == 0 else _cause(words) or f"exit status {process.returncode}"
+
+
+def _cause(words: str) -> str:
+    """The first error in a compiler's words and what follows, in one line."""
+    first = max(words.find("error"), 0)
+    return " ".join(words[words.rfind("\n", 0, first) + 1 :].split())[:_CAUSE_LENGTH]

@@ -22,6 +22,7 @@ from moestro.native.compiler import (
 )
 
 logger = logging.getLogger(__name__)
+_OTHER_CACHE = "XDG_CACHE_HOME may name another folder"
 T = TypeVar("T")
 
 
@@ -29,10 +30,13 @@ def cache_folder() -> Path:
     """Return the folder of libraries that were compiled on this machine.
 
     Raises:
-        RuntimeError: The user has no home.
+        CompilerError: The user has no home.
     """
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "moestro" / "kernels"
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "moestro" / "kernels"
+    except RuntimeError as error:
+        raise CompilerError(f"the user has no home folder for a cache; {_OTHER_CACHE}") from error
 
 
 class LibrarySearch(Generic[T]):
@@ -86,7 +90,7 @@ class LibrarySearch(Generic[T]):
     def _search(self) -> None:
         try:
             self.library = self._find()
-        except (CompilerError, OSError, RuntimeError) as error:  # Path.home raises RuntimeError without a home
+        except (CompilerError, OSError) as error:
             self.failure = str(error)
             logger.info("%s: not available: %s", self._source.title, error)
         finally:
@@ -102,13 +106,15 @@ class LibrarySearch(Generic[T]):
         if found is not None:
             return found
         self._has_looked.set()
-        if find_compiler() is None:
-            raise CompilerError("no C++ compiler was found")
-        with _locked(cache, self._source.name):  # processes that start together compile once
-            found = self._load(cache)
-            if found is not None:
-                return found
-            path = compile_library(self._source, self._chosen, cache)
+        find_compiler()  # without one, nothing needs to be written
+        try:
+            with _locked(cache, self._source.name):  # processes that start together compile once
+                found = self._load(cache)
+                if found is not None:
+                    return found
+                path = compile_library(self._source, self._chosen, cache)
+        except OSError as error:
+            raise CompilerError(f"{cache} cannot be written: {error.strerror}; {_OTHER_CACHE}") from error
         logger.info("%s: compiled for %s into %s", self._source.title, self.instruction_set, path)
         return self._load_file(path)
 
@@ -119,7 +125,8 @@ class LibrarySearch(Generic[T]):
             return None
         try:
             return self._load_file(path)
-        except OSError:
+        except OSError as error:
+            logger.warning("%s: %s cannot be loaded: %s", self._source.title, path, error)
             return None
 
 

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from moestro.config.cores import thread_environment
 from moestro.config.linux_process import is_stopped
-from moestro.config.process_pool import num_cores
 from moestro.core.curve_keys import CurveKeys
 from moestro.server.launcher import WORKER, ProcessEnd, StartedProcess
 from moestro.server.standby import Standby
@@ -107,8 +107,7 @@ class LocalLauncher:
 
 
 def _environment(num_ranks: int) -> Mapping[str, str]:
-    """Return the environment of a rank: cores and network of this machine, unless the operator has chosen others."""
-    share = max(1, num_cores() // num_ranks)
+    """Return the environment of a rank: threads and network of this machine, unless the operator has chosen others."""
     # Without an interface, gloo listens on the one that the host's name belongs to: other machines could reach it.
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    return {"OMP_NUM_THREADS": str(share), "GLOO_SOCKET_IFNAME": loopback} | dict(os.environ)
+    return {"GLOO_SOCKET_IFNAME": loopback} | os.environ | thread_environment(num_ranks)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from moestro import __version__
+from moestro.config.cores import thread_environment
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ class NodeAgent:
     def start(self, arguments: Sequence[str], num_threads: int) -> None:
         """Start the interpreter of this node with `arguments`, after the end of the process before."""
         # Ray sets the number of threads to the actor's cores, but not in every version.
-        environment = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
+        environment = os.environ | thread_environment(1) | {"OMP_NUM_THREADS": str(num_threads)}
         self._process = subprocess.Popen(  # noqa: S603 - the arguments are Moestro's own
             [sys.executable, *arguments], stdin=subprocess.PIPE, env=environment, start_new_session=True
         )

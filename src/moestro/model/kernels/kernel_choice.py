@@ -13,8 +13,8 @@ from moestro.model.settings import ModelSettings
 # long at most: the demo model, which loads in 5 s, is ready within 10 s.
 _PATIENCE_S = 3.0
 _AWAITED = (
-    "CPU kernels: torch's for now. Moestro's own are being compiled, and replace them between two steps; answers of"
-    " that moment may change in their last bits (--kernels own waits)."
+    "CPU kernels: torch's for now. Moestro's own are being compiled, and replace them between two steps. Answers of"
+    " that moment, and later ones that start from blocks cached before, may differ from others (--kernels own waits)."
 )
 
 
@@ -55,7 +55,5 @@ def choose_kernels(network: Network, build: KernelBuild | None, settings: ModelS
         network.await_kernels(build)
         return (_AWAITED,)
     if settings.kernels == "own":
-        raise ConfigError(
-            f"--kernels own: {build.failure}. Install a C++ compiler (g++ or clang++), or give --kernels auto."
-        )
+        raise ConfigError(f"--kernels own: {build.failure}. --kernels auto serves with torch's kernels instead.")
     return (f"CPU kernels: torch's, which are slower than Moestro's own: {build.failure}.",)
