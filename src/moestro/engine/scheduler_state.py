@@ -165,13 +165,12 @@ class SchedulerState:
             return
         table, size, blocks, names = self.table, self.block_size, [], []
         for sequence, slot, end in zip(sequences, slots.tolist(), computed.tolist(), strict=True):
-            hashes = sequence.hashes
-            name = block_hash(
-                sequence.request.hash_key, hashes[-1] if hashes else ROOT, table.token_ids[slot, end - size : end]
-            )
-            blocks.append(sequence.blocks[len(hashes)])
-            hashes.append(name)
-            names.append(name)
+            hashes, at = sequence.hashes, end // size - 1
+            if len(hashes) == at:  # blocks of the prompt have names, and a run may fill the last of them
+                parent = hashes[-1] if hashes else ROOT
+                hashes.append(block_hash(sequence.request.hash_key, parent, table.token_ids[slot, end - size : end]))
+            blocks.append(sequence.blocks[at])
+            names.append(hashes[at])
         self.pool.remember(blocks, names)
         table.next_full_at[slots] = computed + int32(size)
 
