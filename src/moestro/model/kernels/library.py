@@ -25,6 +25,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "write_slots": (_POINTER, _INT, _INT, _POINTER, *[_INT] * 3, _POINTER),
     "attend": (_POINTER, _INT, _INT, *[_POINTER] * 7, *[_INT] * 8, _FLOAT),
     "rms_norm": (*[_POINTER] * 3, *[_INT] * 2, _FLOAT),
+    "sigmoid": (_POINTER, _POINTER, _INT),
     "layer_front": (_POINTER,) * 9,
     "rotate": (_POINTER, _INT, _INT, *[_POINTER] * 3, *[_INT] * 3),
 }
@@ -92,6 +93,13 @@ class KernelLibrary:
         out = torch.empty_like(rows)
         size = weight.shape[0]
         self._rms_norm(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), rows.numel() // size, size, epsilon)
+        return out
+
+    def sigmoid(self, values: Tensor) -> Tensor:
+        """Compute the sigmoid of each float32."""
+        values = values.contiguous()
+        out = torch.empty_like(values)
+        self.function["sigmoid"](values.data_ptr(), out.data_ptr(), values.numel())
         return out
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
