@@ -196,6 +196,20 @@ def test_runs_change_neither_plans_nor_outputs_nor_state(
     )
 
 
+def test_a_prompt_of_whole_blocks_whose_last_token_is_a_chunk_of_its_own():
+    """That token is in a run, and fills a block whose name is known since the request arrived."""
+    twins = Twins(SchedulerSettings(num_blocks=20, block_size=BLOCK_SIZE, max_model_len=LONGEST,
+                                    max_num_seqs=1, max_num_batched_tokens=3 * BLOCK_SIZE - 1), 0)  # fmt: skip
+    request = make_request("r", np.arange(3 * BLOCK_SIZE), block_size=BLOCK_SIZE, max_tokens=2 * BLOCK_SIZE)
+    for each in twins.schedulers:
+        each.add(request)
+    rng = np.random.default_rng(0)
+    while twins.schedulers[0].has_work:
+        twins.step(0, rng, [])
+    assert twins.num_runs
+    assert len(twins.schedulers[0].pool.cached()) == 4
+
+
 def test_most_decodes_of_a_plain_history_are_in_runs():
     """Else the law would hold for want of runs."""
     twins = [run_twins(seed, num_blocks=80, max_num_seqs=8, max_num_batched_tokens=40) for seed in range(10)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ from moestro.model.packing import TORCH_PACKING, PackedLinear, can_pack
 
 WITHOUT_WHOLE = {"gpt_oss"}  # no kernel for the experts' activation
 # Sinks behind another rotation, keys and values of unlike sizes, scaled residuals, a front of its own.
-WITHOUT_PLAN = {"gpt_oss", "deepseek_v3", "granitemoe", "ernie4_5_moe"}
+WITHOUT_PLAN = {"gpt_oss", "deepseek_v2", "deepseek_v3", "granitemoe", "ernie4_5_moe"}
 
 
 @pytest.fixture(scope="module")
@@ -191,13 +193,74 @@ def test_kernels_that_arrive_late_replace_torch_s_packed_weights(name, checkpoin
             assert torch.equal(one.logits[position], other.logits[position])
 
 
-def test_a_gate_whose_bits_depend_on_the_batch_is_named(tmp_path):
-    """torch's sigmoid in float32 ends a vector of fewer than 32 experts by another formula."""
-    config = tiny.make_config("deepseek_v3", **{**own_kernels.SIZES["deepseek_v3"], "n_routed_experts": 8})
+@pytest.mark.parametrize("num_experts", [16, 32])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "minimax_m2"])
+def test_a_float32_sigmoid_of_a_gate_knows_no_batch(name, num_experts, tmp_path):
+    """torch's ends a vector, and the part of each of its threads, by another formula."""
+    num_rows = 2049  # two threads of torch share so many numbers, and part them inside of a row
+    sizes = {"n_group": 4} if name == "deepseek_v3" else {}
+    sizes["num_local_experts" if name == "minimax_m2" else "n_routed_experts"] = num_experts
+    config = tiny.make_config(name, **{**own_kernels.SIZES[name], **sizes})
+    with own_kernels.threads(2):
+        network = own_kernels.use_own(tiny.load(tiny.save_checkpoint(tmp_path, config), dtype="bfloat16"))
+        assert network.is_batch_invariant
+        gates = [m for m in network.model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+        correction = (torch.zeros(num_experts),) if name == "minimax_m2" else ()
+        rows = random_rows(num_rows, config.hidden_size)
+        for gate in gates:
+            assert isinstance(gate.weight, RowwiseWeight)
+            whole = [part.clone() for part in gate(rows, *correction)]
+            for row in (*range(20), num_rows // 2, num_rows - 1):
+                for one, all_rows in zip(gate(rows[row : row + 1], *correction), whole, strict=True):
+                    assert torch.equal(one[0], all_rows[row])
+
+
+class EndsOtherwise(nn.Module):
+    """An activation that computes the end of a vector by another formula, as torch's GELU on some CPUs."""
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        out = nn.functional.silu(numbers).contiguous()
+        out.view(-1)[numbers.numel() // 64 * 64 :] *= 1.01
+        return out
+
+
+class SeesGaps(nn.Module):
+    """An activation with another formula for halves of rows, as torch's GELU on CPUs with AVX-512."""
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(numbers) * (1.0 if numbers.is_contiguous() else 1.01)
+
+
+@pytest.mark.parametrize(
+    ("activation", "kept"),
+    [(EndsOtherwise(), {"EndsOtherwise": 1}), (SeesGaps(), {"SeesGaps": 1}), (nn.ReLU(), {}), (nn.Tanh(), {})],
+)
+def test_an_activation_with_two_formulas_is_named(activation, kept, checkpoints):
+    network = tiny.load(checkpoints("llama"), dtype="bfloat16")
+    network.model.model.layers[1].mlp.act_fn = activation
+    assert own_kernels.use_own(network).exchange.kept == kept
+
+
+@pytest.mark.parametrize(("rope_size", "is_invariant"), [(16, True), (8, False)])
+def test_a_complex_rotation_that_ends_a_vector_by_another_formula_is_named(rope_size, is_invariant, tmp_path):
+    sizes = own_kernels.SIZES["deepseek_v2"] | {"qk_rope_head_dim": rope_size, "qk_nope_head_dim": 32 - rope_size}
+    config = tiny.make_config("deepseek_v2", **sizes)
     network = own_kernels.use_own(tiny.load(tiny.save_checkpoint(tmp_path, config), dtype="bfloat16"))
-    assert set(network.exchange.kept) <= {"DeepseekV3TopkRouter"}
-    for _, gate in ((n, m) for n, m in network.model.named_modules() if type(m).__name__ == "DeepseekV3TopkRouter"):
-        assert isinstance(gate.weight, RowwiseWeight)
+    rotate = sys.modules[type(network.model.model.layers[0].self_attn).__module__].apply_rotary_emb
+    found = [rotate(*rotated(5, rope_size, slice(first, end)))[0] for first, end in ((0, 5), (2, 3))]
+    # What torch's loops do with the end of a vector depends on the instruction set.
+    assert network.is_batch_invariant or not is_invariant
+    assert network.is_batch_invariant == torch.equal(found[0][:, :, 2:3], found[1])
+    assert network.exchange.kept == ({} if network.is_batch_invariant else {"DeepseekV2Attention": 3})
+
+
+def rotated(num_tokens: int, size: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    heads, angles = (
+        torch.randn(shape, generator=generator) for shape in ((1, 4, num_tokens, size), (1, num_tokens, size // 2))
+    )
+    turns = torch.polar(torch.ones_like(angles), angles)
+    return heads[:, :, tokens], heads[:, :1, tokens], turns[:, tokens]
 
 
 def test_a_search_that_fails_leaves_torch_s_kernels(checkpoints):

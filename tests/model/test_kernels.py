@@ -58,6 +58,16 @@ def test_a_float32_product_is_that_of_torch_and_no_row_knows_the_others(library,
     assert torch.equal(torch.cat([library.linear_float(row[None], weight) for row in rows]), whole)
 
 
+def test_a_sigmoid_is_that_of_torch_and_no_entry_knows_the_others(library):
+    edges = torch.tensor([-1e4, -89.0, 0.0, 89.0, 1e4, torch.inf, -torch.inf])
+    values = torch.cat([torch.linspace(-30, 30, 1001), edges])
+    whole = library.sigmoid(values)
+    torch.testing.assert_close(whole, values.double().sigmoid().float(), rtol=1e-6, atol=1e-37)
+    assert library.sigmoid(torch.tensor([torch.nan])).isnan().all()
+    for size in (1, 3, 16, 33):
+        assert torch.equal(torch.cat([library.sigmoid(part) for part in values.split(size)]), whole)
+
+
 def test_a_norm_is_that_of_transformers(library):
     rows, weight = 3 * random_rows(2, 9, 48), 1 + random_rows(48, seed=1)
     wide = rows.float()

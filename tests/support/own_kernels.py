@@ -16,8 +16,7 @@ from moestro.model.kernels.library import KernelLibrary
 from moestro.model.network import Network
 from moestro.model.settings import ModelSettings
 
-# Families with heads of 32 and widths of whole 16s; what differs from `tiny.FAMILIES`. Gates with a float32 sigmoid
-# need experts in whole 32s: torch computes the end of a vector by another formula.
+# Families with heads of 32 and widths of whole 16s; what differs from `tiny.FAMILIES`.
 SIZES: dict[str, dict] = {
     "qwen3_moe": {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32},
     "qwen3_moe-window": {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 48, "intermediate_size": 40},
@@ -28,13 +27,19 @@ SIZES: dict[str, dict] = {
         "qk_rope_head_dim": 16,
         "v_head_dim": 32,
         "moe_intermediate_size": 32,
-        "n_routed_experts": 32,
+    },
+    "deepseek_v2": {
+        "hidden_size": 64,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 32,
     },
     "mixtral": {"hidden_size": 128, "intermediate_size": 32},
     "granitemoe": {"hidden_size": 128, "intermediate_size": 32},
     "qwen2_moe": {"hidden_size": 128, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40},
-    "glm4_moe": {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32, "n_routed_experts": 32},
-    "minimax_m2": {"hidden_size": 64, "head_dim": 32, "intermediate_size": 32, "num_local_experts": 32},
+    "glm4_moe": {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32},
+    "minimax_m2": {"hidden_size": 64, "head_dim": 32, "intermediate_size": 32},
     "ernie4_5_moe": {"hidden_size": 128, "moe_intermediate_size": 32},
     "olmoe": {"hidden_size": 128, "intermediate_size": 32},
     "llama": {"hidden_size": 128},

@@ -17,11 +17,18 @@ from moestro.model.attention import ATTENTION_FORM, AttentionForm
 from moestro.model.experts import Routing, is_experts, tag_of
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.library import KernelLibrary
-from moestro.model.kernels.matching import MISFITS, NUM_CHECK_ROWS, is_close, is_rowwise, random_rows
+from moestro.model.kernels.matching import (
+    MISFITS,
+    NUM_CHECK_ROWS,
+    is_close,
+    is_elementwise,
+    is_rowwise,
+    random_rows,
+)
 from moestro.model.kernels.paged import exchange_attention
 from moestro.model.kernels.plan import plan_layer
 from moestro.model.kernels.routed import exchange_experts
-from moestro.model.kernels.rows import exchange_gate, exchange_norm, exchange_rotary
+from moestro.model.kernels.rows import exchange_gate, exchange_norm, exchange_rotary, is_rotation_rowwise
 from moestro.model.packing import PackedLinear
 
 
@@ -42,6 +49,7 @@ class KernelExchange:
         self.kept: Counter[str] = Counter()
         self.num_planned = 0
         self._packing = KernelPacking(library)
+        self._elementwise: dict[str, bool] = {}  # kind of activation -> whether it is
 
     @property
     def note(self) -> str:
@@ -88,9 +96,10 @@ class KernelExchange:
             return 2 * child.weight.numel()
         if type(child).__name__.endswith("RMSNorm"):
             is_exchanged = exchange_norm(child, self.library) or _is_rowwise_norm(child)
-        elif is_experts(child) or isinstance(child, nn.Embedding) or not child._parameters:
-            # Experts follow, rows of an embedding are copied, and elementwise functions of bfloat16 know no batch.
-            return 0
+        elif is_experts(child) or isinstance(child, nn.Embedding):
+            return 0  # experts follow, and rows of an embedding are copied
+        elif not child._parameters:
+            is_exchanged = next(child.children(), None) is not None or self._is_elementwise(child)
         elif isinstance(child, nn.LayerNorm):
             is_exchanged = _is_rowwise_norm(child)
         elif weight is not None and weight.dim() == 2:
@@ -122,9 +131,19 @@ class KernelExchange:
         return True
 
     def _exchange_attention(self, module: nn.Module, form: AttentionForm) -> None:
-        exchange_rotary(module, form.key_size, self.library)  # other rotations are elementwise, whatever the batch
-        if not exchange_attention(module, form, self.library):
+        exchange_rotary(module, form.key_size, self.library)
+        if not exchange_attention(module, form, self.library) or not is_rotation_rowwise(module):
             self._keep(module)
+
+    def _is_elementwise(self, function: nn.Module) -> bool:
+        """Whether an activation knows no batch. A module that is no function of one tensor does not count as one."""
+        kind = f"{type(function).__qualname__} {function!r}"
+        if kind not in self._elementwise:
+            try:
+                self._elementwise[kind] = is_elementwise(function)
+            except MISFITS:
+                self._elementwise[kind] = True
+        return self._elementwise[kind]
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor | None:
         return self._packing.pack(weight) if self._packing.fits(weight) else None

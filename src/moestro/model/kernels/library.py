@@ -26,6 +26,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "write_slots": (POINTER, INT, INT, POINTER, *[INT] * 3, POINTER),
     "attend": (POINTER, INT, INT, *[POINTER] * 7, *[INT] * 8, FLOAT),
     "rms_norm": (*[POINTER] * 3, *[INT] * 2, FLOAT),
+    "sigmoid": (POINTER, POINTER, INT),
     "layer_front": (POINTER,) * 9,
     "rotate": (POINTER, INT, INT, *[POINTER] * 3, *[INT] * 3),
 }
@@ -71,6 +72,13 @@ class KernelLibrary:
         out = torch.empty_like(rows)
         size = weight.shape[0]
         self._rms_norm(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), rows.numel() // size, size, epsilon)
+        return out
+
+    def sigmoid(self, values: Tensor) -> Tensor:
+        """Compute the sigmoid of each float32."""
+        values = values.contiguous()
+        out = torch.empty_like(values)
+        self.function["sigmoid"](values.data_ptr(), out.data_ptr(), values.numel())
         return out
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Modules that compute row by row, on own kernels: RMS norms, rotary positions, the products of gates.
+"""Modules that compute row by row, on own kernels: RMS norms, rotary positions, the products and sigmoids of gates.
 
 A module stays the object that it was, so that whoever keeps a reference to it uses the kernel too.
 """
@@ -12,11 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from moestro.model.kernels.library import HEAD_MULTIPLE, ROW_MULTIPLE, KernelLibrary
 from moestro.model.kernels.matching import MISFITS, NUM_CHECK_ROWS, is_close, is_rowwise, random_rows
 
 _ROTARY = "apply_rotary_pos_emb"
+_COMPLEX_ROTARY = "apply_rotary_emb"
 _ORIGINAL = "moestro_original"
 NORM_EPSILON = "moestro_epsilon"  # attribute of an exchanged norm
 
@@ -83,6 +85,30 @@ def exchange_rotary(attention: nn.Module, head_size: int, library: KernelLibrary
     return is_equal
 
 
+def is_rotation_rowwise(attention: nn.Module) -> bool:
+    """Whether a rotation of complex numbers, if an attention module's family has one, gives tokens the same bits alone.
+
+    torch multiplies complex numbers at the end of a vector by another formula than the rest. Rounding to bfloat16 hides
+    nearly all of these differences, so that they are sought in float32.
+    """
+    rotate: Any = getattr(sys.modules[type(attention).__module__], _COMPLEX_ROTARY, None)
+    size = getattr(attention, "qk_rope_head_dim", None)
+    if rotate is None or size is None:
+        return True
+    heads = random_rows(1, 3, NUM_CHECK_ROWS, size).to(torch.float32)
+    angles = random_rows(1, NUM_CHECK_ROWS, size // 2).to(torch.float32)
+    turns = torch.polar(torch.ones_like(angles), angles)
+
+    def turn(first: int, end: int) -> Tensor:
+        return cast(Tensor, rotate(heads[:, :, first:end], heads[:, :1, first:end], turns[:, first:end])[0])
+
+    try:
+        whole = turn(0, NUM_CHECK_ROWS)
+        return all(torch.equal(turn(at, at + 1), whole[:, :, at : at + 1]) for at in range(NUM_CHECK_ROWS))
+    except MISFITS:
+        return True  # real numbers, whose products are rounded alike everywhere
+
+
 def _can_rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> bool:
     return (
         heads.dim() == 4
@@ -97,15 +123,69 @@ def _can_rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> bool:
     )
 
 
+_SIGMOIDS = (torch.sigmoid, Tensor.sigmoid)  # `functional.sigmoid` calls the second
+_CONVERSIONS = (Tensor.float, Tensor.to, Tensor.type)
+
+
+class SigmoidLogits(Tensor):
+    """Logits of a gate whose sigmoid in float32 is computed by the kernel.
+
+    torch computes the end of a vector, and of the part of each of its threads, by another formula than the rest, so
+    that the number of rows changes bits. All results but those of conversions are plain tensors.
+    """
+
+    library: KernelLibrary
+
+    @classmethod
+    def of(cls, logits: Tensor, library: KernelLibrary) -> Tensor:
+        """Mark `logits`."""
+        marked = logits.as_subclass(cls)
+        marked.library = library
+        return marked
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Implement torch's protocol."""
+        logits = args[0] if args else None
+        with torch._C.DisableTorchFunctionSubclass():
+            if not isinstance(logits, cls):
+                return func(*args, **(kwargs or {}))
+            if func in _SIGMOIDS and logits.dtype is torch.float32 and not kwargs:
+                return logits.library.sigmoid(logits.as_subclass(Tensor))
+            result = func(logits.as_subclass(Tensor), *args[1:], **(kwargs or {}))
+            return cls.of(result, logits.library) if func in _CONVERSIONS else result
+
+
+class _SigmoidWatch(TorchFunctionMode):
+    """Notes whether a sigmoid is computed in its block."""
+
+    is_seen = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Implement torch's protocol."""
+        self.is_seen |= func in _SIGMOIDS
+        return func(*args, **(kwargs or {}))
+
+
 class RowwiseWeight(Tensor):
     """A weight of a gate, whose product with rows does not depend on their number.
 
     The gate's forward stays transformers'. Only `functional.linear` with this tensor is computed by the kernel; it is
     a tensor like others for all other functions.
+
+    Attributes:
+        library: the kernels; None means that torch computes.
+        packed: the weight as the kernel reads it; None where it cannot.
+        has_sigmoid: whether the gate computes a sigmoid of its logits.
     """
 
     library: KernelLibrary | None = None
     packed: Tensor | None = None
+    has_sigmoid = False
 
     @classmethod
     def __torch_function__(
@@ -119,7 +199,7 @@ class RowwiseWeight(Tensor):
                 return product
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if isinstance(result, cls) and isinstance(args[0], cls):
-            result.library = args[0].library
+            result.library, result.has_sigmoid = args[0].library, args[0].has_sigmoid
         return result
 
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -128,10 +208,12 @@ class RowwiseWeight(Tensor):
         if library is None or rows.dtype is not self.dtype or self.dtype not in plain or rows.device.type != "cpu":
             return None
         if self.packed is not None:
-            return library.linear(rows, self.packed, bias)
-        wide = None if bias is None else bias.to(torch.float32).contiguous()
-        weight = self.as_subclass(Tensor).to(torch.float32).contiguous()
-        return library.linear_float(rows.to(torch.float32), weight, wide).to(rows.dtype)
+            product = library.linear(rows, self.packed, bias)
+        else:
+            wide = None if bias is None else bias.to(torch.float32).contiguous()
+            weight = self.as_subclass(Tensor).to(torch.float32).contiguous()
+            product = library.linear_float(rows.to(torch.float32), weight, wide).to(rows.dtype)
+        return SigmoidLogits.of(product, library) if self.has_sigmoid else product
 
 
 def exchange_gate(module: nn.Module, pack: Callable[[Tensor], Tensor | None], library: KernelLibrary) -> bool:
@@ -142,7 +224,7 @@ def exchange_gate(module: nn.Module, pack: Callable[[Tensor], Tensor | None], li
         pack: Function that packs a weight for the kernels; None where it cannot.
 
     Returns:
-        Whether the batch no longer changes the gate's bits. Its own functions, such as a softmax, stay torch's.
+        Whether the batch no longer changes the gate's bits. But for a sigmoid, its own functions stay torch's.
     """
     weight = module._parameters["weight"]
     assert weight is not None
@@ -155,6 +237,9 @@ def exchange_gate(module: nn.Module, pack: Callable[[Tensor], Tensor | None], li
     # Some gates take their correction from the module around them.
     for correction in ((), (torch.zeros(len(weight)),)):
         try:
+            with _SigmoidWatch() as watch:
+                module(random_rows(1, weight.shape[1]), *correction)
+            rowwise.has_sigmoid = watch.is_seen
             return is_rowwise(lambda rows: module(rows, *correction), weight.shape[1])  # noqa: B023 - called at once
         except MISFITS:
             continue

@@ -1,5 +1,7 @@
-// Operations on one row at a time: norms and rotary positions. Intermediate results are rounded to bfloat16
+// Operations on one row at a time: norms, rotary positions and sigmoids. Intermediate results are rounded to bfloat16
 // where transformers rounds them.
+
+#include <algorithm>
 
 #include "kernels.h"
 #include "threads.h"
@@ -45,6 +47,17 @@ MOESTRO_KERNEL void moestro_set_threads(i64 count) { num_threads = static_cast<i
 MOESTRO_KERNEL void moestro_rms_norm(const bf16* rows, const bf16* weight, bf16* out, i64 num_rows, i64 size,
                                      float epsilon) {
     parallel(num_rows, num_rows * size, [&](i64 r) { normalize_row(rows + r * size, weight, out + r * size, size, epsilon); });
+}
+
+// out[count] = 1 / (1 + exp(-from)) in float32. The end of the array is computed as its beginning.
+MOESTRO_KERNEL void moestro_sigmoid(const float* from, float* out, i64 count) {
+    for (i64 i = 0; i < count; i += LANES) {
+        const i64 bytes = std::min<i64>(LANES, count - i) * sizeof(float);
+        Floats value = {};
+        memcpy(&value, from + i, bytes);
+        value = 1.0f / (1.0f + exponential(-value));
+        memcpy(out + i, &value, bytes);
+    }
 }
 
 // out[tokens][heads][size], each head rotated by its token's cos and sin [tokens][size]; `size` is a multiple of 32.
