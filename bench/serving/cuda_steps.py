@@ -24,6 +24,7 @@ most memory that torch had reserved. A part that fails has a row with the error.
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import math
 import signal
@@ -311,10 +312,13 @@ def continuous_batching(bench: Bench, shape: Shape) -> Iterator[Row]:
     with use_own_functions(model, experts="grouped_mm"):
         generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
         num_blocks = (shape.num_units + 1) * math.ceil((shape.context + _CB_TOKENS) / BLOCK_SIZE)
+        known = inspect.signature(ContinuousBatchingConfig).parameters
         batching = ContinuousBatchingConfig(
-            page_size=BLOCK_SIZE, num_blocks=num_blocks, allow_block_sharing=False,
+            **{"page_size" if "page_size" in known else "block_size": BLOCK_SIZE},  # its name before transformers 5.23
+            num_blocks=num_blocks,
+            allow_block_sharing=False,
             max_batch_tokens=max(transformers_cb.MAX_BATCH_TOKENS, shape.num_units),
-        )  # fmt: skip
+        )
         manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=batching)
         manager.start()
         try:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from parity import drive, tiny
 
-from moestro.model.experts import can_group, run_each, run_grouped
+from moestro.model.experts import can_group, run_each, run_grouped, run_slots
 
 # The products are added in another order and rounded to bfloat16, which has 8 bits: 2**-7 of the largest of a row.
 PRODUCT_TOLERANCE = 2.0**-6
@@ -54,3 +54,12 @@ def test_a_network_on_grouped_products_has_the_logits_of_the_cpu(name, checkpoin
     assert len(cpu) == 46
     errors = (there - cpu).abs().amax(-1) / cpu.std(-1)
     assert float(errors.median()) < MEDIAN_TOLERANCE
+
+
+def test_no_rows_at_all_give_no_answers(checkpoint, accelerator):
+    """A worker of `ep` without tokens may have none for any of its experts."""
+    network = accelerator.place(tiny.load(checkpoint("qwen3_moe"), dtype="bfloat16"))
+    rows = torch.empty(0, network.config.hidden_size, dtype=torch.bfloat16).to(accelerator.device)
+    with torch.inference_mode():
+        answers = run_slots(network.experts[0][1], rows, torch.zeros(8, dtype=torch.int64).to(accelerator.device))
+    assert answers.cpu().shape == rows.shape
