@@ -1,4 +1,4 @@
-"""The networks that benches serve: the demo model, and a random Qwen3-MoE of 640M parameters."""
+"""The networks that benches serve: the demo model, a random Qwen3-MoE of 640M, and the shape of Qwen3-30B-A3B."""
 
 from __future__ import annotations
 
@@ -25,4 +25,19 @@ def make_random_model(directory: Path) -> Path:
         model.save_pretrained(directory)
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copy(DEMO / name, directory / name)
+    return directory
+
+
+def make_qwen3_config(directory: Path, num_layers: int = 48, num_experts: int = 128, vocabulary: int = 151_936) -> Path:
+    """Write the config of Qwen3-30B-A3B, or of a smaller network of its width, without weights."""
+    from transformers import Qwen3MoeConfig  # noqa: PLC0415
+
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary, hidden_size=2048, intermediate_size=6144, num_hidden_layers=num_layers,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=num_experts, num_experts_per_tok=8,
+        moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1, max_position_embeddings=40_960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(directory)
     return directory

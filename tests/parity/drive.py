@@ -15,6 +15,16 @@ from moestro.model.step import PagedStep
 BLOCK_SIZE, NUM_BLOCKS = 4, 96
 
 
+class WaitingDevice(TorchDevice):
+    """Waits in `poll` until a step is done, as a CPU does, so that a test with virtual time may count its polls."""
+
+    def poll(self, now_ns: int) -> list[StepResult]:
+        results = super().poll(now_ns)
+        while self._running and not results:
+            results = super().poll(now_ns)
+        return results
+
+
 class RecordingNetwork(Network):
     """Keeps the logits of the last step and all counts; may be told to get positions wrong."""
 
@@ -23,7 +33,7 @@ class RecordingNetwork(Network):
 
     def logits(self, step: PagedStep) -> torch.Tensor:
         late = np.repeat(step.units.start > 0, step.units.num_tokens)
-        step.position_ids = step.position_ids + self.position_error * torch.from_numpy(late)[None]
+        step.position_ids = step.position_ids + self.position_error * step.upload(late)[None]
         self.last_step, self.last_logits = step, super().logits(step)
         self.total_counts = self.total_counts + (0 if self.routing is None else self.routing.counts)
         return self.last_logits
@@ -49,7 +59,7 @@ def recording(network: Network) -> RecordingNetwork:
 def make_device(network: Network, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> TorchDevice:
     pools = network.probe(BLOCK_SIZE)[0].allocate(num_blocks)
     pools.allocate_host(num_host_blocks)
-    return TorchDevice(network, pools)
+    return WaitingDevice(network, pools)
 
 
 def greedy(num: int = 1, **columns: object) -> np.ndarray:
@@ -82,7 +92,9 @@ def make_units(parts: list[tuple[int, list[int]]], tables: np.ndarray, **columns
 
 def run(device: TorchDevice, units: Units) -> StepResult:
     device.launch(Forward(units), 0)
-    (result,) = device.poll(0)
+    while not (results := device.poll(0)):
+        pass
+    (result,) = results
     return result
 
 
@@ -141,7 +153,7 @@ def step(device: TorchDevice, sequences: list[Driven], rng: np.random.Generator)
 
 def record(network: RecordingNetwork, sequences: list[Driven]) -> None:
     unit_of_row = np.repeat(np.arange(len(sequences)), network.last_step.num_tokens_of)
-    for row, logits in zip(network.last_step.logit_rows, network.last_logits, strict=True):
+    for row, logits in zip(network.last_step.logit_rows, network.last_logits.cpu(), strict=True):
         sequences[unit_of_row[row]].logits[int(network.last_step.positions[row])] = logits
 
 

@@ -76,17 +76,18 @@ def check_against_reference(network: Network, max_model_len: int) -> None:
 def reference_logits(network: Network, tokens: Int32s) -> Tensor:
     """[tokens, vocabulary], logits of transformers' own attention and experts in one pass over the same weights."""
     ids = torch.from_numpy(tokens.astype(np.int64))[None].to(network.device)
-    with _own_functions(network.model):
+    with use_own_functions(network.model):
         logits: Tensor = network.model(input_ids=ids, use_cache=False).logits[0]
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @contextmanager
-def _own_functions(model: Any) -> Iterator[None]:
+def use_own_functions(model: Any, experts: str = "eager") -> Iterator[None]:
+    """Let a network that is not packed run on transformers' functions. `experts`: name in its experts interface."""
     attention = model.config._attn_implementation
     # `eager` takes the softmax in float32 even in float64; where sdpa exists it is the more precise reference.
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    model.set_experts_implementation("eager")
+    model.set_experts_implementation(experts)
     try:
         yield
     finally:

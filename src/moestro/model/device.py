@@ -38,8 +38,9 @@ class TorchDevice:
     """Computes `Forward` items.
 
     On a CPU `poll` does the work, so that the caller of `launch` can first deliver the results of the previous step. On
-    an accelerator `launch` queues the work and never waits, unless the experts have no grouped kernel (any dtype but
-    bfloat16, or sizes that are no multiples of 8; see `experts`): then it waits for every layer's expert counts.
+    an accelerator `launch` queues the work and never waits, with two exceptions. Without grouped kernels for experts
+    (any dtype but bfloat16, or sizes that are no multiples of 8; see `experts`) it waits for every layer's expert
+    counts. With rope type `longrope`, transformers' own forward reads the largest position.
 
     Args:
         network: the loaded network.

@@ -21,6 +21,7 @@ from moestro.model.expert_slots import ExpertWeights, pick_expert
 from moestro.model.experts import register_experts
 from moestro.model.load import (
     build_skeleton,
+    choose_device,
     choose_dtype,
     draw_weights,
     finish_dequantizing,
@@ -45,8 +46,8 @@ def read_experts(settings: ModelSettings, layer: int, experts: Sequence[int]) ->
     """
     config = read_config(settings)
     if settings.load_format == "dummy":
-        modules = dict(find_experts(draw_weights(settings, config), config.get_text_config().num_hidden_layers))
-        module = modules[layer]
+        model = draw_weights(settings, config, choose_device(settings))  # numbers depend on the kind of device
+        module = dict(find_experts(model, config.get_text_config().num_hidden_layers))[layer]
     else:
         _, module = read_layer(settings, config, layer, type(build_skeleton(config)))
     return [pick_expert(module, expert) for expert in experts]

@@ -67,7 +67,7 @@ def load_network(settings: ModelSettings, config: Any, rank: int = 0) -> tuple[N
     for part in (config, config.get_text_config()):
         part.output_router_logits = False  # a training loss, which every step would compute
     if settings.load_format == "dummy":
-        model, note = draw_weights(settings, config), "Weights are random (--load-format dummy)."
+        model, note = draw_weights(settings, config, device), "Weights are random (--load-format dummy)."
     else:
         model, note = _read_weights(settings, config)
     return Network(model.to(device).eval()), (note,) if note else ()
@@ -165,22 +165,25 @@ def finish_dequantizing(model: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def draw_weights(settings: ModelSettings, config: Any) -> Any:
+def draw_weights(settings: ModelSettings, config: Any, device: torch.device) -> Any:
     """Draw random weights of the config's shapes, keyed by the seed, of a size that keeps activations near 1.
 
-    transformers' own deviation of 0.02 does not serve: in a small network its logits hardly depend on the input.
+    They are drawn on `device`: a core takes minutes for 30 billion numbers, and an accelerator seconds. A seed gives
+    other numbers on another kind of device. transformers' own deviation of 0.02 does not serve: in a small network its
+    logits hardly depend on the input.
     """
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     given = config.get_text_config().dtype or torch.float32
-    model = AutoModelForCausalLM.from_config(
-        config,
-        dtype=given if settings.dtype == "auto" else getattr(torch, settings.dtype),
-        attn_implementation=PAGED,
-        experts_implementation=EXPERTS,
-        trust_remote_code=False,
-    )
-    generator = torch.Generator().manual_seed(settings.seed)
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=given if settings.dtype == "auto" else getattr(torch, settings.dtype),
+            attn_implementation=PAGED,
+            experts_implementation=EXPERTS,
+            trust_remote_code=False,
+        )
+    generator = torch.Generator(device).manual_seed(settings.seed)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)

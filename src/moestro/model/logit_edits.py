@@ -35,7 +35,8 @@ def edit_logits(logits: Tensor, edits: LogitEdits, units: NDArray[np.int64], sam
     if edits.said.size:
         _penalise(logits, edits, np.searchsorted(units, edits.said[0]), sampling)
     if edits.banned.size:
-        flat[_places(np.searchsorted(units, edits.banned[0]), edits.banned[1], logits)] = float("-inf")
+        # Not an assignment: torch would copy the number to an accelerator, and wait there for all that was launched.
+        flat.index_fill_(0, _places(np.searchsorted(units, edits.banned[0]), edits.banned[1], logits), float("-inf"))
     if edits.masks:
         _forbid(logits, np.searchsorted(units, [unit for unit, _ in edits.masks]), [mask for _, mask in edits.masks])
     return logits

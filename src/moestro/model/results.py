@@ -185,4 +185,6 @@ def to_host(tensor: Tensor) -> Tensor:
     """Return a copy that the host may read once the step's event has passed; on a CPU, the tensor itself."""
     if tensor.device.type == "cpu":
         return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    # Contiguous whatever `tensor` is: to memory with gaps or with its dimensions in another order, torch copies by way
+    # of a second host tensor, which it reads before the data have arrived.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

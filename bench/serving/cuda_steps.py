@@ -1,0 +1,440 @@
+"""Measures steps of the torch device on a GPU, beside transformers on the same weights and beside the hardware.
+
+    python bench/serving/cuda_steps.py --json bench/results/serving/cuda_steps.json
+
+The network is Qwen3-30B-A3B in bfloat16 with random weights, which are drawn on the device, so that nothing is
+downloaded. `--layers`, `--experts` and `--vocabulary` make it smaller. A whole run takes less than six minutes on an
+H100. Each part is stored when it is done: with the same --json, settings and commit, another run does the missing ones.
+
+- `ceilings`: bytes that a device-to-device copy reads and writes, and FLOPs of a bfloat16 product of square matrices.
+- `moestro`: a decode of N sequences with so much context (`--decode NxCONTEXT`), and prompts (`--prefill TOKENS`).
+  `step_ms` is launch to result. `launch_ms` is the host's part: while it lasts the device may idle. `queued_ms` is a
+  step of several that are launched at once: the device's time, unless the host takes longer.
+- `transformers`: the plain forward of transformers with sdpa and its grouped experts, on the same weights. For decodes
+  it has a dynamic cache with random K and V, as `generate` would use.
+- `continuous batching`: transformers' scheduler with its paged cache, from `transformers_cb.py`. `step_ms` is the time
+  from one token of a request to the next.
+- `profile`: the operations that take most of the device's time in one step of `moestro`.
+
+`floor_ms` is the larger of two times: bytes that a step has to read, over the measured bandwidth; and its FLOPs, over
+the measured rate. The bytes are all weights but those of experts that no token chose, and K and V. `peak_bytes` is the
+most memory that torch had reserved. A part that fails has a row with the error.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import math
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from moestro.calibrate.timing import once_ns
+from moestro.config.run_record import run_record
+from moestro.core.views import LS
+from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Forward, StepResult, Units
+from moestro.model.check import use_own_functions
+from moestro.model.device import TorchDevice, open_network
+from moestro.model.settings import ModelSettings
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from serving import transformers_cb
+from shared.models import make_qwen3_config
+from shared.results import make_parser, save, spread
+
+BLOCK_SIZE = 16
+# 256 sequences of 1,024 tokens take 26 GB of K and V, which an H100 does not have beside 61 GB of weights.
+DECODES, PREFILLS = ("1x1024", "32x1024", "256x512"), (2048,)
+PARTS = ("ceilings", "moestro", "profile", "transformers", "continuous batching")
+_WARM, _MOST_STEPS, _ENOUGH_S = 2, 20, 1.0  # steps of one repeat: as many as fit in the time, within the bounds
+_NUM_QUEUED, _NUM_OPERATIONS = 4, 12
+# Sizes for the ceilings, by kind of device: far above the caches of one, and bearable for the other.
+_COPIED_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
+_MATRIX = {"cuda": 8192, "cpu": 512}
+_CB_TOKENS = 16  # of each answer, of which the first comes from the prefill
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A step: `num_units` units of `num_new` tokens each, behind `context` tokens of K and V."""
+
+    num_units: int
+    num_new: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        kind = "prefill" if self.num_new > 1 else "decode"
+        return f"{kind} {self.num_units} x {self.num_new if self.num_new > 1 else self.context}"
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_units * -(-(self.context + self.num_new) // BLOCK_SIZE)
+
+
+@dataclass
+class Bench:
+    """What all parts share.
+
+    Attributes:
+        device: device under test.
+        repeats: repeats of each measurement.
+        settings: those of the network.
+        ceilings: bytes and FLOPs a second that were measured; empty before.
+        touched: for each shape, experts that had tokens, over all layers.
+    """
+
+    device: torch.device
+    repeats: int
+    settings: ModelSettings
+    ceilings: dict[str, float] = field(default_factory=dict)
+    touched: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._checked: Any = None
+
+    @property
+    def checked(self) -> Any:
+        """The loaded network, not packed, so that transformers' functions can run on its weights."""
+        if self._checked is None:
+            self._checked = open_network(self.settings)
+        return self._checked
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def peak_bytes(self) -> int | None:
+        """Most memory that was reserved since the last call; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        peak = torch.cuda.max_memory_reserved(self.device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+    def times_ms(self, call: Callable[[], object]) -> list[float]:
+        """Milliseconds of a call that is over when the device is settled: the mean of each repeat."""
+        for _ in range(_WARM):
+            call()
+        self.settle()
+        started = time.perf_counter()
+        call()
+        self.settle()
+        num = min(max(int(_ENOUGH_S / self.repeats / max(time.perf_counter() - started, 1e-6)), 1), _MOST_STEPS)
+        found = []
+        for _ in range(self.repeats):
+            started = time.perf_counter()
+            for _ in range(num):
+                call()
+                self.settle()
+            found.append((time.perf_counter() - started) * 1e3 / num)
+        return found
+
+    def compared(self, shape: Shape, times: list[float]) -> Row:
+        """The times of a step, and its floor."""
+        row: Row = {"step_ms": spread(times)}
+        if self.ceilings and shape.name in self.touched:
+            num_bytes, flops = work_of(self.checked, shape, self.touched[shape.name])
+            floor = 1e3 * max(num_bytes / self.ceilings["bytes_per_s"], flops / self.ceilings["flops_per_s"])
+            row |= {"floor_ms": round(floor, 3), "of_floor": round(row["step_ms"]["median"] / floor, 2)}
+            row |= {"read_bytes": num_bytes, "flops": flops}
+        return row
+
+
+def work_of(checked: Any, shape: Shape, num_touched: int) -> tuple[int, int]:
+    """Bytes that a step has to read, and its FLOPs. `num_touched`: experts that have tokens, over all layers."""
+    network, config = checked.network, checked.network.config
+    num_tokens = shape.num_units * shape.num_new
+    head = config.vocab_size * config.hidden_size
+    kv_bytes = checked.probe.bytes_per_block // checked.probe.block_size * shape.num_units * shape.context
+    num_bytes = sum(network.layer_bytes) + head * network.dtype.itemsize
+    num_bytes += num_touched * network.bytes_per_expert + kv_bytes
+    weights = sum(network.layer_bytes) // network.dtype.itemsize
+    weights += len(network.experts) * checked.num_chosen * network.bytes_per_expert // network.dtype.itemsize
+    flops = 2 * weights * num_tokens + 2 * head * shape.num_units
+    keys = shape.context + (shape.num_new + 1) // 2  # that a query attends to, on average
+    flops += 4 * network.num_layers * config.num_attention_heads * config.head_dim * keys * num_tokens
+    return num_bytes, flops
+
+
+def units_of(shape: Shape, vocabulary: int, seed: int) -> Units:
+    """Greedy units of random tokens in blocks of their own."""
+    count, width = shape.num_units, shape.num_blocks // shape.num_units
+    sampling = np.zeros(count, SAMPLING_ROW)
+    sampling["top_p"], sampling["repetition_penalty"] = 1, 1
+    sampling["num_logprobs"] = sampling["num_prompt_logprobs"] = -1
+    start = np.full(count, shape.context, np.int32)
+    rng = np.random.default_rng(seed)
+    return Units(
+        slot=np.arange(count, dtype=np.int64),
+        serial=np.arange(count),
+        service_class=np.full(count, LS, np.uint8),
+        start=start,
+        num_tokens=np.full(count, shape.num_new, np.int32),
+        write_start=start,
+        logits=np.full(count, LOGITS_LAST, np.uint8),
+        block_tables=rng.permutation(count * width).astype(np.int32).reshape(count, width),
+        sampling=sampling,
+        token_ids=rng.integers(vocabulary, size=count * shape.num_new, dtype=np.int32),
+    )
+
+
+def take(device: TorchDevice, count: int) -> list[StepResult]:
+    """Wait for the results of so many steps."""
+    results: list[StepResult] = []
+    while len(results) < count:
+        results += device.poll(0)
+    return results
+
+
+# --- parts; each yields rows
+
+
+def ceilings(bench: Bench) -> Iterator[Row]:
+    kind, size = bench.device.type, _MATRIX[bench.device.type]
+    source = torch.empty(_COPIED_BYTES[kind] // 2, dtype=torch.bfloat16, device=bench.device).normal_()
+    target = torch.empty_like(source)
+    copies = bench.times_ms(partial(target.copy_, source))
+    del source, target
+    left, right = (torch.randn(size, size, device=bench.device).bfloat16() for _ in range(2))
+    products = bench.times_ms(lambda: left @ right)
+    yield {
+        "copy_ms": spread(copies),
+        "product_ms": spread(products),
+        "bytes_per_s": 2 * _COPIED_BYTES[kind] / (float(np.median(copies)) / 1e3),
+        "flops_per_s": 2 * size**3 / (float(np.median(products)) / 1e3),
+        "peak_bytes": bench.peak_bytes(),
+    }
+
+
+def moestro(bench: Bench, shape: Shape) -> Iterator[Row]:
+    checked = bench.checked
+    device = TorchDevice(checked.network, checked.probe.allocate(shape.num_blocks))
+    vocabulary = checked.network.config.vocab_size
+    seeds = iter(range(10**6))
+
+    def item() -> Forward:
+        return Forward(units_of(shape, vocabulary, next(seeds)))
+
+    def step() -> object:
+        device.launch(item(), 0)
+        return take(device, 1)
+
+    times = bench.times_ms(step)
+    launches, queued = [], []
+    for _ in range(bench.repeats):
+        items = [item() for _ in range(_NUM_QUEUED)]
+        started = time.perf_counter()
+        for number, each in enumerate(items):
+            device.launch(each, 0)
+            if number == 0:
+                launches.append((time.perf_counter() - started) * 1e3)
+        result = take(device, len(items))[-1]
+        queued.append((time.perf_counter() - started) * 1e3 / len(items))
+    assert result.expert_counts is not None
+    bench.touched[shape.name] = int((result.expert_counts > 0).sum())
+    yield {
+        **bench.compared(shape, times),
+        "launch_ms": spread(launches),
+        "queued_ms": spread(queued),
+        "alone_ms": once_ns(device, item()) / 1e6,
+        "touched": bench.touched[shape.name],
+        "peak_bytes": bench.peak_bytes(),
+    }
+
+
+def profile(bench: Bench, shape: Shape) -> Iterator[Row]:
+    checked = bench.checked
+    device = TorchDevice(checked.network, checked.probe.allocate(shape.num_blocks))
+    item = Forward(units_of(shape, checked.network.config.vocab_size, 0))
+    once_ns(device, item)
+    activity = torch.profiler.ProfilerActivity
+    is_cuda = bench.device.type == "cuda"
+    with torch.profiler.profile(activities=[activity.CPU, *([activity.CUDA] if is_cuda else [])]) as profiler:
+        once_ns(device, item)
+    figure = "self_device_time_total" if is_cuda else "self_cpu_time_total"
+    found = sorted(profiler.key_averages(), key=lambda each: -getattr(each, figure))
+    total = sum(getattr(each, figure) for each in found)
+    operations = [
+        {"name": each.key[:90], "calls": each.count, "ms": round(getattr(each, figure) / 1e3, 3)}
+        for each in found[:_NUM_OPERATIONS]
+    ]
+    yield {"total_ms": round(total / 1e3, 3), "operations": operations, "peak_bytes": bench.peak_bytes()}
+
+
+@torch.inference_mode()
+def transformers(bench: Bench, shape: Shape) -> Iterator[Row]:
+    network, model = bench.checked.network, bench.checked.network.model
+    config, size = network.config, (shape.num_units, network.config.num_key_value_heads)
+    ids = torch.randint(config.vocab_size, (shape.num_units, shape.num_new), device=bench.device)
+    with use_own_functions(model, experts="grouped_mm"):
+        cache = DynamicCache(config=config) if shape.context else None
+        if cache is not None:
+            for layer in range(network.num_layers):
+                kv = torch.randn(*size, shape.context, config.head_dim, dtype=network.dtype, device=bench.device)
+                cache.update(kv, kv.clone(), layer)
+
+        def step() -> object:
+            logits = model(
+                input_ids=ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1
+            ).logits.argmax(-1)
+            if cache is not None:
+                cache.crop(-shape.num_new)
+            return logits.cpu()
+
+        times = bench.times_ms(step)
+    yield {**bench.compared(shape, times), "peak_bytes": bench.peak_bytes()}
+
+
+def continuous_batching(bench: Bench, shape: Shape) -> Iterator[Row]:
+    if not shape.context:
+        return
+    model = bench.checked.network.model
+    with use_own_functions(model, experts="grouped_mm"):
+        generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        num_blocks = (shape.num_units + 1) * math.ceil((shape.context + _CB_TOKENS) / BLOCK_SIZE)
+        known = inspect.signature(ContinuousBatchingConfig).parameters
+        batching = ContinuousBatchingConfig(
+            **{"page_size" if "page_size" in known else "block_size": BLOCK_SIZE},  # its name before transformers 5.23
+            num_blocks=num_blocks,
+            allow_block_sharing=False,
+            max_batch_tokens=max(transformers_cb.MAX_BATCH_TOKENS, shape.num_units),
+        )
+        manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=batching)
+        manager.start()
+        try:
+            load = {"users": shape.num_units, "num_requests": shape.num_units, "input_len": shape.context,
+                    "output_len": _CB_TOKENS, "seed": 0}  # fmt: skip
+            found = [transformers_cb.run(manager, model.config.vocab_size, load | {"seed": n}) for n in (0, 1)]
+        finally:
+            manager.stop(block=True)
+    yield {
+        **bench.compared(shape, [float(np.min(each["tpot_ms"])) for each in found]),
+        "peak_bytes": bench.peak_bytes(),
+    }
+
+
+# --- the run
+
+
+def parts_of(shapes: list[Shape], wanted: list[str]) -> Iterator[tuple[str, Callable[[Bench], Iterator[Row]]]]:
+    """(name, function) of each part, those that may fail last."""
+    ways = {
+        "moestro": moestro, "profile": profile, "transformers": transformers,
+        "continuous batching": continuous_batching,
+    }  # fmt: skip
+    if "ceilings" in wanted:
+        yield "ceilings", ceilings
+    for part in (part for part in PARTS if part in wanted and part in ways):
+        for shape in shapes:
+            yield f"{part}: {shape.name}", lambda bench, way=ways[part], shape=shape: way(bench, shape)
+
+
+def kept_rows(path: Path | None, settings: Row, commit: str) -> list[Row]:
+    """Rows of an earlier run of the same commit and settings, without those of failed parts."""
+    if path is None or not path.exists():
+        return []
+    earlier = json.loads(path.read_text())
+    if earlier["settings"] != settings or earlier["conditions"]["commit"] != commit:
+        return []
+    return [row for row in earlier["rows"] if "error" not in row]
+
+
+def device_facts(device: torch.device) -> Row:
+    """What the device is."""
+    if device.type != "cuda":
+        return {"device": device.type}
+    facts = torch.cuda.get_device_properties(device)
+    return {
+        "device": facts.name,
+        "memory_bytes": facts.total_memory,
+        "multiprocessors": facts.multi_processor_count,
+        "cuda": torch.version.cuda,
+    }
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--decode", nargs="*", default=DECODES, metavar="NxCONTEXT")
+    parser.add_argument("--prefill", nargs="*", type=int, default=PREFILLS, metavar="TOKENS")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--part-limit", type=float, default=90.0, metavar="SECONDS")
+    args = parser.parse_args()
+    conditions = run_record("measured")
+    shapes = [Shape(int(n), 1, int(context)) for n, context in (each.split("x") for each in args.decode)]
+    shapes += [Shape(1, num_tokens, 0) for num_tokens in args.prefill]
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    settings = {name: getattr(args, name) for name in ("device", "layers", "experts", "vocabulary", "repeats")}
+    rows = kept_rows(args.json, settings, conditions.commit)
+    with tempfile.TemporaryDirectory() as directory:
+        config = make_qwen3_config(Path(directory), args.layers, args.experts, args.vocabulary)
+        model = ModelSettings(
+            model=str(config), device=args.device, dtype="bfloat16", load_format="dummy", block_size=BLOCK_SIZE,
+            kernels="eager", kv_cache_memory_bytes=1,
+        )  # fmt: skip
+        bench = Bench(device, args.repeats, model)
+        for name, part in parts_of(shapes, args.parts):
+            known = [row for row in rows if row["part"] == name]
+            started = time.perf_counter()
+            if not known:
+                known = [{"part": name, **row} for row in run_part(part, bench, args.part_limit)]
+                rows += known
+            for row in known:
+                learn(bench, row)
+                print(json.dumps({**row, "seconds": round(time.perf_counter() - started, 1)}), flush=True)
+            save(args.json, conditions, {"settings": settings, **device_facts(device), "rows": rows})
+
+
+def _give_up(*_: object) -> None:
+    raise TimeoutError("the part took longer than --part-limit")
+
+
+def run_part(part: Callable[[Bench], Iterator[Row]], bench: Bench, limit_s: float) -> list[Row]:
+    """Rows of a part, or one with the error."""
+    signal.signal(signal.SIGALRM, _give_up)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        return list(part(bench))
+    except Exception as error:  # one part's failure must not cost the others, whose device time is scarce
+        traceback.print_exc()
+        error.__traceback__ = None  # whose frames hold tensors
+        bench.peak_bytes()
+        return [{"error": f"{type(error).__name__}: {error}"[:500]}]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def learn(bench: Bench, row: Row) -> None:
+    """Take from a row what later parts need."""
+    if "bytes_per_s" in row:
+        bench.ceilings = {name: row[name] for name in ("bytes_per_s", "flops_per_s")}
+    if "touched" in row:
+        bench.touched[row["part"].removeprefix("moestro: ")] = row["touched"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Sampler, edits and log probabilities on an accelerator: the choices of the CPU for the same logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from parity import drive
+from support.plain_grammar import PATTERNS, backend
+
+from moestro.core.grammar import Grammar, MaskRequest
+from moestro.core.work import LogitEdits
+from moestro.model.logit_edits import edit_logits
+from moestro.model.sampler import find_peaks, measure_logprobs, sample
+
+ROWS = 48
+NOTHING = np.empty(0, np.int32)
+VOCABULARIES = (101, 4096, 151_936)
+
+
+def random_logits(vocabulary: int, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(ROWS, vocabulary, generator=torch.Generator().manual_seed(seed))
+
+
+def random_rows(rng: np.random.Generator) -> np.ndarray:
+    return drive.greedy(
+        ROWS,
+        temperature=rng.choice([0.0, 0.5, 1.0, 1.7], ROWS),
+        top_k=rng.choice([0, 1, 5, 50, 2000], ROWS),
+        top_p=rng.choice([1.0, 0.99, 0.5], ROWS),
+        min_p=rng.choice([0.0, 0.0, 0.05], ROWS),
+        seed=rng.integers(2**63, size=ROWS),
+        repetition_penalty=rng.choice([1.0, 1.4], ROWS),
+        presence_penalty=rng.uniform(-1, 1, ROWS),
+        frequency_penalty=rng.uniform(-1, 1, ROWS),
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_a_seed_draws_the_token_of_the_cpu(vocabulary, seed, accelerator):
+    rng, logits = np.random.default_rng(seed), random_logits(vocabulary, seed)
+    rows, positions = random_rows(rng), rng.integers(5000, size=ROWS)
+    with torch.inference_mode():
+        near, far = logits.clone(), logits.to(accelerator.device)
+        with accelerator.forbid_waits():
+            tokens = sample(far, rows, positions)
+        assert tokens.tolist() == sample(near, rows, positions).tolist()
+
+
+def test_peaks_of_numbers_that_are_not_finite_and_of_equal_ones(accelerator):
+    logits = torch.zeros(7, 3000)
+    logits[0, 2000:] = logits[1, [7, 2999]] = 5.0
+    logits[2, 100], logits[3, 5], logits[4] = float("nan"), float("inf"), float("-inf")
+    logits[5, 1:], logits[6, [3, 4]] = float("-inf"), torch.tensor([float("inf"), float("nan")])
+    tokens, is_finite = find_peaks(logits.to(accelerator.device))
+    assert is_finite.tolist() == [True, True, False, False, False, True, False]
+    assert tokens.tolist()[:2] == [2000, 7]
+    assert tokens.tolist()[5] == 0
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_log_probabilities_and_ranks_are_those_of_the_cpu(vocabulary, count, accelerator):
+    logits = random_logits(vocabulary).round()  # many equals
+    ids = torch.arange(ROWS) * 2
+    with torch.inference_mode():
+        near = measure_logprobs(logits, ids, count)
+        far = measure_logprobs(logits.to(accelerator.device), ids.to(accelerator.device), count)
+        assert torch.equal(near.top_ids, far.top_ids.cpu())
+        assert torch.equal(near.ranks, far.ranks.cpu())
+        torch.testing.assert_close(near.logprobs, far.logprobs.cpu(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_edited_logits_are_those_of_the_cpu(vocabulary, accelerator):
+    rng, logits = np.random.default_rng(vocabulary), random_logits(vocabulary)
+    rows, units = random_rows(rng), np.arange(ROWS)
+    said = np.stack([np.sort(rng.integers(ROWS, size=300)), rng.integers(vocabulary, size=300)]).astype(np.int32)
+    known = backend(101)
+    biased = np.stack([np.arange(ROWS), rng.integers(vocabulary, size=ROWS)]).astype(np.int32)
+    edits = LogitEdits(
+        said=said,
+        generated=rng.random(300) < 0.5,
+        biased=biased,
+        bias=rng.uniform(-3, 3, ROWS).astype(np.float32),
+        banned=np.stack([np.arange(ROWS), rng.integers(vocabulary, size=ROWS)]).astype(np.int32),
+        masks=tuple(
+            (unit, known.mask(MaskRequest(known.matcher(Grammar("regex", PATTERNS[unit % 3])), NOTHING, NOTHING)))
+            for unit in range(0, ROWS, 5)
+        ),
+    )
+    near = edit_logits(logits, edits, units, rows)
+    there = logits.to(accelerator.device)
+    with accelerator.forbid_waits():
+        far = edit_logits(there, edits, units, rows)
+    torch.testing.assert_close(near, far.cpu(), atol=1e-5, rtol=1e-5)
