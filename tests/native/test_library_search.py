@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_be_written_leaves_none(source, tmp_path, counted):
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_no_file(source, tmp_path, monkeypatch):
     broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho 'internal error 42' >&2\nexit 1\n")
+    broken.write_text("#!/bin/sh\nprintf 'internal error 42 \\344' >&2\nexit 1\n")  # no UTF-8, as in other locales
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     cache = tmp_path / "cache"

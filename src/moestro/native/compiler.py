@@ -172,7 +172,9 @@ def _run(command: list[str]) -> str | None:
         with lock:
             if is_ending.is_set():
                 return "the process ends"
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # noqa: S603
+            process = subprocess.Popen(  # noqa: S603
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+            )
             started.append(process)
         _, words = process.communicate(timeout=_TIMEOUT_S)
     except OSError as error:
