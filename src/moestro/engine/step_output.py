@@ -37,7 +37,7 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
     @property
     def ended(self) -> list[Sequence]:
         """The sequences with a finish reason, in the order of their rows."""
-        return [self.sequences[row] for row in self.finish_reasons]
+        return list(map(self.sequences.__getitem__, self.finish_reasons))
 
     def add_failed(self, sequences: list[Sequence], has_failed_grammar: list[bool]) -> None:
         """Append a row for each of `sequences`, which ended without a token.
@@ -70,9 +70,10 @@ def append_sampled_tokens(table: SequenceTable, result: StepResult, computed: In
         table.token_ids[slots, num_tokens] = tokens
     num_tokens += ONE
     table.num_tokens[slots] = num_tokens
-    sequences, token_ids = table.at_all(slots), [-1] * len(slots) if tokens is None else tokens.tolist()
+    sequences, token_ids = table.at_all(slots), None if tokens is None else tokens.tolist()
     at_last = true_rows(num_tokens >= table.last_num_tokens[slots])
-    output = StepOutput(sequences, token_ids, find_finish_reasons(table, sequences, token_ids, at_last))
+    reasons = find_finish_reasons(table, sequences, token_ids, at_last)
+    output = StepOutput(sequences, token_ids or [-1] * len(slots), reasons)
     if result.logprobs:
         row_of = {index: row for row, index in enumerate(range(len(slots)) if rows is None else rows.tolist())}
         output.logprobs.update({row_of[index]: entry for index, entry in result.logprobs.items()})
@@ -83,15 +84,16 @@ def append_sampled_tokens(table: SequenceTable, result: StepResult, computed: In
 
 
 def find_finish_reasons(
-    table: SequenceTable, sequences: list[Sequence], token_ids: list[int], at_last: list[int]
+    table: SequenceTable, sequences: list[Sequence], token_ids: list[int] | None, at_last: list[int]
 ) -> dict[int, FinishReason]:
-    """Return the finish reasons of rows with a token of -1 or a sampled one, by row in ascending order.
+    """Return the finish reasons of rows that gained a token, by row in ascending order.
 
     Args:
+        token_ids: the token of each row. None means those of a hashed trace, which are unknown.
         at_last: rows with the last token that their sequence may have.
     """
     reasons = dict.fromkeys(at_last, FinishReason.LENGTH)
-    if not table.may_stop(token_ids):
+    if token_ids is None or not table.may_stop(token_ids):
         return reasons
     pairs = zip(sequences, token_ids, strict=True)
     stopped = [row for row, (sequence, token) in enumerate(pairs) if token in sequence.stop_token_ids]

@@ -61,7 +61,7 @@ class FrameReader:
 class LocalStream:
     """One end of a connection. No method blocks.
 
-    Only one thread may call `receive`, and only one at a time the others.
+    Only one thread at a time may call `receive`, and only one at a time the others.
 
     Args:
         connection: Connected stream socket.

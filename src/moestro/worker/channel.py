@@ -19,6 +19,7 @@ from moestro.core.curve_keys import CurveKeys
 from moestro.wire.local_stream import local_path
 from moestro.wire.messages import FromRank, Heartbeat, ToRank, decode_to_rank, encode
 from moestro.worker.channel_links import LINGER_MS, ChannelLink, LocalLink, LostLinkError, ZmqLink
+from moestro.worker.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Channel:
     Attributes:
         num_steps, owes: set by the main loop, sent with every heartbeat.
         now_ns: reads the API server's clock; another machine replaces it, see `worker.server_clock`.
-        inbox_fd: readable after a message came, for main loops that wait for something else too.
+        arrival: woken after a message came, for main loops that wait for something else too.
     """
 
     def __init__(
@@ -84,11 +85,11 @@ class Channel:
         self._link: ChannelLink = (
             LocalLink(local_path(address), identity) if keys is None else ZmqLink(address, identity, keys)
         )
-        self.inbox_fd, self._inbox_write = _wake_pipe()
+        self.arrival = WakePipe()
         self._inbox: SimpleQueue[ToRank] = SimpleQueue()
         self._receiving = threading.Lock()  # held from reading to `_inbox`, so that messages keep their order
         self._parent_fd = parent_fd
-        self._wake_read, self._wake_write = _wake_pipe()
+        self._to_send = WakePipe()
         self._close_by_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
         self._thread.start()
@@ -103,11 +104,6 @@ class Channel:
         while not self._inbox.empty():
             messages.append(self._inbox.get())
         return messages
-
-    def clear_inbox_fd(self) -> None:
-        """Make `inbox_fd` unreadable until the next message; call it before `receive`."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.inbox_fd, 4096)
 
     def has_messages(self) -> bool:
         """Whether `receive` would return a message now; a few µs."""
@@ -126,12 +122,12 @@ class Channel:
     def send(self, message: FromRank) -> None:
         """Send `message`, or queue it for the thread to send."""
         if self._link.send(encode(message)):
-            _write_to_wake(self._wake_write)
+            self._to_send.wake()
 
     def close(self) -> None:
         """Send queued messages (for at most `LINGER_MS`) and disconnect."""
         self._close_by_s = time.monotonic() + LINGER_MS / 1e3
-        _write_to_wake(self._wake_write)
+        self._to_send.wake()
         self._thread.join()
 
     # --- the thread
@@ -150,29 +146,16 @@ class Channel:
     def _exchange(self, link: ChannelLink) -> None:
         is_all_sent = link.flush()
         while self._close_by_s is None or not (is_all_sent or time.monotonic() > self._close_by_s):
-            ready = link.wait((self._wake_read, self._parent_fd), self._beats.beat_ms)
+            ready = link.wait((self._to_send.fd, self._parent_fd), self._beats.beat_ms)
             if self._parent_fd in ready and not os.read(self._parent_fd, 4096):
                 os._exit(ORPHANED)
-            if self._wake_read in ready:
-                os.read(self._wake_read, 4096)
+            if self._to_send.fd in ready:
+                self._to_send.clear()
             is_all_sent = link.flush()
             if (beat := self._beats.next(self.num_steps, time.monotonic_ns(), owes=self.owes)) is not None:
                 link.offer(encode(beat))
             with self._receiving:
                 for message in link.receive():
                     self._inbox.put(decode_to_rank(message))
-                    _write_to_wake(self._inbox_write)
+                    self.arrival.wake()
         link.close()
-
-
-def _wake_pipe() -> tuple[int, int]:
-    """Return a pipe's ends for reading and writing, neither of which blocks."""
-    ends = os.pipe()
-    for end in ends:
-        os.set_blocking(end, False)
-    return ends
-
-
-def _write_to_wake(end: int) -> None:
-    with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier calls, so the reader is awake already
-        os.write(end, b"\0")

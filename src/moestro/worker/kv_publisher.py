@@ -6,8 +6,6 @@ vllm/distributed/kv_events.py and vllm/config/kv_events.py (field names, frames,
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from collections import deque
@@ -22,9 +20,10 @@ from moestro.config.kv_events_settings import KvEventsSettings
 from moestro.engine.cache_events import CacheEvents, RemovedBlocks, StoredBlocks
 from moestro.errors import ConfigError
 from moestro.wire.kv_events import END_OF_REPLAY
+from moestro.worker.wake_pipe import WakePipe
 
 _MEDIUM = "GPU"  # vLLM's name of a cache's first tier
-_LINGER_MS = 500
+_LINGER_MS = 500  # for the last batches, if a listener does not keep up
 _SEQ_BYTES = 8
 
 
@@ -49,11 +48,9 @@ class KvPublisher:
         self._num_published = 0
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=settings.buffer_steps)
         self._outbox: deque[bytes] = deque()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
+        self._to_send = WakePipe()
         self._is_closing = False
         self._context = zmq.Context()
-        self._context.linger = _LINGER_MS
         self._context.sndhwm = settings.hwm
         self._events = self._bound(zmq.PUB, settings.endpoint)
         self._replay = None if settings.replay_endpoint is None else self._bound(zmq.ROUTER, settings.replay_endpoint)
@@ -65,12 +62,12 @@ class KvPublisher:
         events = self._cache.take()
         if events:
             self._outbox.append(encode_batch(time.time(), events, rank=self._rank, block_size=self._block_size))
-            self._wake()
+            self._to_send.wake()
 
     def close(self) -> None:
         """Send queued batches and disconnect."""
         self._is_closing = True
-        self._wake()
+        self._to_send.wake()
         self._thread.join()
 
     def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
@@ -83,21 +80,17 @@ class KvPublisher:
             raise ConfigError(f"--kv-events-config: {address} cannot be bound: {error}") from None
         return socket
 
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier calls, so the thread is awake already
-            os.write(self._wake_write, b"\0")
-
     # --- the thread
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._to_send.fd, zmq.POLLIN)
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
         while not (self._is_closing and not self._outbox):
             ready = {each for each, _ in poller.poll()}
-            if self._wake_read in ready:
-                os.read(self._wake_read, 4096)
+            if self._to_send.fd in ready:
+                self._to_send.clear()
             while self._outbox:
                 number = self._num_published.to_bytes(_SEQ_BYTES, "big")
                 payload = self._outbox.popleft()

@@ -150,9 +150,9 @@ class PeerInbox:
         bound_s = None if due_ns is None else max(due_ns - before_ns, 0) / NS_PER_S
         if self._links.may_break:  # what waits for a lost message would not wake
             bound_s = min(LOOK_NS / NS_PER_S, LOOK_NS / NS_PER_S if bound_s is None else bound_s)
-        ready, _, _ = select.select((self._channel.inbox_fd, *self._links.fds), (), (), bound_s)
-        if self._channel.inbox_fd in ready:
-            self._channel.clear_inbox_fd()
+        ready, _, _ = select.select((self._channel.arrival.fd, *self._links.fds), (), (), bound_s)
+        if self._channel.arrival.fd in ready:
+            self._channel.arrival.clear()
         if until_ns is None:
             self._idle_ns += self._channel.now_ns() - before_ns
 

@@ -7,9 +7,7 @@ until the tensor has arrived. A channel that breaks loses its tensors, and the h
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from typing import Protocol
 
 from moestro.core.hops import HopMessage
 from moestro.wire.hop_frames import AnnouncedHop, Announcement, Frame, Hello, Meet, TensorFrames
+from moestro.worker.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +110,6 @@ class TwoPhaseLinks:
         tell: called with a worker and a notice for it.
 
     Attributes:
-        fd: readable after something has happened on a channel.
         has_news: whether something has happened on a channel since the last `receive`.
         lost: workers on whose channel tensors may have been lost; the caller takes them out.
     """
@@ -123,11 +121,14 @@ class TwoPhaseLinks:
         self._peers = [_Peer() for _ in range(num_workers)]
         self._told: deque[tuple[int, Meet]] = deque()  # from the threads of channels
         self._closed: list[ChannelEnd] = []  # channels whose threads may still run
-        self.fd, self._wake_fd = os.pipe()
-        for end in (self.fd, self._wake_fd):
-            os.set_blocking(end, False)
+        self._arrival = WakePipe()
         self.has_news = False
         self.lost: set[int] = set()
+
+    @property
+    def fd(self) -> int:
+        """Readable after something has happened on a channel."""
+        return self._arrival.fd
 
     def connect(self, worker: int, launch: int) -> None:
         """Take in that a worker's process runs now. What its earlier process sent whole is still delivered."""
@@ -145,8 +146,7 @@ class TwoPhaseLinks:
         deadline = time.monotonic() + _CLOSE_S
         have_ended = [channel.join(max(deadline - time.monotonic(), 0)) for channel in self._closed]
         if all(have_ended):
-            for end in (self.fd, self._wake_fd):  # otherwise a thread may still write there
-                os.close(end)
+            self._arrival.close()  # otherwise a thread may still write there
         self._closed.clear()
 
     # --- sending ----------------------------------------------------------------------------------------------------
@@ -215,8 +215,7 @@ class TwoPhaseLinks:
         if not self.has_news:
             return []
         self.has_news = False  # before anything is looked at, so that no news is missed
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 4096)
+        self._arrival.clear()
         while self._told:
             self._tell(*self._told.popleft())
         messages: list[HopMessage] = []
@@ -292,5 +291,4 @@ class TwoPhaseLinks:
     def _wake(self) -> None:
         """Note news; called by the threads of channels."""
         self.has_news = True
-        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier news
-            os.write(self._wake_fd, b"\0")
+        self._arrival.wake()
