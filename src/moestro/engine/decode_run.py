@@ -169,7 +169,7 @@ class DecodeRun:
         reasons = find_finish_reasons(sequences, tokens, at_last) if may_end else {}
         output = StepOutput(sequences, tokens, reasons, result.logprobs, request_ids=self._request_ids)
         if reasons:
-            self._state.finish_all(output)
+            self._state.finish_all(output.ended)
         return output
 
 
