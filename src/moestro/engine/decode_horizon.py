@@ -175,7 +175,7 @@ class DecodeJumps:
                 rows.append(row)
                 ended.append(self._table.at(decodes.running.item(row)))
         output = StepOutput(ended, [-1] * len(ended), dict.fromkeys(range(len(ended)), FinishReason.LENGTH))
-        self._state.finish_all(output)
+        self._state.finish_all(ended)
         self._forget(rows, decodes)
         return output
 

@@ -169,7 +169,7 @@ class DecodeRun:
         output = StepOutput(sequences, tokens, reasons, result.logprobs, request_ids=self._told_ids)
         self._told_ids = self._request_ids
         if reasons:
-            self._state.finish_all(output)
+            self._state.finish_all(output.ended)
         return output
 
 

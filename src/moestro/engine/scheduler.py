@@ -394,7 +394,7 @@ class Scheduler:
         # 4. A sequence without uncomputed tokens has sampled one, and may have ended with it.
         output = append_sampled_tokens(table, result, computed)
         if output.finish_reasons:
-            self.state.finish_all(output)
+            self.state.finish_all(output.ended)
         if failed:
             output.add_failed(failed, list(map(table.has_failed_grammar, failed)))
         return output

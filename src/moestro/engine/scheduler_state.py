@@ -20,7 +20,7 @@ from moestro.engine.host_blocks import HostBlocks
 from moestro.engine.policy_contract import Admitted, Left, OrderPolicy
 from moestro.engine.sequences import NEVER, BlockContent, Sequence, SequenceTable
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import SchedulerCounts, StepOutput
+from moestro.engine.step_output import SchedulerCounts
 from moestro.engine.waiting import WaitingQueue
 from moestro.engine.waiting_admission import AdmissionNeeds
 from moestro.errors import InvariantError
@@ -118,9 +118,9 @@ class SchedulerState:
         del self.by_id[sequence.request.request_id]
         self.leave(sequence)
 
-    def finish_all(self, output: StepOutput) -> None:
-        """Remove the sequences of `output` that have a finish reason."""
-        for sequence in output.ended:
+    def finish_all(self, sequences: list[Sequence]) -> None:
+        """Remove running sequences that have ended."""
+        for sequence in sequences:
             self.finish(sequence)
 
     def leave(self, sequence: Sequence) -> None:

@@ -189,7 +189,8 @@ class Cluster:
             for sequence in reversed(first):
                 results.first_token_ns[engine.row_of[sequence.serial]] = now_ns
                 self.signals.first_token(sequence.request.request_id, now_ns)
-        for sequence in output.ended:
+        for ended in output.finish_reasons:
+            sequence = output.sequences[ended]
             row = engine.row_of.pop(sequence.serial)
             _note_end(results, row, sequence, now_ns)
             self.signals.ended(sequence.request.request_id, now_ns, len(sequence.generated))

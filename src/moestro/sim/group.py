@@ -106,8 +106,8 @@ class Seat:
 
     def forget_ended(self, output: StepOutput) -> None:
         """Drop the scripts of the sequences that have ended."""
-        for sequence in output.ended:
-            self.scripts.forget(sequence.serial)
+        for row in output.finish_reasons:
+            self.scripts.forget(output.sequences[row].serial)
 
 
 class FusedSeat(Seat):

@@ -126,7 +126,7 @@ def run_rank(
     def is_wanted(until_ns: int | None) -> bool:
         return channel.has_messages() or (until_ns is not None and now_ns() >= until_ns)
 
-    told = IDLE
+    last_load = IDLE
     wait_s: float | None = 0  # a worker of a group may have got messages before it was ready
     while True:
         has_just_looked = wait_s == 0 and rank.has_work  # it computes first, and looks then
@@ -145,11 +145,11 @@ def run_rank(
         if events := jobs.take_events():
             channel.send(EngineEvents(events))  # before the outputs, so that an ended request's events are complete
         load = rank.stats()
-        if outputs or load != told or cache is not UNCHANGED:
+        if outputs or load != last_load or cache is not UNCHANGED:
             pace = jobs.pace_counts()
             reported = load if pace is None else msgspec.structs.replace(load, pace=pace)
             channel.send(Outputs(outputs, reported, as_of_ns, cache.stored, cache.removed))
-            told = load
+            last_load = load
         if not goes_on:
             return
         has_news = bool(messages or outputs or came_meanwhile or rank.num_steps != num_steps)

@@ -59,7 +59,7 @@ class SearchKernel:
         best, gain = np.empty(devices.shape, np.int64), np.empty(len(batch))
         inputs = [np.ascontiguousarray(each) for each in (batch, devices[0], devices[1], floor)]
         addresses = [each.ctypes.data for each in (*inputs, best, gain)]
-        self._function["best_exchanges"](*_state(problem, packing), len(batch), *addresses)
+        self._function["best_exchanges"](*_structs(problem, packing), len(batch), *addresses)
         return best, gain
 
     def balance(
@@ -77,7 +77,7 @@ class SearchKernel:
             rounds: Their number, and `CYCLE`, `SLOW` and `LEAST_GAIN` of `descent`.
         """
         largest, each = np.ascontiguousarray(largest), np.ascontiguousarray(each)
-        self._function["balance"](*_state(problem, packing), largest.ctypes.data, each.ctypes.data, *rounds)
+        self._function["balance"](*_structs(problem, packing), largest.ctypes.data, each.ctypes.data, *rounds)
 
     def pack(self, problem: PlaceProblem, room: Experts, copies: QueuedCopies) -> Experts:
         """Place copies as `packing._place` does, and return what it returns.
@@ -91,16 +91,18 @@ class SearchKernel:
         arrays = [None if each is None else np.ascontiguousarray(each) for each in inputs]
         addresses = [None if each is None else each.ctypes.data for each in arrays]
         sizes = (copies.items.shape[1], copies.adds.shape[1], int(problem.speed.min() != problem.speed.max()))
-        self._function["pack"](_stated(problem), *addresses, *sizes, copies.load.ctypes.data, expert.ctypes.data)
+        self._function["pack"](
+            _problem_struct(problem), *addresses, *sizes, copies.load.ctypes.data, expert.ctypes.data
+        )
         return expert
 
 
-def _state(problem: PlaceProblem, packing: Packing) -> tuple[ctypes._CArgObject, ctypes._CArgObject]:
+def _structs(problem: PlaceProblem, packing: Packing) -> tuple[ctypes._CArgObject, ctypes._CArgObject]:
     figures = (packing.expert, packing.share, packing.work, packing.held)
-    return _stated(problem), ctypes.byref(_Packing(*(each.ctypes.data for each in figures)))
+    return _problem_struct(problem), ctypes.byref(_Packing(*(each.ctypes.data for each in figures)))
 
 
-def _stated(problem: PlaceProblem) -> ctypes._CArgObject:
+def _problem_struct(problem: PlaceProblem) -> ctypes._CArgObject:
     row_s = None if problem.row_s is None else problem.row_s.ctypes.data
     arrays = (problem.speed.ctypes.data, problem.room.ctypes.data, row_s, problem.moved.ctypes.data)
     return ctypes.byref(_Problem(*problem.shape, *arrays, problem.move_s))
