@@ -62,6 +62,7 @@ DECODES, PREFILLS = ("1x1024", "32x1024", "256x512"), (2048,)
 PARTS = ("ceilings", "moestro", "profile", "transformers", "continuous batching")
 _WARM, _MOST_STEPS, _ENOUGH_S = 2, 20, 1.0  # steps of one repeat: as many as fit in the time, within the bounds
 _NUM_QUEUED, _NUM_OPERATIONS = 4, 12
+_PATIENCE_S = 10.0  # for a part that ends because it took too long
 # Sizes for the ceilings, by kind of device: far above the caches of one, and bearable for the other.
 _COPIED_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
 _MATRIX = {"cuda": 8192, "cpu": 512}
@@ -415,8 +416,9 @@ def _give_up(*_: object) -> None:
 
 def run_part(part: Callable[[Bench], Iterator[Row]], bench: Bench, limit_s: float) -> list[Row]:
     """Rows of a part, or one with the error."""
+    bench.peak_bytes()  # memory of the part before is no part of this one's
     signal.signal(signal.SIGALRM, _give_up)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    signal.setitimer(signal.ITIMER_REAL, limit_s, _PATIENCE_S)  # again, where what it interrupts waits for a thread
     try:
         return list(part(bench))
     except Exception as error:  # one part's failure must not cost the others, whose device time is scarce
