@@ -35,7 +35,6 @@ import asyncio
 import contextlib
 import json
 import random
-import re
 import signal
 import socket
 import sys
@@ -96,16 +95,6 @@ def start(*flags: str) -> contextlib.AbstractContextManager[Server]:
     return moestro(port, "--dtype", "float32", "--log-level", "error", *flags, OMP_NUM_THREADS="1")
 
 
-def workers(server: Server) -> dict[str, psutil.Process]:
-    """Return the workers' processes by name, without the one on standby."""
-    found = {}
-    for process in server.engines():
-        with contextlib.suppress(psutil.Error):
-            if re.search(r"-\d+$", name := process.name()):
-                found[name] = process
-    return found
-
-
 def is_dead(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() == psutil.STATUS_ZOMBIE
@@ -141,7 +130,7 @@ class Disturbance:
 
     def kill(self) -> None:
         """Kill or stop one worker, and wait until the group is whole again."""
-        before = workers(self.server)
+        before = self.server.workers()
         self.whole = self.whole or frozenset(before)
         name = self.rng.choice([name for name in sorted(before) if name.startswith(self.way.victims)])
         number = self.rng.choice([signal.SIGKILL, signal.SIGSTOP])
@@ -177,7 +166,7 @@ class Disturbance:
         return bool(self.server.load()["engines"][engine]["num_running"])
 
     def _is_whole(self, victim: psutil.Process) -> bool:
-        now = workers(self.server)
+        now = self.server.workers()
         if victim in now.values() or now.keys() != self.whole:
             return False
         with contextlib.suppress(OSError):  # the API server is busy
@@ -250,7 +239,7 @@ def idle_costs(server: Server) -> dict[str, dict[str, float]]:
     front = psutil.Process(server.process.pid)
     deadline = time.monotonic() + SETTLES_S
     while True:
-        names = {process: name for name, process in workers(server).items()} | {front: "API server"}
+        names = {process: name for name, process in server.workers().items()} | {front: "API server"}
         standby = [each for each in server.engines() if each not in names and each.cmdline()[-1:] == ["standby"]]
         names |= dict.fromkeys(standby, "standby")
         before = {process: sum(process.cpu_times()[:2]) for process in names}

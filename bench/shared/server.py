@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -54,6 +55,15 @@ class Server:
         """Return the processes of the running engines; the server has other children too."""
         assert self.process is not None, "the server was not started here"
         return engines_of(psutil.Process(self.process.pid))
+
+    def workers(self) -> dict[str, psutil.Process]:
+        """Return the processes of engines and other workers by name, without the one on standby."""
+        found = {}
+        for process in self.engines():
+            with contextlib.suppress(psutil.Error):
+                if re.search(r"-\d+$", name := process.name()):
+                    found[name] = process
+        return found
 
     @contextlib.contextmanager
     def engines_first(self) -> Iterator[None]:
