@@ -58,6 +58,30 @@ def test_stop_tokens_count_while_their_sequence_runs():
     assert not stop_sets
 
 
+def test_after_the_kernels_change_no_request_reads_what_the_former_ones_computed():
+    settings = SchedulerSettings(
+        num_blocks=16, block_size=4, max_model_len=24, max_num_seqs=4, max_num_batched_tokens=9
+    )
+    rank = build_rank(settings, fake_device.KvDevice(16, 4))
+
+    def serve(name: str, num_steps: int, max_tokens: int = 2) -> int:
+        """Start a request with the prompt that all have. Returns the tokens that the cache had of it."""
+        rank.add(fake_device.make_request(name, range(8), max_tokens=max_tokens), now_ns=0)
+        told = [output for _ in range(num_steps) for output in rank.step(0)]
+        return next(each.num_cached_tokens for each in told if each.request_id == name)
+
+    assert [serve("a", 3), serve("b", 3)] == [0, 7]  # the last token is computed anew
+    assert serve("long", 6, max_tokens=14) == 7  # in a decode run
+    rank.forget_cache()
+    rank.scheduler.check()
+    for _ in range(12):
+        rank.step(0)  # "long" fills more blocks, and ends
+    assert not rank.scheduler.has_work
+    assert rank.scheduler.pool.cached() == []
+    assert [serve("c", 3), serve("d", 3)] == [0, 7]
+    rank.scheduler.check()
+
+
 def test_a_sequence_has_as_many_blocks_as_its_computed_tokens_fill():
     settings = SchedulerSettings(num_blocks=8, block_size=4, max_model_len=16, max_num_seqs=1, max_num_batched_tokens=8)
     rank = build_rank(settings, fake_device.KvDevice(8, 4))

@@ -223,6 +223,10 @@ class BlockPool:
             if self.journal is not None:
                 self.journal.append(CacheEvent(self.step, is_stored=False, block_hash=block_hash))
 
+    def forget_all(self) -> None:
+        """Remove all blocks from the prefix cache; sequences keep those that they hold."""
+        self.forget(list(self._block_of))
+
     def cached(self) -> list[int]:
         """Free blocks with a hash, the least recently used first."""
         stale, blocks = dict(self._stale), []

@@ -81,6 +81,10 @@ class Rank:
         self.scheduler.abort(request_id, now_ns)
         self._has_news = True  # it held what another may wait for
 
+    def forget_cache(self) -> None:
+        """Let no request read KV that was computed before, because the network now computes in another way."""
+        self.scheduler.state.forget_cache()
+
     def wake(self, step: int) -> None:
         """Take part in a step of the rank's group; see `engine.lock_step`.
 

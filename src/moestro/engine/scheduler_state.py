@@ -188,6 +188,14 @@ class SchedulerState:
             next_full_at[slot] = (end + 1) * block_size if has_tokens or len(hashes) > end else NEVER
         self.pool.remember(blocks, names)
 
+    def forget_cache(self) -> None:
+        """Empty the prefix cache. Sequences that have KV now enter no block any more, but those of now on may."""
+        for sequence in self.by_id.values():
+            if sequence.slot is not None or sequence.host_blocks:
+                sequence.may_cache = False
+        self.table.next_full_at[self.table.running] = NEVER
+        self.pool.forget_all()
+
     def check(self) -> None:
         """Recount blocks and slots from scratch.
 

@@ -64,6 +64,7 @@ class Sequence:
         prompt_logprobs: entries collected so far. None means delivered or not wanted.
         num_preemptions: number of its preemptions.
         is_aborted: whether the sequence is dropped when its unit in flight returns.
+        may_cache: whether its blocks may enter the prefix cache.
         is_told: whether the API server had an output of it, with its cached tokens and its admission.
         service_class: LS or BE, as given by the client.
         user: `name_key` of the user.
@@ -71,8 +72,8 @@ class Sequence:
 
     __slots__ = (
         "admitted_ns", "blocks", "edits", "generated", "hashes", "host_blocks", "is_aborted", "is_told",
-        "last_num_tokens", "num_cached_tokens", "num_kept", "num_preemptions", "num_tokens", "prompt_logprobs",
-        "request", "sampling_row", "serial", "service_class", "slot", "stop_token_ids", "user",
+        "last_num_tokens", "may_cache", "num_cached_tokens", "num_kept", "num_preemptions", "num_tokens",
+        "prompt_logprobs", "request", "sampling_row", "serial", "service_class", "slot", "stop_token_ids", "user",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +96,7 @@ class Sequence:
         self.admitted_ns = 0
         self.num_preemptions = 0
         self.is_aborted = self.is_told = False
+        self.may_cache = True
         self.service_class = BE if request.service_class is _BE else LS
         self.user = name_key(request.user)
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
@@ -262,7 +264,7 @@ class SequenceTable:
         self.arrival_ns[slot] = request.arrival_ns
         self.last_num_tokens[slot] = sequence.last_num_tokens
         self.capacity[slot] = num_blocks * self.block_size
-        has_names = request.token_ids is not None or len(sequence.hashes) > num_shared
+        has_names = sequence.may_cache and (request.token_ids is not None or len(sequence.hashes) > num_shared)
         self.next_full_at[slot] = (num_shared + 1) * self.block_size if has_names else NEVER
         self.write_start[slot] = num_shared * self.block_size
         self.num_in_flight[slot] = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -51,6 +51,7 @@ class Network:
         override: replacement of its gates' choices; None means that the gates choose.
         experts: (layer, experts module), ascending.
         exchange: exchange of its modules for own kernels; None while torch computes all.
+        on_exchanged: called when all modules are exchanged while the network serves: KV of before is of other kernels.
     """
 
     def __init__(self, model: Any, device: torch.device | None = None) -> None:
@@ -69,6 +70,7 @@ class Network:
         self.exchange: KernelExchange | None = None
         self._awaited: KernelBuild | None = None
         self._exchanging: Iterator[int] | None = None
+        self.on_exchanged: Callable[[], None] = lambda: None
         self.routing = Routing(self.num_layers, self.num_experts, self.device) if self.experts else None
         if self.routing is not None:
             tag_experts(self.experts, self.routing)
@@ -182,7 +184,8 @@ class Network:
             if num_bytes >= _BYTES_A_STEP:
                 return
         self._awaited = self._exchanging = None
-        logger.info("%s Blocks that were cached before keep the values of torch's.", self.exchange.note)
+        self.on_exchanged()
+        logger.info("%s The prefix cache begins anew.", self.exchange.note)
 
     def sample_choices(self, interval: int) -> None:
         """Keep the choices of some tokens in one step of `interval`, for `StepResult.expert_choices`."""

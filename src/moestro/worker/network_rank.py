@@ -62,12 +62,16 @@ def build_network_rank(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple
         if lock_step is not None:
             return build_paced_group_rank(spec, lock_step, answers, info, send), info
         return make_paced_rank(spec, spec.paced, answers, info), info
-    return make_rank(spec, device, info), info
+    rank = make_rank(spec, device, info)
+    device.network.on_exchanged = rank.forget_cache
+    return rank, info
 
 
 def _build_preemptive(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
     device, info = open_staged_device(spec.model, spec.scheduler.max_num_batched_tokens, on_phase, spec.rank)
-    return make_preemptive_rank(spec, device, info, launch_ahead=1 if device.works_when_polled else 2), info
+    rank = make_preemptive_rank(spec, device, info, launch_ahead=1 if device.works_when_polled else 2)
+    device.network.on_exchanged = rank.forget_cache
+    return rank, info
 
 
 def load_network_part(spec: LaunchSpec, sizes: WorkerSizes, on_phase: OnPhase) -> WorkerPart:
@@ -122,6 +126,9 @@ def _table(group: GroupSpec, num_layers: int, num_experts: int) -> ExpertTable:
 
 
 def _part(device: ExpertTorchDevice, network: ModelInfo, info: ModelInfo | None, spec: LaunchSpec) -> WorkerPart:
+    def on_home(home: Rank) -> None:
+        device.network.on_exchanged = home.forget_cache
+
     return WorkerPart(
         device=device,
         num_experts=network.num_experts,
@@ -130,4 +137,5 @@ def _part(device: ExpertTorchDevice, network: ModelInfo, info: ModelInfo | None,
         memory=TorchSlots(device.network, spec.model) if device.shape.num_experts else None,
         launch_ahead=1 if device.works_when_polled else 2,
         open_channel=TensorChannels(_LOOPBACK).open if spec.keys is None else None,  # gloo does not encrypt
+        on_home=on_home,
     )

@@ -46,7 +46,9 @@ def build_spread_rank(
         send(ExpertsPlaced(device.placed))
         device.on_moved = lambda version, num_bytes: send(LayerMoving(version, num_bytes))
         device.on_settled = lambda settled: send(LayerSettled(settled))
-    return build_lock_step_rank(scheduler_settings(spec, info), device, lambda step: send(WakeGroup(step))), info
+    rank = build_lock_step_rank(scheduler_settings(spec, info), device, lambda step: send(WakeGroup(step)))
+    device.network.on_exchanged = rank.forget_cache
+    return rank, info
 
 
 def table_of(lock_step: LockStepSpec, num_layers: int, num_experts: int) -> ExpertTable:

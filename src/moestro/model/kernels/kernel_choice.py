@@ -14,7 +14,7 @@ from moestro.model.settings import ModelSettings
 _PATIENCE_S = 3.0
 _AWAITED = (
     "CPU kernels: torch's for now. Moestro's own are being compiled, and replace them between two steps. Answers of"
-    " that moment, and later ones that start from blocks cached before, may differ from others (--kernels own waits)."
+    " that moment may differ from later ones (--kernels own waits)."
 )
 
 
