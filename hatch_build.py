@@ -27,7 +27,7 @@ class KernelBuildHook(BuildHookInterface):
             return
         try:
             for source in compiler.LIBRARIES:
-                for chosen in source.built_sets():
+                for chosen in filter(compiler.accepts, source.built_sets()):
                     compiler.compile_library(source, chosen, source.prebuilt)
         except compiler.CompilerError as error:
             self.app.display_warning(f"The wheel lacks compiled libraries: {error}")

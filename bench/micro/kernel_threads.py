@@ -4,7 +4,8 @@
 
 Models, contexts and steps are those of `cpu_kernels.py`. The figures are elapsed time, so that the machine must have
 nothing else to do: the least of many steps, in rounds that take the numbers of threads in turn. A step of one row can
-gain no more than the threads read more memory a second (`read_gb_s`); `step_gb_s` is what steps read.
+gain no more than the threads read more memory a second (`read_gb_s`); `step_gb_s` is what steps read. Set
+GOMP_SPINCOUNT=10000, as `moestro serve` does for its engines.
 """
 
 from __future__ import annotations

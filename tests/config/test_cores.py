@@ -58,8 +58,8 @@ def test_the_operator_other_machines_and_paced_devices_bind_nothing(settings):
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ({}, {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000"}),
-        ({"OMP_NUM_THREADS": ""}, {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000"}),
+        ({}, {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "10000"}),
+        ({"OMP_NUM_THREADS": ""}, {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "10000"}),
         ({"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}, {}),
         ({"OMP_WAIT_POLICY": "active"}, {"OMP_NUM_THREADS": "2"}),
     ],

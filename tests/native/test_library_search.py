@@ -19,8 +19,11 @@ from moestro.native.compiler import (
     LIBRARIES,
     PLAIN,
     CompilerError,
+    InstructionSet,
     LibrarySource,
+    accepts,
     find_compiler,
+    instruction_set_of,
     is_whole,
     library_name,
 )
@@ -115,6 +118,45 @@ def test_a_compiler_of_cxx_that_is_absent_is_named(given, source, tmp_path, monk
 def test_the_compiler_of_cxx_may_have_arguments(source, compiled, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", f"env NAME=value {find_compiler()[0]} -DANSWER=1")
     assert search(source, cache=tmp_path / "cache").library() == 42
+
+
+def old_compiler(folder: Path) -> Path:
+    """A compiler that does not know `NEW`."""
+    path = folder / "old-c++"
+    refusal = 'case "$*" in *-mnovel*) echo "unknown option" >&2; exit 1;; esac'
+    path.write_text(f'#!/bin/sh\n{refusal}\nexec {find_compiler()[0]} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+NEW, NEWER = InstructionSet("new", ("-mnovel",)), InstructionSet("newer", ("-mnovel", "-mnoveler"))
+
+
+def test_a_compiler_that_does_not_know_the_best_set_compiles_the_best_that_it_knows(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", str(old_compiler(tmp_path)))
+    cache = tmp_path / "cache"
+    assert [accepts(each) for each in (PLAIN, NEW, NEWER)] == [True, False, False]
+    for _ in range(2):  # the second finds what the first has compiled
+        found = LibrarySearch(source, NEWER, Answer, NO_FOLDER, cache, [NEW, PLAIN])
+        assert found.wait()() == 42
+        assert found.instruction_set == "plain"
+        assert instruction_set_of(found.library.path) == "plain"
+    assert [each.name for each in cache.glob("*.so")] == [library_name(source, PLAIN)]
+
+
+def test_a_wheel_that_lacks_the_best_set_serves_where_no_compiler_is(source, compiled, no_compiler, tmp_path):
+    found = LibrarySearch(source, NEW, Answer, compiled, tmp_path / "cache", [PLAIN])
+    assert found.wait()() == 42
+    assert found.instruction_set == "plain"
+
+
+def test_a_lesser_library_of_the_cache_does_not_keep_the_best_from_being_compiled(source, tmp_path):
+    """Machines with unlike processors may share a home folder."""
+    cache, better = tmp_path / "cache", InstructionSet("better", ("-DBETTER=1",))
+    assert LibrarySearch(source, PLAIN, Answer, NO_FOLDER, cache).wait()() == 42
+    found = LibrarySearch(source, better, Answer, NO_FOLDER, cache, [PLAIN])
+    found.wait()
+    assert found.instruction_set == "better"
 
 
 def test_a_library_that_is_whole_and_cannot_be_loaded_is_named(source, compiled, no_compiler, tmp_path, caplog):

@@ -130,6 +130,21 @@ def library_name(source: LibrarySource, chosen: InstructionSet) -> str:
     return f"{source.name}-{chosen.name}-{digest.hexdigest()[:16]}.so"
 
 
+def instruction_set_of(path: Path) -> str:
+    """Return the name of a compiled library's instruction set, which is in its file name."""
+    return path.name.split("-")[1]
+
+
+def accepts(chosen: InstructionSet) -> bool:
+    """Whether the compiler knows an instruction set; some distributions' compilers are older than the processors.
+
+    Raises:
+        CompilerError: There is no compiler, or it does not end.
+    """
+    with tempfile.TemporaryDirectory(prefix="moestro-") as work:
+        return _run([*find_compiler(), *chosen.flags, "-fsyntax-only", "-x", "c++", os.devnull], Path(work)) is None
+
+
 def compile_library(source: LibrarySource, chosen: InstructionSet, folder: Path) -> Path:
     """Compile a library into `folder`, which is made if it is absent. The file appears whole or not at all.
 

@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -15,6 +15,7 @@ from moestro.native.compiler import (
     CompilerError,
     InstructionSet,
     LibrarySource,
+    accepts,
     compile_library,
     find_compiler,
     is_whole,
@@ -48,9 +49,10 @@ class LibrarySearch(Generic[T]):
         load: Loads a compiled file; raises OSError where it was built for another system.
         prebuilt: Folder of the wheel's file. None means that of `source`.
         cache: Folder of compiled files. None means `cache_folder()`.
+        lesser: Other instruction sets of this machine, the best first, for compilers that do not know `chosen`.
 
     Attributes:
-        instruction_set: Name of the instruction set.
+        instruction_set: Name of the library's instruction set; that of `chosen` until it is found.
         library: The library, once `is_over`. None means that there is none, for the reason in `failure`.
         failure: Why there is none.
     """
@@ -62,9 +64,10 @@ class LibrarySearch(Generic[T]):
         load: Callable[[Path], T],
         prebuilt: Path | None = None,
         cache: Path | None = None,
+        lesser: Sequence[InstructionSet] = (),
     ) -> None:
         self.instruction_set = chosen.name
-        self._source, self._chosen, self._load_file = source, chosen, load
+        self._source, self._sets, self._load_file = source, (chosen, *lesser), load
         self._prebuilt, self._cache = prebuilt or source.prebuilt, cache
         self.library: T | None = None
         self.failure: str | None = None
@@ -98,36 +101,53 @@ class LibrarySearch(Generic[T]):
             self._over.set()
 
     def _find(self) -> T:
-        found = self._load(self._prebuilt)
+        """Find the library of the best instruction set, or else of the best one that can be had."""
+        best, *lesser = self._sets
+        found = self._load(self._prebuilt, best)
         if found is not None:
             return found
-        cache = self._cache or cache_folder()
-        found = self._load(cache)
-        if found is not None:
-            return found
-        self._has_looked.set()
+        try:
+            cache = self._cache or cache_folder()
+            found = self._load(cache, best)
+            if found is not None:
+                return found
+            self._has_looked.set()
+            return self._compile(cache)
+        except CompilerError:
+            for chosen in lesser:  # of a wheel whose compiler did not know the best one
+                found = self._load(self._prebuilt, chosen)
+                if found is not None:
+                    return found
+            raise
+
+    def _compile(self, cache: Path) -> T:
+        *better, least = self._sets
         find_compiler()  # without one, nothing needs to be written
         try:
             with _locked(cache, self._source.name):  # processes that start together compile once
-                found = self._load(cache)
+                chosen = next((each for each in better if accepts(each)), least)
+                found = self._load(cache, chosen)
                 if found is not None:
                     return found
-                path = compile_library(self._source, self._chosen, cache)
+                path = compile_library(self._source, chosen, cache)
         except OSError as error:
             raise CompilerError(f"{cache} cannot be written: {error.strerror}; {_OTHER_CACHE}") from error
-        logger.info("%s: compiled for %s into %s", self._source.title, self.instruction_set, path)
+        logger.info("%s: compiled for %s into %s", self._source.title, chosen.name, path)
+        self.instruction_set = chosen.name
         return self._load_file(path)
 
-    def _load(self, folder: Path) -> T | None:
+    def _load(self, folder: Path, chosen: InstructionSet) -> T | None:
         """Load the library from a folder, unless it is absent or damaged."""
-        path = folder / library_name(self._source, self._chosen)
+        path = folder / library_name(self._source, chosen)
         if not is_whole(path):
             return None
         try:
-            return self._load_file(path)
+            library = self._load_file(path)
         except OSError as error:
             logger.warning("%s: %s cannot be loaded: %s", self._source.title, path, error)
             return None
+        self.instruction_set = chosen.name
+        return library
 
 
 @contextmanager

@@ -9,7 +9,16 @@ from pathlib import Path
 import torch
 
 from moestro.model.kernels.library import KernelLibrary
-from moestro.native.compiler import AMX_BF16, AVX2, AVX512, AVX512_BF16, CPU_KERNELS, PLAIN, InstructionSet
+from moestro.native.compiler import (
+    AMX_BF16,
+    AVX2,
+    AVX512,
+    AVX512_BF16,
+    CPU_KERNELS,
+    PLAIN,
+    InstructionSet,
+    instruction_set_of,
+)
 from moestro.native.library_search import LibrarySearch
 
 
@@ -41,7 +50,7 @@ class KernelBuild(LibrarySearch[KernelLibrary]):
     """A search for the CPU kernels. If they are absent, a background thread compiles them.
 
     Args:
-        chosen: Instruction set. None means the best of this machine.
+        chosen: Instruction set. None means the best of this machine that can be compiled.
         prebuilt: Folder of the wheel's kernels. None means that of the package.
         cache: Folder of compiled kernels. None means `cache_folder()`.
     """
@@ -49,5 +58,9 @@ class KernelBuild(LibrarySearch[KernelLibrary]):
     def __init__(
         self, chosen: InstructionSet | None = None, prebuilt: Path | None = None, cache: Path | None = None
     ) -> None:
-        best = chosen or choose_instruction_set()
-        super().__init__(CPU_KERNELS, best, lambda path: KernelLibrary(path, best.name), prebuilt, cache)
+        *lesser, best = usable_sets() if chosen is None else (chosen,)
+        super().__init__(CPU_KERNELS, best, _load, prebuilt, cache, lesser[::-1])
+
+
+def _load(path: Path) -> KernelLibrary:
+    return KernelLibrary(path, instruction_set_of(path))
