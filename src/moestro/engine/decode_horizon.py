@@ -222,8 +222,8 @@ class DecodeJumps:
                 slot, position = int(running[row]), int(decodes.computed[row]) + step + 1
                 if kind == TAKE:
                     table.add_block(slot, pool.allocate())
-                elif position >= (next_full := table.next_full_at.item(slot)):
-                    self._state.cache_blocks([slot], [next_full // block_size - 1], [position // block_size])
+                elif position >= table.next_full_at[slot]:
+                    self._state.cache_blocks(slot, position // block_size)
             pool.step = 0
             return
         # No block enters the cache, so only the order of allocations matters.

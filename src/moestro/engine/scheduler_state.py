@@ -11,7 +11,7 @@ Methods carry out these transitions. The scheduler decides when.
 
 from __future__ import annotations
 
-from moestro.core.columns import ONE, int32, true_rows
+from moestro.core.columns import true_rows
 from moestro.core.hashing import ROOT, block_hash
 from moestro.core.work import Int32s, Slots
 from moestro.engine.block_pool import BlockPool
@@ -41,7 +41,6 @@ class SchedulerState:
 
     def __init__(self, settings: SchedulerSettings, order: OrderPolicy) -> None:
         self.block_size = settings.block_size
-        self._block_size = int32(settings.block_size)
         self.pool = BlockPool(settings.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
         self.table = SequenceTable(settings.num_slots, settings.max_model_len, settings.block_size)
         self.waiting = WaitingQueue(order, self.pool, settings.block_size)
@@ -151,42 +150,41 @@ class SchedulerState:
         Args:
             computed: int32[n], tokens of each slot that have KV now.
         """
-        next_full_at = self.table.next_full_at[slots]
-        rows = true_rows(computed >= next_full_at)
+        rows = true_rows(computed >= self.table.next_full_at[slots])
         if rows:
-            num_cached = next_full_at[rows] // self._block_size - ONE
-            self.cache_blocks(slots[rows].tolist(), num_cached.tolist(), (computed[rows] // self._block_size).tolist())
+            blocks, names = list[int](), list[bytes]()
+            for row in rows:
+                self._name_blocks(slots.item(row), computed.item(row) // self.block_size, blocks, names)
+            self.pool.remember(blocks, names)
 
-    def cache_blocks(self, slots: list[int], num_cached: list[int], num_full: list[int]) -> None:
-        """Enter full blocks of the sequences in `slots` into the prefix cache, as far as they have names.
-
-        Args:
-            num_cached: blocks of each sequence that are in the cache.
-            num_full: full blocks of each sequence.
-        """
-        table, block_size, blocks, names = self.table, self.block_size, list[int](), list[bytes]()
-        sequences, token_ids, next_full_at = table.sequences, table.token_ids, table.next_full_at
-        for at, slot in enumerate(slots):
-            sequence, first, end = sequences[slot], num_cached[at], num_full[at]
-            assert sequence is not None, f"slot {slot} is empty"
-            request, hashes = sequence.request, sequence.hashes
-            has_tokens = request.token_ids is not None
-            if not has_tokens and len(hashes) < end:
-                end = len(hashes)
-            while len(hashes) < end:
-                start = len(hashes) * block_size
-                parent = hashes[-1] if hashes else ROOT
-                hashes.append(block_hash(request.hash_key, parent, token_ids[slot, start : start + block_size]))
-            if self.block_contents is not None:
-                self.block_contents.update(sequence.contents(first, end, token_ids[slot], block_size))
-            if first + 1 == end:  # the usual case
-                blocks.append(sequence.blocks[first])
-                names.append(hashes[first])
-            else:
-                blocks += sequence.blocks[first:end]
-                names += hashes[first:end]
-            next_full_at[slot] = (end + 1) * block_size if has_tokens or len(hashes) > end else NEVER
+    def cache_blocks(self, slot: int, num_full: int) -> None:
+        """Enter the first `num_full` blocks of the sequence in `slot` into the prefix cache, as far as it has names."""
+        blocks, names = list[int](), list[bytes]()
+        self._name_blocks(slot, num_full, blocks, names)
         self.pool.remember(blocks, names)
+
+    def _name_blocks(self, slot: int, end: int, blocks: list[int], names: list[bytes]) -> None:
+        """Append the full blocks of a sequence that are not in the prefix cache, and their names, to two lists."""
+        table, block_size = self.table, self.block_size
+        sequence = table.sequences[slot]
+        assert sequence is not None, f"slot {slot} is empty"
+        request, hashes = sequence.request, sequence.hashes
+        has_tokens, first = request.token_ids is not None, table.next_full_at.item(slot) // block_size - 1
+        if not has_tokens and len(hashes) < end:
+            end = len(hashes)
+        while len(hashes) < end:
+            start = len(hashes) * block_size
+            parent = hashes[-1] if hashes else ROOT
+            hashes.append(block_hash(request.hash_key, parent, table.token_ids[slot, start : start + block_size]))
+        if self.block_contents is not None:
+            self.block_contents.update(sequence.contents(first, end, table.token_ids[slot], block_size))
+        if first + 1 == end:  # a decode
+            blocks.append(sequence.blocks[first])
+            names.append(hashes[first])
+        else:
+            blocks += sequence.blocks[first:end]
+            names += hashes[first:end]
+        table.next_full_at[slot] = (end + 1) * block_size if has_tokens or len(hashes) > end else NEVER
 
     def forget_cache(self) -> None:
         """Empty the prefix cache. Sequences that have KV now enter no block any more, but those of now on may."""

@@ -188,7 +188,7 @@ class SequenceTable:
         num_wanting_prompt_logprobs, num_editing: rows that ask for prompt logprobs, or for changes to their logits.
         num_scoring: rows with max_tokens 0.
         num_be: best-effort rows.
-        stop_sets: rows with each set of stop tokens.
+        stop_sets: rows with each set of stop tokens but the empty one.
         grammars: computes the masks of sequences with a grammar. None means that there are none.
 
     The counts spare the usual step a look at columns that are all zero.
@@ -276,7 +276,8 @@ class SequenceTable:
         self.num_editing += sequence.edits is not None
         self.num_scoring += request.sampling.max_tokens == 0
         self.num_be += sequence.service_class == BE
-        self.stop_sets[sequence.stop_token_ids] += 1
+        if sequence.stop_token_ids:
+            self.stop_sets[sequence.stop_token_ids] += 1
         if request.token_ids is not None:
             self.block_table[slot, :num_blocks] = sequence.blocks
             self.token_ids[slot, : request.num_prompt_tokens] = request.token_array()
@@ -302,7 +303,8 @@ class SequenceTable:
         self.num_editing -= sequence.edits is not None
         self.num_scoring -= sequence.request.sampling.max_tokens == 0
         self.num_be -= sequence.service_class == BE
-        self._count_out(sequence.stop_token_ids)
+        if sequence.stop_token_ids:
+            self._count_out(sequence.stop_token_ids)
         self.running = self._without(slot)
         self._free.append(slot)
         return sequence
