@@ -85,7 +85,7 @@ class OwnScheduler:
 
 
 class VllmProcess:
-    """vLLM's scheduler in a process of its own."""
+    """Runs vLLM's scheduler in another process, with vLLM's interpreter."""
 
     def __init__(self, python: Path) -> None:
         self._process = subprocess.Popen(

@@ -58,7 +58,7 @@ from moestro.worker.rank_loop import SideJobs, run_rank
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save, spread
-from shared.server import awake_cores, moestro
+from shared.server import awake_cores, free_port, moestro
 
 SIZES, REPEATS = (1, 8, 32, 256), 5
 CONTEXT, BLOCK_SIZE, VOCABULARY, EXPERTS = 128, 16, 4096, (7, 16)
@@ -388,12 +388,6 @@ async def token_us(
     for client in clients:
         client.transport.abort()
     return (last_cpu - first_cpu) / (last - first) / 1e3, step_s
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def bare_token_us(count: int, step_s: float) -> float:

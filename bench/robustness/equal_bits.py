@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import json
 import random
-import socket
 import sys
 import tempfile
 import time
@@ -38,7 +37,7 @@ from moestro.config.run_record import run_record
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.completions import session
 from shared.results import make_parser, save
-from shared.server import Server, moestro
+from shared.server import Server, free_port, moestro
 
 PATIENCE_S, RETRY_S = 300, 0.5
 LONGEST_PROMPT, VOCABULARY, FIRST_TOKEN = 300, 4000, 3
@@ -195,11 +194,9 @@ async def ask_stream(client: aiohttp.ClientSession, url: str, body: dict[str, An
 @contextlib.contextmanager
 def start(*flags: str) -> Iterator[Server]:
     """Start a server whose banner promises equal bits."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     with (
         tempfile.TemporaryDirectory() as folder,
-        moestro(port, *BASE, *flags, log=Path(folder) / "log", OMP_NUM_THREADS="1") as server,
+        moestro(free_port(), *BASE, *flags, log=Path(folder) / "log", OMP_NUM_THREADS="1") as server,
     ):
         banner = (Path(folder) / "log").read_text()
         assert EXACT in banner, f"the server does not promise equal bits: {banner}"

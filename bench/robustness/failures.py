@@ -36,7 +36,6 @@ import contextlib
 import json
 import random
 import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass, field
@@ -52,7 +51,7 @@ from moestro.config.run_record import run_record
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.completions import PROMPTS, ask, bodies, session
 from shared.results import make_parser, save
-from shared.server import Server, moestro
+from shared.server import Server, free_port, moestro
 
 USERS, PATIENCE_S = 4, 300
 LONG = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n" * 8
@@ -90,9 +89,7 @@ WAYS = {
 
 
 def start(*flags: str) -> contextlib.AbstractContextManager[Server]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    return moestro(port, "--dtype", "float32", "--log-level", "error", *flags, OMP_NUM_THREADS="1")
+    return moestro(free_port(), "--dtype", "float32", "--log-level", "error", *flags, OMP_NUM_THREADS="1")
 
 
 def is_dead(process: psutil.Process) -> bool:

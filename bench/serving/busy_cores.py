@@ -22,9 +22,8 @@ from moestro.config.run_record import run_record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save, spread
-from shared.server import moestro
+from shared.server import free_port, moestro
 
-PORT = 8196
 BUSY_PROGRAMS, ROUNDS_OF_SPINNING, NUM_ANSWERS = (0, 1, 2, 4), (1_000, 3_000, 10_000, 30_000, 300_000), 12
 
 
@@ -58,7 +57,7 @@ def main() -> None:
     for num_busy in BUSY_PROGRAMS:
         for num_threads, num_rounds in ((1, 0), *((2, each) for each in ROUNDS_OF_SPINNING)):
             flags = ("moestro-demo", "--device", "cpu", "--threads", str(num_threads))
-            with busy_programs(num_busy), moestro(PORT, *flags, GOMP_SPINCOUNT=str(num_rounds)) as server:
+            with busy_programs(num_busy), moestro(free_port(), *flags, GOMP_SPINCOUNT=str(num_rounds)) as server:
                 answer_ms(server.url)
                 times = [answer_ms(server.url) for _ in range(NUM_ANSWERS)]
             row = {"busy_programs": num_busy, "threads": num_threads, "rounds": num_rounds}

@@ -3,8 +3,9 @@
     python bench/serving/cuda_steps.py --json bench/results/serving/cuda_steps.json
 
 The network is Qwen3-30B-A3B in bfloat16 with random weights, which are drawn on the device, so that nothing is
-downloaded. `--layers`, `--experts` and `--vocabulary` make it smaller. A whole run takes less than six minutes on an
-H100. Each part is stored when it is done: with the same --json, settings and commit, another run does the missing ones.
+downloaded. `--layers`, `--experts` and `--vocabulary` make it smaller. A whole run on an H100 should take
+less than six minutes; that is an estimate, because none has run yet. Each part is stored when it is done: with the same
+--json, settings and commit, another run does the missing ones.
 
 - `ceilings`: bytes that a device-to-device copy reads and writes, and FLOPs of a bfloat16 product of square matrices.
 - `moestro`: a decode of N sequences with so much context (`--decode NxCONTEXT`), and prompts (`--prefill TOKENS`).
@@ -91,7 +92,7 @@ class Shape:
 
 @dataclass
 class Bench:
-    """What all parts share.
+    """State that all parts share.
 
     Attributes:
         device: device under test.
@@ -361,7 +362,7 @@ def kept_rows(path: Path | None, settings: Row, commit: str) -> list[Row]:
 
 
 def device_facts(device: torch.device) -> Row:
-    """What the device is."""
+    """Name and sizes of the device."""
     if device.type != "cuda":
         return {"device": device.type}
     facts = torch.cuda.get_device_properties(device)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -114,6 +115,12 @@ def engines_of(server: psutil.Process) -> list[psutil.Process]:
             if {"moestro.worker.worker", "moestro.worker.paced_worker"}.intersection(child.cmdline()):
                 found.append(child)
     return found
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ throughput and ITL, and the same order of the deployments wherever predictions d
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -46,7 +45,7 @@ from serving.async_ep_servers import Running, System, gained
 from serving.async_ep_sim import HostTimes
 from shared.completions import Answer, ask, session
 from shared.results import make_parser, save
-from shared.server import Server, moestro
+from shared.server import Server, free_port, moestro
 
 ISL, OSL = 64, 32
 NUM_ANSWERS = 2  # of each user, after the first
@@ -163,11 +162,6 @@ def lateness(spent: dict[str, dict[str, float]]) -> float:
 def lateness_of_engines(server: Server) -> float:
     spent = sum(server.samples("moestro:paced_item_seconds_total"))
     return sum(server.samples("moestro:paced_late_seconds_total")) / spent if spent else 0.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def compare(way: str, num_requests: int) -> Comparison:

@@ -8,16 +8,12 @@ import torch
 from laws.test_schedule_never_changes_the_network import oracle_tokens, random_requests, serve
 from parity import drive, tiny
 from parity.test_families import NUM_NEW, prompts
-from parity.test_non_finite import CLEAN, POISON, SETTINGS, poisoned_network, run
-from parity.test_stages import staged_device
+from parity.test_non_finite import check_that_nan_ends_alone, poisoned_network
 from support.fake_device import make_request
 from support.plain_grammar import PATTERNS, backend
 
 from moestro.core.grammar import Grammar, MaskRequest
-from moestro.core.request import FinishReason
 from moestro.core.work import Forward, LogitEdits
-from moestro.engine.rank import build_preemptive_rank, build_rank
-from moestro.flow.policies.basic import in_order
 from moestro.model.device import open_device
 from moestro.model.results import to_host
 
@@ -70,19 +66,7 @@ def test_preempted_requests_continue_from_host_memory(checkpoint, accelerator):
 @pytest.mark.parametrize("mode", ["fused", "preemptive"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "llama"])
 def test_a_prompt_that_leads_to_nan_ends_alone(family, mode, checkpoint, accelerator):
-    network = accelerator.place(poisoned_network(checkpoint(family)))
-
-    def make_rank():
-        if mode == "fused":
-            return build_rank(SETTINGS, drive.make_device(network, 64))
-        return build_preemptive_rank(SETTINGS, staged_device(network), in_order, launch_ahead=2)
-
-    alone = run(make_rank(), *CLEAN)
-    rank = make_rank()
-    together = run(rank, *CLEAN, [30, POISON, 31, 32, 33])
-    assert together.pop("2") == ([], FinishReason.NON_FINITE)
-    assert together == alone
-    assert run(rank, *CLEAN) == alone  # also in blocks that hold NaN from before
+    check_that_nan_ends_alone(accelerator.place(poisoned_network(checkpoint(family))), mode, launch_ahead=2)
 
 
 def _decode_units(num_units: int, step: int, kind: str):

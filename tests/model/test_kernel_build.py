@@ -14,7 +14,7 @@ from support import own_kernels
 from moestro.errors import ConfigError
 from moestro.model.device import open_device
 from moestro.model.kernels import kernel_choice
-from moestro.model.kernels.kernel_build import KernelBuild, choose_instruction_set, usable_sets
+from moestro.model.kernels.kernel_build import KernelBuild, usable_sets
 from moestro.native.compiler import CPU_KERNELS, CompilerError
 
 
@@ -34,7 +34,7 @@ def test_each_machine_gets_the_best_set_whose_instructions_it_has(monkeypatch):
             "moestro.model.kernels.kernel_build._IS_USABLE",
             {each: lambda each=each, names=names: each.name in names for each in sets.values()},
         )
-        assert choose_instruction_set() is sets[names[-1]]
+        assert usable_sets()[-1] is sets[names[-1]]
         assert [each.name for each in usable_sets()] == names
 
 

@@ -47,12 +47,14 @@ def run(rank, *prompts) -> dict[str, tuple[list[int], FinishReason | None]]:
 @pytest.mark.parametrize("mode", ["fused", "preemptive"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_prompt_that_leads_to_nan_ends_and_the_others_get_their_own_tokens(family, mode, checkpoint):
-    network = poisoned_network(checkpoint(family))
+    check_that_nan_ends_alone(poisoned_network(checkpoint(family)), mode)
 
+
+def check_that_nan_ends_alone(network, mode: str, launch_ahead: int = 1) -> None:
     def make_rank():
         if mode == "fused":
             return build_rank(SETTINGS, drive.make_device(network, 64))
-        return build_preemptive_rank(SETTINGS, staged_device(network), in_order)
+        return build_preemptive_rank(SETTINGS, staged_device(network), in_order, launch_ahead)
 
     alone = run(make_rank(), *CLEAN)
     rank = make_rank()

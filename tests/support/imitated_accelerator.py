@@ -41,7 +41,7 @@ class WaitedError(AssertionError):
 
 
 class _State:
-    """What the imitated accelerator has not done yet, and how often it was waited for."""
+    """Copies that the imitated accelerator has not made yet, and the number of waits for it."""
 
     def __init__(self) -> None:
         self.under_way: list[tuple[Tensor, Tensor]] = []  # (pinned host memory, what will be there)

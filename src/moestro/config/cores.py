@@ -10,8 +10,8 @@ from moestro.config.process_pool import num_cores
 from moestro.config.serve_settings import ServeSettings
 
 # Rounds for which a thread of libgomp waits awake before it sleeps: 0.6 ms where a round takes 140 cycles, longer than
-# the pauses of a step. With a tenth, two threads of a quiet machine lose a tenth to a fifth. By libgomp's own choice of
-# 300,000 they hold cores for milliseconds that other programs need (`bench/serving/busy_cores.py`).
+# the pauses of a step. With a tenth, answers of two threads on a quiet machine take a tenth longer. By libgomp's own
+# choice of 300,000 they hold cores for milliseconds that other programs need (`bench/serving/busy_cores.py`).
 _SPIN_ROUNDS = 10_000
 
 

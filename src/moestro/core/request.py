@@ -225,7 +225,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
 
 
 class NewOutputs(msgspec.Struct, frozen=True, gc=False):
-    """What requests gained in a step: columns for one further token each, which most gain, and outputs of the others.
+    """New outputs of a step. Columns hold those of one further token, as most are; the others are objects.
 
     Attributes:
         others: Outputs that are first or last, or have more than a token.

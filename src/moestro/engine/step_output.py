@@ -102,7 +102,7 @@ def find_finish_reasons(
 
 
 def outputs_of(output: StepOutput) -> NewOutputs:
-    """What the API server is told: of each sequence that gained a token, whose prompt is over, or that had to end."""
+    """Return the API server's share of a step's output: a row of each sequence that gained a token or ended."""
     sequences, request_ids, token_ids = output.sequences, output.request_ids, output.token_ids
     rows = {*output.finish_reasons, *output.logprobs, *output.prompt_logprobs}
     if request_ids and not rows:

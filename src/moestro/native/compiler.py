@@ -21,8 +21,8 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-
 _SEAL_BYTES = 32
 _CAUSE_LENGTH = 300  # characters of a compiler's words in a note of a line or a few
 _TIMEOUT_S = 300.0  # a loaded machine takes a minute; a hanging compiler must not hold the cache's lock for ever
-# Runs a compiler, which is several processes, in a group of its own. When the standard input ends, because the process
-# that wants the library ended, its files and the whole group go.
+# Shell script that runs a compiler and its child processes in one process group. The standard input ends with the
+# process that wants the library; the script then removes the compiler's files and kills the group.
 _WATCHED = """
 exec 3<&0
 { read -r _ <&3; rm -rf "$TMPDIR"; kill -9 0; } 2>/dev/null & watcher=$!

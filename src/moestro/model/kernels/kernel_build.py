@@ -41,11 +41,6 @@ def usable_sets() -> tuple[InstructionSet, ...]:
     return tuple(takewhile(lambda each: _IS_USABLE[each](), CPU_KERNELS.built_sets()))
 
 
-def choose_instruction_set() -> InstructionSet:
-    """Return the best instruction set that this machine has."""
-    return usable_sets()[-1]
-
-
 class KernelBuild(LibrarySearch[KernelLibrary]):
     """A search for the CPU kernels. If they are absent, a background thread compiles them.
 
