@@ -116,7 +116,7 @@ def test_a_file_imports_only_the_rooms_that_the_table_allows(path):
 
 @pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_a_file_keeps_the_house_rules(path):
-    assert len(lines(path)) <= 500
+    assert len(lines(path)) <= 800
     assert path.stem not in BANNED_NAMES
     for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

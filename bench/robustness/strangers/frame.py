@@ -1,0 +1,161 @@
+"""What all attacks share: the servers under attack, the honest clients beside them, and the figures.
+
+An attack is a script in this folder. Its docstring says what the stranger does and what must hold. It calls `run`,
+which starts nothing by itself: the attack starts the servers that it needs with `serving` and `routing`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from shared.results import make_parser, save
+from shared.server import MOESTRO, Server, free_port, started
+
+from moestro.config.run_record import run_record
+
+ANSWER_S = 60.0
+Attack = Callable[["Place"], Awaitable[dict[str, object]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an attack happens.
+
+    Attributes:
+        source: `src` folder of the checkout whose `moestro` is attacked.
+        directory: private directory of this run; logs of servers are in it.
+    """
+
+    source: Path
+    directory: Path
+
+    def serving(
+        self, *flags: str, name: str = "serve", **environment: str
+    ) -> contextlib.AbstractContextManager[Server]:
+        """Start `moestro serve` on a free port; its log is NAME.log."""
+        return self._started("serve", flags, name, environment)
+
+    def routing(self, *engines: Server, flags: tuple[str, ...] = (), name: str = "route", **environment: str):
+        """Start `moestro route` before `engines` on free ports; its log is NAME.log."""
+        urls = [part for engine in engines for part in ("--engine", engine.url)]
+        return self._started("route", (*urls, "--admin-port", str(free_port()), *flags), name, environment)
+
+    def log(self, name: str) -> str:
+        """Return what the server called `name` has logged."""
+        return (self.directory / f"{name}.log").read_text(errors="replace")
+
+    def _started(self, verb: str, flags: tuple[str, ...], name: str, environment: dict[str, str]):
+        port = free_port()
+        there = {"PYTHONPATH": str(self.source), "TMPDIR": str(self.directory), "OMP_NUM_THREADS": "1", **environment}
+        log = self.directory / f"{name}.log"
+        return started([MOESTRO, verb, "--port", str(port), *flags], port, log, **there)
+
+
+@dataclass(slots=True)
+class Neighbours:
+    """Honest clients: each sends one small request after the other, and counts how they end and how long they take.
+
+    Attributes:
+        url: address of the server.
+        num_clients: clients at once.
+        pause_s: pause of each client between two requests.
+        path: path of the request.
+        body: body of the request; None sends a GET.
+        headers: headers of the request.
+        ends: number of requests by status, or by the kind of failure.
+        seconds: duration of each request that was answered with 200.
+    """
+
+    url: str
+    num_clients: int = 2
+    pause_s: float = 0.05
+    path: str = "/v1/completions"
+    body: dict[str, object] | None = field(default_factory=lambda: {"prompt": "import os\n", "max_tokens": 4})
+    headers: dict[str, str] = field(default_factory=dict)
+    ends: Counter[str] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)
+
+    @contextlib.asynccontextmanager
+    async def busy(self):
+        """Send requests while the block runs."""
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            tasks = [asyncio.create_task(self._forever(session)) for _ in range(self.num_clients)]
+            try:
+                yield self
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def for_(self, seconds: float) -> Neighbours:
+        """Send requests for `seconds`."""
+        async with self.busy():
+            await asyncio.sleep(seconds)
+        return self
+
+    def figures(self) -> dict[str, object]:
+        """Return the ends by kind, and the median and longest duration in seconds."""
+        ordered = sorted(self.seconds)
+        found: dict[str, object] = {"ends": dict(self.ends)}
+        if ordered:
+            found |= {"p50_s": round(statistics.median(ordered), 4), "max_s": round(ordered[-1], 4)}
+        return found
+
+    async def _forever(self, session: aiohttp.ClientSession) -> None:
+        method = "GET" if self.body is None else "POST"
+        while True:
+            began = time.monotonic()
+            try:
+                async with session.request(method, self.url + self.path, json=self.body, headers=self.headers) as got:
+                    await got.read()
+                    end = str(got.status)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                end = type(error).__name__
+            self.ends[end] += 1
+            if end == "200":
+                self.seconds.append(time.monotonic() - began)
+            await asyncio.sleep(self.pause_s)
+
+
+def run(attack: Attack, about: str | None) -> None:
+    """Run `attack` on this checkout, or on that of --source, and print and store its figures."""
+    parser = make_parser(about)
+    here = Path(__file__).parents[3] / "src"
+    parser.add_argument("--source", type=Path, default=here, help="src folder of another checkout, to compare with")
+    options = parser.parse_args()
+    conditions = run_record("measured")
+    with _directory() as directory:
+        figures = asyncio.run(attack(Place(options.source.resolve(), directory)))
+        num_tracebacks = {
+            log.stem: log.read_text(errors="replace").count("Traceback") for log in directory.glob("*.log")
+        }
+        figures = {**figures, "num_tracebacks": num_tracebacks}
+        print(json.dumps(figures, indent=1))
+    save(options.json, conditions, figures)
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="moestro-attack-") as name:
+        yield Path(name)
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory that a process holds."""
+    with Path(f"/proc/{pid}/statm").open() as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
