@@ -260,7 +260,8 @@ def test_a_tool_that_must_be_called_is_called_with_arguments_that_follow_its_sch
     assert streamed.finish_reason == whole.finish_reason
 
 
-def test_tools_that_the_model_may_ignore_need_a_parser(client, openai):
-    with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice"):
-        client.chat.completions.create(**ASKED, tools=[WEATHER])
-    assert client.chat.completions.create(**ASKED, tools=[WEATHER], tool_choice="none").choices[0].message.content
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_tools_need_no_flag_and_an_answer_without_calls_is_text(client, choice):
+    answer = client.chat.completions.create(**ASKED, tools=[WEATHER], tool_choice=choice).choices[0]
+    assert answer.message.content
+    assert answer.message.tool_calls is None

@@ -134,7 +134,8 @@ def test_an_agents_loop_with_an_unmodified_client(server, openai):
 
 def test_history_reaches_the_template_with_arguments_as_objects(fake_command, tmp_path):
     template = "{{ messages | tojson }}{{ tools | tojson }}{{ color }}<|im_end|>"
-    flags = ("--chat-template", template, "--default-chat-template-kwargs", '{"color": "red"}')
+    kwargs = ("--default-chat-template-kwargs", '{"color": "red"}')
+    flags = ("--chat-template", template, *kwargs, "--no-enable-auto-tool-choice")
     made = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": text}} for text in ('{"x": 1}', "{")]
     messages = [
         {"role": "assistant", "content": None, "tool_calls": made, "reasoning_content": "Hm."},
@@ -161,7 +162,7 @@ def test_history_reaches_the_template_with_arguments_as_objects(fake_command, tm
         )
         status, param, text = error(say(server, "hi", tools=TOOLS))
         assert (status, param) == (400, "tool_choice")
-        assert "--enable-auto-tool-choice" in text
+        assert "--no-enable-auto-tool-choice" in text
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ The tool says {{ messages[-1].content }}.
 {%- else -%}
 {{ messages[-1].content }}
 {%- endif -%}<|im_end|>{{- '<think>' if enable_thinking -}}"""
-FLAGS = ("--chat-template", PARROT, "--enable-auto-tool-choice", "--tool-call-parser")
+FLAGS = ("--chat-template", PARROT, "--tool-call-parser")
 
 WEATHER_TOOL = {
     "type": "function",

@@ -6,35 +6,36 @@ from collections.abc import Sequence
 
 from moestro import __version__
 from moestro.core.model_info import ModelInfo
+from moestro.server.request_builder import ServedModel
 from moestro.web.banner import Banner, curl_line
 from moestro.wire.messages import Phase
 
 
 def serve_banner(
-    infos: Sequence[ModelInfo], phases: Sequence[Phase], names: Sequence[str], url: str, *, needs_key: bool
+    model: ServedModel, infos: Sequence[ModelInfo], phases: Sequence[Phase], url: str, *, needs_key: bool
 ) -> Banner:
     """Return the banner of a server that accepts requests.
 
     Args:
         infos: Model information, one per engine.
         phases: Consecutive phases from the start of the process until now.
-        names: Names of the model in requests.
     """
     info, count = infos[0], len(infos)
     tokens = sum(each.num_blocks * each.block_size for each in infos)
     gate = f", {info.num_experts} experts a layer, top-{info.num_experts_per_token}" if info.num_experts else ", dense"
     durations = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in phases)
     rows = [
-        ("model", ", ".join(names)),
+        ("model", ", ".join(model.names)),
         ("network", f"{info.model_type}, {_human(info.num_parameters)} parameters, {info.num_layers} layers{gate}"),
         ("engines", f"{count} x {info.device}, {info.dtype}"),
         ("context", f"{info.max_model_len:,} tokens"),
         ("KV cache", f"{tokens:,} tokens: {tokens / info.max_model_len:.1f} sequences of the full context at once"),
+        *zip(("tool calls", "reasoning"), map(": ".join, model.chat.choices), strict=False),
         ("ready in", f"{sum(phase.seconds for phase in phases):.1f} s ({durations})"),
         ("serving", f"{url} (OpenAI's API under /v1)"),
         ("page", f"{url}/ (a chat, engines, experts)"),
     ]
-    body = {"model": names[0], "prompt": "def fibonacci(n):", "max_tokens": 48}
+    body = {"model": model.names[0], "prompt": "def fibonacci(n):", "max_tokens": 48}
     return Banner(
         title=f"Moestro {__version__}",
         rows=rows,

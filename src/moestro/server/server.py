@@ -343,7 +343,7 @@ class _ServeProcess:
             has_priorities=self._settings.scheduler.scheduling_policy == "priority",
             resumes_streams=self._settings.processes.resume_streams,
             has_strict_fields=server.strict_fields,
-            chat=chat_format(chat, tokenizer.special_texts),
+            chat=chat_format(chat, tokenizer.chat_template, tokenizer.special_texts),
         )
         return served, infos
 
@@ -385,7 +385,7 @@ class _ServeProcess:
             server = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
             self._lifecycle.is_serving = True
             cluster.supervisor.watch()
-            self._announce(listener, infos)
+            self._announce(listener, model, infos)
             async with placement.running():
                 await self._until_stopped(cluster.supervisor)
             server.close()
@@ -451,15 +451,15 @@ class _ServeProcess:
         if supervisor.over.done():
             supervisor.over.result()
 
-    def _announce(self, listener: socket.socket, infos: Sequence[ModelInfo]) -> None:
+    def _announce(self, listener: socket.socket, model: ServedModel, infos: Sequence[ModelInfo]) -> None:
         server = self._settings.server
         warn_if_open(listener, server.api_key)
         self._clock.mark("listen")
-        names, url = server.served_model_name, url_of(listener)
+        url = url_of(listener)
         if self._on_ready is not None:
             self._on_ready(url)
             return
-        print_banner(serve_banner(infos, self._clock.phases, names, url, needs_key=bool(server.api_key)))
+        print_banner(serve_banner(model, infos, self._clock.phases, url, needs_key=bool(server.api_key)))
 
 
 def _describe_start(cluster: _Cluster) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,9 +14,11 @@ from moestro.text.answer_grammars import after_thought, harmony_call, named_call
 from moestro.text.answer_parser import AnswerParser
 from moestro.text.answer_parts import ToolSpec
 from moestro.text.output_parser import ReasoningParser, ToolParser
-from moestro.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from moestro.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS, ChosenParser, choose_parser
 from moestro.text.settings import ChatSettings
 from moestro.text.tool_parsers.forced_calls import NamedCallParser, RequiredCallsParser
+
+logger = logging.getLogger(__name__)
 
 HARMONY = "gpt-oss"
 _HARMONY_NAMES = {HARMONY, "openai", "openai_gptoss"}  # the last two are vLLM's
@@ -80,25 +83,28 @@ class AnswerFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
-    """Formats of a model's answers, as the operator chose them.
+    """Formats of a model's answers, as its chat template or the operator chose them.
 
     Attributes:
-        calls: Parser of calls. None means that the format is unknown; forced calls then are JSON.
+        calls: Parser of calls. None means that the format is unknown: calls by the model's choice stay text, and forced
+            calls are JSON.
         reasoning: Parser of reasoning. None means that all text is content.
         allows_auto: Whether the model may decide to call tools.
         shows_unused_tools: Whether the prompt has the tools that a request forbids.
         variables: Default variables of the chat template.
         trusts_templates: Whether a request may bring its own chat template.
         special: Texts of the vocabulary's special tokens.
+        choices: Name and reason of each parser's choice, for the banner.
     """
 
     calls: type[ToolParser] | None = None
     reasoning: type[ReasoningParser] | None = None
-    allows_auto: bool = False
+    allows_auto: bool = True
     shows_unused_tools: bool = True
     variables: dict[str, Any] = field(default_factory=dict)
     trusts_templates: bool = False
     special: frozenset[str] = frozenset()
+    choices: tuple[tuple[str, str], ...] = ()
 
     def check(self, use: ToolUse) -> None:
         """Refuse a choice of tools that this server cannot honour.
@@ -108,8 +114,8 @@ class ChatFormat:
         """
         if use.choice == "auto" and not self.allows_auto:
             raise RequestError(
-                'tool_choice "auto" needs a server with --enable-auto-tool-choice and --tool-call-parser. Send'
-                ' "required", "none" or a named tool, or leave tools out.',
+                'tool_choice "auto" is off on this server (--no-enable-auto-tool-choice). Send "required", "none" or a'
+                " named tool, or leave tools out.",
                 param="tool_choice",
                 code="unsupported_parameter",
             )
@@ -158,20 +164,31 @@ class ChatFormat:
         return named_call(use.tools[0], thought)
 
 
-def chat_format(settings: ChatSettings, special: frozenset[str] = frozenset()) -> ChatFormat:
-    """Return the formats that an operator chose. `special`: texts of the vocabulary's special tokens."""
-    calls = None if settings.tool_call_parser is None else TOOL_PARSERS.make(settings.tool_call_parser)
-    reasoning = None if settings.reasoning_parser is None else REASONING_PARSERS.make(settings.reasoning_parser)
-    if not _HARMONY_NAMES.isdisjoint(
-        {settings.tool_call_parser, settings.reasoning_parser}
-    ):  # Either flag says what the format is.
-        calls, reasoning = TOOL_PARSERS.make(HARMONY), REASONING_PARSERS.make(HARMONY)
+def chat_format(settings: ChatSettings, template: str = "", special: frozenset[str] = frozenset()) -> ChatFormat:
+    """Return the formats that the operator or the chat template chose.
+
+    Args:
+        template: Text of the model's chat templates.
+        special: Texts of the vocabulary's special tokens.
+    """
+    calls = choose_parser(TOOL_PARSERS, settings.tool_call_parser, template)
+    if calls.parser is None and settings.tool_call_parser is None and "tools" in template:
+        logger.warning(
+            "the chat template takes tools and asks for no known format of calls, so calls stay text;"
+            " --tool-call-parser names a format: %s",
+            ", ".join(TOOL_PARSERS.names()),
+        )
+    reasoning = choose_parser(REASONING_PARSERS, settings.reasoning_parser, template)
+    if not _HARMONY_NAMES.isdisjoint({calls.name, reasoning.name}):  # Either one says what the format is.
+        calls = ChosenParser(HARMONY, TOOL_PARSERS.make(HARMONY), calls.reason)
+        reasoning = ChosenParser(HARMONY, REASONING_PARSERS.make(HARMONY), reasoning.reason)
     return ChatFormat(
-        calls=calls,
-        reasoning=reasoning,
+        calls=calls.parser,
+        reasoning=reasoning.parser,
         allows_auto=settings.enable_auto_tool_choice,
         shows_unused_tools=not settings.exclude_tools_when_tool_choice_none,
         variables=settings.template_variables(),
         trusts_templates=settings.trust_request_chat_template,
         special=special,
+        choices=((calls.name, calls.reason), (reasoning.name, reasoning.reason)),
     )

@@ -26,9 +26,12 @@ class OutputParser(ABC):
 
     Attributes:
         MARKERS: Strings of the format. Special tokens with these texts are kept in the text that is parsed.
+        TEMPLATE: Strings that all occur in a chat template that asks for this format. Empty means that no template
+            selects the parser.
     """
 
     MARKERS: ClassVar[tuple[str, ...]] = ()
+    TEMPLATE: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self.is_reasoning = False

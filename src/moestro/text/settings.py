@@ -10,12 +10,16 @@ from cyclopts import Parameter
 
 from moestro.core.setting_checks import CheckedSettings
 from moestro.errors import ConfigError
-from moestro.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from moestro.text.parser_registry import NO_PARSER, REASONING_PARSERS, TOOL_PARSERS, check_parser
 
-_CALLS = f"Format in which the model calls tools; for --enable-auto-tool-choice.\n\n{TOOL_PARSERS.help_text()}"
+_BY_TEMPLATE = "Unset: the format that the chat template asks for, if it is one of these."
+_CALLS = (
+    f"Format in which the model calls tools. {_BY_TEMPLATE}\n\n{TOOL_PARSERS.help_text()}"
+    f"\n\n* {NO_PARSER}: Calls are not parsed and stay text."
+)
 _REASONING = (
     "Format in which the model reasons; the API then gives its reasoning apart from its answer."
-    f"\n\n{REASONING_PARSERS.help_text()}"
+    f" {_BY_TEMPLATE}\n\n{REASONING_PARSERS.help_text()}\n\n* {NO_PARSER}: Reasoning stays in the answer."
 )
 
 
@@ -29,8 +33,8 @@ class ChatSettings(CheckedSettings):
     "Accept a chat_template in a request. A template is a program: its time and memory are bounded."
     default_chat_template_kwargs: str | None = None
     """JSON object of variables for the chat template, which a request can override: '{"enable_thinking": false}'."""
-    enable_auto_tool_choice: bool = False
-    'Let the model decide whether it calls tools ("tool_choice": "auto"); needs --tool-call-parser.'
+    enable_auto_tool_choice: bool = True
+    'Let the model decide whether it calls tools ("tool_choice": "auto").'
     tool_call_parser: Annotated[str | None, Parameter(help=_CALLS)] = None
     exclude_tools_when_tool_choice_none: bool = False
     'Leave the tools out of the prompt if a request has "tool_choice": "none".'
@@ -38,15 +42,8 @@ class ChatSettings(CheckedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            raise ConfigError(
-                "--enable-auto-tool-choice needs --tool-call-parser, which says how the model calls tools: give one of"
-                f" {', '.join(TOOL_PARSERS.names())}"
-            )
-        if self.tool_call_parser is not None:
-            TOOL_PARSERS.make(self.tool_call_parser)
-        if self.reasoning_parser is not None:
-            REASONING_PARSERS.make(self.reasoning_parser)
+        check_parser(TOOL_PARSERS, self.tool_call_parser)
+        check_parser(REASONING_PARSERS, self.reasoning_parser)
         self.template_variables()
 
     def template_variables(self) -> dict[str, Any]:

@@ -119,10 +119,15 @@ class Tokenizer:
         )
         return self._renderers.render(job)
 
+    @property
+    def chat_template(self) -> str:
+        """Text of the model's chat template; of several, all their texts."""
+        template = self._fast.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
     def template_names(self, variable: str) -> bool:
         """Return whether any chat template of the model mentions `variable`, so that its value may matter."""
-        template = self._fast.chat_template or ""
-        return any(variable in text for text in (template.values() if isinstance(template, dict) else [template]))
+        return variable in self.chat_template
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
         """Return the ids of those special tokens whose text is in `texts`."""

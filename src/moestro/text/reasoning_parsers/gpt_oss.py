@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from moestro.text.answer_grammars import HARMONY_THOUGHT
-from moestro.text.harmony import MARKERS, HarmonyReader
+from moestro.text.harmony import CHANNEL, MARKERS, MESSAGE, HarmonyReader
 from moestro.text.output_parser import ReasoningParser
 from moestro.text.parser_input import Steps
 from moestro.text.parser_registry import REASONING_PARSERS
@@ -19,6 +19,7 @@ class GptOssReasoningParser(ReasoningParser):
     """Parses reasoning and content of harmony, where the request has no tools."""
 
     MARKERS = MARKERS
+    TEMPLATE = (CHANNEL, MESSAGE)
 
     def steps(self) -> Steps[None]:
         """Parse all messages."""

@@ -72,12 +72,16 @@ class ThinkTagsParser(ReasoningParser):
 class Qwen3ReasoningParser(ThinkTagsParser):
     """Parses Qwen 3's reasoning, which `enable_thinking` turns off in the prompt."""
 
+    TEMPLATE = ("</think>",)
+
 
 @REASONING_PARSERS.register_function(
     "glm45", "GLM-4.5 to 4.7: `<think>` tags; without one, an answer is content.", source="GLM-4.5's chat template"
 )
 class Glm45ReasoningParser(ThinkTagsParser):
     """Parses GLM-4.5's reasoning."""
+
+    TEMPLATE = ("</think>", "[gMASK]")
 
 
 @REASONING_PARSERS.register_function(
@@ -88,6 +92,7 @@ class Glm45ReasoningParser(ThinkTagsParser):
 class DeepSeekR1ReasoningParser(ThinkTagsParser):
     """Parses DeepSeek-R1's reasoning, whose start tag the prompt or the model writes, or neither."""
 
+    TEMPLATE = ("</think>", "<\uff5cAssistant\uff5c>")
     REASONS_FIRST = True
     ENDS_AT_CALLS = False
 
@@ -100,7 +105,7 @@ class DeepSeekR1ReasoningParser(ThinkTagsParser):
 class MistralReasoningParser(ThinkTagsParser):
     """Parses Mistral's reasoning. Answers that a grammar limits have none: the notation cannot name these tokens."""
 
-    MARKERS = ("[THINK]", "[/THINK]")
+    MARKERS = TEMPLATE = ("[THINK]", "[/THINK]")
     ENDS_AT_CALLS = False
 
     def thought(self, special: Container[str]) -> str:

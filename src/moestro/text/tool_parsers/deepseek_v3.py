@@ -31,6 +31,7 @@ class DeepSeekV31Parser(ToolParser):
     """Parses the name, a separator and JSON between the tokens of a call."""
 
     MARKERS = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
+    TEMPLATE = (_CALLS, _CALL)
     STARTS = (_CALLS, _CALL)
 
     def steps(self) -> Steps[None]:
@@ -75,6 +76,8 @@ class DeepSeekV31Parser(ToolParser):
 )
 class DeepSeekV3Parser(DeepSeekV31Parser):
     """Parses the type of the tool, a separator, its name, and the arguments as a fenced block of JSON."""
+
+    TEMPLATE = (_CALLS, _CALL, "```json")
 
     def _call(self) -> Steps[None]:
         yield from self._input.short_until(_SEPARATORS)

@@ -24,6 +24,7 @@ class Glm45Parser(ToolParser):
     """Parses a name and tagged arguments."""
 
     MARKERS = (_START, _END, _KEY, _KEY_END, _VALUE, _VALUE_END)
+    TEMPLATE = (_START, _KEY, _VALUE)
     STARTS = (_START,)
 
     def steps(self) -> Steps[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moestro.text.harmony import CHANNEL, FUNCTIONS, MARKERS, HarmonyReader
+from moestro.text.harmony import CHANNEL, FUNCTIONS, MARKERS, MESSAGE, HarmonyReader
 from moestro.text.output_parser import ToolParser
 from moestro.text.parser_input import Steps
 from moestro.text.parser_registry import TOOL_PARSERS
@@ -16,6 +16,7 @@ class GptOssToolParser(ToolParser):
     """Parses reasoning, content and calls of harmony."""
 
     MARKERS = MARKERS
+    TEMPLATE = (CHANNEL, MESSAGE)
     STARTS = (CHANNEL,)
     SEPARATES_REASONING = True
 

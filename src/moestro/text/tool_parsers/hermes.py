@@ -18,6 +18,7 @@ class HermesParser(ToolParser):
     """Parses JSON objects in tags. A call whose JSON breaks keeps its text up to the end tag as arguments."""
 
     MARKERS = (_START, _END)
+    TEMPLATE = (_START, "arguments")
     STARTS = (_START,)
 
     def steps(self) -> Steps[None]:

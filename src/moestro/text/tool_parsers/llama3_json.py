@@ -20,6 +20,7 @@ class Llama3JsonParser(ToolParser):
     """Parses JSON objects that name a tool of the request. Any other JSON is content: it may be the answer itself."""
 
     MARKERS = (_TAG,)
+    TEMPLATE = ('"parameters": dictionary of argument name',)
     STARTS = (_TAG,)
 
     def steps(self) -> Steps[None]:

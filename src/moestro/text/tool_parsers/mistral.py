@@ -23,6 +23,7 @@ class MistralParser(ToolParser):
     """Parses the calls after `[TOOL_CALLS]`."""
 
     MARKERS = (_START, _ARGUMENTS, _ID)
+    TEMPLATE = (_START,)
     STARTS = (_START,)
     ID_CHARS = 9  # its chat templates refuse ids of another length
 

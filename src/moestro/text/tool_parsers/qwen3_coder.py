@@ -25,6 +25,7 @@ class Qwen3CoderParser(ToolParser):
     """Parses calls in tags. The outer tag may be missing."""
 
     MARKERS = (_START, _END)
+    TEMPLATE = (_START, _FUNCTION, _PARAMETER)
     STARTS = (_START, _FUNCTION)
 
     def steps(self) -> Steps[None]:
