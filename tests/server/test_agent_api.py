@@ -93,9 +93,7 @@ class TestResponses:
             for _ in stream:
                 pass
 
-    @pytest.mark.parametrize(
-        ("field", "value"), [("store", True), ("previous_response_id", "resp_1"), ("conversation", "c")]
-    )
+    @pytest.mark.parametrize(("field", "value"), [("previous_response_id", "resp_1"), ("conversation", "c")])
     def test_nothing_is_stored(self, openai_client, openai, field, value):
         with pytest.raises(openai.BadRequestError, match="This server stores no responses") as caught:
             openai_client.responses.create(**FIXED, input="x", **{field: value})
@@ -211,7 +209,7 @@ def test_a_refused_field_of_a_count_is_named(fake):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": None}, "input"),
         ({"input": [], "instructions": None}, "input"),
@@ -222,7 +220,7 @@ def test_a_refused_field_of_a_count_is_named(fake):
         ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "verbose"}}, "text.verbosity"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ],
 )
@@ -249,7 +247,7 @@ def test_unknown_fields_of_an_adapter_are_named_in_a_warning(fake):
         ("/v1/responses", {"input": "x", "max_output_tokens": 1}),
     ):
         reply = call(fake, "POST", path, fields | {"frobnicate": 1})
-        assert reply.headers["warning"] == '299 moestro "unknown fields were ignored: frobnicate"', path
+        assert reply.headers["warning"] == '299 moestro "fields were ignored: frobnicate"', path
 
 
 def test_the_events_of_a_message_are_named(fake):

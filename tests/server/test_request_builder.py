@@ -15,6 +15,7 @@ from moestro.core.request import SamplingDefaults, ServiceClass
 from moestro.errors import PromptTooLongError, RequestError
 from moestro.server.request_builder import Arrival, ServedModel, completion_jobs, prepare_chat_ask
 from moestro.server.validation import parse_chat, parse_completion
+from moestro.text.tokenizer import Tokenizer
 
 ARRIVAL = Arrival("cmpl-1", 42)
 
@@ -191,3 +192,25 @@ def test_a_tokenizer_with_more_tokens_than_the_network_is_caught(model):
 
 def test_a_client_that_names_no_model_gets_the_first_name(model):
     assert [model.name_for(name) for name in (None, "m", "n")] == ["m", "m", "n"]
+
+
+def test_a_message_that_the_template_drops_is_refused_by_its_place(model, demo_dir):
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content | trim | upper }}{% endif %}{% endfor %}"
+    dropping = dataclasses.replace(model, tokenizer=Tokenizer(demo_dir, template))
+    try:
+        body = {"messages": [{"role": "user", "content": " hi "}, {"role": "system", "content": "be brief"}]}
+        with pytest.raises(RequestError, match="no place for a message of role system") as caught:
+            prepare_chat_ask(parse_chat(json.dumps(body).encode()), dropping, ARRIVAL)
+        assert caught.value.param == "messages[1]"
+        body["messages"].pop()
+        assert prepare_chat_ask(parse_chat(json.dumps(body).encode()), dropping, ARRIVAL).jobs
+    finally:
+        dropping.tokenizer.close()
+
+
+def test_wishes_that_the_template_does_not_read_are_named(model):
+    body = {"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "high", "verbosity": "low"}
+    prepared = prepare_chat_ask(parse_chat(json.dumps(body).encode()), model, ARRIVAL)
+    assert prepared.options.unknown_fields == ("reasoning_effort", "verbosity")
+    body |= {"reasoning_effort": "medium", "verbosity": "medium"}
+    assert prepare_chat_ask(parse_chat(json.dumps(body).encode()), model, ARRIVAL).options.unknown_fields == ()

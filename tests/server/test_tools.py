@@ -191,9 +191,10 @@ def test_what_is_wrong_is_named(server, fields, param):
     assert (status, named) == (400, param)
 
 
-def test_an_effort_that_no_template_reads_is_refused(fake):
-    assert error(say(fake, "hi", reasoning_effort="high"))[:2] == (400, "reasoning_effort")
-    assert say(fake, "hi", reasoning_effort="medium", max_tokens=2).status == 200
+def test_an_effort_that_no_template_reads_is_left_out_and_named(fake):
+    reply = say(fake, "hi", reasoning_effort="high", max_tokens=2)
+    assert (reply.status, reply.headers["warning"]) == (200, '299 moestro "fields were ignored: reasoning_effort"')
+    assert "warning" not in say(fake, "hi", reasoning_effort="medium", max_tokens=2).headers
 
 
 def test_the_final_message_can_be_continued(fake):

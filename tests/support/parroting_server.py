@@ -6,12 +6,13 @@ from typing import Any
 
 from support.running import Reply, Running, call
 
-# A model that repeats its prompt says what the last message says; after the result of a tool, it reports that.
+# A model that repeats its prompt says what the last message says; after the result of a tool, it reports that. Earlier
+# messages follow the end token, so that each leaves a trace in the prompt.
 PARROT = """{%- if messages[-1].role == 'tool' -%}
 The tool says {{ messages[-1].content }}.
 {%- else -%}
 {{ messages[-1].content }}
-{%- endif -%}<|im_end|>{{- '<think>' if enable_thinking -}}"""
+{%- endif -%}<|im_end|>{%- for m in messages[:-1] -%}.{%- endfor -%}{{- '<think>' if enable_thinking -}}"""
 FLAGS = ("--chat-template", PARROT, "--tool-call-parser")
 
 WEATHER_TOOL = {

@@ -111,7 +111,15 @@ def test_thinking_and_output_are_the_templates_and_the_grammars_matter():
     wanted = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "max"}
     chat = of_message(messages=[user("x")], output_config=wanted)
     assert chat["response_format"]["json_schema"]["schema"] == SCHEMA
-    assert chat["reasoning_effort"] == "high"
+    assert chat["reasoning_effort"] == "max"
+
+
+def test_what_agents_always_send_changes_nothing():
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    tools = [{"type": "web_search_20250305", "name": "web_search"}, {"name": "f", "input_schema": SCHEMA}]
+    chat = of_message(messages=[user("x")], context_management=edits, tools=tools, tool_choice={"type": "auto"})
+    assert [tool["function"]["name"] for tool in chat["tools"]] == ["f"]
+    assert chat.keys() == {"model", "messages", "max_completion_tokens", "tools", "tool_choice"}
 
 
 def test_a_last_message_of_the_assistant_is_continued():
@@ -125,6 +133,10 @@ def test_a_last_message_of_the_assistant_is_continued():
         ({"messages": [user([{"type": "image", "source": {}}])]}, "messages[0].content[0]"),
         ({"messages": [user("x"), {"role": "tool", "content": "x"}]}, "messages[1].role"),
         ({"messages": [user("x")], "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        (
+            {"messages": [user("x")], "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management.edits[0]",
+        ),
         ({"messages": [user("x")], "tool_choice": {"type": "all"}}, "tool_choice.type"),
         ({"messages": [user("x")], "thinking": {"type": "deep"}}, "thinking.type"),
         ({"messages": [user("x")], "output_format": {"type": "xml"}}, "output_format.type"),
@@ -139,6 +151,85 @@ def test_what_a_chat_lacks_is_refused_by_its_place_in_a_message(fields, param):
 
 
 # --- requests of /v1/responses
+
+NOTE = {"type": "function", "name": "note", "parameters": SCHEMA}
+FREE = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}}
+GROUP = {"type": "namespace", "name": "mcp__files__", "tools": [NOTE, FREE]}
+SEARCH = {"type": "web_search", "external_web_access": False}
+
+
+def translated(**fields):
+    return chat_of_response(msgspec.json.decode(json.dumps({"input": "x"} | fields), type=ResponsesFields))
+
+
+def test_tools_of_a_namespace_and_custom_tools_are_functions_of_the_chat():
+    made = translated(tools=[SEARCH, NOTE, GROUP])
+    functions = [tool["function"] for tool in json.loads(msgspec.json.encode(made.chat.fields))["tools"]]
+    assert [each["name"] for each in functions] == ["note", "mcp__files__note", "mcp__files__patch"]
+    assert functions[0]["parameters"] == functions[1]["parameters"] == SCHEMA
+    assert functions[2]["parameters"]["required"] == ["input"]
+    assert "start: /a/" in functions[2]["description"]
+    assert made.chat.left_out == ("tools[0] (web_search)",)
+    assert made.chat.places.own_place("tools[1].function.parameters") == "tools[2].tools[0].parameters"
+
+
+def test_calls_come_back_as_calls_of_the_clients_tools():
+    made = translated(tools=[GROUP])
+    calls = [
+        {"id": "c0", "type": "function", "function": {"name": "mcp__files__note", "arguments": "{}"}},
+        {"id": "c1", "type": "function", "function": {"name": "mcp__files__patch", "arguments": '{"input": "a\\nb"}'}},
+        {"id": "c2", "type": "function", "function": {"name": "mcp__files__patch", "arguments": "no JSON"}},
+    ]
+    answer = whole({"content": None, "tool_calls": calls}, "tool_calls")
+    found = response_of_chat(answer, settings_of(ResponsesFields(input="x")), made.tools)["output"]
+    names = [(each["type"], each["namespace"], each["name"], each["call_id"]) for each in found]
+    assert names == [
+        ("function_call", "mcp__files__", "note", "c0"),
+        ("custom_tool_call", "mcp__files__", "patch", "c1"),
+        ("custom_tool_call", "mcp__files__", "patch", "c2"),
+    ]
+    assert [each.get("input") for each in found] == [None, "a\nb", "no JSON"]
+
+
+def test_a_history_of_every_kind_of_call_is_read():
+    items = [
+        {"type": "function_call", "call_id": "a", "namespace": "mcp__files__", "name": "note", "arguments": "{}"},
+        {"type": "custom_tool_call", "call_id": "b", "name": "patch", "input": "x"},
+        {"type": "local_shell_call", "call_id": "c", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "custom_tool_call_output", "call_id": "b", "output": "done"},
+        {"type": "local_shell_call_output", "call_id": "c", "output": "file"},
+        {"type": "web_search_call", "id": "w", "action": {"type": "search", "query": "moe"}},
+    ]
+    said, patched, listed, searched = translated(input=items).chat.fields["messages"]
+    functions = [call["function"] for call in said["tool_calls"]]
+    assert [each["name"] for each in functions] == ["mcp__files__note", "patch", "local_shell"]
+    assert [json.loads(each["arguments"]) for each in functions[1:]] == [
+        {"input": "x"},
+        {"type": "exec", "command": ["ls"]},
+    ]
+    assert (patched["content"], listed["content"]) == ("done", "file")
+    assert "moe" in searched["content"]
+
+
+def test_allowed_tools_limit_what_is_offered():
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "note"}]}
+    chat = translated(tools=[NOTE, FREE], tool_choice=choice).chat.fields
+    assert chat["tool_choice"] == "required"
+    assert [each["function"]["name"] for each in chat["tools"]] == ["note"]
+
+
+def test_fields_that_clients_always_send_are_taken():
+    chat = translated(
+        store=True, truncation="auto", prompt_cache_key="thread-1", seed=3, stop="x", text={"verbosity": "low"}
+    ).chat.fields
+    assert (chat["truncate_prompt_tokens"], chat["prompt_cache_key"], chat["seed"], chat["stop"]) == (
+        -1,
+        "thread-1",
+        3,
+        "x",
+    )
+    assert chat["verbosity"] == "low"
+    assert "store" not in chat
 
 
 def test_a_response_is_a_chat_with_its_instructions_first():
@@ -202,7 +293,17 @@ def test_items_that_follow_each_other_are_one_turn_of_the_assistant():
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [user([{"type": "input_image", "image_url": "x"}])]}, "input[0].content[0]"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"input": "x", "tools": [{"type": "file_search"}]}, "tools[0].type"),
+        (
+            {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},
+            "tools[0].tools[0].type",
+        ),
+        ({"input": "x", "tools": [NOTE, NOTE]}, "tools[1].name"),
+        (
+            {"input": "x", "tools": [NOTE], "tool_choice": {"type": "allowed_tools", "tools": [FREE]}},
+            "tool_choice.tools",
+        ),
+        ({"input": "x", "truncation": "middle"}, "truncation"),
         ({"input": "x", "tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"input": "x", "include": ["file_search_call.results"]}, "include"),
     ],
@@ -288,7 +389,8 @@ def test_a_response_repeats_its_settings_and_says_why_it_ended():
         json.dumps({"input": "x", "metadata": {"a": "b"}, "tools": [{"type": "function", "name": "f"}]}).encode(),
         type=ResponsesFields,
     )
-    response = response_of_chat(whole({"content": "hi"}, "length"), settings_of(fields))
+    tools = chat_of_response(fields).tools
+    response = response_of_chat(whole({"content": "hi"}, "length"), settings_of(fields), tools)
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert (response["store"], response["previous_response_id"], response["metadata"]) == (False, None, {"a": "b"})
     assert response["tools"] == [{"type": "function", "name": "f", "parameters": None, "strict": None}]
@@ -373,12 +475,13 @@ def test_law_the_events_of_a_message_add_up_to_the_message():
 def test_law_the_events_of_a_response_add_up_to_the_response():
     rng = random.Random(4)
     settings = settings_of(ResponsesFields(input="x"))
+    tools = translated(tools=[{"type": "custom", "name": "f1"}]).tools
     for _ in range(300):
         answer, chunks = random_stream(rng)
-        stream = ResponseStream(settings)
+        stream = ResponseStream(settings, tools)
         events = [event for chunk in chunks for event in stream.take(chunk)] + list(stream.end())
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
-        expected = response_of_chat(answer, settings)
+        expected = response_of_chat(answer, settings, tools)
         final = events[-1]["response"]
         assert events[-1]["type"] == f"response.{expected['status']}"
         done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
@@ -391,7 +494,10 @@ def test_law_the_events_of_a_response_add_up_to_the_response():
             if event["type"].endswith(".delta"):
                 texts[event["output_index"]] += event["delta"]
                 assert event["item_id"] == done[event["output_index"]]["id"]
-        assert texts == [each["arguments"] if "arguments" in each else each["content"][0]["text"] for each in done]
+        assert texts == [
+            each.get("arguments", each.get("input")) if "call_id" in each else each["content"][0]["text"]
+            for each in done
+        ]
         assert final == expected
 
 
@@ -399,4 +505,4 @@ def test_both_apis_answer_what_a_chat_answers_for_the_same_fields():
     """The structs read all of their own fields: a typed body and its JSON are the same chat."""
     fields = MessagesFields(messages=[ConversationTurn("user", "x")], max_tokens=3)
     assert chat_of_message(fields).fields["max_completion_tokens"] == 3
-    assert chat_of_response(ResponsesFields(input="x")).fields["messages"] == [user("x")]
+    assert chat_of_response(ResponsesFields(input="x")).chat.fields["messages"] == [user("x")]

@@ -59,6 +59,7 @@ class RequestBody(msgspec.Struct):
     instructions: msgspec.Raw = ABSENT
     tools: msgspec.Raw = ABSENT
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     chat_template_kwargs: msgspec.Raw = ABSENT
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

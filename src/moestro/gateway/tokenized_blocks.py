@@ -28,6 +28,7 @@ from moestro.gateway.request_body import (
     request_from_text,
 )
 from moestro.text.chat_history import calls_for_templates, template_variables
+from moestro.text.efforts import EFFORTS
 from moestro.text.tokenizer import TemplateOptions, Tokenizer
 from moestro.web.adapters.paths import chat_body
 from moestro.web.json_elements import has_many_elements
@@ -84,7 +85,7 @@ class TokenizedReader:
     def _id_list(self, asked: RequestBody) -> Sequence[int]:
         if asked.messages is not None:
             messages = [_message(said) for said in asked.messages]
-            text = self._tokenizer.render_chat(messages, tools=_tools(asked), options=_options(asked))
+            text = self._tokenizer.render_chat(messages, tools=_tools(asked), options=self._options(asked))
             return self._tokenizer.encode(text, add_special_tokens=False)
         raw = asked.prompt if is_given(asked.prompt) else asked.text
         prompt = msgspec.json.decode(raw, type=str | list[str | int | list[int]])
@@ -93,6 +94,20 @@ class TokenizedReader:
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt, add_special_tokens=True)
         return msgspec.convert(prompt, list[int])
+
+    def _options(self, asked: RequestBody) -> TemplateOptions:
+        kwargs = asked.chat_template_kwargs
+        given = msgspec.json.decode(kwargs, type=dict[str, Any]) if is_given(kwargs) else {}
+        wishes = {} if asked.verbosity is None else {"verbosity": asked.verbosity}
+        effort = asked.reasoning_effort
+        if effort is not None and effort in EFFORTS:  # Engines refuse another one.
+            effort = self._tokenizer.effort_for(effort)
+        continues = bool(asked.continue_final_message)
+        return TemplateOptions(
+            add_generation_prompt=not continues and asked.add_generation_prompt is not False,
+            continue_final_message=continues,
+            variables=template_variables(effort, wishes | given, {}),
+        )
 
 
 def _as_chat(asked: RequestBody, incoming: Incoming) -> RequestBody:
@@ -121,17 +136,6 @@ def _message(said: BodyMessage) -> dict[str, Any]:
     if reasoning is not None:
         message["reasoning"] = message["reasoning_content"] = reasoning
     return message
-
-
-def _options(asked: RequestBody) -> TemplateOptions:
-    kwargs = asked.chat_template_kwargs
-    given = msgspec.json.decode(kwargs, type=dict[str, Any]) if is_given(kwargs) else {}
-    continues = bool(asked.continue_final_message)
-    return TemplateOptions(
-        add_generation_prompt=not continues and asked.add_generation_prompt is not False,
-        continue_final_message=continues,
-        variables=template_variables(asked.reasoning_effort, given, {}),
-    )
 
 
 def _tools(asked: RequestBody) -> list[Any] | None:

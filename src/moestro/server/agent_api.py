@@ -24,6 +24,7 @@ from moestro.web.adapters.messages_request import CountFields, MessagesFields, c
 from moestro.web.adapters.paths import COUNT_TOKENS, MESSAGES, RESPONSES
 from moestro.web.adapters.responses_answer import ResponseStream, response_of_chat, settings_of
 from moestro.web.adapters.responses_request import ResponsesFields, chat_of_response
+from moestro.web.adapters.responses_tools import OfferedTools
 from moestro.web.errors import HttpError, anthropic_error_json, error_json
 
 _decode_message = BodyDecoder(MessagesFields, IN_MESSAGES)
@@ -68,17 +69,18 @@ class ResponseEncoding:
 
     Args:
         settings: Fields of the request that its response repeats.
+        tools: Tools that the request offered.
     """
 
     repeats = False  # It numbers its events.
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._settings = settings
-        self._stream = ResponseStream(settings)
+    def __init__(self, settings: dict[str, Any], tools: OfferedTools) -> None:
+        self._settings, self._tools = settings, tools
+        self._stream = ResponseStream(settings, tools)
 
     def whole(self, answer: Answer) -> bytes:
         """Return the response as JSON."""
-        return _encode(response_of_chat(msgspec.to_builtins(answer), self._settings))
+        return _encode(response_of_chat(msgspec.to_builtins(answer), self._settings, self._tools))
 
     def chunk(self, answer: Answer) -> bytes:
         """Return the events of a chunk."""
@@ -155,16 +157,18 @@ def _message(body: bytes, model: ServedModel, arrival: Arrival) -> _Adapted:
 
 def _response(body: bytes, model: ServedModel, arrival: Arrival) -> _Adapted:
     fields, unknown = _decode_response(body)
-    chat = chat_of_response(fields)
-    return _Adapted(_prepared(chat, unknown, model, arrival), ResponseEncoding(settings_of(fields)), chat.places)
+    made = chat_of_response(fields)
+    encoding = ResponseEncoding(settings_of(fields), made.tools)
+    return _Adapted(_prepared(made.chat, unknown, model, arrival), encoding, made.chat.places)
 
 
 def _prepared(chat: TranslatedChat, unknown: tuple[str, ...], model: ServedModel, arrival: Arrival) -> Prepared:
-    """Return the request with the unknown fields of its own body; the chat's body has none."""
-    refuse_unknown(unknown, is_strict=model.has_strict_fields)
+    """Return the request with the fields of its own body that have no effect."""
+    refuse_unknown((*unknown, *chat.left_out), is_strict=model.has_strict_fields)
     with chat.places.naming_errors():
         prepared = prepare_chat(_encode(chat.fields), model, arrival)
-    return replace(prepared, options=replace(prepared.options, unknown_fields=unknown))
+    vain = map(chat.places.own_place, prepared.options.unknown_fields)
+    return replace(prepared, options=replace(prepared.options, unknown_fields=(*unknown, *chat.left_out, *vain)))
 
 
 def _count(body: bytes, model: ServedModel) -> web.Response:
@@ -172,7 +176,7 @@ def _count(body: bytes, model: ServedModel) -> web.Response:
     refuse_unknown(unknown, is_strict=model.has_strict_fields)
     chat = chat_of_count(fields)
     with chat.places.naming_errors():
-        ask = parse_chat(_encode(chat.fields), model.chat.variables)
+        ask = parse_chat(_encode(chat.fields))
         model.name_for(ask.options.model)
         ids, _ = chat_prompt(ask, model)
     answer = _encode(TokenCount(len(ids)))

@@ -12,14 +12,14 @@ from moestro.server.protocol import CallField, ChatFields, ContentPart, Message,
 from moestro.server.request_fields import wrong_type
 from moestro.text.answer_parts import ToolSpec
 from moestro.text.chat_format import NO_TOOLS, ToolUse
-from moestro.text.chat_history import calls_for_templates, template_variables
+from moestro.text.chat_history import calls_for_templates
+from moestro.text.efforts import EFFORTS
 from moestro.text.parser_input import NAME_LIMIT
 from moestro.text.tokenizer import TemplateOptions
 
 MAX_TOOLS = 512
 ROLES = ("developer", "system", "user", "assistant", "tool")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-DEFAULT_EFFORT = "medium"  # Many clients always send it, so it requests nothing where a template knows no efforts.
+VERBOSITIES = ("low", "medium", "high")
 # Arguments of the rendering itself, which are no variables of a template.
 _RESERVED = frozenset(
     {
@@ -62,11 +62,8 @@ def tool_use(fields: ChatFields) -> ToolUse:
     return ToolUse(choice="named", tools=(_named(choice, tools),))
 
 
-def template_options(fields: ChatFields, defaults: dict[str, Any]) -> TemplateOptions:
-    """Return the arguments of the rendering.
-
-    Args:
-        defaults: The operator's variables, which the request's override.
+def template_options(fields: ChatFields) -> TemplateOptions:
+    """Return the arguments of the rendering, with the variables that the request itself sets.
 
     Raises:
         RequestError: An argument is invalid, or contradicts another one.
@@ -78,15 +75,19 @@ def template_options(fields: ChatFields, defaults: dict[str, Any]) -> TemplateOp
     given = fields.chat_template_kwargs or {}
     if wrong := sorted(given.keys() & _RESERVED):
         raise invalid("chat_template_kwargs", f"may not set {wrong[0]}, which is no variable of a template")
-    effort = fields.reasoning_effort
-    if effort is not None and effort not in EFFORTS:
-        raise invalid("reasoning_effort", f"must be one of {', '.join(EFFORTS)}, got {shown(effort)}")
+    _check_word("reasoning_effort", fields.reasoning_effort, EFFORTS)
+    _check_word("verbosity", fields.verbosity, VERBOSITIES)
     return TemplateOptions(
         add_generation_prompt=not continues and fields.add_generation_prompt is not False,
         continue_final_message=continues,
-        variables=template_variables(effort, given, defaults),
+        variables=given,
         template=fields.chat_template,
     )
+
+
+def _check_word(param: str, given: str | None, allowed: Sequence[str]) -> None:
+    if given is not None and given not in allowed:
+        raise invalid(param, f"must be one of {', '.join(allowed)}, got {shown(given)}")
 
 
 def invalid(param: str, text: str) -> RequestError:

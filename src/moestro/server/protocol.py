@@ -158,6 +158,7 @@ class ChatFields(GenerationFields, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None  # None means yes.
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     include_reasoning: bool | None = None  # None means yes; a field of vLLM.
     add_generation_prompt: bool | None = None  # None means yes, unless the final message is continued.
     continue_final_message: bool | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,15 +14,17 @@ from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import Request, SamplingParams
 from moestro.errors import PromptTooLongError, RequestError, shown
-from moestro.server.chat_fields import DEFAULT_EFFORT
 from moestro.server.request_fields import refuse_unknown
 from moestro.server.structured_output import AskedGrammar, refuse_large_grammar
 from moestro.server.validation import ALL_LOGPROBS, ChatAsk, CompletionAsk, Options, parse_chat, parse_completion
 from moestro.text.chat_format import AnswerFormat, ChatEnd, ChatFormat
-from moestro.text.tokenizer import Tokenizer
+from moestro.text.chat_history import template_variables
+from moestro.text.efforts import DEFAULT_EFFORT
+from moestro.text.tokenizer import TemplateOptions, Tokenizer
 from moestro.web.adapters.field_places import FieldPlaces
 from moestro.web.errors import UnknownModelError
 
+DEFAULT_VERBOSITY = "medium"  # Requests nothing, as the default effort does.
 MAX_SCORES = 1_000_000  # Log probabilities of prompt tokens in one response.
 _CHAT_PLACES = FieldPlaces({"prompt": "messages"})  # A chat's prompt is what its template makes of the messages.
 
@@ -139,7 +141,7 @@ def prepare_completion(body: bytes, model: ServedModel, arrival: Arrival) -> Pre
 
 def prepare_chat(body: bytes, model: ServedModel, arrival: Arrival) -> Prepared:
     """Return the prepared request for a body of `POST /v1/chat/completions`; RequestError if it cannot be served."""
-    ask = parse_chat(body, model.chat.variables)
+    ask = parse_chat(body)
     ask = replace(ask, options=_for_vocabulary(ask.options, model.info))
     return prepare_chat_ask(ask, model, _named(arrival, ask.options))
 
@@ -156,7 +158,7 @@ def prepare_chat_ask(ask: ChatAsk, model: ServedModel, arrival: Arrival) -> Prep
     asked = ask.options.grammar
     grammar = None if asked is None else asked.grammar
     answers = model.chat.answers(ask.use, end, grammar, shows_reasoning=ask.shows_reasoning)
-    options = ask.options
+    options = replace(ask.options, unknown_fields=ask.options.unknown_fields + _vain_wishes(ask, model))
     if answers is not None and answers.grammar is not None:
         param = "tools" if asked is None else asked.param
         refuse_large_grammar(answers.grammar, param)
@@ -193,13 +195,17 @@ def chat_prompt(ask: ChatAsk, model: ServedModel, *, add_special_tokens: bool = 
     Raises:
         RequestError: The model or its chat template cannot take the chat.
     """
-    _refuse_vain_template(ask, model)
+    _refuse_foreign_template(ask, model)
     shows_tools = ask.use.choice != "none" or model.chat.shows_unused_tools
     tools = ask.tools if ask.tools and shows_tools else None
     with _CHAT_PLACES.naming_errors():
         refuse_too_much_text(sum(len(message["content"]) for message in ask.messages), model)
-        text = model.tokenizer.render_chat(ask.messages, tools=tools, options=ask.template)
+        rendering = _rendering(ask, model)
+        text = model.tokenizer.render_chat(ask.messages, tools=tools, options=rendering)
         refuse_too_much_text(len(text), model)  # The template may add text to the messages.
+        _refuse_dropped_message(
+            ask, text, lambda kept: model.tokenizer.render_chat(kept, tools=tools, options=rendering)
+        )
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     refuse_foreign_ids("messages", ids, model.info.vocab_size)
     continued = ask.messages[-1]["content"] if ask.template.continue_final_message else None
@@ -356,21 +362,70 @@ def _scored(options: Options) -> int | None:
     return max(wanted, default=None)
 
 
-def _refuse_vain_template(ask: ChatAsk, model: ServedModel) -> None:
-    """Refuse a template that the operator does not trust, and an effort that the template does not read."""
+def _rendering(ask: ChatAsk, model: ServedModel) -> TemplateOptions:
+    """Return the arguments of the chat's rendering, with all variables of the template."""
+    wishes = {} if ask.verbosity is None else {"verbosity": ask.verbosity}
+    variables = template_variables(_effort(ask, model), wishes | ask.template.variables, model.chat.variables)
+    return replace(ask.template, variables=variables)
+
+
+def _effort(ask: ChatAsk, model: ServedModel) -> str | None:
+    """Return the effort for the chat's template: the wanted one, or the nearest that the model's template takes."""
+    if ask.effort is None or ask.template.template is not None:
+        return ask.effort
+    return model.tokenizer.effort_for(ask.effort)
+
+
+def _vain_wishes(ask: ChatAsk, model: ServedModel) -> tuple[str, ...]:
+    """Return the names of fields that ask for what the chat template does not read."""
+    if ask.template.template is not None:
+        return ()
+    found = []
+    if ask.effort not in (None, DEFAULT_EFFORT) and _effort(ask, model) is None:
+        found.append("reasoning_effort")
+    if ask.verbosity not in (None, DEFAULT_VERBOSITY) and not model.tokenizer.template_names("verbosity"):
+        found.append("verbosity")
+    return tuple(found)
+
+
+def _refuse_dropped_message(ask: ChatAsk, prompt: str, render: Callable[[list[dict[str, Any]]], str]) -> None:
+    """Refuse a message that leaves no trace in the prompt, so that nothing a client says is lost in silence.
+
+    Only messages whose text is not in the prompt are rendered anew, one of each role: templates drop roles.
+    """
+    position, tried = 0, set()
+    for i, message in enumerate(ask.messages):
+        text, role = message["content"].strip(), message["role"]
+        found = prompt.find(text, position)
+        if found >= 0:
+            position = found + len(text)
+        elif role not in tried and text not in prompt and _is_dropped(ask, i, prompt, render):
+            raise RequestError(
+                f"messages[{i}] leaves no trace in the prompt, because the model's chat template has no place for a"
+                f" message of role {role} there. Send its text in another message.",
+                param=f"messages[{i}]",
+                code="message_without_effect",
+            )
+        if found < 0:
+            tried.add(role)
+
+
+def _is_dropped(ask: ChatAsk, i: int, prompt: str, render: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """Whether the prompt is the same without message number `i`."""
+    kept = [message for j, message in enumerate(ask.messages) if j != i]
+    try:
+        return bool(kept) and render(kept) == prompt
+    except RequestError:
+        return False  # The template needs the message.
+
+
+def _refuse_foreign_template(ask: ChatAsk, model: ServedModel) -> None:
+    """Refuse a template that the operator does not trust."""
     if ask.template.template is not None and not model.chat.trusts_templates:
         raise RequestError(
             "chat_template is refused, because a template is a program. The operator can accept it with"
             " --trust-request-chat-template.",
             param="chat_template",
-            code="unsupported_parameter",
-        )
-    is_read = any(model.tokenizer.template_names(name) for name in ("reasoning_effort", "enable_thinking"))
-    if ask.effort not in (None, DEFAULT_EFFORT) and ask.template.template is None and not is_read:
-        raise RequestError(
-            f"reasoning_effort {shown(ask.effort)} would have no effect, because the model's chat template does not"
-            " read it. Leave it out.",
-            param="reasoning_effort",
             code="unsupported_parameter",
         )
 

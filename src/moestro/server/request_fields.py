@@ -159,7 +159,7 @@ def refuse_unknown(unknown: Sequence[str], *, is_strict: bool) -> None:
 
 
 def ignored_warning(unknown: Sequence[str]) -> dict[str, str]:
-    """Return the response header that names ignored fields; empty without any. Source: RFC 7234, section 5.5."""
+    """Return the response header that names fields without effect; empty without any. Source: RFC 7234, section 5.5."""
     if not unknown:
         return {}
-    return {"Warning": f'299 moestro "unknown fields were ignored: {_NOT_QUOTABLE.sub("?", ", ".join(unknown))}"'}
+    return {"Warning": f'299 moestro "fields were ignored: {_NOT_QUOTABLE.sub("?", ", ".join(unknown))}"'}

@@ -125,7 +125,7 @@ def _tokenized_chat(body: bytes, model: ServedModel) -> tuple[Tokenized, Unknown
     fields, unknown = _tokenize_chat(body)
     model.name_for(fields.model)
     refuse_unknown(unknown, is_strict=model.has_strict_fields)
-    ask = chat_ask(fields, unknown, model.chat.variables)
+    ask = chat_ask(fields, unknown)
     ids, _ = chat_prompt(ask, model, add_special_tokens=bool(fields.add_special_tokens))
     return _answer(ids, model, with_names=bool(fields.return_token_strs)), unknown
 

@@ -105,7 +105,6 @@ _OF_CHATS: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
 IN_COMPLETIONS: Neutral = (
@@ -123,12 +122,13 @@ IN_COMPLETIONS: Neutral = (
         "tool_choice": ("none", "auto"),
         "tools": ([],),
         "top_logprobs": (0,),
+        "verbosity": ("medium",),
     }
     | {"suffix": ("",)}
 )
 IN_CHAT: Neutral = _BOTH | _OF_CHATS | {"echo": (False,), "prompt": ()}
 
-_OF_MESSAGES: dict[str, tuple[object, ...]] = {"container": (), "context_management": ({},), "mcp_servers": ([],)}
+_OF_MESSAGES: dict[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],)}
 IN_COUNTS: Neutral = _OF_MESSAGES
 IN_MESSAGES: Neutral = _OF_MESSAGES | {"max_tokens_to_sample": (), "prompt": ()}
 IN_RESPONSES: Neutral = {
@@ -143,10 +143,6 @@ IN_RESPONSES: Neutral = {
     "previous_response_id": (),
     "prompt": (),
     "response_format": (),
-    "seed": (),
-    "stop": ([],),
-    "store": (False,),
-    "truncation": ("disabled",),
 }
 
 # What to do in place of a field, where "leave it out" does not say it.
@@ -155,7 +151,6 @@ _REMEDIES = {
     "conversation": f"{_NOT_STORED}.",
     "previous_response_id": f"{_NOT_STORED}.",
     "background": "This server stores no responses: wait for the answer, or stream it.",
-    "store": f"{_NOT_STORED}, with store: false.",
 }
 
 # Accepted without a warning: these name, account for or speed up a request, and leave its answer as it is.

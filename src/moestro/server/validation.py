@@ -81,7 +81,7 @@ class Options:
     keeps_special_tokens: bool = False
     keeps_stop: bool = False  # Whether the text of a stop string or stop token is shown.
     truncate_prompt_tokens: int | None = None  # Most prompt tokens, of which the last are kept; -1 means all that fit.
-    unknown_fields: tuple[str, ...] = ()  # Names of fields that nothing reads, in the body's order.
+    unknown_fields: tuple[str, ...] = ()  # Names of fields without effect, for the answer's `Warning` header.
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,9 @@ class ChatAsk:
         messages: {"role", "content", ...}, as chat templates read them.
         tools: Tools in the API's form, for the template.
         use: Use of these tools that the request allows.
+        template: Arguments of the rendering, without the operator's variables and those that the model decides.
         effort: Effort of reasoning that the request asks for.
+        verbosity: Length of the answer that the request asks for.
         shows_reasoning: Whether the client wants the reasoning.
     """
 
@@ -110,6 +112,7 @@ class ChatAsk:
     tools: tuple[dict[str, Any], ...] = ()
     use: ToolUse = NO_TOOLS
     effort: str | None = None
+    verbosity: str | None = None
     shows_reasoning: bool = True
 
 
@@ -138,21 +141,16 @@ def parse_completion(body: bytes, max_prompt_ids: int = sys.maxsize) -> Completi
     return CompletionAsk(prompts, options)
 
 
-def parse_chat(body: bytes, template_variables: dict[str, Any] | None = None) -> ChatAsk:
-    """Return the validated request; RequestError says what is wrong with the body.
-
-    Args:
-        template_variables: The operator's variables of the chat template.
-    """
-    return chat_ask(*decode_chat(body), template_variables)
+def parse_chat(body: bytes) -> ChatAsk:
+    """Return the validated request; RequestError says what is wrong with the body."""
+    return chat_ask(*decode_chat(body))
 
 
-def chat_ask(fields: ChatFields, unknown: tuple[str, ...], template_variables: dict[str, Any] | None = None) -> ChatAsk:
+def chat_ask(fields: ChatFields, unknown: tuple[str, ...]) -> ChatAsk:
     """Return the validated request of decoded fields; RequestError names an invalid one.
 
     Args:
         unknown: Names of the body's other fields.
-        template_variables: The operator's variables of the chat template.
     """
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     limit = getattr(fields, name)
@@ -168,10 +166,11 @@ def chat_ask(fields: ChatFields, unknown: tuple[str, ...], template_variables: d
     return ChatAsk(
         messages=messages,
         options=options,
-        template=template_options(fields, template_variables or {}),
+        template=template_options(fields),
         tools=tuple(fields.tools or ()),
         use=use,
         effort=fields.reasoning_effort,
+        verbosity=fields.verbosity,
         shows_reasoning=fields.include_reasoning is not False,
     )
 

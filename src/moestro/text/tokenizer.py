@@ -12,7 +12,9 @@ from tokenizers.decoders import ByteLevel, DecodeStream
 
 from moestro.core.checkpoint_files import refuse_links_out
 from moestro.errors import ConfigError, RequestError, shown
+from moestro.text.chat_history import as_system_messages, template_variables
 from moestro.text.chat_template import Renderers
+from moestro.text.efforts import EFFORT_VARIABLE, THINKING_VARIABLE, nearest_effort, taken_efforts
 from moestro.text.render_job import RenderJob
 from moestro.text.token_text import TokenTexts
 from moestro.text.transformers_part import import_part
@@ -87,6 +89,7 @@ class Tokenizer:
         self.texts_alone: dict[int, str] = {}
         self.has_texts_alone = isinstance(self.backend.decoder, ByteLevel)
         self._renderers = Renderers()
+        self._efforts: tuple[str, ...] | None = None  # None: not tried yet
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` also those that the model needs around every text."""
@@ -109,9 +112,10 @@ class Tokenizer:
             RequestError: the model has no template, or its template refuses these messages or exceeds its limits.
         """
         given_tools = None if tools is None else list(tools)
+        template = self._template(given_tools) if options.template is None else options.template
         job = RenderJob(
-            template=self._template(given_tools) if options.template is None else options.template,
-            messages=list(messages),
+            template=template,
+            messages=list(messages) if "developer" in template else as_system_messages(messages),
             tools=given_tools,
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,
@@ -128,6 +132,21 @@ class Tokenizer:
     def template_names(self, variable: str) -> bool:
         """Return whether any chat template of the model mentions `variable`, so that its value may matter."""
         return variable in self.chat_template
+
+    def effort_for(self, wanted: str) -> str | None:
+        """Return the effort that the chat template takes for the `wanted` one; None if it takes no efforts.
+
+        The first call renders a short chat with each effort.
+        """
+        if not self.template_names(EFFORT_VARIABLE):
+            return wanted if self.template_names(THINKING_VARIABLE) else None
+        if self._efforts is None:
+            self._efforts = taken_efforts(self._try_effort)
+        return nearest_effort(wanted, self._efforts)
+
+    def _try_effort(self, effort: str) -> None:
+        variables = template_variables(effort, {}, {})
+        self.render_chat([{"role": "user", "content": "x"}], options=TemplateOptions(variables=variables))
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
         """Return the ids of those special tokens whose text is in `texts`."""

@@ -51,7 +51,12 @@ class FieldPlaces:
 
 @dataclass(frozen=True, slots=True)
 class TranslatedChat:
-    """Body of a chat completion, and the places that its fields had in the client's body."""
+    """Body of a chat completion, and the places that its fields had in the client's body.
+
+    Attributes:
+        left_out: Places in the client's body of what the chat has no counterpart for and can do without.
+    """
 
     fields: dict[str, Any]
     places: FieldPlaces
+    left_out: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ _PLACES = {
     "user": "metadata.user_id",
 }
 _Said = tuple[dict[str, Any], dict[str, str]]  # A chat message, and its places in the client's body by its own.
-_EFFORTS = {"xhigh": "high", "max": "high"}  # Levels of Anthropic that templates of open models do not know.
+_HOSTED = ("web_search_", "web_fetch_")  # Tools of Anthropic's servers that clients offer whether or not one has them.
 
 
 class Block(msgspec.Struct):
@@ -90,6 +90,19 @@ class OutputConfig(msgspec.Struct):
     effort: str | None = None
 
 
+class ContextEdit(msgspec.Struct):
+    """An edit of the conversation that Anthropic's servers make before the model reads it."""
+
+    type: str
+    keep: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
+
+
+class ContextManagement(msgspec.Struct):
+    """Edits of the conversation. One that keeps all is no edit; no other is made here."""
+
+    edits: list[ContextEdit] | None = None
+
+
 class CountFields(msgspec.Struct, kw_only=True):
     """Body of `POST /v1/messages/count_tokens`: the fields that shape a prompt."""
 
@@ -101,6 +114,7 @@ class CountFields(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # Older name of `output_config.format`.
+    context_management: ContextManagement | None = None
 
 
 class MessagesFields(CountFields, kw_only=True):
@@ -135,13 +149,14 @@ def chat_of_message(fields: MessagesFields) -> TranslatedChat:
     if fields.stream:
         # The first event has the tokens of the prompt, and the last one those of the answer.
         sampling |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    return TranslatedChat(chat.fields | _given(sampling), chat.places)
+    return TranslatedChat(chat.fields | _given(sampling), chat.places, chat.left_out)
 
 
 def chat_of_count(fields: CountFields) -> TranslatedChat:
     """Return the fields of a chat completion that shape its prompt; raises as `chat_of_message` does."""
     if not fields.messages:  # A chat may consist of the system prompt alone.
         raise _invalid("messages", "is an empty list; send at least one message")
+    _refuse_edits(fields.context_management)
     places = FieldPlaces(_PLACES)
     messages: list[dict[str, Any]] = []
     for said, own_places in _messages(fields):
@@ -151,11 +166,22 @@ def chat_of_count(fields: CountFields) -> TranslatedChat:
     chat: dict[str, Any] = {"model": fields.model, "messages": messages}
     if fields.messages[-1].role == "assistant":
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
-    if fields.tools:
-        chat["tools"] = [_tool(f"tools[{i}]", tool, places) for i, tool in enumerate(fields.tools)]
+    tools = {f"tools[{i}]": tool for i, tool in enumerate(fields.tools or ())}
+    hosted = {place: tool.type for place, tool in tools.items() if (tool.type or "").startswith(_HOSTED)}
+    own = {place: tool for place, tool in tools.items() if place not in hosted}
+    if own:
+        chat["tools"] = [_tool(place, f"tools[{i}]", tool, places) for i, (place, tool) in enumerate(own.items())]
     if fields.tool_choice is not None:
         chat |= _choice(fields.tool_choice)
-    return TranslatedChat(_given(chat | _thinking(fields.thinking) | _output(fields, places)), places)
+    left_out = tuple(f"{place} ({kind})" for place, kind in hosted.items())
+    return TranslatedChat(_given(chat | _thinking(fields.thinking) | _output(fields, places)), places, left_out)
+
+
+def _refuse_edits(management: ContextManagement | None) -> None:
+    for i, edit in enumerate((management and management.edits) or ()):
+        if bytes(edit.keep) != b'"all"':
+            text = f"edits of type {shown(edit.type)} are made here with keep: all alone; send the edited conversation"
+            raise _unsupported(f"context_management.edits[{i}]", text)
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:
@@ -236,11 +262,12 @@ def _block_text(place: str, block: Block) -> str:
     return block.text
 
 
-def _tool(place: str, tool: ToolDefinition, places: FieldPlaces) -> dict[str, Any]:
+def _tool(place: str, in_chat: str, tool: ToolDefinition, places: FieldPlaces) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise _unsupported(place, f"tools that the server runs are not supported, got type {shown(tool.type)}")
-    places.add(f"{place}.function", place)
-    places.add(f"{place}.function.parameters", f"{place}.input_schema")
+    places.add(in_chat, place)
+    places.add(f"{in_chat}.function", place)
+    places.add(f"{in_chat}.function.parameters", f"{place}.input_schema")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": _given(function)}
 
@@ -274,7 +301,7 @@ def _output(fields: CountFields, places: FieldPlaces) -> dict[str, Any]:
     config = fields.output_config or OutputConfig()
     chat: dict[str, Any] = {}
     if config.effort is not None:
-        chat["reasoning_effort"] = _EFFORTS.get(config.effort, config.effort)
+        chat["reasoning_effort"] = config.effort
     wanted = config.format or fields.output_format
     if wanted is not None:
         place = "output_format" if config.format is None else "output_config.format"

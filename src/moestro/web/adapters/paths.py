@@ -18,7 +18,7 @@ _decode_response = msgspec.json.Decoder(ResponsesFields).decode
 _TO_CHAT: dict[str, Callable[[bytes], TranslatedChat]] = {
     MESSAGES: lambda body: chat_of_message(_decode_message(body)),
     COUNT_TOKENS: lambda body: chat_of_count(_decode_count(body)),
-    RESPONSES: lambda body: chat_of_response(_decode_response(body)),
+    RESPONSES: lambda body: chat_of_response(_decode_response(body)).chat,
 }
 
 

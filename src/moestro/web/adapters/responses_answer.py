@@ -10,12 +10,14 @@ from typing import Any
 
 import msgspec
 
-from moestro.web.adapters.responses_request import FunctionTool, ResponsesFields
+from moestro.web.adapters.responses_request import ResponsesFields
+from moestro.web.adapters.responses_tools import CalledTool, OfferedTools, text_of_arguments
 
 Event = dict[str, Any]  # Data of an event; its `type` is also the event's name.
 Item = dict[str, Any]  # One item of a response's output.
 
 # Status of a response, and of the item that a limit cut off.
+_CALL_KINDS = ("fc", "ctc")
 _COMPLETE, _CUT, _UNDER_WAY = "completed", "incomplete", "in_progress"
 
 
@@ -33,9 +35,9 @@ def settings_of(fields: ResponsesFields) -> dict[str, Any]:
         "temperature": fields.temperature,
         "text": {"format": wanted},
         "tool_choice": "auto" if fields.tool_choice is None else msgspec.to_builtins(fields.tool_choice),
-        "tools": [_plain_tool(tool) for tool in fields.tools or ()],
+        "tools": [{"parameters": None, "strict": None} | msgspec.json.decode(tool) for tool in fields.tools or ()],
         "top_p": fields.top_p,
-        "truncation": "disabled",
+        "truncation": fields.truncation or "disabled",
         "user": fields.user,
         "metadata": fields.metadata or {},
     }
@@ -46,16 +48,12 @@ def _plain(value: object) -> Any:
     return {name: each for name, each in msgspec.json.decode(msgspec.json.encode(value)).items() if each is not None}
 
 
-def _plain_tool(tool: FunctionTool) -> dict[str, Any]:
-    given: dict[str, Any] = _plain(tool)
-    return {"parameters": None, "strict": None} | given
-
-
-def response_of_chat(answer: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def response_of_chat(answer: dict[str, Any], settings: dict[str, Any], tools: OfferedTools) -> dict[str, Any]:
     """Return the response of a chat completion with one choice.
 
     Args:
         settings: Result of `settings_of`.
+        tools: Tools that the request offered.
     """
     choice = answer["choices"][0]
     said = choice["message"]
@@ -69,8 +67,9 @@ def response_of_chat(answer: dict[str, Any], settings: dict[str, Any]) -> dict[s
         output.append(_message_item(_item_id(answer, "msg", len(output)), text or "", logprobs, _COMPLETE))
     for call in calls:
         function = call["function"]
-        known = {"call_id": call["id"], "name": function["name"]}
-        output.append(_call_item(_item_id(answer, "fc", len(output)), known, function["arguments"], _COMPLETE))
+        tool = tools.called(function["name"])
+        item_id = _item_id(answer, _call_kind(tool), len(output))
+        output.append(_call_item(item_id, call["id"], tool, function["arguments"]) | {"status": _COMPLETE})
     output[-1]["status"] = status  # A limit cuts only the last item.
     return _response(answer, settings, status, output, answer.get("usage"))
 
@@ -120,8 +119,18 @@ def _reasoning_item(item_id: str, text: str, status: str) -> Item:
     return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
 
 
-def _call_item(item_id: str, known: dict[str, Any], arguments: str, status: str) -> Item:
-    return {"id": item_id, "type": "function_call"} | known | {"arguments": arguments, "status": status}
+def _call_kind(tool: CalledTool) -> str:
+    """Return the kind of a call's item, with which its id begins."""
+    return "ctc" if tool.is_custom else "fc"
+
+
+def _call_item(item_id: str, call_id: str | None, tool: CalledTool, arguments: str) -> Item:
+    namespace = {} if tool.namespace is None else {"namespace": tool.namespace}
+    known = {"call_id": call_id, "name": tool.name} | namespace
+    if tool.is_custom:
+        text = text_of_arguments(arguments) if arguments else ""
+        return {"id": item_id, "type": "custom_tool_call"} | known | {"input": text}
+    return {"id": item_id, "type": "function_call"} | known | {"arguments": arguments}
 
 
 class ResponseStream:
@@ -131,14 +140,17 @@ class ResponseStream:
 
     Args:
         settings: Result of `settings_of`.
+        tools: Tools that the request offered.
     """
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], tools: OfferedTools) -> None:
         self._settings = settings
+        self._tools = tools
+        self._tool = CalledTool("")  # Tool of the open call.
         self._num_events = 0
         self._head: dict[str, Any] = {}
         self._output: list[Item] = []
-        self._kind = ""  # Kind of the open item: "msg", "rs" or "fc"; empty without one.
+        self._kind = ""  # Kind of the open item: "msg", "rs", "fc" or "ctc"; empty without one.
         self._item: dict[str, Any] = {}  # The open item as it was added.
         self._texts: list[str] = []  # Its text so far.
         self._logprobs: list[Any] = []
@@ -193,34 +205,44 @@ class ResponseStream:
 
     def _take_call(self, call: dict[str, Any]) -> Iterator[Event]:
         function = call.get("function") or {}
-        if self._kind != "fc" or call.get("index") != self._call:
+        if self._kind not in _CALL_KINDS or call.get("index") != self._call:
             yield from self._close(_COMPLETE)
-            self._call = call.get("index")
-            yield from self._open("fc", call_id=call.get("id"), name=function.get("name"))
+            self._call, self._tool = call.get("index"), self._tools.called(function.get("name") or "")
+            yield from self._open(_call_kind(self._tool), call.get("id"))
         if arguments := function.get("arguments"):
-            place = {"item_id": self._item["id"], "output_index": len(self._output)}
-            yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+            if not self._tool.is_custom:  # The input of a custom tool is known with the last of its arguments.
+                yield self._event("response.function_call_arguments.delta", **self._place(), delta=arguments)
             self._texts.append(arguments)
 
-    def _text_event(self, kind: str, **fields: Any) -> Event:
-        place = {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
-        return self._event(kind, **place, **fields)
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item["id"], "output_index": len(self._output)}
 
-    def _open(self, kind: str, **known: Any) -> Iterator[Event]:
+    def _text_event(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, **self._place(), content_index=0, **fields)
+
+    def _open(self, kind: str, call_id: str | None = None) -> Iterator[Event]:
         """Open an item, unless one of its kind is open."""
         if self._kind == kind:
             return
         yield from self._close(_COMPLETE)
         self._kind, self._texts, self._logprobs = kind, [], []
         item_id = _item_id(self._head, kind, len(self._output))
-        if kind == "fc":
-            self._item = _call_item(item_id, known, "", _UNDER_WAY)
+        if kind in _CALL_KINDS:
+            self._item = _call_item(item_id, call_id, self._tool, "") | {"status": _UNDER_WAY}
         else:
             made = _message_item(item_id, "", [], _UNDER_WAY) if kind == "msg" else _reasoning_item(item_id, "", "")
             self._item = made | {"status": _UNDER_WAY, "content": []}
         yield self._event("response.output_item.added", output_index=len(self._output), item=self._item)
-        if kind != "fc":
+        if kind not in _CALL_KINDS:
             yield self._text_event("response.content_part.added", part=self._part(""))
+
+    def _end_of_call(self, done: Item) -> Iterator[Event]:
+        if self._tool.is_custom:
+            yield self._event("response.custom_tool_call_input.delta", **self._place(), delta=done["input"])
+            yield self._event("response.custom_tool_call_input.done", **self._place(), input=done["input"])
+        else:
+            known = {"arguments": done["arguments"], "name": done["name"]}
+            yield self._event("response.function_call_arguments.done", **self._place(), **known)
 
     def _part(self, text: str) -> dict[str, Any]:
         return _text_part(text, self._logprobs) if self._kind == "msg" else {"type": "reasoning_text", "text": text}
@@ -229,12 +251,9 @@ class ResponseStream:
         if not self._kind:
             return
         text = "".join(self._texts)
-        if self._kind == "fc":
-            place = {"item_id": self._item["id"], "output_index": len(self._output)}
-            yield self._event(
-                "response.function_call_arguments.done", **place, arguments=text, name=self._item.get("name")
-            )
-            done = self._item | {"arguments": text, "status": status}
+        if self._kind in _CALL_KINDS:
+            done = _call_item(self._item["id"], self._item["call_id"], self._tool, text) | {"status": status}
+            yield from self._end_of_call(done)
         else:
             is_message = self._kind == "msg"
             logprobs = {"logprobs": self._logprobs} if is_message else {}

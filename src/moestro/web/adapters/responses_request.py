@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from moestro.errors import RequestError, shown
 from moestro.web.adapters.field_places import FieldPlaces, TranslatedChat
+from moestro.web.adapters.responses_tools import (
+    ChoiceField,
+    FunctionTool,
+    OfferedTools,
+    arguments_of_text,
+    choice_of,
+    function_name,
+    unsupported,
+)
 
 # Places of a chat's body, by which its errors name fields, with those of a response's request.
 _PLACES = {
@@ -22,7 +32,10 @@ _PLACES = {
 }
 _LOGPROBS = "message.output_text.logprobs"
 # Values of `include` that add nothing which this server could have.
-_WITHOUT_EFFECT = ("reasoning.encrypted_content",)
+_WITHOUT_EFFECT = ("reasoning.encrypted_content", "web_search_call.action.sources")
+
+
+_decode_tool = msgspec.json.Decoder(FunctionTool).decode
 
 
 class InputPart(msgspec.Struct):
@@ -30,36 +43,28 @@ class InputPart(msgspec.Struct):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class InputItem(msgspec.Struct):
-    """One item of the conversation: a message, a call of a tool, its output, or reasoning."""
+    """One item of the conversation: a message, a call of a tool, its output, or reasoning.
+
+    Attributes:
+        input: Input of a custom tool.
+        action: What a tool did that OpenAI's servers or the client's own shell ran.
+    """
 
     type: str = "message"
     role: str | None = None
     content: str | list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
+    action: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
-
-
-class FunctionTool(msgspec.Struct):
-    """One function of the client."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
-    strict: bool | None = None
-
-
-class FunctionChoice(msgspec.Struct):
-    """A function that the model has to call."""
-
-    type: str
-    name: str | None = None
 
 
 class TextFormat(msgspec.Struct):
@@ -87,7 +92,11 @@ class ReasoningConfig(msgspec.Struct):
 
 
 class ResponsesFields(msgspec.Struct, kw_only=True):
-    """Body of `POST /v1/responses`. The last four fields are vLLM's and Moestro's, as in chat completions."""
+    """Body of `POST /v1/responses`. The last fields, from `seed` on, are those of chat completions.
+
+    Attributes:
+        store: Accepted and without effect, because most clients send the default, true.
+    """
 
     input: str | list[InputItem]
     model: str | None = None
@@ -97,8 +106,8 @@ class ResponsesFields(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: str | FunctionChoice | None = None
+    tools: list[msgspec.Raw] | None = None
+    tool_choice: str | ChoiceField | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -106,31 +115,45 @@ class ResponsesFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
     user: str | None = None
+    prompt_cache_key: str | None = None
+    store: bool | None = None
+    truncation: str | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
     top_k: int | None = None
     cache_salt: str | None = None
     priority: int | None = None
     service_class: str | None = None
 
 
-def chat_of_response(fields: ResponsesFields) -> TranslatedChat:
+@dataclass(frozen=True, slots=True)
+class TranslatedResponse:
+    """A response's request as a chat, and the tools whose calls its answer may have."""
+
+    chat: TranslatedChat
+    tools: OfferedTools
+
+
+def chat_of_response(fields: ResponsesFields) -> TranslatedResponse:
     """Return the chat completion that answers the request.
 
     Raises:
         RequestError: An item, a part, a tool or a choice has no counterpart in a chat completion.
     """
     places = FieldPlaces(_PLACES)
+    offered = _offered(fields, places)
     chat: dict[str, Any] = {
         "messages": _messages(fields, places),
         "max_completion_tokens": fields.max_output_tokens,
-        "tool_choice": _choice(fields.tool_choice),
+        "tool_choice": choice_of(fields.tool_choice, offered),
+        "tools": offered.functions or None,
+        "truncate_prompt_tokens": _truncation(fields.truncation),
     }
     for name in (
-        *("model", "temperature", "top_p", "parallel_tool_calls", "user", "top_k"),
-        *("cache_salt", "priority", "service_class"),
+        *("model", "temperature", "top_p", "parallel_tool_calls", "user", "prompt_cache_key", "seed", "stop"),
+        *("top_k", "cache_salt", "priority", "service_class"),
     ):
         chat[name] = getattr(fields, name)
-    if fields.tools:
-        chat["tools"] = [_tool(f"tools[{i}]", tool, places) for i, tool in enumerate(fields.tools)]
     if fields.text is not None:
         chat |= {"verbosity": fields.text.verbosity, "response_format": _format(fields.text.format)}
     if fields.reasoning is not None:
@@ -138,7 +161,26 @@ def chat_of_response(fields: ResponsesFields) -> TranslatedChat:
     if fields.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
     given = {name: value for name, value in (chat | _logprobs(fields)).items() if value is not None}
-    return TranslatedChat(given, places)
+    return TranslatedResponse(TranslatedChat(given, places, tuple(offered.left_out)), offered)
+
+
+def _offered(fields: ResponsesFields, places: FieldPlaces) -> OfferedTools:
+    offered = OfferedTools(places)
+    for i, tool in enumerate(fields.tools or ()):
+        try:
+            offered.offer(f"tools[{i}]", _decode_tool(tool))
+        except msgspec.ValidationError as error:
+            raise RequestError(f"tools[{i}]: {error}.", param=f"tools[{i}]", code="invalid_type") from None
+    return offered
+
+
+def _truncation(given: str | None) -> int | None:
+    """Return the number of prompt tokens that are kept; -1 means the last ones that fit into the context."""
+    if given not in (None, "auto", "disabled"):
+        raise RequestError(
+            f'truncation must be "auto" or "disabled", got {shown(given)}.', param="truncation", code="invalid_value"
+        )
+    return -1 if given == "auto" else None
 
 
 def _messages(fields: ResponsesFields, places: FieldPlaces) -> list[dict[str, Any]]:
@@ -169,20 +211,32 @@ def _take_item(place: str, item: InputItem, messages: list[dict[str, Any]]) -> s
                 _of_assistant(messages, "content")["content"] = content
             else:
                 messages.append({"role": item.role or "user", "content": content})
-        case "function_call":
+        case "function_call" | "custom_tool_call" | "local_shell_call":
             calls = _of_assistant(messages, "").setdefault("tool_calls", [])
-            function = {"name": item.name, "arguments": item.arguments or "{}"}
-            calls.append({"id": item.call_id, "type": "function", "function": function})
+            calls.append({"id": item.call_id, "type": "function", "function": _called_function(item)})
             return f".tool_calls[{len(calls) - 1}].function"
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             content = _text(f"{place}.output", item.output)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         case "reasoning":
             text = "\n".join(part.text or "" for part in _parts(item.content) or _parts(item.summary))
             _of_assistant(messages, "reasoning_content")["reasoning_content"] = text
+        case "web_search_call":
+            text = f"[searched the web: {bytes(item.action).decode()}]"
+            _of_assistant(messages, "content")["content"] = text
         case _:
-            raise _unsupported(f"{place}.type", f"items of type {shown(item.type)} are not supported")
+            raise unsupported(f"{place}.type", f"items of type {shown(item.type)} are not supported")
     return ""
+
+
+def _called_function(item: InputItem) -> dict[str, Any]:
+    """Return the chat's function that an earlier call of a tool means."""
+    match item.type:
+        case "custom_tool_call":
+            return {"name": function_name(item.name, item.namespace), "arguments": arguments_of_text(item.input)}
+        case "local_shell_call":
+            return {"name": "local_shell", "arguments": bytes(item.action).decode()}
+    return {"name": function_name(item.name, item.namespace), "arguments": item.arguments or "{}"}
 
 
 def _of_assistant(messages: list[dict[str, Any]], field: str) -> dict[str, Any]:
@@ -207,30 +261,11 @@ def _text(place: str, content: str | list[InputPart] | None) -> str:
         raise RequestError(f"{place} is missing; send a text.", param=place, code="invalid_value")
     texts = []
     for i, part in enumerate(_parts(content)):
-        if part.text is None:
-            raise _unsupported(f"{place}[{i}]", f"only text is supported, got a part of type {shown(part.type)}")
-        texts.append(part.text)
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            raise unsupported(f"{place}[{i}]", f"only text is supported, got a part of type {shown(part.type)}")
+        texts.append(text)
     return "\n".join(texts)
-
-
-def _tool(place: str, tool: FunctionTool, places: FieldPlaces) -> dict[str, Any]:
-    if tool.type != "function":
-        raise _unsupported(place, f"only tools of type function are supported, got {shown(tool.type)}")
-    places.add(f"{place}.function", place)
-    function: dict[str, Any] = {"name": tool.name, "description": tool.description, "strict": tool.strict}
-    if bytes(tool.parameters) != b"null":
-        function["parameters"] = tool.parameters
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
-
-
-def _choice(choice: str | FunctionChoice | None) -> object:
-    if choice is None or isinstance(choice, str):
-        return choice
-    if choice.type != "function":
-        raise _unsupported("tool_choice", f"only a function can be chosen, got type {shown(choice.type)}")
-    if choice.name is None:
-        raise RequestError("tool_choice.name is missing; send a name.", param="tool_choice.name", code="invalid_value")
-    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _format(wanted: TextFormat | None) -> dict[str, Any] | None:
@@ -243,11 +278,7 @@ def _format(wanted: TextFormat | None) -> dict[str, Any] | None:
 def _logprobs(fields: ResponsesFields) -> dict[str, Any]:
     for each in fields.include or ():
         if each not in (_LOGPROBS, *_WITHOUT_EFFECT):
-            raise _unsupported("include", f"{shown(each)} is not supported")
+            raise unsupported("include", f"{shown(each)} is not supported")
     if _LOGPROBS not in (fields.include or ()) and not fields.top_logprobs:
         return {}
     return {"logprobs": True, "top_logprobs": fields.top_logprobs or 0}
-
-
-def _unsupported(param: str, text: str) -> RequestError:
-    return RequestError(f"{param}: {text}.", param=param, code="unsupported_parameter")
