@@ -15,13 +15,13 @@ from moestro.server.generation import Generation
 from moestro.server.request_builder import Arrival, Prepared, ServedModel
 from moestro.server.request_fields import ignored_warning
 from moestro.server.responses import AnswerForm
-from moestro.server.session_names import session_in
 from moestro.server.sse import AnswerEncoding, EventStream, UsageWanted, stream
 from moestro.server.structured_output import GrammarGate
 from moestro.server.traffic import Traffic
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.bodies import Bodies
 from moestro.web.middleware import REQUEST_ID
+from moestro.web.session_names import session_in
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class RequestRunner:
         Raises:
             RequestError: No engine takes requests, or the body is refused.
         """
-        arrival = Arrival(f"{kind}{uuid.uuid4().hex}", time.monotonic_ns(), session_in(http.headers))
+        arrival = Arrival(f"{kind}{uuid.uuid4().hex}", time.monotonic_ns(), session_in(http.headers.get))
         self.traffic.check_open()
         # Before the body is decoded and tokenized, so that a refusal is cheap.
         self._engines.check_room(self.threads.num_preparing + self.chat_threads.num_preparing)

@@ -158,7 +158,7 @@ WITHOUT_EFFECT = frozenset(
     {
         *("cache_prompt", "data_parallel_rank", "id_slot", "keep_alive", "kv_transfer_params", "metadata"),
         *("parallel_tool_calls", "prediction", "prompt_cache_options", "prompt_cache_retention"),
-        *("rid", "safety_identifier", "service_tier", "store", "stream_interval"),
+        *("rid", "safety_identifier", "client_metadata", "service_tier", "store", "stream_interval"),
         *("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id"),  # Of Anthropic's API.
     }
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from moestro.text.output_parser import ToolParser
 from moestro.text.parser_input import BrokenCallError, Markers, Steps
 from moestro.text.parser_registry import TOOL_PARSERS
@@ -31,7 +33,7 @@ class DeepSeekV31Parser(ToolParser):
     """Parses the name, a separator and JSON between the tokens of a call."""
 
     MARKERS = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
-    TEMPLATE = (_CALLS, _CALL)
+    TEMPLATE: ClassVar[tuple[str, ...]] = (_CALLS, _CALL)
     STARTS = (_CALLS, _CALL)
 
     def steps(self) -> Steps[None]:

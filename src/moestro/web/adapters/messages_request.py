@@ -168,9 +168,9 @@ def chat_of_count(fields: CountFields) -> TranslatedChat:
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
     tools = {f"tools[{i}]": tool for i, tool in enumerate(fields.tools or ())}
     hosted = {place: tool.type for place, tool in tools.items() if (tool.type or "").startswith(_HOSTED)}
-    own = {place: tool for place, tool in tools.items() if place not in hosted}
-    if own:
-        chat["tools"] = [_tool(place, f"tools[{i}]", tool, places) for i, (place, tool) in enumerate(own.items())]
+    offered = {place: tool for place, tool in tools.items() if place not in hosted}
+    if offered:
+        chat["tools"] = [_tool(place, f"tools[{i}]", tool, places) for i, (place, tool) in enumerate(offered.items())]
     if fields.tool_choice is not None:
         chat |= _choice(fields.tool_choice)
     left_out = tuple(f"{place} ({kind})" for place, kind in hosted.items())
