@@ -124,6 +124,7 @@ def aider(bins: Path, url: str, home: Path) -> Task:
     return Task([str(bins / "aider"), *options, *quiet], {"OPENAI_API_KEY": "x", "OPENAI_API_BASE": f"{url}/v1"})
 
 
+# smolagents asks for "required" by itself, whose grammar would overrule what the checkpoint recites.
 SMOLAGENTS = """
 import sys
 from smolagents import OpenAIServerModel, ToolCallingAgent, tool
@@ -139,7 +140,7 @@ def write_text(path: str, text: str) -> str:
     open(path, "w").write(text)
     return "written"
 
-model = OpenAIServerModel(sys.argv[1], api_base=sys.argv[2], api_key="x")
+model = OpenAIServerModel(sys.argv[1], api_base=sys.argv[2], api_key="x", tool_choice="auto")
 print(ToolCallingAgent([write_text], model, stream_outputs=True).run(sys.argv[3]))
 """
 
@@ -225,7 +226,7 @@ def run_task(task: Task, directory: Path, home: Path) -> str:
     """Run a task in `directory`. Return why it failed; an empty text if it passed."""
     for name, text in task.files.items():
         (directory / name).write_text(text)
-    environment = own_environment() | {"HOME": str(home)} | task.environment
+    environment = own_environment() | {"HOME": str(home), "PWD": str(directory)} | task.environment
     try:
         done = subprocess.run(
             task.command, cwd=directory, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
