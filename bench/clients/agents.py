@@ -24,6 +24,7 @@ from moestro.config.run_record import run_record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from environments import own_environment
+from recording import recording
 from scripted_checkpoint import write_checkpoint
 from shared.results import make_parser, package_version, save
 from shared.server import MOESTRO, free_port, moestro, started
@@ -250,10 +251,20 @@ def attempt(agent: Agent, bins: Path, url: str, directory: Path) -> str:
     return "" if text == TEXT else f"{FILE} has {text!r}"
 
 
+def record(agent: Agent, bins: Path, url: str, directory: Path, corpus: Path) -> None:
+    """Let an agent do the task once more, and store its requests."""
+    with recording(url) as (address, requests):
+        reason = attempt(agent, bins, address, directory)
+    name = f"{agent.name.lower().replace(' ', '-')}-{version_of(agent, bins)}.json"
+    (corpus / name).write_text(json.dumps({"agent": agent.name, "requests": requests}, indent=1, ensure_ascii=False))
+    print(f"  {len(requests)} requests in {name} {reason}", flush=True)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[], help="names of agents")
+    parser.add_argument("--record", type=Path, help="store the agents' requests here, for tests/agents")
     options = parser.parse_args()
     work = options.work.resolve()
     conditions = run_record("measured")
@@ -262,24 +273,21 @@ def main() -> None:
     template = TEMPLATE.replace("CALLS", json.dumps(names[1:-3]))
     write_checkpoint(work / "model", scripts(directory), template)
     rows: dict[str, dict[str, object]] = {}
-    port = free_port()
-    serve = moestro(port, str(work / "model"), "--served-model-name", MODEL, log=work / "serve.log")
+    serve = moestro(free_port(), str(work / "model"), "--served-model-name", MODEL, log=work / "serve.log")
     with serve as server:
-        route = [MOESTRO, "route", "--engine", server.url, "--admin-port", "0", "--port", str(port := free_port())]
+        port = free_port()
+        route = [MOESTRO, "route", "--engine", server.url, "--admin-port", "0", "--port", str(port)]
         with started(route, port, work / "route.log") as router:
             for agent in AGENTS:
                 if options.only and agent.name not in options.only:
                     continue
                 bins = install(agent, work)
-                reasons = {
-                    place: attempt(agent, bins, each.url, directory)
-                    for place, each in (("direct", server), ("routed", router))
-                }
-                rows[agent.name] = {
-                    "version": version_of(agent, bins),
-                    **{k: v or "passed" for k, v in reasons.items()},
-                }
+                places = {"direct": server, "routed": router}
+                reasons = {place: attempt(agent, bins, each.url, directory) for place, each in places.items()}
+                rows[agent.name] = {"version": version_of(agent, bins)} | {k: v or "passed" for k, v in reasons.items()}
                 print(agent.name, rows[agent.name], flush=True)
+                if options.record:
+                    record(agent, bins, server.url, directory, options.record)
     save(options.json, conditions, {"task": TASK, "agents": rows})
 
 
