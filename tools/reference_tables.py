@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from client_tables import clients_table
+from client_tables import agents_table, clients_table
 from flag_lists import flags_of
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
 from mutants import stored_table
@@ -51,6 +51,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "flags of vLLM": vllm_flags,
     "refused fields": refused_fields,
     "clients": clients_table,
+    "agents": agents_table,
     "mutants": stored_table,
 }
 
