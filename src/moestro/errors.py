@@ -19,6 +19,8 @@ A `RequestError` is what a client sees: `http_status`, OpenAI's `type` and `code
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 _SHOWN_CHARS = 200
 
@@ -47,6 +49,7 @@ class RequestError(MoestroError):
     http_status = 400
     error_type = "invalid_request_error"
     retry_after_s: int | None = None
+    headers: Mapping[str, str] = MappingProxyType({})  # further headers of the answer
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -36,7 +36,7 @@ _BODILESS = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _VERSIONS = frozenset({"1.1", "1.0"})
 # Headers that must not be repeated, because servers differ in which line they use.
-_SINGLE = frozenset({b"host", b"authorization", b"x-api-key", b"transfer-encoding", b"expect"})
+_SINGLE = frozenset({b"host", b"authorization", b"x-api-key", b"transfer-encoding", b"content-encoding", b"expect"})
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%-]*(?::[0-9]*)?|\[[0-9A-Fa-f:.]+\](?::[0-9]*)?")
 _PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _NOT_IN_HEADER = re.compile(r"[^\x20-\x7e]")

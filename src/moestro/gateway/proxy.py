@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -22,6 +23,7 @@ from moestro.gateway.request_body import read
 from moestro.web.access import UNLIMITED, Access
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError
 from moestro.web.log_limit import LogLimit
+from moestro.web.packed_bodies import coding_in, unpacked
 from moestro.web.page import PAGE_PATHS
 from moestro.web.pauses import PauseMeter
 from moestro.web.probes import PROBES, probe_status
@@ -139,10 +141,12 @@ class Proxy:
             incoming.on_over = partial(limits.leave, key)
         exchange = Exchange(self._shared, client, incoming)
         try:
-            if len(incoming.body) <= self._prompt_reader.max_inline_bytes:
+            is_packed = b"content-encoding" in incoming.head.named and bool(incoming.body)
+            if len(incoming.body) <= self._prompt_reader.max_inline_bytes and not is_packed:
                 exchange.start(*self._read(incoming, time.monotonic_ns()))
             else:
-                task = asyncio.get_running_loop().create_task(self._read_and_start(exchange, incoming))
+                reading = self._read_and_start(exchange, incoming, client.max_body_bytes)
+                task = asyncio.get_running_loop().create_task(reading)
                 self._work.add(task)
                 task.add_done_callback(self._work.discard)
         except RequestError as error:
@@ -156,10 +160,12 @@ class Proxy:
         asked = read(incoming.body)
         return self._prompt_reader.prepare(asked, incoming, now_ns), asked.model
 
-    async def _read_and_start(self, exchange: Exchange, incoming: Incoming) -> None:
+    async def _read_and_start(self, exchange: Exchange, incoming: Incoming, max_bytes: int) -> None:
         now_ns = time.monotonic_ns()
         try:
-            exchange.start(*await self._prompt_reader.threads.run(lambda: self._read(incoming, now_ns)))
+            exchange.start(
+                *await self._prompt_reader.threads.run(lambda: self._read(_unpacked(incoming, max_bytes), now_ns))
+            )
         except RequestError as error:
             exchange.refuse(error)
         except Exception:
@@ -199,6 +205,16 @@ class Proxy:
         if given is None or (plain := plain_id(given)) is None:
             return f"{self._prefix}{next(self._serial):x}"
         return plain if plain not in self._shared.active else f"{plain[:100]}~{next(self._serial):x}"
+
+
+def _unpacked(incoming: Incoming, max_bytes: int) -> Incoming:
+    """Return the request with the text of its body, for the router alone: the engine gets the body as it came.
+
+    Raises:
+        RequestError: The body cannot be unpacked within `max_bytes`.
+    """
+    coding = coding_in(incoming.head.named.get(b"content-encoding", b"").decode("latin-1"))
+    return incoming if coding is None else replace(incoming, body=unpacked(incoming.body, coding, max_bytes))
 
 
 def _is_preflight(head: RequestHead) -> bool:
