@@ -52,7 +52,8 @@ class Place:
     def routing(self, *engines: Server, flags: tuple[str, ...] = (), name: str = "route", **environment: str):
         """Start `moestro route` before `engines` on free ports; its log is NAME.log."""
         urls = [part for engine in engines for part in ("--engine", engine.url)]
-        return self._started("route", (*urls, "--admin-port", str(free_port()), *flags), name, environment)
+        admin = () if "--admin-port" in flags else ("--admin-port", str(free_port()))
+        return self._started("route", (*urls, *admin, *flags), name, environment)
 
     def log(self, name: str) -> str:
         """Return what the server called `name` has logged."""
