@@ -10,9 +10,9 @@ from functools import lru_cache
 import msgspec
 
 from moestro.core.hashing import hash_key, hash_text
+from moestro.core.json_elements import MAX_ELEMENTS, has_many_elements
 from moestro.core.request import Request, SamplingParams
 from moestro.gateway.http_headers import Incoming
-from moestro.web.json_elements import MAX_ELEMENTS, has_many_elements
 
 BYTES_PER_TOKEN = 4  # typical for English text; a unit of load and hits, not a measurement
 DEFAULT_MAX_TOKENS = 16
