@@ -38,10 +38,14 @@ class Place:
     Attributes:
         source: `src` folder of the checkout whose `moestro` is attacked.
         directory: private directory of this run; logs of servers are in it.
+        seconds: duration of an attack that goes on until it is stopped.
+        seed: seed of what an attack draws.
     """
 
     source: Path
     directory: Path
+    seconds: float = 20.0
+    seed: int = 0
 
     def serving(
         self, *flags: str, name: str = "serve", **environment: str
@@ -138,10 +142,12 @@ def run(attack: Attack, about: str | None) -> None:
     parser = make_parser(about)
     here = Path(__file__).parents[3] / "src"
     parser.add_argument("--source", type=Path, default=here, help="src folder of another checkout, to compare with")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of an attack without an end of its own")
+    parser.add_argument("--seed", type=int, default=0, help="seed of what the attack draws")
     options = parser.parse_args()
     conditions = run_record("measured")
     with _directory() as directory:
-        figures = asyncio.run(attack(Place(options.source.resolve(), directory)))
+        figures = asyncio.run(attack(Place(options.source.resolve(), directory, options.seconds, options.seed)))
         num_tracebacks = {
             log.stem: log.read_text(errors="replace").count("Traceback") for log in directory.glob("*.log")
         }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import zlib
 from collections import Counter
 
@@ -68,16 +69,13 @@ async def attacked(server: Server, targets: dict[str, str], at_once: int, sent: 
     ends: Counter[str] = Counter()
     neighbours = Neighbours(server.url, num_clients=1, pause_s=0.002, path="/health", body=None)
     timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(timeout=timeout, skip_auto_headers=["Accept-Encoding"]) as session:
-        async with neighbours.busy():
-            await asyncio.sleep(0.2)
-            for _ in range(ROUNDS):
-                for coding, body in sent.values():
-                    for target, url in targets.items():
-                        key = KEY if "with a key" in target else None
-                        posts = [post(session, url, coding, body, key) for _ in range(at_once)]
-                        for end in await asyncio.gather(*posts):
-                            ends[f"{target}: {end}"] += 1
+    async with aiohttp.ClientSession(timeout=timeout) as session, neighbours.busy():
+        await asyncio.sleep(0.2)
+        for (coding, body), (target, url) in itertools.product([*sent.values()] * ROUNDS, targets.items()):
+            key = KEY if "with a key" in target else None
+            posts = [post(session, url, coding, body, key) for _ in range(at_once)]
+            for end in await asyncio.gather(*posts):
+                ends[f"{target}: {end}"] += 1
     return {
         "health": neighbours.figures(),
         "answers": dict(sorted(ends.items())),

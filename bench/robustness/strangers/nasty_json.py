@@ -30,7 +30,7 @@ VALUES: tuple[Text, ...] = tuple(
         *(r'"\ud800"', r'"\udc00"', r'"\ud800\ud800"', r'"\ud800x"', r'"\ude00\ud83d"', r'"\ud83d\ude00"'),
         *(r'"\u0000"', r'"\u0000\u0001\u001f\u007f\u0085\u2028"', r'"\uFFFF"', r'"\ufeff"', r'"\x"', r'"\u12"', '"'),
         *('"\x00"', '"\t"', '"\n"', '""', '" "', '"' + "a" * 70_000 + '"', r'"\"\\\/\b\f\n\r\t"', "'a'", '"%s%n{}"'),
-        *('"<|im_end|>"', '"{{ 1 / 0 }}"', '"{% for i in range(9999999) %}{% endfor %}"', '"../../etc/passwd"'),
+        *('"<|im_end|>"', '"{{ 1 / 0 }}"', '"../../etc/passwd"'),
         # JSON within strings.
         *(r'"{\"a\": 99999999999999999999}"', r'"{\"a\": 1e999}"', r'"{\"a\": \"\\ud800\"}"', r'"[[[[[[[["', '"NaN"'),
         json.dumps("[" * _DEEP + "]" * _DEEP),
@@ -51,6 +51,8 @@ VALUES: tuple[Text, ...] = tuple(
     )
 )
 KEYS = ("unknown", "", "\0", "é", "a.b", "$ref", "__class__", "metadata", "k" * 300, "1", "type", "id", "user", "n")
+# Fields whose values may hold any JSON.
+_FREE = frozenset({"chat_template_kwargs", "parameters", "input_schema", "schema", "guided_json", "json", "metadata"})
 
 _MESSAGES: list[Any] = [
     {"role": "system", "content": "Be brief."},
@@ -189,27 +191,33 @@ def nasty_body(rng: Random, path: str) -> bytes:
 def _spoilt(rng: Random, body: Any) -> Any:
     """Return `body` with a nasty value in place of one part, or added to an object or a list."""
     places: list[tuple[Any, Any]] = []
-    _places(body, places)
+    free: list[tuple[Any, Any]] = []
+    _places(body, places, free, is_free=False)
     value = rng.choice(VALUES)
+    if free and rng.randrange(2):  # No check refuses the value there, so that it reaches what is behind the checks.
+        places = free
     if not places or rng.randrange(20) == 0:
         return value
-    holder, key = places[rng.randrange(len(places))]
-    if rng.randrange(3) == 0:
-        if isinstance(holder, list):
-            holder.append(value)
-        else:
-            holder[rng.choice((*KEYS, *map(str, body)) if isinstance(body, dict) else KEYS)] = value
+    holder, key = rng.choice(places)
+    if key == "arguments":
+        holder[key] = f'{{"a": {value}}}'
+    elif isinstance(holder[key], dict) and rng.randrange(2):
+        holder[key][rng.choice(KEYS)] = value
+    elif isinstance(holder[key], list) and rng.randrange(2):
+        holder[key].append(value)
     else:
         holder[key] = value
     return body
 
 
-def _places(value: Any, places: list[tuple[Any, Any]]) -> None:
-    """Collect each part of `value`, as its container and its key."""
-    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+def _places(value: Any, places: list[tuple[Any, Any]], free: list[tuple[Any, Any]], *, is_free: bool) -> None:
+    """Collect each part of `value`, as its container and its key, and those parts that may be any JSON."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         places.append((value, key))
-        _places(value[key], places)
+        if is_free or key == "arguments":
+            free.append((value, key))
+        _places(value[key], places, free, is_free=is_free or key in _FREE)
 
 
 def _written(value: Any) -> str:
