@@ -131,7 +131,7 @@ class InvariantError(MoestroError):
 
 
 def shown(value: object) -> str:
-    """What the client sent, fit to be repeated to it: printable and short."""
+    """What the client sent, fit to be repeated to it: printable, short, and without surrogates, which UTF-8 lacks."""
     text = str(value)
-    printable = re.sub(r"[^\x20-\x7e\xa0-\uffff]", "?", text[:_SHOWN_CHARS])
+    printable = re.sub(r"[^\x20-\x7e\xa0-\ud7ff\ue000-\uffff]", "?", text[:_SHOWN_CHARS])
     return printable if len(text) <= _SHOWN_CHARS else printable + "..."

@@ -1,4 +1,4 @@
-"""Law: whatever JSON allows, and whatever it does not, ends in a status below 500 and leaves no traceback in a log.
+"""Law: any JSON, any other text, and any packing of it end in a status below 500 and leave no traceback in a log.
 
 The endpoints are those of the running applications: clients' and operators' ports of the server and of the router.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -47,9 +48,9 @@ class Ports:
         self._connections: dict[int, http.client.HTTPConnection] = {}
         self._num_read = 0
 
-    def send(self, port: int, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+    def send(self, port: int, method: str, path: str, body: bytes, coding: str = "") -> tuple[int, bytes]:
         """Send a request on the connection of a port, or on a new one if the server has closed it."""
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"} | ({"Content-Encoding": coding} if coding else {})
         for _ in range(2):
             known = self._connections.pop(port, None)
             connection = known or http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
@@ -127,14 +128,17 @@ def test_each_endpoint_that_reads_json_has_valid_bodies(products):
     assert not own, f"add valid bodies of {own} to nasty_json.py"
 
 
-def assert_answered(products: dict[str, Ports], endpoint: tuple[str, int, str, str], body: bytes) -> None:
+def assert_answered(
+    products: dict[str, Ports], endpoint: tuple[str, int, str, str], body: bytes, coding: str = ""
+) -> int:
     name, port, method, path = endpoint
     ports = products[name]
-    status, text = ports.send(port, method, path, body)
+    status, text = ports.send(port, method, path, body, coding)
     assert status < 500, (name, method, path, status, text[:500])
     assert b"internal_error" not in text, (name, method, path, text[:500])
     for each in {ports, products["server"]}:
         assert "Traceback" not in each.new_log(), (name, method, path)
+    return status
 
 
 def test_each_body_is_valid_before_it_is_spoilt(products):
@@ -145,11 +149,54 @@ def test_each_body_is_valid_before_it_is_spoilt(products):
             assert status == 200, (path, body, text)
 
 
-@settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=700, suppress_health_check=[HealthCheck.too_slow])
 @given(st.randoms(use_true_random=True))
 def test_any_json_ends_in_a_status_below_500_and_leaves_no_traceback(products, endpoints, rng):
     endpoint = rng.choice(endpoints)
     assert_answered(products, endpoint, nasty_body(rng, endpoint[3]))
+
+
+CODINGS = ("gzip", "gzip", "deflate", "x-gzip", "identity", "br", "zstd", "gzip, gzip", "deflate, gzip", "", " , ", "é")
+
+
+def packed(rng: Random, path: str) -> tuple[bytes, str]:
+    """A body and its Content-Encoding, which is most often true."""
+    body = nasty_body(rng, path) if rng.randrange(2) else json.dumps(rng.choice(BODIES.get(path, ({},)))).encode()
+    if rng.randrange(8) == 0:  # From a few bytes to a bomb.
+        body += b" " * rng.choice((1000, 1000, 70_000, 70_000, 2 << 20, 40 << 20))
+    coding = rng.choice(CODINGS)
+    packer = zlib.compressobj(wbits=31 if "gzip" in coding else rng.choice((15, -15)))
+    data = packer.compress(body) + packer.flush()
+    match rng.randrange(8):
+        case 0:
+            data = data[: rng.randrange(len(data))]
+        case 1:
+            data = data * rng.choice((2, 100, 3000))
+        case 2:
+            data = rng.randbytes(rng.randrange(300))
+        case 3:
+            at = rng.randrange(len(data))
+            data = data[:at] + rng.randbytes(1) + data[at + 1 :]
+        case 4:
+            data = zlib.compress(data)
+    return (data, coding) if len(data) < 16 << 20 else (data[: 1 << 20], coding)
+
+
+@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+@given(st.randoms(use_true_random=True))
+def test_any_packed_body_ends_in_a_status_below_500_and_leaves_no_traceback(products, endpoints, rng):
+    endpoint = rng.choice(endpoints)
+    assert_answered(products, endpoint, *packed(rng, endpoint[3]))
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_packed_bodies_are_answered_as_plain_ones(products, coding):
+    packer = zlib.compressobj(wbits=31 if coding == "gzip" else 15)
+    body = packer.compress(json.dumps(BODIES["/v1/completions"][0]).encode()) + packer.flush()
+    for name, ports in products.items():
+        assert (
+            assert_answered(products, (name, ports.running.address[1], "POST", "/v1/completions"), body, coding) == 200
+        )
 
 
 def test_the_servers_still_answer(products):

@@ -245,6 +245,20 @@ def test_a_wrong_method_is_405_with_those_that_are_allowed(fake):
         assert reply.headers["x-request-id"]
 
 
+@pytest.mark.parametrize(
+    "name", ["X-Session-Id", "X-Session-Affinity", "X-Request-Id", "Content-Encoding", "Content-Type"]
+)
+@pytest.mark.parametrize("value", [b"\xff", b"\xed\xa0\x80", b"\xc3\xa9", b"a\x80b"])
+def test_a_header_that_is_no_ascii_is_read_or_refused(fake, name, value):
+    with Raw(fake) as raw:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        if name == "Content-Type":
+            head = head.partition(b"Content-Type")[0]
+        raw.send(b"%b%b: %b\r\nContent-Length: %d\r\n\r\n%b" % (head, name.encode(), value, len(BODY), BODY))
+        assert raw.answer().status == (415 if name.startswith("Content") else 200)
+    assert "Traceback" not in fake.text
+
+
 def test_a_client_that_leaves_with_a_request_sent_ahead_frees_its_sequence(fake):
     with contextlib.closing(socket.create_connection(fake.address)) as connection:
         connection.sendall(stream_request(max_tokens=4000) + stream_request(max_tokens=4000))

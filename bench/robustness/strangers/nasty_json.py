@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -179,10 +180,15 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def nasty_body(rng: Random, path: str) -> bytes:
-    """Return the JSON text of a body of `path`, most often valid but for one to three nasty parts."""
+    """Return the text of a body of `path`, as `nasty_text` does."""
+    return nasty_text(rng, BODIES.get(path, ({},)))
+
+
+def nasty_text(rng: Random, valid: Sequence[dict[str, Any]]) -> bytes:
+    """Return the JSON text of one of the `valid` bodies with one to three nasty parts, or of a nasty value alone."""
     if rng.randrange(12) == 0:
         return rng.choice(VALUES).encode("utf-8", "surrogatepass")
-    body: Any = copy.deepcopy(rng.choice(BODIES.get(path, ({},))))
+    body: Any = copy.deepcopy(rng.choice(valid))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         body = _spoilt(rng, body)
     return _written(body).encode("utf-8", "surrogatepass")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from moestro.errors import BusyError
+from moestro.errors import BusyError, shown
 from moestro.web.errors import BodyTimeoutError, HttpError, too_large
 from moestro.web.packed_bodies import Unpacker, coding_in
 
@@ -40,7 +40,7 @@ class Bodies:
             RequestError: The body is not declared as JSON, or cannot be read.
         """
         if http.content_type != "application/json" and not http.content_type.endswith("+json"):
-            text = f"Content-Type must be application/json, got {http.content_type}."
+            text = f"Content-Type must be application/json, got {shown(http.content_type)}."
             raise HttpError(415, text, "unsupported_media_type")
         async with self.holding(http) as body:
             yield body
