@@ -26,7 +26,7 @@ from moestro.web import packed_bodies
 from moestro.web.access import Access
 from moestro.web.bodies import Bodies
 from moestro.web.connections import bound_socket, listen
-from moestro.web.errors import HttpError
+from moestro.web.errors import ContentEncodingError, HttpError, error_json
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.packed_bodies import FREE_BYTES, MAX_MEMBERS, MAX_RATIO, Unpacker, coding_in, unpacked
 
@@ -121,6 +121,13 @@ def test_a_coding_that_is_not_offered_is_415_and_names_those_that_are(named):
         coding_in(named)
     assert refused.value.http_status == 415
     assert refused.value.headers["Accept-Encoding"] == "gzip, deflate"
+
+
+def test_a_coding_of_bytes_that_are_no_utf_8_is_repeated_without_them():
+    with pytest.raises(ContentEncodingError) as refused:
+        coding_in("\udcff")
+    assert refused.value.message.isprintable()
+    assert error_json(refused.value)
 
 
 @pytest.mark.parametrize("named", ["", "identity", "Identity, identity", " , "])
