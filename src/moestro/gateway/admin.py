@@ -59,7 +59,7 @@ class Admin:
         return await middleware.runner(self._app(settings), shutdown_timeout=RESPONSE_FLUSH_S)
 
     def _app(self, settings: AdminSettings) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app = web.Application()
         app.middlewares.append(only_programs(lambda host: host == settings.admin_host or is_loopback(host)))
         app.add_routes(
             [

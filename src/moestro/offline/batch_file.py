@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from moestro.core.json_elements import MAX_DEPTH, is_too_deep
 from moestro.errors import ConfigError, RequestError, shown
 from moestro.offline.any_server import AnyServer
 from moestro.offline.api_client import ApiClient, UnreachableServerError
@@ -130,8 +129,6 @@ async def answer_line(client: ApiClient, line: bytes) -> BatchAnswer:
     """Send the request of one line and return the answer; every error becomes an answer."""
     answer = BatchAnswer(f"batch_req_{uuid.uuid4().hex}", None)
     try:
-        if is_too_deep(line):  # An answer repeats parts of its line.
-            raise RequestError(f"The line may be nested {MAX_DEPTH} levels deep.", code="invalid_json")
         given = _decode_line(line)
         answer.custom_id = given.custom_id
         path, body = _checked(given)

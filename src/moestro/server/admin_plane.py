@@ -19,7 +19,7 @@ ADMIN_BODY_BYTES = 8 << 20
 
 async def admin_runner(routes: Iterable[web.RouteDef], api_key: str | None) -> web.AppRunner:
     """Return an aiohttp runner of the plane, set up to serve. An `api_key` of None means that none is needed."""
-    app = web.Application(client_max_size=ADMIN_BODY_BYTES)
+    app = web.Application()
     app.middlewares.append(only_programs(lambda host: host == "localhost"))
     app.add_routes(routes)
     middleware = HttpMiddleware(Access.of([api_key] if api_key else []), Counter(), ADMIN_BODY_BYTES)
