@@ -98,7 +98,9 @@ class IndexTransfer:
         The prompts count as sent now, and replace those of an earlier transfer. Engines unknown here are skipped.
         """
         if coding_in(http.headers.get("Content-Encoding", "")) is not None:
-            raise HttpError(415, "An index is sent unpacked: leave Content-Encoding out.", "unsupported_media_type")
+            raise HttpError(
+                415, "An index is sent unpacked: leave Content-Encoding out.", "unsupported_content_encoding"
+            )
         try:
             async with self._taking:
                 num_prompts = await self._take(_messages(http.content))

@@ -67,13 +67,13 @@ class BodyDecoder(Generic[Fields]):
         """
         try:
             _check_utf8(body)
-            if is_too_deep(body):
-                raise _too_deep()
             _refuse_slow_reading(body)
             raw = _decode_names(body)  # At most `MAX_ELEMENTS` objects, in the body's order.
             if check_ids is not None and self._ids in raw:
                 check_ids(memoryview(raw[self._ids]))
             self._refuse_many_elements(body, raw)
+            if is_too_deep(body):  # After the bound on elements, of which brackets are a part.
+                raise _too_deep()
             refuse_unsupported(raw, self._neutral)
             fields = self._decoder.decode(body)
         except msgspec.ValidationError as error:
