@@ -14,7 +14,15 @@ from moestro.errors import DrainingError, RequestError, shown
 from moestro.gateway.answering import Answering
 from moestro.gateway.downstream import ClientConnection, ClientConnections
 from moestro.gateway.exchange import Exchange, ExchangeContext
-from moestro.gateway.http_headers import Incoming, RequestHead, own_head, plain_id
+from moestro.gateway.http_headers import (
+    LOOP_HEADER,
+    LOOP_STATUS,
+    Incoming,
+    RequestHead,
+    has_passed,
+    own_head,
+    plain_id,
+)
 from moestro.gateway.own_answers import OwnAnswer, OwnAnswers
 from moestro.gateway.paths import MODELS, Routes
 from moestro.gateway.prompt_blocks import PromptReader
@@ -86,6 +94,9 @@ class Proxy:
         incoming.request_id = self._request_id(incoming)
         path, method = incoming.head.path, incoming.head.method
         try:
+            if b"via" in incoming.head.named and has_passed(incoming.head, self._shared.fleet.pseudonym):
+                self._refuse_loop(client, incoming)
+                return None
             if self._has_rules and self._is_preflight_answered(client, incoming):
                 return None
             route = self._routes.find(path)
@@ -192,6 +203,16 @@ class Proxy:
     def _refuse(self, client: ClientConnection, incoming: Incoming, error: RequestError, added: bytes = b"") -> None:
         self._shared.counts.refusals[error.code or error.error_type] += 1
         client.refuse(error, _id_line(incoming) + added)
+
+    def _refuse_loop(self, client: ClientConnection, incoming: Incoming) -> None:
+        name = self._shared.fleet.pseudonym
+        text = (
+            f"The request has come back to this router ({name.decode()}): one of its engines is the router itself, or"
+            " leads to it. Remove that engine."
+        )
+        self._refuse(
+            client, incoming, HttpError(LOOP_STATUS, text, "loop_detected"), b"%b: %b\r\n" % (LOOP_HEADER, name)
+        )
 
     def _request_id(self, incoming: Incoming) -> str:
         """Return the client's request id if it is short, plain and unused, otherwise a new one."""

@@ -1,0 +1,58 @@
+"""Pauses that an engine asks for: each concerns the refused client, until others are refused as well."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+MAX_CLIENTS = 4096  # Most remembered clients, about 1 MB an engine; a forgotten one is refused once more.
+_NUM_WITNESSES = 2  # Refused clients, with no success between them, that make an engine busy.
+
+
+class Pauses:
+    """Pauses of one engine by client.
+
+    A refusal may concern its client alone: a rate limit of a key, a quota, an oversized request. The engine itself is
+    busy if different clients are refused and none of them is served meanwhile.
+    """
+
+    def __init__(self, max_clients: int = MAX_CLIENTS) -> None:
+        self._max_clients = max_clients
+        self._until_ns: OrderedDict[Hashable, int] = OrderedDict()
+        self._last_ns = 0  # End of the longest pause.
+        self._witnesses: set[Hashable] = set()
+
+    def __len__(self) -> int:
+        return len(self._until_ns)
+
+    def refused(self, client: Hashable, until_ns: int) -> None:
+        """Record that the engine refused a request of `client`, which leaves it alone until `until_ns`."""
+        self._until_ns[client] = max(self._until_ns.pop(client, 0), until_ns)
+        self._last_ns = max(self._last_ns, until_ns)
+        if len(self._until_ns) > self._max_clients:
+            self._until_ns.popitem(last=False)
+
+    def overloaded(self, client: Hashable) -> bool:
+        """Record that a refusal of `client` named the engine's own load.
+
+        Returns:
+            Whether the engine is busy for all clients.
+        """
+        if len(self._witnesses) < _NUM_WITNESSES:
+            self._witnesses.add(client)
+        return len(self._witnesses) >= _NUM_WITNESSES
+
+    def succeeded(self) -> None:
+        """Record that the engine has answered a request, so it is not busy for all clients."""
+        self._witnesses.clear()
+
+    def concern(self, client: Hashable, now_ns: int) -> bool:
+        """Return whether `client` should leave the engine alone now."""
+        return self._until_ns.get(client, 0) > now_ns
+
+    def last(self, now_ns: int) -> bool:
+        """Return whether any client should leave the engine alone now; forgets all pauses once none does."""
+        if now_ns < self._last_ns:
+            return True
+        self._until_ns.clear()
+        return False
