@@ -192,8 +192,8 @@ class TestFigures:
             assert found["prompt_tokens_total", "e"] == 100
             assert found["hit_tokens_total", "e"] == 60
             assert found["refused_total", "not_found"] == 1
-            assert found["engine_condition", "busy", "e"] == 1
-            assert found["engine_ready", "e"] == 0
+            assert found["engine_condition", "up", "e"] == 1
+            assert found["engine_ready", "e"] == 1
             assert found["breaker_state", "e"] == 0
             assert found["decision_seconds_count",] == 3
             assert found["first_byte_seconds_count", "e"] == 1

@@ -46,7 +46,9 @@ async def of_each_client(it) -> list[Answer]:
 
 def make_older(engine) -> None:
     """Let the first of its failures be a second older."""
-    engine.health.breaker._evidence._since_ns -= 1_000_000_000
+    for evidence in (engine.health.breaker._evidence, engine.health.pauses._evidence):
+        if evidence._since_ns is not None:
+            evidence._since_ns -= 1_000_000_000
 
 
 async def both(it, **more) -> set[str]:
@@ -250,8 +252,13 @@ class TestOut:
         busy, other = FakeEngine("busy", answering(503, "Retry-After: 60\r\n")), FakeEngine("other")
         async with rig(busy, other, api_key=KEYS, route_policy="round_robin") as it:
             await of_each_client(it)
+            assert it.engine("busy").condition == "up"
+            assert len(busy.received) == len(KEYS), "each client is refused once"
+            make_older(it.engine("busy"))
+            it.engine("busy").health.pauses._until_ns.clear()
+            await of_each_client(it)
             assert it.engine("busy").condition == "busy"
-            assert len(busy.received) == 2
+            assert len(busy.received) == len(KEYS) + 1
 
     @looped
     async def test_a_probe_that_finds_the_engine_busy_leaves_it_alone_too(self):
@@ -260,8 +267,10 @@ class TestOut:
             it.engine("bad").health.breaker.unreachable(0)
             await it.until(lambda: it.engine("bad").condition == "probing")
             await of_each_client(it)
+            make_older(it.engine("bad"))
+            it.engine("bad").health.pauses._until_ns.clear()
+            await of_each_client(it)
             assert it.engine("bad").condition == "busy"
-            assert len(bad.received) == 2
 
     @looped
     async def test_a_cut_answer_forgets_no_cache_and_a_refused_connection_does(self):
@@ -281,9 +290,9 @@ class TestOut:
     async def test_all_engines_gone_is_503_with_the_time_to_come_again(self):
         async with rig(FakeEngine("e"), FakeEngine("f"), health_interval=30) as it:
             for name in ("e", "f"):
-                for client in "ab":
-                    now_ns = int(asyncio.get_running_loop().time() * 1e9)
-                    it.engine(name).health.refused(client, 9_000_000_000, now_ns, is_overloaded=True)
+                now_ns = int(asyncio.get_running_loop().time() * 1e9)
+                it.engine(name).health.refused("a", 0, now_ns - 1_000_000_000, is_overloaded=True)
+                it.engine(name).health.refused("b", 9_000_000_000, now_ns, is_overloaded=True)
                 it.app.engine_admin.fleet.look_now(it.engine(name))
             answer = await it.call()
             assert (answer.status, answer.code) == (503, "no_engine")

@@ -21,9 +21,9 @@ def health() -> Health:
 
 
 def refuse(health: Health, for_ns: int | None, now_ns: int) -> None:
-    """Refuse a request of each of two clients."""
-    for client in ("a", "b"):
-        health.refused(client, for_ns, now_ns, is_overloaded=True)
+    """Refuse requests of two clients, the first of which came a second before."""
+    health.refused("a", 0, now_ns - S, is_overloaded=True)
+    health.refused("b", for_ns, now_ns, is_overloaded=True)
 
 
 def test_an_engine_gets_nothing_before_its_first_check_has_passed():

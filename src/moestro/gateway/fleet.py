@@ -161,7 +161,7 @@ class Fleet:
         health = engine.health
         if engine.last_byte_ns:
             health.progressed(num_in_flight, engine.last_byte_ns)
-            health.breaker.streamed()
+            health.streamed()
             engine.last_byte_ns = 0
         before, after = engine.condition, health.condition(num_in_flight, engine.num_streaming, now_ns)
         engine.condition = after

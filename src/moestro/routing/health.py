@@ -60,7 +60,7 @@ class Health:
     def __init__(self, rules: HealthRules, now_ns: int) -> None:
         self._rules = rules
         self.breaker = Breaker(rules.breaker)
-        self.pauses = Pauses()
+        self.pauses = Pauses(rules.breaker.silence_ns)
         self.is_draining = False
         self._loop_until_ns: int | None = None  # time of the next look for a loop; None means no loop
         self._loop_back_off = BackOff(_FIRST_LOOP_NS, _LONGEST_LOOP_NS)
@@ -103,6 +103,11 @@ class Health:
         self.breaker.succeeded(sent_ns, now_ns)
         self.pauses.succeeded()
 
+    def streamed(self) -> None:
+        """Record output of an answer that began earlier: the engine serves requests, whichever fail."""
+        self.breaker.streamed()
+        self.pauses.succeeded()
+
     def refused(self, client: Hashable, for_ns: int | None, now_ns: int, *, is_overloaded: bool) -> None:
         """Record that the engine refused a request of `client`.
 
@@ -112,7 +117,7 @@ class Health:
         """
         wanted = self._rules.default_busy_ns if for_ns is None else min(for_ns, self._rules.max_busy_ns)
         self.pauses.refused(client, now_ns + wanted)
-        if is_overloaded and self.pauses.overloaded(client):
+        if is_overloaded and self.pauses.overloaded(client, now_ns):
             self._busy_until_ns = max(self._busy_until_ns, now_ns + wanted)
 
     def progressed(self, num_in_flight: int, now_ns: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
+from moestro.routing.evidence import Evidence, Origin
+
 MAX_CLIENTS = 4096  # Most remembered clients, about 1 MB an engine; a forgotten one is refused once more.
 _NUM_WITNESSES = 2  # Refused clients, with no success between them, that make an engine busy.
 
@@ -13,14 +15,15 @@ class Pauses:
     """Pauses of one engine by client.
 
     A refusal may concern its client alone: a rate limit of a key, a quota, an oversized request. The engine itself is
-    busy if different clients are refused and none of them is served meanwhile.
+    busy if different clients are refused and none is served for `silence_ns`.
     """
 
-    def __init__(self, max_clients: int = MAX_CLIENTS) -> None:
+    def __init__(self, silence_ns: int, max_clients: int = MAX_CLIENTS) -> None:
+        self._silence_ns = silence_ns
         self._max_clients = max_clients
         self._until_ns: OrderedDict[Hashable, int] = OrderedDict()
         self._last_ns = 0  # End of the longest pause.
-        self._witnesses: set[Hashable] = set()
+        self._evidence = Evidence(_NUM_WITNESSES)
 
     def __len__(self) -> int:
         return len(self._until_ns)
@@ -32,19 +35,18 @@ class Pauses:
         if len(self._until_ns) > self._max_clients:
             self._until_ns.popitem(last=False)
 
-    def overloaded(self, client: Hashable) -> bool:
+    def overloaded(self, client: Hashable, now_ns: int) -> bool:
         """Record that a refusal of `client` named the engine's own load.
 
         Returns:
             Whether the engine is busy for all clients.
         """
-        if len(self._witnesses) < _NUM_WITNESSES:
-            self._witnesses.add(client)
-        return len(self._witnesses) >= _NUM_WITNESSES
+        self._evidence.failed(Origin(client, client), now_ns)  # Bodies do not matter to an overloaded engine.
+        return self._evidence.num_witnesses >= _NUM_WITNESSES and self._evidence.age_ns(now_ns) >= self._silence_ns
 
     def succeeded(self) -> None:
         """Record that the engine has answered a request, so it is not busy for all clients."""
-        self._witnesses.clear()
+        self._evidence.clear()
 
     def concern(self, client: Hashable, now_ns: int) -> bool:
         """Return whether `client` should leave the engine alone now."""
