@@ -44,11 +44,12 @@ async def of_each_client(it) -> list[Answer]:
     return [await it.call(body=body, Authorization=f"Bearer {KEYS[i // 3]}") for i, body in enumerate(bodies)]
 
 
-def make_older(engine) -> None:
-    """Let the first of its failures be a second older."""
-    for evidence in (engine.health.breaker._evidence, engine.health.pauses._evidence):
-        if evidence._since_ns is not None:
-            evidence._since_ns -= 1_000_000_000
+def make_older(*engines) -> None:
+    """Let the first failure of each engine be a second older."""
+    for engine in engines:
+        for evidence in (engine.health.breaker._evidence, engine.health.pauses._evidence):
+            if evidence._since_ns is not None:
+                evidence._since_ns -= 1_000_000_000
 
 
 async def both(it, **more) -> set[str]:

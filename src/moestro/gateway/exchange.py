@@ -97,8 +97,8 @@ class Exchange:
 
     __slots__ = (
         "_arrival_ns", "_client", "_connection", "_decision", "_engine", "_head", "_idle_s", "_incoming",
-        "_is_event_stream", "_is_in_router", "_length", "_model", "_num_lost", "_num_retries", "_request",
-        "_sent_ns", "_shared", "_stage", "_status", "_tail", "_task", "_tried", "_why", "deadline_s",
+        "_is_event_stream", "_is_in_router", "_is_success", "_length", "_model", "_num_lost", "_num_retries",
+        "_request", "_sent_ns", "_shared", "_stage", "_status", "_tail", "_task", "_tried", "_why", "deadline_s",
     )  # fmt: skip
 
     def __init__(self, shared: ExchangeContext, client: ClientConnection, incoming: Incoming) -> None:
@@ -121,7 +121,7 @@ class Exchange:
         self._head: AnswerHead | None = None
         self._length: int | None = None
         self._tail = bytearray()
-        self._is_event_stream = False
+        self._is_event_stream = self._is_success = False
         self.deadline_s = now_ns * 1e-9 + shared.rules.first_byte_s
         shared.active[incoming.request_id] = self
 
@@ -211,10 +211,10 @@ class Exchange:
         now_ns = time.monotonic_ns()
         engine = self._engine
         assert engine is not None
-        if self._status < _FIRST_ERROR:
-            engine.last_byte_ns = now_ns  # An engine that only refuses does not get on with its work.
         if self._stage == _WAITING:
             self._begin(engine, now_ns, data)
+        if self._is_success:
+            engine.last_byte_ns = now_ns  # An engine that only refuses does not get on with its work.
         self.deadline_s = now_ns * 1e-9 + self._idle_s
         tail = self._tail
         if len(tail) > _MAX_TAIL_BYTES:
@@ -411,6 +411,7 @@ class Exchange:
             if not _ERROR_OF_REQUEST.search(data):
                 self._blame(engine, now_ns)
             return
+        self._is_success = True
         engine.health.succeeded(self._sent_ns, now_ns)
         if engine.condition is not Condition.UP:
             self._shared.fleet.look(engine, now_ns)
