@@ -23,7 +23,7 @@ import aiohttp
 from frame import Place, Server, run
 from poison import engines
 
-NUM_REQUESTS = 5
+NUM_REQUESTS = 10
 _ANSWER_S = 3.0
 _ADMIN = re.compile(r"(http://127\.0\.0\.1:\d+)/admin/engines")
 
