@@ -94,7 +94,7 @@ class TestProbing:
             fail(opened, now_s * S, *[Origin("one", i) for i in range(9)])
         assert opened.state(30 * S) is BreakerState.PROBING
 
-    def test_two_clients_open_it_again_at_once_for_twice_as_long(self, opened):
+    def test_each_opening_lasts_twice_as_long_up_to_a_bound(self, opened):
         now = S
         for seconds in (4, 8, 16, 16):
             now += opened.opens_in_ns(now)
