@@ -106,6 +106,13 @@ async def test_what_a_router_reads_of_itself_does_not_multiply():
         assert refusals <= 3 * loops + 3, "each health check, and each read of /metrics, is refused once"
 
 
+@looped
+async def test_a_request_that_comes_back_without_a_key_is_refused_as_a_loop_too():
+    async with rig(FakeEngine("e"), api_key=("key",)) as it:
+        assert (await it.call(Via=f"1.1 {name_of(it)}")).status == 508
+        assert (await it.call(Via="1.1 other")).status == 401
+
+
 @pytest.mark.parametrize("via", ["1.1 moestro-0123456789abcdef", "1.1 moestro", "x, y (z), 1.0 proxy:80"])
 @looped
 async def test_a_forged_via_changes_nothing_and_is_passed_on(via):

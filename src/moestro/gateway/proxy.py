@@ -77,6 +77,8 @@ class Proxy:
         """Return an authentication error for a request without a valid key, otherwise None."""
         if head.path in _KEYLESS or (self._access.cors is not None and _is_preflight(head)):
             return None
+        if self._has_come_back(head):
+            return None  # `handle` refuses it: a check for loops has no client's key.
         try:
             self._key_of(head)
         except AuthenticationError as error:
@@ -94,7 +96,7 @@ class Proxy:
         incoming.request_id = self._request_id(incoming)
         path, method = incoming.head.path, incoming.head.method
         try:
-            if b"via" in incoming.head.named and has_passed(incoming.head, self._shared.fleet.pseudonym):
+            if self._has_come_back(incoming.head):
                 self._refuse_loop(client, incoming)
                 return None
             if self._has_rules and self._is_preflight_answered(client, incoming):
@@ -203,6 +205,9 @@ class Proxy:
     def _refuse(self, client: ClientConnection, incoming: Incoming, error: RequestError, added: bytes = b"") -> None:
         self._shared.counts.refusals[error.code or error.error_type] += 1
         client.refuse(error, _id_line(incoming) + added)
+
+    def _has_come_back(self, head: RequestHead) -> bool:
+        return b"via" in head.named and has_passed(head, self._shared.fleet.pseudonym)
 
     def _refuse_loop(self, client: ClientConnection, incoming: Incoming) -> None:
         name = self._shared.fleet.pseudonym
