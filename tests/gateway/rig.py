@@ -36,6 +36,7 @@ from moestro.web.access_settings import AccessSettings
 from moestro.web.connections import accept, bound_socket
 
 CHAT = "/v1/chat/completions"
+KEYS = ("key-0", "key-1", "key-2")  # of three clients that a router tells apart, and enough to open a breaker
 GROUPS = {
     "engines": EngineSettings,
     "policy": RoutePolicySettings,

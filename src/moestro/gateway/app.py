@@ -94,15 +94,16 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
         record.write if record else None,
         read_clocks,
     )
+    access = Access.of(front.api_key, settings.access)
     shared = ExchangeContext(
         fleet=fleet,
+        access=access,
         rules=_exchange_rules(settings.reliability, front),
         budget=RetryBudget(RetryRules(share=settings.reliability.retry_share), time.monotonic_ns()),
         counts=counts,
         decision_log=decision_log,
         active={},
     )
-    access = Access.of(front.api_key, settings.access)
     collectors, watchers, kv_events = _observers(settings, fleet)
     watch, exposition = Watch(watchers), Exposition(RouteCollector(fleet, counts), *collectors)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
@@ -180,13 +181,14 @@ def _health_rules(reliability: ReliabilitySettings) -> HealthRules:
     return HealthRules(
         stall_ns=int(reliability.stall_timeout * 1e9),
         slow_start_ns=int(reliability.slow_start * 1e9),
-        breaker=BreakerRules(num_in_row=reliability.breaker_failures),
+        breaker=BreakerRules(num_witnesses=reliability.breaker_failures),
     )
 
 
 def _exchange_rules(reliability: ReliabilitySettings, front: FrontSettings) -> ExchangeRules:
     return ExchangeRules(
         max_retries=reliability.max_retries,
+        retry_on=frozenset(reliability.retry_on),
         first_byte_s=reliability.first_byte_timeout,
         idle_s=reliability.idle_timeout,
         shows_route=front.route_headers,

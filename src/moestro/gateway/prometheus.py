@@ -24,6 +24,7 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] =
     ),
     ("broken_answers", "Answers that began and were not completed.", lambda c: c.num_broken),
     ("clients_left", "Requests whose client disconnected.", lambda c: c.num_left),
+    ("loops", "Requests that came back to this router, which refused them with 508.", lambda c: c.num_loops),
     ("condition_changes", "Changes of the engine's condition.", lambda c: c.num_transitions),
     ("prompt_tokens", "Prompt tokens of answers that report usage.", lambda c: c.num_prompt_tokens),
     ("predicted_hit_tokens", "Prompt tokens predicted to be in the engine's cache.", lambda c: c.num_predicted_tokens),

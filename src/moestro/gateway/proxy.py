@@ -15,7 +15,15 @@ from moestro.errors import DrainingError, RequestError, shown
 from moestro.gateway.answering import Answering
 from moestro.gateway.downstream import ClientConnection, ClientConnections
 from moestro.gateway.exchange import Exchange, ExchangeContext
-from moestro.gateway.http_headers import Incoming, RequestHead, own_head, plain_id
+from moestro.gateway.http_headers import (
+    LOOP_HEADER,
+    LOOP_STATUS,
+    Incoming,
+    RequestHead,
+    has_passed,
+    own_head,
+    plain_id,
+)
 from moestro.gateway.own_answers import OwnAnswer, OwnAnswers
 from moestro.gateway.paths import MODELS, Routes
 from moestro.gateway.prompt_blocks import PromptReader
@@ -71,6 +79,8 @@ class Proxy:
         """Return an authentication error for a request without a valid key, otherwise None."""
         if head.path in _KEYLESS or (self._access.cors is not None and _is_preflight(head)):
             return None
+        if self._has_come_back(head):
+            return None  # `handle` refuses it: a check for loops has no client's key.
         try:
             self._key_of(head)
         except AuthenticationError as error:
@@ -88,6 +98,9 @@ class Proxy:
         incoming.request_id = self._request_id(incoming)
         path, method = incoming.head.path, incoming.head.method
         try:
+            if self._has_come_back(incoming.head):
+                self._refuse_loop(client, incoming)
+                return None
             if self._has_rules and self._is_preflight_answered(client, incoming):
                 return None
             route = self._routes.find(path)
@@ -198,6 +211,19 @@ class Proxy:
     def _refuse(self, client: ClientConnection, incoming: Incoming, error: RequestError, added: bytes = b"") -> None:
         self._shared.counts.refusals[error.code or error.error_type] += 1
         client.refuse(error, _id_line(incoming) + added)
+
+    def _has_come_back(self, head: RequestHead) -> bool:
+        return b"via" in head.named and has_passed(head, self._shared.fleet.pseudonym)
+
+    def _refuse_loop(self, client: ClientConnection, incoming: Incoming) -> None:
+        name = self._shared.fleet.pseudonym
+        text = (
+            f"The request has come back to this router ({name.decode()}): one of its engines is the router itself, or"
+            " leads to it. Remove that engine."
+        )
+        self._refuse(
+            client, incoming, HttpError(LOOP_STATUS, text, "loop_detected"), b"%b: %b\r\n" % (LOOP_HEADER, name)
+        )
 
     def _request_id(self, incoming: Incoming) -> str:
         """Return the client's request id if it is short, plain and unused, otherwise a new one."""
