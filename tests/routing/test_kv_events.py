@@ -130,7 +130,6 @@ def test_odd_batches_are_one_log_line_whatever_their_numbers_say_of_restarts(set
         feed.work(0)
         feed.live([b"hello"], 0)
     assert feed.counts.stream.restarts == 20  # each of which used to permit one more line
-    assert [message.split("(")[0] for message in caplog.messages] == [
-        "e5: the index of the engine's cache is given up, and its cache is predicted: a batch of KV events cannot be decoded ",
-        "e5: a message is not from a KV event publisher ",
-    ]
+    batch, message = [message.split("(")[0] for message in caplog.messages]
+    assert batch.endswith("is given up, and its cache is predicted: a batch of KV events cannot be decoded ")
+    assert message == "e5: a message is not from a KV event publisher "

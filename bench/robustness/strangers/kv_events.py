@@ -1,4 +1,4 @@
-"""An engine's KV events are hostile: one message of 60 MB, a message that never ends, a replay that drips, endless hashes.
+"""An engine's KV events are hostile: a huge message, one that never ends, a replay that drips, blocks without number.
 
 The stranger is an engine behind the router: it answers HTTP, publishes events and answers replays. One honest engine
 stands beside it, and honest clients use the router meanwhile.

@@ -12,7 +12,7 @@ from moestro.wire.kv_events import MAX_MESSAGE_BYTES
 from moestro.wire.zmtp import ZmtpError, ZmtpReader, greeting, ready
 
 _CONNECT_S = 5.0
-_HELD_BYTES = 256 << 10  # received and not taken, besides a message that is not whole; then TCP slows the publisher down
+_HELD_BYTES = 256 << 10  # received and not taken, besides a message that is not whole; then TCP slows the peer down
 _ANSWER_BYTES = 64 << 10  # answers to a peer that does not read them
 _FRAMES_AT_ONCE = 64  # limit of what one call reads, be it complete messages or not
 _TCP = "tcp://"

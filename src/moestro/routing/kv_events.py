@@ -248,8 +248,7 @@ class KvFeed:
         self.counts.newest_ts_s = batch.ts_s
         for encoded in batch.events:
             yield 1
-            for num_blocks in self._event(decode_event(encoded)):
-                yield num_blocks
+            yield from self._event(decode_event(encoded))
 
     def _event(self, event: Event) -> Iterator[int]:
         """Report an event to the sink, in parts."""
