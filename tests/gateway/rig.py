@@ -349,8 +349,6 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
         for caller in made.callers:
             caller.hang_up()
         await app.engine_admin.watch.close()
-        if app.kv_events is not None:
-            app.kv_events.close()
         app.threads.close()
         for engine in app.shared.fleet:
             engine.pool.close()

@@ -65,7 +65,9 @@ class Place:
 
     def _started(self, verb: str, flags: tuple[str, ...], name: str, environment: dict[str, str]):
         port = free_port()
-        there = {"PYTHONPATH": str(self.source), "TMPDIR": str(self.directory), "OMP_NUM_THREADS": "1", **environment}
+        own = str(self.directory)
+        there = {"PYTHONPATH": str(self.source), "TMPDIR": own, "XDG_STATE_HOME": own, "OMP_NUM_THREADS": "1"}
+        there |= environment
         log = self.directory / f"{name}.log"
         return started([MOESTRO, verb, "--port", str(port), *flags], port, log, **there)
 

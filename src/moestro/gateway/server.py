@@ -118,8 +118,6 @@ async def _running(app: RouterApp, urls: tuple[EngineUrl, ...]) -> AsyncIterator
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await app.engine_admin.watch.close()
-        if app.kv_events is not None:
-            app.kv_events.close()
         for engine in app.shared.fleet:
             engine.pool.close()
         app.threads.close()

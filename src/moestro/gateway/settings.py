@@ -277,6 +277,8 @@ class RecordSettings(CheckedSettings):
 
     record: Annotated[Path | None, Parameter(group=_RECORD)] = None
     "Append the decisions to this file, for moestro explain and moestro replay. The file holds no prompts."
+    record_key_file: Annotated[Path | None, Parameter(group=_RECORD)] = None
+    "File with the key of the record's block hashes, made if it does not exist. Unset: one in the state directory."
     remember: Annotated[int, at_least(0), Parameter(group=_RECORD)] = 10_000
     "Ended requests that stay in memory for moestro explain."
 
