@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +20,8 @@ import moestro
 
 # Several test processes run at once: with a thread for each core in every one, they would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The key of records is made once for each user; tests leave no file at home.
+os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"moestro-tests-{os.getuid()}")
 # pytest-xdist sets a width of 80, which a console that is made then keeps.
 os.environ.pop("COLUMNS", None)
 

@@ -87,7 +87,7 @@ def _placement() -> PlacementControl:
 def _route() -> Collector:
     counts = Counts()
     counts.refusals["a_code"] = counts.retries["a_cause"] = 1
-    return RouteCollector(_fleet(), counts)
+    return RouteCollector(_fleet(), counts, None)
 
 
 def _fleet() -> MagicMock:

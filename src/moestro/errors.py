@@ -19,6 +19,8 @@ A `RequestError` is what a client sees: `http_status`, OpenAI's `type` and `code
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 _SHOWN_CHARS = 200
 
@@ -47,6 +49,7 @@ class RequestError(MoestroError):
     http_status = 400
     error_type = "invalid_request_error"
     retry_after_s: int | None = None
+    headers: Mapping[str, str] = MappingProxyType({})  # further headers of the answer
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -128,7 +131,7 @@ class InvariantError(MoestroError):
 
 
 def shown(value: object) -> str:
-    """What the client sent, fit to be repeated to it: printable and short."""
+    """What the client sent, fit to be repeated to it: printable, short, and without surrogates, which UTF-8 lacks."""
     text = str(value)
-    printable = re.sub(r"[^\x20-\x7e\xa0-\uffff]", "?", text[:_SHOWN_CHARS])
+    printable = re.sub(r"[^\x20-\x7e\xa0-\ud7ff\ue000-\uffff]", "?", text[:_SHOWN_CHARS])
     return printable if len(text) <= _SHOWN_CHARS else printable + "..."

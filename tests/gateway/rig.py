@@ -36,6 +36,7 @@ from moestro.web.access_settings import AccessSettings
 from moestro.web.connections import accept, bound_socket
 
 CHAT = "/v1/chat/completions"
+KEYS = ("key-0", "key-1", "key-2")  # of three clients that a router tells apart, and enough to open a breaker
 GROUPS = {
     "engines": EngineSettings,
     "policy": RoutePolicySettings,
@@ -348,8 +349,6 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
         for caller in made.callers:
             caller.hang_up()
         await app.engine_admin.watch.close()
-        if app.kv_events is not None:
-            app.kv_events.close()
         app.threads.close()
         for engine in app.shared.fleet:
             engine.pool.close()

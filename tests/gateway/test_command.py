@@ -200,13 +200,18 @@ def test_a_stopped_router_finishes_what_runs_and_refuses_what_comes(fake, tmp_pa
     assert b"data: [DONE]" in ended[0]
 
 
-def test_a_second_signal_does_not_wait(fake, tmp_path):
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_streams_with_the_cause(fake, tmp_path, second):
     running = Running(route_to(fake, flags=("--shutdown-timeout", "3600")), tmp_path)
     stream = open_stream(running, max_tokens=4000)
     running.process.send_signal(signal.SIGTERM)
     wait_until(lambda: "stopping: 1 requests" in running.text)
-    assert running.stop(signal.SIGINT) == 0
-    stream.close()
+    assert running.stop(second) == 0
+    rest = read_to_end(stream)  # A reset connection would raise.
+    assert rest.rstrip(b"\r\n").endswith(b'"code":"shutting_down"}}')
+    assert rest.count(b"event: error\ndata: ") == 1
+    assert b"[DONE]" not in rest
+    assert "Traceback" not in running.text
 
 
 def test_what_has_not_ended_in_time_hears_why(fake, tmp_path):

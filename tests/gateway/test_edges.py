@@ -229,7 +229,7 @@ async def test_an_answer_that_no_client_could_use_is_a_bad_gateway_and_the_engin
         assert (answer.status, answer.code) == (502, "upstream_unavailable")
         assert "its answer" in answer.json["error"]["message"]
         assert it.engine("bad").counts.num_unreachable == 1
-        assert it.engine("bad").condition == "open"
+        assert it.engine("bad").health.breaker._evidence.num_witnesses == 1
 
 
 @looped
@@ -238,7 +238,7 @@ async def test_another_engine_answers_in_place_of_one_with_an_impossible_status(
     async with rig(bad, good, health_interval=30, route_policy="round_robin") as it:
         answers = [await it.call() for _ in range(4)]
         assert {answer.status for answer in answers} == {200}
-        assert it.engine("bad").counts.num_unreachable == 1
+        assert it.engine("bad").counts.num_unreachable >= 1
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import pytest
-from gateway.rig import CHAT, FakeEngine, Received, Wire, admin_of, looped, rig, settings_of
+from gateway.rig import CHAT, KEYS, FakeEngine, Received, Wire, admin_of, looped, rig, settings_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from moestro.errors import ConfigError
@@ -175,26 +175,27 @@ class TestFigures:
                 usage = {"prompt_tokens": 100, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 60}}
                 wire.reply(json.dumps({"choices": [{"text": '"usage": {"cached_tokens": 9'}], "usage": usage}).encode())
 
-        async with rig(FakeEngine("e", script)) as it:
-            await it.call()
-            await it.call("/nowhere")
-            await it.call(body=b"busy")
-            text = (await it.call("/metrics", method="GET")).body.decode()
+        async with rig(FakeEngine("e", script), api_key=KEYS) as it:
+            await it.call(Authorization="Bearer key-0")
+            await it.call("/nowhere", Authorization="Bearer key-0")
+            for key in KEYS[:2]:
+                await it.call(body=b"busy", Authorization=f"Bearer {key}")
+            text = (await it.call("/metrics", method="GET", Authorization="Bearer key-0")).body.decode()
             found = {
                 (sample.name.removeprefix("moestro:route_"), *sample.labels.values()): sample.value
                 for family in text_string_to_metric_families(text)
                 for sample in family.samples
             }
-            assert found["requests_total",] == 2
-            assert found["decisions_total", "e"] == 2
-            assert found["answers_total", "e", "200"] == found["answers_total", "e", "503"] == 1
+            assert found["requests_total",] == 3
+            assert found["decisions_total", "e"] == 3
+            assert (found["answers_total", "e", "200"], found["answers_total", "e", "503"]) == (1, 2)
             assert found["prompt_tokens_total", "e"] == 100
             assert found["hit_tokens_total", "e"] == 60
             assert found["refused_total", "not_found"] == 1
-            assert found["engine_condition", "busy", "e"] == 1
-            assert found["engine_ready", "e"] == 0
+            assert found["engine_condition", "up", "e"] == 1
+            assert found["engine_ready", "e"] == 1
             assert found["breaker_state", "e"] == 0
-            assert found["decision_seconds_count",] == 2
+            assert found["decision_seconds_count",] == 3
             assert found["first_byte_seconds_count", "e"] == 1
             assert found["imbalance",] == 1
             assert ("index_bytes",) in found
@@ -329,16 +330,16 @@ class TestAdmin:
     @looped
     async def test_what_has_been_tried_before_is_in_the_story(self):
         async def fail(engine: FakeEngine, wire: Wire, request: Received) -> None:
-            wire.reply(status=500)
+            wire.reply(status=502)
 
         engines = [FakeEngine(name, fail) for name in "ab"]
         async with rig(*engines) as it, admin_of(it) as admin:
             await it.call(X_Request_Id="r")
             story = await (await admin.get("/admin/explain/r")).json()
             first, second = story["attempts"]
-            assert second["because"] == f"{first['engine']} answered 500"
+            assert second["because"] == f"{first['engine']} answered 502"
             assert [candidate["engine"] for candidate in second["candidates"]] == [second["engine"]]
-            assert story["status"] == 500
+            assert story["status"] == 502
 
     @looped
     async def test_it_has_a_key_of_its_own(self):

@@ -8,6 +8,8 @@ import json
 import re
 import threading
 import time
+from base64 import b64encode
+from pathlib import Path
 
 import pytest
 from gateway.rig import FakeEngine, Received, Wire, looped, rig
@@ -16,13 +18,17 @@ from support.routers import request
 
 from moestro.cli.recorded.explain import find_trace, tell
 from moestro.cli.recorded.replay import replay_record
+from moestro.core.hashing import hash_text, keyed_names, split_hashes
 from moestro.errors import ConfigError
 from moestro.gateway.app import _record
-from moestro.routing.decision_record import PolicyText, RecordedRouter, Submitted, decode_entry
+from moestro.gateway.request_body import BYTES_PER_TOKEN, BodyMessage, RequestBody, plain_text, prompt_key
+from moestro.gateway.settings import RecordSettings
+from moestro.routing.decision_record import Gap, PolicyText, RecordedRouter, Submitted, decode_entry
 from moestro.routing.replay import replay
 from moestro.routing.request_trace import RequestTrace
 from moestro.routing.settings import RouterSettings
 from moestro.web.record_file import RecordFile
+from moestro.web.record_key import record_key
 
 TURN = "What a router is told it writes down, word by word. " * 40
 BUSY = b"vllm:num_requests_running 3.0\nvllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc 0.5\n"
@@ -138,6 +144,12 @@ def test_what_has_no_decision_is_no_record(tmp_path):
         told(tmp_path / "missing")
 
 
+def opened(path: Path) -> RecordFile:
+    record, _ = _record(RecordSettings(record=path))
+    assert record is not None
+    return record
+
+
 def recorded_router(record: RecordFile) -> RecordedRouter:
     router = RecordedRouter(PolicyText("least_loaded"), RouterSettings(), record.write)
     router.set_routable(router.add_engine(), routable=True)
@@ -147,7 +159,7 @@ def recorded_router(record: RecordFile) -> RecordedRouter:
 @looped
 async def test_what_comes_while_a_write_fails_is_behind_the_gap_too(tmp_path, monkeypatch, caplog):
     path = tmp_path / "record.jsonl"
-    record = _record(path)
+    record = opened(path)
     router, append, fails = recorded_router(record), record._append, threading.Event()
 
     def fail_once_told(entries):
@@ -167,14 +179,20 @@ async def test_what_comes_while_a_write_fails_is_behind_the_gap_too(tmp_path, mo
     monkeypatch.setattr(record, "_append", append)
     router.ended("r0", 4)
     await record.close()
-    assert "replayed up to here" in caplog.text
-    assert len(list(replay(path.read_bytes().splitlines()))) == 1
+    assert [line.split("record.jsonl")[1] for line in caplog.messages] == [
+        ": [Errno 28] No space left on device; lines are lost until they can be written again",
+        " goes on; lines lost in the gap: 1",
+    ]
+    entries = [decode_entry(line) for line in path.read_bytes().splitlines() if line]
+    assert [type(entry).__name__ for entry in entries[4:]] == ["Gap", "RequestEnded", "Submitted", "RequestEnded"]
+    assert record.num_lost == entries[4].num_lost == 1
+    assert len(list(replay(path.read_bytes().splitlines()))) == 1  # up to the gap
 
 
 @looped
 async def test_a_write_that_runs_when_the_router_stops_is_waited_for(tmp_path, monkeypatch):
     path = tmp_path / "record.jsonl"
-    record = _record(path)
+    record = opened(path)
     router, append, may_write = recorded_router(record), record._append, threading.Event()
     num_writing = 0
 
@@ -200,23 +218,49 @@ async def test_a_write_that_runs_when_the_router_stops_is_waited_for(tmp_path, m
 
 
 @looped
-async def test_a_record_with_a_gap_has_stories_alone_from_there(tmp_path, monkeypatch, caplog):
+async def test_what_has_no_place_is_counted_and_the_record_goes_on_behind_a_gap(tmp_path, monkeypatch, caplog):
     path = tmp_path / "record.jsonl"
     await run(path, "least_loaded", num_requests=4)
     entries = [decode_entry(line) for line in path.read_bytes().splitlines() if line]
-    record = _record(tmp_path / "other.jsonl")
+    assert len(entries) > 8
+    record = opened(tmp_path / "other.jsonl")
     monkeypatch.setattr("moestro.web.record_file._MAX_PENDING", 3)
     for entry in entries:
         record.write(entry)
     await record._flush()
-    assert "replayed up to here" in caplog.text
-    for entry in entries:
+    for entry in entries[:2]:
         record.write(entry)
+    await record._flush()
     await record.close()
     written = [decode_entry(line) for line in (tmp_path / "other.jsonl").read_bytes().splitlines() if line]
-    assert written[:3] == entries[:3]
-    assert all(isinstance(entry, RequestTrace) for entry in written[3:])
-    assert len(written) > 3
+    kinds = [type(entry) for entry in entries]
+    assert [type(entry) for entry in written] == [*kinds[:3], Gap, *kinds[:2]]
+    assert record.num_lost == written[3].num_lost == len(entries) - 3
+    assert [line.split("other.jsonl")[1] for line in caplog.messages if "other.jsonl" in line] == [
+        ": the disk does not keep up; lines are lost until they can be written again",
+        f" goes on; lines lost in the gap: {len(entries) - 3}",
+    ]
+
+
+@looped
+async def test_a_record_tests_no_guess_and_names_the_key_that_it_lacks(tmp_path):
+    """The names of blocks follow from the model and the text, so the file must have neither them nor their key."""
+    path = tmp_path / "record.jsonl"
+    await run(path, "least_loaded", num_requests=4)
+    text = path.read_bytes()
+    body = RequestBody(model="m", messages=[BodyMessage("user", f"Session 0. {TURN}")])
+    key = prompt_key("m", None)
+    guesses = split_hashes(hash_text(key, plain_text(body), BYTES_PER_TOKEN * 16))
+    submitted = next(each for each in map(decode_entry, filter(None, text.splitlines())) if isinstance(each, Submitted))
+    assert submitted.request.block_hashes
+    assert submitted.request.hash_key == b""
+    secret = record_key(None)
+    assert all(b64encode(guess)[:20] not in text for guess in [key, *guesses])
+    assert secret.secret not in text
+    assert decode_entry(text.splitlines()[0]).key_id == secret.key_id
+    assert set(split_hashes(keyed_names(secret.secret, b"".join(guesses)))) & set(
+        split_hashes(submitted.request.block_hashes)
+    )  # the same guess with the key: the guess itself is right
 
 
 @looped

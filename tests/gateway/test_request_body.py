@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from robustness.strangers.nasty_json import BODIES, nasty_body
 from support.fake_rank import INFO
 
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, hash_text, split_hashes
+from moestro.core.json_elements import MAX_ELEMENTS
 from moestro.gateway.http_headers import Incoming, RequestHead
 from moestro.gateway.request_body import NOTHING, plain_text, prompt_key, read, request_from_text
 from moestro.gateway.tokenized_blocks import TokenizedReader
 from moestro.server.request_builder import ServedModel, chat_prompt
 from moestro.server.validation import parse_chat
 from moestro.text.tokenizer import Tokenizer
-from moestro.web.json_elements import MAX_ELEMENTS
 
 LONG = "You are a helpful assistant. " * 40
 
@@ -304,3 +309,12 @@ def test_a_chat_of_too_many_elements_is_compared_as_it_is_spelt_and_keeps_its_mo
     assert (asked.model, asked.messages) == ("m", None)
     assert plain_text(asked) == json.dumps(body["messages"]).encode()
     assert shared_blocks(body, {"model": "m", "messages": [*body["messages"], turn("user", "y")]}) > 1000
+
+
+def test_law_any_json_has_a_request_by_which_the_router_decides():
+    rng = random.Random(3)
+    for _ in range(4000):
+        body = nasty_body(rng, rng.choice(sorted(BODIES)))
+        made = request(body)
+        assert made.num_prompt_tokens >= 1
+        assert len(made.block_hashes) % HASH_BYTES == 0

@@ -39,6 +39,7 @@ def test_what_is_published_is_what_is_cached(seed, host):
         if events:
             batch = encode_batch(0.0, events, rank=0, block_size=4)
             feed.live([b"", num_batches.to_bytes(8, "big"), batch], step)
+            feed.work(step)
             num_batches += 1
         found = {name for name in names if rank.scheduler.pool.find_prefix([name])}
         assert sink.held.get(0, set()) == found

@@ -24,7 +24,7 @@ class World:
         self.now_ns = 0
         self.sink = Sink()
         naming = NamingRules(model=MODEL, block_size=BLOCK_SIZE)
-        rules = StreamRules(max_num_waiting=8)
+        rules = StreamRules(max_waiting_bytes=4000)
         settings = KvFeedSettings(engine=0, name="e", naming=naming, can_replay=can_replay, stream=rules)
         self.feed = KvFeed(self.sink, settings, lambda _kind, _text: None)
         self.position: tuple[FakePublisher, int] | None = None  # the batch that was applied last
@@ -131,6 +131,7 @@ class World:
             self.answers = [replay_frames(*batch, has_topic=has_topic) for batch in kept] + [END]
 
     def check(self) -> None:
+        self.feed.work(self.now_ns)
         held = self.sink.held.get(0, set())
         if self.position is None:
             assert not held

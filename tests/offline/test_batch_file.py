@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from robustness.strangers.nasty_json import BODIES, nasty_text
 from support.running import MOESTRO, Running, call, wait_until
 
 from moestro.cli import main
+from moestro.offline.api_client import ApiAnswer
+from moestro.offline.batch_file import BATCH_PATHS, answer_line
 
 PACED = ("--model", "qwen3-30b-a3b", "--device", "paced:h20", "--paced-arithmetic", "none")
 GREEDY = {"temperature": 0, "max_tokens": 6, "return_token_ids": True}
@@ -141,3 +150,33 @@ def test_after_the_end_of_the_started_server_each_line_still_has_an_answer_or_an
     assert "the server ended with status -9" in told
     assert Counter(answer["custom_id"] for answer in answers) == Counter(line["custom_id"] for line in lines)
     assert {answer["error"]["code"] for answer in answers if answer["error"]} == {"no_answer"}
+
+
+class EchoClient:
+    """Answers each request with its own body."""
+
+    async def post(self, path: str, body: bytes) -> ApiAnswer:
+        assert path in BATCH_PATHS
+        return ApiAnswer(200, body, "r")
+
+
+def test_law_any_line_has_one_answer_that_can_be_written():
+    valid = [
+        {"custom_id": "a", "method": "POST", "url": path, "body": body}
+        for path in BATCH_PATHS
+        for body in BODIES[path]
+        if not body.get("stream")
+    ]
+
+    async def answer_all() -> Counter[str]:
+        rng, ends = Random(2), Counter[str]()
+        for _ in range(3000):
+            answer = await answer_line(EchoClient(), nasty_text(rng, valid))
+            written = msgspec.json.encode(answer)
+            assert b"\n" not in written
+            ends["good" if answer.is_good else answer.error.code] += 1
+        return ends
+
+    ends = asyncio.run(answer_all())
+    assert ends["good"] > 100
+    assert ends["invalid_json"] > 100

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from moestro.routing.breaker import BreakerRules
+from moestro.routing.evidence import Origin
 from moestro.routing.health import Condition, Health, HealthRules
 
 S = 1_000_000_000
-RULES = HealthRules(
-    num_failed_checks=2, stall_ns=30 * S, slow_start_ns=10 * S, breaker=BreakerRules(num_in_row=1, open_ns=5 * S)
-)
+RULES = HealthRules(num_failed_checks=2, stall_ns=30 * S, slow_start_ns=10 * S, breaker=BreakerRules(open_ns=5 * S))
 
 
 @pytest.fixture
@@ -19,6 +18,12 @@ def health() -> Health:
     health.checked(0, passed=True)
     assert health.condition(0, 0, 0) is Condition.UP
     return health
+
+
+def refuse(health: Health, for_ns: int | None, now_ns: int) -> None:
+    """Refuse requests of two clients, the first of which came a second before."""
+    health.refused("a", 0, now_ns - S, is_overloaded=True)
+    health.refused("b", for_ns, now_ns, is_overloaded=True)
 
 
 def test_an_engine_gets_nothing_before_its_first_check_has_passed():
@@ -53,39 +58,74 @@ def test_checks_that_fail_while_answers_flow_do_not_count(health):
     assert health.condition(5, 5, 9 * S) is Condition.UP
 
 
-def test_an_open_breaker_takes_it_out_until_a_probe_succeeds(health):
-    health.breaker.failed(health.breaker.sent(), 0)
+def test_an_engine_that_cannot_be_reached_is_out_until_a_check_and_a_success(health):
+    health.breaker.unreachable(0)
     assert health.condition(0, 0, S) is Condition.OPEN
-    assert health.wait_ns(S) == 4 * S
+    assert health.wait_ns(S) == RULES.breaker.open_ns
+    health.checked(5 * S, passed=True)
     assert health.condition(0, 0, 5 * S) is Condition.PROBING
-    health.breaker.succeeded(health.breaker.sent(), 6 * S)
+    assert health.share(5 * S) == 0.0
+    health.succeeded(5 * S, 6 * S)
     assert health.condition(0, 0, 6 * S) is Condition.UP
 
 
-def test_a_busy_engine_is_left_alone_for_as_long_as_it_asks_within_reason(health):
-    health.busy(3 * S, 0)
-    health.busy(1 * S, 0)
+def test_an_engine_that_refuses_different_clients_is_left_alone_for_as_long_as_it_asks(health):
+    refuse(health, 3 * S, 0)
+    refuse(health, 1 * S, 0)
     assert health.condition(0, 0, 2 * S) is Condition.BUSY
     assert health.wait_ns(2 * S) == 1 * S
     assert health.condition(0, 0, 3 * S) is Condition.UP
-    health.busy(10_000 * S, 10 * S)
+    refuse(health, 10_000 * S, 10 * S)
     assert health.wait_ns(10 * S) == RULES.max_busy_ns
-    health.busy(None, 100 * S)
+    refuse(health, None, 100 * S)
     assert health.wait_ns(100 * S) == RULES.default_busy_ns
 
 
 def test_a_busy_engine_is_left_alone_too_while_the_breaker_would_probe_it(health):
-    health.breaker.failed(health.breaker.sent(), 0)
-    health.busy(20 * S, 0)
+    health.breaker.unreachable(0)
+    refuse(health, 20 * S, 0)
     assert health.condition(0, 0, S) is Condition.OPEN
+    health.checked(6 * S, passed=True)
     assert health.condition(0, 0, 6 * S) is Condition.BUSY
     assert health.wait_ns(6 * S) == 14 * S
     assert health.condition(0, 0, 20 * S) is Condition.PROBING
 
 
+def test_the_refusals_of_one_client_concern_that_client_alone(health):
+    for is_overloaded in (True, False):
+        health.refused("a", 3 * S, 0, is_overloaded=is_overloaded)
+    health.refused("b", 3 * S, 0, is_overloaded=False)  # Its rate limit says nothing about the engine.
+    assert health.condition(0, 0, S) is Condition.UP
+    assert health.pauses.concern("a", S)
+    assert not health.pauses.concern("c", S)
+
+
+def test_an_engine_whose_requests_fail_gets_no_share_where_others_can_take_it(health):
+    for _ in range(RULES.breaker.num_witnesses):
+        health.breaker.failed(Origin("one", "body"), 0, 0)
+    assert health.condition(0, 0, 2 * S) is Condition.UP
+    assert health.share(2 * S) == 0.0
+    health.succeeded(2 * S, 3 * S)
+    assert health.share(3 * S) == 1.0
+
+
+def test_an_engine_that_leads_back_is_out_until_a_check_finds_no_loop(health):
+    health.looped(0)
+    assert health.condition(0, 0, 0) is Condition.LOOP
+    assert health.wait_ns(0) is None
+    health.checked(S, passed=True)
+    assert health.condition(0, 0, S) is Condition.LOOP
+    assert [health.is_loop_check_due(now) for now in (S - 1, S)] == [False, True]
+    health.looped(S)
+    assert not health.is_loop_check_due(2 * S)
+    health.loop_ended(3 * S)
+    assert health.condition(0, 0, 3 * S) is Condition.UP
+
+
 def test_the_operators_wish_comes_first(health):
     health.is_draining = True
-    health.breaker.failed(health.breaker.sent(), 0)
+    health.looped(0)
+    health.breaker.unreachable(0)
     assert health.condition(3, 1, 0) is Condition.DRAINING
     assert health.wait_ns(0) is None
 
@@ -133,7 +173,7 @@ class TestSlowStart:
         assert [health.share(second * S) for second in (100, 105, 110, 200)] == [0.0, 0.5, 1.0, 1.0]
 
     def test_having_been_busy_is_no_return(self, health):
-        health.busy(S, 0)
+        refuse(health, S, 0)
         assert health.condition(0, 0, 0) is Condition.BUSY
         assert health.condition(0, 0, 2 * S) is Condition.UP
         assert health.share(2 * S) == 1.0

@@ -1,9 +1,15 @@
 import pytest
 
-from moestro.routing.kv_stream import KvStream, StreamCounts, StreamRules
+from moestro.routing.kv_stream import BATCH_BYTES, KvStream, StreamCounts, StreamRules
 
 SECOND_NS = 1_000_000_000
-RULES = StreamRules(reply_ns=2 * SECOND_NS, rest_ns=30 * SECOND_NS, silence_ns=10 * SECOND_NS, max_num_waiting=4)
+RULES = StreamRules(
+    reply_ns=2 * SECOND_NS,
+    replay_ns=20 * SECOND_NS,
+    rest_ns=30 * SECOND_NS,
+    silence_ns=10 * SECOND_NS,
+    max_waiting_bytes=4 * (BATCH_BYTES + 2),
+)
 
 
 class Heard(list):
@@ -11,6 +17,7 @@ class Heard(list):
 
     def __init__(self) -> None:
         self.began_at: list[int] = []
+        self.reasons: list[str] = []
 
     def began(self, now_ns: int) -> None:
         self.began_at.append(len(self))
@@ -23,6 +30,9 @@ class Heard(list):
 
     def restarted(self, now_ns: int) -> None:
         self.append("restarted")
+
+    def gave_up(self, why: str) -> None:
+        self.reasons.append(why)
 
 
 class Setting:

@@ -9,6 +9,7 @@ import random
 import socket
 import threading
 from collections import Counter
+from typing import ClassVar
 
 import aiohttp
 import pytest
@@ -124,6 +125,7 @@ class Posted:
     """As much of an HTTP request as its body needs."""
 
     content_type = "application/json"
+    headers: ClassVar[dict[str, str]] = {}
 
     def __init__(self, *parts: bytes) -> None:
         self._parts = iter(parts)

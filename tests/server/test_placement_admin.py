@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
+from random import Random
 
 import aiohttp
 import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from robustness.strangers.nasty_json import nasty_text
 from support.placed_group import EVEN, LAYERS, NUM_EXPERTS, NUM_LAYERS, NUM_WORKERS, PlacedGroup, run
 
 from moestro.server.admin_plane import admin_runner
@@ -111,6 +117,26 @@ async def test_a_map_of_sglang_is_applied_too():
         body = {"physical_to_logical_map": [list(reversed(range(NUM_EXPERTS)))] * (LAYERS[-1] + 1)}
         status, plan = await ask("POST", "/apply", body)
         assert (status, plan["num_moves"]) == (202, NUM_EXPERTS * NUM_LAYERS)
+
+
+def test_law_any_json_in_place_of_a_placement_is_answered(caplog):
+    sglang = {"physical_to_logical_map": [list(reversed(range(NUM_EXPERTS)))] * (LAYERS[-1] + 1)}
+    shares = {"shares": [[[1.0] * 4, [1.0] * 4]] * NUM_LAYERS}
+
+    @run
+    async def ask_all() -> None:
+        group, rng = PlacedGroup(policy="none"), Random(1)
+        valid = (EVERY_EXPERT | shares, sglang, swapped(group))
+        async with operator(group) as ask:
+            for _ in range(300):
+                body = nasty_text(rng, valid)
+                status, error = await ask("POST", "/apply", body)
+                assert status < 500, (status, error, body)
+                group.migration.commit_all()
+                group.tick()
+
+    ask_all()
+    assert not [each for each in caplog.records if each.exc_info]
 
 
 @pytest.mark.parametrize(

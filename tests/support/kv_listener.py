@@ -57,12 +57,14 @@ class Listener:
             self.replay.send_multipart([b"", start.to_bytes(8, "big")])
             while not self.feed.replayed(self.replay.recv_multipart(), 0):
                 pass
+            self.feed.work(0)
 
     def hear(self) -> None:
         while self.events.poll(0):
             frames = self.events.recv_multipart()
             assert frames[0] == b"kv"
             self.feed.live(frames, 0)
+            self.feed.work(0)
         self.ask()
 
     def lose(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -154,6 +155,12 @@ def test_the_text_is_what_transformers_renders(name, demo_dir, tmp_path):
             messages, tools=tools, options=TemplateOptions(add_generation_prompt=adds)
         ) == theirs.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=adds)
     ours.close()
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**4299, 1.5e308, -0.0, {"": {"\0": [None]}}, "\ud7ff"])
+def test_a_variable_of_any_json_reaches_the_template(tokenizer, value):
+    options = TemplateOptions(variables={"given": value}, template="{{ given | tojson }}")
+    assert json.loads(tokenizer.render_chat([{"role": "user", "content": "hi"}], options=options)) == value
 
 
 def test_a_closed_tokenizer_renders_nothing_more_and_leaves_no_process(demo_dir):

@@ -167,6 +167,12 @@ def test_pages_by_name_are_told_apart_also_by_caches():
         assert ("Access-Control-Allow-Origin" in headers) == (origin == PAGE)
 
 
+def test_a_preflight_for_a_header_that_is_no_ascii_is_refused():
+    cors = Cors(AccessSettings(allowed_origins=("*",), allowed_headers=("*",)))
+    with pytest.raises(HttpError, match="allowed-headers"):
+        cors.preflight_headers(PAGE, "POST", "\udcff")
+
+
 @pytest.mark.parametrize(
     "asked",
     [("https://evil.example", "POST", ""), (PAGE, "PUT", ""), (PAGE, "POST", "x-other"), (PAGE, "POST", "a, x-other")],

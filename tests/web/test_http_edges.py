@@ -174,16 +174,10 @@ def test_requests_that_are_sent_ahead_are_answered_in_order(fake):
 
 
 @pytest.mark.parametrize("pause_s", [0, 0.05])
-@pytest.mark.parametrize(
-    ("head", "body"),
-    [
-        ("Transfer-Encoding: chunked", b"5\r\n{    \r\nzz\r\n"),
-        ("Content-Encoding: gzip\r\nContent-Length: 40", b"x" * 40),
-    ],
-)
-def test_a_body_that_breaks_off_is_refused_at_once(fake, head, body, pause_s):
+def test_a_body_that_breaks_off_is_refused_at_once(fake, pause_s):
+    body = b"5\r\n{    \r\nzz\r\n"
     with Raw(fake) as raw:
-        raw.send(f"{POST}{head}\r\n\r\n".encode() + (b"" if pause_s else body))
+        raw.send(f"{POST}Transfer-Encoding: chunked\r\n\r\n".encode() + (b"" if pause_s else body))
         if pause_s:
             time.sleep(pause_s)
             raw.send(body)
@@ -192,6 +186,14 @@ def test_a_body_that_breaks_off_is_refused_at_once(fake, head, body, pause_s):
         assert (answer.status, answer.error["code"]) == (400, "bad_request")
         assert raw.is_closed()
     assert "Traceback" not in fake.text
+
+
+def test_a_body_that_cannot_be_unpacked_is_refused_and_the_connection_goes_on(fake):
+    with Raw(fake) as raw:
+        raw.send(f"{POST}Content-Encoding: gzip\r\nContent-Length: 40\r\n\r\n".encode() + b"x" * 40 + GET)
+        answer = raw.answer()
+        assert (answer.status, answer.error["code"]) == (400, "bad_request")
+        assert raw.answer().status == 200
 
 
 @pytest.mark.parametrize("framing", ["Content-Length: 33554433", "Content-Length: 99999999999999"])
@@ -241,6 +243,20 @@ def test_a_wrong_method_is_405_with_those_that_are_allowed(fake):
         assert (reply.status, reply.json["error"]["code"]) == (405, "method_not_allowed")
         assert reply.headers["allow"] == allowed
         assert reply.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    "name", ["X-Session-Id", "X-Session-Affinity", "X-Request-Id", "Content-Encoding", "Content-Type"]
+)
+@pytest.mark.parametrize("value", [b"\xff", b"\xed\xa0\x80", b"\xc3\xa9", b"a\x80b"])
+def test_a_header_that_is_no_ascii_is_read_or_refused(fake, name, value):
+    with Raw(fake) as raw:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        if name == "Content-Type":
+            head = head.partition(b"Content-Type")[0]
+        raw.send(b"%b%b: %b\r\nContent-Length: %d\r\n\r\n%b" % (head, name.encode(), value, len(BODY), BODY))
+        assert raw.answer().status == (415 if name.startswith("Content") else 200)
+    assert "Traceback" not in fake.text
 
 
 def test_a_client_that_leaves_with_a_request_sent_ahead_frees_its_sequence(fake):

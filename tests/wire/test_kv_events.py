@@ -10,10 +10,15 @@ from moestro.wire.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    EventBatch,
     KvEventError,
+    UnknownEvent,
     UnreadableRemoval,
+    UnreadableStore,
     decode_batch,
+    decode_event,
     decode_frames,
+    text_of,
 )
 
 EVENTS = (
@@ -27,13 +32,17 @@ def pack(*raw: object) -> bytes:
     return msgspec.msgpack.encode(list(raw))
 
 
+def events_of(batch: EventBatch) -> list:
+    return [decode_event(encoded) for encoded in batch.events]
+
+
 @pytest.mark.parametrize("arrays", [False, True], ids=["maps", "arrays"])
 def test_both_encodings_of_vllm_say_the_same(arrays):
     batch = decode_batch(payload(*EVENTS, rank=3, ts=2.5, arrays=arrays))
-    first, second, third = batch.events
+    first, second, third = events_of(batch)
     assert isinstance(first, BlockStored)
     assert (first.block_hashes, first.parent_block_hash, first.block_size) == ([11, 12], None, 4)
-    assert first.extra_keys == [["salt"], None]
+    assert [[text_of(each) for each in extras or ()] for extras in first.extra_keys] == [["salt"], []]
     assert second == BlockRemoved([b"\x01" * 32], "GPU", 0)
     assert third == AllBlocksCleared()
     assert (batch.ts_s, batch.dp_rank) == (2.5, 3)
@@ -43,22 +52,21 @@ def test_sglang_says_the_salt_in_a_map_among_the_values_or_under_its_own_key():
     old = pack(1.0, [["BlockStored", [-5], None, [1, 2], 2, None, "CPU_PINNED", {"cache_salt": "s"}]], 1)
     new = pack(1.0, [stored([-5], None, [1, 2], cache_salt="s", session_id="x", lora_name="a")], 1)
     for body, adapter in ((old, None), (new, "a")):
-        (event,) = decode_batch(body).events
+        (event,) = events_of(decode_batch(body))
         assert (event.block_hashes, event.cache_salt, event.lora_name) == ([-5], "s", adapter)
-    assert decode_batch(old).events[0].medium == "CPU_PINNED"
+    assert events_of(decode_batch(old))[0].medium == "CPU_PINNED"
 
 
 def test_the_first_versions_had_neither_media_nor_ranks():
     batch = decode_batch(pack(1.0, [["BlockStored", [1], None, [1, 2], 2, None], ["BlockRemoved", [1]]]))
-    assert [event.medium for event in batch.events] == [None, None]
+    assert [event.medium for event in events_of(batch)] == [None, None]
     assert batch.dp_rank is None
 
 
 def test_what_is_new_is_passed_over_and_counted():
     event = stored([1], None, [1, 2, 3, 4], event_version=9, ownership={"a": 1})
     batch = decode_batch(payload(event, {"type": "BlockBlessed", "block_hashes": [1]}, {"what": 1}))
-    assert len(batch.events) == 1
-    assert batch.num_unknown == 2
+    assert [type(each) for each in events_of(batch)] == [BlockStored, UnknownEvent, UnknownEvent]
 
 
 def test_a_batch_may_be_a_map_too():
@@ -71,8 +79,7 @@ def test_stored_blocks_that_cannot_be_read_are_left_out_and_a_removal_that_canno
     pairs = stored([1], None, [[1, 2], [2, 3]])  # SGLang's, with draft models that look at pairs of tokens
     huge = stored([1], None, [1 << 31] * 4)
     batch = decode_batch(payload(pairs, huge, {"type": "BlockRemoved"}, removed([1.5])))
-    assert batch.num_illegible == 2
-    assert batch.events == [UnreadableRemoval(), UnreadableRemoval()]
+    assert events_of(batch) == [UnreadableStore()] * 2 + [UnreadableRemoval()] * 2
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", pack(1.0), pack("then", []), pack(1.0, "none"), b"\x01"])
@@ -104,7 +111,8 @@ def test_whatever_comes_is_decoded_or_refused(body):
 )
 def test_whatever_values_an_event_has_it_is_decoded_left_out_or_told(values, name):
     batch = decode_batch(pack(1.0, [[name, *values], {"type": name, "block_hashes": values, 3: values}]))
-    assert len(batch.events) + batch.num_illegible == 2
+    _, damaged = events_of(batch)
+    assert damaged == UnreadableRemoval()  # a map that cannot be read may be a removal
 
 
 def test_messages_live_and_replayed_by_old_and_new_publishers():

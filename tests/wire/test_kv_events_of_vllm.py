@@ -67,6 +67,7 @@ def play(path: Path, *, arrays: bool) -> tuple[KvFeed, Sink, int]:
             feed.stream.disconnected(now_ns)
         elif line["at"] == "live":
             feed.live(frames_of(line, arrays=arrays), now_ns)
+            feed.work(0)
         elif line["at"] == "replayed":
             frames = frames_of(line, arrays=arrays)
             wanted = feed.stream.request()
@@ -75,6 +76,7 @@ def play(path: Path, *, arrays: bool) -> tuple[KvFeed, Sink, int]:
             ):  # the first answer; a publisher that has it begins with what is asked for
                 assert int.from_bytes(frames[-2], "big") == wanted
             feed.replayed(frames, now_ns)
+            feed.work(0)
         elif line["at"] == "request" and is_connected:
             assert expected_hit(sink, line) == line["cached_tokens"], line
             num_checked += 1
@@ -107,6 +109,7 @@ def test_without_the_replay_a_gap_leaves_nothing_that_is_not_held():
             feed.stream.connected(now_ns)
         elif line["at"] == "live":
             feed.live(frames_of(line, arrays=False), now_ns)
+            feed.work(0)
         is_connected = line["at"] == "connected" or (is_connected and line["at"] != "disconnected")
         if line["at"] == "request" and is_connected:
             assert expected_hit(sink, line) <= line["cached_tokens"]
@@ -130,6 +133,7 @@ def test_blocks_named_from_events_are_those_of_the_prompt_named_from_its_text(pa
     for line in lines(path):
         if line["at"] in ("live", "lost"):
             feed.live(frames_of(line, arrays=False), 0)
+            feed.work(0)
             named_by_events |= sink.held.get(3, set())
     for line in lines(path):
         if line.get("messages"):

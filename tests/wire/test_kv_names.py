@@ -1,9 +1,10 @@
+import msgspec
 import numpy as np
 import pytest
 from support.fake_publisher import BLOCK_SIZE, MODEL, removed, stored
 
 from moestro.core.hashing import hash_blocks, hash_key
-from moestro.wire.kv_events import BlockRemoved, BlockStored
+from moestro.wire.kv_events import BlockRemoved, BlockStored, decode_event
 from moestro.wire.kv_names import NamedBlocks, NamingCounts, NamingRules
 
 TOKENS = list(range(12))
@@ -19,9 +20,9 @@ class Cache:
         self.blocks = NamedBlocks(NamingRules(model=MODEL, block_size=BLOCK_SIZE, **rules), self.counts)
 
     def store(self, *event, **more) -> bytes:
-        fields = stored(*event, **more)
-        del fields["type"]
-        return self.blocks.store(BlockStored(**fields))
+        told = decode_event(msgspec.Raw(msgspec.msgpack.encode(stored(*event, **more))))
+        assert isinstance(told, BlockStored)
+        return self.blocks.store(told)
 
     def remove(self, *event, **more) -> bytes:
         fields = removed(*event, **more)
@@ -149,17 +150,20 @@ def test_a_copy_that_remains_keeps_a_block(cache):
 def test_hashes_that_name_different_blocks_are_believed_no_more(cache):
     cache.store([1], None, TOKENS[:4])
     assert cache.store([2, 1], None, [7] * 4 + TOKENS[:4]) == b""
-    assert cache.blocks.is_ambiguous
+    assert cache.blocks.fault
     assert cache.blocks.num_blocks == 0
     assert cache.store([5], None, TOKENS[:4]) == b""
 
 
-def test_no_more_blocks_are_followed_than_allowed():
+def test_a_cache_that_claims_more_blocks_than_allowed_is_followed_no_more():
     cache = Cache(max_num_blocks=2)
-    assert cache.store([1, 2, 3], None, TOKENS) == names(TOKENS[:8])
-    assert cache.counts.over_bound == 1
-    cache.remove([2])
-    assert cache.store([2, 3], 1, TOKENS[4:]) == names(TOKENS)[16:32]
+    assert cache.store([1, 2], None, TOKENS[:8]) == names(TOKENS[:8])
+    assert cache.store([3], 2, TOKENS[8:]) == b""
+    assert cache.blocks.fault == "it claims to hold more than 2 blocks"
+    assert (cache.counts.over_bound, cache.blocks.num_blocks) == (1, 0)
+    assert cache.store([1], None, TOKENS[:4]) == b""
+    cache.blocks.cleared()
+    assert cache.store([1], None, TOKENS[:4]) == names(TOKENS[:4])
 
 
 def test_all_that_is_held_can_be_told_again(cache):

@@ -7,7 +7,6 @@ import logging
 import time
 
 import pytest
-import zmq
 from support.fake_publisher import Sink
 from support.kv_listener import MODEL, Listener, free_ports, names, publishing_config
 from support.running import Running, complete, wait_until
@@ -62,14 +61,13 @@ def test_the_routers_own_subscription_finds_all_that_was_stored_before_it_came(p
         naming = NamingRules(model=MODEL, block_size=16)
         log = LogLimit(logging.getLogger())
         feed = KvFeed(sink, KvFeedSettings(engine=0, name="e", naming=naming, can_replay=True), log.warning)
-        with zmq.Context() as context:
-            source = KvSource(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")
-            task = asyncio.create_task(KvSubscription(context, source, feed, lambda: 0, log).run())
-            async with asyncio.timeout(60):
-                while not (feed.stream.is_complete and feed.num_blocks):  # noqa: ASYNC110 - nobody is told of it
-                    await asyncio.sleep(0.02)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        source = KvSource(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")
+        task = asyncio.create_task(KvSubscription(source, feed, lambda: 0, log).run())
+        async with asyncio.timeout(60):
+            while not (feed.stream.is_complete and feed.num_blocks):  # noqa: ASYNC110 - nothing reports it
+                await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         return sink
 
     complete(publishing, prompt=PROMPT, max_tokens=1)

@@ -38,10 +38,14 @@ class Place:
     Attributes:
         source: `src` folder of the checkout whose `moestro` is attacked.
         directory: private directory of this run; logs of servers are in it.
+        seconds: duration of an attack that goes on until it is stopped.
+        seed: seed of what an attack draws.
     """
 
     source: Path
     directory: Path
+    seconds: float = 20.0
+    seed: int = 0
 
     def serving(
         self, *flags: str, name: str = "serve", **environment: str
@@ -52,7 +56,8 @@ class Place:
     def routing(self, *engines: Server, flags: tuple[str, ...] = (), name: str = "route", **environment: str):
         """Start `moestro route` before `engines` on free ports; its log is NAME.log."""
         urls = [part for engine in engines for part in ("--engine", engine.url)]
-        return self._started("route", (*urls, "--admin-port", str(free_port()), *flags), name, environment)
+        admin = () if "--admin-port" in flags else ("--admin-port", str(free_port()))
+        return self._started("route", (*urls, *admin, *flags), name, environment)
 
     def log(self, name: str) -> str:
         """Return what the server called `name` has logged."""
@@ -60,7 +65,9 @@ class Place:
 
     def _started(self, verb: str, flags: tuple[str, ...], name: str, environment: dict[str, str]):
         port = free_port()
-        there = {"PYTHONPATH": str(self.source), "TMPDIR": str(self.directory), "OMP_NUM_THREADS": "1", **environment}
+        own = str(self.directory)
+        there = {"PYTHONPATH": str(self.source), "TMPDIR": own, "XDG_STATE_HOME": own, "OMP_NUM_THREADS": "1"}
+        there |= environment
         log = self.directory / f"{name}.log"
         return started([MOESTRO, verb, "--port", str(port), *flags], port, log, **there)
 
@@ -137,10 +144,12 @@ def run(attack: Attack, about: str | None) -> None:
     parser = make_parser(about)
     here = Path(__file__).parents[3] / "src"
     parser.add_argument("--source", type=Path, default=here, help="src folder of another checkout, to compare with")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of an attack without an end of its own")
+    parser.add_argument("--seed", type=int, default=0, help="seed of what the attack draws")
     options = parser.parse_args()
     conditions = run_record("measured")
     with _directory() as directory:
-        figures = asyncio.run(attack(Place(options.source.resolve(), directory)))
+        figures = asyncio.run(attack(Place(options.source.resolve(), directory, options.seconds, options.seed)))
         num_tracebacks = {
             log.stem: log.read_text(errors="replace").count("Traceback") for log in directory.glob("*.log")
         }

@@ -30,8 +30,10 @@ class ServerSettings(CheckedSettings):
     "Lowest severity that is logged. Prompts and answers are never logged."
     record: Path | None = None
     "Append each request's way through all levels, without text, to this file: for moestro explain, replay and sim."
+    record_key_file: Path | None = None
+    "File with the key of the record's block hashes, made if it does not exist. Unset: one in the state directory."
     record_max_size: Annotated[float, at_least(0)] = 16.0
-    "GiB of the file at which --record ends, with one line in the log. A request takes about 5 kB."
+    "GiB that the file of --record does not exceed; lines beyond are lost and counted. A request takes about 5 kB."
     strict_fields: bool = False
     "Refuse a request with an unknown field with a 400. Unset: the answer has a Warning header that names the field."
     shutdown_timeout: Annotated[float, at_least(0)] = 10.0

@@ -74,6 +74,20 @@ def hash_blocks(key: bytes, token_ids: NDArray[np.int32], block_size: int) -> by
     return b"".join(hashes)
 
 
+def keyed_names(secret: bytes, packed: bytes) -> bytes:
+    """Replace packed hashes by keyed hashes of them: equal ones stay equal, and no guess can be tested without the key.
+
+    Args:
+        secret: key, up to 64 bytes.
+    """
+    return b"".join([_keyed_name(secret, name) for name in split_hashes(packed)])
+
+
+@lru_cache(maxsize=1 << 16)  # a block is recorded with its request, its answer and its storage, and with later turns
+def _keyed_name(secret: bytes, name: bytes) -> bytes:
+    return blake2b(name, digest_size=HASH_BYTES, key=secret).digest()
+
+
 def split_hashes(packed: bytes) -> list[bytes]:
     """Split packed hashes into one `bytes` object per block."""
     # Four times as fast as slicing, which counts in a routing decision.

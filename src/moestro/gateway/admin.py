@@ -15,6 +15,7 @@ from moestro.gateway.index_transfer import MAX_INDEX_BYTES, IndexTransfer
 from moestro.gateway.settings import AdminSettings, EngineUrl, is_loopback
 from moestro.routing.decision_log import DecisionLog
 from moestro.web.access import Access
+from moestro.web.bodies import Bodies
 from moestro.web.errors import HttpError
 from moestro.web.lifecycle import RESPONSE_FLUSH_S
 from moestro.web.middleware import HttpMiddleware
@@ -49,6 +50,7 @@ class Admin:
         self._decision_log = decision_log
         self._metrics = metrics
         self._statistics = statistics
+        self._bodies = Bodies(max_body_bytes=_MAX_BODY_BYTES)
 
     async def runner(self, settings: AdminSettings) -> web.AppRunner:
         """Return an aiohttp runner of the admin plane, set up to serve."""
@@ -57,7 +59,7 @@ class Admin:
         return await middleware.runner(self._app(settings), shutdown_timeout=RESPONSE_FLUSH_S)
 
     def _app(self, settings: AdminSettings) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app = web.Application()
         app.middlewares.append(only_programs(lambda host: host == settings.admin_host or is_loopback(host)))
         app.add_routes(
             [
@@ -91,9 +93,10 @@ class Admin:
     async def add(self, http: web.Request) -> web.Response:
         """Handle POST /admin/engines {"url": "NAME=http://HOST:PORT"}: add an engine and answer 201."""
         try:
-            url = EngineUrl.parse(msgspec.json.decode(await http.read(), type=_NewEngine).url)
+            async with self._bodies.holding(http) as body:
+                url = EngineUrl.parse(msgspec.json.decode(body, type=_NewEngine).url)
             engine = self._engine_admin.add(url)
-        except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
             raise RequestError(shown(error), param="url", code="invalid_value") from None
         return _json(self._engine_admin.view(engine), status=201)
 

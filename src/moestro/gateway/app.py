@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 from prometheus_client.registry import Collector
 
@@ -25,15 +25,14 @@ from moestro.gateway.paths import Routes
 from moestro.gateway.prometheus import RouteCollector
 from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.proxy import Proxy
-from moestro.gateway.settings import EngineSettings, FrontSettings, ReliabilitySettings, RouteSettings
+from moestro.gateway.settings import EngineSettings, FrontSettings, RecordSettings, ReliabilitySettings, RouteSettings
 from moestro.gateway.source_reports import HasEvents, SourceReports
 from moestro.gateway.statistics import FleetStatistics
 from moestro.routing.breaker import BreakerRules
 from moestro.routing.decision_log import DecisionLog
-from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
+from moestro.routing.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
 from moestro.routing.health import HealthRules
 from moestro.routing.policy_contract import FRESH_NS, RouteInputs
-from moestro.routing.request_trace import RequestTrace
 from moestro.routing.retry_budget import RetryBudget, RetryRules
 from moestro.routing.router import Router
 from moestro.routing.scrape import SCRAPED_FIGURES
@@ -43,6 +42,7 @@ from moestro.web.access import Access
 from moestro.web.connections import TooMany
 from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks
+from moestro.web.record_key import record_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
         ConfigError: The settings contradict each other or name unusable resources.
     """
     front = settings.front
-    record = _record(settings.record.record) if settings.record.record else None
-    router = _router(settings, prompt_reader, record)
+    record, key_id = _record(settings.record)
+    router = _router(settings, prompt_reader, record, key_id)
     router.keeps_candidates = record is not None or settings.record.remember > 0
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings.reliability), time.monotonic_ns)
     counts = Counts()
@@ -94,17 +94,18 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
         record.write if record else None,
         read_clocks,
     )
+    access = Access.of(front.api_key, settings.access)
     shared = ExchangeContext(
         fleet=fleet,
+        access=access,
         rules=_exchange_rules(settings.reliability, front),
         budget=RetryBudget(RetryRules(share=settings.reliability.retry_share), time.monotonic_ns()),
         counts=counts,
         decision_log=decision_log,
         active={},
     )
-    access = Access.of(front.api_key, settings.access)
     collectors, watchers, kv_events = _observers(settings, fleet)
-    watch, exposition = Watch(watchers), Exposition(RouteCollector(fleet, counts), *collectors)
+    watch, exposition = Watch(watchers), Exposition(RouteCollector(fleet, counts, record), *collectors)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
     answers = own_answers(exposition.text, statistics.json)
     proxy = Proxy(shared, prompt_reader, access, Routes(front.open_path), answers)
@@ -141,12 +142,22 @@ def _observers(settings: RouteSettings, fleet: Fleet) -> tuple[list[Collector], 
     return [*collectors, KvFigures(kv_events)], [*watchers, kv_events], kv_events
 
 
-def _record(path: Path) -> RecordFile[Entry]:
-    """Open the record. After a gap it continues with request traces only, because a replay would be wrong."""
-    return RecordFile(path, (RequestTrace,), "it can be replayed up to here; from now on it has only request traces")
+def _record(settings: RecordSettings) -> tuple[RecordFile[Entry] | None, str]:
+    """Open the record, if there is one, and return it with the fingerprint of its key."""
+    if settings.record is None:
+        return None, ""
+    key = record_key(settings.record_key_file)
+    file: RecordFile[Entry] = RecordFile(settings.record, partial(keyed_entry, key.secret), _resumed)
+    return file, key.key_id
 
 
-def _router(settings: RouteSettings, prompt_reader: PromptReader, record: RecordFile[Entry] | None) -> Router:
+def _resumed(num_lost: int) -> list[Entry]:
+    return [Gap(num_lost, read_clocks())]
+
+
+def _router(
+    settings: RouteSettings, prompt_reader: PromptReader, record: RecordFile[Entry] | None, key_id: str
+) -> Router:
     policy = PolicyText(settings.policy.route_policy, settings.policy.route_score, _inputs(settings.engines))
     bounds = RouterSettings(
         block_size=prompt_reader.block_tokens,
@@ -157,7 +168,7 @@ def _router(settings: RouteSettings, prompt_reader: PromptReader, record: Record
     )
     if record is None:
         return Router(policy.make(), bounds)
-    return RecordedRouter(policy, bounds, record.write, read_clocks())
+    return RecordedRouter(policy, bounds, record.write, read_clocks(), key_id)
 
 
 def _inputs(engines: EngineSettings) -> RouteInputs:
@@ -180,13 +191,14 @@ def _health_rules(reliability: ReliabilitySettings) -> HealthRules:
     return HealthRules(
         stall_ns=int(reliability.stall_timeout * 1e9),
         slow_start_ns=int(reliability.slow_start * 1e9),
-        breaker=BreakerRules(num_in_row=reliability.breaker_failures),
+        breaker=BreakerRules(num_witnesses=reliability.breaker_failures),
     )
 
 
 def _exchange_rules(reliability: ReliabilitySettings, front: FrontSettings) -> ExchangeRules:
     return ExchangeRules(
         max_retries=reliability.max_retries,
+        retry_on=frozenset(reliability.retry_on),
         first_byte_s=reliability.first_byte_timeout,
         idle_s=reliability.idle_timeout,
         shows_route=front.route_headers,

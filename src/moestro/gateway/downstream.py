@@ -115,6 +115,11 @@ class ClientConnection(asyncio.Protocol):
         self.deadline_s = self._idle_until_s = time.monotonic() + clients.limits.idle_s
         self._unread_until_s = float("inf")  # Deadline for the client to read the unsent data.
 
+    @property
+    def max_body_bytes(self) -> int:
+        """Most bytes of a request's body, packed and unpacked."""
+        return self._clients.limits.max_body_bytes
+
     # --- called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -185,8 +190,8 @@ class ClientConnection(asyncio.Protocol):
         body = error_json(error) if current is None else error_body(current.head.path, error, current.request_id)
         if error.retry_after_s is not None:
             added += b"Retry-After: %d\r\n" % error.retry_after_s
-        if error.http_status == 401:
-            added += b"WWW-Authenticate: Bearer\r\n"
+        for name, value in error.headers.items():
+            added += f"{name}: {value}\r\n".encode()
         self.reply(own_head(error.http_status, "application/json", len(body), added), body)
 
     def begin(self, head: bytes, *, has_length: bool) -> None:

@@ -59,6 +59,7 @@ class EngineAdmin:
         head = EngineHead(
             host=url.netloc.encode(),
             prefix=url.path.encode(),
+            via=self.fleet.pseudonym,
             authorization=None if key is None else f"Bearer {key}".encode("utf-8", "surrogateescape"),
             withheld=self.withheld,
         )

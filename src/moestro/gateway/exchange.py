@@ -6,31 +6,40 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.gateway.downstream import ClientConnection
-from moestro.gateway.fleet import Fleet, RoutedEngine
-from moestro.gateway.http_headers import AnswerHead, Incoming, Named, header_text
+from moestro.gateway.fleet import Fleet, RouteBounds, RoutedEngine
+from moestro.gateway.http_headers import LOOP_HEADER, LOOP_STATUS, AnswerHead, Incoming, Named, header_text
 from moestro.gateway.metrics import Counts, usage_in
 from moestro.gateway.upstream import EngineConnection
 from moestro.routing.decision_log import DecisionLog
+from moestro.routing.evidence import Origin
 from moestro.routing.health import Condition
 from moestro.routing.retry_budget import RetryBudget
 from moestro.routing.router import RouteDecision
+from moestro.web.access import Access
 from moestro.web.errors import GenerationError, HttpError, InternalError, error_body
 
 logger = logging.getLogger(__name__)
 
-_BUSY = frozenset({429, 503, 529})  # 529 comes from Dynamo and Anthropic.
+_RATE_LIMITED = 429  # Concerns the client (RFC 6585).
+_OVERLOADED = frozenset({503, 529})  # 529 comes from Dynamo and Anthropic.
 _FAILED = frozenset({500, 502, 504})
+_FIRST_ERROR = 400
 _STALE_NS = 1_000_000_000  # A kept connection that its engine has closed fails within this time.
 _TAIL_BYTES = 4096  # Kept end of an answer, which contains its usage.
 _MAX_TAIL_BYTES = 4 * _TAIL_BYTES  # The tail is cut only beyond this size, not at every piece.
 _LAST_BYTES = 256  # Longest end of a stream in which the last event is looked for.
 _MAX_LOST = 1  # Engines that one request may lose: a request that loses two may be the cause.
 _LEFT_STATUS = 499  # nginx' status for a client that disconnected.
+# First event of a stream that has failed before its first token, in OpenAI's or Anthropic's form.
+_ERROR_EVENT = re.compile(rb'\s*(?:event: ?error\r?\n)?data: ?\{"(?:error"|(?:type|object)": ?"error")')
+_ERROR_OF_REQUEST = re.compile(rb'"code": ?4\d\d\b')  # Such an event stands for a 4xx.
+_DIGEST_BYTES = 4096  # Bytes at each end of a body by which bodies differ; a failure must not hash 32 MiB.
 # Many clients close the connection after this event, of OpenAI's or of Anthropic's API.
 _LAST_EVENT = re.compile(rb'(?:data: \[DONE\]|data: ?\{"type": ?"message_stop"[^\n]*)\s*\Z')
 
@@ -48,12 +57,14 @@ class ExchangeRules:
 
     Attributes:
         max_retries: Number of times that a request may go to another engine after a failure status.
+        retry_on: Statuses after which a request goes to another engine.
         first_byte_s: Time until the answer's body begins, seconds.
         idle_s: Time between two bytes of the body, seconds.
         shows_route: Whether answers name their engine and the reason for the choice.
     """
 
     max_retries: int = 3
+    retry_on: frozenset[int] = frozenset({429, 502, 503, 504, 529})
     first_byte_s: float = 600.0
     idle_s: float = 300.0
     shows_route: bool = True
@@ -64,10 +75,12 @@ class ExchangeContext:
     """The parts of the router that all exchanges use.
 
     Attributes:
+        access: Names the client of a request.
         active: Running exchanges by request id.
     """
 
     fleet: Fleet
+    access: Access
     rules: ExchangeRules
     budget: RetryBudget
     counts: Counts
@@ -84,8 +97,8 @@ class Exchange:
 
     __slots__ = (
         "_arrival_ns", "_client", "_connection", "_decision", "_engine", "_head", "_idle_s", "_incoming",
-        "_is_event_stream", "_is_in_router", "_length", "_mark", "_model", "_num_lost", "_num_retries", "_request",
-        "_sent_ns", "_shared", "_stage", "_status", "_tail", "_task", "_tried", "_why", "deadline_s",
+        "_is_event_stream", "_is_in_router", "_is_success", "_length", "_model", "_num_lost", "_num_retries",
+        "_request", "_sent_ns", "_shared", "_stage", "_status", "_tail", "_task", "_tried", "_why", "deadline_s",
     )  # fmt: skip
 
     def __init__(self, shared: ExchangeContext, client: ClientConnection, incoming: Incoming) -> None:
@@ -103,12 +116,12 @@ class Exchange:
         self._connection: EngineConnection | None = None
         self._task: asyncio.Task[None] | None = None
         self._tried: tuple[int, ...] = ()
-        self._num_retries = self._num_lost = self._mark = self._status = 0
+        self._num_retries = self._num_lost = self._status = 0
         self._why = ""
         self._head: AnswerHead | None = None
         self._length: int | None = None
         self._tail = bytearray()
-        self._is_event_stream = False
+        self._is_event_stream = self._is_success = False
         self.deadline_s = now_ns * 1e-9 + shared.rules.first_byte_s
         shared.active[incoming.request_id] = self
 
@@ -143,15 +156,13 @@ class Exchange:
     def fail(self) -> None:
         """End the exchange because of an unexpected exception, and log it. Called from the exception's handler."""
         logger.exception("%s failed", self._incoming.request_id)
-        if self._engine is not None:
-            self._engine.health.breaker.abandoned(self._mark)
         self.refuse(InternalError(self._incoming.request_id))
 
     def expire(self) -> None:
         """End the exchange after its deadline."""
         rules = self._shared.rules
         if self._engine is not None:
-            self._engine.health.breaker.failed(self._mark, time.monotonic_ns())
+            self._blame(self._engine, time.monotonic_ns())
             self._engine.counts.num_broken += 1
         if self._stage == _ANSWERING:
             self.refuse(_broken(f"the engine sent nothing for {rules.idle_s:g} s"))
@@ -168,7 +179,6 @@ class Exchange:
         # A stream whose last event has been sent lacks only its last chunk.
         is_whole = self._is_event_stream and _LAST_EVENT.search(self._tail, len(self._tail) - _LAST_BYTES) is not None
         if self._engine is not None and not is_whole:
-            self._engine.health.breaker.abandoned(self._mark)
             self._engine.counts.num_left += 1
         self._release_engine(completed=False)
         self._finish(self._status if is_whole else _LEFT_STATUS)
@@ -193,8 +203,7 @@ class Exchange:
         assert engine is not None
         self._status = status
         engine.counts.statuses[status] += 1
-        is_failure = status in _BUSY or status in _FAILED
-        if not (is_failure and self._take_failure(engine, status, head.named)):
+        if status < _FIRST_ERROR or not self._take_failure(engine, head):
             self._head, self._length = head, length
 
     def body(self, data: bytes, *, is_last: bool) -> None:
@@ -202,9 +211,10 @@ class Exchange:
         now_ns = time.monotonic_ns()
         engine = self._engine
         assert engine is not None
-        engine.last_byte_ns = now_ns
         if self._stage == _WAITING:
-            self._begin(engine, now_ns)
+            self._begin(engine, now_ns, data)
+        if self._is_success:
+            engine.last_byte_ns = now_ns  # An engine that only refuses does not get on with its work.
         self.deadline_s = now_ns * 1e-9 + self._idle_s
         tail = self._tail
         if len(tail) > _MAX_TAIL_BYTES:
@@ -216,7 +226,7 @@ class Exchange:
         """End the complete answer."""
         if self._stage == _WAITING:
             assert self._engine is not None
-            self._begin(self._engine, time.monotonic_ns())  # The answer had no body.
+            self._begin(self._engine, time.monotonic_ns(), b"")  # The answer had no body.
         self._release_engine(completed=True)
         self._finish(self._status)
         self._client.end()
@@ -228,9 +238,8 @@ class Exchange:
         assert engine is not None
         assert connection is not None
         if self._stage == _ANSWERING:
-            engine.health.breaker.failed(self._mark, now_ns)
+            self._blame(engine, now_ns)
             engine.counts.num_broken += 1
-            self._shared.fleet.look(engine, now_ns)
             self.refuse(_broken(cause))
         elif self._head is None and not connection.is_fresh and now_ns - self._sent_ns < _STALE_NS:
             self._connect()  # The engine closed an idle connection, which is no failure.
@@ -244,15 +253,13 @@ class Exchange:
         assert self._request is not None
         shared, before_ns = self._shared, time.monotonic_ns()
         fleet, counts = shared.fleet, shared.counts
-        decision = fleet.submit(self._request, self._model, self._tried, before_ns)
+        client = self._client_name() if fleet.has_pauses else None
+        decision = fleet.submit(self._request, RouteBounds(self._model, self._tried, client), before_ns)
         counts.decision_s.observe((time.monotonic_ns() - before_ns) * 1e-9)
         self._decision, self._is_in_router = decision, True
         self._engine = engine = fleet[decision.engine]
         engine.counts.num_decisions += 1
         self._tried += (decision.engine,)
-        self._mark = engine.health.breaker.sent()
-        if engine.condition is not Condition.UP:
-            fleet.look(engine, before_ns)  # An engine that is probed gets only one request.
         shared.decision_log.routed(self._request, decision, self._why)
 
     def _send(self) -> None:
@@ -296,9 +303,12 @@ class Exchange:
 
     def _lose(self, engine: RoutedEngine, cause: str, now_ns: int, *, was_sent: bool) -> None:
         """Retry on another engine after the engine was lost before any byte of its answer."""
-        engine.health.breaker.failed(self._mark, now_ns, at_once=True)
         engine.counts.num_unreachable += 1
-        self._shared.fleet.lost(engine, cause, now_ns)
+        if was_sent:
+            self._blame(engine, now_ns)  # The request may be what ended the connection.
+        else:
+            engine.health.breaker.unreachable(now_ns)
+            self._shared.fleet.lost(engine, cause, now_ns)
         self._connection = self._head = None
         self._num_lost += was_sent
         if self._num_lost <= _MAX_LOST and self._try_elsewhere("lost" if was_sent else "unreachable"):
@@ -309,28 +319,52 @@ class Exchange:
         error.http_status = 502
         self.refuse(error)
 
-    def _take_failure(self, engine: RoutedEngine, status: int, named: Named) -> bool:
+    def _take_failure(self, engine: RoutedEngine, head: AnswerHead) -> bool:
         """Count a failure status, and return whether the request goes to another engine."""
-        now_ns, shared = time.monotonic_ns(), self._shared
-        if status in _BUSY:
-            engine.health.busy(_retry_after_ns(named), now_ns)
-            engine.health.breaker.abandoned(self._mark)
-        else:
-            engine.health.breaker.failed(self._mark, now_ns)
-        shared.fleet.look(engine, now_ns)
-        if self._num_retries >= shared.rules.max_retries or not shared.fleet.has_other(self._tried):
+        now_ns, shared, status = time.monotonic_ns(), self._shared, head.status
+        if status == LOOP_STATUS and head.named.get(LOOP_HEADER) == shared.fleet.pseudonym:
+            shared.fleet.looped(engine, now_ns)
+            return self._leave_answer("leads back to this router")
+        if status in _FAILED:
+            self._blame(engine, now_ns)
+        elif status in _OVERLOADED or status == _RATE_LIMITED:
+            client, is_overloaded = self._client_name(), status in _OVERLOADED
+            engine.health.refused(client, _retry_after_ns(head.named), now_ns, is_overloaded=is_overloaded)
+            shared.fleet.look(engine, now_ns)
+        if status not in shared.rules.retry_on or self._num_retries >= shared.rules.max_retries:
+            return False
+        if not shared.fleet.has_other(self._tried):
             return False
         if not shared.budget.grant(now_ns):
             shared.counts.num_retries_denied += 1
             return False
+        is_moved = self._leave_answer(f"answered {status}")
+        self._num_retries += is_moved
+        return is_moved
+
+    def _leave_answer(self, cause: str) -> bool:
+        """Send the request to another engine and drop the answer; return False without another engine."""
         connection, self._connection = self._connection, None
-        if not self._try_elsewhere(f"answered {status}"):
+        if not self._try_elsewhere(cause):
             self._connection = connection
             return False
-        self._num_retries += 1
         if connection is not None:
             connection.close()
         return True
+
+    def _blame(self, engine: RoutedEngine, now_ns: int) -> None:
+        """Count a failure that may be the engine's or the request's own."""
+        engine.health.breaker.failed(Origin(self._client_name(), self._body_digest()), self._sent_ns, now_ns)
+        self._shared.fleet.look(engine, now_ns)
+
+    def _client_name(self) -> Hashable:
+        named = self._incoming.head.named
+        key, other = named.get(b"authorization", b""), named.get(b"x-api-key", b"")
+        return self._shared.access.client_of(key, other, self._incoming.client)
+
+    def _body_digest(self) -> int:
+        body = self._incoming.body
+        return hash((len(body), body[:_DIGEST_BYTES], body[-_DIGEST_BYTES:]))
 
     def _try_elsewhere(self, cause: str) -> bool:
         """Send the request to an engine that it has not tried, and return False without such an engine."""
@@ -354,8 +388,8 @@ class Exchange:
 
     # --- back to the client
 
-    def _begin(self, engine: RoutedEngine, now_ns: int) -> None:
-        """Begin the client's answer with the engine's first byte, after which no retry is possible."""
+    def _begin(self, engine: RoutedEngine, now_ns: int, data: bytes) -> None:
+        """Begin the client's answer with the engine's first bytes, after which no retry is possible."""
         head, length = self._head, self._length
         assert head is not None
         status = head.status
@@ -364,14 +398,23 @@ class Exchange:
         if status < 300 and self._request is not None:
             self._shared.fleet.router.first_token(self._request.request_id, now_ns)
             engine.counts.first_byte_s.observe((now_ns - self._arrival_ns) * 1e-9)
-        if status not in _FAILED and status not in _BUSY:
-            engine.health.breaker.succeeded(self._mark, now_ns)
-            if engine.condition is not Condition.UP:
-                self._shared.fleet.look(engine, now_ns)
         self._is_event_stream = head.is_event_stream
+        if status < _FIRST_ERROR:
+            self._judge_beginning(engine, now_ns, data)
         framing = b"" if length is None else b"Content-Length: %d\r\n" % length
         has_end = length is not None or self._incoming.head.method == b"HEAD" or status in (204, 304)
         self._client.begin(b"%b%b%b" % (head.lines, framing, self._own_lines()), has_length=has_end)
+
+    def _judge_beginning(self, engine: RoutedEngine, now_ns: int, data: bytes) -> None:
+        """Count an answer that begins well, and a stream that begins with an error although its status is 200."""
+        if self._is_event_stream and _ERROR_EVENT.match(data):
+            if not _ERROR_OF_REQUEST.search(data):
+                self._blame(engine, now_ns)
+            return
+        self._is_success = True
+        engine.health.succeeded(self._sent_ns, now_ns)
+        if engine.condition is not Condition.UP:
+            self._shared.fleet.look(engine, now_ns)
 
     def _own_lines(self) -> bytes:
         shared, engine, decision = self._shared, self._engine, self._decision

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator
+import secrets
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moestro.core.request import Request
 from moestro.errors import ConfigError, NoEngineError
@@ -19,7 +21,22 @@ from moestro.routing.router import RouteDecision, Router
 
 logger = logging.getLogger(__name__)
 
+_IN_ROTATION = frozenset({Condition.UP, Condition.PROBING})
 _CONDITIONS_OF_A_NEW_PROCESS = frozenset({Condition.DOWN, Condition.OPEN})
+
+
+class RouteBounds(NamedTuple):
+    """What bounds the choice of an engine for a request.
+
+    Attributes:
+        model: Model that the engine must serve. None, or a model that no engine lists, allows every engine.
+        tried: Rows of engines that have failed this request.
+        client: Name of the client. Needed only while the fleet has pauses.
+    """
+
+    model: str | None
+    tried: Collection[int] = ()
+    client: Hashable = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -60,6 +77,7 @@ class Fleet:
 
     Attributes:
         models: Models of each engine.
+        pseudonym: Name of this router in Via. No client can guess it, so none can make the router refuse others.
         names: Names by row, including removed engines. Adding an engine replaces the tuple.
     """
 
@@ -70,8 +88,10 @@ class Fleet:
         self._now_ns = now_ns
         self._by_row: dict[int, RoutedEngine] = {}
         self.names: tuple[str, ...] = ()
-        self._returning: set[int] = set()  # Rows in slow start.
+        self._returning: set[int] = set()  # Rows in slow start or in doubt.
+        self._pausing: set[int] = set()  # Rows that some clients leave alone for now.
         self.models = Models()
+        self.pseudonym = f"moestro-{secrets.token_hex(8)}".encode()
 
     def __iter__(self) -> Iterator[RoutedEngine]:
         return iter(tuple(self._by_row.values()))
@@ -101,6 +121,7 @@ class Fleet:
         """Send `engine` no more requests; its running requests still finish."""
         del self._by_row[engine.row]
         self._returning.discard(engine.row)
+        self._pausing.discard(engine.row)
         self.router.remove_engine(engine.row, self._now_ns())
         self.models.forget(engine.row)
 
@@ -108,19 +129,20 @@ class Fleet:
         """Return the engine named `name`, or None for an unknown name."""
         return next((engine for engine in self._by_row.values() if engine.name == name), None)
 
-    def submit(self, request: Request, model: str | None, tried: Collection[int], now_ns: int) -> RouteDecision:
-        """Let the router choose an engine for a request.
+    @property
+    def has_pauses(self) -> bool:
+        """Whether some clients leave some engines alone, so that `submit` needs to know the client."""
+        return bool(self._pausing)
 
-        Args:
-            model: Model that the engine must serve. None, or a model that no engine lists, allows every engine.
-            tried: Rows of engines that have failed this request.
+    def submit(self, request: Request, bounds: RouteBounds, now_ns: int) -> RouteDecision:
+        """Let the router choose an engine for a request.
 
         Raises:
             NoEngineError: No engine is left; the error contains the time after which to retry.
             QueueFullError: All remaining engines are full.
         """
-        is_open = not tried and not self._returning and self.models.are_alike
-        exclude = () if is_open else self._excluded(model, tried, now_ns)
+        is_open = not bounds.tried and not self._returning and not self._pausing and self.models.are_alike
+        exclude = () if is_open else self._excluded(bounds, now_ns)
         try:
             return self.router.submit(request, now_ns, exclude)
         except NoEngineError as error:
@@ -139,18 +161,30 @@ class Fleet:
         health = engine.health
         if engine.last_byte_ns:
             health.progressed(num_in_flight, engine.last_byte_ns)
+            health.streamed()
             engine.last_byte_ns = 0
         before, after = engine.condition, health.condition(num_in_flight, engine.num_streaming, now_ns)
         engine.condition = after
-        is_routable = after is Condition.UP or (after is Condition.PROBING and health.breaker.admits(now_ns))
+        is_routable = after in _IN_ROTATION
         if is_routable != self.router.is_routable(engine.row):
             self.router.set_routable(engine.row, routable=is_routable)
-        if after is Condition.UP and health.share(now_ns) < 1:
+        if is_routable and health.share(now_ns) < 1:
             self._returning.add(engine.row)
         else:
             self._returning.discard(engine.row)
+        if health.pauses.last(now_ns):
+            self._pausing.add(engine.row)
+        else:
+            self._pausing.discard(engine.row)
         if before is not after:
             self._log_change(engine, before, now_ns)
+
+    def looped(self, engine: RoutedEngine, now_ns: int) -> None:
+        """Record that a request for `engine` has come back to this router."""
+        engine.counts.num_loops += 1
+        engine.health.looped(now_ns)
+        engine.unreachable = "it leads back to this router, which answers 508"
+        self.look(engine, now_ns)
 
     def lost(self, engine: RoutedEngine, cause: str, now_ns: int) -> None:
         """Record that `engine` is unreachable, and discard the known contents of its cache."""
@@ -170,17 +204,25 @@ class Fleet:
         """Number of engines that get requests."""
         return self.router.num_routable
 
-    def _excluded(self, model: str | None, tried: Collection[int], now_ns: int) -> list[int]:
+    def _excluded(self, bounds: RouteBounds, now_ns: int) -> list[int]:
         """Return the rows in rotation that must not get this request."""
-        lacking = self.models.excluded(model)
+        lacking = self.models.excluded(bounds.model)
         in_rotation = [row for row in self._by_row if self.router.is_routable(row)]
-        excluded = [row for row in in_rotation if row in tried or row in lacking]
+        excluded = [row for row in in_rotation if row in bounds.tried or row in lacking]
         left = [row for row in in_rotation if row not in excluded]
+        # An engine that has refused this client is the last resort: it refuses again in its own words, or serves.
+        calm = [row for row in left if not self._is_paused(row, bounds.client, now_ns)]
+        if calm and len(calm) < len(left):
+            excluded += [row for row in left if row not in calm]
+            left = calm
         settled = [row for row in left if row not in self._returning]
         if settled and len(settled) < len(left):
             most = max(self.router.num_in_flight_on(row) for row in settled)
             excluded += [row for row in left if row in self._returning and not self._has_share(row, most, now_ns)]
         return excluded
+
+    def _is_paused(self, row: int, client: Hashable, now_ns: int) -> bool:
+        return row in self._pausing and self._by_row[row].health.pauses.concern(client, now_ns)
 
     def _has_share(self, row: int, most: int, now_ns: int) -> bool:
         """Return whether an engine in slow start may get one more request; settled engines have at most `most`."""

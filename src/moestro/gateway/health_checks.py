@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from moestro.gateway.fleet import Fleet, RoutedEngine
+from moestro.gateway.http_headers import LOOP_STATUS
 from moestro.gateway.probe_client import NoAnswerError, ask
 from moestro.routing.health import Condition
 from moestro.routing.scrape import MAX_BYTES, ScrapedLoad, scrape
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 MODELS_EVERY_S = 10.0
 _MAX_MODELS_BYTES = 4 << 20
 _MAX_HEALTH_BYTES = 64 << 10
+_FORWARDED_PATH = "/get_model_info"  # Routers forward it, and engines answer it at no cost, if only with 404.
 _SOON_S = 0.5
 _AGAIN_S = 1.0
 
@@ -98,13 +100,32 @@ class HealthWatch:
 
     async def _check(self, engine: RoutedEngine) -> bool:
         try:
-            status, _ = await ask(engine, self._rules.health_path, self._rules.timeout_s, _MAX_HEALTH_BYTES)
+            status, body = await ask(engine, self._rules.health_path, self._rules.timeout_s, _MAX_HEALTH_BYTES)
         except NoAnswerError as error:
             engine.unreachable = f"{self._rules.health_path}: {error}"
             return False
+        if self._is_own_refusal(status, body):
+            self._fleet.looped(engine, time.monotonic_ns())
+            return False
         if status >= 300:
             engine.unreachable = f"{self._rules.health_path} answered {status}"
+        elif engine.health.is_loop_check_due(time.monotonic_ns()):
+            await self._check_loop(engine)
         return status < 300
+
+    async def _check_loop(self, engine: RoutedEngine) -> None:
+        """Ask through the engine, because a router that leads back here answers its health check itself."""
+        try:
+            status, body = await ask(engine, _FORWARDED_PATH, self._rules.timeout_s, _MAX_HEALTH_BYTES)
+        except NoAnswerError:
+            return  # This shows neither a loop nor that there is none.
+        if self._is_own_refusal(status, body):
+            self._fleet.looped(engine, time.monotonic_ns())
+        else:
+            engine.health.loop_ended(time.monotonic_ns())
+
+    def _is_own_refusal(self, status: int, body: bytes) -> bool:
+        return status == LOOP_STATUS and self._fleet.pseudonym in body
 
     async def _learn_models(self, engine: RoutedEngine) -> bool:
         try:

@@ -34,9 +34,12 @@ CORS_HEADERS = frozenset({b"origin", b"access-control-request-method", b"access-
 _NEEDED = frozenset({b"content-length", b"content-type", b"authorization"})
 _BODILESS = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+# An answer with this status and header refuses a request that has come back to the router that the header names.
+LOOP_STATUS = HTTPStatus.LOOP_DETECTED.value
+LOOP_HEADER = b"x-moestro-loop"
 _VERSIONS = frozenset({"1.1", "1.0"})
 # Headers that must not be repeated, because servers differ in which line they use.
-_SINGLE = frozenset({b"host", b"authorization", b"x-api-key", b"transfer-encoding", b"expect"})
+_SINGLE = frozenset({b"host", b"authorization", b"x-api-key", b"transfer-encoding", b"content-encoding", b"expect"})
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%-]*(?::[0-9]*)?|\[[0-9A-Fa-f:.]+\](?::[0-9]*)?")
 _PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _NOT_IN_HEADER = re.compile(r"[^\x20-\x7e]")
@@ -106,12 +109,14 @@ class EngineHead:
     Attributes:
         host: value of Host.
         prefix: path prefix of the engine's API; usually empty.
+        via: pseudonym of this router in Via (RFC 9110, 7.6.3), by which it finds out that a request has come back.
         authorization: replacement for the client's Authorization, for an engine with its own key.
         withheld: names of client headers, in lower case, that are meant for this router only.
     """
 
     host: bytes
     prefix: bytes = b""
+    via: bytes = b"moestro"
     authorization: bytes | None = None
     withheld: frozenset[bytes] = frozenset()
     _dropped: frozenset[bytes] = field(init=False, default=frozenset())
@@ -141,7 +146,13 @@ class EngineHead:
         lines += [b"%b: %b\r\n" % (name, value) for lower, name, value in head.headers if lower not in dropped]
         if self.authorization is not None:
             lines.append(b"Authorization: %b\r\n" % self.authorization)
+        lines.append(b"Via: 1.1 %b\r\n" % self.via)
         return b"".join(lines)
+
+
+def has_passed(head: RequestHead, pseudonym: bytes) -> bool:
+    """Return whether a request has already passed the proxy that calls itself `pseudonym` in Via."""
+    return any(pseudonym in value.replace(b",", b" ").split() for lower, _, value in head.headers if lower == b"via")
 
 
 def answer_lines(status: int, headers: Headers, named: Named) -> bytes:

@@ -21,6 +21,7 @@ from moestro.core.prefix_tree import BlockRun
 from moestro.errors import RequestError
 from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.web.errors import HttpError
+from moestro.web.packed_bodies import coding_in
 
 MAX_INDEX_BYTES = 1 << 30
 _PART_PROMPTS = 256  # a few milliseconds of work, after which requests are served
@@ -96,6 +97,10 @@ class IndexTransfer:
 
         The prompts count as sent now, and replace those of an earlier transfer. Engines unknown here are skipped.
         """
+        if coding_in(http.headers.get("Content-Encoding", "")) is not None:
+            raise HttpError(
+                415, "An index is sent unpacked: leave Content-Encoding out.", "unsupported_content_encoding"
+            )
         try:
             async with self._taking:
                 num_prompts = await self._take(_messages(http.content))

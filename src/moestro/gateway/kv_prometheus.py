@@ -44,14 +44,14 @@ class KvFigures(Collector):
             labels=("engine", "cause"),
         )
         blocks = _gauge("blocks", "Blocks that the engine holds.")
-        is_complete = _gauge("complete", "1 while no event since the engine's start is missing.")
+        is_complete = _gauge("complete", "1 while the router knows all blocks that the engine holds.")
         lag = _gauge("lag_seconds", "Delay of the newest batch from its time stamp to its arrival.")
         for engine, subscription in running:
             feed, named = subscription.feed, subscription.feed.counts.blocks
             for cause in ("orphaned", "unnamed", "other_size", "other_tier", "other_group", "over_bound"):
                 left_out.add_metric((engine.name, cause), getattr(named, cause))
             blocks.add_metric((engine.name,), feed.num_blocks)
-            is_complete.add_metric((engine.name,), feed.stream.is_complete)
+            is_complete.add_metric((engine.name,), feed.is_complete)
             lag.add_metric((engine.name,), subscription.lag_s)
         yield from (left_out, blocks, is_complete, lag)
 

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-import zmq
-
 from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.kv_sources import KvSources
 from moestro.gateway.kv_subscriber import KvSubscription
@@ -21,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _NUM_SILENT_LOOKS = 60
-_MAX_SOCKETS = 65536
 
 
 class KvEventsWatch:
@@ -39,8 +36,6 @@ class KvEventsWatch:
         self._sources = sources
         self._block_size = block_size
         self._tiers = tiers
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._running: dict[RoutedEngine, KvSubscription] = {}
 
     async def __call__(self, engine: RoutedEngine) -> None:
@@ -54,7 +49,7 @@ class KvEventsWatch:
         )
         log = LogLimit(logger)
         feed = KvFeed(self._fleet.router, settings, log.warning)
-        subscription = KvSubscription(self._context, source, feed, lambda: engine.num_forgotten, log)
+        subscription = KvSubscription(source, feed, lambda: engine.num_forgotten, log)
         self._running[engine] = subscription
         try:
             await subscription.run()
@@ -67,10 +62,6 @@ class KvEventsWatch:
     def __iter__(self) -> Iterator[tuple[RoutedEngine, KvSubscription]]:
         """Iterate over the engines with a running subscription."""
         return iter(tuple(self._running.items()))
-
-    def close(self) -> None:
-        """Close the zmq context, after all subscriptions were cancelled."""
-        self._context.destroy(linger=0)
 
     async def _model_of(self, engine: RoutedEngine) -> str:
         """Wait for the engine's model list and return its first name, the base model's; adapters have other names."""

@@ -27,12 +27,14 @@ class EngineCounts:
         num_predicted_tokens, num_hit_tokens, num_prompt_tokens: predicted cached, actually cached, and all prompt
             tokens of requests whose responses report usage. The prediction is the predicted share times the reported
             prompt tokens.
+        num_loops: number of requests that came back to this router.
         num_transitions: number of changes of the engine's condition.
     """
 
     __slots__ = (
-        "first_byte_s", "num_broken", "num_decisions", "num_hit_tokens", "num_left", "num_predicted_tokens",
-        "num_prompt_tokens", "num_retried_away", "num_transitions", "num_unreachable", "statuses",
+        "first_byte_s", "num_broken", "num_decisions", "num_hit_tokens", "num_left", "num_loops",
+        "num_predicted_tokens", "num_prompt_tokens", "num_retried_away", "num_transitions", "num_unreachable",
+        "statuses",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -46,6 +48,7 @@ class EngineCounts:
         self.num_unreachable = 0
         self.num_broken = 0
         self.num_left = 0
+        self.num_loops = 0
         self.num_transitions = 0
 
 

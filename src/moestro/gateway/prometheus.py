@@ -10,8 +10,10 @@ from prometheus_client.registry import Collector
 from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.metrics import Counts, EngineCounts
 from moestro.routing.breaker import BreakerState
+from moestro.routing.decision_record import Entry
 from moestro.routing.health import Condition
 from moestro.web.prometheus import buckets
+from moestro.web.record_file import RecordFile
 
 _BREAKER_NUMBERS = {BreakerState.CLOSED: 0, BreakerState.PROBING: 1, BreakerState.OPEN: 2}
 _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] = (
@@ -24,6 +26,7 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] =
     ),
     ("broken_answers", "Answers that began and were not completed.", lambda c: c.num_broken),
     ("clients_left", "Requests whose client disconnected.", lambda c: c.num_left),
+    ("loops", "Requests that came back to this router, which refused them with 508.", lambda c: c.num_loops),
     ("condition_changes", "Changes of the engine's condition.", lambda c: c.num_transitions),
     ("prompt_tokens", "Prompt tokens of answers that report usage.", lambda c: c.num_prompt_tokens),
     ("predicted_hit_tokens", "Prompt tokens predicted to be in the engine's cache.", lambda c: c.num_predicted_tokens),
@@ -34,9 +37,10 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] =
 class RouteCollector(Collector):
     """Exposes the router's counters as Prometheus metric families."""
 
-    def __init__(self, fleet: Fleet, counts: Counts) -> None:
+    def __init__(self, fleet: Fleet, counts: Counts, record: RecordFile[Entry] | None) -> None:
         self._fleet = fleet
         self._counts = counts
+        self._record = record
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families with their current values."""
@@ -87,6 +91,9 @@ class RouteCollector(Collector):
         yield CounterMetricFamily("moestro:route_retries_denied", text, value=counts.num_retries_denied)
         text = "Maximum over mean of the requests in flight on engines in rotation; at least 1."
         yield GaugeMetricFamily("moestro:route_imbalance", text, value=imbalance(self._fleet, engines))
+        text = "Lines that --record could not write."
+        num_lost = 0 if self._record is None else self._record.num_lost
+        yield CounterMetricFamily("moestro:route_record_lines_lost", text, value=num_lost)
         text = "Approximate memory of the prefix index."
         yield GaugeMetricFamily("moestro:route_index_bytes", text, value=router.index_bytes)
         decision = HistogramMetricFamily("moestro:route_decision_seconds", "Duration of a routing decision.")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -14,7 +15,15 @@ from moestro.errors import DrainingError, RequestError, shown
 from moestro.gateway.answering import Answering
 from moestro.gateway.downstream import ClientConnection, ClientConnections
 from moestro.gateway.exchange import Exchange, ExchangeContext
-from moestro.gateway.http_headers import Incoming, RequestHead, own_head, plain_id
+from moestro.gateway.http_headers import (
+    LOOP_HEADER,
+    LOOP_STATUS,
+    Incoming,
+    RequestHead,
+    has_passed,
+    own_head,
+    plain_id,
+)
 from moestro.gateway.own_answers import OwnAnswer, OwnAnswers
 from moestro.gateway.paths import MODELS, Routes
 from moestro.gateway.prompt_blocks import PromptReader
@@ -22,6 +31,7 @@ from moestro.gateway.request_body import read
 from moestro.web.access import UNLIMITED, Access
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError
 from moestro.web.log_limit import LogLimit
+from moestro.web.packed_bodies import coding_in, unpacked
 from moestro.web.page import PAGE_PATHS
 from moestro.web.pauses import PauseMeter
 from moestro.web.probes import PROBES, probe_status
@@ -69,6 +79,8 @@ class Proxy:
         """Return an authentication error for a request without a valid key, otherwise None."""
         if head.path in _KEYLESS or (self._access.cors is not None and _is_preflight(head)):
             return None
+        if self._has_come_back(head):
+            return None  # `handle` refuses it: a check for loops has no client's key.
         try:
             self._key_of(head)
         except AuthenticationError as error:
@@ -86,6 +98,9 @@ class Proxy:
         incoming.request_id = self._request_id(incoming)
         path, method = incoming.head.path, incoming.head.method
         try:
+            if self._has_come_back(incoming.head):
+                self._refuse_loop(client, incoming)
+                return None
             if self._has_rules and self._is_preflight_answered(client, incoming):
                 return None
             route = self._routes.find(path)
@@ -139,10 +154,12 @@ class Proxy:
             incoming.on_over = partial(limits.leave, key)
         exchange = Exchange(self._shared, client, incoming)
         try:
-            if len(incoming.body) <= self._prompt_reader.max_inline_bytes:
+            is_packed = b"content-encoding" in incoming.head.named and bool(incoming.body)
+            if len(incoming.body) <= self._prompt_reader.max_inline_bytes and not is_packed:
                 exchange.start(*self._read(incoming, time.monotonic_ns()))
             else:
-                task = asyncio.get_running_loop().create_task(self._read_and_start(exchange, incoming))
+                reading = self._read_and_start(exchange, incoming, client.max_body_bytes)
+                task = asyncio.get_running_loop().create_task(reading)
                 self._work.add(task)
                 task.add_done_callback(self._work.discard)
         except RequestError as error:
@@ -156,10 +173,12 @@ class Proxy:
         asked = read(incoming.body)
         return self._prompt_reader.prepare(asked, incoming, now_ns), asked.model
 
-    async def _read_and_start(self, exchange: Exchange, incoming: Incoming) -> None:
+    async def _read_and_start(self, exchange: Exchange, incoming: Incoming, max_bytes: int) -> None:
         now_ns = time.monotonic_ns()
         try:
-            exchange.start(*await self._prompt_reader.threads.run(lambda: self._read(incoming, now_ns)))
+            exchange.start(
+                *await self._prompt_reader.threads.run(lambda: self._read(_unpacked(incoming, max_bytes), now_ns))
+            )
         except RequestError as error:
             exchange.refuse(error)
         except Exception:
@@ -193,12 +212,35 @@ class Proxy:
         self._shared.counts.refusals[error.code or error.error_type] += 1
         client.refuse(error, _id_line(incoming) + added)
 
+    def _has_come_back(self, head: RequestHead) -> bool:
+        return b"via" in head.named and has_passed(head, self._shared.fleet.pseudonym)
+
+    def _refuse_loop(self, client: ClientConnection, incoming: Incoming) -> None:
+        name = self._shared.fleet.pseudonym
+        text = (
+            f"The request has come back to this router ({name.decode()}): one of its engines is the router itself, or"
+            " leads to it. Remove that engine."
+        )
+        self._refuse(
+            client, incoming, HttpError(LOOP_STATUS, text, "loop_detected"), b"%b: %b\r\n" % (LOOP_HEADER, name)
+        )
+
     def _request_id(self, incoming: Incoming) -> str:
         """Return the client's request id if it is short, plain and unused, otherwise a new one."""
         given = incoming.head.named.get(b"x-request-id")
         if given is None or (plain := plain_id(given)) is None:
             return f"{self._prefix}{next(self._serial):x}"
         return plain if plain not in self._shared.active else f"{plain[:100]}~{next(self._serial):x}"
+
+
+def _unpacked(incoming: Incoming, max_bytes: int) -> Incoming:
+    """Return the request with the text of its body, for the router alone: the engine gets the body as it came.
+
+    Raises:
+        RequestError: The body cannot be unpacked within `max_bytes`.
+    """
+    coding = coding_in(incoming.head.named.get(b"content-encoding", b"").decode("latin-1"))
+    return incoming if coding is None else replace(incoming, body=unpacked(incoming.body, coding, max_bytes))
 
 
 def _is_preflight(head: RequestHead) -> bool:

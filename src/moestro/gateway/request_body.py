@@ -10,9 +10,9 @@ from functools import lru_cache
 import msgspec
 
 from moestro.core.hashing import hash_key, hash_text
+from moestro.core.json_elements import MAX_ELEMENTS, has_many_elements
 from moestro.core.request import Request, SamplingParams
 from moestro.gateway.http_headers import Incoming
-from moestro.web.json_elements import MAX_ELEMENTS, has_many_elements
 from moestro.web.session_names import session_in
 
 BYTES_PER_TOKEN = 4  # typical for English text; a unit of load and hits, not a measurement
@@ -156,7 +156,7 @@ def make_request(asked: RequestBody, incoming: Incoming, now_ns: int, prompt: tu
     named, user = incoming.head.named, asked.user
     limits = (asked.max_completion_tokens, asked.max_tokens, asked.max_output_tokens)
     limit = next((each for each in limits if each is not None), DEFAULT_MAX_TOKENS)  # 0 asks for no token
-    session_id = session_in(lambda name: named.get(name.encode(), b"").decode("latin-1"))
+    session_id = session_in(lambda name: named.get(name.encode(), b"").decode("utf-8", "surrogateescape"))
     session_id = session_id or asked.session_id or asked.prompt_cache_key
     return Request(
         request_id=incoming.request_id,

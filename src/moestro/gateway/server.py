@@ -76,21 +76,15 @@ class _RouteServer:
         self._announce(app, listener, admin_listener)
         try:
             await self._lifecycle.stop_requested.wait()
-            await self._drain(app)
+            app.proxy.is_draining = app.clients.is_closing = True
+            await self._lifecycle.drain(lambda: len(app.shared.active))
         finally:
             self._lifecycle.begin_exit()
-            server.close()
-            app.clients.close()
-
-    async def _drain(self, app: RouterApp) -> None:
-        """Refuse new requests, give running ones time to finish, and end the rest with an error."""
-        active = app.shared.active
-        app.proxy.is_draining = app.clients.is_closing = True
-        await self._lifecycle.drain(lambda: len(active))
-        for exchange in list(active.values()):
-            exchange.refuse(DrainingError())
-        app.clients.close_idle()
-        await wait_until(lambda: not app.clients.open, RESPONSE_FLUSH_S)
+            try:
+                await _end_requests(app)  # Also when a second signal cuts the drain short.
+            finally:
+                server.close()
+                app.clients.close()
 
     def _announce(self, app: RouterApp, listener: socket.socket, admin_listener: socket.socket) -> None:
         settings = self._settings
@@ -124,8 +118,6 @@ async def _running(app: RouterApp, urls: tuple[EngineUrl, ...]) -> AsyncIterator
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await app.engine_admin.watch.close()
-        if app.kv_events is not None:
-            app.kv_events.close()
         for engine in app.shared.fleet:
             engine.pool.close()
         app.threads.close()
@@ -141,6 +133,15 @@ async def _admin_plane(app: RouterApp, listener: socket.socket, settings: RouteS
     finally:
         server.close()
         await runner.cleanup()
+
+
+async def _end_requests(app: RouterApp) -> None:
+    """End the running requests with an error, and let their clients read it."""
+    app.proxy.is_draining = app.clients.is_closing = True
+    for exchange in list(app.shared.active.values()):
+        exchange.refuse(DrainingError())
+    app.clients.close_idle()
+    await wait_until(lambda: not app.clients.open, RESPONSE_FLUSH_S)
 
 
 async def _first_look(app: RouterApp) -> None:

@@ -21,6 +21,8 @@ from moestro.web.access_settings import AccessSettings
 
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
 
+_FAILURE_STATUSES = range(400, 600)
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _ENGINES = Group.create_ordered("Engines", help="The servers behind the router: vLLM, SGLang, Moestro, or similar.")
@@ -172,12 +174,22 @@ class ReliabilitySettings(CheckedSettings):
     """Settings of retries, time limits and circuit breakers."""
 
     max_retries: Annotated[int, at_least(0), Parameter(group=_RELIABILITY)] = 3
-    "Other engines that get a request when one answers 429, 500, 502, 503 or 504."
+    "Other engines that get a request when one answers with a status of --retry-on."
+    retry_on: Annotated[tuple[int, ...], Parameter(group=_RELIABILITY, consume_multiple=True)] = (
+        *(429, 502, 503, 504, 529),
+    )
+    (
+        "Statuses of an engine's answer after which another engine gets the request. 500 is passed on, because it is"
+        " mostly the request's own: it would follow the request from engine to engine."
+    )
     retry_share: Annotated[float, at_least(0), Parameter(group=_RELIABILITY)] = 0.2
     "Average number of such retries for each request, so that retries do not multiply an overload."
-    # At most 1000, because the outcomes of each engine are remembered.
-    breaker_failures: Annotated[int, between(1, 1000), Parameter(group=_RELIABILITY)] = 5
-    "Failures in a row (5xx, time limits; never a 4xx) that open the breaker; a closed connection opens it at once."
+    # At least 2, so that no client alone takes an engine from the others. At most 1000, because they are remembered.
+    breaker_failures: Annotated[int, between(2, 1000), Parameter(group=_RELIABILITY)] = 3
+    (
+        "Failures in a row (5xx, cut answers, time limits; never a 4xx) that open the breaker, of as many different"
+        " clients and bodies; a refused connection opens it at once."
+    )
     first_byte_timeout: Annotated[float, above(0), Parameter(group=_RELIABILITY)] = 600.0
     "Seconds until the first byte of an answer, queueing included."
     idle_timeout: Annotated[float, above(0), Parameter(group=_RELIABILITY)] = 300.0
@@ -186,6 +198,11 @@ class ReliabilitySettings(CheckedSettings):
     "Seconds without a token, while its queue grows, after which an engine gets no more requests."
     slow_start: Annotated[float, at_least(0), Parameter(group=_RELIABILITY)] = 30.0
     "Seconds in which a returning engine, whose cache is cold, is brought up to its share of requests."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if wrong := [status for status in self.retry_on if status not in _FAILURE_STATUSES]:
+            raise ConfigError(f"--retry-on {wrong[0]}: give statuses of failed answers, between 400 and 599")
 
 
 @Parameter(name="*")
@@ -260,6 +277,8 @@ class RecordSettings(CheckedSettings):
 
     record: Annotated[Path | None, Parameter(group=_RECORD)] = None
     "Append the decisions to this file, for moestro explain and moestro replay. The file holds no prompts."
+    record_key_file: Annotated[Path | None, Parameter(group=_RECORD)] = None
+    "File with the key of the record's block hashes, made if it does not exist. Unset: one in the state directory."
     remember: Annotated[int, at_least(0), Parameter(group=_RECORD)] = 10_000
     "Ended requests that stay in memory for moestro explain."
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.hashing import hash_blocks
+from moestro.core.json_elements import has_many_elements
 from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.gateway.http_headers import Incoming
@@ -31,7 +32,6 @@ from moestro.text.chat_history import calls_for_templates, template_variables
 from moestro.text.efforts import EFFORTS
 from moestro.text.tokenizer import TemplateOptions, Tokenizer
 from moestro.web.adapters.paths import chat_body
-from moestro.web.json_elements import has_many_elements
 
 MAX_TEXT_BYTES = 4 << 20  # limit of tokenized bodies; a longer one would occupy a thread for seconds
 

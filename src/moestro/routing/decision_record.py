@@ -1,8 +1,8 @@
 """Decision record: the calls that change a router and its decisions, to explain and to replay each choice.
 
 A record consists of JSON lines: a head, then every call that changes the router, in order. Prompts are recorded by
-their block hashes and lengths, never by their tokens. The router's owner may add request traces, which a replay skips.
-A new head in the same file starts a new record.
+their lengths and by keyed hashes of their blocks' names (`keyed_entry`), never by their tokens. The router's owner may
+add request traces, which a replay skips. A new head in the same file starts a new record.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from moestro.core.clock import ClockPair
+from moestro.core.hashing import keyed_names
 from moestro.core.load_figures import ROUTED_FIGURES, LoadFigures
 from moestro.core.request import Request, SamplingParams
 from moestro.core.scheduling_events import ExpertsMoved, SchedulingEvent
@@ -40,6 +41,7 @@ class Head(msgspec.Struct, frozen=True, tag=True):
     score: str | None
     settings: RouterSettings
     clocks: ClockPair | None = None  # time of its creation; older records have none
+    key_id: str = ""  # fingerprint of the key of all block hashes; older records have the names themselves
 
 
 class EngineAdded(msgspec.Struct, frozen=True, tag=True):
@@ -194,6 +196,13 @@ class KvLost(msgspec.Struct, frozen=True, tag=True):
     now_ns: int
 
 
+class Gap(msgspec.Struct, frozen=True, tag=True):
+    """Entry: lines before it are missing, so that decisions up to the next head cannot be replayed."""
+
+    num_lost: int
+    clocks: ClockPair
+
+
 class ScheduledOn(msgspec.Struct, frozen=True, tag=True):
     """Entry: what the scheduler of an engine did. A replay makes the decisions in it again."""
 
@@ -204,7 +213,7 @@ class ScheduledOn(msgspec.Struct, frozen=True, tag=True):
 Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
     | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvLost
-    | RequestTrace | ScheduledOn | ExpertsMoved
+    | RequestTrace | ScheduledOn | ExpertsMoved | Gap
 )  # fmt: skip
 
 
@@ -224,6 +233,21 @@ def is_entry(line: bytes) -> bool:
         msgspec.MsgspecError: the line is damaged.
     """
     return bool(_decode_tag(line).type)
+
+
+def keyed_entry(secret: bytes, entry: Entry) -> Entry:
+    """Return the form of an entry that is written: block hashes are keyed, and the key of their names is left out."""
+    match entry:
+        case Submitted():
+            request = entry.request
+            hashes = keyed_names(secret, request.block_hashes)
+            return msgspec.structs.replace(
+                entry, request=msgspec.structs.replace(request, block_hashes=hashes, hash_key=b"")
+            )
+        case SentElsewhere() | KvStored() | KvRemoved():
+            return msgspec.structs.replace(entry, hashes=keyed_names(secret, entry.hashes))
+        case _:
+            return entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +271,7 @@ class RecordedRouter(Router):
         settings: settings of the router.
         write: callback for each entry, in order, beginning with the head.
         clocks: current time on both clocks, for the head.
+        key_id: fingerprint of the key under which `write` records block hashes, for the head.
     """
 
     def __init__(
@@ -255,6 +280,7 @@ class RecordedRouter(Router):
         settings: RouterSettings,
         write: Callable[[Entry], None],
         clocks: ClockPair | None = None,
+        key_id: str = "",
     ) -> None:
         self._chosen_by = policy.make()
         super().__init__(self._chosen_by, settings)
@@ -262,7 +288,7 @@ class RecordedRouter(Router):
         self._reports: dict[int, Reported] = {}  # by engine, the last one that is not written
         self.keeps_candidates = True
         self._decision: Decision | None = None
-        self._write(Head(policy.policy, policy.score, settings, clocks))
+        self._write(Head(policy.policy, policy.score, settings, clocks, key_id))
 
     def _write(self, entry: Entry) -> None:
         if self._reports:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from moestro.routing.breaker import Breaker, BreakerRules, BreakerState
+from moestro.routing.breaker import BackOff, Breaker, BreakerRules, BreakerState
+from moestro.routing.pauses import Pauses
 
 _RECENT_NS = 500_000_000
+# Time until a loop is looked for again. A loop through another router shows only when that router chooses it.
+_FIRST_LOOP_NS, _LONGEST_LOOP_NS = 1_000_000_000, 60_000_000_000
 
 
 class Condition(StrEnum):
     """Why an engine does or does not get requests. The first condition that holds applies, in this order."""
 
     DRAINING = "draining"  # the operator drains the engine
+    LOOP = "loop"  # the engine leads back to this router
     UNCHECKED = "unchecked"  # no health check has passed yet
     DOWN = "down"  # health checks fail
     OPEN = "open"  # the breaker is open
     BUSY = "busy"  # the engine refused a request and asked for a pause
-    PROBING = "probing"  # the breaker admits one request
+    PROBING = "probing"  # the breaker admits requests until one succeeds or fails
     STALLED = "stalled"  # the engine's queue grows without any output
     UP = "up"
 
@@ -48,13 +53,17 @@ class Health:
 
     Attributes:
         breaker: circuit breaker fed by the engine's responses.
+        pauses: clients that the engine has refused.
         is_draining: whether the operator drains the engine. Callers may set it at any time.
     """
 
     def __init__(self, rules: HealthRules, now_ns: int) -> None:
         self._rules = rules
         self.breaker = Breaker(rules.breaker)
+        self.pauses = Pauses(rules.breaker.silence_ns)
         self.is_draining = False
+        self._loop_until_ns: int | None = None  # time of the next look for a loop; None means no loop
+        self._loop_back_off = BackOff(_FIRST_LOOP_NS, _LONGEST_LOOP_NS)
         self._num_failed_checks: int | None = None  # consecutive; None means never checked
         self._busy_until_ns = now_ns
         self._heard_ns: int | None = None  # time of the last output
@@ -76,10 +85,40 @@ class Health:
         elif self._num_failed_checks is not None and (self._heard_ns is None or now_ns - self._heard_ns >= _RECENT_NS):
             self._num_failed_checks += 1
 
-    def busy(self, for_ns: int | None, now_ns: int) -> None:
-        """Record that the engine refused a request and asked for a pause of `for_ns`; None means no duration given."""
+    def looped(self, now_ns: int) -> None:
+        """Record that a request for the engine has come back to its router."""
+        self._loop_until_ns = now_ns + self._loop_back_off.next_ns(now_ns)
+
+    def loop_ended(self, now_ns: int) -> None:
+        """Record that a request passed through the engine does not come back."""
+        self._loop_until_ns = None
+        self._loop_back_off.end(now_ns)
+
+    def is_loop_check_due(self, now_ns: int) -> bool:
+        """Return whether to check if the engine still leads back to its router."""
+        return self._loop_until_ns is not None and now_ns >= self._loop_until_ns
+
+    def succeeded(self, sent_ns: int, now_ns: int) -> None:
+        """Record that the engine has answered a request of `sent_ns` with a success."""
+        self.breaker.succeeded(sent_ns, now_ns)
+        self.pauses.succeeded()
+
+    def streamed(self) -> None:
+        """Record output of an answer that began earlier: the engine serves requests, whichever fail."""
+        self.breaker.streamed()
+        self.pauses.succeeded()
+
+    def refused(self, client: Hashable, for_ns: int | None, now_ns: int, *, is_overloaded: bool) -> None:
+        """Record that the engine refused a request of `client`.
+
+        Args:
+            for_ns: pause that the engine asks for, ns; None means no duration given.
+            is_overloaded: whether the refusal names the engine's load, and not a limit of the client.
+        """
         wanted = self._rules.default_busy_ns if for_ns is None else min(for_ns, self._rules.max_busy_ns)
-        self._busy_until_ns = max(self._busy_until_ns, now_ns + wanted)
+        self.pauses.refused(client, now_ns + wanted)
+        if is_overloaded and self.pauses.overloaded(client, now_ns):
+            self._busy_until_ns = max(self._busy_until_ns, now_ns + wanted)
 
     def progressed(self, num_in_flight: int, now_ns: int) -> None:
         """Record output of the engine, which has `num_in_flight` requests of this router."""
@@ -111,14 +150,20 @@ class Health:
         return found
 
     def share(self, now_ns: int) -> float:
-        """Fraction of its full share of requests that an engine should get; grows from 0 to 1 after a return."""
+        """Fraction of its full share of requests that an engine should get; grows from 0 to 1 after a return.
+
+        An engine in doubt gets one request at a time, if others can take the rest: it may be failing, or one client's
+        requests may.
+        """
+        if self.breaker.is_in_doubt(now_ns):
+            return 0.0
         if self._returned_ns is None or not self._rules.slow_start_ns:
             return 1.0
         return min(1.0, (now_ns - self._returned_ns) / self._rules.slow_start_ns)
 
     def wait_ns(self, now_ns: int) -> int | None:
         """Nanoseconds until the engine may take requests again by itself; None means no known time."""
-        if self.is_draining or self._num_failed_checks is None or self._is_down:
+        if self.is_draining or self._loop_until_ns is not None or self._num_failed_checks is None or self._is_down:
             return None
         return max(self.breaker.opens_in_ns(now_ns), self._busy_until_ns - now_ns, 0)
 
@@ -129,6 +174,8 @@ class Health:
     def _condition(self, num_in_flight: int, num_streaming: int, now_ns: int) -> Condition:
         if self.is_draining:
             return Condition.DRAINING
+        if self._loop_until_ns is not None:
+            return Condition.LOOP
         if self._num_failed_checks is None:
             return Condition.UNCHECKED
         if self._is_down:

@@ -3,16 +3,21 @@
     frames ── kv_wire ──▶ batches ── kv_stream ──▶ each once, in order ── kv_names ──▶ our blocks ──▶ Router.kv_stored …
 
 The feed uses neither sockets nor a clock: `moestro route` reads the sockets, tests read files.
+
+Batches in order wait as jobs, and `work` does a bounded part of them. A caller that passes no message while the feed
+is behind holds one batch and what the stream releases, which `StreamRules.max_waiting_bytes` bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
+from moestro.core.hashing import HASH_BYTES
 from moestro.routing.kv_stream import KvStream, StreamCounts, StreamRules
 from moestro.wire.kv_events import (
     AllBlocksCleared,
@@ -21,12 +26,22 @@ from moestro.wire.kv_events import (
     Event,
     KvEventError,
     KvMessage,
+    UnknownEvent,
+    UnreadableRemoval,
+    UnreadableStore,
     decode_batch,
+    decode_event,
     decode_frames,
+    removed_parts,
+    stored_parts,
 )
 from moestro.wire.kv_names import NamedBlocks, NamingCounts, NamingRules
 
 _DEFAULT_STREAM = StreamRules()
+_PART_BLOCKS = 64  # blocks that a job processes at once, in about 0.2 ms
+_UNIT_BYTES = 256  # bytes whose decoding takes as long as the work on a block
+
+UNLIMITED = 1 << 62
 
 
 class KvSink(Protocol):
@@ -85,7 +100,7 @@ class KvFeedCounts:
 class KvFeed:
     """Reports the contents of one cache to a sink: the cache of an engine, or of one of its data-parallel ranks.
 
-    Callers pass messages to `live` and `replayed`, and connections and time to `stream`.
+    Callers pass messages to `live` and `replayed`, and connections and time to `stream`, and call `work` afterwards.
 
     Args:
         sink: receiver of the cache's contents.
@@ -97,6 +112,7 @@ class KvFeed:
         stream: puts the batches in order; its `request` and `deadline_ns` tell the caller what to do next.
         counts: cumulative counts.
         dp_rank: data-parallel rank of the publisher; None until the first batch.
+        is_complete: whether the sink has the cache's complete contents.
     """
 
     def __init__(self, sink: KvSink, settings: KvFeedSettings, warn: Callable[[str, str], None]) -> None:
@@ -108,7 +124,9 @@ class KvFeed:
         self._tell = warn
         self._engine = settings.engine
         self._blocks = NamedBlocks(settings.naming, self.counts.blocks)
-        self._is_whole = False  # the sink has the cache's complete contents
+        self._jobs: deque[Iterator[int]] = deque()  # each yields the units of work that it has done
+        self._now_ns = 0
+        self.is_complete = False
 
     # --- from the sockets
 
@@ -129,60 +147,65 @@ class KvFeed:
         self.stream.replayed(message.seq, message.payload, now_ns)
         return False
 
-    def tell_again(self, now_ns: int) -> None:
+    def work(self, now_ns: int, most: int = UNLIMITED) -> int:
+        """Process about `most` units of the waiting jobs: one for each event, each block and each 256 bytes.
+
+        Returns:
+            The units that are left; 0 or less means that jobs may be waiting.
+        """
+        self._now_ns = now_ns
+        while most > 0 and self._jobs:
+            job = self._jobs[0]
+            for num_units in job:
+                most -= num_units
+                if most <= 0:
+                    return most
+            if self._jobs and self._jobs[0] is job:  # unless the job gave up all jobs
+                self._jobs.popleft()
+        return most
+
+    def tell_again(self) -> None:
         """Report all held blocks again, to a sink that has forgotten them."""
-        if self._is_whole:
-            self._sink.kv_cleared(self._engine, now_ns)
-        hashes = self._blocks.names()
-        if hashes:
-            self._sink.kv_stored(self._engine, hashes, now_ns)
+        self._jobs.append(self._report_again())
 
     # --- from the stream
 
     def apply(self, payload: bytes, now_ns: int) -> None:
-        """Implement `Consumer.apply`: decode the next batch and report its events to the sink."""
-        try:
-            batch = decode_batch(payload)
-        except KvEventError as error:
-            self.counts.illegible += 1
-            self._warn("illegible", f"a batch of KV events cannot be decoded ({error})")
-            self.lost(now_ns)
-            return
-        if self.dp_rank is None:
-            self.dp_rank = batch.dp_rank
-        if batch.dp_rank != self.dp_rank:
-            self.counts.other_rank += 1
-            self._warn(
-                "other rank",
-                f"one stream of KV events carries ranks {self.dp_rank} and {batch.dp_rank}; the latter is ignored",
-            )
-            return
-        self.counts.illegible += batch.num_illegible
-        self.counts.unknown += batch.num_unknown
-        self.counts.newest_ts_s = batch.ts_s
-        for event in batch.events:
-            self._event(event, now_ns)
+        """Implement `Consumer.apply`: make a job of the next batch."""
+        self._jobs.append(self._apply(payload))
 
     def began(self, now_ns: int) -> None:
         """Implement `Consumer.began`: from here on the sink has the cache's complete contents."""
-        self._is_whole = True
+        self._jobs.clear()
+        self.is_complete = True
         self._sink.kv_cleared(self._engine, now_ns)
 
     def lost(self, now_ns: int) -> None:
         """Implement `Consumer.lost`: discard the known blocks."""
-        self._is_whole = False
+        self._jobs.clear()
+        self.is_complete = False
         self._blocks.forget()
         self._sink.kv_lost(self._engine, now_ns)
 
     def restarted(self, now_ns: int) -> None:
         """Implement `Consumer.restarted`: discard everything known about the old publisher."""
+        self._jobs.clear()
         self.dp_rank = None
-        self._is_whole = False
+        self.is_complete = False
         self._blocks = NamedBlocks(self._settings.naming, self.counts.blocks)
         self._sink.kv_cleared(self._engine, now_ns)
         self._sink.kv_lost(self._engine, now_ns)  # incomplete until the new publisher's first batch
 
+    def gave_up(self, why: str) -> None:
+        """Implement `Consumer.gave_up`: say that the cache is predicted from now on."""
+        self._warn("given up", f"the index of the engine's cache is given up, and its cache is predicted: {why}")
+
     # --- state
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether jobs wait for `work`."""
+        return bool(self._jobs)
 
     @property
     def num_blocks(self) -> int:
@@ -194,37 +217,84 @@ class KvFeed:
         """Block size of the publisher in tokens; None until known. Blocks count only if it equals the router's."""
         return self._blocks.block_size_seen
 
-    # --- inside
+    # --- jobs
 
-    def _event(self, event: Event, now_ns: int) -> None:
-        blocks = self._blocks
-        if isinstance(event, BlockStored):
-            was_ambiguous = blocks.is_ambiguous
-            hashes = blocks.store(event)
-            if hashes:
-                self._sink.kv_stored(self._engine, hashes, now_ns)
-            elif blocks.is_ambiguous and not was_ambiguous:
-                self._warn("ambiguous", "different blocks have the same hash: upgrade the engine (SGLang)")
-                self._is_whole = False
-                self._sink.kv_lost(self._engine, now_ns)
-            elif blocks.block_size_seen not in (None, self._settings.naming.block_size):
-                self._warn(
-                    "block size",
-                    f"the engine's KV blocks have {blocks.block_size_seen} tokens, the router's"
-                    f" {self._settings.naming.block_size}. Exact hits need one block size in router and engines",
-                )
-        elif isinstance(event, BlockRemoved):
-            hashes = blocks.remove(event)
-            if hashes:
-                self._sink.kv_removed(self._engine, hashes, now_ns)
-        elif isinstance(event, AllBlocksCleared):
-            self.counts.cleared += 1
-            self._is_whole = not blocks.is_ambiguous
-            blocks.forget()
-            self._sink.kv_cleared(self._engine, now_ns)
-        else:
+    def _report_again(self) -> Iterator[int]:
+        if self.is_complete:
+            self._sink.kv_cleared(self._engine, self._now_ns)
+        hashes, size = self._blocks.names(), _PART_BLOCKS * HASH_BYTES
+        for at in range(0, len(hashes), size):
+            self._sink.kv_stored(self._engine, hashes[at : at + size], self._now_ns)
+            yield _PART_BLOCKS
+
+    def _apply(self, payload: bytes) -> Iterator[int]:
+        """Report a batch's events to the sink."""
+        yield len(payload) // _UNIT_BYTES
+        try:
+            batch = decode_batch(payload)
+        except KvEventError as error:
             self.counts.illegible += 1
-            self.lost(now_ns)
+            self.stream.give_up(f"a batch of KV events cannot be decoded ({error})", self._now_ns)
+            return
+        if self.dp_rank is None:
+            self.dp_rank = batch.dp_rank
+        if batch.dp_rank != self.dp_rank:
+            self.counts.other_rank += 1
+            self._warn(
+                "other rank",
+                f"one stream of KV events carries ranks {self.dp_rank} and {batch.dp_rank}; the latter is ignored",
+            )
+            return
+        self.counts.newest_ts_s = batch.ts_s
+        for encoded in batch.events:
+            yield 1
+            yield from self._event(decode_event(encoded))
+
+    def _event(self, event: Event) -> Iterator[int]:
+        """Report an event to the sink, in parts."""
+        match event:
+            case BlockStored():
+                for part in stored_parts(event, _PART_BLOCKS):
+                    self._store(part)
+                    yield len(part.block_hashes)
+            case BlockRemoved():
+                for removal in removed_parts(event, _PART_BLOCKS):
+                    if hashes := self._blocks.remove(removal):
+                        self._sink.kv_removed(self._engine, hashes, self._now_ns)
+                    yield len(removal.block_hashes)
+            case AllBlocksCleared():
+                self.counts.cleared += 1
+                self._blocks.cleared()
+                self.is_complete = not self._blocks.fault
+                self._sink.kv_cleared(self._engine, self._now_ns)
+            case UnknownEvent():
+                self.counts.unknown += 1
+            case UnreadableStore():
+                self.counts.illegible += 1
+            case UnreadableRemoval():
+                self.counts.illegible += 1
+                self.is_complete = False
+                self._blocks.forget()
+                self._sink.kv_lost(self._engine, self._now_ns)
+
+    def _store(self, event: BlockStored) -> None:
+        blocks = self._blocks
+        had_fault = bool(blocks.fault)
+        hashes = blocks.store(event)
+        if hashes:
+            self._sink.kv_stored(self._engine, hashes, self._now_ns)
+        elif blocks.fault and not had_fault:
+            self.gave_up(blocks.fault)
+            self.is_complete = False
+            self._sink.kv_lost(self._engine, self._now_ns)
+        elif blocks.block_size_seen not in (None, self._settings.naming.block_size):
+            self._warn(
+                "block size",
+                f"the engine's KV blocks have {blocks.block_size_seen} tokens, the router's"
+                f" {self._settings.naming.block_size}. Exact hits need one block size in router and engines",
+            )
+
+    # --- inside
 
     def _decoded(self, frames: list[bytes]) -> KvMessage | None:
         try:

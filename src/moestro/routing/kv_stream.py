@@ -33,23 +33,32 @@ class Consumer(Protocol):
     def restarted(self, now_ns: int) -> None:
         """Discard what the batches of the old process built up: another process publishes now."""
 
+    def gave_up(self, why: str) -> None:
+        """Report that batches are not awaited any longer, which `lost` follows if any were delivered before."""
+
+
+BATCH_BYTES = 128  # memory of a waiting batch without its payload
+
 
 class StreamRules(msgspec.Struct, frozen=True, kw_only=True):
     """Time limits and bounds of a stream.
 
     Attributes:
         reply_ns: longest time between two messages of a replay.
+        replay_ns: longest time of a whole replay. A publisher that keeps 10,000 batches sends them in a few seconds.
         num_tries: attempts at a replay that is unanswered or fills no gap.
         rest_ns: time after the last attempt during which gaps cause no further replay.
         silence_ns: time without batches after which a replay checks for missed ones.
-        max_num_waiting: limit of live batches held back; beyond it the stream stops awaiting the replay.
+        max_waiting_bytes: limit of the live batches held back; beyond it the stream stops awaiting the replay. A busy
+            engine publishes about 0.2 MB a second, so the limit is a minute and a half of it.
     """
 
     reply_ns: int = 2_000_000_000
+    replay_ns: int = 60_000_000_000
     num_tries: int = 3
     rest_ns: int = 30_000_000_000
     silence_ns: int = 10_000_000_000
-    max_num_waiting: int = 20_000
+    max_waiting_bytes: int = 16 << 20
 
 
 @dataclass(slots=True)
@@ -69,7 +78,8 @@ class _Replay:
     """A requested replay.
 
     Attributes:
-        deadline_ns: time by which its next message must arrive.
+        end_ns: time by which it must have ended.
+        deadline_ns: time by which its next message must arrive, at most `end_ns`.
         is_doubtful: whether batches may have been missed; False means a check after silence.
         is_sent: whether the caller has taken the request.
         is_answered: whether a message of the replay has arrived.
@@ -77,6 +87,7 @@ class _Replay:
         is_whole: whether it contains all batches that the publisher keeps.
     """
 
+    end_ns: int
     deadline_ns: int
     is_doubtful: bool
     is_sent: bool = False
@@ -100,10 +111,12 @@ class KvStream:
 
     Attributes:
         is_complete: whether all batches of the publisher, from its first on, were delivered.
+        num_waiting_bytes: memory of the live batches held back.
     """
 
     def __init__(self, consumer: Consumer, *, can_replay: bool, rules: StreamRules, counts: StreamCounts) -> None:
         self.is_complete = False
+        self.num_waiting_bytes = 0
         self._consumer = consumer
         self._can_replay = can_replay
         self._rules = rules
@@ -133,7 +146,7 @@ class KvStream:
         """Record the end of the connection. The cache contents count as unknown after `silence_ns`."""
         self._is_connected = False
         self._replay = None
-        self._waiting.clear()
+        self._drop_waiting()
         self._silent_at_ns = now_ns + self._rules.silence_ns
 
     def live(self, seq: int, payload: bytes, now_ns: int) -> None:
@@ -144,16 +157,16 @@ class KvStream:
         if self._replay is None:
             self._take(seq, payload, now_ns)
         else:
-            self._waiting.append((seq, payload))
-            if len(self._waiting) > self._rules.max_num_waiting:
-                self._give_up(now_ns)
+            self._hold_back(seq, payload)
+            if self.num_waiting_bytes > self._rules.max_waiting_bytes:
+                self.give_up(f"more than {self._rules.max_waiting_bytes >> 20} MiB of events wait for a replay", now_ns)
 
     def replayed(self, seq: int, payload: bytes, now_ns: int) -> None:
         """Process a batch of the requested replay."""
         replay = self._replay
         if replay is None or replay.is_foreign:
             return
-        replay.deadline_ns = now_ns + self._rules.reply_ns
+        replay.deadline_ns = min(now_ns + self._rules.reply_ns, replay.end_ns)
         if self._next and seq < self._next - 1:
             return  # a batch before the requested ones
         is_first, replay.is_answered = not replay.is_answered, True
@@ -190,7 +203,10 @@ class KvStream:
             return
         if self._replay is not None:
             self._counts.unanswered += 1
-            self._not_answered(now_ns, self._replay)
+            if now_ns >= self._replay.end_ns:
+                self.give_up("a replay does not end", now_ns)
+            else:
+                self._not_answered(now_ns, self._replay)
         elif self._is_connected and self._is_rebuild_due:
             self._rebuild(now_ns)
         elif self._is_connected:
@@ -199,6 +215,19 @@ class KvStream:
             self._silent_at_ns = None
             if self._next is not None:
                 self._lose(now_ns)
+
+    def give_up(self, why: str, now_ns: int) -> None:
+        """Drop what was built up, and continue with what comes, because batches are missing or cannot be used.
+
+        A replay would bring the same batches again, so none is requested for a while.
+        """
+        self._consumer.gave_up(why)
+        self._replay = None
+        self._rest_until_ns = now_ns + self._rules.rest_ns
+        self._is_rebuild_due = True
+        if self._next is not None:
+            self._lose(now_ns)
+        self._release(now_ns)
 
     # --- output
 
@@ -215,6 +244,11 @@ class KvStream:
         return self._silent_at_ns if self._replay is None else self._replay.deadline_ns
 
     @property
+    def awaits_replay(self) -> bool:
+        """Whether messages of the requested replay are expected. Without, the caller closes its connection."""
+        return self._replay is not None
+
+    @property
     def is_certain(self) -> bool:
         """Whether the stream is connected and awaits no replay, so that no restart or gap is suspected."""
         return self._is_connected and self._replay is None
@@ -223,7 +257,7 @@ class KvStream:
 
     def _begin(self, now_ns: int) -> None:
         """Find the publisher's position after a new connection or a restart."""
-        self._waiting.clear()
+        self._drop_waiting()
         self._replay = self._rest_until_ns = self._silent_at_ns = None
         self._num_tries = 0
         if self._can_replay:
@@ -232,7 +266,7 @@ class KvStream:
     def _take(self, seq: int, payload: bytes, now_ns: int) -> None:
         """Process a live batch while no replay is awaited."""
         if self._is_rebuild_due and self._may_ask(now_ns):
-            self._waiting.appendleft((seq, payload))
+            self._hold_back(seq, payload, is_first=True)
             self._rebuild(now_ns)
         elif self._next is None or seq == self._next:
             self._num_tries = 0
@@ -240,7 +274,7 @@ class KvStream:
         elif seq > self._next:
             self._counts.gaps += 1
             if self._may_ask(now_ns):
-                self._waiting.appendleft((seq, payload))
+                self._hold_back(seq, payload, is_first=True)
                 self._ask(now_ns, is_doubtful=True)
             else:
                 self._lose(now_ns)
@@ -263,7 +297,20 @@ class KvStream:
         """Process the batches held back, up to a gap that needs another replay."""
         self._listen(now_ns)
         while self._waiting and self._replay is None:
-            self._take(*self._waiting.popleft(), now_ns)
+            seq, payload = self._waiting.popleft()
+            self.num_waiting_bytes -= BATCH_BYTES + len(payload)
+            self._take(seq, payload, now_ns)
+
+    def _hold_back(self, seq: int, payload: bytes, *, is_first: bool = False) -> None:
+        self.num_waiting_bytes += BATCH_BYTES + len(payload)
+        if is_first:
+            self._waiting.appendleft((seq, payload))
+        else:
+            self._waiting.append((seq, payload))
+
+    def _drop_waiting(self) -> None:
+        self._waiting.clear()
+        self.num_waiting_bytes = 0
 
     def _may_ask(self, now_ns: int) -> bool:
         is_resting = self._rest_until_ns is not None and now_ns < self._rest_until_ns
@@ -271,7 +318,7 @@ class KvStream:
 
     def _ask(self, now_ns: int, *, is_doubtful: bool) -> None:
         self._num_tries += is_doubtful
-        self._replay = _Replay(now_ns + self._rules.reply_ns, is_doubtful)
+        self._replay = _Replay(now_ns + self._rules.replay_ns, now_ns + self._rules.reply_ns, is_doubtful)
 
     def _rebuild(self, now_ns: int) -> None:
         """Start over from the first batch that the publisher keeps."""
@@ -287,16 +334,7 @@ class KvStream:
         elif self._num_tries < self._rules.num_tries:
             self._ask(now_ns, is_doubtful=True)
         else:
-            self._give_up(now_ns)
-
-    def _give_up(self, now_ns: int) -> None:
-        """Stop awaiting the replay, and continue with the batches at hand."""
-        self._replay = None
-        self._rest_until_ns = now_ns + self._rules.rest_ns
-        self._is_rebuild_due = True
-        if self._next is not None:
-            self._lose(now_ns)
-        self._release(now_ns)
+            self.give_up("no replay is answered", now_ns)
 
     def _lose(self, now_ns: int) -> None:
         self._next, self.is_complete = None, False

@@ -16,6 +16,7 @@ from moestro.routing.decision_record import (
     EngineWasLost,
     Entry,
     FirstTokenCame,
+    Gap,
     Head,
     KvCleared,
     KvLost,
@@ -79,8 +80,9 @@ def replay(lines: Iterable[bytes], policy: PolicyText | None = None) -> Iterator
 
 
 def _entries(lines: Iterable[bytes]) -> Iterator[Entry]:
-    """Yield the router's calls of each run, its head first; a run may be cut off at its end."""
+    """Yield the router's calls of each run, its head first; a run may be cut off, and ends at its first gap."""
     damage: str | None = "it does not begin with a header"
+    is_behind_gap = False
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -94,7 +96,10 @@ def _entries(lines: Iterable[bytes]) -> Iterator[Entry]:
         if isinstance(entry, RequestTrace | ScheduledOn | ExpertsMoved):
             continue
         if isinstance(entry, Head):
-            damage = None
+            damage, is_behind_gap = None, False
+        elif is_behind_gap or isinstance(entry, Gap):
+            is_behind_gap = True  # calls are missing up to the next head
+            continue
         elif damage is not None:
             raise ConfigError(f"the record cannot be replayed from line {number}: {damage}")
         yield entry

@@ -10,10 +10,12 @@ from aiohttp import web
 from moestro.errors import ConfigError, shown
 from moestro.placement.live_settings import NO_POLICY
 from moestro.placement.registry import PlacementError
+from moestro.server.admin_plane import ADMIN_BODY_BYTES
 from moestro.server.placement_control import DecisionOutcome, Trigger
 from moestro.server.placement_loop import PlacementLoop
 from moestro.server.placement_plan import PlacementPlan
 from moestro.server.placement_views import PlanView, placement_view, plan_view
+from moestro.web.bodies import Bodies
 from moestro.web.errors import HttpError
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
@@ -28,6 +30,7 @@ class PlacementAdmin:
 
     def __init__(self, loop: PlacementLoop) -> None:
         self._loop, self._control = loop, loop.control
+        self._bodies = Bodies(max_body_bytes=ADMIN_BODY_BYTES)
 
     def routes(self) -> list[web.RouteDef]:
         """Return all routes."""
@@ -62,7 +65,11 @@ class PlacementAdmin:
 
     async def apply(self, http: web.Request) -> web.Response:
         """Handle POST /admin/placement/apply: move towards the body's placement, or towards the last plan."""
-        has_arrays, body = _has_arrays(http), await http.read()
+        has_arrays = _has_arrays(http)
+        async with self._bodies.holding(http) as body:
+            return self._apply(body, has_arrays=has_arrays)
+
+    def _apply(self, body: bytes, *, has_arrays: bool) -> web.Response:
         if self._control.is_frozen:
             raise HttpError(409, "Placement is frozen: POST /admin/placement/unfreeze first.", "frozen")
         if self._control.active is not None or self._control.migration.progress.is_running:

@@ -183,7 +183,7 @@ class ServerCollector(Collector):
         yield CounterMetricFamily("moestro:worker_connections_refused", text, value=sources.num_refused())
         text = "Messages of engines that the server failed to process; the affected requests end with an error."
         yield CounterMetricFamily("moestro:delivery_errors", text, value=sources.metrics.num_delivery_errors)
-        text = "Lines that --record could not write; nothing is recorded after the first of them."
+        text = "Lines that --record could not write."
         yield CounterMetricFamily("moestro:record_lines_lost", text, value=sources.num_unrecorded())
 
     def _load_figures(self, prefix: str, kind: FigureKind, *, has_vllm_name: bool) -> Iterator[Metric]:

@@ -7,11 +7,15 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
+from functools import partial
+
+import msgspec
 
 from moestro.config.serve_settings import ServeSettings
+from moestro.core.hashing import keyed_names
 from moestro.core.load_figures import FIGURES, ROUTED_FIGURES
 from moestro.core.model_info import ModelInfo
-from moestro.routing.decision_record import Entry, PolicyText, RecordedRouter
+from moestro.routing.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
 from moestro.routing.policy_contract import RouteInputs
 from moestro.routing.request_trace import ServerFacts
 from moestro.routing.router import Router
@@ -20,6 +24,7 @@ from moestro.server.engine_client import EngineClient
 from moestro.server.request_log import RequestLog
 from moestro.server.table_watch import WATCH_S, ReadTable, TableWatch
 from moestro.web.record_file import RecordFile, read_clocks
+from moestro.web.record_key import record_key
 from moestro.workload.request_record import Header, RecordedRequest
 
 Recorded = Header | RecordedRequest | Entry
@@ -42,8 +47,14 @@ class Recording:
         self._settings = settings
         server, routing = settings.server, settings.routing
         self._file: RecordFile[Recorded] | None = None
+        self._header: Header | None = None
+        self._key_id = ""
         if server.record is not None:
-            self._file = RecordFile(server.record, max_bytes=int(server.record_max_size * 2**30))
+            key = record_key(server.record_key_file)
+            self._key_id = key.key_id
+            self._file = RecordFile(
+                server.record, partial(_keyed, key.secret), self._resumed, int(server.record_max_size * 2**30)
+            )
         policy = routing.route_score or routing.route_policy
         self.log: RequestLog | None = None
         if self._file is not None or server.admin_port is not None:
@@ -60,7 +71,7 @@ class Recording:
         routing = self._settings.routing
         policy = PolicyText(routing.route_policy, routing.route_score, route_inputs(self._settings))
         if self._file is not None:
-            return RecordedRouter(policy, bounds, self._file.write, read_clocks())
+            return RecordedRouter(policy, bounds, self._file.write, read_clocks(), self._key_id)
         router = Router(policy.make(), bounds)
         router.keeps_candidates = self.log is not None
         return router
@@ -85,7 +96,8 @@ class Recording:
         self.log.look = _looker(watch)
         async with contextlib.AsyncExitStack() as stack:
             if self._file is not None:
-                self._file.write(self._header(info))
+                self._header = self._make_header(info)
+                self._file.write(self._header)
                 engines.on_answered = self._file.write
                 await stack.enter_async_context(self._file.writing())
             stack.callback(self.log.close)
@@ -93,7 +105,13 @@ class Recording:
             stack.callback(looking.cancel)
             yield
 
-    def _header(self, info: ModelInfo) -> Header:
+    def _resumed(self, num_lost: int) -> list[Recorded]:
+        """Return what follows a gap: its mark, and the header, which may be among the lost lines."""
+        clocks = read_clocks()
+        head = [] if self._header is None else [msgspec.structs.replace(self._header, clocks=clocks)]
+        return [Gap(num_lost, clocks), *head]
+
+    def _make_header(self, info: ModelInfo) -> Header:
         settings = self._settings
         return Header(
             model=settings.server.served_model_name[0],
@@ -108,7 +126,19 @@ class Recording:
             stepping=asdict(settings.stepping),
             route_policy=settings.routing.route_score or settings.routing.route_policy,
             clocks=read_clocks(),
+            key_id=self._key_id,
         )
+
+
+def _keyed(secret: bytes, line: Recorded) -> Recorded:
+    """Return the form of a line that is written: block hashes are keyed."""
+    match line:
+        case RecordedRequest():
+            return msgspec.structs.replace(line, block_hashes=keyed_names(secret, line.block_hashes))
+        case Header():
+            return line
+        case _:
+            return keyed_entry(secret, line)
 
 
 def route_inputs(settings: ServeSettings) -> RouteInputs:

@@ -10,10 +10,18 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from moestro.core.json_elements import (
+    MAX_DEPTH,
+    MAX_DIGITS,
+    MAX_ELEMENTS,
+    SCAN_BYTES,
+    count_elements,
+    has_long_number,
+    is_too_deep,
+)
 from moestro.errors import RequestError, shown
 from moestro.server.protocol import ChatFields, CompletionFields
 from moestro.server.unsupported import IN_CHAT, IN_COMPLETIONS, WITHOUT_EFFECT, Neutral, refuse_unsupported
-from moestro.web.json_elements import MAX_DIGITS, MAX_ELEMENTS, SCAN_BYTES, count_elements, has_long_number
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 Check = Callable[[memoryview], None]
@@ -64,12 +72,14 @@ class BodyDecoder(Generic[Fields]):
             if check_ids is not None and self._ids in raw:
                 check_ids(memoryview(raw[self._ids]))
             self._refuse_many_elements(body, raw)
+            if is_too_deep(body):  # After the bound on elements, of which brackets are a part.
+                raise _too_deep()
             refuse_unsupported(raw, self._neutral)
             fields = self._decoder.decode(body)
         except msgspec.ValidationError as error:
             raise wrong_type(error) from None
         except RecursionError:
-            raise _not_json("it is nested too deeply") from None
+            raise _too_deep() from None  # Where this thread has few frames left.
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _not_json(str(error)) from None
         return Decoded(fields, _named([name for name in raw if name not in self._known and name not in WITHOUT_EFFECT]))
@@ -116,6 +126,11 @@ def _too_many_elements(param: str | None) -> RequestError:
         param=param,
         code="too_many_elements",
     )
+
+
+def _too_deep() -> RequestError:
+    text = f"The request body may be nested {MAX_DEPTH} levels deep. Send a flatter body."
+    return RequestError(text, code="invalid_json")
 
 
 def _not_json(cause: str) -> RequestError:

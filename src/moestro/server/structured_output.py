@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from moestro.core.grammar import Grammar
+from moestro.core.json_elements import MAX_DEPTH, is_too_deep
 from moestro.errors import RequestError, shown
 from moestro.grammar.checker import GrammarChecker
 from moestro.server.protocol import GenerationFields, ResponseFormat, StructuredOutputs
@@ -109,6 +110,8 @@ def _schema(given: dict[str, Any] | str, place: str) -> Grammar:
         return Grammar("json_schema", msgspec.json.encode(given).decode())
     if len(given) > MAX_GRAMMAR_BYTES:
         raise _invalid(place, f"may have {MAX_GRAMMAR_BYTES} bytes at most")
+    if is_too_deep(given.encode()):
+        raise _invalid(place, f"may be nested {MAX_DEPTH} levels deep")
     try:
         return _schema(msgspec.json.decode(given, type=dict[str, Any]), place)
     except (msgspec.DecodeError, RecursionError) as error:

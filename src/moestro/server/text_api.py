@@ -7,6 +7,7 @@ import sys
 import msgspec
 from aiohttp import web
 
+from moestro.core.json_elements import count_elements
 from moestro.errors import RequestError
 from moestro.server.protocol import ChatFields
 from moestro.server.request_builder import ServedModel, chat_prompt, refuse_foreign_ids, refuse_too_much_text
@@ -15,7 +16,6 @@ from moestro.server.unsupported import IN_CHAT
 from moestro.server.validation import chat_ask
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.bodies import Bodies
-from moestro.web.json_elements import count_elements
 
 
 class TokenizeFields(msgspec.Struct, kw_only=True):

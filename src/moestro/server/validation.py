@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from moestro.core.json_elements import count_elements
 from moestro.core.request import SAMPLING_RANGES, SamplingDefaults, SamplingParams, ServiceClass
 from moestro.errors import PromptTooLongError, shown
 from moestro.server.chat_fields import check_messages, invalid, template_options, tool_use
@@ -18,7 +19,6 @@ from moestro.server.request_fields import decode_chat, decode_completion
 from moestro.server.structured_output import AskedGrammar, asked_grammar
 from moestro.text.chat_format import NO_TOOLS, ToolUse
 from moestro.text.tokenizer import TemplateOptions
-from moestro.web.json_elements import count_elements
 
 MAX_PROMPTS = 1024
 MAX_PROMPT_IDS = 1 << 20  # Token ids in all prompts of a request, unless one prompt may be longer; decoded in 50 ms.

@@ -17,6 +17,7 @@ from moestro.routing.decision_record import (
     EngineAdded,
     Entry,
     FirstTokenCame,
+    Gap,
     Head,
     RequestEnded,
     SpecSet,
@@ -33,6 +34,7 @@ from moestro.workload.request_record import (
     RecordRun,
     RequestRecord,
     cut_off_note,
+    gap_note,
     join_runs,
 )
 
@@ -155,7 +157,7 @@ def read_router_record(path: Path) -> RequestRecord:
 
 def _runs(path: Path) -> list[_RouterRun]:
     runs: list[_RouterRun] = []
-    damage = ""
+    damage, has_lost_head = "", False
     with open_lines(path) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -169,7 +171,13 @@ def _runs(path: Path) -> list[_RouterRun]:
                 continue
             if isinstance(entry, Head):
                 runs.append(_RouterRun(number, entry))
-                damage = ""
+                damage, has_lost_head = "", False
+            elif isinstance(entry, Gap):
+                damage, has_lost_head = "", not runs
+                if runs:
+                    runs[-1].cut_off = gap_note(path, number, entry.num_lost)
+            elif has_lost_head:
+                continue
             elif damage or not runs:  # only the end of a run may be cut off
                 raise ConfigError(f"{path}: {damage or f'line {number} comes before a header'}")
             else:
@@ -199,6 +207,7 @@ def _as_server(path: Path, run: _RouterRun, requests: list[_RoutedRequest], shar
         limits={},
         route_policy=run.head.score or run.head.policy,
         clocks=run.head.clocks,
+        key_id=run.head.key_id,
     )
     place = f"{path}, line {run.line}"
     recorded = [_recorded(each, block_size, share) for each in requests]

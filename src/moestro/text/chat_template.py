@@ -27,7 +27,7 @@ from moestro.text.render_job import (
 logger = logging.getLogger(__name__)
 
 _COMMAND = (sys.executable, "-m", "moestro.text.template_worker")
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.json.Encoder().encode  # of what clients wrote: msgpack has no integers beyond 64 bits
 _decode_answer = msgspec.msgpack.Decoder(RenderAnswer).decode
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from moestro.core.json_elements import is_too_deep
 from moestro.text.json_scan import JsonScan
 from moestro.text.output_parser import OutputParser
 from moestro.text.parser_input import NAME_LIMIT, BrokenCallError, ParserInput, Show, Steps
@@ -141,9 +142,10 @@ def read_value(text: ParserInput, show: Show) -> Steps[None]:
 
 
 def decoded(text: str) -> Any:
-    """Return the value of a JSON text; `msgspec.UNSET` if it is not valid."""
+    """Return the value of a JSON text; `msgspec.UNSET` if it is not valid, or nested too deeply to be passed on."""
     try:
-        return msgspec.json.decode(text.encode())
+        data = text.encode()
+        return msgspec.UNSET if is_too_deep(data) else msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         return msgspec.UNSET
 

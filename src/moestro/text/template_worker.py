@@ -32,7 +32,7 @@ _ERROR_CHARS = 1000  # for a template's error
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_job = msgspec.msgpack.Decoder(RenderJob).decode
+_decode_job = msgspec.json.Decoder(RenderJob).decode
 
 
 def main() -> None:

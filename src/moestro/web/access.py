@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from moestro.errors import ConfigError
@@ -12,7 +12,7 @@ from moestro.web.cors import Cors
 from moestro.web.errors import AuthenticationError
 from moestro.web.page import PAGE_PATHS
 from moestro.web.probes import PROBES
-from moestro.web.rate_limits import RequestLimits
+from moestro.web.rate_limits import RequestLimits, network_of
 
 # Requested by the operator's machines, and by the page at `/`, once a second.
 UNLIMITED = PROBES | PAGE_PATHS | {"/metrics", "/statistics"}
@@ -57,3 +57,13 @@ class Access:
         if key is None:
             raise AuthenticationError
         return key
+
+    def client_of(self, authorization: str | bytes, x_api_key: str | bytes, address: str) -> Hashable:
+        """Return the name under which the failures of a client's requests count together.
+
+        It is the key where several keys tell clients apart, otherwise the network. A key that this server does not
+        check would let one client be many.
+        """
+        if self.keys.num_keys > 1:
+            return self.keys.find(authorization, x_api_key)
+        return network_of(address)

@@ -19,6 +19,11 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
+    @property
+    def num_keys(self) -> int:
+        """Number of accepted keys."""
+        return len(self._digests)
+
     def find(self, authorization: str | bytes, x_api_key: str | bytes) -> int | None:
         """Return the index of a request's key; None means no valid key, or two different ones.
 

@@ -58,6 +58,8 @@ class Cors:
         if not {method, "*"} & self._methods:
             raise _not_allowed("methods")
         allowed = self._named_headers
+        if not headers.isascii():  # No name of a header, and the answer would repeat it.
+            raise _not_allowed("headers")
         if "*" in self._headers:
             allowed = headers or allowed
         elif not {name.strip().lower() for name in headers.split(",") if name.strip()} <= {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import msgspec
 
 from moestro.errors import RequestError, shown
@@ -21,6 +23,7 @@ class AuthenticationError(RequestError):
 
     http_status = 401
     error_type = "authentication_error"
+    headers = MappingProxyType({"WWW-Authenticate": "Bearer"})
 
     def __init__(self) -> None:
         super().__init__(
@@ -74,6 +77,19 @@ class HttpError(RequestError):
     def __init__(self, http_status: int, message: str, code: str) -> None:
         super().__init__(message, code=code)
         self.http_status = http_status
+
+
+class ContentEncodingError(RequestError):
+    """The body is packed in a way that this server does not unpack."""
+
+    http_status = 415
+    headers = MappingProxyType({"Accept-Encoding": "gzip, deflate"})  # Source: RFC 9110, 15.5.16.
+
+    def __init__(self, content_encoding: str) -> None:
+        super().__init__(
+            f"Content-Encoding must be gzip, deflate or identity, and one of them, got {shown(content_encoding)}.",
+            code="unsupported_content_encoding",
+        )
 
 
 def too_large(limit: int) -> HttpError:

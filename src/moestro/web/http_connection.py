@@ -74,6 +74,7 @@ class HttpConnection(web.RequestHandler):
             max_headers=MAX_HEADERS,
             payload_exception=web.RequestPayloadError,
             max_msg_queue_size=1,
+            auto_decompress=False,  # `Bodies` unpacks a body when a handler reads it.
         )
 
     def data_received(self, data: bytes) -> None:

@@ -15,7 +15,7 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from moestro.errors import RequestError, shown
 from moestro.web.access import UNLIMITED, Access
 from moestro.web.cors import Cors
-from moestro.web.errors import AuthenticationError, HttpError, InternalError, error_body, too_large
+from moestro.web.errors import HttpError, InternalError, error_body, too_large
 from moestro.web.probes import PUBLIC
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ REQUEST_ID = web.RequestKey("request_id", str)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _VERSIONS = frozenset({HttpVersion10, HttpVersion11})
 # Servers could disagree on which of two such headers counts. The parser refuses a second Host.
-_ONCE = ("Authorization", "X-Api-Key")
+_ONCE = ("Authorization", "X-Api-Key", "Content-Encoding")
 _MAX_LENGTH_DIGITS = 19
 _UNFRAMED = frozenset({413, 501})  # Statuses for requests whose end was not looked for.
 _CODES = {404: "not_found", 405: "method_not_allowed", 417: "expectation_failed"}
@@ -51,7 +51,14 @@ class HttpMiddleware:
         """Return a runner of `app` that is set up, with this middleware in front."""
         app.on_response_prepare.append(self._add_headers)
         # The disconnect of a client cancels its handler, which frees its sequence.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout)
+        # aiohttp would unpack every body, on the event loop and before this middleware; `Bodies` does it instead.
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=shutdown_timeout,
+            auto_decompress=False,
+        )
         await runner.setup()
         server = runner.server
         assert server is not None, "the runner is set up"
@@ -138,11 +145,9 @@ def _request_id(http: web.BaseRequest) -> str:
 
 
 def _refusal(http: web.BaseRequest, error: RequestError) -> web.Response:
-    headers = {}
+    headers = dict(error.headers)
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
-    if isinstance(error, AuthenticationError):
-        headers["WWW-Authenticate"] = "Bearer"
     body = error_body(http.path, error, http[REQUEST_ID])
     return web.Response(status=error.http_status, body=body, content_type="application/json", headers=headers)
 

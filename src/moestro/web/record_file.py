@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import stat
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -19,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
 _MAX_PENDING = 200_000  # Most entries that wait for the disk.
+_ENTRIES_AT_ONCE = 256  # Entries that are encoded before other threads may run.
+_OWN = 0o600  # Mode of the file: it tells who sent which requests.
+_OTHERS = 0o077
 
 T = TypeVar("T")
 
@@ -26,14 +31,17 @@ T = TypeVar("T")
 class RecordFile(Generic[T]):
     """Appends entries to a file once a second, off the event loop.
 
-    `write` never fails and never waits. When the disk fails or cannot keep up, the log says so once. After such a gap,
-    only entries of the types `after_gap` are written. The next start appends to the same file.
+    `write` never fails and never waits. When the disk fails or cannot keep up, entries are lost until there is room
+    again: a gap. The log says when a gap begins, and how many lines it has when it ends. A line is in the file as a
+    whole or not at all, wherever the file can be cut back. The next start appends to the same file.
+
+    Only the owner may read the file. A file that others may read is narrowed, with a line in the log.
 
     Args:
         path: File to append to.
-        after_gap: Types of entries that are useful even if entries before them are missing.
-        consequence: Meaning of a gap for a reader of the record, for the log.
-        max_bytes: Size of the file at which the record ends. None means no limit.
+        finish: Makes the form in which an entry is written, in a thread.
+        resume: Makes the entries that follow a gap, from the number of lost ones.
+        max_bytes: Size of the file that it does not exceed. None means no limit.
 
     Attributes:
         num_lost: Number of entries that were not written.
@@ -45,34 +53,34 @@ class RecordFile(Generic[T]):
     def __init__(
         self,
         path: Path,
-        after_gap: tuple[type, ...] = (),
-        consequence: str = "the record ends here",
+        finish: Callable[[T], T],
+        resume: Callable[[int], Sequence[T]],
         max_bytes: int | None = None,
     ) -> None:
         self._path = path
-        self._after_gap = after_gap
-        self._consequence = consequence
+        self._finish = finish
+        self._resume = resume
         self._max_bytes = max_bytes
         self._pending: list[T] = []
-        self._has_gap = False
+        self._num_refused = 0  # Entries after the pending ones, which had no place among them.
+        self._num_in_gap = 0  # Entries lost since the last written line.
+        self._is_torn = False  # The file may end in the middle of a line that could not be cut off.
         self._writing: asyncio.Task[None] | None = None
         self.num_lost = 0
         try:
-            self._file = path.open("ab")
-            if self._file.tell():
-                self._file.write(b"\n")  # The last writer may have ended in the middle of a line.
+            self._file = _opened(path)
         except OSError as error:
             raise ConfigError(f"--record {path} cannot be written: {error.strerror}") from None
 
     def write(self, entry: T) -> None:
         """Append `entry` within about `FLUSH_S`."""
-        if len(self._pending) >= _MAX_PENDING:
-            self._gap("the disk does not keep up")
-            self.num_lost += 1
-        elif not self._has_gap or isinstance(entry, self._after_gap):
+        if len(self._pending) < _MAX_PENDING and not self._num_refused:
             self._pending.append(entry)
-        else:
-            self.num_lost += 1
+            return
+        if not self._num_refused and not self._num_in_gap:
+            self._log_begin("the disk does not keep up")
+        self._num_refused += 1
+        self.num_lost += 1
 
     @contextlib.asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
@@ -88,8 +96,11 @@ class RecordFile(Generic[T]):
     async def close(self) -> None:
         """Write the remaining entries, and close the file."""
         await self._flush()
+        if self._num_in_gap or self._num_refused:
+            lost = self._num_in_gap + self._num_refused
+            logger.error("--record %s ends in a gap; lines lost in it: %s", self._path, f"{lost:,}")
         with contextlib.suppress(OSError):
-            self._file.close()
+            os.close(self._file)
 
     async def _flush_forever(self) -> None:
         while True:
@@ -105,29 +116,81 @@ class RecordFile(Generic[T]):
 
     async def _write(self) -> None:
         entries, self._pending = self._pending, []
+        num_refused, self._num_refused = self._num_refused, 0
         try:
             if entries:
                 await asyncio.to_thread(self._append, entries)
         except Exception as error:
-            self._gap(str(error))
-            # Entries that arrived in the meantime are behind the gap too.
-            kept = [entry for entry in self._pending if isinstance(entry, self._after_gap)]
-            self.num_lost += len(entries) + len(self._pending) - len(kept)
-            self._pending = kept
+            if not self._num_in_gap:
+                self._log_begin(str(error))
+            self._num_in_gap += len(entries)
+            self.num_lost += len(entries)
+        else:
+            if entries and self._num_in_gap:
+                logger.warning("--record %s goes on; lines lost in the gap: %s", self._path, f"{self._num_in_gap:,}")
+                self._num_in_gap = 0
         finally:
+            self._num_in_gap += num_refused
             self._writing = None
 
     def _append(self, entries: list[T]) -> None:
-        lines = msgspec.json.Encoder().encode_lines(entries)
-        if self._max_bytes is not None and self._file.tell() + len(lines) > self._max_bytes:
-            raise MoestroError(f"it would be larger than {self._max_bytes / 2**30:g} GiB")
-        self._file.write(b"\n" + lines if self._has_gap else lines)  # The gap may be in the middle of a line.
-        self._file.flush()
+        size = os.fstat(self._file).st_size
+        if self._max_bytes is not None and size >= self._max_bytes:
+            raise MoestroError(self._too_large())
+        pieces = [b"\n"] if self._is_torn else []
+        encode = msgspec.json.Encoder().encode_lines
+        if self._num_in_gap:
+            pieces.append(encode([self._finish(entry) for entry in self._resume(self._num_in_gap)]))
+        for at in range(0, len(entries), _ENTRIES_AT_ONCE):
+            pieces.append(encode([self._finish(entry) for entry in entries[at : at + _ENTRIES_AT_ONCE]]))
+            time.sleep(0)  # Lets the event loop's thread go on.
+        lines = b"".join(pieces)
+        if self._max_bytes is not None and size + len(lines) > self._max_bytes:
+            raise MoestroError(self._too_large())
+        self._append_whole(lines, size)
+        self._is_torn = False
 
-    def _gap(self, why: str) -> None:
-        if not self._has_gap:
-            self._has_gap = True
-            logger.error("--record %s: %s; %s", self._path, why, self._consequence)
+    def _append_whole(self, lines: bytes, size: int) -> None:
+        """Append `lines` to a file of `size` bytes, or nothing of them."""
+        rest = memoryview(lines)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError:
+            if len(rest) < len(lines):
+                self._is_torn = True
+                os.ftruncate(self._file, size)
+                self._is_torn = False
+            raise
+
+    def _too_large(self) -> str:
+        return f"it would be larger than {(self._max_bytes or 0) / 2**30:g} GiB"
+
+    def _log_begin(self, why: str) -> None:
+        logger.error("--record %s: %s; lines are lost until they can be written again", self._path, why)
+
+
+def _opened(path: Path) -> int:
+    """Open a file for appending, which its owner alone may read."""
+    # Without O_NONBLOCK a named pipe without a reader would hold the start for ever.
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, _OWN)
+    try:
+        os.set_blocking(file, True)
+        status = os.fstat(file)
+        mode = stat.S_IMODE(status.st_mode)
+        if stat.S_ISREG(status.st_mode) and mode & _OTHERS:
+            with contextlib.suppress(PermissionError):
+                os.fchmod(file, mode & ~_OTHERS)
+            narrowed = stat.S_IMODE(os.fstat(file).st_mode)
+            logger.warning(
+                "--record %s was open to other users (mode %04o); its mode is now %04o", path, mode, narrowed
+            )
+        if status.st_size:
+            os.write(file, b"\n")  # The last writer may have ended in the middle of a line.
+    except OSError:
+        os.close(file)
+        raise
+    return file
 
 
 def read_clocks() -> ClockPair:

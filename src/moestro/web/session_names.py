@@ -16,4 +16,5 @@ def session_in(header: Callable[[str], str | None]) -> str | None:
         header: Returns the value of a header by its name in lower case; None or an empty text without it.
     """
     name = next((name for each in SESSION_HEADERS if (name := header(each))), None)
-    return name[:MAX_SESSION_CHARS] if name else None
+    # aiohttp has surrogates for bytes that are no UTF-8; no message to an engine can carry them.
+    return name.encode("utf-8", "surrogateescape").decode("latin-1")[:MAX_SESSION_CHARS] if name else None

@@ -5,22 +5,43 @@ A message has three frames: topic, sequence number (8 bytes, big endian) and a m
 order of the publisher's fields (vLLM until mid-2026, SGLang until its switch), or a map with the key "type". Sources:
 vllm/distributed/kv_events.py and sglang/srt/disaggregation/kv_events.py in their versions to date. Newer additions are
 tolerated: unknown keys are ignored, unknown events are counted.
+
+A publisher is another machine's process and may send anything. Every value is therefore decoded straight into its type,
+with a bound on its size, and a batch is decoded event by event, so that its reader can pause between two of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from moestro.errors import MoestroError
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)  # replaces the sequence number, with an empty payload
 _SEQ_BYTES = 8
 
-BlockKey = int | bytes  # the publisher's own, opaque name of a block
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+MAX_MESSAGE_BYTES = 4 << 20
+"""Limit of one message. A publisher sends one batch a step. The largest honest one that we know of stores 131,072
+tokens in pages of 16: 0.7 MB of tokens, 8,192 hashes of 34 bytes stored and as many removed, and 0.2 kB for each page
+where a publisher sends one event a page: together less than 3 MB.
+"""
+_MAX_EVENTS = 1 << 16  # of one batch; the batch above has 16,384
+_MAX_BLOCKS = 1 << 16  # of one event
+_MAX_TOKENS = 1 << 20  # of one event; more than MAX_MESSAGE_BYTES holds of a real vocabulary
+_MAX_HASH_BYTES = 64  # SHA-512; vLLM's own are SHA-256
+_MAX_NAME_CHARS = 4096  # of adapters, salts and media
+_MAX_EXTRA_KEYS = 16  # of one block: an adapter, a salt, and pictures in it
+
+Name = Annotated[str, Meta(max_length=_MAX_NAME_CHARS)]
+BlockKey = int | Annotated[bytes, Meta(max_length=_MAX_HASH_BYTES)]  # the publisher's own, opaque name of a block
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+BlockKeys = Annotated[list[BlockKey], Meta(max_length=_MAX_BLOCKS)]
+_BlockExtras = Annotated[list[msgspec.Raw], Meta(max_length=_MAX_EXTRA_KEYS)]
+ExtraKeys = Annotated[list[_BlockExtras | None], Meta(max_length=_MAX_BLOCKS)]
 
 
 class KvEventError(MoestroError):
@@ -36,25 +57,25 @@ class BlockStored(msgspec.Struct, frozen=True):
         lora_id: id of an adapter without a published name.
         medium: tier; None if the publisher has only one.
         extra_keys: for each block, what else its hash covers: the adapter's name, `[multimodal id, offset]`, the salt
-            of a first block, digests of prompt embeddings.
+            of a first block, digests of prompt embeddings. Encoded, because only texts matter (`text_of`).
         group_idx: group of layers, in models whose layers are cached differently.
         kv_cache_spec_kind: kind of attention in that group.
         cache_salt: the salt, in SGLang's messages.
         locality: "REMOTE" if the blocks are not in this engine.
     """
 
-    block_hashes: list[BlockKey]
+    block_hashes: BlockKeys
     parent_block_hash: BlockKey | None
-    token_ids: list[TokenId]
+    token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_TOKENS)]
     block_size: int
-    lora_id: int | str | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None
+    lora_id: int | Name | None = None
+    medium: Name | None = None
+    lora_name: Name | None = None
+    extra_keys: ExtraKeys | None = None
     group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    cache_salt: str | None = None
-    locality: str | None = None
+    kv_cache_spec_kind: Name | None = None
+    cache_salt: Name | None = None
+    locality: Name | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True):
@@ -64,23 +85,30 @@ class BlockRemoved(msgspec.Struct, frozen=True):
         remaining_copy_counts: for each block, copies that the tier still has.
     """
 
-    block_hashes: list[BlockKey]
-    medium: str | None = None
+    block_hashes: BlockKeys
+    medium: Name | None = None
     group_idx: int | None = None
-    locality: str | None = None
-    remaining_copy_counts: list[int] | None = None
+    locality: Name | None = None
+    remaining_copy_counts: Annotated[list[int], Meta(max_length=_MAX_BLOCKS)] | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True):
     """The cache is empty."""
 
 
+class UnknownEvent(msgspec.Struct, frozen=True):
+    """An event of a type that this version does not know."""
+
+
+class UnreadableStore(msgspec.Struct, frozen=True):
+    """Stored blocks that cannot be read. Not knowing of a held block costs a hit, and nothing else."""
+
+
 class UnreadableRemoval(msgspec.Struct, frozen=True):
-    """A removal whose blocks cannot be read."""
+    """An event that removes blocks, or may do so, and cannot be read."""
 
 
-Known = TypeVar("Known", BlockStored, BlockRemoved)
-Event = BlockStored | BlockRemoved | AllBlocksCleared | UnreadableRemoval
+Event = BlockStored | BlockRemoved | AllBlocksCleared | UnknownEvent | UnreadableStore | UnreadableRemoval
 
 
 class KvMessage(NamedTuple):
@@ -100,33 +128,89 @@ class EventBatch:
 
     Attributes:
         ts_s: time of publication, seconds since 1970 on the publisher's clock.
+        events: encoded events, for `decode_event`, in order.
         dp_rank: rank of the cache within a data-parallel server.
-        num_unknown: events of unknown types.
-        num_illegible: stored blocks that cannot be read and so do not count as held.
     """
 
     ts_s: float
-    events: list[Event]
+    events: list[msgspec.Raw]
     dp_rank: int | None
-    num_unknown: int
-    num_illegible: int
 
 
-# Order of an array's values behind the name of the type.
-_STORED_FIELDS = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-    "group_idx",
-    "kv_cache_spec_kind",
-)
-_REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
-_METADATA_AT = _STORED_FIELDS.index("lora_name")  # SGLang has a map at this place
+_Events = Annotated[list[msgspec.Raw], Meta(max_length=_MAX_EVENTS)]
+
+
+class _BatchArray(msgspec.Struct, array_like=True):
+    ts: float
+    events: _Events
+    dp_rank: int | None = None
+
+
+class _BatchMap(msgspec.Struct):
+    ts: float
+    events: _Events
+    data_parallel_rank: int | None = None
+    attn_dp_rank: int | None = None
+
+
+class _ArrayTag(msgspec.Struct, array_like=True):
+    type: str
+
+
+class _MapTag(msgspec.Struct):
+    type: str = ""
+
+
+class _StoredMetadata(msgspec.Struct):
+    """What SGLang's arrays have in the place of `lora_name`: a map of the later fields."""
+
+    lora_name: Name | None = None
+    extra_keys: ExtraKeys | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: Name | None = None
+    cache_salt: Name | None = None
+    locality: Name | None = None
+
+
+class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
+    block_hashes: BlockKeys
+    parent_block_hash: BlockKey | None
+    token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_TOKENS)]
+    block_size: int
+    lora_id: int | Name | None = None
+    medium: Name | None = None
+    lora_name: Name | _StoredMetadata | None = None
+    extra_keys: ExtraKeys | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: Name | None = None
+
+    def event(self) -> BlockStored:
+        values = msgspec.structs.asdict(self)
+        if isinstance(self.lora_name, _StoredMetadata):
+            values |= msgspec.structs.asdict(self.lora_name)
+        return BlockStored(**values)
+
+
+class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved"):
+    block_hashes: BlockKeys
+    medium: Name | None = None
+    group_idx: int | None = None
+
+    def event(self) -> BlockRemoved:
+        return BlockRemoved(self.block_hashes, self.medium, self.group_idx)
+
+
+_decode_batch_array = msgspec.msgpack.Decoder(_BatchArray).decode
+_decode_batch_map = msgspec.msgpack.Decoder(_BatchMap).decode
+_decode_array_tag = msgspec.msgpack.Decoder(_ArrayTag).decode
+_decode_map_tag = msgspec.msgpack.Decoder(_MapTag).decode
+_decode_stored_array = msgspec.msgpack.Decoder(_StoredArray).decode
+_decode_removed_array = msgspec.msgpack.Decoder(_RemovedArray).decode
+_decode_stored_map = msgspec.msgpack.Decoder(BlockStored).decode
+_decode_name = msgspec.msgpack.Decoder(Name).decode
+_decode_removed_map = msgspec.msgpack.Decoder(BlockRemoved).decode
+
+_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)  # also of texts that are not UTF-8, and of depth
 
 
 def decode_frames(frames: list[bytes]) -> KvMessage:
@@ -146,58 +230,85 @@ def decode_frames(frames: list[bytes]) -> KvMessage:
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """Decode one payload's events, in order.
+    """Decode one payload, except for its events.
 
     Raises:
         KvEventError: the payload is no batch, so the cache's state is unknown from here on.
     """
     try:
-        raw = msgspec.msgpack.decode(payload)
-    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:  # also of texts, map keys and depth
-        raise KvEventError(f"not msgpack: {error}") from None
-    if isinstance(raw, dict):
-        raw = [raw.get("ts"), raw.get("events"), raw.get("data_parallel_rank", raw.get("attn_dp_rank"))]
-    if not isinstance(raw, list) or len(raw) < 2 or not isinstance(raw[1], list):
-        raise KvEventError("expected [ts, events, data_parallel_rank]")
-    if not isinstance(raw[0], int | float):
-        raise KvEventError(f"expected a time stamp first, got {type(raw[0]).__name__}")
-    dp_rank = raw[2] if len(raw) > 2 and isinstance(raw[2], int) else None
-    events: list[Event] = []
-    num_unknown = num_illegible = 0
-    for raw_event in raw[1]:
-        name, fields = _named_fields(raw_event)
-        if name == "BlockStored":
-            event = _convert(fields, BlockStored)
-            if event is None:
-                num_illegible += 1  # not knowing of a held block costs a hit, and nothing else
-            else:
-                events.append(event)
-        elif name == "BlockRemoved":
-            events.append(_convert(fields, BlockRemoved) or UnreadableRemoval())
-        elif name == "AllBlocksCleared":
-            events.append(AllBlocksCleared())
-        else:
-            num_unknown += 1
-    return EventBatch(float(raw[0]), events, dp_rank, num_unknown, num_illegible)
+        if _is_map(payload):
+            named = _decode_batch_map(payload)
+            rank = named.attn_dp_rank if named.data_parallel_rank is None else named.data_parallel_rank
+            return EventBatch(named.ts, named.events, rank)
+        batch = _decode_batch_array(payload)
+    except _ERRORS as error:
+        raise KvEventError(f"expected [ts, events, data_parallel_rank]: {error}") from None
+    return EventBatch(batch.ts, batch.events, batch.dp_rank)
 
 
-def _named_fields(raw: Any) -> tuple[str | None, dict[str, Any]]:
-    """Type and fields of an event in either encoding."""
-    if isinstance(raw, dict):
-        return raw.get("type"), raw
-    if not isinstance(raw, list) or not raw or not isinstance(raw[0], str):
-        return None, {}
-    name, values = raw[0], raw[1:]
-    if name == "BlockRemoved":
-        return name, dict(zip(_REMOVED_FIELDS, values, strict=False))
-    metadata = {}
-    if len(values) > _METADATA_AT and isinstance(values[_METADATA_AT], dict):
-        metadata, values = values[_METADATA_AT], values[:_METADATA_AT]
-    return name, dict(zip(_STORED_FIELDS, values, strict=False)) | metadata
-
-
-def _convert(fields: dict[str, Any], to: type[Known]) -> Known | None:
+def decode_event(encoded: msgspec.Raw) -> Event:
+    """Decode one event of a batch."""
+    is_map = _is_map(encoded)
     try:
-        return msgspec.convert(fields, to)
-    except msgspec.ValidationError:
+        name = (_decode_map_tag if is_map else _decode_array_tag)(encoded).type
+    except _ERRORS:
+        # Anything else than a container is no event. A damaged one may be a removal.
+        return UnreadableRemoval() if is_map else UnknownEvent()
+    if name == "BlockStored":
+        try:
+            return _decode_stored_map(encoded) if is_map else _decode_stored_array(encoded).event()
+        except _ERRORS:
+            return UnreadableStore()
+    if name == "BlockRemoved":
+        try:
+            return _decode_removed_map(encoded) if is_map else _decode_removed_array(encoded).event()
+        except _ERRORS:
+            return UnreadableRemoval()
+    return AllBlocksCleared() if name == "AllBlocksCleared" else UnknownEvent()
+
+
+def stored_parts(event: BlockStored, num_blocks: int) -> Iterator[BlockStored]:
+    """Split an event into events of at most `num_blocks` blocks, which together store the same.
+
+    An event whose columns do not fit each other stays whole: its blocks have no names.
+    """
+    hashes, size, extras = event.block_hashes, event.block_size, event.extra_keys
+    is_regular = len(event.token_ids) in (0, len(hashes) * size) and (not extras or len(extras) == len(hashes))
+    if len(hashes) <= num_blocks or not is_regular:
+        yield event
+        return
+    for at in range(0, len(hashes), num_blocks):
+        end = at + num_blocks
+        yield msgspec.structs.replace(
+            event,
+            block_hashes=hashes[at:end],
+            parent_block_hash=hashes[at - 1] if at else event.parent_block_hash,
+            token_ids=event.token_ids[at * size : end * size] if event.token_ids else [],
+            extra_keys=extras[at:end] if extras else None,
+        )
+
+
+def removed_parts(event: BlockRemoved, num_blocks: int) -> Iterator[BlockRemoved]:
+    """Split an event into events of at most `num_blocks` blocks, which together remove the same."""
+    copies = event.remaining_copy_counts
+    for at in range(0, len(event.block_hashes), num_blocks):
+        end = at + num_blocks
+        yield msgspec.structs.replace(
+            event,
+            block_hashes=event.block_hashes[at:end],
+            remaining_copy_counts=copies[at:end] if copies else None,
+        )
+
+
+def text_of(extra_key: msgspec.Raw) -> str | None:
+    """Return an extra key that is a text; None for one of another kind."""
+    try:
+        return _decode_name(extra_key)
+    except _ERRORS:
         return None
+
+
+def _is_map(encoded: bytes | msgspec.Raw) -> bool:
+    """Whether a msgpack value is a map: fixmap, map 16 or map 32."""
+    first = memoryview(encoded)[:1]
+    return bool(first) and (0x80 <= first[0] <= 0x8F or first[0] in (0xDE, 0xDF))

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from moestro.core.hashing import ROOT, block_hash, hash_key
-from moestro.wire.kv_events import BlockKey, BlockRemoved, BlockStored
+from moestro.wire.kv_events import BlockKey, BlockRemoved, BlockStored, text_of
 
 # Groups of layers whose blocks stay until they are evicted. Blocks of a sliding window leave one by one, and a
 # recurrent layer has a state instead; neither tells how much of a prompt is cached.
 _WHOLE_PROMPT_KINDS = {None, "full_attention", "mla_attention", "sink_full_attention"}
 _FIRST_TIER = "GPU"  # tier of an event that names none
 _NUM_LEFT = 1 << 14
+_AMBIGUOUS = "different blocks have the same hash: upgrade the engine (SGLang)"
+
+MAX_BLOCKS = 1 << 20
+"""Limit of the blocks of one engine: about 300 MB under both names. 16 million tokens in blocks of 16 are more than
+a host with 1 TB keeps of any network in use. The engine's own count of its blocks would be no bound, because a faulty
+engine makes it up too.
+"""
 
 
 class NamingRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,13 +38,13 @@ class NamingRules(msgspec.Struct, frozen=True, kw_only=True):
         model: name by which clients request the model; for an adapter they use the adapter's name.
         block_size: tokens of a block, as in the `hash_blocks` of requests.
         tiers: upper-case names of the media whose blocks count as hits.
-        max_num_blocks: most blocks that are followed; the rest of a larger cache is left out.
+        max_num_blocks: most blocks that are followed. A cache that claims more is not followed.
     """
 
     model: str
     block_size: int
     tiers: tuple[str, ...] = ("GPU", "CPU", "CPU_PINNED")
-    max_num_blocks: int = 1 << 20
+    max_num_blocks: int = MAX_BLOCKS
 
 
 @dataclass(slots=True)
@@ -52,7 +59,7 @@ class NamingCounts:
         other_size: blocks of another size than the router's.
         other_tier: blocks in media without hits, or in another machine.
         other_group: blocks of layers that are not followed.
-        over_bound: blocks beyond `max_num_blocks`.
+        over_bound: blocks that were not followed because there would be more than `max_num_blocks`.
     """
 
     stored: int = 0
@@ -85,13 +92,13 @@ class NamedBlocks:
 
     Attributes:
         block_size_seen: tokens of the publisher's blocks; None until an event tells.
-        is_ambiguous: whether one hash named two different blocks (as in SGLang before its hashes were chained). The
-            content is then unknown, and no block counts as held any more.
+        fault: why no block counts as held any more; empty means none. Either one hash named two different blocks (as in
+            SGLang before its hashes were chained), or the cache claims to hold too many.
     """
 
     def __init__(self, rules: NamingRules, counts: NamingCounts) -> None:
         self.block_size_seen: int | None = None
-        self.is_ambiguous = False
+        self.fault = ""
         self._rules = rules
         self._counts = counts
         self._bits = {tier: 1 << at for at, tier in enumerate(rules.tiers)}
@@ -114,27 +121,31 @@ class NamedBlocks:
         self._held.clear()
         self._left.clear()
 
+    def cleared(self) -> None:
+        """Drop all blocks, because the cache is empty. A cache that claimed too many is followed again."""
+        self.forget()
+        if self.fault != _AMBIGUOUS:
+            self.fault = ""
+
     def store(self, event: BlockStored) -> bytes:
         """Add blocks. Returns the packed names of those that are hits, in the order of the prompt."""
         tier = self._tier(event.medium, event.locality)
         if not tier:
             self._counts.other_tier += len(event.block_hashes)
             return b""
-        if self.is_ambiguous or not self._follows(event):
+        if self.fault or not self._follows(event):
             return b""
         stored = []
         for theirs, block in self._named(event) if event.token_ids else self._known(event.block_hashes):
             held = self._held.get(theirs)
             if held is None:
                 if len(self._held) >= self._rules.max_num_blocks:
-                    self._counts.over_bound += 1
-                    break
+                    self._counts.over_bound += len(event.block_hashes)
+                    return self._give_up(f"it claims to hold more than {self._rules.max_num_blocks:,} blocks")
                 self._left.pop(theirs, None)
                 held = self._held[theirs] = block
             elif held.name != block.name:
-                self.is_ambiguous = True
-                self.forget()
-                return b""
+                return self._give_up(_AMBIGUOUS)
             held.tiers |= tier
             stored.append(held.name)
         self._counts.stored += len(stored)
@@ -160,6 +171,11 @@ class NamedBlocks:
             self._left.popitem(last=False)
         self._counts.removed += len(removed)
         return b"".join(removed)
+
+    def _give_up(self, fault: str) -> bytes:
+        self.fault = fault
+        self.forget()
+        return b""
 
     def _tier(self, medium: str | None, locality: str | None) -> int:
         """Bit of a medium; 0 if blocks there are no hits."""
@@ -193,7 +209,7 @@ class NamedBlocks:
         """The event's blocks under both names, up to the first that has none."""
         num_blocks, size = len(event.block_hashes), event.block_size
         extras = event.extra_keys or [None] * num_blocks
-        chain = self._chain(event, extras[0])
+        chain = self._chain(event, [text_of(extra) for extra in extras[0] or ()])
         if chain is None:
             self._counts.orphaned += num_blocks
             return []
@@ -204,7 +220,8 @@ class NamedBlocks:
         tokens = np.asarray(event.token_ids, np.int32)
         named = []
         for at, theirs in enumerate(event.block_hashes):
-            if any(extra not in explained for extra in extras[at] or ()):
+            texts = [text_of(extra) for extra in extras[at] or ()]
+            if any(text is None or text not in explained for text in texts):
                 self._counts.unnamed += num_blocks - at
                 break
             name = block_hash(key, name, tokens[at * size : (at + 1) * size])
@@ -212,10 +229,10 @@ class NamedBlocks:
             explained = (event.lora_name,)
         return named
 
-    def _chain(self, event: BlockStored, extra: list[Any] | None) -> _Chain | None:
+    def _chain(self, event: BlockStored, texts: list[str | None]) -> _Chain | None:
         """The chain that the event's first block continues; None if unknown."""
         if event.parent_block_hash is None:
-            salt = event.cache_salt or _salt(extra, event.lora_name)
+            salt = event.cache_salt or _salt(texts, event.lora_name)
             key = hash_key(event.lora_name or self._rules.model, None, salt)
             return _Chain(ROOT, key, (event.lora_name, salt))
         parent = self._held.get(event.parent_block_hash) or self._left.get(event.parent_block_hash)
@@ -229,9 +246,9 @@ class NamedBlocks:
         return found
 
 
-def _salt(extra: list[Any] | None, lora_name: str | None) -> str | None:
-    """The cache salt among a first block's extra keys: the string that is not the adapter's name."""
-    strings = [key for key in extra or () if isinstance(key, str)]
-    if lora_name in strings:
-        strings.remove(lora_name)
-    return strings[0] if strings else None
+def _salt(texts: list[str | None], lora_name: str | None) -> str | None:
+    """The cache salt among a first block's extra keys: the text that is not the adapter's name."""
+    others = [text for text in texts if text is not None]
+    if lora_name in others:
+        others.remove(lora_name)
+    return others[0] if others else None

@@ -31,6 +31,7 @@ FORMAT = "moestro-requests-1"
 ROUTER = "router"  # device of a record that a router wrote, which does not know its engines
 UNKNOWN = -1  # preemptions of a request
 _TAGGED = '{"type":'  # lines of the decision record, `routing.decision_record`, which the same file holds
+_GAP = "Gap"  # tag of the place where lines are missing, after which a header follows
 _TRACE = "Story"  # tag of a request's trace, `routing.request_trace`, among them
 _TIMES = ("arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns")
 
@@ -50,6 +51,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         stepping: step settings of each engine, by the names of the flags; empty means whole steps.
         route_policy: policy that chose the engine of each request.
         clocks: start of the record on both clocks; None in records of older versions.
+        key_id: fingerprint of the key of all block hashes; empty in records of older versions, which have the names.
     """
 
     format: str = FORMAT
@@ -65,6 +67,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     stepping: dict[str, object] = {}
     route_policy: str
     clocks: ClockPair | None = None
+    key_id: str = ""
 
 
 class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,6 +208,7 @@ class _Tagged(msgspec.Struct):
     type: str
     request_id: str = ""
     events: list[_EngineEvent] = []
+    num_lost: int = 0
     num_omitted_events: int = 0
 
 
@@ -313,6 +317,8 @@ def _take_tagged(path: Path, number: int, line: str, runs: list[RecordRun]) -> N
     except msgspec.DecodeError:
         _note_cut_off(path, number, runs)  # the requests after it are whole
         return
+    if tagged.type == _GAP and runs:
+        runs[-1].notes.append(gap_note(path, number, tagged.num_lost))
     events = [each.event for each in tagged.events]
     # Engines that report no events, and earlier versions, write traces without an admission.
     is_whole = tagged.num_omitted_events == 0 and any(isinstance(event, SequenceAdmitted) for event in events)
@@ -329,6 +335,11 @@ def _note_cut_off(path: Path, number: int, runs: list[RecordRun]) -> None:
 def cut_off_note(path: Path, number: int) -> str:
     """Say that a line of a record ends too early."""
     return f"{path}, line {number} is cut off, by a kill or a full disk: what should follow it is missing."
+
+
+def gap_note(path: Path, number: int, num_lost: int) -> str:
+    """Say that a record has a gap."""
+    return f"{path}, line {number}: {num_lost:,} lines are missing, because the disk was full or did not keep up."
 
 
 def _damaged(path: Path, how: str, runs: list[RecordRun]) -> ConfigError:
@@ -352,7 +363,16 @@ def _decoded(line: str) -> Header | RecordedRequest:
 
 def _check_joins(first: RecordRun, run: RecordRun, *, is_same_server: bool) -> None:
     where = f"{run.place}: another server's record begins here,"
-    free = {"clocks"} if is_same_server else {"clocks", "num_engines"}
+    if run.header.key_id != first.header.key_id:
+        if not is_same_server:
+            raise ConfigError(
+                f"{where} whose block hashes have another key, so shared prompts are not recognised: replay it on its"
+                " own. Servers with one --record-key-file have one key"
+            )
+        run.notes.append(
+            f"From {run.place} on, block hashes have another key: prompts before and after it count as different."
+        )
+    free = {"clocks", "key_id"} if is_same_server else {"clocks", "num_engines", "key_id"}
     names = [name for name in Header.__struct_fields__ if name not in free]
     changed = [name for name in names if getattr(run.header, name) != getattr(first.header, name)]
     if changed:

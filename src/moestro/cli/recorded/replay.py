@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from moestro.engine.decision_replay import DecisionReplay, ReplayedDecision
 from moestro.errors import ConfigError
-from moestro.routing.decision_record import Decision, Head, ScheduledOn, Submitted, decode_entry, is_entry
+from moestro.routing.decision_record import Decision, Gap, Head, ScheduledOn, Submitted, decode_entry, is_entry
 from moestro.routing.replay import replay
 
 _HEAD = b'{"type":"Head"'
@@ -76,12 +76,15 @@ def _routing_decisions(lines: Iterator[bytes], regrets: list[float]) -> Iterator
 
 def _scheduling_decisions(lines: Iterator[bytes]) -> Iterator[ReplayedDecision]:
     engines: dict[int, DecisionReplay] = {}
+    is_behind_gap = False
     for line in lines:
         if not line.strip():
             continue
         with contextlib.suppress(msgspec.MsgspecError):  # the end of a killed server; the routing replay judges damage
             entry = decode_entry(line) if is_entry(line) else None
-            if isinstance(entry, ScheduledOn):
+            if isinstance(entry, Head | Gap):
+                engines, is_behind_gap = {}, isinstance(entry, Gap)
+            if isinstance(entry, ScheduledOn) and not is_behind_gap:
                 decision = engines.setdefault(entry.engine, DecisionReplay()).take(entry.event)
                 if decision is not None:
                     yield decision

@@ -5,10 +5,13 @@ A chat completion comes as its JSON in builtin types, so that fields which this 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+
+from moestro.core.json_elements import is_too_deep
 
 Event = dict[str, Any]  # Data of an event; its `type` is also the event's name.
 
@@ -41,10 +44,10 @@ def _message(
 
 def _input(arguments: str) -> Any:
     """Return the arguments of a call. Text that is no JSON object, as in a cut answer, keeps the form for such text."""
-    try:
-        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return {"INVALID_JSON": arguments}
+    if not is_too_deep(arguments.encode()):
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    return {"INVALID_JSON": arguments}
 
 
 def _ending(choice: dict[str, Any]) -> dict[str, Any]:

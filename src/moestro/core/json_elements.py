@@ -1,4 +1,4 @@
-"""Counts the elements of a JSON text before it is decoded, so that decoding never takes long."""
+"""Measures a JSON text before it is decoded: decoding a foreign text takes neither long nor all of the stack."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import sys
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 
 # Most list items and map entries of a body, without the token ids of a prompt. Decoding so many takes at most 40 ms.
 MAX_ELEMENTS = 1 << 16
 # Block size of a scan. It limits the memory of a scan, and the time for which it holds the interpreter's lock.
 SCAN_BYTES = 1 << 20
 MAX_DIGITS = 40  # Most digits of a number in a long body; 2**64 has 20, a float in full precision has 25.
+# Most brackets of a text that are open at once. Schemas of tools have some tens. Decoders and encoders stop at Python's
+# limit of 1,000 frames, which includes those of their callers: what one of them bears, the next may not.
+MAX_DEPTH = 256
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 
 
@@ -40,6 +45,22 @@ def count_elements(data: bytes | memoryview | msgspec.Raw, enough: int, marks: b
 def has_long_number(data: bytes | memoryview | msgspec.Raw) -> bool:
     """Return whether a number outside of strings has more than `MAX_DIGITS` digits, which take quadratic time."""
     return any(outside is not None and _LONG_NUMBER.search(outside) for outside in _outside_strings(data))
+
+
+def is_too_deep(data: bytes | memoryview | msgspec.Raw) -> bool:
+    """Return whether a JSON text nests deeper than `MAX_DEPTH`. Texts with few brackets are not scanned."""
+    text = bytes(data)
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        return False
+    depth = 0
+    for outside in _outside_strings(text):
+        brackets = np.frombuffer((outside or b"").translate(None, _NOT_BRACKETS), np.uint8)
+        if len(brackets):
+            depths = depth + np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1).cumsum()
+            if depths.max() > MAX_DEPTH:
+                return True
+            depth = int(depths[-1])
+    return False
 
 
 def _outside_strings(data: bytes | memoryview | msgspec.Raw, max_quotes: int = sys.maxsize) -> Iterator[bytes | None]:

@@ -1,4 +1,4 @@
-"""The elements of a JSON text are counted before it is decoded."""
+"""A JSON text is measured before it is decoded."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from moestro.web import json_elements
-from moestro.web.json_elements import MAX_ELEMENTS, count_elements, has_many_elements
+from moestro.core import json_elements
+from moestro.core.json_elements import MAX_DEPTH, MAX_ELEMENTS, count_elements, has_many_elements, is_too_deep
 
 FAR = 1 << 40
 
@@ -55,3 +55,37 @@ def test_commas_in_strings_are_no_elements():
     assert not has_many_elements(json.dumps({"prompt": ',[{"' * MAX_ELEMENTS}).encode())
     assert has_many_elements(json.dumps([0] * (MAX_ELEMENTS + 1)).encode())
     assert not has_many_elements(json.dumps([0] * (MAX_ELEMENTS - 1)).encode())
+
+
+def depth(value: object) -> int:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if items is None else 1 + max(map(depth, items), default=0)
+
+
+def test_law_the_depth_is_that_of_the_decoded_value_wherever_a_block_ends(monkeypatch):
+    rng = random.Random(0)
+
+    def value(levels: int):
+        if levels == 0:
+            return rng.choice(["[" * 9, '"{', "\\", 1])
+        items = [value(rng.randrange(levels)) for _ in range(rng.randrange(3))]
+        items.insert(rng.randrange(len(items) + 1), value(levels - 1))
+        return items if rng.random() < 0.5 else {f"[{i}": item for i, item in enumerate(items)}
+
+    monkeypatch.setattr(json_elements, "MAX_DEPTH", 4)
+    for levels in [*range(9)] * 50:
+        whole = value(levels)
+        text = json.dumps(whole).encode()
+        monkeypatch.setattr(json_elements, "SCAN_BYTES", rng.choice([2, 3, 5, 7, 64, 1 << 20]))
+        assert is_too_deep(text) == (depth(whole) > 4), text
+
+
+@pytest.mark.parametrize("text", [b"[" * 5000, b'{"a":' * 300, b"[" * 257 + b"]" * 257])
+def test_a_text_of_more_levels_than_allowed_is_too_deep(text):
+    assert is_too_deep(text)
+
+
+def test_many_brackets_side_by_side_are_not_deep():
+    assert not is_too_deep(json.dumps([{"a": [1]}] * 10_000).encode())
+    assert not is_too_deep(json.dumps("[" * 10_000).encode())
+    assert not is_too_deep(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)

@@ -1,0 +1,47 @@
+"""Pauses that an engine asks for, by client."""
+
+from __future__ import annotations
+
+from moestro.routing.pauses import Pauses
+
+
+def test_a_pause_concerns_the_refused_client_alone():
+    pauses = Pauses(0)
+    pauses.refused("a", 10)
+    assert pauses.concern("a", 9)
+    assert not pauses.concern("b", 9)
+    assert not pauses.concern("a", 10)
+
+
+def test_the_longest_pause_of_a_client_counts():
+    pauses = Pauses(0)
+    pauses.refused("a", 10)
+    pauses.refused("a", 5)
+    assert pauses.concern("a", 9)
+
+
+def test_refusals_of_one_client_make_no_engine_busy_and_those_of_two_do():
+    pauses = Pauses(silence_ns=10)
+    assert not any(pauses.overloaded("a", now) for now in range(100))
+    assert pauses.overloaded("b", 100)
+
+
+def test_an_engine_that_serves_a_request_meanwhile_is_not_busy():
+    pauses = Pauses(silence_ns=10)
+    pauses.overloaded("a", 0)
+    pauses.succeeded()
+    assert not pauses.overloaded("b", 20)
+    assert not pauses.overloaded("a", 29)
+    assert pauses.overloaded("c", 30)
+
+
+def test_memory_is_bounded_and_pauses_that_are_over_are_forgotten():
+    pauses = Pauses(0, max_clients=3)
+    for i in range(100):
+        pauses.refused(i, 10)
+    assert len(pauses) == 3
+    assert pauses.concern(99, 0)
+    assert not pauses.concern(0, 0)
+    assert pauses.last(9)
+    assert not pauses.last(10)
+    assert not len(pauses)
