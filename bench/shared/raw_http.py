@@ -22,7 +22,7 @@ from itertools import pairwise
 SECRET = b"do-not-repeat-me"
 ANSWER_S = 60.0  # Every complete request is answered within this time, also on a busy machine.
 _QUIET_S = 0.1  # Silence after which a stranger gives up on bytes that may be the start of a longer request.
-_HEAD = re.compile(rb"HTTP/1\.[01] (\d{3}) [^\r\n]*\r\n((?:[^\r\n]+\r\n)*)\r\n")
+_HEAD = re.compile(rb"HTTP/\d\.\d (\d{3}) [^\r\n]*\r\n((?:[^\r\n]+\r\n)*)\r\n")
 _OVER = frozenset({400, 403, 404, 405, 408, 411, 413, 414, 415, 417, 431, 501, 505})  # Statuses of broken requests.
 _JSON = b"Content-Type: application/json\r\n"
 _NAMES = (
@@ -248,12 +248,15 @@ async def send(made: History, port: Port) -> str | None:
             heard = await _play(made, port)
     except TimeoutError:
         return f"no answer within {ANSWER_S:g} s"
-    return None if heard is None else _fault(made, heard[0], is_closed=heard[1])
+    return None if heard is None else _fault(made, heard)
 
 
-async def _play(made: History, port: Port) -> tuple[bytes, bool] | None:
-    """Return all bytes of the port, and whether it closed; None where the stranger left in the middle."""
+async def _play(made: History, port: Port) -> bytes | None:
+    """Return all bytes of the port; None where the stranger left in the middle."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port.number, limit=1 << 24)
+    if made.leaving is Leaving.RESET:
+        linger = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     try:
         with contextlib.suppress(ConnectionError):
             for piece in made.writes:
@@ -268,9 +271,8 @@ async def _play(made: History, port: Port) -> tuple[bytes, bool] | None:
         return await _read_all(made, reader)
     finally:
         if made.leaving is Leaving.RESET:
-            linger = struct.pack("ii", 1, 0)
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        writer.transport.abort() if made.leaving is Leaving.RESET else writer.close()
+            writer.transport.abort()
+        writer.close()
 
 
 async def _read_some(reader: asyncio.StreamReader, num_bytes: int) -> None:
@@ -280,20 +282,20 @@ async def _read_some(reader: asyncio.StreamReader, num_bytes: int) -> None:
                 num_bytes -= len(data)
 
 
-async def _read_all(made: History, reader: asyncio.StreamReader) -> tuple[bytes, bool]:
-    """Read until the port closes, or until all that must be answered is, and nothing else comes."""
+async def _read_all(made: History, reader: asyncio.StreamReader) -> bytes:
+    """Read until the port closes, as it must behind a refusal, or until all is answered and nothing else comes."""
     heard = b""
     while True:
-        is_owed = _num_answers(heard) < len(made.ids) + made.is_refusable or made.leaving is Leaving.HALF
+        is_owed = made.is_refusable or _num_answers(heard) < len(made.ids) or made.leaving is Leaving.HALF
         try:
             async with asyncio.timeout(None if is_owed else _QUIET_S):
                 data = await reader.read(1 << 16)
         except TimeoutError:
-            return heard, False
+            return heard
         except ConnectionError:
-            return heard, True
+            return heard
         if not data:
-            return heard, True
+            return heard
         heard += data
 
 
@@ -301,7 +303,7 @@ def _num_answers(heard: bytes) -> int:
     return sum(status != b"100" for status, _ in _HEAD.findall(heard))
 
 
-def _fault(made: History, heard: bytes, *, is_closed: bool) -> str | None:
+def _fault(made: History, heard: bytes) -> str | None:
     """Return what is wrong with the answers; None means nothing."""
     answers = [(int(status), lines.lower()) for status, lines in _HEAD.findall(heard) if status != b"100"]
     num_wanted = len(made.ids)
@@ -314,10 +316,10 @@ def _fault(made: History, heard: bytes, *, is_closed: bool) -> str | None:
             return "an answer is not that of its request"
         if expected not in {None, status}:
             return f"status {status} in place of {expected}"
-    return _fault_behind(made, answers[num_wanted:], is_closed=is_closed)
+    return _fault_behind(made, answers[num_wanted:])
 
 
-def _fault_behind(made: History, answers: list[tuple[int, bytes]], *, is_closed: bool) -> str | None:
+def _fault_behind(made: History, answers: list[tuple[int, bytes]]) -> str | None:
     """Return what is wrong with the answers behind those to the complete requests."""
     if not made.broken:
         return f"{len(answers)} answers too many" if answers else None
@@ -325,10 +327,7 @@ def _fault_behind(made: History, answers: list[tuple[int, bytes]], *, is_closed:
         return None
     if answers[0][0] not in _OVER:
         return f"status {answers[0][0]} for {made.broken[:60]!r}"
-    if len(answers) > 1:
-        return f"answers behind a refusal: {[status for status, _ in answers]}"
-    is_last = is_closed or b"connection: close" in answers[0][1]
-    return None if is_last else "the connection stays open behind a refusal"
+    return f"answers behind a refusal: {[status for status, _ in answers]}" if len(answers) > 1 else None
 
 
 async def play(ports: Iterable[Port], seed: int, numbers: Iterable[int], num_at_once: int = 16) -> Counter[str]:

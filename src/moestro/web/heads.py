@@ -18,17 +18,22 @@ _ONCE = ("Authorization", "X-Api-Key", "Content-Encoding", "Expect")
 _MAX_LENGTH_DIGITS = 19
 
 
+class HeadError(HttpError):
+    """Refusal of a head. The connection ends with it, because servers differ in what follows such a head."""
+
+
 def check_head(http: web.BaseRequest) -> None:
-    """Raise HttpError if the head is too large, ambiguous or not supported."""
+    """Raise HeadError if the head is too large, ambiguous or not supported."""
     headers, raw = http.headers, http.raw_headers
     num_bytes = len(http.raw_path) + sum(len(name) + len(value) for name, value in raw)
     if len(raw) > MAX_HEADERS or num_bytes > MAX_HEAD_BYTES:
-        raise head_too_large()
+        too_large = head_too_large()
+        raise HeadError(too_large.http_status, too_large.message, str(too_large.code))
     if http.version not in _VERSIONS:
         raise _malformed("the version must be HTTP/1.1 or HTTP/1.0")
     for name in _ONCE:
         if len(headers.getall(name, ())) > 1:
-            raise HttpError(400, f"{name} may be given once, but is given several times.", "bad_request")
+            raise HeadError(400, f"{name} may be given once, but is given several times.", "bad_request")
     if not _HOST.fullmatch(headers.get("Host", "")):
         raise _malformed("the value of Host must be a host, with a port or without")
     _check_coding(http)
@@ -48,12 +53,12 @@ def _check_coding(http: web.BaseRequest) -> None:
     if coding is not None and http.version == HttpVersion10:
         raise _malformed("HTTP/1.0 has no Transfer-Encoding")
     if coding is not None and coding.lower() != "chunked":
-        raise HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
+        raise HeadError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
     if expected is not None and expected.lower() != "100-continue":
-        raise HttpError(417, "Expect must be 100-continue.", "expectation_failed")
+        raise HeadError(417, "Expect must be 100-continue.", "expectation_failed")
     if http.method == "CONNECT" or headers.get("Upgrade", "").lower() == "websocket":
-        raise HttpError(501, "This server neither upgrades nor tunnels connections.", "upgrade_not_supported")
+        raise HeadError(501, "This server neither upgrades nor tunnels connections.", "upgrade_not_supported")
 
 
-def _malformed(fault: str) -> HttpError:
-    return HttpError(400, f"Malformed HTTP: {fault}.", "bad_request")
+def _malformed(fault: str) -> HeadError:
+    return HeadError(400, f"Malformed HTTP: {fault}.", "bad_request")

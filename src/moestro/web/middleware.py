@@ -16,14 +16,14 @@ from moestro.web.access import UNLIMITED, Access
 from moestro.web.cors import Cors
 from moestro.web.errors import HttpError, InternalError, error_body, too_large
 from moestro.web.faults import Faults
-from moestro.web.heads import check_head
+from moestro.web.heads import HeadError, check_head
 from moestro.web.probes import PUBLIC
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 REQUEST_ID = web.RequestKey("request_id", str)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_UNFRAMED = frozenset({413, 431, 501})  # Statuses for requests whose end was not looked for.
+_UNFRAMED = frozenset({413})  # Statuses for requests whose end was not looked for.
 _CODES = {404: "not_found", 405: "method_not_allowed", 417: "expectation_failed"}
 
 
@@ -78,9 +78,7 @@ class HttpMiddleware:
             with self._limits.answering(key):
                 return await handler(http)
         except RequestError as error:
-            if error.http_status != 500:
-                self._refusals[error.code or error.error_type] += 1
-            response = _refusal(http, error)
+            response = self._refused(http, error)
         except web.HTTPException as error:
             response = _translated(http, error)
         except Exception as error:
@@ -92,6 +90,15 @@ class HttpMiddleware:
         if response.status in _UNFRAMED or not content.is_eof() or content.exception() is not None:
             response.force_close()  # The rest of the body is unwanted, or cannot be told from the next request.
         await self._add_headers(http, response)
+        return response
+
+    def _refused(self, http: web.BaseRequest, error: RequestError) -> web.Response:
+        """Count a refusal, and return its response."""
+        if error.http_status != 500:
+            self._refusals[error.code or error.error_type] += 1
+        response = _refusal(http, error)
+        if isinstance(error, HeadError):
+            response.force_close()
         return response
 
     def _key_of(self, http: web.BaseRequest) -> int | None:
