@@ -309,7 +309,10 @@ def _fault(made: History, heard: bytes) -> str | None:
     num_wanted = len(made.ids)
     if bad := [status for status, _ in answers if status >= 500 and status not in _OVER]:
         return f"status {bad[0]}"
-    if made.leaving is not Leaving.HALF and len(answers) < num_wanted + made.is_refusable:
+    is_over = made.leaving is Leaving.HALF or any(
+        b"connection: close\r\n" in lines for _, lines in answers[:num_wanted]
+    )
+    if not is_over and len(answers) < num_wanted + made.is_refusable:
         return f"{len(answers)} answers to {num_wanted} requests{' and a refusal' * made.is_refusable}"
     for (status, lines), name, expected in zip(answers, made.ids, made.statuses, strict=False):
         if b"x-request-id: %b\r\n" % name not in lines:

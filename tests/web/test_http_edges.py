@@ -173,6 +173,18 @@ def test_requests_that_are_sent_ahead_are_answered_in_order(fake):
         assert [raw.answer().status for _ in paths] == [status for _, status in paths]
 
 
+def test_a_request_that_arrives_with_the_end_of_a_body_is_answered_too(fake):
+    for framing, body in (
+        ("Content-Length: 40", BODY),
+        ("Transfer-Encoding: chunked", b"28\r\n" + BODY + b"\r\n0\r\n\r\n"),
+    ):
+        with Raw(fake) as raw:
+            raw.send(f"{POST}{framing}\r\n\r\n".encode() + body[:9])
+            time.sleep(0.02)
+            raw.send(body[9:] + GET + GET)
+            assert [raw.answer().status for _ in range(3)] == [200, 200, 200]
+
+
 @pytest.mark.parametrize("pause_s", [0, 0.05])
 def test_a_body_that_breaks_off_is_refused_at_once(fake, pause_s):
     body = b"5\r\n{    \r\nzz\r\n"

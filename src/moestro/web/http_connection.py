@@ -108,18 +108,22 @@ class HttpConnection(web.RequestHandler):
         self._stop_cut()
 
     def data_received(self, data: bytes) -> None:
-        """Parse `data` request by request, until the queue is full or no further request begins."""
+        """Parse `data` request by request, until the queue is full or the parser needs more data.
+
+        The parser stops at the end of each request, also where only the body of an earlier one ends.
+        """
         if self._is_unreadable:
             return  # The data is dropped, because nothing marks where a request begins.
         num_first = self._request_count
         self._framing.read(len(data))
-        is_more_likely = True
-        while is_more_likely:
-            num_before = self._request_count
+        reached = None
+        while reached != self._reached and not self._is_unreadable:
+            reached = self._reached
             super().data_received(data)
             self._look_at_newest()
-            has_room = len(self._messages) < self._max_msg_queue_size
-            is_more_likely, data = self._request_count > num_before and has_room and not self._is_unreadable, b""
+            data = b""
+            if len(self._messages) >= self._max_msg_queue_size:
+                break
         self._check_framing(is_new=self._request_count > num_first)
 
     async def start(self) -> None:
@@ -129,6 +133,15 @@ class HttpConnection(web.RequestHandler):
         finally:
             if self._cut is None:
                 self._start_cut()
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send the response, and let the client notice the end of the connection if it is the last one."""
+        sent, has_left = await super().finish_response(request, resp, start_time)
+        if not has_left and not sent.keep_alive:
+            await self._linger()
+        return sent, has_left
 
     # --- errors
 
@@ -166,6 +179,11 @@ class HttpConnection(web.RequestHandler):
 
     # --- inside
 
+    @property
+    def _reached(self) -> tuple[int, bool]:
+        """How far the parser is: the number of requests, and whether the newest one is complete."""
+        return self._request_count, self._body is None or self._body.is_eof()
+
     def _look_at_newest(self) -> None:
         """Fail a request whose body cannot be parsed; aiohttp would wait for the rest of the body."""
         body = self._body
@@ -177,7 +195,6 @@ class HttpConnection(web.RequestHandler):
                     self._framing.num_body_bytes = 0
             elif not self._is_unreadable:
                 self._is_unreadable = True
-                self._messages[-1] = newest, _Unreadable(self)
                 if body is not None and not body.is_eof():
                     body.set_exception(_refusal_of(newest.exc))
         if body is not None and body.exception() is not None and not body.is_eof():
@@ -196,6 +213,22 @@ class HttpConnection(web.RequestHandler):
             super().data_received(b"")
             self._look_at_newest()
 
+    async def _linger(self) -> None:
+        """Close the server's side, and drop what arrives until the client closes its own, for `LINGER_S` at most.
+
+        An immediate close would reset the connection of a client that is still sending, and the response would be lost.
+        """
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        self._is_unreadable = True
+        transport.resume_reading()
+        transport.write_eof()
+        # The client's end cancels this task.
+        await asyncio.sleep(LINGER_S)
+        if self._body is not None and not self._body.is_eof():
+            self._body.feed_eof()  # aiohttp would wait for the rest.
+
     def _start_cut(self) -> None:
         self._stop_cut()
         if self._wire is not None:
@@ -210,24 +243,6 @@ class HttpConnection(web.RequestHandler):
         if self._wire is not None:
             self._faults.count(Fault.UNREAD)
             self._wire.abort()
-
-
-class _Unreadable(StreamReader):
-    """Body that stands for the data after a parser error.
-
-    aiohttp reads the rest of a body for at most `LINGER_S` before it closes a connection. An immediate close would
-    reset the connection of a client that is still sending, and the response would be lost.
-    """
-
-    def __init__(self, connection: HttpConnection) -> None:
-        super().__init__(connection, _READ_BYTES, loop=asyncio.get_running_loop())
-        self._connection = connection
-
-    async def readany(self) -> bytes:
-        """Close the server's side after the response, then wait until the client closes its own."""
-        if self._connection.transport is not None:
-            self._connection.transport.write_eof()
-        return await super().readany()
 
 
 class _Overrun:
