@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.running import MOESTRO, Running, call, call_admin, complete, free_port, is_idle, wait_until
+
+from moestro.web.framing import MAX_HEAD_BYTES, MAX_HEADERS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from shared.raw_http import SECRET, History, Leaving, Port, play, refused, send, unusual
@@ -68,6 +71,21 @@ def test_every_kind_of_broken_request_is_refused_at_every_port(ports):
         ]
 
     assert not (found := asyncio.run(all_kinds())), "\n".join(found)
+
+
+@pytest.mark.usefixtures("logs")
+@pytest.mark.parametrize(("num_headers", "num_more"), [(2, 0), (2, 1), (MAX_HEADERS, 0), (MAX_HEADERS + 1, 0)])
+def test_the_limit_of_a_head_is_the_same_at_all_ports(ports, num_headers, num_more):
+    is_over = num_more > 0 or num_headers > MAX_HEADERS
+    for port in ports:
+        path = port.paths[0][0].encode()
+        lines = [b"Host: localhost\r\n", *([b"A: b\r\n"] * (num_headers - 2))]
+        num_left = MAX_HEAD_BYTES - len(path) - sum(len(line) - len(b": \r\n") for line in lines) - len(b"X")
+        lines.append(b"X: %b\r\n" % (b"v" * (num_left + num_more)))
+        data = b"GET %b HTTP/1.1\r\n%b\r\n" % (path, b"".join(lines))
+        with socket.create_connection(("127.0.0.1", port.number)) as connection:
+            connection.sendall(data)
+            assert connection.recv(12)[9:] == (b"431" if is_over else b"200"), port.name
 
 
 @pytest.mark.usefixtures("logs")
