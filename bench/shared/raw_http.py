@@ -201,8 +201,8 @@ def refused(port: Port) -> list[bytes]:
         _post(port, b"Expect: tea\r\nContent-Length: 0\r\n"),
         _post(port, b"Expect: 100-continue\xff\r\nContent-Length: 0\r\n"),
         chunked + b"zz\r\n" + SECRET,
-        chunked + b"2;" + SECRET * 200_000 + b"\r\n{}\r\n0\r\n\r\n",
-        chunked + b"2\r\n{}\r\n0\r\n" + b"X: " + SECRET * 100_000 + b"\r\n\r\n",
+        chunked + b"2;" + SECRET * 30_000 + b"\r\n{}\r\n0\r\n\r\n",
+        chunked + b"2\r\n{}\r\n0\r\n" + b"X: " + SECRET * 30_000 + b"\r\n\r\n",
     ]
 
 

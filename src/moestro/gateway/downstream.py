@@ -317,7 +317,6 @@ class ClientConnection(asyncio.Protocol):
             early, self._early = self._early, b""
             self._transport.resume_reading()
             reader.feed(early, is_one_read=False)
-        is_more = is_more and not self._is_lingering
         self._is_going_on = is_more and bool(reader.ready or self._early or reader.refusal or reader.wants_continue)
         if self._is_going_on:
             asyncio.get_running_loop().call_soon(self._go_on_now)  # Data that arrives before that turn is early.
