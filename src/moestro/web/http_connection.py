@@ -196,7 +196,7 @@ class HttpConnection(web.RequestHandler):
             elif not self._is_unreadable:
                 self._is_unreadable = True
                 if body is not None and not body.is_eof():
-                    body.set_exception(_refusal_of(newest.exc))
+                    body.set_exception(_refusal_of(cast(HttpProcessingError, newest.exc)))
         if body is not None and body.exception() is not None and not body.is_eof():
             body.feed_eof()  # No further data can arrive for this body.
 
