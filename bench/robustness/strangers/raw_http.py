@@ -53,7 +53,7 @@ async def attack(place: Place) -> dict[str, object]:
         ]
         lines = {f"{way}, {port.name}": await _lines_of(place, data, port) for way, data in WAYS.items()
                  for port in all_ports}  # fmt: skip
-        faults = await _play_for(place.options["seconds"], place.options["seed"], all_ports)
+        faults = await _play_for(place.seconds, place.seed, all_ports)
         marked = {name: place.log(name).count(SECRET.decode()) for name in ports}
     idle = {verb: await _idle(place, verb) for verb in ports}
     return {
@@ -90,7 +90,7 @@ def _num_lines(place: Place) -> int:
     return sum(place.log(name).count("\n") for name in ("serve", "route"))
 
 
-async def _play_for(seconds: int, seed: int, ports: list[Port]) -> Counter[str]:
+async def _play_for(seconds: float, seed: int, ports: list[Port]) -> Counter[str]:
     """Play random histories for `seconds`, and return their faults and their number."""
     found: Counter[str] = Counter()
     ends_at, number = time.monotonic() + seconds, 0
@@ -137,4 +137,4 @@ def _open_files() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    run(attack, __doc__, {"seconds": 20, "seed": 0})
+    run(attack, __doc__)
