@@ -122,6 +122,7 @@ async def _idle(place: Place, verb: str) -> str:
             got = type(error).__name__
         for _, writer in idle + taken:
             writer.transport.abort()
+        await asyncio.sleep(1)  # The next servers start with few open files.
         return str(got)
 
 
