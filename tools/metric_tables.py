@@ -27,6 +27,7 @@ from moestro.server.metrics import Metrics
 from moestro.server.migration import MigrationProgress
 from moestro.server.placement_control import PlacementControl
 from moestro.server.prometheus import ServerCollector, Sources
+from moestro.web.faults import Fault, Faults, Port
 from moestro.wire.expert_reports import report_of
 
 
@@ -68,7 +69,8 @@ def _server() -> Collector:
     signals = SimpleNamespace(
         num_engines=1, of_engine=lambda engine, now_ns: signal, near_experts=np.array([[[1.0], [0.0], [0.0]]])
     )
-    sources = Sources("a-model", MagicMock(), engines, metrics, "fused", [0], lambda: 0, lambda: 0, lambda: 0)
+    counts = (lambda: 0, lambda: 0, lambda: 0)
+    sources = Sources("a-model", MagicMock(), engines, metrics, "fused", [0], *counts, _faults())
     return ServerCollector(replace(sources, placement=_placement(), signals=signals))
 
 
@@ -87,7 +89,13 @@ def _placement() -> PlacementControl:
 def _route() -> Collector:
     counts = Counts()
     counts.refusals["a_code"] = counts.retries["a_cause"] = 1
-    return RouteCollector(_fleet(), counts, None)
+    return RouteCollector(_fleet(), counts, None, _faults())
+
+
+def _faults() -> Faults:
+    faults = Faults()
+    faults.counts[Port.CLIENTS, Fault.MALFORMED] = 1
+    return faults
 
 
 def _fleet() -> MagicMock:

@@ -14,7 +14,6 @@ from typing import Any
 import aiohttp
 import httptools
 import uvloop
-from aiohttp import web
 
 from moestro.gateway.admin import Admin
 from moestro.gateway.app import RouterApp, assemble
@@ -33,7 +32,8 @@ from moestro.gateway.settings import (
 from moestro.gateway.tokenized_blocks import tokenized_prompt_reader
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access_settings import AccessSettings
-from moestro.web.connections import accept, bound_socket
+from moestro.web.connections import Front, FrontLimits, bound_socket, http_front
+from moestro.web.faults import Faults, Port
 
 CHAT = "/v1/chat/completions"
 KEYS = ("key-0", "key-1", "key-2")  # of three clients that a router tells apart, and enough to open a breaker
@@ -263,9 +263,11 @@ class Rig:
 
     Attributes:
         app: its inside.
+        faults: what its clients did wrong.
     """
 
-    def __init__(self, app: RouterApp, port: int) -> None:
+    def __init__(self, app: RouterApp, port: int, faults: Faults) -> None:
+        self.faults = faults
         self.app = app
         self.port = port
         self.callers: list[Caller] = []
@@ -327,13 +329,14 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
         await engine.start()
     urls = tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
     given = settings_of(engine=urls, **settings)
-    app = assemble(given, reading_of(given.routing))
+    faults = Faults()
+    app = assemble(given, reading_of(given.routing), faults)
     listener: socket.socket = bound_socket("127.0.0.1", 0)
-    door = await accept(app.accept_client, listener, given.access.max_connections_per_address)
+    door = Front(Port.CLIENTS, listener, app.clients, app.front_limits, faults).open()
     for url in urls:
         app.engine_admin.add(EngineUrl.parse(url))
     sweeper = asyncio.create_task(sweep_forever(app.shared, app.clients, 0.01))
-    made = Rig(app, listener.getsockname()[1])
+    made = Rig(app, listener.getsockname()[1], faults)
     try:
         if is_up:
             await made.until_up(*(engine.name for engine in engines))
@@ -345,6 +348,7 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
     finally:
         sweeper.cancel()
         door.close()
+        listener.close()
         app.clients.close()
         for caller in made.callers:
             caller.hang_up()
@@ -361,10 +365,12 @@ async def admin_of(it: Rig, **settings: object) -> AsyncIterator[aiohttp.ClientS
     """A client of the router's admin plane."""
     listener = bound_socket("127.0.0.1", 0)
     admin = Admin(it.app.engine_admin, it.app.shared.decision_log, it.app.exposition.text, it.app.statistics.read)
-    runner = await admin.runner(AdminSettings(**settings))
-    await web.SockSite(runner, listener).start()
+    runner = await admin.runner(AdminSettings(**settings), it.faults)
+    door = http_front(Port.OPERATORS, runner, listener, FrontLimits(16), it.faults).open()
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{listener.getsockname()[1]}") as session:
             yield session
     finally:
+        door.close()
         await runner.cleanup()
+        listener.close()

@@ -9,7 +9,7 @@ import time
 import pytest
 from gateway.rig import CHAT, FakeEngine, Received, Wire, looped, request_bytes, rig
 
-from moestro.gateway.http_headers import MAX_HEAD_BYTES
+from moestro.web.framing import MAX_HEAD_BYTES
 
 START = f"POST {CHAT} HTTP/1.1\r\n".encode()
 LENGTH = b"Content-Length: 2\r\n"
@@ -269,3 +269,16 @@ async def test_what_comes_around_an_engines_chunks_has_the_bound_of_a_head(begin
         assert status == 200
         assert b"upstream_disconnected" in await caller.reader.read()
         assert it.engine("e").counts.num_broken == 1
+
+
+@pytest.mark.parametrize("behind", [b"x", b"GARBAGE\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+@looped
+async def test_bytes_behind_the_end_of_a_connection_are_dropped_without_a_log(caplog, behind):
+    async with rig(FakeEngine("e")) as it:
+        it.faults.watch(asyncio.get_running_loop())
+        caller = await it.caller()
+        caller.send(b"GET /health HTTP/1.0\r\n\r\n" + behind)
+        assert (await caller.answer()).status == 200
+        assert await caller.is_closed()
+        await asyncio.sleep(0.05)
+        assert not caplog.messages

@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 from gateway.rig import CHAT, FakeEngine, Received, Wire, looped, request_bytes, rig
 
-from moestro.gateway.http_headers import MAX_HEAD_BYTES
+from moestro.web.framing import MAX_HEAD_BYTES
 
 MALFORMED = {
     "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
@@ -385,8 +385,9 @@ async def test_ordinary_chunks_make_one_body_that_takes_little_more_memory_than_
         body = random.Random(size).randbytes(size * num)
         chunks = [b"%x\r\n%b\r\n" % (size, body[at : at + size]) for at in range(0, len(body), size)]
         caller.send(CHUNKED + b"".join(chunks))
-        await it.until(lambda: any(client._reader._num_body_bytes == len(body) for client in it.app.clients.open))
+        await it.until(lambda: len(it.app.clients.open) == 1)
         [client] = it.app.clients.open
+        await it.until(lambda: client._reader._framing.num_body_bytes == len(body))
         assert isinstance(client._reader._body, bytearray)
         caller.send(b"0\r\n\r\n")
         assert (await caller.answer()).status == 200

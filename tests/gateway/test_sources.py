@@ -14,6 +14,7 @@ from moestro.errors import ConfigError
 from moestro.gateway.app import assemble
 from moestro.gateway.prompt_blocks import text_prompt_reader
 from moestro.gateway.source_reports import SourceReports
+from moestro.web.faults import Faults
 
 S = 1_000_000_000
 METRICS = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0.5\n"
@@ -23,7 +24,7 @@ METRICS = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_ca
 def test_a_policy_is_refused_at_the_start_if_its_sources_are_turned_off(policy):
     settings = settings_of(engine=("http://127.0.0.1:1",), route_policy=policy, metrics_interval=0)
     with pytest.raises(ConfigError, match=f"--route-policy {policy} requires kv_usage.* --metrics-interval above 0"):
-        assemble(settings, text_prompt_reader(512))
+        assemble(settings, text_prompt_reader(512), Faults())
 
 
 def test_the_command_says_so_and_ends():

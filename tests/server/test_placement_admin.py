@@ -17,11 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from robustness.strangers.nasty_json import nasty_text
 from support.placed_group import EVEN, LAYERS, NUM_EXPERTS, NUM_LAYERS, NUM_WORKERS, PlacedGroup, run
 
-from moestro.server.admin_plane import admin_runner
+from moestro.server.admin_plane import OperatorsPort, admin_runner
 from moestro.server.live_placement import LivePlacement
 from moestro.server.placement_admin import PlacementAdmin
 from moestro.server.placement_metrics import placement_metrics
-from moestro.web.connections import bound_socket
+from moestro.web.connections import FrontLimits, bound_socket, http_front
+from moestro.web.faults import Faults, Port
 
 EVERY_EXPERT = {
     "moestro_placement": 1,
@@ -37,16 +38,17 @@ class Operator:
         self._routes = routes
 
     async def __aenter__(self) -> Operator:
-        self._runner = await admin_runner(self._routes, None)
-        with bound_socket("127.0.0.1", 0) as listener:
-            await web.SockSite(self._runner, listener.dup()).start()
-            self._url = f"http://127.0.0.1:{listener.getsockname()[1]}/admin/placement"
+        faults = Faults()
+        runner, listener = await admin_runner(self._routes, None, faults), bound_socket("127.0.0.1", 0)
+        front = http_front(Port.OPERATORS, runner, listener, FrontLimits(16), faults)
+        self._port = OperatorsPort(runner, listener, front.open())
+        self._url = f"http://127.0.0.1:{listener.getsockname()[1]}/admin/placement"
         self._session = aiohttp.ClientSession()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
-        await self._runner.cleanup()
+        await self._port.close()
 
     async def __call__(self, method: str, path: str = "", body: object = None) -> tuple[int, dict]:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()

@@ -25,8 +25,9 @@ from moestro.server.admin_plane import admin_runner
 from moestro.web import packed_bodies
 from moestro.web.access import Access
 from moestro.web.bodies import Bodies
-from moestro.web.connections import bound_socket, listen
+from moestro.web.connections import FrontLimits, bound_socket, http_front
 from moestro.web.errors import ContentEncodingError, HttpError, error_json
+from moestro.web.faults import Faults, Port
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.packed_bodies import FREE_BYTES, MAX_MEMBERS, MAX_RATIO, Unpacker, coding_in, unpacked
 
@@ -177,12 +178,13 @@ def counted(monkeypatch) -> Iterator[CountingZlib]:
 @contextlib.asynccontextmanager
 async def serving(runner: web.AppRunner) -> AsyncIterator[str]:
     listener = bound_socket("127.0.0.1", 0)
-    server = await listen(runner, listener, Counter(), 100)
+    front = http_front(Port.OPERATORS, runner, listener, FrontLimits(100), Faults()).open()
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.close()
+        front.close()
         await runner.cleanup()
+        listener.close()
 
 
 async def read(http: web.Request) -> web.Response:
@@ -220,7 +222,7 @@ def test_a_request_that_is_refused_by_its_head_is_never_unpacked(counted, path, 
     async def test() -> None:
         app = web.Application()
         app.add_routes([web.post("/read", read), web.get("/ignore", ignore)])
-        runner = await HttpMiddleware(Access.of(["key"]), Counter(), LIMIT).runner(app, shutdown_timeout=1)
+        runner = await HttpMiddleware(Access.of(["key"]), Counter(), LIMIT, Faults()).runner(app, shutdown_timeout=1)
         async with serving(runner) as url:
             assert (await post(url + path, body, **{"Content-Encoding": "gzip"} | headers))[0] == status
             assert counted.num_bytes == 0
@@ -234,7 +236,7 @@ def test_a_body_that_no_handler_reads_is_never_unpacked(counted):
     async def test() -> None:
         app = web.Application()
         app.add_routes([web.post("/ignore", ignore)])
-        runner = await HttpMiddleware(Access.of(()), Counter(), LIMIT).runner(app, shutdown_timeout=1)
+        runner = await HttpMiddleware(Access.of(()), Counter(), LIMIT, Faults()).runner(app, shutdown_timeout=1)
         async with serving(runner) as url:
             assert (await post(f"{url}/ignore", BOMB, Content_Encoding="gzip"))[0] == 200
             assert (await post(f"{url}/ignore", b"junk", Content_Encoding="gzip"))[0] == 200
@@ -247,7 +249,7 @@ def test_two_content_encodings_are_400():
     async def test() -> None:
         app = web.Application()
         app.add_routes([web.post("/read", read)])
-        runner = await HttpMiddleware(Access.of(()), Counter(), LIMIT).runner(app, shutdown_timeout=1)
+        runner = await HttpMiddleware(Access.of(()), Counter(), LIMIT, Faults()).runner(app, shutdown_timeout=1)
         async with serving(runner) as url, aiohttp.ClientSession() as session:
             headers = [("Content-Encoding", "gzip"), ("Content-Encoding", "gzip"), ("Content-Type", "application/json")]
             async with session.post(f"{url}/read", data=BOMB, headers=headers) as got:
@@ -258,7 +260,7 @@ def test_two_content_encodings_are_400():
 
 def test_the_operators_port_of_a_server_unpacks_nothing_without_its_key(counted):
     async def test() -> None:
-        runner = await admin_runner([web.post("/read", read)], "key")
+        runner = await admin_runner([web.post("/read", read)], "key", Faults())
         async with serving(runner) as url:
             for path, status in (("/read", 401), ("/nothing", 401)):
                 assert (await post(url + path, BOMB, Content_Encoding="gzip"))[0] == status

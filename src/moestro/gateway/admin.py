@@ -17,6 +17,7 @@ from moestro.routing.decision_log import DecisionLog
 from moestro.web.access import Access
 from moestro.web.bodies import Bodies
 from moestro.web.errors import HttpError
+from moestro.web.faults import Faults
 from moestro.web.lifecycle import RESPONSE_FLUSH_S
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.only_programs import only_programs
@@ -52,10 +53,10 @@ class Admin:
         self._statistics = statistics
         self._bodies = Bodies(max_body_bytes=_MAX_BODY_BYTES)
 
-    async def runner(self, settings: AdminSettings) -> web.AppRunner:
+    async def runner(self, settings: AdminSettings, faults: Faults) -> web.AppRunner:
         """Return an aiohttp runner of the admin plane, set up to serve."""
         access = Access.of([settings.admin_api_key] if settings.admin_api_key else [])
-        middleware = HttpMiddleware(access, Counter(), MAX_INDEX_BYTES)
+        middleware = HttpMiddleware(access, Counter(), MAX_INDEX_BYTES, faults)
         return await middleware.runner(self._app(settings), shutdown_timeout=RESPONSE_FLUSH_S)
 
     def _app(self, settings: AdminSettings) -> web.Application:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +38,8 @@ from moestro.routing.scrape import SCRAPED_FIGURES
 from moestro.routing.settings import RouterSettings
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.access import Access
-from moestro.web.connections import TooMany
+from moestro.web.connections import FrontLimits
+from moestro.web.faults import Faults
 from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks
 from moestro.web.record_key import record_key
@@ -53,6 +53,7 @@ class RouterApp:
         record: File for its decisions; None means that they are not recorded.
         threads: Threads that parse and hash large bodies.
         kv_events: Follows the engines' caches; None means that no engine publishes KV events.
+        front_limits: Limits of the clients' port.
     """
 
     shared: ExchangeContext
@@ -64,18 +65,15 @@ class RouterApp:
     record: RecordFile[Entry] | None
     threads: PrepareThreads
     kv_events: KvEventsWatch | None
-    max_connections: int
-
-    def accept_client(self) -> asyncio.Protocol:
-        """Return a protocol for a new connection, or one that refuses it."""
-        return self.clients() if len(self.clients.open) < self.max_connections else TooMany()
+    front_limits: FrontLimits
 
 
-def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
+def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Faults) -> RouterApp:
     """Make the parts of a router without starting any of them.
 
     Args:
         prompt_reader: Makes the hashes of a prompt's blocks.
+        faults: Faults of the process's connections, for its metrics.
 
     Raises:
         ConfigError: The settings contradict each other or name unusable resources.
@@ -105,21 +103,21 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader) -> RouterApp:
         active={},
     )
     collectors, watchers, kv_events = _observers(settings, fleet)
-    watch, exposition = Watch(watchers), Exposition(RouteCollector(fleet, counts, record), *collectors)
+    watch, exposition = Watch(watchers), Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
     answers = own_answers(exposition.text, statistics.json)
     proxy = Proxy(shared, prompt_reader, access, Routes(front.open_path), answers)
     return RouterApp(
         shared=shared,
         proxy=proxy,
-        clients=ClientConnections(proxy, _client_limits(front), access.cors),
+        clients=ClientConnections(proxy, _client_limits(front), faults, access.cors),
         engine_admin=EngineAdmin(fleet, watch, settings.engines, _withheld(access), prompt_reader.words),
         exposition=exposition,
         statistics=statistics,
         record=record,
         threads=prompt_reader.threads,
         kv_events=kv_events,
-        max_connections=front.max_connections,
+        front_limits=FrontLimits(front.max_connections, settings.access.max_connections_per_address),
     )
 
 

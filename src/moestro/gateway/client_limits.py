@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moestro.web.framing import IDLE_S, LINGER_S, WRITE_S
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLimits:
@@ -21,7 +23,7 @@ class ClientLimits:
 
     max_body_bytes: int = 32 << 20
     max_held_bytes: int = 256 << 20
-    idle_s: float = 75.0
+    idle_s: float = IDLE_S
     body_s: float = 60.0
-    write_s: float = 60.0
-    linger_s: float = 3.0
+    write_s: float = WRITE_S
+    linger_s: float = LINGER_S

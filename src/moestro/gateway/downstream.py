@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from moestro.errors import RequestError
@@ -14,10 +15,12 @@ from moestro.gateway.http_headers import Incoming, RequestHead, own_head
 from moestro.gateway.request_reader import RequestReader
 from moestro.web.cors import Cors
 from moestro.web.errors import BodyTimeoutError, error_body, error_json
+from moestro.web.faults import Fault, Faults, Port
 
 _HIGH_WATER_BYTES = 256 << 10  # Unsent bytes of an answer, beyond which reading from the engine pauses.
 _MAX_EARLY_BYTES = 64 << 10  # Bytes read ahead while an answer is under way, beyond which reading pauses.
 _MAX_KNOWN = 1024  # Cached request heads of all connections.
+_FAULTS = {"bad_request": Fault.MALFORMED, "head_too_large": Fault.HEAD_TOO_LARGE}
 
 
 class ClientHandler(Protocol):
@@ -39,13 +42,15 @@ class ClientConnections:
     Attributes:
         open: Open connections.
         cors: Source of CORS headers for every answer; None means no CORS headers.
+        faults: Counter of faults of connections.
         known: Cached heads of requests, which need no parsing.
         num_held_bytes: Bytes of bodies beyond the first 64 KiB of each.
         is_closing: Whether each connection closes after its answer.
     """
 
-    def __init__(self, handler: ClientHandler, limits: ClientLimits, cors: Cors | None = None) -> None:
+    def __init__(self, handler: ClientHandler, limits: ClientLimits, faults: Faults, cors: Cors | None = None) -> None:
         self.handler = handler
+        self.faults = faults
         self.cors = cors
         self.limits = limits
         self.open: set[ClientConnection] = set()
@@ -53,9 +58,9 @@ class ClientConnections:
         self.num_held_bytes = 0
         self.is_closing = False
 
-    def __call__(self) -> ClientConnection:
-        """Return a protocol for a new connection."""
-        return ClientConnection(self)
+    def __call__(self, on_lost: Callable[[], None]) -> ClientConnection:
+        """Return a protocol for a new connection, which calls `on_lost` when it has ended."""
+        return ClientConnection(self, on_lost)
 
     @property
     def num_open(self) -> int:
@@ -97,8 +102,9 @@ class ClientConnection(asyncio.Protocol):
         has_begun: Whether the head of the current answer is written.
     """
 
-    def __init__(self, clients: ClientConnections) -> None:
+    def __init__(self, clients: ClientConnections, on_lost: Callable[[], None]) -> None:
         self._clients = clients
+        self._on_lost = on_lost
         self._handler = clients.handler
         self._reader = RequestReader(clients, self._on_head)
         self._transport: asyncio.Transport | None = None
@@ -133,12 +139,14 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the current answer. Called when either side closes; a half-close counts as a disconnect."""
         self._clients.open.discard(self)
+        self._on_lost()
         self._transport = None
         self._reader.release_all()
         answering, self._answering = self._answering, None
         self._current = None
         self._reader.ready.clear()
         if answering is not None:
+            self._count(Fault.CLIENT_LEFT)
             answering.client_left()
 
     def pause_writing(self) -> None:
@@ -254,6 +262,8 @@ class ClientConnection(asyncio.Protocol):
             return
         is_unread = self._transport.is_closing() or self._transport.get_write_buffer_size() > 0
         if self._current is not None or self._is_lingering or is_unread:
+            if is_unread:
+                self._count(Fault.UNREAD)
             self._transport.abort()  # The client does not read, or ignores the end of the connection.
         elif time.monotonic() < self._idle_until_s:
             self.deadline_s = self._idle_until_s  # The client has read everything in the meantime.
@@ -287,8 +297,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         """Answer received requests, one per turn of the loop, because one read may contain thousands."""
-        if self._is_going_on or self._is_full:
-            return
+        if self._is_going_on or self._is_full or self._is_lingering:
+            return  # A connection that lingers has had its last answer; what follows is dropped.
         reader = self._reader
         self._is_going_on, is_more = True, False
         while self._current is None and self._transport is not None and not self._transport.is_closing():
@@ -340,10 +350,15 @@ class ClientConnection(asyncio.Protocol):
     def _end_with(self, error: RequestError) -> None:
         """Refuse an incomplete request and end the connection, because the following data cannot be trusted."""
         self._reader.release_all()
+        if (fault := _FAULTS.get(error.code or "")) is not None:
+            self._count(fault)
         self._handler.refused(error, self._reader.address)
         self._current = Incoming(self._reader.head, b"")
         self._is_chunked, self._is_last, self._is_lingering = False, True, True
         self.refuse(error)
+
+    def _count(self, fault: Fault) -> None:
+        self._clients.faults.count(Port.CLIENTS, fault)
 
     def _close(self) -> None:
         """Close the connection once all written data is sent, with a deadline for the client to read it."""

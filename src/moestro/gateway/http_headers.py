@@ -9,12 +9,12 @@ from http import HTTPStatus
 
 from moestro.gateway.paths import plain_path
 from moestro.web.errors import HttpError
+from moestro.web.heads import HOST_PATTERN
 
 Headers = list[tuple[bytes, bytes, bytes]]  # (name in lower case, name as received, value)
 
 Named = dict[bytes, bytes]  # values by name in lower case; the last value wins
 
-MAX_HEAD_BYTES = 64 << 10  # limit per message; only tokens in cookies and traces are long
 # Headers of one connection, not of the message (RFC 9110, 7.6.1), and headers that the proxy sets.
 _HOP_BY_HOP = frozenset(
     {
@@ -40,7 +40,7 @@ LOOP_HEADER = b"x-moestro-loop"
 _VERSIONS = frozenset({"1.1", "1.0"})
 # Headers that must not be repeated, because servers differ in which line they use.
 _SINGLE = frozenset({b"host", b"authorization", b"x-api-key", b"transfer-encoding", b"content-encoding", b"expect"})
-_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%-]*(?::[0-9]*)?|\[[0-9A-Fa-f:.]+\](?::[0-9]*)?")
+_HOST = re.compile(HOST_PATTERN.encode())
 _PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _NOT_IN_HEADER = re.compile(r"[^\x20-\x7e]")
 _SHOWN_CHARS = 200

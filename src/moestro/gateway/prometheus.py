@@ -12,6 +12,7 @@ from moestro.gateway.metrics import Counts, EngineCounts
 from moestro.routing.breaker import BreakerState
 from moestro.routing.decision_record import Entry
 from moestro.routing.health import Condition
+from moestro.web.faults import Faults
 from moestro.web.prometheus import buckets
 from moestro.web.record_file import RecordFile
 
@@ -37,10 +38,11 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] =
 class RouteCollector(Collector):
     """Exposes the router's counters as Prometheus metric families."""
 
-    def __init__(self, fleet: Fleet, counts: Counts, record: RecordFile[Entry] | None) -> None:
+    def __init__(self, fleet: Fleet, counts: Counts, record: RecordFile[Entry] | None, faults: Faults) -> None:
         self._fleet = fleet
         self._counts = counts
         self._record = record
+        self._faults = faults
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families with their current values."""
@@ -87,6 +89,7 @@ class RouteCollector(Collector):
             for reason, count in sorted(by_reason.items()):
                 family.add_metric((reason,), count)
             yield family
+        yield self._faults.family("moestro:route_connection_faults")
         text = "Retries that the budget did not allow."
         yield CounterMetricFamily("moestro:route_retries_denied", text, value=counts.num_retries_denied)
         text = "Maximum over mean of the requests in flight on engines in rotation; at least 1."

@@ -11,8 +11,9 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from moestro.errors import BusyError, RequestError
 from moestro.gateway.client_limits import ClientLimits
 from moestro.gateway.header_cache import HeaderCache
-from moestro.gateway.http_headers import MAX_HEAD_BYTES, Headers, Incoming, RequestHead, fault_of, size_of
+from moestro.gateway.http_headers import Headers, Incoming, RequestHead, fault_of, size_of
 from moestro.web.errors import HttpError, too_large
+from moestro.web.framing import MAX_HEAD_BYTES, MAX_HEADERS, FramingCount, head_too_large
 
 _SMALL_BYTES = (
     64 << 10
@@ -69,10 +70,8 @@ class RequestReader:
         self._target = b""
         self._body: bytes | bytearray = b""  # A single piece is kept as received.
         self._first_read = b""  # First read of the current request, if the request began it.
-        self._num_body_bytes = 0
         self._num_held_bytes = 0
-        self._num_between_bytes = 0  # Read since the last byte of a body: heads, chunk framing, trailers.
-        self._num_read_bytes = 0  # Read since the head or the previous request, without the read that ended the head.
+        self._framing = FramingCount()
         self._num_trailer_bytes = 0
         self.address = ""
         self.head = _UNREADABLE
@@ -100,17 +99,15 @@ class RequestReader:
             is_one_read: Whether `data` came in one read, so that a head at its beginning can be remembered.
         """
         self._first_read = data if is_one_read and self.is_between else b""
-        self._num_between_bytes += len(data)  # Counts too much if `data` contains body bytes, which reset the count.
-        self._num_read_bytes += len(data)
+        self._framing.read(len(data))
         try:
             self._parser.feed_data(data)
         except HttpParserUpgrade:
             pass  # The head was refused already; the parser mistakes the body for upgraded data.
         except HttpParserError as error:
             self.refusal = self.refusal or HttpError(400, f"Malformed HTTP: {error}.", "bad_request")
-        # Framing may take 64 KiB plus the size of the body, which allows any number of chunks of 6 bytes and more.
-        if self._num_between_bytes > MAX_HEAD_BYTES or self._num_read_bytes > MAX_HEAD_BYTES + 2 * self._num_body_bytes:
-            self.refusal = self.refusal or _head_too_large()
+        if self._framing.is_over:
+            self.refusal = self.refusal or head_too_large()
         self._first_read = b""
 
     def release(self, incoming: Incoming) -> None:
@@ -132,7 +129,7 @@ class RequestReader:
         self._headers, self._target, self._body = [], b"", b""
         if self.refusal is None:
             self.head = _UNREADABLE
-        self._num_body_bytes = self._num_trailer_bytes = 0
+        self._framing.num_body_bytes = self._num_trailer_bytes = 0
 
     def on_url(self, part: bytes) -> None:
         """Append a part of the target."""
@@ -145,7 +142,7 @@ class RequestReader:
             return
         self._num_trailer_bytes += len(name) + len(value)
         if self._num_trailer_bytes > MAX_HEAD_BYTES:
-            self.refusal = self.refusal or _head_too_large()
+            self.refusal = self.refusal or head_too_large()
 
     def on_headers_complete(self) -> None:
         """Check the complete head."""
@@ -155,11 +152,12 @@ class RequestReader:
 
     def on_body(self, piece: bytes) -> None:
         """Keep a part of the body, within the limits."""
-        self._num_between_bytes = 0
         if self.refusal is not None:
+            self._framing.body(0)
             return
-        before, after = self._num_body_bytes, self._num_body_bytes + len(piece)
-        self._num_body_bytes = after
+        before = self._framing.num_body_bytes
+        self._framing.body(len(piece))
+        after = before + len(piece)
         if after <= self._small_bytes or self._has_room(before, after):
             if before and not isinstance(self._body, bytearray):
                 self._body = bytearray(self._body)
@@ -169,7 +167,7 @@ class RequestReader:
         """Move the complete request to `ready`."""
         body, self._body = self._body, b""
         self.is_in_head = self.is_between = True
-        self._num_between_bytes = self._num_read_bytes = 0
+        self._framing.restart()
         self.wants_continue = False
         if self.refusal is not None:
             return
@@ -187,9 +185,10 @@ class RequestReader:
         """Build the head of the current request, and return its first fault."""
         limits, parser = self._host.limits, self._parser
         named = {lower: value for lower, _, value in self._headers}
-        if size_of(self._headers) + len(self._target) > MAX_HEAD_BYTES:  # one read may contain several requests
-            return _head_too_large()
-        self._num_between_bytes = self._num_read_bytes = 0
+        # One read may contain several requests, so that their bytes on the wire are not known.
+        if len(self._headers) > MAX_HEADERS or size_of(self._headers) + len(self._target) > MAX_HEAD_BYTES:
+            return head_too_large()
+        self._framing.restart()
         version, is_last = parser.get_http_version(), not parser.should_keep_alive()
         is_old = version == "1.0"
         self.head = head = RequestHead(parser.get_method(), self._target, self._headers, named, is_last, is_old)
@@ -222,8 +221,3 @@ class RequestReader:
     def _release_bytes(self, num_bytes: int) -> None:
         self._host.num_held_bytes -= num_bytes
         self._num_held_bytes -= num_bytes
-
-
-def _head_too_large() -> HttpError:
-    rule = f"A head may have {MAX_HEAD_BYTES} bytes, and so may trailers; to frame chunks, as many more as they carry."
-    return HttpError(431, rule, "head_too_large")

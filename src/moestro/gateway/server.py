@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import socket
-from collections import Counter
 from collections.abc import AsyncIterator
 
 from moestro.errors import DrainingError
@@ -18,13 +17,22 @@ from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.settings import EngineUrl, RouteSettings
 from moestro.gateway.statline import RouteLines
 from moestro.web.banner import print_banner
-from moestro.web.connections import accept, allow_open_files, bound_socket, listen, url_of, warn_if_open
+from moestro.web.connections import (
+    MAX_OPERATOR_CONNECTIONS,
+    Front,
+    FrontLimits,
+    allow_open_files,
+    bound_socket,
+    http_front,
+    url_of,
+    warn_if_open,
+)
+from moestro.web.faults import Faults, Port
 from moestro.web.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, wait_until
 from moestro.web.startup import process_age_s
 from moestro.web.statline import log_forever
 
 _SWEEP_S = 0.25
-_MAX_ADMIN_CONNECTIONS = 256
 _FIRST_LOOK_S = 5.0  # Longest wait of the banner for the first health check of every engine.
 _GC_THRESHOLD = 50_000  # Requests leave no cycles, so frequent collections would waste time.
 
@@ -55,20 +63,21 @@ class _RouteServer:
 
     async def run(self) -> None:
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
-        allow_open_files(2 * front.max_connections)  # Each client may need a connection to an engine.
+        # Each client may need a connection to an engine.
+        allow_open_files(2 * front.max_connections + MAX_OPERATOR_CONNECTIONS, len(urls))
         with (
             bound_socket(front.host, front.port) as listener,
             bound_socket(admin.admin_host, admin.admin_port) as admin_listener,
         ):
-            app = assemble(self._settings, self._prompt_reader)
+            app = assemble(self._settings, self._prompt_reader, self._lifecycle.faults)
             app.statistics.clients_port = listener.getsockname()[1]
             app.statistics.operators_port = admin_listener.getsockname()[1]
-            async with _running(app, urls), _admin_plane(app, admin_listener, self._settings):
+            async with _running(app, urls), _admin_plane(app, admin_listener, self._settings, self._lifecycle.faults):
                 await self._serve(app, listener, admin_listener)
 
     async def _serve(self, app: RouterApp, listener: socket.socket, admin_listener: socket.socket) -> None:
         await _first_look(app)
-        server = await accept(app.accept_client, listener, self._settings.access.max_connections_per_address)
+        server = Front(Port.CLIENTS, listener, app.clients, app.front_limits, self._lifecycle.faults).open()
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
@@ -124,10 +133,13 @@ async def _running(app: RouterApp, urls: tuple[EngineUrl, ...]) -> AsyncIterator
 
 
 @contextlib.asynccontextmanager
-async def _admin_plane(app: RouterApp, listener: socket.socket, settings: RouteSettings) -> AsyncIterator[None]:
+async def _admin_plane(
+    app: RouterApp, listener: socket.socket, settings: RouteSettings, faults: Faults
+) -> AsyncIterator[None]:
     admin = Admin(app.engine_admin, app.shared.decision_log, app.exposition.text, app.statistics.read)
-    runner = await admin.runner(settings.admin)
-    server = await listen(runner, listener, Counter(), _MAX_ADMIN_CONNECTIONS)
+    runner = await admin.runner(settings.admin, faults)
+    limits = FrontLimits(MAX_OPERATOR_CONNECTIONS, settings.access.max_connections_per_address)
+    server = http_front(Port.OPERATORS, runner, listener, limits, faults).open()
     try:
         yield
     finally:

@@ -12,7 +12,8 @@ from typing import Protocol, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from moestro.gateway.header_cache import HeaderCache
-from moestro.gateway.http_headers import MAX_HEAD_BYTES, AnswerHead, Headers, answer_lines, size_of
+from moestro.gateway.http_headers import AnswerHead, Headers, answer_lines, size_of
+from moestro.web.framing import MAX_HEAD_BYTES
 
 _HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only sets asyncio's own limit
 _MAX_IDLE = 256  # idle connections kept

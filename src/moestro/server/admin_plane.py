@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from aiohttp import web
 
 from moestro.web.access import Access
+from moestro.web.connections import Front
+from moestro.web.faults import Faults
 from moestro.web.lifecycle import RESPONSE_FLUSH_S
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.only_programs import only_programs
@@ -17,10 +21,25 @@ ADMIN_HOST = "127.0.0.1"
 ADMIN_BODY_BYTES = 8 << 20
 
 
-async def admin_runner(routes: Iterable[web.RouteDef], api_key: str | None) -> web.AppRunner:
+@dataclass(frozen=True, slots=True)
+class OperatorsPort:
+    """The open port of operators."""
+
+    runner: web.AppRunner
+    listener: socket.socket
+    front: Front
+
+    async def close(self) -> None:
+        """Accept no further connection, and end the open ones."""
+        self.front.close()
+        await self.runner.cleanup()
+        self.listener.close()
+
+
+async def admin_runner(routes: Iterable[web.RouteDef], api_key: str | None, faults: Faults) -> web.AppRunner:
     """Return an aiohttp runner of the plane, set up to serve. An `api_key` of None means that none is needed."""
     app = web.Application()
     app.middlewares.append(only_programs(lambda host: host == "localhost"))
     app.add_routes(routes)
-    middleware = HttpMiddleware(Access.of([api_key] if api_key else []), Counter(), ADMIN_BODY_BYTES)
+    middleware = HttpMiddleware(Access.of([api_key] if api_key else []), Counter(), ADMIN_BODY_BYTES, faults)
     return await middleware.runner(app, shutdown_timeout=RESPONSE_FLUSH_S)

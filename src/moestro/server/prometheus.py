@@ -19,6 +19,7 @@ from moestro.server.group_metrics import group_metrics
 from moestro.server.metrics import ByClass, EngineMetrics, Metrics
 from moestro.server.placement_control import PlacementControl
 from moestro.server.placement_metrics import placement_metrics
+from moestro.web.faults import Faults
 from moestro.web.prometheus import Histogram, buckets, merge
 
 
@@ -33,6 +34,7 @@ class Sources:
         num_dropped: Callable that returns the number of messages that were invalid or from unknown processes.
         num_refused: Callable that returns the number of connections without the keys of this server.
         num_unrecorded: Callable that returns the number of requests that `--record` has lost.
+        faults: Faults of clients' connections.
         coordinator: The group of workers in `async` mode.
         signals: Figures of the experts of a group. None means that each engine holds the whole network.
         placement: State of live placement; None where no experts can move.
@@ -47,6 +49,7 @@ class Sources:
     num_dropped: Callable[[], int]
     num_refused: Callable[[], int]
     num_unrecorded: Callable[[], int]
+    faults: Faults
     coordinator: Coordinator | None = None
     signals: ExpertSignals | None = None
     placement: PlacementControl | None = None
@@ -177,6 +180,7 @@ class ServerCollector(Collector):
         for reason, count in sorted(sources.metrics.refusals.items()):
             refused.add_metric((reason,), count)
         yield refused
+        yield sources.faults.family("moestro:connection_faults")
         text = "Messages that could not be read, or came from unknown processes."
         yield CounterMetricFamily("moestro:messages_dropped", text, value=sources.num_dropped())
         text = "Connections to the API server's port for workers without the keys of this start."

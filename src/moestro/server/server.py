@@ -24,7 +24,7 @@ from moestro.core.clock import NS_PER_MS
 from moestro.core.model_info import ModelInfo
 from moestro.errors import DrainingError, EngineDiedError
 from moestro.routing.settings import RouterSettings
-from moestro.server.admin_plane import ADMIN_HOST, admin_runner
+from moestro.server.admin_plane import ADMIN_HOST, OperatorsPort, admin_runner
 from moestro.server.api import ApiServer
 from moestro.server.banner import serve_banner
 from moestro.server.coordinator import Coordinator
@@ -62,7 +62,17 @@ from moestro.text.tokenizer import Tokenizer
 from moestro.web.access import Access
 from moestro.web.banner import print_banner
 from moestro.web.bodies import MAX_BODY_BYTES
-from moestro.web.connections import bound_socket, listen, url_of, warn_if_open
+from moestro.web.connections import (
+    MAX_OPERATOR_CONNECTIONS,
+    Front,
+    FrontLimits,
+    allow_open_files,
+    bound_socket,
+    http_front,
+    url_of,
+    warn_if_open,
+)
+from moestro.web.faults import Port
 from moestro.web.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.page_api import page_routes
@@ -165,7 +175,6 @@ class _ServeProcess:
         self._settings = settings
         self._on_ready = on_ready
         self._access = Access.of(settings.server.api_key, settings.access)
-        self._max_per_address = settings.access.max_connections_per_address
         self._make_launcher = make_launcher
         self._lifecycle = lifecycle
         self._clock = StartClock()
@@ -173,6 +182,7 @@ class _ServeProcess:
         self._recording = Recording(settings)
 
     async def run(self) -> None:
+        self._allow_open_files()
         with bound_socket(self._settings.server.host, self._settings.server.port) as listener:
             async with self._cluster() as cluster:
                 try:
@@ -184,6 +194,21 @@ class _ServeProcess:
                 workers = self._expert_workers(cluster)
                 async with self._recording.running(cluster.engines, infos[0], workers, table):
                     await self._serve(cluster, model, listener, infos)
+
+    def _allow_open_files(self) -> None:
+        settings = self._settings
+        num_processes = settings.num_engines
+        if settings.stepping.mode == "async":
+            num_processes = settings.group.num_places
+        num_operators = 0 if settings.server.admin_port is None else MAX_OPERATOR_CONNECTIONS
+        allow_open_files(settings.server.max_connections + num_operators, num_processes)
+
+    def _front(self, port: Port, runner: web.AppRunner, listener: socket.socket, max_connections: int) -> Front:
+        """Return the front of one of the two ports."""
+        settings = self._settings
+        per_address = settings.access.max_connections_per_address
+        limits = FrontLimits(max_connections, per_address, settings.server.write_timeout)
+        return http_front(port, runner, listener, limits, self._lifecycle.faults)
 
     @contextlib.asynccontextmanager
     async def _cluster(self) -> AsyncIterator[_Cluster]:
@@ -367,12 +392,12 @@ class _ServeProcess:
             num_dropped=lambda: cluster.wire.num_dropped,
             num_refused=lambda: cluster.wire.num_refused,
             num_unrecorded=lambda: self._recording.num_lost,
+            faults=self._lifecycle.faults,
             coordinator=cluster.coordinator,
             signals=cluster.signals,
             placement=placement.control,
         )
-        refusals = cluster.metrics.refusals
-        middleware = HttpMiddleware(self._access, refusals, MAX_BODY_BYTES)
+        middleware = HttpMiddleware(self._access, cluster.metrics.refusals, MAX_BODY_BYTES, self._lifecycle.faults)
         statistics = ServerStatistics(self._settings, engines, cluster.metrics, api.traffic, model.info, listener)
         info = server_info(self._settings, infos, self._clock.phases)
         app = api.app(Exposition(ServerCollector(sources)), info, statistics.read)
@@ -382,7 +407,7 @@ class _ServeProcess:
             tasks.append(asyncio.create_task(cluster.signals.follow(cluster.metrics)))
         admin = await self._open_admin(cluster, model.info, placement, statistics)
         try:
-            server = await listen(runner, listener, refusals, settings.max_connections, self._max_per_address)
+            server = self._front(Port.CLIENTS, runner, listener, settings.max_connections).open()
             self._lifecycle.is_serving = True
             cluster.supervisor.watch()
             self._announce(listener, model, infos)
@@ -398,12 +423,12 @@ class _ServeProcess:
             engines.fail_all(DrainingError())  # Also when a second signal cuts the drain short.
             await runner.cleanup()
             if admin is not None:
-                await admin.cleanup()
+                await admin.close()
             api.close()
 
     async def _open_admin(
         self, cluster: _Cluster, info: ModelInfo, placement: LivePlacement, statistics: ServerStatistics
-    ) -> web.AppRunner | None:
+    ) -> OperatorsPort | None:
         """Serve the plane of operators, if a port is given."""
         settings = self._settings.server
         if settings.admin_port is None:
@@ -415,10 +440,10 @@ class _ServeProcess:
         routes += [*placement.routes(), *page_routes("serve", "operators", statistics.read)]
         if self._recording.log is not None:
             routes += ExplainAdmin(self._recording.log).routes()
-        runner = await admin_runner(routes, settings.admin_api_key)
-        with bound_socket(ADMIN_HOST, settings.admin_port) as listener:
-            await web.SockSite(runner, listener.dup()).start()
-        return runner
+        runner = await admin_runner(routes, settings.admin_api_key, self._lifecycle.faults)
+        listener = bound_socket(ADMIN_HOST, settings.admin_port)
+        front = self._front(Port.OPERATORS, runner, listener, MAX_OPERATOR_CONNECTIONS)
+        return OperatorsPort(runner, listener, front.open())
 
     def _expert_workers(self, cluster: _Cluster) -> list[str]:
         """Return the names of the workers over which experts are spread; empty where each engine has all."""

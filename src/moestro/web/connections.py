@@ -1,30 +1,43 @@
-"""Accepts connections up to a limit, and refuses further ones."""
+"""The front of a port: accepts connections within the port's own budget, and refuses further ones."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 import resource
 import socket
-from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
-from typing import cast
 
 from aiohttp import web
 
 from moestro.core.hosts import in_address
 from moestro.errors import ConfigError
 from moestro.web.errors import ConnectionsFullError, error_json
+from moestro.web.faults import Fault, Faults, Port, PortFaults
+from moestro.web.framing import WRITE_S
 from moestro.web.http_connection import HttpConnection
-from moestro.web.log_limit import LogLimit
 from moestro.web.rate_limits import AtATime, network_of
 
 logger = logging.getLogger(__name__)
 
 SEND_BUFFER_BYTES = 256 << 10
-_OTHER_FILES = 128  # Other open files of the process: libraries, the ranks' pipes, the event loop.
+# Connections of an operators' port. Operators, their scrapers and pages are few.
+MAX_OPERATOR_CONNECTIONS = 256
+_BACKLOG = 1024
+# Connections accepted in one turn of the loop: enough for a burst, and requests are served between two turns.
+_MAX_ACCEPTED = 64
+_RETRY_S = 1.0  # Time until a port tries again after the system has refused another open file.
+_OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_OTHER_FILES = 128  # Other open files of the process: libraries, records, the event loop.
+_FILES_PER_PROCESS = 8  # Open files for each child process and engine: pipes, sockets, probes.
+
+OnLost = Callable[[], None]
+ProtocolFactory = Callable[[OnLost], asyncio.Protocol]  # The protocol calls its argument when its connection is lost.
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -56,110 +69,180 @@ def warn_if_open(listener: socket.socket, api_keys: Collection[str]) -> None:
         logger.warning("listening on %s without --api-key: every host that reaches this machine can use it", url)
 
 
-async def listen(
-    runner: web.AppRunner,
-    listener: socket.socket,
-    refusals: Counter[str],
-    max_connections: int,
-    max_per_address: int | None = None,
-) -> asyncio.Server:
-    """Accept up to `max_connections` connections for a `runner` that is set up; further ones get 503.
+@dataclass(frozen=True, slots=True)
+class FrontLimits:
+    """Limits of a port's connections.
+
+    Attributes:
+        max_connections: Most concurrent connections.
+        max_per_address: Most concurrent connections of one client address; None means no limit.
+        write_s: Time that a client may leave its answer unread, in seconds.
+    """
+
+    max_connections: int
+    max_per_address: int | None = None
+    write_s: float = WRITE_S
+
+
+class Front:
+    """Accepts the connections of one port.
+
+    The port never has more open files than its limit and one: a connection beyond the limit is refused and closed
+    before the next one is accepted. uvloop's own server accepts without a bound, and closes its listening socket for
+    good when the process has no file left.
 
     Args:
-        refusals: Counter of unreadable requests, by code.
-        max_per_address: Most concurrent connections of one client address; None means no limit.
+        listener: Bound socket; the caller closes it after `close`.
+        make: Makes the protocol of a connection.
+
+    Attributes:
+        num_open: Open connections.
     """
-    allow_open_files(max_connections)
-    server, log = runner.server, LogLimit(logger)
+
+    def __init__(
+        self, port: Port, listener: socket.socket, make: ProtocolFactory, limits: FrontLimits, faults: Faults
+    ) -> None:
+        self._port = port
+        self._listener = listener
+        self._make = make
+        self._limits = limits
+        self._faults = faults
+        self._of_address = None if limits.max_per_address is None else AtATime(limits.max_per_address)
+        self._opening: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self.num_open = 0
+
+    def open(self) -> Front:
+        """Accept connections from now on. Returns the front itself."""
+        # Accepted connections inherit this size. The kernel's default buffers megabytes for a client that does not
+        # read.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        self._listener.settimeout(0)
+        self._listener.listen(_BACKLOG)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept_some)
+        return self
+
+    def close(self) -> None:
+        """Accept no further connection; open ones stay."""
+        if self._retry is not None:
+            self._retry.cancel()
+        asyncio.get_running_loop().remove_reader(self._listener)
+
+    def _accept_some(self) -> None:
+        for _ in range(_MAX_ACCEPTED):
+            try:
+                connection, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _OUT_OF_FILES:
+                    self._pause()
+                    return
+                continue  # The client has given up in the meantime.
+            self._admit(connection, str(address[0]))
+
+    def _pause(self) -> None:
+        """Stop for a while: the loop would otherwise report the same waiting client again and again."""
+        self._faults.count(self._port, Fault.OUT_OF_FILES)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener)
+        self._retry = loop.call_later(_RETRY_S, loop.add_reader, self._listener, self._accept_some)
+
+    def _admit(self, connection: socket.socket, address: str) -> None:
+        """Open a connection, or refuse it."""
+        network = network_of(address)
+        if self.num_open >= self._limits.max_connections:
+            self._refuse(connection, Fault.TOO_MANY)
+        elif self._of_address is not None and not self._of_address.enter(network):
+            self._refuse(connection, Fault.TOO_MANY_OF_ADDRESS)
+        else:
+            self.num_open += 1
+            slot = _Slot(partial(self._leave, network))
+            task = asyncio.get_running_loop().create_task(self._open(connection, slot.release))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket, on_lost: OnLost) -> None:
+        try:
+            connection.settimeout(0)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: self._make(on_lost), connection)
+        except (OSError, RuntimeError):  # The client has left before its connection was open.
+            self._faults.count(self._port, Fault.CLIENT_LEFT)
+            on_lost()
+            connection.close()
+        except BaseException:
+            on_lost()
+            connection.close()
+            raise
+
+    def _leave(self, network: str) -> None:
+        self.num_open -= 1
+        if self._of_address is not None:
+            self._of_address.leave(network)
+
+    def _refuse(self, connection: socket.socket, fault: Fault) -> None:
+        """Answer before a request is read, and close at once."""
+        self._faults.count(self._port, fault)
+        with contextlib.suppress(OSError), connection:
+            connection.settimeout(0)
+            connection.send(_refusal())
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1 << 16)  # A close with unread data would reset the connection, and lose the answer.
+
+
+class _Slot:
+    """Releases a connection's place in its port's budget, once."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self._is_taken = True
+
+    def release(self) -> None:
+        if self._is_taken:
+            self._is_taken = False
+            self._leave()
+
+
+def http_front(
+    port: Port, runner: web.AppRunner, listener: socket.socket, limits: FrontLimits, faults: Faults
+) -> Front:
+    """Return the front of an aiohttp `runner` that is set up."""
+    server = runner.server
     assert server is not None, "the runner is not set up"
 
-    def protocol() -> asyncio.Protocol:
-        return HttpConnection(server, refusals, log) if len(server.connections) < max_connections else TooMany()
+    def make(on_lost: OnLost) -> asyncio.Protocol:
+        return HttpConnection(server, PortFaults(faults, port), limits.write_s, on_lost)
 
-    return await accept(protocol, listener, max_per_address)
+    return Front(port, listener, make, limits, faults)
 
 
-async def accept(
-    protocol: Callable[[], asyncio.Protocol], listener: socket.socket, max_per_address: int | None = None
-) -> asyncio.Server:
-    """Accept connections, each with a new `protocol`.
+def allow_open_files(num_connections: int, num_processes: int = 0) -> None:
+    """Raise the limit of open files so that it covers the connections of all ports and the process's other files.
 
     Args:
-        max_per_address: Most concurrent connections of one client address; a further one gets 503. None means no limit.
-    """
-    if max_per_address is not None:
-        protocol = partial(_Counted, AtATime(max_per_address), protocol)
-    # Accepted connections inherit this size. The kernel's default buffers megabytes for a client that does not read.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    return await asyncio.get_running_loop().create_server(protocol, sock=listener, backlog=1024)
-
-
-class TooMany(asyncio.Protocol):
-    """Refuses a connection before it reads a request."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the refusal and close the connection."""
-        error = ConnectionsFullError()
-        body = error_json(error)
-        head = (
-            f"HTTP/1.1 {error.http_status} Service Unavailable\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\nRetry-After: {error.retry_after_s}\r\nConnection: close\r\n\r\n"
-        )
-        stream = cast(asyncio.WriteTransport, transport)
-        stream.write(head.encode() + body)
-        stream.close()
-
-
-class _Counted(asyncio.Protocol):
-    """Counts a connection for its address, and creates its `protocol` only if the address may have one more."""
-
-    def __init__(self, open_connections: AtATime, protocol: Callable[[], asyncio.Protocol]) -> None:
-        self._open = open_connections
-        self._make = protocol
-        self._protocol: asyncio.Protocol = TooMany()
-        self._network: str | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the connection, or refuse it."""
-        peer = transport.get_extra_info("peername")
-        network = network_of(str(peer[0]) if peer else "")
-        if self._open.enter(network):
-            self._network, self._protocol = network, self._make()
-        self._protocol.connection_made(transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Release the connection's slot."""
-        if self._network is not None:
-            self._open.leave(self._network)
-        self._protocol.connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Implement `asyncio.Protocol.data_received`."""
-        self._protocol.data_received(data)
-
-    def eof_received(self) -> bool | None:
-        """Implement `asyncio.Protocol.eof_received`."""
-        return self._protocol.eof_received()
-
-    def pause_writing(self) -> None:
-        """Implement `asyncio.Protocol.pause_writing`."""
-        self._protocol.pause_writing()
-
-    def resume_writing(self) -> None:
-        """Implement `asyncio.Protocol.resume_writing`."""
-        self._protocol.resume_writing()
-
-
-def allow_open_files(num_connections: int) -> None:
-    """Raise the limit of open files so that it covers `num_connections` and the process's other files.
+        num_connections: Most connections of all ports together, those to engines included.
+        num_processes: Child processes and engines.
 
     Raises:
         ConfigError: The system does not allow so many open files.
     """
-    wanted = num_connections + _OTHER_FILES
+    wanted = num_connections + _OTHER_FILES + _FILES_PER_PROCESS * num_processes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= wanted:
         return
-    if wanted > hard:
-        raise ConfigError(f"--max-connections needs {wanted} open files, and this system allows {hard}: lower it")
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise ConfigError(
+            f"the connections of all ports need {wanted} open files, and this system allows {hard}:"
+            " lower --max-connections, or raise the limit (ulimit -n)"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _refusal() -> bytes:
+    error = ConnectionsFullError()
+    body = error_json(error)
+    head = (
+        f"HTTP/1.1 {error.http_status} Service Unavailable\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nRetry-After: {error.retry_after_s}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

@@ -18,6 +18,7 @@ from typing import Any
 import uvloop
 
 from moestro.errors import ConfigError
+from moestro.web.faults import Faults
 from moestro.web.startup import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -54,14 +55,17 @@ class Lifecycle:
 
     Args:
         shutdown_timeout_s: Seconds that running requests have to finish.
+        faults: Faults of the process's connections; None makes new ones.
 
     Attributes:
+        faults: Faults of the process's connections, also those that only the event loop notices.
         stop_requested: Set when the server must stop serving.
         is_serving: Set by the server once it takes requests.
         before_exit: Called on a separate thread before the process is ended by force.
     """
 
-    def __init__(self, shutdown_timeout_s: float) -> None:
+    def __init__(self, shutdown_timeout_s: float, faults: Faults | None = None) -> None:
+        self.faults = faults or Faults()
         self._shutdown_timeout_s = shutdown_timeout_s
         self._num_signals = 0
         self._error: BaseException | None = None
@@ -103,6 +107,7 @@ class Lifecycle:
 
     async def _run(self, server: Coroutine[Any, Any, None]) -> None:
         self._loop, self._server = asyncio.get_running_loop(), asyncio.current_task()
+        self.faults.watch(self._loop)
         try:
             await server
         finally:

@@ -55,6 +55,10 @@ class LogLimit:
         """Log `text` like `warning`, with level INFO."""
         self._log(logging.INFO, kind, text)
 
+    def error(self, kind: str, text: str) -> None:
+        """Log `text` like `warning`, with level ERROR."""
+        self._log(logging.ERROR, kind, text)
+
     def _log(self, level: int, kind: str, text: str) -> None:
         now_s = self._clock()
         state = self._kinds.get(kind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 import uuid
@@ -10,25 +9,21 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from aiohttp import HttpVersion10, HttpVersion11, web
+from aiohttp import web
 
 from moestro.errors import RequestError, shown
 from moestro.web.access import UNLIMITED, Access
 from moestro.web.cors import Cors
 from moestro.web.errors import HttpError, InternalError, error_body, too_large
+from moestro.web.faults import Faults
+from moestro.web.heads import HeadError, check_head
 from moestro.web.probes import PUBLIC
-
-logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 REQUEST_ID = web.RequestKey("request_id", str)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_VERSIONS = frozenset({HttpVersion10, HttpVersion11})
-# Servers could disagree on which of two such headers counts. The parser refuses a second Host.
-_ONCE = ("Authorization", "X-Api-Key", "Content-Encoding")
-_MAX_LENGTH_DIGITS = 19
-_UNFRAMED = frozenset({413, 501})  # Statuses for requests whose end was not looked for.
+_UNFRAMED = frozenset({413})  # Statuses for requests whose end was not looked for.
 _CODES = {404: "not_found", 405: "method_not_allowed", 417: "expectation_failed"}
 
 
@@ -39,13 +34,15 @@ class HttpMiddleware:
         access: Access checks; public paths need no key.
         refusals: Counter of refusals, by code.
         max_body_bytes: Most bytes of a body; a longer one is refused unread.
+        faults: Log of bugs.
     """
 
-    def __init__(self, access: Access, refusals: Counter[str], max_body_bytes: int) -> None:
+    def __init__(self, access: Access, refusals: Counter[str], max_body_bytes: int, faults: Faults) -> None:
         self._access = access
         self._limits, self._cors = access.limits, access.cors
         self._refusals = refusals
         self._max_body_bytes = max_body_bytes
+        self._faults = faults
 
     async def runner(self, app: web.Application, *, shutdown_timeout: float) -> web.AppRunner:
         """Return a runner of `app` that is set up, with this middleware in front."""
@@ -69,7 +66,7 @@ class HttpMiddleware:
     async def _handle(self, handler: Handler, http: web.BaseRequest) -> web.StreamResponse:
         http[REQUEST_ID] = _request_id(http)
         try:
-            self._check_head(http)
+            check_head(http)
             if self._cors is not None and _is_preflight(http):
                 return await self._preflight(http, self._cors)
             key = self._key_of(http)
@@ -81,13 +78,13 @@ class HttpMiddleware:
             with self._limits.answering(key):
                 return await handler(http)
         except RequestError as error:
-            if error.http_status != 500:
-                self._refusals[error.code or error.error_type] += 1
-            response = _refusal(http, error)
+            response = self._refused(http, error)
         except web.HTTPException as error:
             response = _translated(http, error)
-        except Exception:
-            logger.exception("%s: %s %s failed", http[REQUEST_ID], http.method, shown(http.path))
+        except Exception as error:
+            if isinstance(error, ConnectionError) and _has_left(http):
+                raise  # No client is left to answer; the connection counts it.
+            self._faults.bug(f"{http[REQUEST_ID]}: {http.method} {_route_of(http)} failed", error)
             response = _refusal(http, InternalError(http[REQUEST_ID]))
         content = http.content
         if response.status in _UNFRAMED or not content.is_eof() or content.exception() is not None:
@@ -95,21 +92,14 @@ class HttpMiddleware:
         await self._add_headers(http, response)
         return response
 
-    def _check_head(self, http: web.BaseRequest) -> None:
-        """Raise HttpError if the head is ambiguous or not supported."""
-        headers = http.headers
-        if http.version not in _VERSIONS:
-            raise HttpError(400, "Malformed HTTP: the version must be HTTP/1.1 or HTTP/1.0.", "bad_request")
-        for name in _ONCE:
-            if len(headers.getall(name, ())) > 1:
-                raise HttpError(400, f"{name} may be given once, but is given several times.", "bad_request")
-        if len(headers.get("Content-Length", "")) > _MAX_LENGTH_DIGITS:
-            raise HttpError(400, "Malformed HTTP: Content-Length has too many digits.", "bad_request")
-        coding = headers.get("Transfer-Encoding")
-        if coding is not None and http.version == HttpVersion10:
-            raise HttpError(400, "Malformed HTTP: HTTP/1.0 has no Transfer-Encoding.", "bad_request")
-        if coding is not None and coding.lower() != "chunked":
-            raise HttpError(501, "Transfer-Encoding must be chunked.", "unsupported_transfer_encoding")
+    def _refused(self, http: web.BaseRequest, error: RequestError) -> web.Response:
+        """Count a refusal, and return its response."""
+        if error.http_status != 500:
+            self._refusals[error.code or error.error_type] += 1
+        response = _refusal(http, error)
+        if isinstance(error, HeadError):
+            response.force_close()
+        return response
 
     def _key_of(self, http: web.BaseRequest) -> int | None:
         """Return the index of the request's key, None if none is needed; AuthenticationError if the key is missing."""
@@ -131,6 +121,17 @@ class HttpMiddleware:
         response.headers["Server"] = "moestro"
         if self._cors is not None:
             response.headers.update(self._cors.answer_headers(http.headers.get("Origin")))
+
+
+def _has_left(http: web.BaseRequest) -> bool:
+    return http.transport is None or http.transport.is_closing()
+
+
+def _route_of(http: web.BaseRequest) -> str:
+    """Return the pattern of the request's path. The path itself is the client's text, which no log repeats."""
+    match = getattr(http, "match_info", None)
+    resource = None if match is None else match.route.resource
+    return "an unknown path" if resource is None else resource.canonical
 
 
 def _is_preflight(http: web.BaseRequest) -> bool:

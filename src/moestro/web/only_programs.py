@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from moestro.web.errors import HttpError
+from moestro.web.heads import host_name
 
 
 def only_programs(is_allowed: Callable[[str], bool]) -> Middleware:
@@ -24,7 +24,7 @@ def only_programs(is_allowed: Callable[[str], bool]) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         named = request.headers.get("Host", "")
-        host = urlsplit(f"//{named}").hostname or ""
+        host = host_name(named)
         is_own = request.headers.get("Origin", f"http://{named}") == f"http://{named}"
         if not is_own or not (is_allowed(host) or _is_address(host)):
             raise HttpError(403, "The admin plane does not answer requests from other web pages.", "permission_denied")
