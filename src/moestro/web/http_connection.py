@@ -78,16 +78,22 @@ class HttpConnection(web.RequestHandler):
         )
 
     def data_received(self, data: bytes) -> None:
-        """Parse `data` request by request, until the queue is full or no further request begins."""
+        """Parse `data` request by request, until the queue is full or no further request begins.
+
+        The parser pauses behind each request, also where a handler already reads it; nothing else would wake it.
+        """
         if self._is_unreadable:
             return  # The data is dropped, because nothing marks where a request begins.
         is_more_likely = True
         while is_more_likely:
-            num_before = self._request_count
+            num_before, body = self._request_count, self._body
+            had_open_body = body is not None and not body.is_eof()
             super().data_received(data)
             self._look_at_newest()
             has_room = len(self._messages) < self._max_msg_queue_size
-            is_more_likely, data = self._request_count > num_before and has_room and not self._is_unreadable, b""
+            has_ended = had_open_body and body is not None and body.is_eof()
+            has_moved = has_ended or self._request_count > num_before
+            is_more_likely, data = has_moved and has_room and not self._is_unreadable, b""
 
     def _look_at_newest(self) -> None:
         """Fail a request whose body cannot be parsed; aiohttp would wait for the rest of the body."""
