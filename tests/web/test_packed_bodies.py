@@ -245,6 +245,32 @@ def test_a_body_that_no_handler_reads_is_never_unpacked(counted):
     asyncio.run(test())
 
 
+def test_a_request_behind_a_body_that_its_handler_does_not_read_is_answered():
+    async def test() -> None:
+        may_answer = asyncio.Event()
+
+        async def wait(_http: web.Request) -> web.Response:
+            await may_answer.wait()
+            return web.Response()
+
+        app = web.Application()
+        app.add_routes([web.post("/wait", wait), web.get("/ignore", ignore)])
+        runner = await HttpMiddleware(Access.of(()), Counter(), LIMIT).runner(app, shutdown_timeout=1)
+        async with serving(runner) as url:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(b"POST /wait HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n")
+            await asyncio.sleep(0.05)  # The handler waits, and the body is still to come.
+            writer.write(b"bodyGET /ignore HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.sleep(0.05)
+            may_answer.set()
+            for _ in range(2):
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+                assert head.startswith(b"HTTP/1.1 200 ")
+            writer.close()
+
+    asyncio.run(test())
+
+
 def test_two_content_encodings_are_400():
     async def test() -> None:
         app = web.Application()
