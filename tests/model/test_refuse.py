@@ -15,6 +15,7 @@ from parity import drive, tiny
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from moestro.core import checkpoint_files
 from moestro.errors import ConfigError, UnsupportedModelError
 from moestro.model import check, refuse
 from moestro.model.attention import Scoring
@@ -106,7 +107,13 @@ def test_a_head_that_cannot_generate_text(directory):
 
 
 def test_a_config_that_transformers_does_not_accept(directory):
-    assert "transformers does not accept config.json" in refusal(edit(directory, hidden_size="wide"))
+    assert "transformers does not accept config.json" in refusal(edit(directory, rope_parameters={"rope_type": 3}))
+
+
+def test_a_size_of_a_wrong_kind(directory):
+    assert "hidden_size must be a whole number from 1 to 1048576, got 'wide'" in refusal(
+        edit(directory, hidden_size="wide")
+    )
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "torchao", "nvfp4", None])
@@ -251,7 +258,7 @@ FILES = ["config.json", "generation_config.json", "model.safetensors.index.json"
     ids=["endless", "deep", "huge", "no object", "no text", "a huge number"],
 )
 def test_json_without_measure(file, text, reason, directory, monkeypatch):
-    monkeypatch.setattr(refuse, "MAX_INDEX_BYTES", 4 << 20)
+    monkeypatch.setattr(checkpoint_files, "MAX_INDEX_BYTES", 4 << 20)
     (directory / file).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UnsupportedModelError, match=reason):
         open_device(tiny.settings_of(directory))
@@ -260,7 +267,7 @@ def test_json_without_measure(file, text, reason, directory, monkeypatch):
 def test_a_config_that_is_no_file(directory):
     (directory / "config.json").unlink()
     os.mkfifo(directory / "config.json")
-    assert "is not a regular file" in refusal(directory)
+    assert "is a FIFO, not a regular file" in refusal(directory)
 
 
 WRONG = [3, -1, "x", "fp8", [[1]], {"a": {"b": 1}}, True, 1e300, None]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moestro.core.config_fields import layer_of_name
 from moestro.core.expert_table import EMPTY
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Int32s, Units
@@ -248,11 +249,6 @@ class Network:
         if self.override is None:
             return None
         return step.upload(self.override.choose(step.positions, step.token_ids))
-
-
-def layer_of_name(name: str) -> int | None:
-    """Layer of a module or tensor: the first number in its name. None means that it belongs to no layer."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
 def find_experts(model: nn.Module, num_layers: int) -> list[tuple[int, Any]]:

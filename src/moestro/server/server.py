@@ -62,7 +62,7 @@ from moestro.text.tokenizer import Tokenizer
 from moestro.web.access import Access
 from moestro.web.banner import print_banner
 from moestro.web.bodies import MAX_BODY_BYTES
-from moestro.web.connections import bound_socket, listen, url_of, warn_if_open
+from moestro.web.connections import allow_open_files, bound_socket, listen, url_of, warn_if_open
 from moestro.web.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.page_api import page_routes
@@ -173,6 +173,7 @@ class _ServeProcess:
         self._recording = Recording(settings)
 
     async def run(self) -> None:
+        allow_open_files(self._settings.server.max_connections)
         with bound_socket(self._settings.server.host, self._settings.server.port) as listener:
             async with self._cluster() as cluster:
                 try:

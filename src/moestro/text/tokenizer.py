@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel, DecodeStream
 
-from moestro.core.checkpoint_files import refuse_links_out
+from moestro.core.checkpoint_files import check_files
 from moestro.errors import ConfigError, RequestError, shown
 from moestro.text.chat_template import Renderers
 from moestro.text.render_job import RenderJob
@@ -63,7 +63,7 @@ class Tokenizer:
                 f"no tokenizer.json in {path}: only fast tokenizers are supported;"
                 " name a directory that has one with --tokenizer DIR"
             )
-        refuse_links_out(path)
+        check_files(path)
         try:
             self._fast = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         except Exception as error:  # each reader of a broken file raises errors of its own

@@ -65,11 +65,12 @@ async def listen(
 ) -> asyncio.Server:
     """Accept up to `max_connections` connections for a `runner` that is set up; further ones get 503.
 
+    The caller has raised the limit of open files before it loaded anything (`allow_open_files`).
+
     Args:
         refusals: Counter of unreadable requests, by code.
         max_per_address: Most concurrent connections of one client address; None means no limit.
     """
-    allow_open_files(max_connections)
     server, log = runner.server, LogLimit(logger)
     assert server is not None, "the runner is not set up"
 
