@@ -21,6 +21,7 @@ from moestro.model import check, refuse
 from moestro.model.attention import Scoring
 from moestro.model.device import open_device
 from moestro.model.load import read_config
+from moestro.model.staged_open import open_staged_device
 
 
 @pytest.fixture
@@ -435,3 +436,38 @@ class TestUntestedFamily:
 
 def _without_window(scaling, window, sinks):
     return Scoring(scaling, None, sinks)
+
+
+class TestNonFiniteWeights:
+    """The first step of every load looks at its logits, and so NaN or infinity anywhere on their way is refused."""
+
+    PLACES = (
+        "model.norm.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.1.self_attn.k_norm.weight",
+        "model.layers.2.mlp.gate.weight",
+        "lm_head.weight",
+    )
+
+    @staticmethod
+    def spoil(directory, name: str, value: float):
+        tensors = load_file(directory / "model.safetensors")
+        tensors[name].view(-1)[0] = value
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("name", PLACES)
+    def test_are_refused_by_name(self, name, value, directory):
+        self.spoil(directory, name, value)
+        with pytest.raises(UnsupportedModelError, match=f"NaN or infinity in {name}, and so do the logits"):
+            open_device(tiny.settings_of(directory))
+
+    def test_are_refused_in_stages_too(self, directory):
+        self.spoil(directory, "model.norm.weight", torch.nan)
+        with pytest.raises(UnsupportedModelError, match="NaN or infinity in model.norm.weight"):
+            open_staged_device(tiny.settings_of(directory), 16)
+
+    def test_numbers_of_the_config_that_make_them_are_refused(self, directory):
+        edit(directory, rope_parameters={"rope_type": "default", "rope_theta": 1e-300})
+        with pytest.raises(UnsupportedModelError, match="though all weights are finite: check the numbers of config"):
+            open_device(tiny.settings_of(directory))

@@ -28,7 +28,7 @@ from moestro.server.checkpoint import locate_model
 from moestro.model.settings import DEMO_MODEL
 
 MEMORY_BYTES = 8 << 30  # address space of each process, so that the machine survives
-PATIENCE_S = 40.0
+PATIENCE_S = 60.0
 Lie = Callable[[Path], object]
 
 
@@ -122,8 +122,8 @@ LIES: dict[str, tuple[Lie, tuple[str, ...]]] = {
         fill("model.layers.3.input_layernorm.weight", b"\x80\x7f"),
         ("--mode", "async", "--attention", "1", "--experts", "2"),
     ),
-    "NaN experts, ep": (
-        fill("model.layers.3.mlp.experts.0.down_proj.weight", b"\xc0\x7f"),
+    "NaN gate, ep": (
+        fill("model.layers.3.mlp.gate.weight", b"\xc0\x7f"),
         ("--mode", "ep", "--engines", "2"),
     ),
 }
