@@ -88,7 +88,10 @@ def refuse_unbacked(fields: Fields, file: Path, tensors: Mapping[str, TensorHead
     part = {**fields, **text} if isinstance(text, dict) else fields
     num_layers = _first(part, _LAYER_KEYS)
     layers = {layer for name in tensors if (layer := layer_of_name(name)) is not None}
-    if num_layers is not None and (missing := next((n for n in range(num_layers) if n not in layers), None)) is not None:
+    if (
+        num_layers is not None
+        and (missing := next((n for n in range(num_layers) if n not in layers), None)) is not None
+    ):
         raise UnsupportedModelError(
             f"{file}: {_key(part, _LAYER_KEYS)} is {num_layers}, and the weights have no tensor of layer {missing}:"
             " the two are of different checkpoints."

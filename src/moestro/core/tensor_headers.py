@@ -60,7 +60,9 @@ def read_headers(files: Sequence[Path]) -> dict[str, TensorHeader]:
     for file in files:
         for name, entry in _read_file(file).items():
             if name in found:
-                raise UnsupportedModelError(f"{shown(name)} is in {found[name].file} and in {file}: remove one of them.")
+                raise UnsupportedModelError(
+                    f"{shown(name)} is in {found[name].file} and in {file}: remove one of them."
+                )
             found[name] = TensorHeader(file, entry.dtype, tuple(entry.shape))
     return found
 
@@ -100,9 +102,7 @@ def _check_layout(file: Path, entries: dict[str, _Stored], num_bytes: int) -> No
         if end - begin != wanted:
             raise _torn(file, f"tensor {shown(name)} needs {wanted} bytes and has {end - begin}")
         if begin != at or end > num_bytes:
-            raise _torn(
-                file, f"tensor {shown(name)} is at {begin} to {end}, where {at} to {num_bytes} are left"
-            )
+            raise _torn(file, f"tensor {shown(name)} is at {begin} to {end}, where {at} to {num_bytes} are left")
         at = end
     if at != num_bytes:
         raise _torn(file, f"its tensors take {at} bytes, and it holds {num_bytes}")
