@@ -464,7 +464,7 @@ class TestNonFiniteWeights:
 
     def test_are_refused_in_stages_too(self, directory):
         self.spoil(directory, "model.norm.weight", torch.nan)
-        with pytest.raises(UnsupportedModelError, match="NaN or infinity in model.norm.weight"):
+        with pytest.raises(UnsupportedModelError, match=r"NaN or infinity in model\.norm\.weight"):
             open_staged_device(tiny.settings_of(directory), 16)
 
     def test_numbers_of_the_config_that_make_them_are_refused(self, directory):

@@ -91,9 +91,9 @@ def test_a_panic_while_decoding_is_an_error_of_the_request(directory, fresh_log)
     ids = tokenizer.encode(SECRET, add_special_tokens=False)
     with pytest.raises(TokenizerError, match="cannot decode these tokens"):
         tokenizer.decode(ids)
+    detokenizer = tokenizer.detokenizer([])
     with pytest.raises(TokenizerError, match="cannot decode these tokens"):
-        detokenizer = tokenizer.detokenizer([])
-        [detokenizer.push(token_id) for token_id in ids]
+        list(map(detokenizer.push, ids))
     assert tokenizer.decode(tokenizer.encode("def f():", add_special_tokens=False)) == "def f():"
 
 

@@ -8,6 +8,7 @@ seconds, the peak of the resident memory of all processes in MB, whether the out
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -24,8 +25,8 @@ import psutil
 from frame import Place, run
 from shared.server import MOESTRO, free_port
 
-from moestro.server.checkpoint import locate_model
 from moestro.model.settings import DEMO_MODEL
+from moestro.server.checkpoint import locate_model
 
 MEMORY_BYTES = 8 << 30  # address space of each process, so that the machine survives
 PATIENCE_S = 60.0
@@ -160,9 +161,8 @@ def _serve(place: Place, name: str) -> dict[str, object]:
     log = place.directory / "lie.log"
     began = time.monotonic()
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=there, start_new_session=True, preexec_fn=_limit_memory
-        )
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=there, start_new_session=True)
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))  # Its children inherit it.
     status, peak = _watch(process, port, began)
     seconds = time.monotonic() - began
     _end(process)
@@ -209,15 +209,9 @@ def _resident(pid: int) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
-
-
-def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 
 if __name__ == "__main__":

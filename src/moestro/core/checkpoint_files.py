@@ -49,12 +49,15 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise UnsupportedModelError(_unreadable(path, error)) from error
-    with os.fdopen(file, "rb") as opened:
+    try:
         found = os.fstat(file)
         _refuse_kind(path, found)
         if found.st_size > max_bytes:
             raise UnsupportedModelError(_too_large(path, found.st_size, max_bytes))
-        raw = opened.read(max_bytes + 1)  # a file of /proc has any number of bytes, and size 0
+        with os.fdopen(file, "rb", closefd=False) as opened:
+            raw = opened.read(max_bytes + 1)  # a file of /proc has any number of bytes, and size 0
+    finally:
+        os.close(file)
     if len(raw) > max_bytes:
         raise UnsupportedModelError(_too_large(path, len(raw), max_bytes))
     return raw
@@ -177,7 +180,7 @@ def _refuse_kind(path: Path, found: os.stat_result) -> None:
 
 def _unreadable(path: Path, error: Exception) -> str:
     if path.is_symlink():
-        return f"{path} is a link to {os.readlink(path)}, which leads to no file: put a copy in its place."
+        return f"{path} is a link to {path.readlink()}, which leads to no file: put a copy in its place."
     return f"{path} cannot be read: {getattr(error, 'strerror', None) or error}."
 
 

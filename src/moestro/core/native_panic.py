@@ -9,7 +9,7 @@ _QUOTE = re.compile(r"[`'\"]")
 _CAUSE_CHARS = 120
 
 
-class NativePanic(Exception):
+class NativePanic(Exception):  # noqa: N818 - a panic is what Rust calls it
     """A library met a state that its authors excluded. Its data structures may be used on; the call has no result."""
 
 

@@ -34,7 +34,7 @@ def eos_token_ids(fields: dict[str, Any], config: Any) -> tuple[int, ...]:
     vocab_size = config.get_text_config().vocab_size
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise UnsupportedModelError(
-            f"eos_token_id must be from 0 to {vocab_size - 1}, the last token of the vocabulary, got {sorted(set(ids))}."
+            f"eos_token_id must be from 0 to {vocab_size - 1}, the vocabulary's last token, got {sorted(set(ids))}."
         )
     return tuple(sorted(set(ids)))
 

@@ -91,8 +91,8 @@ def refuse_dtypes(tensors: Mapping[str, TensorHeader], quantization: Any, ignore
         if tensor.dtype not in allowed and not any(re.search(pattern, name) for pattern in ignored):
             packed = "" if method is None else f" with quantization {method!r}"
             raise UnsupportedModelError(
-                f"{tensor.file}: tensor {shown(name)} is of dtype {tensor.dtype}; {', '.join(allowed)} are read{packed}."
-                " Give an unquantized checkpoint, or one whose config.json names its quantization."
+                f"{tensor.file}: tensor {shown(name)} is of dtype {tensor.dtype}; {', '.join(allowed)} are read{packed}"
+                ". Give an unquantized checkpoint, or one whose config.json names its quantization."
             )
 
 

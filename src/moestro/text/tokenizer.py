@@ -16,7 +16,7 @@ from moestro.errors import ConfigError, RequestError, shown
 from moestro.text.chat_template import Renderers
 from moestro.text.render_job import RenderJob
 from moestro.text.token_text import ANY_TEXT, TokenTexts
-from moestro.text.tokenizer_library import InvalidPrefix, TokenizerLibrary
+from moestro.text.tokenizer_library import InvalidPrefixError, TokenizerLibrary
 from moestro.text.transformers_part import import_part
 
 PreTrainedTokenizerFast = import_part("transformers.tokenization_utils_tokenizers").PreTrainedTokenizerFast
@@ -251,7 +251,7 @@ class Detokenizer:
             self._stream = DecodeStream(ids=self._before, skip_special_tokens=False)
         try:
             return self._library.step(self._stream, token_id)
-        except InvalidPrefix:
+        except InvalidPrefixError:
             pass
         # Invalid UTF-8 in a byte-fallback vocabulary changed returned text: continue from here, as vLLM does.
         self._held = [token_id]

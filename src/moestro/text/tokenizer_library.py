@@ -37,7 +37,7 @@ class TokenizerError(RequestError):
         )
 
 
-class InvalidPrefix(Exception):
+class InvalidPrefixError(Exception):
     """A token changed text that the stream has returned already."""
 
 
@@ -82,13 +82,13 @@ class TokenizerLibrary:
         """Add a token to a stream, and return the text that it completes; None means that it completes none.
 
         Raises:
-            InvalidPrefix: the token changes text that the stream has returned.
+            InvalidPrefixError: the token changes text that the stream has returned.
         """
         try:
             text: str | None = stream.step(self.backend, token_id)
         except BaseException as error:
             if _INVALID_PREFIX in str(error):
-                raise InvalidPrefix from None
+                raise InvalidPrefixError from None
             raise _failed(error, "decode these tokens") from None
         return text
 
