@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from parity import drive, tiny
 from safetensors.torch import load_file, save_file
+from support.lying_checkpoints import NASTY
 from torch import nn
 
 from moestro.core import checkpoint_files
@@ -271,7 +273,7 @@ def test_a_config_that_is_no_file(directory):
     assert "is a FIFO, not a regular file" in refusal(directory)
 
 
-WRONG = [3, -1, "x", "fp8", [[1]], {"a": {"b": 1}}, True, 1e300, None]
+WRONG = [3, 0, -1, "x", "fp8", [[1]], {"a": {"b": 1}}, True, 1e300, float("nan"), 10**12, None]
 
 
 @pytest.mark.parametrize("value", WRONG, ids=repr)
@@ -280,16 +282,35 @@ def test_values_of_a_wrong_type_are_refused_and_never_an_error_of_ours(value, di
     path = directory / "config.json"
     right = json.loads(path.read_text())
     extra = ("quantization_config", "rope_parameters", "layer_types", "text_config", "vision_config", "rope_scaling")
-    for name in {*right, *extra} - {"num_hidden_layers"}:
+    for name in {*right, *extra}:
         path.write_text(json.dumps({**right, name: value}))
         with contextlib.suppress(ConfigError):
             read_config(tiny.settings_of(directory))
 
 
-@pytest.mark.parametrize("value", ["x", [[1]], 1.5, {"a": 1}, [True]], ids=repr)
+def test_law_a_config_with_a_lie_is_refused_or_answers(directory):
+    """A sample of fields and values, which are loaded: what is not refused computes a first step."""
+    rng = random.Random(11)
+    path = directory / "config.json"
+    right = json.loads(path.read_text())
+    num_refused = 0
+    for _ in range(80):
+        name, value = rng.choice(sorted(right)), rng.choice([*NASTY, 2, 8, 16, 31, 1e-30])
+        path.write_text(json.dumps({**right, name: value}))
+        try:
+            open_device(tiny.settings_of(directory))
+        except ConfigError as error:
+            num_refused += 1
+            assert "\n" not in str(error), (name, value)
+    assert 20 < num_refused < 80
+
+
+@pytest.mark.parametrize("value", ["x", [[1]], 1.5, {"a": 1}, [True], -1, 101], ids=repr)
 def test_end_tokens_that_are_no_ids(value, directory):
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(UnsupportedModelError, match="eos_token_id must be an integer or a list of them"):
+    with pytest.raises(
+        UnsupportedModelError, match="eos_token_id must be (an integer or a list of them|from 0 to 100)"
+    ):
         open_device(tiny.settings_of(directory))
 
 

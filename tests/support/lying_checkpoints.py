@@ -1,7 +1,7 @@
 """A small checkpoint and lies about it. As a program: tells all lies under a limit of memory, and reports what failed.
 
-A lie ends in a `ConfigError` of one line, or the checkpoint is read. Anything else is a fault: another error, a wait, or
-more memory than the limit. No torch.
+A lie ends in a `ConfigError` of one line, or the checkpoint is read. Anything else is a fault: another error, a wait,
+or more memory than the limit. No torch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ CONFIG: dict[str, object] = {
     "tie_word_embeddings": True, "eos_token_id": 2, "sliding_window": None, "hidden_act": "silu",
 }  # fmt: skip
 _ABSENT = (
-    "text_config", "quantization_config", "layer_types", "rope_parameters", "rope_scaling", "num_labels", "kv_lora_rank",
-    "q_lora_rank", "n_shared_experts", "first_k_dense_replace", "shared_expert_intermediate_size", "auto_map",
+    "text_config", "quantization_config", "layer_types", "rope_parameters", "rope_scaling", "num_labels",
+    "kv_lora_rank", "q_lora_rank", "n_shared_experts", "first_k_dense_replace", "shared_expert_intermediate_size",
     "num_local_experts", "n_routed_experts", "id2label", "torch_dtype", "vision_config", "is_encoder_decoder",
+    "auto_map",
 )  # fmt: skip
 NASTY: tuple[object, ...] = (
     None, True, False, 0, -1, 1, 3, 7, 10**6, 10**12, 10**30, -(10**30), 1.5, -0.5, 1e308, float("nan"), float("inf"),
@@ -105,7 +106,7 @@ def _fields(file: str, names: tuple[str, ...]) -> Iterator[Lie]:
 
 
 def _socket(path: Path) -> None:
-    here = os.getcwd()
+    here = Path.cwd()
     os.chdir(path.parent)  # a name of a socket has 107 bytes at most
     try:
         socket.socket(socket.AF_UNIX).bind(path.name)
@@ -223,8 +224,9 @@ def main() -> None:
     if "--without-sizes" in sys.argv:  # a fault of ours, which lies about fields must find
         checkpoint.refuse_sizes = named_parts.refuse_sizes = lambda fields, file: None
         lies = _fields("config.json", tuple(CONFIG))
-    place, faults, number = Path(sys.argv[1]), {}, 0
-    for number, (name, tell) in enumerate(lies, 1):
+    place, faults, num_lies = Path(sys.argv[1]), {}, 0
+    for name, tell in lies:
+        num_lies += 1
         directory = make_checkpoint(place / "checkpoint")
         tell(directory)
         signal.alarm(_PATIENCE_S)
@@ -233,7 +235,7 @@ def main() -> None:
         signal.alarm(0)
         shutil.rmtree(directory)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"num_lies": number, "faults": faults, "peak_bytes": peak}))
+    print(json.dumps({"num_lies": num_lies, "faults": faults, "peak_bytes": peak}))
 
 
 if __name__ == "__main__":
