@@ -1,6 +1,7 @@
 """Refuses, before any process starts, what this machine, this checkpoint or this network cannot do.
 
-Workers check the rest."""
+Workers check the rest.
+"""
 
 from __future__ import annotations
 
