@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -191,6 +192,16 @@ class TestExact:
             for arrived in [incoming({"prompt": prompt})]
         }
         assert len(names) == 1
+
+    def test_a_text_for_which_the_tokenizer_panics_is_routed_by_its_length(self, demo_dir, tmp_path):
+        directory = shutil.copytree(demo_dir, tmp_path / "copy", ignore=shutil.ignore_patterns("model.safetensors"))
+        path = directory / "tokenizer.json"
+        normalizer = {"type": "Replace", "pattern": {"Regex": "(?=zqzq)"}, "content": "x"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer}))
+        arrived = incoming({"prompt": "zqzq"})
+        asked = TokenizedReader(Tokenizer(directory), 16)(read(arrived.body), arrived, 0)
+        assert asked.num_prompt_tokens
+        assert not asked.block_hashes
 
     def test_a_chat_goes_through_the_models_template(self, reader, tokenizer):
         messages = [turn("user", [{"type": "text", "text": LONG}])]

@@ -89,6 +89,5 @@ def test_a_layer_that_went_missing_is_refused(tmp_path):
     left = {name: tensor for name, tensor in tensors.items() if ".1.mlp." not in name}
     save_file(left, directory / "model.safetensors", {"format": "pt"})
     settings = tiny.settings_of(directory)
-    with pytest.raises(UnsupportedModelError, match="layer 1 has no experts"):
+    with pytest.raises(UnsupportedModelError, match=r"lack model\.layers\.1\.mlp\.gate\.weight"):
         read_experts(settings, 1, [0])
-    assert read_experts(settings, 0, [0])

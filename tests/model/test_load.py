@@ -71,7 +71,7 @@ def test_a_missing_tensor_is_refused_and_not_made_up(tmp_path):
     tensors = load_file(directory / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match=r"lacks 1 of the config's tensors, first model\.layers\.1"):
+    with pytest.raises(UnsupportedModelError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight"):
         open_device(tiny.settings_of(directory))
 
 
@@ -80,7 +80,7 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
     tensors = load_file(directory / "model.safetensors")
     tensors["model.norm.weight"] = torch.ones(5)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match="cannot be loaded"):
+    with pytest.raises(UnsupportedModelError, match=r"has the shape \[5\], and config.json makes it \[32\]"):
         open_device(tiny.settings_of(directory))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 from typing import ClassVar
 
@@ -13,13 +14,16 @@ import pytest
 import torch
 from parity import drive, tiny
 from safetensors.torch import load_file, save_file
+from support.lying_checkpoints import NASTY
 from torch import nn
 
+from moestro.core import checkpoint_files
 from moestro.errors import ConfigError, UnsupportedModelError
 from moestro.model import check, refuse
 from moestro.model.attention import Scoring
 from moestro.model.device import open_device
 from moestro.model.load import read_config
+from moestro.model.staged_open import open_staged_device
 
 
 @pytest.fixture
@@ -106,7 +110,13 @@ def test_a_head_that_cannot_generate_text(directory):
 
 
 def test_a_config_that_transformers_does_not_accept(directory):
-    assert "transformers does not accept config.json" in refusal(edit(directory, hidden_size="wide"))
+    assert "transformers does not accept config.json" in refusal(edit(directory, rope_parameters={"rope_type": 3}))
+
+
+def test_a_size_of_a_wrong_kind(directory):
+    assert "hidden_size must be a whole number from 1 to 1048576, got 'wide'" in refusal(
+        edit(directory, hidden_size="wide")
+    )
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "torchao", "nvfp4", None])
@@ -251,7 +261,7 @@ FILES = ["config.json", "generation_config.json", "model.safetensors.index.json"
     ids=["endless", "deep", "huge", "no object", "no text", "a huge number"],
 )
 def test_json_without_measure(file, text, reason, directory, monkeypatch):
-    monkeypatch.setattr(refuse, "MAX_INDEX_BYTES", 4 << 20)
+    monkeypatch.setattr(checkpoint_files, "MAX_INDEX_BYTES", 4 << 20)
     (directory / file).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UnsupportedModelError, match=reason):
         open_device(tiny.settings_of(directory))
@@ -260,10 +270,10 @@ def test_json_without_measure(file, text, reason, directory, monkeypatch):
 def test_a_config_that_is_no_file(directory):
     (directory / "config.json").unlink()
     os.mkfifo(directory / "config.json")
-    assert "is not a regular file" in refusal(directory)
+    assert "is a FIFO, not a regular file" in refusal(directory)
 
 
-WRONG = [3, -1, "x", "fp8", [[1]], {"a": {"b": 1}}, True, 1e300, None]
+WRONG = [3, 0, -1, "x", "fp8", [[1]], {"a": {"b": 1}}, True, 1e300, float("nan"), 10**12, None]
 
 
 @pytest.mark.parametrize("value", WRONG, ids=repr)
@@ -272,16 +282,33 @@ def test_values_of_a_wrong_type_are_refused_and_never_an_error_of_ours(value, di
     path = directory / "config.json"
     right = json.loads(path.read_text())
     extra = ("quantization_config", "rope_parameters", "layer_types", "text_config", "vision_config", "rope_scaling")
-    for name in {*right, *extra} - {"num_hidden_layers"}:
+    for name in {*right, *extra}:
         path.write_text(json.dumps({**right, name: value}))
         with contextlib.suppress(ConfigError):
             read_config(tiny.settings_of(directory))
 
 
-@pytest.mark.parametrize("value", ["x", [[1]], 1.5, {"a": 1}, [True]], ids=repr)
+def test_law_a_config_with_a_lie_is_refused_or_answers(directory):
+    """A sample of fields and values, which are loaded: what is not refused computes a first step."""
+    rng = random.Random(11)
+    path = directory / "config.json"
+    right = json.loads(path.read_text())
+    refusals = []
+    for _ in range(80):
+        name, value = rng.choice(sorted(right)), rng.choice([*NASTY, 2, 8, 16, 31, 1e-30])
+        path.write_text(json.dumps({**right, name: value}))
+        try:
+            open_device(tiny.settings_of(directory))
+        except ConfigError as error:
+            refusals.append(str(error))
+    assert 20 < len(refusals) < 80
+    assert not any("\n" in text for text in refusals)
+
+
+@pytest.mark.parametrize("value", ["x", [[1]], 1.5, {"a": 1}, [True], -1, 101], ids=repr)
 def test_end_tokens_that_are_no_ids(value, directory):
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(UnsupportedModelError, match="eos_token_id must be an integer or a list of them"):
+    with pytest.raises(UnsupportedModelError, match=r"eos_token_id must be (an integer or a list|from 0 to 100)"):
         open_device(tiny.settings_of(directory))
 
 
@@ -428,3 +455,38 @@ class TestUntestedFamily:
 
 def _without_window(scaling, window, sinks):
     return Scoring(scaling, None, sinks)
+
+
+class TestNonFiniteWeights:
+    """The first step of every load looks at its logits, and so NaN or infinity anywhere on their way is refused."""
+
+    PLACES = (
+        "model.norm.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.1.self_attn.k_norm.weight",
+        "model.layers.2.mlp.gate.weight",
+        "lm_head.weight",
+    )
+
+    @staticmethod
+    def spoil(directory, name: str, value: float):
+        tensors = load_file(directory / "model.safetensors")
+        tensors[name].view(-1)[0] = value
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("name", PLACES)
+    def test_are_refused_by_name(self, name, value, directory):
+        self.spoil(directory, name, value)
+        with pytest.raises(UnsupportedModelError, match=f"NaN or infinity in {name}, and so do the logits"):
+            open_device(tiny.settings_of(directory))
+
+    def test_are_refused_in_stages_too(self, directory):
+        self.spoil(directory, "model.norm.weight", torch.nan)
+        with pytest.raises(UnsupportedModelError, match=r"NaN or infinity in model\.norm\.weight"):
+            open_staged_device(tiny.settings_of(directory), 16)
+
+    def test_numbers_of_the_config_that_make_them_are_refused(self, directory):
+        edit(directory, rope_parameters={"rope_type": "default", "rope_theta": 1e-300})
+        with pytest.raises(UnsupportedModelError, match="though all weights are finite: check the numbers of config"):
+            open_device(tiny.settings_of(directory))

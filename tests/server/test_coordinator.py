@@ -10,7 +10,7 @@ import pytest
 from moestro.core.clock import NS_PER_S
 from moestro.core.expert_table import EMPTY
 from moestro.core.table_message import ExpertLayers
-from moestro.errors import EngineDiedError, NoEngineError
+from moestro.errors import ConfigError, EngineDiedError, NoEngineError
 from moestro.flow.settings import GroupOptions
 from moestro.server.coordinator import CONNECT_S, START_S, Coordinator
 from moestro.server.group_metrics import GroupLines, group_metrics
@@ -254,6 +254,15 @@ def test_the_start_fails_with_the_cause_of_the_first_worker_that_ends():
     group.end(2)
     group.end(1)
     assert str(group.check(0)) == "expert worker 1: no memory"
+
+
+@in_loop
+def test_a_worker_that_refuses_its_checkpoint_is_an_error_of_the_settings():
+    group = Group(attention=1, experts=2)
+    group.launch(0, 1, 2)
+    group.hear(Failed("NaN", is_config=True), 0)
+    group.end(0)
+    assert isinstance(group.check(0), ConfigError)
 
 
 def loads(group: Group, worker: int) -> list[int]:

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.running import PATIENCE_S, REAL, Running
 
 from moestro.errors import ConfigError
@@ -42,8 +43,28 @@ def nest_deeply(checkpoint):
     return "config.json is nested more than 32 levels deep."
 
 
-# All other reasons are in tests/model/test_refuse.py; these two come from the worker and from the API server.
-@pytest.mark.parametrize("spoil", [name_a_pickle, nest_deeply])
+def promise_layers(checkpoint):
+    config = json.loads((checkpoint / "config.json").read_text()) | {"num_hidden_layers": 10**12}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    return "num_hidden_layers must be a whole number from 1 to 1024, got 1000000000000."
+
+
+def put_a_fifo(checkpoint):
+    (checkpoint / "tokenizer_config.json").unlink()
+    os.mkfifo(checkpoint / "tokenizer_config.json")
+    return "tokenizer_config.json is a FIFO, not a regular file"
+
+
+def poison_a_norm(checkpoint):
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.2.input_layernorm.weight"][7] = torch.inf
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    return "The weights hold NaN or infinity in model.layers.2.input_layernorm.weight"
+
+
+# All other reasons are in tests/model/test_refuse.py and tests/core/test_lying_checkpoints.py; the last comes from an
+# engine, and the others from the API server.
+@pytest.mark.parametrize("spoil", [name_a_pickle, nest_deeply, promise_layers, put_a_fifo, poison_a_norm])
 def test_it_is_status_2_with_the_reason_last(spoil, checkpoint, tmp_path):
     reason = spoil(checkpoint)
     server = Running((*REAL, str(checkpoint)), tmp_path, wait=False)

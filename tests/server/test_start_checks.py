@@ -33,7 +33,8 @@ def settings(directory: Path, mode: str = "async", engines: int = 1, **group: in
 def checkpoint(tmp_path):
     """A checkpoint of 16 experts and a mebibyte of weights."""
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"n_routed_experts": 16}}))
-    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
+    header = json.dumps({"norm": {"dtype": "U8", "shape": [1 << 20], "data_offsets": [0, 1 << 20]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(1 << 20))
     return tmp_path
 
 

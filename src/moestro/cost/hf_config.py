@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moestro.core.config_fields import EXPERT_KEYS, TOP_K_KEYS
 from moestro.cost.networks import (
     AttentionShape,
     ExpertShape,
@@ -18,8 +19,6 @@ from moestro.errors import ConfigError
 
 Config = Mapping[str, Any]
 
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 MXFP4_BYTES = 4.25 / 8  # four bits a weight, and eight bits for each 32 weights (OCP microscaling formats, v1.0)
 
 _MIXTRAL = {
@@ -99,14 +98,14 @@ def network_from_config(name: str, config: Config) -> NetworkShape:
     Raises:
         ConfigError: a size is missing; the text names it.
     """
-    config = config.get("text_config", config)
+    config = config.get("text_config") or config
     expert_weight, other_weight, is_fp8 = _weight_bytes(config)
-    num_experts = _first(config, _NUM_EXPERTS)
+    num_experts = _first(config, EXPERT_KEYS)
     experts = None
     if num_experts:
         experts = ExpertShape(
             num_experts=num_experts,
-            top_k=_first(config, _TOP_K) or _missing(name, _TOP_K[0]),
+            top_k=_first(config, TOP_K_KEYS) or _missing(name, TOP_K_KEYS[0]),
             intermediate_size=config.get("moe_intermediate_size") or _size(name, config, "intermediate_size"),
             bytes_per_weight=expert_weight,
         )

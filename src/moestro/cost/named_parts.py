@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from moestro.core.checkpoint_files import read_json_object
+from moestro.core.config_fields import refuse_sizes
 from moestro.cost.gpus import Gpu
 from moestro.cost.hf_config import CONFIGS, known_name, network_from_config, network_named
 from moestro.cost.links import NVSWITCH_A100, NVSWITCH_H100, Link, link_named
@@ -32,12 +33,8 @@ def read_network(model: str) -> NetworkShape:
             " network's config.json"
         )
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as a network's config.json: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} is not a network's config.json: expected an object")
+    config = read_json_object(file)
+    refuse_sizes(config, file)
     return network_from_config(path.resolve().name if path.is_dir() else path.stem, config)
 
 

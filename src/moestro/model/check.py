@@ -21,6 +21,9 @@ from moestro.model.refuse import TESTED_FAMILIES
 from moestro.model.step import PagedStep
 
 _BLOCK_SIZE = 4
+# Tokens of the first step, whose logits must be finite: positions and attention matter from the second on, and several
+# visit more experts.
+_FIRST_TOKENS = 8
 _SHORTEST, _LONGEST, _PAST_WINDOW = 24, 1024, 8
 # Largest error of a row of logits, relative to their spread. In half precision a gate near a tie may choose another
 # expert in some rows, so the median row decides there; the faults that this check finds appear in nearly every row.
@@ -34,10 +37,11 @@ def check_network(network: Network, max_model_len: int, block_size: int) -> tupl
         The result of `Network.probe`.
 
     Raises:
-        UnsupportedModelError: the network fails, a layer keeps no K and V, or answers differ from transformers' own.
+        UnsupportedModelError: the network fails, a layer keeps no K and V, logits are not finite, or answers differ
+            from transformers' own.
     """
     try:
-        found = network.probe(block_size)
+        found = network.probe(block_size, min(_FIRST_TOKENS, block_size, max_model_len))
         check_against_reference(network, max_model_len)
     except (MoestroError, AssertionError):
         raise

@@ -15,6 +15,8 @@ from typing import Any
 from safetensors import safe_open
 from transformers.utils import logging as hf_logging
 
+from moestro.core.checkpoint_files import find_weights
+from moestro.core.config_fields import layer_of_name
 from moestro.errors import UnsupportedModelError
 from moestro.model.attention import register_attention
 from moestro.model.expert_slots import ExpertWeights, pick_expert
@@ -28,8 +30,7 @@ from moestro.model.load import (
     pretrained_arguments,
     read_config,
 )
-from moestro.model.network import find_experts, layer_of_name
-from moestro.model.refuse import find_weights
+from moestro.model.network import find_experts
 from moestro.model.settings import ModelSettings
 
 

@@ -24,13 +24,18 @@ def eos_token_ids(fields: dict[str, Any], config: Any) -> tuple[int, ...]:
     """Ids that end a sequence: those of the file and of transformers' config, ascending.
 
     Raises:
-        UnsupportedModelError: an id is no token id.
+        UnsupportedModelError: an id is no token id of the network.
     """
     ids: list[int] = []
     for given in (fields.get("eos_token_id"), config.eos_token_id, config.get_text_config().eos_token_id):
         ids += given if isinstance(given, list | tuple) else [] if given is None else [given]
     if wrong := [each for each in ids if type(each) is not int]:
         raise UnsupportedModelError(f"eos_token_id must be an integer or a list of them, got {wrong[0]!r}.")
+    vocab_size = config.get_text_config().vocab_size
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise UnsupportedModelError(
+            f"eos_token_id must be from 0 to {vocab_size - 1}, the vocabulary's last token, got {sorted(set(ids))}."
+        )
     return tuple(sorted(set(ids)))
 
 

@@ -9,19 +9,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
-from moestro.errors import ConfigError, MoestroError, UnsupportedModelError
+from moestro.core.checkpoint import read_checkpoint
+from moestro.core.config_fields import refuse_sizes, refuse_unbacked
+from moestro.errors import ConfigError, MoestroError, UnsupportedModelError, shown
 from moestro.model.attention import PAGED, register_attention
 from moestro.model.experts import EXPERTS, register_experts
 from moestro.model.network import Network
 from moestro.model.pools import choose_max_model_len
-from moestro.model.refuse import (
-    find_weights,
-    read_config_file,
-    refuse_config,
-    refuse_config_file,
-    refuse_dtypes,
-    refuse_skeleton,
-)
+from moestro.model.refuse import refuse_config, refuse_config_file, refuse_dtypes, refuse_shapes, refuse_skeleton
 from moestro.model.settings import ModelSettings
 
 
@@ -33,19 +28,27 @@ def read_config(settings: ModelSettings) -> Any:
         ConfigError: `--max-model-len` exceeds the length that the network was made for.
     """
     directory = Path(settings.model)
-    raw = read_config_file(directory)
-    refuse_config_file(raw)
-    files = [] if settings.load_format == "dummy" else find_weights(directory)
+    has_weights = settings.load_format != "dummy"
+    checkpoint = read_checkpoint(directory, has_weights=has_weights)
+    refuse_config_file(checkpoint.config)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+        text = config.get_text_config()
+        limit = getattr(text, "max_position_embeddings", None)
         refuse_config(config, choose_max_model_len(settings, limit))
+        sizes, file = text.to_dict(), directory / "config.json"  # with the family's values of missing fields
     except MoestroError:
         raise
     except Exception as error:  # transformers' validators raise errors of their own, and other code any kind
-        raise UnsupportedModelError(f"transformers does not accept config.json: {error}") from error
-    ignored = build_skeleton(config)._keys_to_ignore_on_load_unexpected or ()
-    refuse_dtypes(files, raw.get("quantization_config"), ignored)
+        raise UnsupportedModelError(f"transformers does not accept config.json: {_one_line(error)}") from error
+    refuse_sizes(sizes, file)
+    if has_weights:
+        refuse_unbacked(sizes, file, checkpoint.tensors)
+    skeleton = build_skeleton(config)
+    if has_weights:
+        ignored = skeleton._keys_to_ignore_on_load_unexpected or ()
+        refuse_dtypes(checkpoint.tensors, checkpoint.config.get("quantization_config"), ignored)
+        refuse_shapes(skeleton, checkpoint.tensors)
     return config
 
 
@@ -96,7 +99,7 @@ def build_skeleton(config: Any) -> Any:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # an inconsistent config can make a constructor raise anything
-        raise UnsupportedModelError(f"transformers cannot build this config's network: {error}") from error
+        raise UnsupportedModelError(f"transformers cannot build this config's network: {_one_line(error)}") from error
     refuse_skeleton(skeleton)
     return skeleton
 
@@ -113,7 +116,7 @@ def _read_weights(settings: ModelSettings, config: Any) -> tuple[Any, str]:
             **pretrained_arguments(config, dtype),
         )
     except Exception as error:  # torn files, other shapes: each library below raises its own errors
-        raise UnsupportedModelError(f"The weights in {settings.model} cannot be loaded: {error}") from error
+        raise UnsupportedModelError(f"The weights in {settings.model} cannot be loaded: {_one_line(error)}") from error
     if missing := sorted(report["missing_keys"]):
         # transformers would continue with random numbers in place of missing tensors.
         raise UnsupportedModelError(
@@ -123,6 +126,10 @@ def _read_weights(settings: ModelSettings, config: Any) -> tuple[Any, str]:
         finish_dequantizing(model, dtype)
     unused = sorted(report["unexpected_keys"])
     return model, f"{len(unused)} tensors of the checkpoint are not used, first {unused[0]}." if unused else ""
+
+
+def _one_line(error: Exception) -> str:
+    return shown(" ".join(str(error).split()))
 
 
 def choose_dtype(settings: ModelSettings, config: Any) -> torch.dtype | None:

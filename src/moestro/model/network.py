@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moestro.core.config_fields import layer_of_name
 from moestro.core.expert_table import EMPTY
 from moestro.core.views import LS
-from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Int32s, Units
+from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, SAMPLING_ROW, Int32s, Units
 from moestro.errors import UnsupportedModelError
 from moestro.model.attention import STEP_ARGUMENT
 from moestro.model.expert_slots import keep_experts, pack_experts
@@ -25,6 +26,7 @@ from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.library import KernelLibrary
 from moestro.model.packing import can_pack, pack_linears
 from moestro.model.pools import KVPools
+from moestro.model.sampler import find_peaks
 from moestro.model.step import PagedStep
 
 logger = logging.getLogger(__name__)
@@ -223,20 +225,35 @@ class Network:
             raise UnsupportedModelError(f"{type(self.model).__name__} cannot compute logits of chosen tokens alone.")
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def probe(self, block_size: int) -> tuple[KVPools, int]:
-        """Run one token to learn the shapes of K and V, and how many experts a token visits (0 for a dense model).
+    def probe(self, block_size: int, num_tokens: int = 1) -> tuple[KVPools, int]:
+        """Run a prompt to learn the shapes of K and V, and how many experts a token visits (0 for a dense model).
+
+        Args:
+            num_tokens: tokens of the prompt, at most those of one block.
 
         Raises:
-            UnsupportedModelError: a layer keeps no K and V.
+            UnsupportedModelError: a layer keeps no K and V, or the logits are not finite.
         """
         pools = KVPools(1, block_size)
-        self.logits(PagedStep(_one_token(), pools, self.device))
+        logits = self.logits(PagedStep(_probe_units(num_tokens, self.config.vocab_size), pools, self.device))
         if pools.layers != list(range(self.num_layers)):
             silent = sorted(set(range(self.num_layers)) - set(pools.layers))
             raise UnsupportedModelError(f"{type(self.model).__name__}: layers {silent} write no K and V of their own.")
+        if not find_peaks(logits).is_finite.all():
+            raise UnsupportedModelError(self._why_not_finite())
         if self.routing is None:
             return pools, 0
-        return pools, int(self.routing.counts.sum(1).max())
+        return pools, int(self.routing.counts.sum(1).max()) // num_tokens
+
+    def _why_not_finite(self) -> str:
+        """Name a parameter at fault; only a network that is refused pays for this pass over all weights."""
+        for name, parameter in self.model.named_parameters():
+            if not parameter.isfinite().all():
+                return f"The weights hold NaN or infinity in {name}, and so do the logits: fetch the checkpoint again."
+        return (
+            "The logits of the first tokens are NaN or infinite, though all weights are finite: check the numbers of"
+            f" config.json, or give --dtype float32 (it is {str(self.dtype).removeprefix('torch.')})."
+        )
 
     def gate_shape(self, num_chosen: int) -> GateShape:
         """Shape of the gates, for an override."""
@@ -248,11 +265,6 @@ class Network:
         if self.override is None:
             return None
         return step.upload(self.override.choose(step.positions, step.token_ids))
-
-
-def layer_of_name(name: str) -> int | None:
-    """Layer of a module or tensor: the first number in its name. None means that it belongs to no layer."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
 def find_experts(model: nn.Module, num_layers: int) -> list[tuple[int, Any]]:
@@ -286,17 +298,18 @@ def _bytes_of_layers(model: Any, num_layers: int, experts: list[tuple[int, nn.Mo
     return tuple(num_bytes)
 
 
-def _one_token() -> Units:
+def _probe_units(num_tokens: int, vocab_size: int) -> Units:
+    """One prompt of tokens from all over the vocabulary; the logits of each are wanted."""
     one = np.ones(1, np.int32)
     return Units(
         slot=np.zeros(1, np.int64),
         serial=np.zeros(1, np.int64),
         service_class=np.full(1, LS, np.uint8),
         start=0 * one,
-        num_tokens=one,
+        num_tokens=num_tokens * one,
         write_start=0 * one,
-        logits=np.full(1, LOGITS_LAST, np.uint8),
+        logits=np.full(1, LOGITS_LAST | LOGITS_PROMPT, np.uint8),
         block_tables=np.zeros((1, 1), np.int32),
         sampling=np.zeros(1, SAMPLING_ROW),
-        token_ids=0 * one,
+        token_ids=np.linspace(0, vocab_size - 1, num_tokens).astype(np.int32),
     )

@@ -1,24 +1,24 @@
 """Refuses unsupported checkpoints before reading their weights, with the reason, so that no answer is silently wrong.
 
-Three checks follow one another: the files, the config, the network's skeleton without weights. A network that passes
-them and is not a tested family must also pass `check` after loading.
+`core.checkpoint` has checked the files and the sizes. Two checks follow: the config, and the network's skeleton without
+weights. A network that passes them and is not a tested family must also pass `check` after loading.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from moestro.core.checkpoint_files import MAX_INDEX_BYTES, read_json_object, refuse_links_out
-from moestro.errors import UnsupportedModelError
+from moestro.core.config_fields import layer_of_name
+from moestro.core.tensor_headers import TensorHeader
+from moestro.errors import UnsupportedModelError, shown
 
 # Families whose logits the parity tests compare with transformers' own.
 TESTED_FAMILIES = frozenset(
@@ -44,21 +44,7 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Quantizations that loading undoes, and the dtypes of their weights and scales.
 _DEQUANTIZED = {"fp8": ("F8_E4M3", "F8_E5M2", "F8_E8M0"), "mxfp4": ("U8",)}
-
-
-def read_config_file(directory: Path) -> dict[str, Any]:
-    """Read `config.json` unchanged.
-
-    Raises:
-        UnsupportedModelError: the directory holds no checkpoint, a file links out of it, or its config is no object.
-    """
-    if not directory.is_dir():
-        raise UnsupportedModelError(f"{directory} is no directory: give a checkpoint directory with a config.json.")
-    names = sorted(path.name for path in directory.iterdir())
-    if "config.json" not in names:
-        raise UnsupportedModelError(f"{directory} holds no config.json{_what_it_is(names)}")
-    refuse_links_out(directory)
-    return read_json_object(directory / "config.json")
+_ELEMENTS = {"U8": 2}  # numbers in one element of a packed dtype: mxfp4 has two in a byte
 
 
 def refuse_config_file(raw: dict[str, Any]) -> None:
@@ -88,68 +74,67 @@ def refuse_config_file(raw: dict[str, Any]) -> None:
     _refuse_quantization(raw.get("quantization_config"))
 
 
-def find_weights(directory: Path) -> list[Path]:
-    """Find the files that transformers reads weights from; all are safetensors files of the directory.
-
-    Raises:
-        UnsupportedModelError: a file is missing or has another format.
-    """
-    names = sorted(path.name for path in directory.iterdir())
-    if "adapter_config.json" in names:  # transformers would load the adapter too, even from a pickle
-        raise UnsupportedModelError(f"{directory} holds a LoRA adapter: merge it into the model, or remove it.")
-    index = directory / "model.safetensors.index.json"
-    found = [name for name in names if name == "model.safetensors"]  # transformers prefers this file
-    if index.exists():
-        found += _indexed(index)
-    found = found or [name for name in names if name.endswith(".safetensors")]
-    if missing := sorted(set(found) - set(names)):
-        raise UnsupportedModelError(f"{directory} lacks {len(missing)} weight files, first {missing[0]}.")
-    if not found:
-        raise UnsupportedModelError(f"{directory} holds no .safetensors weights{_what_it_is(names)}")
-    return [directory / name for name in found]
-
-
-def _indexed(index: Path) -> list[str]:
-    """Names of the weight files in an index."""
-    weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise UnsupportedModelError(f"{index} is malformed: weight_map must name a file for each tensor.")
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UnsupportedModelError(
-                f"{index} names the weight file {name!r}: only .safetensors files beside it are read. Convert the"
-                " weights to safetensors."
-            )
-    return names
-
-
-def refuse_dtypes(files: Sequence[Path], quantization: Any, ignored: Sequence[str]) -> None:
+def refuse_dtypes(tensors: Mapping[str, TensorHeader], quantization: Any, ignored: Sequence[str]) -> None:
     """Refuse weights unless they are floating-point numbers, or quantized as the config says.
 
     Args:
-        files: files from `find_weights`.
+        tensors: tensors of the checkpoint, by name.
         quantization: the config's quantization, which `refuse_config_file` has accepted.
         ignored: name patterns of tensors that the network does not read.
 
     Raises:
-        UnsupportedModelError: a tensor is refused, or a file cannot be read.
+        UnsupportedModelError: a tensor is refused.
     """
     method = None if quantization is None else quantization["quant_method"]
     allowed = _FLOATS if method is None else _FLOATS + _DEQUANTIZED[method]
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-        except Exception as error:  # torn files: the reader and the operating system raise errors of their own
-            raise UnsupportedModelError(f"The weights in {file} cannot be loaded: {error}") from error
-        for name, dtype in dtypes.items():
-            if dtype not in allowed and not any(re.search(pattern, name) for pattern in ignored):
-                packed = "" if method is None else f" with quantization {method!r}"
-                raise UnsupportedModelError(
-                    f"{file}: tensor {name} is of dtype {dtype}; {', '.join(allowed)} are read{packed}. Give an"
-                    " unquantized checkpoint, or one whose config.json names its quantization."
-                )
+    for name, tensor in tensors.items():
+        if tensor.dtype not in allowed and not any(re.search(pattern, name) for pattern in ignored):
+            packed = "" if method is None else f" with quantization {method!r}"
+            raise UnsupportedModelError(
+                f"{tensor.file}: tensor {shown(name)} is of dtype {tensor.dtype}; {', '.join(allowed)} are read{packed}"
+                ". Give an unquantized checkpoint, or one whose config.json names its quantization."
+            )
+
+
+def refuse_shapes(network: nn.Module, tensors: Mapping[str, TensorHeader]) -> None:
+    """Refuse a network whose parameters the checkpoint's tensors do not fill. Neither is in memory.
+
+    transformers merges, renames and transposes tensors while it loads them. So shapes are compared where the names are
+    equal, in any order of dimensions, and numbers of elements in each layer as a whole.
+
+    Args:
+        network: network without memory for its weights.
+        tensors: tensors of the checkpoint, by name.
+
+    Raises:
+        UnsupportedModelError: a shape differs, or a layer has too few elements; the text names it.
+    """
+    wanted: Counter[int | None] = Counter()
+    for name, parameter in network.named_parameters():
+        wanted[layer_of_name(name)] += parameter.numel()
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.dtype in _FLOATS and sorted(tensor.shape) != sorted(parameter.shape):
+            raise UnsupportedModelError(
+                f"{tensor.file}: tensor {shown(name)} has the shape {list(tensor.shape)}, and config.json makes it"
+                f" {list(parameter.shape)}: the two are of different checkpoints."
+            )
+    found: Counter[int | None] = Counter()
+    for name, tensor in tensors.items():
+        found[layer_of_name(name)] += tensor.num_elements * _ELEMENTS.get(tensor.dtype, 1)
+    for layer, num_elements in wanted.items():
+        if num_elements > found[layer]:
+            place = "outside of the layers" if layer is None else f"in layer {layer}"
+            raise UnsupportedModelError(
+                f"config.json makes a network with {num_elements} parameters {place}, and the weights have"
+                f" {found[layer]} there{_absent(network, tensors, layer)}: the two are of different checkpoints."
+            )
+
+
+def _absent(network: nn.Module, tensors: Mapping[str, TensorHeader], layer: int | None) -> str:
+    """Name a tensor that a layer lacks. Those of experts may have other names in the checkpoint."""
+    names = (name for name, _ in network.named_parameters() if layer_of_name(name) == layer and name not in tensors)
+    first = next((name for name in names if ".experts." not in name), None)
+    return "" if first is None else f" (they lack {first})"
 
 
 def refuse_config(config: Any, max_model_len: int) -> None:
@@ -197,21 +182,6 @@ def refuse_skeleton(network: nn.Module) -> None:
                 f"{type(network).__name__} mixes tokens by a convolution ({name}), whose state no KV block keeps:"
                 " hybrids (Mamba, linear attention) are not supported."
             )
-
-
-def _what_it_is(names: list[str]) -> str:
-    """Complete a sentence about a directory without the wanted file."""
-    endings = {
-        ".gguf": "GGUF files are not supported: give the checkpoint that they were made from.",
-        "adapter_config.json": "it is a LoRA adapter, not a model: merge it into its base model first.",
-        ".bin": "pickled .bin weights run code when they are read: convert them to safetensors.",
-        ".pt": "pickled .pt weights run code when they are read: convert them to safetensors.",
-        ".pth": "pickled .pth weights run code when they are read: convert them to safetensors.",
-    }
-    for ending, reason in endings.items():
-        if any(name.endswith(ending) for name in names):
-            return f"; {reason}"
-    return ": it is empty." if not names else ": give a checkpoint directory as transformers saves it."
 
 
 def _refuse_heads(raw: dict[str, Any]) -> None:

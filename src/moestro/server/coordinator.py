@@ -20,7 +20,7 @@ from moestro.core.clock import NS_PER_S
 from moestro.core.expert_table import EMPTY
 from moestro.core.table_message import TableMessage
 from moestro.core.worker_names import Worker, WorkerKind
-from moestro.errors import EngineDiedError, MoestroError, NoEngineError
+from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError
 from moestro.flow.settings import GroupOptions
 from moestro.server.async_migration import AsyncMigration
 from moestro.server.group_table import GroupTable
@@ -198,8 +198,9 @@ class Coordinator:
                 self.migration.prepared(worker, message)
             case TableServed(version):
                 self.migration.served(worker, version)
-            case Failed(cause):
-                self._causes[worker] = EngineDiedError(f"{self.name(worker)}: {cause}")
+            case Failed(cause, is_config):
+                kind = ConfigError if is_config else EngineDiedError
+                self._causes[worker] = kind(f"{self.name(worker)}: {cause}")
 
     def ended(self, worker: int, how: str, now_ns: int) -> MoestroError:
         """Note that a worker's process has ended, and return the cause.

@@ -229,7 +229,7 @@ def _prompt(prompt: str | tuple[int, ...], options: Options, model: ServedModel)
         return _Prompt(kept)
     if isinstance(prompt, str) and len(kept) == len(ids):
         return _Prompt(kept, prompt)
-    text = model.tokenizer.backend.decode(list(kept), skip_special_tokens=False)
+    text = model.tokenizer.decode(kept)
     return _Prompt(kept, text, has_special_tokens=True)
 
 

@@ -1,4 +1,7 @@
-"""Refuses, before any process starts, what this machine or this network cannot do. Workers check the rest."""
+"""Refuses, before any process starts, what this machine, this checkpoint or this network cannot do.
+
+Workers check the rest.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,36 @@ from pathlib import Path
 
 from moestro.config.linux_process import available_memory_bytes, has_gpu
 from moestro.config.serve_settings import ServeSettings
-from moestro.core.checkpoint_files import read_json_object
-from moestro.errors import ConfigError, UnsupportedModelError
+from moestro.core.checkpoint import Checkpoint, read_checkpoint
+from moestro.core.checkpoint_files import check_files
+from moestro.core.config_fields import num_experts_of
+from moestro.cost.hf_config import network_from_config
+from moestro.errors import ConfigError
 
 _GIB = 1 << 30
-# Names of the number of routed experts in the configs of the families that transformers has. Workers find the number of
-# any other family when they have loaded it.
-_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 def check_start(settings: ServeSettings) -> None:
-    """Check the number of workers against the network's experts and the machine's memory.
+    """Check the checkpoint's files, and the number of workers against its experts and the machine's memory.
 
     Raises:
-        ConfigError: There are too many; the text says what to do.
+        ConfigError: A file is refused, or there are too many workers; the text says what to do.
     """
+    if settings.model.tokenizer is not None:
+        check_files(settings.model.tokenizer)
     if settings.paced is not None:
         return  # A paced device has the memory and the network of another machine.
-    directory = Path(settings.model.model)
-    _check_experts(settings, directory)
+    has_weights = settings.model.load_format != "dummy"
+    checkpoint = read_checkpoint(Path(settings.model.model), has_weights=has_weights)
+    _check_experts(settings, num_experts_of(checkpoint.config))
     if settings.model.device == "cpu" or (settings.model.device == "auto" and not has_gpu()):
-        _check_memory(settings, directory, available_memory_bytes())
+        _check_memory(settings, checkpoint, available_memory_bytes())
 
 
-def _check_experts(settings: ServeSettings, directory: Path) -> None:
+def _check_experts(settings: ServeSettings, num_experts: int | None) -> None:
+    """Compare the number of workers with the experts. None means that workers find the number when they load."""
     mode = settings.stepping.mode
     num_shares = {"async": settings.group.num_shares, "ep": settings.processes.engines}.get(mode, 1)
-    num_experts = _num_experts(directory)
     if num_experts is None or num_shares <= num_experts:
         return
     if mode == "ep":
@@ -47,24 +53,10 @@ def _check_experts(settings: ServeSettings, directory: Path) -> None:
     )
 
 
-def _num_experts(directory: Path) -> int | None:
-    """Return the routed experts of a layer; None means that the config does not say it in a known way."""
-    try:
-        config = read_json_object(directory / "config.json")
-    except UnsupportedModelError:
-        return None  # A worker says what is wrong.
-    text = config.get("text_config")
-    fields = config | text if isinstance(text, dict) else config
-    found = [fields[key] for key in _EXPERT_KEYS if isinstance(fields.get(key), int)]
-    return max(found) if found else None
-
-
-def _check_memory(settings: ServeSettings, directory: Path, available: int | None) -> None:
+def _check_memory(settings: ServeSettings, checkpoint: Checkpoint, available: int | None) -> None:
     """Compare the memory of all engines, which each load the whole network, with what is left."""
     model, num_engines = settings.model, settings.num_engines
-    weights = 0
-    if model.load_format != "dummy":
-        weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    weights = _weight_bytes(checkpoint)
     cache = 0 if model.num_gpu_blocks_override is not None else model.kv_cache_bytes
     if available is None or num_engines * (weights + cache) <= available:
         return
@@ -74,3 +66,13 @@ def _check_memory(settings: ServeSettings, directory: Path, available: int | Non
         f" {weights / _GIB:.1f} for weights and {cache / _GIB:.1f} for KV, and {available / _GIB:.1f} are free: lower"
         f" {flag}{' or --kv-cache-memory-bytes' if cache else ''}"
     )
+
+
+def _weight_bytes(checkpoint: Checkpoint) -> int:
+    """Return the bytes of the weight files; of dummy weights those that the config's sizes make, or 0 if unknown."""
+    if checkpoint.tensors:
+        return sum(path.stat().st_size for path in {tensor.file for tensor in checkpoint.tensors.values()})
+    try:
+        return int(network_from_config("config.json", checkpoint.config).weight_bytes())
+    except ConfigError:
+        return 0  # The family's own values of missing sizes are known to a worker.

@@ -131,7 +131,7 @@ def _tokenized_chat(body: bytes, model: ServedModel) -> tuple[Tokenized, Unknown
 
 
 def _answer(ids: list[int], model: ServedModel, *, with_names: bool) -> Tokenized:
-    names = [model.tokenizer.backend.id_to_token(i) for i in ids] if with_names else None
+    names = [model.tokenizer.name(i) for i in ids] if with_names else None
     return Tokenized(len(ids), model.info.max_model_len, ids, names)
 
 
@@ -153,7 +153,7 @@ def detokenized(body: bytes, model: ServedModel) -> tuple[Detokenized, Unknown]:
     model.name_for(fields.model)
     refuse_unknown(unknown, is_strict=model.has_strict_fields)
     refuse_foreign_ids("tokens", fields.tokens, model.info.vocab_size)
-    return Detokenized(model.tokenizer.backend.decode(fields.tokens, skip_special_tokens=False)), unknown
+    return Detokenized(model.tokenizer.decode(fields.tokens)), unknown
 
 
 def _json(value: object, unknown: Unknown) -> web.Response:

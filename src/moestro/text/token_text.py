@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from tokenizers import Tokenizer as Backend
+from moestro.text.tokenizer_library import TokenizerLibrary
 
+ANY_TEXT = "a"  # which any tokenizer can encode
 _UNFINISHED = "\ufffd"  # a decoder's replacement for bytes that are no character
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -24,13 +25,12 @@ class TokenTexts:
     A token that is only part of a character has no text of its own; its text is OpenAI's notation, `bytes:\\xe2\\x96`.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, library: TokenizerLibrary) -> None:
+        self._library = library
         self._known: dict[int, TokenText] = {}
         # Some decoders strip the space of a first token, so each token is decoded behind another one.
-        ids: list[int] = backend.encode("a", add_special_tokens=False).ids
-        self._anchor = ids[-1:]
-        self._anchor_text = backend.decode(self._anchor)
+        self._anchor = library.encode(ANY_TEXT, add_special_tokens=False)[-1:]
+        self._anchor_text = library.decode(self._anchor, skip_special_tokens=True)
 
     def __getitem__(self, token_id: int) -> TokenText:
         found = self._known.get(token_id)
@@ -39,11 +39,11 @@ class TokenTexts:
         return found
 
     def _find(self, token_id: int) -> TokenText:
-        decoded = self._backend.decode([*self._anchor, token_id], skip_special_tokens=False)
+        decoded = self._library.decode([*self._anchor, token_id])
         text = decoded.removeprefix(self._anchor_text)
         if _UNFINISHED not in text:
             return TokenText(text, text.encode())
-        raw = _bytes_of(self._backend.id_to_token(token_id) or "")
+        raw = _bytes_of(self._library.name(token_id) or "")
         if raw is None or _is_text(raw):
             return TokenText(text, text.encode())
         return TokenText("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw)

@@ -10,13 +10,15 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel, DecodeStream
 
-from moestro.core.checkpoint_files import refuse_links_out
+from moestro.core.checkpoint_files import MAX_CONFIG_BYTES, check_files, read_bytes
+from moestro.core.native_panic import as_exception
 from moestro.errors import ConfigError, RequestError, shown
 from moestro.text.chat_history import as_system_messages, template_variables
 from moestro.text.chat_template import Renderers
 from moestro.text.efforts import EFFORT_VARIABLE, THINKING_VARIABLE, nearest_effort, taken_efforts
 from moestro.text.render_job import RenderJob
-from moestro.text.token_text import TokenTexts
+from moestro.text.token_text import ANY_TEXT, TokenTexts
+from moestro.text.tokenizer_library import InvalidPrefixError, TokenizerLibrary
 from moestro.text.transformers_part import import_part
 
 PreTrainedTokenizerFast = import_part("transformers.tokenization_utils_tokenizers").PreTrainedTokenizerFast
@@ -24,7 +26,6 @@ PreTrainedTokenizerFast = import_part("transformers.tokenization_utils_tokenizer
 _UNFINISHED = "\ufffd"  # a decoder's replacement for bytes that are no character (yet)
 CONTEXT_TOKENS = 24  # most tokens of the prompt that affect the text of the first generated token
 _LEAST_CONTEXT = 4
-_INVALID_PREFIX = "Invalid prefix encountered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,36 +66,50 @@ class Tokenizer:
                 f"no tokenizer.json in {path}: only fast tokenizers are supported;"
                 " name a directory that has one with --tokenizer DIR"
             )
-        refuse_links_out(path)
+        check_files(path)
+        self.path = path
         try:
-            self._fast = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # each reader of a broken file raises errors of its own
-            raise ConfigError(f"cannot load the tokenizer in {path}: {shown(error)}") from error
+            self._load(path)
+        except BaseException as error:  # each reader of a broken file raises errors of its own, and Rust panics
+            raise ConfigError(f"cannot load the tokenizer in {path}: {_one_line(as_exception(error))}") from error
         if chat_template is not None:
             self._fast.chat_template = template_text(chat_template)
-        self.path = path
+        self._renderers = Renderers()
+        self._efforts: tuple[str, ...] | None = None  # None: not tried yet
+
+    def _load(self, path: Path) -> None:
+        self._fast = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+        _check_template(self._fast.chat_template)
         # The fast tokenizer's own call would set truncation on this shared object, and two threads at once would fail
         # with "Already borrowed".
         self.backend: Backend = self._fast.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
+        for special in (False, True):  # so that a tokenizer that fails for any text is known at the start
+            self.backend.decode(self.backend.encode(ANY_TEXT, add_special_tokens=special).ids)
+        self.library = TokenizerLibrary(self.backend)
         self.special_ids = frozenset(
             token_id for token_id, token in self.backend.get_added_tokens_decoder().items() if token.special
         )
         self.special_texts = frozenset(map(self.backend.id_to_token, self.special_ids))
-        self.token_texts = TokenTexts(self.backend)
+        self.token_texts = TokenTexts(self.library)
         # Upper bound: a byte-level token of n symbols stands for n bytes, which are n characters at most.
         self.max_token_chars = max(map(len, self.backend.get_vocab(with_added_tokens=True)))
         # Texts found so far, by token. Where text is bytes end to end, a token of whole characters always has the same.
         self.texts_alone: dict[int, str] = {}
         self.has_texts_alone = isinstance(self.backend.decoder, ByteLevel)
-        self._renderers = Renderers()
-        self._efforts: tuple[str, ...] | None = None  # None: not tried yet
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` also those that the model needs around every text."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self.library.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens, including special ones."""
+        return self.library.decode(ids)
+
+    def name(self, token_id: int) -> str | None:
+        """Entry of a token in the vocabulary; None means that there is none."""
+        return self.library.name(token_id)
 
     def render_chat(
         self,
@@ -191,9 +206,19 @@ def template_text(given: str) -> str:
     if "{" in given or "\n" in given:  # as in vLLM: no name of a file has these
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_bytes(Path(given), MAX_CONFIG_BYTES).decode("utf-8")
+    except (ConfigError, ValueError) as error:
         raise ConfigError(f"--chat-template {given!r} is neither a readable file nor a template: {error}") from None
+
+
+def _check_template(template: object) -> None:
+    texts = template.values() if isinstance(template, dict) else (template,)
+    if template is not None and not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"the chat template must be a text, or texts by name, got {shown(repr(template))}")
+
+
+def _one_line(error: Exception) -> str:
+    return shown(" ".join(str(error).split()) or type(error).__name__)
 
 
 class Detokenizer:
@@ -212,7 +237,7 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], shown_special: frozenset[int] = frozenset()
     ) -> None:
-        self._backend = tokenizer.backend
+        self._library = tokenizer.library
         self._hidden_ids = tokenizer.special_ids - shown_special
         self._before = _context(tokenizer, prompt_ids)  # the last tokens whose text was returned
         self._held: list[int] = []  # tokens whose text was not returned yet
@@ -240,8 +265,8 @@ class Detokenizer:
         """Return the held-back text at the end: bytes that never became a character; "" if they change sent text."""
         if not self._held:
             return ""
-        before = self._backend.decode(self._before, skip_special_tokens=False)
-        text = self._backend.decode(self._before + self._held, skip_special_tokens=False)
+        before = self._library.decode(self._before)
+        text = self._library.decode(self._before + self._held)
         self._before, self._held = self._held, []
         return text.removeprefix(before) if text.startswith(before) else ""
 
@@ -249,14 +274,13 @@ class Detokenizer:
         if self._stream is None:
             self._stream = DecodeStream(ids=self._before, skip_special_tokens=False)
         try:
-            return self._stream.step(self._backend, token_id)
-        except Exception as error:
-            if _INVALID_PREFIX not in str(error):
-                raise
+            return self._library.step(self._stream, token_id)
+        except InvalidPrefixError:
+            pass
         # Invalid UTF-8 in a byte-fallback vocabulary changed returned text: continue from here, as vLLM does.
         self._held = [token_id]
         self._stream = DecodeStream(skip_special_tokens=False)
-        return self._stream.step(self._backend, token_id)
+        return self._library.step(self._stream, token_id)
 
 
 def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
@@ -264,6 +288,6 @@ def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
     plain = [token_id for token_id in prompt_ids[-CONTEXT_TOKENS:] if token_id not in tokenizer.special_ids]
     for length in range(min(_LEAST_CONTEXT, len(plain)), len(plain) + 1):
         end = plain[len(plain) - length :]
-        if _UNFINISHED not in tokenizer.backend.decode(end):
+        if _UNFINISHED not in tokenizer.library.decode(end, skip_special_tokens=True):
             return end
     return []

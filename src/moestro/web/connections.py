@@ -91,6 +91,8 @@ class Front:
     before the next one is accepted. uvloop's own server accepts without a bound, and closes its listening socket for
     good when the process has no file left.
 
+    The caller has raised the limit of open files before it loaded anything (`allow_open_files`).
+
     Args:
         listener: Bound socket; the caller closes it after `close`.
         make: Makes the protocol of a connection.

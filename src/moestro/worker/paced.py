@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from moestro.config.launch_spec import LaunchSpec
 from moestro.core.load_figures import PaceCounts
 from moestro.core.model_info import ModelInfo
+from moestro.core.native_panic import as_exception
 from moestro.core.request import TokenLogprobs
 from moestro.core.stages import NUM_PLANS
 from moestro.core.token_keys import Keys
@@ -345,10 +346,12 @@ def read_words(tokenizer: Path) -> tuple[list[int], int]:
     """
     try:
         backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-    except Exception as error:  # the library raises bare exceptions
-        raise ConfigError(f"cannot read tokenizer.json in {tokenizer}: {error}; name another by --tokenizer") from error
+        encoded: list[int] = backend.encode(WORDS, add_special_tokens=False).ids
+    except BaseException as error:  # the library raises bare exceptions, and panics
+        cause = as_exception(error)
+        raise ConfigError(f"cannot read tokenizer.json in {tokenizer}: {cause}; name another by --tokenizer") from error
     special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
-    words = [token_id for token_id in backend.encode(WORDS, add_special_tokens=False).ids if token_id not in special]
+    words = [token_id for token_id in encoded if token_id not in special]
     if not words:
         raise ConfigError(f"the tokenizer in {tokenizer} has no words for English: name another by --tokenizer")
     return words, max(backend.get_vocab(with_added_tokens=True).values()) + 1
