@@ -23,6 +23,8 @@ from moestro.text.tokenizer import Tokenizer
 from moestro.web.adapters.field_places import FieldPlaces
 from moestro.web.errors import UnknownModelError
 
+# A longer text is tokenized only if its beginning, of so many characters for each token that fits, does not refuse it.
+_TRIED_CHARS_PER_TOKEN = 16
 MAX_SCORES = 1_000_000  # Log probabilities of prompt tokens in one response.
 _CHAT_PLACES = FieldPlaces({"prompt": "messages"})  # A chat's prompt is what its template makes of the messages.
 
@@ -152,7 +154,9 @@ def prepare_chat_ask(ask: ChatAsk, model: ServedModel, arrival: Arrival) -> Prep
     """
     name = model.name_for(ask.options.model)
     model.chat.check(ask.use)
-    ids, end = chat_prompt(ask, model)
+    end = chat_prompt(ask, model)
+    ids = encoded(end.prompt, model, ask.options, add_special_tokens=False)  # The template writes special tokens.
+    refuse_foreign_ids("messages", ids, model.info.vocab_size)
     asked = ask.options.grammar
     grammar = None if asked is None else asked.grammar
     answers = model.chat.answers(ask.use, end, grammar, shows_reasoning=ask.shows_reasoning)
@@ -184,11 +188,8 @@ def completion_jobs(ask: CompletionAsk, model: ServedModel, arrival: Arrival) ->
     return _jobs([_prompt(prompt, ask.options, model) for prompt in ask.prompts], ask.options, model, arrival)
 
 
-def chat_prompt(ask: ChatAsk, model: ServedModel, *, add_special_tokens: bool = False) -> tuple[list[int], ChatEnd]:
-    """Return the tokens of a chat's prompt, and how its text ends.
-
-    Args:
-        add_special_tokens: Whether the tokenizer adds its own special tokens; the template writes the usual ones.
+def chat_prompt(ask: ChatAsk, model: ServedModel) -> ChatEnd:
+    """Return the text of a chat's prompt, and how it ends.
 
     Raises:
         RequestError: The model or its chat template cannot take the chat.
@@ -200,10 +201,8 @@ def chat_prompt(ask: ChatAsk, model: ServedModel, *, add_special_tokens: bool = 
         refuse_too_much_text(sum(len(message["content"]) for message in ask.messages), model)
         text = model.tokenizer.render_chat(ask.messages, tools=tools, options=ask.template)
         refuse_too_much_text(len(text), model)  # The template may add text to the messages.
-    ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    refuse_foreign_ids("messages", ids, model.info.vocab_size)
     continued = ask.messages[-1]["content"] if ask.template.continue_final_message else None
-    return ids, ChatEnd(prompt=text, continued=continued)
+    return ChatEnd(prompt=text, continued=continued)
 
 
 def _for_vocabulary(options: Options, info: ModelInfo) -> Options:
@@ -214,7 +213,7 @@ def _for_vocabulary(options: Options, info: ModelInfo) -> Options:
 def _prompt(prompt: str | tuple[int, ...], options: Options, model: ServedModel) -> _Prompt:
     if isinstance(prompt, str):
         refuse_too_much_text(len(prompt), model)
-        ids: Sequence[int] = model.tokenizer.encode(prompt, add_special_tokens=True)
+        ids: Sequence[int] = encoded(prompt, model, options, add_special_tokens=True)
     else:
         ids = prompt
     refuse_foreign_ids("prompt", ids, model.info.vocab_size)
@@ -223,8 +222,26 @@ def _prompt(prompt: str | tuple[int, ...], options: Options, model: ServedModel)
         return _Prompt(kept)
     if isinstance(prompt, str) and len(kept) == len(ids):
         return _Prompt(kept, prompt)
-    text = model.tokenizer.backend.decode(list(kept), skip_special_tokens=False)
+    text = model.tokenizer.decode(kept)
     return _Prompt(kept, text, has_special_tokens=True)
+
+
+def encoded(text: str, model: ServedModel, options: Options, *, add_special_tokens: bool) -> list[int]:
+    """Return the tokens of a prompt; PromptTooLongError comes before the ids of a prompt that cannot fit are copied."""
+    tokenizer, limit = model.tokenizer, model.info.max_model_len
+    max_tokens = 1 if options.max_tokens is None or options.has_default_limit else options.max_tokens
+    truncates = options.truncate_prompt_tokens is not None
+    num_tried = _TRIED_CHARS_PER_TOKEN * limit
+    if len(text) > num_tried and not truncates:
+        # Twice the limit, because more text may change the last tokens of the beginning.
+        num_tokens = len(tokenizer.encoding(text[:num_tried], add_special_tokens=add_special_tokens))
+        if num_tokens > 2 * limit:
+            raise PromptTooLongError(num_tokens, max_tokens, limit)
+    encoding = tokenizer.encoding(text, add_special_tokens=add_special_tokens)
+    if len(encoding) > limit and not truncates:
+        raise PromptTooLongError(len(encoding), max_tokens, limit)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _truncated(ids: Sequence[int], options: Options, info: ModelInfo) -> Sequence[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel, DecodeStream
 
@@ -18,6 +20,10 @@ from moestro.text.token_text import TokenTexts
 from moestro.text.transformers_part import import_part
 
 PreTrainedTokenizerFast = import_part("transformers.tokenization_utils_tokenizers").PreTrainedTokenizerFast
+
+# The library's own threads would serve all texts in one queue, where a word waits behind a book: each text is tokenized
+# on the thread that asks. The library reads the variable at each call.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 _UNFINISHED = "\ufffd"  # a decoder's replacement for bytes that are no character (yet)
 CONTEXT_TOKENS = 24  # most tokens of the prompt that affect the text of the first generated token
@@ -90,8 +96,21 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` also those that the model needs around every text."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.encoding(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def encoding(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        """As `encode`, in the library's form, whose length is known before its ids are copied.
+
+        Other threads run meanwhile: of the library's calls, only those for a batch release the interpreter's lock.
+        """
+        found: Encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return found
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, with that of special tokens. Other threads run meanwhile."""
+        text: str = self.backend.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
+        return text
 
     def render_chat(
         self,
