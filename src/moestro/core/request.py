@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, get_type_hints
@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True)
     logprobs: int | None = None  # alternatives reported for each sampled token; None means no logprobs
     prompt_logprobs: int | None = None  # the same for each prompt token except the first
     grammar: Grammar | None = None  # language of the answer's text; None means any text
-    allowed_token_ids: tuple[int, ...] = ()  # no other tokens are sampled; () means all tokens
+    allowed_tokens: bytes = b""  # `packed_tokens`: no other tokens are sampled; b"" means all tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that no answer contains
 
     def __post_init__(self) -> None:
@@ -101,8 +101,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True)
     @property
     def edits_logits(self) -> bool:
         """Whether the logits are changed before a token is chosen, beyond temperature and filters."""
-        limits = self.logit_bias or self.grammar or self.allowed_token_ids or self.bad_words
+        limits = self.logit_bias or self.grammar or self.allowed_tokens or self.bad_words
         return self.has_penalties or bool(limits or (self.min_tokens and self.stop_token_ids))
+
+
+_WORD_BITS = 32
+
+
+def packed_tokens(token_ids: Sequence[int]) -> bytes:
+    """Return a mask of `token_ids`, int32 words in which token t is bit t % 32 of word t // 32.
+
+    However many tokens a request lists, its copies carry one bit for each token of the vocabulary.
+    """
+    if not token_ids:
+        return b""
+    bits = np.zeros((max(token_ids) // _WORD_BITS + 1) * _WORD_BITS, np.uint8)
+    bits[np.array(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32).tobytes()
 
 
 def _allowed_ranges() -> dict[str, AllowedRange]:

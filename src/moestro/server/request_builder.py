@@ -12,7 +12,7 @@ import numpy as np
 
 from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.model_info import ModelInfo
-from moestro.core.request import Request, SamplingParams
+from moestro.core.request import Request, SamplingParams, packed_tokens
 from moestro.errors import PromptTooLongError, RequestError, shown
 from moestro.server.chat_fields import DEFAULT_EFFORT
 from moestro.server.request_fields import refuse_unknown
@@ -23,6 +23,8 @@ from moestro.text.tokenizer import Tokenizer
 from moestro.web.adapters.field_places import FieldPlaces
 from moestro.web.errors import UnknownModelError
 
+# In all words and both spellings of each: each choice carries them to its engine. 256 words of four tokens are half of it.
+MAX_BAD_WORD_TOKENS = 4096
 # A longer text is tokenized only if its beginning, of so many characters for each token that fits, does not refuse it.
 _TRIED_CHARS_PER_TOKEN = 16
 MAX_SCORES = 1_000_000  # Log probabilities of prompt tokens in one response.
@@ -343,7 +345,7 @@ def _sampling(num_prompt_tokens: int, options: Options, info: ModelInfo) -> Samp
         logprobs=options.logprobs,
         prompt_logprobs=_scored(options),
         grammar=None if options.grammar is None else options.grammar.grammar,
-        allowed_token_ids=options.allowed_token_ids,
+        allowed_tokens=packed_tokens(options.allowed_token_ids),
         **numbers,
     )
 
@@ -362,6 +364,13 @@ def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...
         spellings.append(plain)
         if spaced[0] != plain[0] and len(spaced) == len(plain):
             spellings.append(spaced)
+    if (num_tokens := sum(map(len, spellings))) > MAX_BAD_WORD_TOKENS:
+        raise RequestError(
+            f"bad_words have {num_tokens} tokens in all spellings, and may have {MAX_BAD_WORD_TOKENS} at most. Send"
+            " fewer or shorter words.",
+            param="bad_words",
+            code="invalid_value",
+        )
     return tuple(spellings)
 
 
