@@ -26,6 +26,9 @@ PreTrainedTokenizerFast = import_part("transformers.tokenization_utils_tokenizer
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 _UNFINISHED = "\ufffd"  # a decoder's replacement for bytes that are no character (yet)
+# A character has at most four bytes, so of so many tokens without a character the first ones are none.
+_HELD_TOKENS = 8
+_CHARACTER_TOKENS = 4  # most tokens of one character
 CONTEXT_TOKENS = 24  # most tokens of the prompt that affect the text of the first generated token
 _LEAST_CONTEXT = 4
 _INVALID_PREFIX = "Invalid prefix encountered"
@@ -222,10 +225,12 @@ class Detokenizer:
         if is_alone and (known := self._texts.get(token_id)) is not None:
             self._before, self._stream = [token_id], None
             return known
+        if self._backend.id_to_token(token_id) is None:
+            return ""  # A model may have more tokens than its tokenizer; they have no text.
         self._held.append(token_id)
         text = self._step(token_id)
         if text is None:
-            return ""
+            return "" if len(self._held) < _HELD_TOKENS else self._settle()
         if is_alone and self._learns:
             self._texts[token_id] = text
         self._before, self._held = self._held, []
@@ -239,6 +244,33 @@ class Detokenizer:
         text = self._backend.decode(self._before + self._held, skip_special_tokens=False)
         self._before, self._held = self._held, []
         return text.removeprefix(before) if text.startswith(before) else ""
+
+    def _settle(self) -> str:
+        """Return the text of those held tokens that no further token can make a character of.
+
+        Without it, each of many such tokens would be decoded together with all before it.
+        """
+        held, before = self._held, self._text_behind([])
+        whole = self._text_behind(held)
+        num_settled = next(
+            (
+                num
+                for num in range(len(held) - 1, len(held) - _CHARACTER_TOKENS, -1)
+                if whole == self._text_behind(held[:num]) + self._text_behind(held[num:])[len(before) :]
+            ),
+            len(held),  # No border lies between characters, so the tokens are none.
+        )
+        text = self._text_behind(held[:num_settled])
+        self._held, self._stream = [], None
+        for token_id in held[num_settled:]:
+            self._held.append(token_id)
+            self._step(token_id)
+        return text.removeprefix(before)
+
+    def _text_behind(self, token_ids: list[int]) -> str:
+        """Return the text of the last finished tokens and `token_ids`."""
+        text: str = self._backend.decode(self._before + token_ids, skip_special_tokens=False)
+        return text
 
     def _step(self, token_id: int) -> str | None:
         if self._stream is None:
