@@ -86,7 +86,7 @@ class CountedText(str):
     ],
 )
 def test_the_cost_of_a_character_is_bounded_whatever_the_stop(stop, text):
-    """The stops almost complete again and again; a search of all their beginnings looks at half a million characters."""
+    """The stops almost complete again and again; a search of all beginnings looks at half a million characters."""
 
     def cost(num_pieces: int) -> int:
         finder = StopFinder([CountedText(stop)])

@@ -57,7 +57,6 @@ def _answer(**fields: Any) -> Body:
 
 def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
     many = _answer(n=16, max_tokens=256)
-    same = [260] * 8 + [300]
     pairs = " ".join(f"{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(256)).split(" ")
     words = ["a" * n + word for n in range(1, 128) for word in pairs[:2]]
     half = [i % (vocabulary - 300) + 300 for i in range(context // 2)]
@@ -68,7 +67,7 @@ def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
     ]
     stops = ["a" * (510 + i) + "b" + "a" * 512 for i in range(4)]
     return {
-        "long_text": Kind({"prompt": "word17 " * 300_000, "max_tokens": 1}),
+        "long_text": Kind({"prompt": "word17 " * 160_000, "max_tokens": 1}),
         "long_word": Kind({"prompt": "a" * 130_000, "max_tokens": 1}),
         "tokenize": Kind({"prompt": "x1 " * 40_000}, path="/tokenize"),
         "detokenize": Kind({"tokens": [301] * context}, path="/detokenize"),
@@ -76,21 +75,29 @@ def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
         "tools": Kind({"messages": messages[:1], "tools": tools, "max_tokens": 1}, path=CHATS),
         "bad_words": Kind({**many, "bad_words": words, "logit_bias": {}}, plain=many),
         "penalties": Kind(
-            {**many, "prompt": half, "repetition_penalty": 1.1, "frequency_penalty": 0.5}, plain={**many, "prompt": half}
+            {**many, "prompt": half, "repetition_penalty": 1.1, "frequency_penalty": 0.5},
+            plain={**many, "prompt": half},
         ),
         "logit_bias": Kind({**many, "logit_bias": {str(300 + i): 1.0 for i in range(300)}}, plain=many),
         "allowed_token_ids": Kind({**many, "allowed_token_ids": list(range(256, vocabulary)) * 12}, plain=many),
         "stop_token_ids": Kind({**many, "stop_token_ids": list(range(300, 1324)), "min_tokens": 256}, plain=many),
-        "stop": Kind({**many, "stop": stops, "logit_bias": {"64": 100}, "stream": True}, plain={**many, "stream": True}),
+        "stop": Kind(
+            {**many, "stop": stops, "logit_bias": {"64": 100}, "stream": True}, plain={**many, "stream": True}
+        ),
         "logprobs": Kind({**many, "logprobs": 20, "stream": True}, plain={**many, "stream": True}),
         "logprobs_whole": Kind({**many, "logprobs": 20}, plain=many),
-        "prompt_logprobs": Kind({"prompt": [half[: context // 2]] * 22, "max_tokens": 1, "prompt_logprobs": 20}),
+        "prompt_logprobs": Kind({"prompt": [half[:15_000]] * 3, "max_tokens": 1, "prompt_logprobs": 20}),
         "unfinished_characters": Kind(
             _answer(logit_bias={"161": 100}, max_tokens=context - 64, stream=True),
             plain=_answer(max_tokens=context - 64, stream=True),
         ),
         "usage_of_each_chunk": Kind(
-            _answer(n=128, max_tokens=64, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}),
+            _answer(
+                n=128,
+                max_tokens=64,
+                stream=True,
+                stream_options={"include_usage": True, "continuous_usage_stats": True},
+            ),
             plain=_answer(n=128, max_tokens=64, stream=True),
         ),
         "choices": Kind({"prompt": [half] * 8, "n": 128, "max_tokens": 4}),
@@ -110,8 +117,9 @@ class Strangers:
     async def busy(self, body: Body):
         """Send `body` while the block runs."""
         timeout = aiohttp.ClientTimeout(total=60)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            tasks = [asyncio.create_task(self._forever(session, body)) for _ in range(NUM_STRANGERS)]
+        data = json.dumps(body).encode()  # Once: the honest clients live in this process too.
+        async with aiohttp.ClientSession(timeout=timeout, headers={"Content-Type": "application/json"}) as session:
+            tasks = [asyncio.create_task(self._forever(session, data)) for _ in range(NUM_STRANGERS)]
             try:
                 yield self
             finally:
@@ -119,10 +127,10 @@ class Strangers:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _forever(self, session: aiohttp.ClientSession, body: Body) -> None:
+    async def _forever(self, session: aiohttp.ClientSession, data: bytes) -> None:
         while True:
             try:
-                async with session.post(self.url + self.kind.path, json=body) as got:
+                async with session.post(self.url + self.kind.path, data=data) as got:
                     text = await got.read()
                     end = str(got.status) if got.status == 200 else f"{got.status} {text[:120]!r}"
             except (aiohttp.ClientError, TimeoutError, OSError) as error:

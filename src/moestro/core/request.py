@@ -227,6 +227,43 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
+_encode_entries = msgspec.msgpack.Encoder().encode
+_decode_entries = msgspec.msgpack.Decoder(tuple[TokenLogprobs, ...]).decode
+_PACKED_SCORES = 4096  # log probabilities of a piece, which is decoded in about 1 ms
+
+
+class PackedLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """Log probabilities of the tokens of a prompt, which may be hundreds of thousands.
+
+    They travel encoded, so that the API server's event loop does not decode them: the thread that needs them does, a
+    piece at a time.
+
+    Attributes:
+        pieces: encoded entries.
+        num_entries, num_scores: tokens, and log probabilities with those of the alternatives.
+    """
+
+    pieces: tuple[bytes, ...]
+    num_entries: int
+    num_scores: int
+
+    @classmethod
+    def pack(cls, entries: Sequence[TokenLogprobs]) -> PackedLogprobs:
+        """Encode `entries`."""
+        num_scores = len(entries) + sum([len(entry.top) for entry in entries])
+        step = max(1, _PACKED_SCORES * len(entries) // max(num_scores, 1))
+        pieces = [_encode_entries(entries[first : first + step]) for first in range(0, len(entries), step)]
+        return cls(tuple(pieces), len(entries), num_scores)
+
+    def __len__(self) -> int:
+        return self.num_entries
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        """Yield the entries, decoded a piece at a time."""
+        for piece in self.pieces:
+            yield from _decode_entries(piece)
+
+
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Output of one request in one step; the last one carries `finish_reason`."""
 
@@ -234,7 +271,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token or the end
+    prompt_logprobs: PackedLogprobs | None = None  # once, with the first token or the end
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     admitted_ns: int = 0  # time of first admission, by the rank's clock
 

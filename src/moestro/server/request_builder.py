@@ -23,11 +23,13 @@ from moestro.text.tokenizer import Tokenizer
 from moestro.web.adapters.field_places import FieldPlaces
 from moestro.web.errors import UnknownModelError
 
-# In all words and both spellings of each: each choice carries them to its engine. 256 words of four tokens are half of it.
+# Tokens of all words in both spellings: each choice carries them to its engine. 256 words of eight tokens fit.
 MAX_BAD_WORD_TOKENS = 4096
 # A longer text is tokenized only if its beginning, of so many characters for each token that fits, does not refuse it.
 _TRIED_CHARS_PER_TOKEN = 16
-MAX_SCORES = 1_000_000  # Log probabilities of prompt tokens in one response.
+MAX_SCORES = 1_000_000  # Log probabilities of prompt tokens in one response, and of several choices in one.
+# Prompt tokens of all choices: 64 MiB on the way to engines, which is 128 choices of 131,072 tokens.
+MAX_CHOICE_TOKENS = 1 << 24
 _CHAT_PLACES = FieldPlaces({"prompt": "messages"})  # A chat's prompt is what its template makes of the messages.
 
 
@@ -263,9 +265,12 @@ def _jobs(prompts: Sequence[_Prompt], options: Options, model: ServedModel, arri
     bad_words = _bad_words(options.bad_words, model)
     refuse_foreign_ids("stop_token_ids", options.stop_token_ids, model.info.vocab_size)
     refuse_foreign_ids("logit_bias", [token_id for token_id, _ in options.logit_bias], model.info.vocab_size)
+    num_tokens = options.n * sum(len(prompt.ids) for prompt in prompts)
+    _refuse_many_copies(num_tokens, len(prompts) * options.n, model.info.max_model_len)
     scored = _scored(options)
     if scored is not None:
-        _refuse_too_many_scores(scored, options.n * sum(len(prompt.ids) for prompt in prompts))
+        _refuse_too_many_scores(scored, num_tokens)
+    _refuse_large_answer(options, len(prompts) * options.n, model.info.max_model_len)
     ends = () if options.ignore_eos else model.info.eos_token_ids
     stop_token_ids = tuple(token_id for token_id in options.stop_token_ids if token_id not in ends)
     jobs: list[Job] = []
@@ -426,6 +431,33 @@ def _refuse_too_many_scores(num_alternatives: int, num_tokens: int) -> None:
         raise RequestError(
             f"Log probabilities of {num_tokens} prompt tokens with {num_alternatives} alternatives each are too many:"
             f" the limit of one request is {MAX_SCORES}. Send fewer prompts, or ask for fewer alternatives.",
+            param="logprobs",
+            code="invalid_value",
+        )
+
+
+def _refuse_many_copies(num_tokens: int, num_choices: int, max_model_len: int) -> None:
+    """Refuse choices whose prompts are too much in all: each choice carries its prompt to an engine."""
+    limit = max(MAX_CHOICE_TOKENS, max_model_len)
+    if num_tokens > limit:
+        raise RequestError(
+            f"The prompts of all {num_choices} choices have {num_tokens} tokens, and may have {limit} in all."
+            " Lower n, or send several requests.",
+            param="n",
+            code="invalid_value",
+        )
+
+
+def _refuse_large_answer(options: Options, num_choices: int, max_model_len: int) -> None:
+    """Refuse several choices whose log probabilities, which are kept until all have ended, may be too many."""
+    if options.stream or options.logprobs is None or num_choices == 1:
+        return
+    max_tokens = max_model_len if options.max_tokens is None else min(options.max_tokens, max_model_len)
+    num_scores = num_choices * max_tokens * (options.logprobs + 1)
+    if num_scores > MAX_SCORES:
+        raise RequestError(
+            f"The answers of {num_choices} choices may have {num_scores} log probabilities, and without"
+            f" stream: true {MAX_SCORES} are the limit. Lower max_tokens or n, or stream.",
             param="logprobs",
             code="invalid_value",
         )
