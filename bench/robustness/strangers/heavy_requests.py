@@ -57,15 +57,14 @@ def _answer(**fields: Any) -> Body:
 
 def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
     many = _answer(n=16, max_tokens=256)
-    pairs = " ".join(f"{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(256)).split(" ")
-    words = ["a" * n + word for n in range(1, 128) for word in pairs[:2]]
-    half = [i % (vocabulary - 300) + 300 for i in range(context // 2)]
+    words = [f"{i:08d}" for i in range(256)]  # each digit is a token
+    long = [i % (vocabulary - 300) + 300 for i in range(4000)]
     messages = [{"role": "user", "content": "hi"}] * 8000
     tools = [
         {"type": "function", "function": {"name": f"f{i}", "description": "d" * 900, "parameters": {"type": "object"}}}
         for i in range(512)
     ]
-    stops = ["a" * (510 + i) + "b" + "a" * 512 for i in range(4)]
+    stops = ["a" * (508 + i) + "b" + "a" * 511 for i in range(4)]
     return {
         "long_text": Kind({"prompt": "word17 " * 160_000, "max_tokens": 1}),
         "long_word": Kind({"prompt": "a" * 130_000, "max_tokens": 1}),
@@ -75,8 +74,8 @@ def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
         "tools": Kind({"messages": messages[:1], "tools": tools, "max_tokens": 1}, path=CHATS),
         "bad_words": Kind({**many, "bad_words": words, "logit_bias": {}}, plain=many),
         "penalties": Kind(
-            {**many, "prompt": half, "repetition_penalty": 1.1, "frequency_penalty": 0.5},
-            plain={**many, "prompt": half},
+            {**many, "prompt": long, "repetition_penalty": 1.1, "frequency_penalty": 0.5},
+            plain={**many, "prompt": long},
         ),
         "logit_bias": Kind({**many, "logit_bias": {str(300 + i): 1.0 for i in range(300)}}, plain=many),
         "allowed_token_ids": Kind({**many, "allowed_token_ids": list(range(256, vocabulary)) * 12}, plain=many),
@@ -86,7 +85,7 @@ def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
         ),
         "logprobs": Kind({**many, "logprobs": 20, "stream": True}, plain={**many, "stream": True}),
         "logprobs_whole": Kind({**many, "logprobs": 20}, plain=many),
-        "prompt_logprobs": Kind({"prompt": [half[:15_000]] * 3, "max_tokens": 1, "prompt_logprobs": 20}),
+        "prompt_logprobs": Kind({"prompt": [long] * 11, "max_tokens": 1, "prompt_logprobs": 20}),
         "unfinished_characters": Kind(
             _answer(logit_bias={"161": 100}, max_tokens=context - 64, stream=True),
             plain=_answer(max_tokens=context - 64, stream=True),
@@ -98,9 +97,9 @@ def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
                 stream=True,
                 stream_options={"include_usage": True, "continuous_usage_stats": True},
             ),
-            plain=_answer(n=128, max_tokens=64, stream=True),
+            plain=_answer(n=32, max_tokens=128, stream=True),
         ),
-        "choices": Kind({"prompt": [half] * 8, "n": 128, "max_tokens": 4}),
+        "choices": Kind({"prompt": [long] * 8, "n": 128, "max_tokens": 4}),
         "salts": Kind(_answer(cache_salt="s" * 1024, user="u" * 1024, max_tokens=16), plain=_answer(max_tokens=16)),
     }
 
