@@ -29,7 +29,7 @@ from shared.server import Server
 
 import moestro
 
-SETTLE_S, MEASURED_S, NUM_STRANGERS = 0.5, 2.0, 3
+SETTLE_S, MEASURED_S, NUM_STRANGERS = 0.5, 2.0, 2
 VOCABULARY, CONTEXT = 4096, 32_768
 DEMO = Path(moestro.__file__).parent / "assets" / "demo"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -57,6 +57,8 @@ def _answer(**fields: Any) -> Body:
 
 def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
     many = _answer(n=16, max_tokens=256)
+    tokens = json.loads((DEMO / "tokenizer.json").read_text())["model"]["vocab"]
+    letter, byte = str(tokens["a"]), str(tokens["\u00e2"])  # the second begins a character of three bytes
     words = [f"{i:08d}" for i in range(256)]  # each digit is a token
     long = [i % (vocabulary - 300) + 300 for i in range(4000)]
     messages = [{"role": "user", "content": "hi"}] * 8000
@@ -64,6 +66,8 @@ def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
         {"type": "function", "function": {"name": f"f{i}", "description": "d" * 900, "parameters": {"type": "object"}}}
         for i in range(512)
     ]
+    few = _answer(prompt=long, n=4, max_tokens=256)
+    scored = {"prompt": [long[:2000]] * 4, "max_tokens": 1}
     stops = ["a" * (508 + i) + "b" + "a" * 511 for i in range(4)]
     return {
         "long_text": Kind({"prompt": "word17 " * 160_000, "max_tokens": 1}),
@@ -74,30 +78,30 @@ def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
         "tools": Kind({"messages": messages[:1], "tools": tools, "max_tokens": 1}, path=CHATS),
         "bad_words": Kind({**many, "bad_words": words, "logit_bias": {}}, plain=many),
         "penalties": Kind(
-            {**many, "prompt": long, "repetition_penalty": 1.1, "frequency_penalty": 0.5},
-            plain={**many, "prompt": long},
+            {**few, "repetition_penalty": 1.1, "frequency_penalty": 0.5},
+            plain=few,
         ),
         "logit_bias": Kind({**many, "logit_bias": {str(300 + i): 1.0 for i in range(300)}}, plain=many),
         "allowed_token_ids": Kind({**many, "allowed_token_ids": list(range(256, vocabulary)) * 12}, plain=many),
         "stop_token_ids": Kind({**many, "stop_token_ids": list(range(300, 1324)), "min_tokens": 256}, plain=many),
         "stop": Kind(
-            {**many, "stop": stops, "logit_bias": {"64": 100}, "stream": True}, plain={**many, "stream": True}
+            {**many, "stop": stops, "logit_bias": {letter: 100}, "stream": True}, plain={**many, "stream": True}
         ),
         "logprobs": Kind({**many, "logprobs": 20, "stream": True}, plain={**many, "stream": True}),
         "logprobs_whole": Kind({**many, "logprobs": 20}, plain=many),
-        "prompt_logprobs": Kind({"prompt": [long] * 11, "max_tokens": 1, "prompt_logprobs": 20}),
+        "prompt_logprobs": Kind({**scored, "prompt_logprobs": 20}, plain=scored),
         "unfinished_characters": Kind(
-            _answer(logit_bias={"161": 100}, max_tokens=context - 64, stream=True),
+            _answer(logit_bias={byte: 100}, max_tokens=context - 64, stream=True),
             plain=_answer(max_tokens=context - 64, stream=True),
         ),
         "usage_of_each_chunk": Kind(
             _answer(
-                n=128,
-                max_tokens=64,
+                n=16,
+                max_tokens=128,
                 stream=True,
                 stream_options={"include_usage": True, "continuous_usage_stats": True},
             ),
-            plain=_answer(n=32, max_tokens=128, stream=True),
+            plain=_answer(n=16, max_tokens=128, stream=True),
         ),
         "choices": Kind({"prompt": [long] * 8, "n": 128, "max_tokens": 4}),
         "salts": Kind(_answer(cache_salt="s" * 1024, user="u" * 1024, max_tokens=16), plain=_answer(max_tokens=16)),

@@ -24,17 +24,19 @@ class PrepareThreads:
     Args:
         max_preparing: most pieces of work that run or wait. None means no limit: what the work holds, such as the bytes
             of bodies and places in queues, is bounded elsewhere.
-        num_threads: threads of each lane. None means one for each core, up to 4. Work that holds the interpreter's
-            lock needs one: more threads would take turns with the event loop more often.
+        num_threads: threads of each lane. None means one for each core, up to 4, for the smallest work, and half as
+            many for each lane above it. Work that holds the interpreter's lock needs one: more threads would take
+            turns with the event loop more often.
 
     Attributes:
         num_preparing: pieces of work that run or wait.
     """
 
     def __init__(self, max_preparing: int | None = None, num_threads: int | None = None) -> None:
-        most = num_threads or min(4, os.cpu_count() or 1)
+        most = min(4, os.cpu_count() or 1)
         self._lanes = [  # Threads start at first use.
-            ThreadPoolExecutor(most, thread_name_prefix=f"prepare-{lane}") for lane in range(len(LANE_BYTES) + 1)
+            ThreadPoolExecutor(num_threads or max(1, most >> lane), thread_name_prefix=f"prepare-{lane}")
+            for lane in range(len(LANE_BYTES) + 1)
         ]
         self._max_preparing = max_preparing
         self.num_preparing = 0
