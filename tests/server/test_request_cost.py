@@ -82,6 +82,8 @@ def test_a_long_text_of_few_tokens_fits_and_a_truncated_one_too(model):
     [
         ({"prompt": "a", "bad_words": ["!?" * 100 + str(i) for i in range(MAX_BAD_WORDS)]}, "bad_words"),
         ({"prompt": [[5] * 4000] * 33, "n": 30}, "n"),
+        ({"prompt": [[5] * 4000] * 3, "n": 100, "echo": True}, "n"),
+        ({"prompt": [[5] * 4000] * 3, "n": 100, "return_token_ids": True}, "n"),
         ({"prompt": "a", "n": 128, "max_tokens": 500, "logprobs": 20}, "logprobs"),
     ],
 )

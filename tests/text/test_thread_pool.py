@@ -7,6 +7,7 @@ import threading
 
 from moestro.text.thread_pool import LANE_BYTES, PrepareThreads
 
+PATIENCE_S = 20.0
 SIZES = (0, LANE_BYTES[0], LANE_BYTES[0] + 1, LANE_BYTES[1], LANE_BYTES[1] + 1, 1 << 25)
 
 
@@ -16,10 +17,12 @@ def test_no_request_waits_behind_larger_ones_whatever_their_number():
         for lane in (2, 1):
             stuck = [asyncio.create_task(threads.run(gate.wait, SIZES[2 * lane])) for _ in range(50)]
             await asyncio.sleep(0)
-            for size in SIZES[: 2 * lane]:
-                assert await threads.run(lambda: "done", size) == "done"
-            assert threads.num_preparing == 50
-            gate.set()
+            try:
+                for size in SIZES[: 2 * lane]:
+                    assert await asyncio.wait_for(threads.run(lambda: "done", size), PATIENCE_S) == "done"
+                assert threads.num_preparing == 50
+            finally:
+                gate.set()
             assert await asyncio.gather(*stuck) == [True] * 50
             gate.clear()
         threads.close()

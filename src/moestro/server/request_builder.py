@@ -17,7 +17,15 @@ from moestro.errors import PromptTooLongError, RequestError, shown
 from moestro.server.chat_fields import DEFAULT_EFFORT
 from moestro.server.request_fields import refuse_unknown
 from moestro.server.structured_output import AskedGrammar, refuse_large_grammar
-from moestro.server.validation import ALL_LOGPROBS, ChatAsk, CompletionAsk, Options, parse_chat, parse_completion
+from moestro.server.validation import (
+    ALL_LOGPROBS,
+    MAX_PROMPT_IDS,
+    ChatAsk,
+    CompletionAsk,
+    Options,
+    parse_chat,
+    parse_completion,
+)
 from moestro.text.chat_format import AnswerFormat, ChatEnd, ChatFormat
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.adapters.field_places import FieldPlaces
@@ -266,7 +274,7 @@ def _jobs(prompts: Sequence[_Prompt], options: Options, model: ServedModel, arri
     refuse_foreign_ids("stop_token_ids", options.stop_token_ids, model.info.vocab_size)
     refuse_foreign_ids("logit_bias", [token_id for token_id, _ in options.logit_bias], model.info.vocab_size)
     num_tokens = options.n * sum(len(prompt.ids) for prompt in prompts)
-    _refuse_many_copies(num_tokens, len(prompts) * options.n, model.info.max_model_len)
+    _refuse_many_copies(options, num_tokens, len(prompts) * options.n, model.info.max_model_len)
     scored = _scored(options)
     if scored is not None:
         _refuse_too_many_scores(scored, num_tokens)
@@ -436,12 +444,14 @@ def _refuse_too_many_scores(num_alternatives: int, num_tokens: int) -> None:
         )
 
 
-def _refuse_many_copies(num_tokens: int, num_choices: int, max_model_len: int) -> None:
-    """Refuse choices whose prompts are too much in all: each choice carries its prompt to an engine."""
-    limit = max(MAX_CHOICE_TOKENS, max_model_len)
+def _refuse_many_copies(options: Options, num_tokens: int, num_choices: int, max_model_len: int) -> None:
+    """Refuse choices whose prompts are too much in all: each choice carries its prompt to an engine, or back too."""
+    repeats = options.echo or options.returns_token_ids
+    limit = max(MAX_PROMPT_IDS if repeats else MAX_CHOICE_TOKENS, max_model_len)
     if num_tokens > limit:
+        where = " with echo or return_token_ids" if repeats else ""
         raise RequestError(
-            f"The prompts of all {num_choices} choices have {num_tokens} tokens, and may have {limit} in all."
+            f"The prompts of all {num_choices} choices have {num_tokens} tokens, and may have {limit} in all{where}."
             " Lower n, or send several requests.",
             param="n",
             code="invalid_value",

@@ -123,12 +123,17 @@ class RequestRunner:
 
 def _size_of(pieces: Sequence[Sequence[Piece]], options: Options) -> int:
     """Return the approximate size of an answer, in bytes, without a look at all of it."""
-    num_scores = sum([len(parts) for parts in pieces]) * (0 if options.logprobs is None else 1 + options.logprobs)
-    if options.prompt_logprobs is not None:
-        num_scores += sum([len(parts[0].prompt_scores or ()) for parts in pieces]) * (1 + options.prompt_logprobs)
-    if options.echo and options.logprobs is not None:
-        num_scores += sum([len(parts[0].scores or ()) for parts in pieces]) * (1 + options.logprobs)
-    return _TOKEN_BYTES * sum([len(parts) for parts in pieces]) + SCORE_BYTES * num_scores
+    num_tokens, num_scores = sum(map(len, pieces)), 0
+    if options.logprobs is not None:
+        num_scores += num_tokens * (1 + options.logprobs)
+    for parts in pieces:  # The first one has what is of the prompt.
+        first = parts[0]
+        num_tokens += len(first.text) // _TOKEN_BYTES + len(first.prompt_token_ids or ())
+        if options.echo and options.logprobs is not None:
+            num_scores += len(first.scores or ()) * (1 + options.logprobs)
+        if options.prompt_logprobs is not None:
+            num_scores += len(first.prompt_scores or ()) * (1 + options.prompt_logprobs)
+    return _TOKEN_BYTES * num_tokens + SCORE_BYTES * num_scores
 
 
 def grammar_checker(model: ServedModel) -> GrammarChecker | None:
