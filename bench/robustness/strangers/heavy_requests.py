@@ -60,14 +60,14 @@ def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
     tokens = json.loads((DEMO / "tokenizer.json").read_text())["model"]["vocab"]
     letter, byte = str(tokens["a"]), str(tokens["\u00e2"])  # the second begins a character of three bytes
     words = [f"{i:08d}" for i in range(256)]  # each digit is a token
-    long = [i % (vocabulary - 300) + 300 for i in range(4000)]
+    long = [i % (vocabulary - 300) + 300 for i in range(1000)]
     messages = [{"role": "user", "content": "hi"}] * 8000
     tools = [
         {"type": "function", "function": {"name": f"f{i}", "description": "d" * 900, "parameters": {"type": "object"}}}
         for i in range(512)
     ]
     few = _answer(prompt=long, n=4, max_tokens=256)
-    scored = {"prompt": [long[:2000]] * 4, "max_tokens": 1}
+    scored = {"prompt": [long] * 4, "max_tokens": 1}
     stops = ["a" * (508 + i) + "b" + "a" * 511 for i in range(4)]
     return {
         "long_text": Kind({"prompt": "word17 " * 160_000, "max_tokens": 1}),
