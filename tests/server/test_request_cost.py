@@ -16,8 +16,8 @@ from moestro.core.request import Output, PackedLogprobs, Request, SamplingParams
 from moestro.errors import PromptTooLongError, RequestError
 from moestro.server import request_builder
 from moestro.server.generation import Generation
-from moestro.server.request_builder import Arrival, Job, ServedModel, completion_jobs
-from moestro.server.validation import MAX_BAD_WORDS, parse_completion
+from moestro.server.request_builder import Arrival, Job, ServedModel, completion_jobs, prepare_chat_ask
+from moestro.server.validation import MAX_BAD_WORDS, parse_chat, parse_completion
 from moestro.text.thread_pool import PrepareThreads
 from moestro.wire.messages import MAX_MESSAGE_BYTES
 
@@ -212,3 +212,10 @@ def test_the_usage_of_each_chunk_is_kept_and_not_added_up(tokenizer):
                 assert usage.prompt_tokens_details.cached_tokens == cached[0] + cached[4]
 
     asyncio.run(count())
+
+
+def test_a_chat_that_cannot_fit_names_its_messages(model):
+    body = json.dumps({"messages": [{"role": "user", "content": "a b " * 5000}]}).encode()
+    with pytest.raises(PromptTooLongError) as refused:
+        prepare_chat_ask(parse_chat(body), model, ARRIVAL)
+    assert refused.value.param == "messages"

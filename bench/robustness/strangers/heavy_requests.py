@@ -89,7 +89,7 @@ def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
         ),
         "logprobs": Kind({**many, "logprobs": 20, "stream": True}, plain={**many, "stream": True}),
         "logprobs_whole": Kind({**many, "logprobs": 20}, plain=many),
-        "prompt_logprobs": Kind({**scored, "prompt_logprobs": 20}, plain=scored),
+        "prompt_logprobs": Kind({**scored, "prompt_logprobs": 20}, plain={**scored, "prompt_logprobs": 0}),
         "unfinished_characters": Kind(
             _answer(logit_bias={byte: 100}, max_tokens=context - 64, stream=True),
             plain=_answer(max_tokens=context - 64, stream=True),

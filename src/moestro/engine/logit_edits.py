@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moestro.core.grammar import GrammarBackend, MaskRequest, TokenMask
 from moestro.core.request import Request
 from moestro.core.work import Int32s, LogitEdits
-from moestro.engine.said_tokens import SaidTokens, word_ends
+from moestro.engine.token_counts import TokenCounts, word_ends
 
 _NONE = np.empty(0, np.int32)
 _NO_PAIRS = np.empty((2, 0), np.int32)
@@ -58,14 +58,22 @@ class SequenceEdits:
     """
 
     __slots__ = (
-        "_bad_words", "_min_tokens", "_num_prompt", "_said", "_stop_ids", "bias", "bias_ids", "listed", "matcher",
+        "_bad_words",
+        "_counts",
+        "_min_tokens",
+        "_num_prompt",
+        "_stop_ids",
+        "bias",
+        "bias_ids",
+        "listed",
+        "matcher",
     )  # fmt: skip
 
     def __init__(self, request: Request, matcher: Any = None) -> None:
         sampling = request.sampling
         self._num_prompt = request.num_prompt_tokens
         counts_prompt = sampling.repetition_penalty != 1
-        self._said = SaidTokens(self._num_prompt, counts_prompt=counts_prompt) if sampling.has_penalties else None
+        self._counts = TokenCounts(self._num_prompt, counts_prompt=counts_prompt) if sampling.has_penalties else None
         self._min_tokens = sampling.min_tokens
         self._stop_ids = np.array(sampling.stop_token_ids, np.int32)
         self._bad_words = word_ends(sampling.bad_words) if sampling.bad_words else None
@@ -76,7 +84,7 @@ class SequenceEdits:
 
     def said(self, tokens: Int32s) -> tuple[Int32s, Int32s]:
         """Those of `tokens`, all known tokens of the sequence, to which penalties apply, and how often generated."""
-        return (_NONE, _NONE) if self._said is None else self._said.after(tokens)
+        return (_NONE, _NONE) if self._counts is None else self._counts.after(tokens)
 
     def banned(self, tokens: Int32s) -> Int32s:
         """Tokens that cannot come after `tokens`."""

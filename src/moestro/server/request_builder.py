@@ -167,7 +167,8 @@ def prepare_chat_ask(ask: ChatAsk, model: ServedModel, arrival: Arrival) -> Prep
     name = model.name_for(ask.options.model)
     model.chat.check(ask.use)
     end = chat_prompt(ask, model)
-    ids = encoded(end.prompt, model, ask.options, add_special_tokens=False)  # The template writes special tokens.
+    with _CHAT_PLACES.naming_errors():  # The template writes special tokens.
+        ids = encoded(end.prompt, model, ask.options, add_special_tokens=False)
     refuse_foreign_ids("messages", ids, model.info.vocab_size)
     asked = ask.options.grammar
     grammar = None if asked is None else asked.grammar

@@ -13,7 +13,7 @@ _FIRST_ROOM = 64  # new tokens for which arrays have room at first
 _KEPT_WORD_LISTS = 4  # lists of words kept for further choices of the same request; each has at most some MB
 
 
-class SaidTokens:
+class TokenCounts:
     """Tokens to which penalties apply, each once, and how often each was generated.
 
     Each token is read once, so a step costs what its new tokens cost; the ids are never more than the vocabulary.
@@ -47,9 +47,9 @@ class SaidTokens:
     def _begin(self, prompt: Int32s) -> None:
         own = np.empty(0, np.int32)
         if self._counts_prompt:  # in ascending order; marks take a tenth of the time of a sort
-            is_said = np.zeros(int(prompt.max()) + 1, np.bool_)
-            is_said[prompt] = True
-            own = np.flatnonzero(is_said).astype(np.int32)
+            is_there = np.zeros(int(prompt.max()) + 1, np.bool_)
+            is_there[prompt] = True
+            own = np.flatnonzero(is_there).astype(np.int32)
         self._num = self._num_prompt_ids = len(own)
         self._ids = np.concatenate((own, np.empty(_FIRST_ROOM, np.int32)))
         self._times = np.zeros(len(self._ids), np.int32)

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moestro.engine.said_tokens import SaidTokens, WordEnds
+from moestro.engine.token_counts import TokenCounts, WordEnds
 
 
 class CountingTokens:
@@ -32,9 +32,9 @@ def test_counts_of_a_growing_text_are_those_of_the_whole(seed, counts_prompt):
     rng = np.random.default_rng(seed)
     num_prompt = int(rng.integers(1, 200))
     tokens = rng.integers(0, 90, num_prompt + 400).astype(np.int32)
-    said, end = SaidTokens(num_prompt, counts_prompt=counts_prompt), num_prompt
+    counts, end = TokenCounts(num_prompt, counts_prompt=counts_prompt), num_prompt
     while end <= len(tokens):
-        ids, times = said.after(tokens[:end])
+        ids, times = counts.after(tokens[:end])
         generated = Counter(tokens[num_prompt:end].tolist())
         expected = dict.fromkeys(tokens[:num_prompt].tolist(), 0) if counts_prompt else {}
         assert len(ids) == len(set(ids.tolist())), "each token once"
@@ -45,10 +45,10 @@ def test_counts_of_a_growing_text_are_those_of_the_whole(seed, counts_prompt):
 def test_each_token_is_read_once_however_long_the_text_grows():
     def cost(num_steps: int) -> int:
         tokens = CountingTokens(np.arange(1000 + num_steps, dtype=np.int32))
-        said, total = SaidTokens(1000, counts_prompt=True), 0
+        counts, total = TokenCounts(1000, counts_prompt=True), 0
         for end in range(1001, 1001 + num_steps):
             known = CountingTokens(tokens.tokens[:end])
-            said.after(known)
+            counts.after(known)
             total += known.num_read
         return total
 
@@ -57,7 +57,7 @@ def test_each_token_is_read_once_however_long_the_text_grows():
 
 
 def test_entries_of_a_long_prompt_are_no_more_than_its_different_tokens():
-    ids, times = SaidTokens(100_000, counts_prompt=True).after(np.arange(100_000, dtype=np.int32) % 7)
+    ids, times = TokenCounts(100_000, counts_prompt=True).after(np.arange(100_000, dtype=np.int32) % 7)
     assert ids.tolist() == list(range(7))
     assert not times.any()
 
