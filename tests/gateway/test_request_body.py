@@ -232,7 +232,8 @@ class TestExact:
             "add_generation_prompt": False,
         }
         model = ServedModel(names=("m",), root="r", created=0, fingerprint="f", info=INFO, tokenizer=tokenizer)
-        ids, _ = chat_prompt(parse_chat(json.dumps(body).encode()), model)
+        text = chat_prompt(parse_chat(json.dumps(body).encode()), model).prompt
+        ids = tokenizer.encode(text, add_special_tokens=False)
         arrived = incoming(body)
         asked = TokenizedReader(tokenizer, 16)(read(arrived.body), arrived, 0)
         tokenizer.close()

@@ -19,7 +19,7 @@ from support.plain_sampling import random_wishes
 from support.policy_text import policy_text
 
 from moestro.core.grammar import Grammar
-from moestro.core.request import ServiceClass
+from moestro.core.request import ServiceClass, packed_tokens
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import build_rank
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
@@ -333,7 +333,7 @@ def test_the_law_can_fail_a_device_that_ignores_a_wish_is_caught(name):
 
 @pytest.mark.parametrize(
     "wish",
-    [{"allowed_token_ids": (3, 4)}, {"bad_words": ((3,), (4,))}, {"grammar": Grammar("regex", "(yz|x)*")}],
+    [{"allowed_tokens": packed_tokens((3, 4))}, {"bad_words": ((3,), (4,))}, {"grammar": Grammar("regex", "(yz|x)*")}],
     ids=lambda wish: next(iter(wish)),
 )
 def test_the_law_can_fail_a_device_that_ignores_a_mask_or_a_ban_is_caught(wish):

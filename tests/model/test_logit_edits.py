@@ -12,6 +12,7 @@ from support.plain_grammar import backend
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from moestro.core.grammar import Grammar
+from moestro.core.request import packed_tokens
 from moestro.core.work import LOGITS_LAST, LOGITS_NONE, LogitEdits
 from moestro.engine.logit_edits import SequenceEdits, join_edits
 from moestro.engine.sequences import sampling_row
@@ -91,7 +92,7 @@ def masked(request, known: list[int], vocabulary: int = 40) -> list[int]:
 
 
 def test_only_listed_tokens_remain():
-    request = make_request("r", [9], max_tokens=5, allowed_token_ids=(3, 31, 32, 39))
+    request = make_request("r", [9], max_tokens=5, allowed_tokens=packed_tokens((3, 31, 32, 39)))
     assert masked(request, [9]) == [3, 31, 32, 39]
 
 
@@ -104,7 +105,7 @@ def test_the_last_token_of_a_bad_word_is_banned_where_the_others_stand_before_it
 
 def test_a_grammar_and_listed_tokens_both_hold():
     grammar = Grammar("regex", "[a-d]{2}")
-    request = make_request("r", [9], max_tokens=5, grammar=grammar, allowed_token_ids=(3, 5, 7, 0))
+    request = make_request("r", [9], max_tokens=5, grammar=grammar, allowed_tokens=packed_tokens((3, 5, 7, 0)))
     assert masked(request, [9]) == [3, 5]  # b and d
     assert masked(request, [9, 3, 3]) == [0]
 

@@ -22,6 +22,7 @@ from moestro.server.request_state import Inbox
 from moestro.server.responses import ChatForm, CompletionForm, Heading
 from moestro.server.sse import ChunkEncoder, OpenAIEncoding, UsageWanted, stream
 from moestro.text.answer_parser import ContentText
+from moestro.text.thread_pool import PrepareThreads
 from moestro.text.token_text import TokenText
 from moestro.text.tokenizer import Tokenizer
 
@@ -191,7 +192,7 @@ def test_law_each_piece_is_encoded_once_and_sent_in_order_whenever_there_is_room
 
         async def inside(rng=rng, inboxes=inboxes, engines=engines, jobs=jobs, words=words) -> Connection:
             connection = Connection(Numbering(), rng)
-            with Generation(engines, model, jobs) as generation:
+            async with Generation(engines, model, jobs, PrepareThreads()) as generation:
                 running = asyncio.create_task(
                     stream(connection, generation, CompletionForm(HEADING, OPTIONS), UsageWanted(False, False))
                 )

@@ -44,12 +44,16 @@ def edited_scores(tokens, units, i: int) -> np.ndarray:
         return logits
     for (unit, token), bias in zip(edits.biased.T.tolist(), edits.bias.tolist(), strict=True):
         logits[token] += bias if unit == i else 0
-    said = [(t, new) for (unit, t), new in zip(edits.said.T.tolist(), edits.generated, strict=True) if unit == i]
-    for token in {token for token, _ in said}:
+    times = {
+        token: num
+        for (unit, token), num in zip(edits.said.T.tolist(), edits.num_generated.tolist(), strict=True)
+        if unit == i
+    }
+    for token in times:
         by = float(row["repetition_penalty"])
         logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
-    for token in {token for token, is_new in said if is_new}:
-        logits[token] -= float(row["frequency_penalty"]) * said.count((token, True))
+    for token in [token for token, num in times.items() if num]:
+        logits[token] -= float(row["frequency_penalty"]) * times[token]
         logits[token] -= float(row["presence_penalty"])
     for unit, token in edits.banned.T.tolist():
         logits[token] = -np.inf if unit == i else logits[token]

@@ -15,7 +15,7 @@ import msgspec
 from moestro.config.launch_spec import STACK_DUMP, read_launch_spec
 from moestro.core.load_figures import IDLE, LoadFigures
 from moestro.core.model_info import ModelInfo
-from moestro.core.request import FinishReason, NewOutputs, Output, Request, TokenLogprobs
+from moestro.core.request import FinishReason, NewOutputs, Output, PackedLogprobs, Request, TokenLogprobs
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError, QueueFullError
 from moestro.wire.messages import Failed, Phase, Ready, identity_of
@@ -134,7 +134,7 @@ def gained(request: Request, token_ids: tuple[int, ...], reason: FinishReason | 
         token_ids=token_ids,
         finish_reason=reason,
         logprobs=() if sampling.logprobs is None else tuple(scored(t, sampling.logprobs) for t in token_ids),
-        prompt_logprobs=prompt,
+        prompt_logprobs=None if prompt is None else PackedLogprobs.pack(prompt),
         admitted_ns=request.arrival_ns,
     )
 

@@ -82,4 +82,4 @@ def random_grammar(rng: np.random.Generator) -> dict[str, object]:
     """A grammar, for some requests. It excludes the wishes that could leave no token at all."""
     if rng.random() < 0.6:
         return {}
-    return {"grammar": Grammar("regex", str(rng.choice(PATTERNS))), "allowed_token_ids": (), "bad_words": ()}
+    return {"grammar": Grammar("regex", str(rng.choice(PATTERNS))), "allowed_tokens": b"", "bad_words": ()}

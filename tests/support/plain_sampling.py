@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 from support import plain_grammar
 
-from moestro.core.request import Request, SamplingParams
+from moestro.core.request import Request, SamplingParams, packed_tokens
 from moestro.core.rng import mix64, uniform
 from moestro.core.work import SAMPLING_ROW
 
@@ -38,8 +38,9 @@ def edited(logits: np.ndarray, tokens: list[int], num_prompt: int, sampling: Sam
     for token, times in generated.items():
         logits[token] -= _rounded(sampling.frequency_penalty) * times
         logits[token] -= _rounded(sampling.presence_penalty)
-    if sampling.allowed_token_ids:
-        logits[np.setdiff1d(np.arange(len(logits)), sampling.allowed_token_ids)] = -np.inf
+    if sampling.allowed_tokens:
+        bits = np.unpackbits(np.frombuffer(sampling.allowed_tokens, np.uint8), bitorder="little")
+        logits[np.setdiff1d(np.arange(len(logits)), np.flatnonzero(bits))] = -np.inf
     answer = tokens[num_prompt:]
     for *before, last in sampling.bad_words:
         if len(before) <= len(answer) and answer[len(answer) - len(before) :] == before:
@@ -89,7 +90,7 @@ def random_wishes(rng: np.random.Generator, vocabulary: int, max_tokens: int) ->
         "repetition_penalty": float(rng.uniform(0.5, 2)),
         "min_p": float(rng.uniform(0, 0.5)),
         "min_tokens": int(rng.integers(max_tokens + 1)),
-        "allowed_token_ids": tuple(rng.permutation(vocabulary)[: vocabulary * 3 // 4].tolist()),
+        "allowed_tokens": packed_tokens(rng.permutation(vocabulary)[: vocabulary * 3 // 4].tolist()),
         "bad_words": tuple(tuple(rng.integers(0, vocabulary, n).tolist()) for n in (1, 2, 2, 3)),
         "logit_bias": tuple((int(token), float(rng.uniform(-3, 3))) for token in rng.permutation(vocabulary)[:3]),
     }

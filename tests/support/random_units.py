@@ -34,7 +34,12 @@ def random_units(rng: np.random.Generator, num: int, *, width: int, first_slot: 
         token_ids=rng.integers(0, 99, int(num_tokens.sum())).astype(np.int32),
         next_token_ids=rng.integers(0, 99, asked).astype(np.int32) if asked else None,
         edits=LogitEdits(
-            said, rng.random(said.shape[1]) < 0.5, biased, rng.random(biased.shape[1]), pairs(4), random_masks(rng, num)
+            said,
+            rng.integers(0, 3, said.shape[1]).astype(np.int32),
+            biased,
+            rng.random(biased.shape[1]),
+            pairs(4),
+            random_masks(rng, num),
         ),
     )
 
@@ -77,7 +82,7 @@ def unit_by_unit(units: Units) -> list[dict]:
         if edits is not None:
             own = {
                 "said": [
-                    (t, bool(g)) for (u, t), g in zip(edits.said.T.tolist(), edits.generated, strict=True) if u == i
+                    (t, int(g)) for (u, t), g in zip(edits.said.T.tolist(), edits.num_generated, strict=True) if u == i
                 ],
                 "biased": [
                     (t, float(b)) for (u, t), b in zip(edits.biased.T.tolist(), edits.bias, strict=True) if u == i

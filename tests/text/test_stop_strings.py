@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from moestro.text.stop_strings import StopFinder
 
 
@@ -61,3 +63,37 @@ def test_law_any_split_gives_the_oracles_answer():
         unseen = rng.randrange(len(pieces) + 1) if rng.random() < 0.5 else 0
         after = len("".join(pieces[:unseen]))
         assert run(pieces, stops, unseen) == oracle(text, stops, after), (pieces, stops, unseen)
+
+
+class CountedText(str):
+    """A stop string that counts its characters as they are looked at."""
+
+    num_looked = 0
+
+    def __getitem__(self, at):
+        found = super().__getitem__(at)
+        CountedText.num_looked += len(found)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("a" * 512 + "b" + "a" * 511, "a"),
+        ("ab" * 511 + "aa", "ab"),
+        ("a" * 1023 + "b", "a"),
+        ("b" + "a" * 1023, "a"),
+    ],
+)
+def test_the_cost_of_a_character_is_bounded_whatever_the_stop(stop, text):
+    """The stops almost complete again and again; a search of all beginnings looks at half a million characters."""
+
+    def cost(num_pieces: int) -> int:
+        finder = StopFinder([CountedText(stop)])
+        CountedText.num_looked = 0
+        for _ in range(num_pieces):
+            finder.push(text)
+        return CountedText.num_looked
+
+    assert cost(4000) <= 5 * 4000 * len(text)
+    assert cost(8000) <= 2.2 * cost(4000)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from moestro.errors import ConfigError, RequestError
@@ -50,6 +53,79 @@ def test_law_the_pieces_of_text_with_byte_tokens_join_to_the_text(tmp_path):
         text = "".join(rng.choices(" é😀!€a", k=rng.randrange(20)))
         ids = [token_id for char in text for token_id in ([3] if char == "!" else [5 + b for b in char.encode()])]
         assert before + "".join(pieces_of(tokenizer, prompt, ids)) == tokenizer.backend.decode(prompt + ids)
+
+
+class CountingBackend:
+    """A tokenizer's library that counts the tokens that it decodes."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.num_decoded = 0
+
+    def decode(self, ids: list[int], **options: bool) -> str:
+        self.num_decoded += len(ids)
+        return self._backend.decode(ids, **options)
+
+    def __getattr__(self, name: str):
+        return getattr(self._backend, name)
+
+
+class CountingStream:
+    """A stream that decodes all that it holds at each step, as the library's does, and counts."""
+
+    def __init__(self, ids: list[int] | None = None, **options: bool) -> None:
+        self.stream, self.num_held = DecodeStream(ids=ids, **options), len(ids or ())
+
+    def step(self, backend: CountingBackend, token_id: int) -> str | None:
+        self.num_held += 1
+        backend.num_decoded += self.num_held
+        text = self.stream.step(backend._backend, token_id)
+        self.num_held = 1 if text else self.num_held
+        return text
+
+
+def unfinished_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Tokens that never complete a character: first, middle and last bytes of one, and one that the model alone has."""
+    found = {f"{byte:02x}": tokenizer.backend.token_to_id(symbol) for byte, symbol in UNFINISHED_BYTES.items()}
+    return {**found, "unknown": tokenizer.backend.get_vocab_size() + 3}
+
+
+UNFINISHED_BYTES = {0xE2: "â", 0xF0: "ð", 0x80: "Ģ", 0xBF: "¿", 0xC3: "Ã"}
+
+
+@pytest.mark.parametrize("kind", ["e2", "f0", "80", "bf", "c3", "unknown"])
+def test_the_cost_of_a_token_is_bounded_where_no_character_is_completed(tokenizer, monkeypatch, kind):
+    token_id = unfinished_tokens(tokenizer)[kind]
+    monkeypatch.setattr("moestro.text.tokenizer.DecodeStream", CountingStream)
+
+    def cost(num_tokens: int) -> int:
+        detokenizer = tokenizer.detokenizer([])
+        detokenizer._backend = backend = CountingBackend(tokenizer.backend)
+        text = "".join([detokenizer.push(token_id) for _ in range(num_tokens)]) + detokenizer.flush()
+        assert text == tokenizer.backend.decode([token_id] * num_tokens)
+        return backend.num_decoded
+
+    assert cost(1000) <= 30 * 1000
+    assert cost(2000) <= 2.2 * max(cost(1000), 1)
+
+
+def test_bytes_that_never_are_a_character_are_shown_while_the_answer_grows(tmp_path):
+    tokenizer = byte_fallback_tokenizer(tmp_path)
+    pieces = pieces_of(tokenizer, [1], [5 + 0x80] * 40 + [2])
+    assert "".join(pieces[:40]).count("\ufffd") >= 32
+    assert "".join(pieces) == "\ufffd" * 40 + " world"
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer):
+    text, ids = "word17 " * 60_000, []
+    thread = threading.Thread(target=lambda: ids.extend(tokenizer.encode(text, add_special_tokens=False)))
+    thread.start()
+    num_turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert len(ids) > 60_000
+    assert num_turns > 5, "with the lock held, one turn or two"
 
 
 def test_a_first_tokens_space_survives_after_a_prompt(tmp_path):

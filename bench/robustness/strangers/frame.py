@@ -40,12 +40,14 @@ class Place:
         directory: private directory of this run; logs of servers are in it.
         seconds: duration of an attack that goes on until it is stopped.
         seed: seed of what an attack draws.
+        only: kinds of the attack to run; () runs all.
     """
 
     source: Path
     directory: Path
     seconds: float = 20.0
     seed: int = 0
+    only: tuple[str, ...] = ()
 
     def serving(
         self, *flags: str, name: str = "serve", **environment: str
@@ -146,10 +148,14 @@ def run(attack: Attack, about: str | None) -> None:
     parser.add_argument("--source", type=Path, default=here, help="src folder of another checkout, to compare with")
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of an attack without an end of its own")
     parser.add_argument("--seed", type=int, default=0, help="seed of what the attack draws")
+    parser.add_argument(
+        "--only", nargs="*", default=(), metavar="KIND", help="kinds of the attack, where it has several"
+    )
     options = parser.parse_args()
     conditions = run_record("measured")
     with _directory() as directory:
-        figures = asyncio.run(attack(Place(options.source.resolve(), directory, options.seconds, options.seed)))
+        place = Place(options.source.resolve(), directory, options.seconds, options.seed, tuple(options.only))
+        figures = asyncio.run(attack(place))
         num_tracebacks = {
             log.stem: log.read_text(errors="replace").count("Traceback") for log in directory.glob("*.log")
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, get_type_hints
@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True)
     logprobs: int | None = None  # alternatives reported for each sampled token; None means no logprobs
     prompt_logprobs: int | None = None  # the same for each prompt token except the first
     grammar: Grammar | None = None  # language of the answer's text; None means any text
-    allowed_token_ids: tuple[int, ...] = ()  # no other tokens are sampled; () means all tokens
+    allowed_tokens: bytes = b""  # `packed_tokens`: no other tokens are sampled; b"" means all tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that no answer contains
 
     def __post_init__(self) -> None:
@@ -101,8 +101,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True)
     @property
     def edits_logits(self) -> bool:
         """Whether the logits are changed before a token is chosen, beyond temperature and filters."""
-        limits = self.logit_bias or self.grammar or self.allowed_token_ids or self.bad_words
+        limits = self.logit_bias or self.grammar or self.allowed_tokens or self.bad_words
         return self.has_penalties or bool(limits or (self.min_tokens and self.stop_token_ids))
+
+
+_WORD_BITS = 32
+
+
+def packed_tokens(token_ids: Sequence[int]) -> bytes:
+    """Return a mask of `token_ids`, int32 words in which token t is bit t % 32 of word t // 32.
+
+    However many tokens a request lists, its copies carry one bit for each token of the vocabulary.
+    """
+    if not token_ids:
+        return b""
+    bits = np.zeros((max(token_ids) // _WORD_BITS + 1) * _WORD_BITS, np.uint8)
+    bits[np.array(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32).tobytes()
 
 
 def _allowed_ranges() -> dict[str, AllowedRange]:
@@ -212,6 +227,43 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
+_encode_entries = msgspec.msgpack.Encoder().encode
+_decode_entries = msgspec.msgpack.Decoder(tuple[TokenLogprobs, ...]).decode
+_PACKED_SCORES = 4096  # log probabilities of a piece, which is decoded in about 1 ms
+
+
+class PackedLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """Log probabilities of the tokens of a prompt, which may be hundreds of thousands.
+
+    They travel encoded, so that the API server's event loop does not decode them: the thread that needs them does, a
+    piece at a time.
+
+    Attributes:
+        pieces: encoded entries.
+        num_entries, num_scores: tokens, and log probabilities with those of the alternatives.
+    """
+
+    pieces: tuple[bytes, ...]
+    num_entries: int
+    num_scores: int
+
+    @classmethod
+    def pack(cls, entries: Sequence[TokenLogprobs]) -> PackedLogprobs:
+        """Encode `entries`."""
+        num_scores = len(entries) + sum([len(entry.top) for entry in entries])
+        step = max(1, _PACKED_SCORES * len(entries) // max(num_scores, 1))
+        pieces = [_encode_entries(entries[first : first + step]) for first in range(0, len(entries), step)]
+        return cls(tuple(pieces), len(entries), num_scores)
+
+    def __len__(self) -> int:
+        return self.num_entries
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        """Yield the entries, decoded a piece at a time."""
+        for piece in self.pieces:
+            yield from _decode_entries(piece)
+
+
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Output of one request in one step; the last one carries `finish_reason`."""
 
@@ -219,7 +271,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # once, with the first token or the end
+    prompt_logprobs: PackedLogprobs | None = None  # once, with the first token or the end
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     admitted_ns: int = 0  # time of first admission, by the rank's clock
 

@@ -61,7 +61,7 @@ def select_edits(edits: LogitEdits, index: Int64s, num_units: int) -> LogitEdits
     kept_masks = sorted(((int(new[unit]), mask) for unit, mask in edits.masks if new[unit] >= 0), key=itemgetter(0))
     if not (said.size or biased.size or banned.size or kept_masks):
         return None
-    return LogitEdits(said, edits.generated[said_at], biased, edits.bias[biased_at], banned, tuple(kept_masks))
+    return LogitEdits(said, edits.num_generated[said_at], biased, edits.bias[biased_at], banned, tuple(kept_masks))
 
 
 def join_edits(parts: Sequence[tuple[LogitEdits | None, int]]) -> LogitEdits | None:
@@ -76,7 +76,7 @@ def join_edits(parts: Sequence[tuple[LogitEdits | None, int]]) -> LogitEdits | N
         return None
     return LogitEdits(
         said=np.concatenate([edits.said + by for edits, by in shifted], axis=1),
-        generated=np.concatenate([edits.generated for edits, _ in shifted]),
+        num_generated=np.concatenate([edits.num_generated for edits, _ in shifted]),
         biased=np.concatenate([edits.biased + by for edits, by in shifted], axis=1),
         bias=np.concatenate([edits.bias for edits, _ in shifted]),
         banned=np.concatenate([edits.banned + by for edits, by in shifted], axis=1),

@@ -43,9 +43,9 @@ class LogitEdits(msgspec.Struct, frozen=True, eq=False, gc=False):
     id), and only units with LOGITS_LAST occur. `Units.sampling` holds the strength of the penalties.
 
     Attributes:
-        said: int32[2, n], known tokens of the units with penalties, one pair for each occurrence, by unit. They are the
-            generated tokens, and with a repetition penalty also the prompt's.
-        generated: bool[n], which of `said` were generated.
+        said: int32[2, n], known tokens of the units with penalties, each pair once, by unit. They are the generated
+            tokens, and with a repetition penalty also the prompt's.
+        num_generated: int32[n], how often each of `said` was generated; 0 for a token of the prompt alone.
         biased: int32[2, n], each pair at most once.
         bias: float32[n], added to the logits of `biased`.
         banned: int32[2, n], tokens that must not be sampled yet.
@@ -54,7 +54,7 @@ class LogitEdits(msgspec.Struct, frozen=True, eq=False, gc=False):
     """
 
     said: Int32s
-    generated: NDArray[np.bool_]
+    num_generated: Int32s
     biased: Int32s
     bias: NDArray[np.float32]
     banned: Int32s

@@ -1,7 +1,8 @@
 """Changes to a sequence's logits before sampling: penalties, biases, bans and masks of the allowed tokens.
 
 The changes are a function of the request and its tokens, gathered anew at each step. There is no state that a
-preemption could lose or a batch could mix up: a grammar's matcher only remembers how far it has read the answer.
+preemption could lose or a batch could mix up: counts of tokens, and a grammar's matcher, only remember how far they
+have read the text.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from numpy.typing import NDArray
 from moestro.core.grammar import GrammarBackend, MaskRequest, TokenMask
 from moestro.core.request import Request
 from moestro.core.work import Int32s, LogitEdits
+from moestro.engine.token_counts import TokenCounts, word_ends
 
 _NONE = np.empty(0, np.int32)
 _NO_PAIRS = np.empty((2, 0), np.int32)
-_WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,45 +54,45 @@ class SequenceEdits:
     Attributes:
         bias_ids, bias: int32[n] and float32[n], the request's `logit_bias`.
         matcher: as above.
-        listed: int32[words], mask of the request's `allowed_token_ids`. None means all tokens.
+        listed: int32[words], mask of the request's `allowed_tokens`. None means all tokens.
     """
 
     __slots__ = (
-        "_bad_words", "_first", "_has_penalties", "_min_tokens", "_num_prompt", "_stop_ids", "bias", "bias_ids",
-        "listed", "matcher",
+        "_bad_words",
+        "_counts",
+        "_min_tokens",
+        "_num_prompt",
+        "_stop_ids",
+        "bias",
+        "bias_ids",
+        "listed",
+        "matcher",
     )  # fmt: skip
 
     def __init__(self, request: Request, matcher: Any = None) -> None:
         sampling = request.sampling
         self._num_prompt = request.num_prompt_tokens
-        self._has_penalties = sampling.has_penalties
-        self._first = 0 if sampling.repetition_penalty != 1 else self._num_prompt
+        counts_prompt = sampling.repetition_penalty != 1
+        self._counts = TokenCounts(self._num_prompt, counts_prompt=counts_prompt) if sampling.has_penalties else None
         self._min_tokens = sampling.min_tokens
         self._stop_ids = np.array(sampling.stop_token_ids, np.int32)
-        self._bad_words = [np.array(word, np.int32) for word in sampling.bad_words]
+        self._bad_words = word_ends(sampling.bad_words) if sampling.bad_words else None
         self.bias_ids = np.array([token_id for token_id, _ in sampling.logit_bias], np.int32)
         self.bias = np.array([bias for _, bias in sampling.logit_bias], np.float32)
         self.matcher = matcher
-        self.listed = _packed(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
+        self.listed = np.frombuffer(sampling.allowed_tokens, np.int32) if sampling.allowed_tokens else None
 
-    def said(self, tokens: Int32s) -> Int32s:
-        """Those of `tokens`, all known tokens of the sequence, to which penalties apply."""
-        return tokens[self._first :] if self._has_penalties else _NONE
-
-    def generated(self, tokens: Int32s) -> NDArray[np.bool_]:
-        """bool[n], which of `said` were generated."""
-        return np.arange(self._first, self._first + len(self.said(tokens))) >= self._num_prompt
+    def said(self, tokens: Int32s) -> tuple[Int32s, Int32s]:
+        """Those of `tokens`, all known tokens of the sequence, to which penalties apply, and how often generated."""
+        return (_NONE, _NONE) if self._counts is None else self._counts.after(tokens)
 
     def banned(self, tokens: Int32s) -> Int32s:
         """Tokens that cannot come after `tokens`."""
         early = _NONE if self.matcher is not None else self._early(tokens)
-        answer = tokens[self._num_prompt :]
-        ends = [
-            word[-1:]
-            for word in self._bad_words
-            if len(word) <= len(answer) + 1 and np.array_equal(answer[len(answer) - len(word) + 1 :], word[:-1])
-        ]
-        return np.concatenate((early, *ends)) if ends else early
+        if self._bad_words is None:
+            return early
+        ends = self._bad_words.after(tokens[self._num_prompt :])
+        return np.concatenate((early, np.array(ends, np.int32))) if ends else early
 
     def _early(self, tokens: Int32s) -> Int32s:
         """Stop tokens that come too early after `tokens`."""
@@ -117,14 +118,15 @@ def join_edits(
         grammars: what computes the masks of grammars. None means that no sequence has one.
     """
     pairs = list(zip(sequences, tokens, strict=True))
-    said, banned = [own.said(known) for own, known in pairs], [own.banned(known) for own, known in pairs]
+    counted, banned = [own.said(known) for own, known in pairs], [own.banned(known) for own, known in pairs]
+    said = [ids for ids, _ in counted]
     biased = [own.bias_ids for own in sequences]
     masks = _masks(rows, pairs, grammars)
     if not masks and not any(len(ids) for ids in (*said, *banned, *biased)):
         return None
     return LogitEdits(
         said=_pairs(rows, said),
-        generated=np.concatenate([own.generated(known) for own, known in pairs]),
+        num_generated=np.concatenate([times for _, times in counted]),
         biased=_pairs(rows, biased),
         bias=np.concatenate([own.bias for own in sequences]),
         banned=_pairs(rows, banned),
@@ -147,13 +149,6 @@ def _masks(
         if mask is not None:
             found.append((row, mask))
     return tuple(found)
-
-
-def _packed(token_ids: Sequence[int]) -> NDArray[np.int32]:
-    """int32[words], mask that allows `token_ids`."""
-    bits = np.zeros((max(token_ids) // _WORD_BITS + 1) * _WORD_BITS, np.uint8)
-    bits[list(token_ids)] = 1
-    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _pairs(rows: Sequence[int], token_ids: Sequence[Int32s]) -> Int32s:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from moestro.core.columns import ONE, all_true, true_rows
-from moestro.core.request import FinishReason, NewOutputs, Output, TokenLogprobs
+from moestro.core.request import FinishReason, NewOutputs, Output, PackedLogprobs, TokenLogprobs
 from moestro.core.work import Int32s, StepResult
 from moestro.engine.sequences import Sequence, SequenceTable
 
@@ -123,12 +123,13 @@ def outputs_of(output: StepOutput) -> NewOutputs:
 def _output_of(output: StepOutput, row: int) -> Output:
     sequence, reason = output.sequences[row], output.finish_reasons.get(row)
     sequence.is_told = True
+    prompt = output.prompt_logprobs.get(row)
     return Output(
         request_id=sequence.request.request_id,
         token_ids=(output.token_ids[row],) if reason is None or _has_token(sequence, reason) else (),
         finish_reason=reason,
         logprobs=(output.logprobs[row],) if row in output.logprobs else (),
-        prompt_logprobs=output.prompt_logprobs.get(row),
+        prompt_logprobs=None if prompt is None else PackedLogprobs.pack(prompt),
         num_cached_tokens=sequence.num_cached_tokens or 0,
         admitted_ns=sequence.admitted_ns,
     )

@@ -175,10 +175,15 @@ class Proxy:
 
     async def _read_and_start(self, exchange: Exchange, incoming: Incoming, max_bytes: int) -> None:
         now_ns = time.monotonic_ns()
+
+        def work() -> tuple[Request, str | None]:
+            return self._read(_unpacked(incoming, max_bytes), now_ns)
+
+        # A packed body may have any size that is allowed, so it never delays small ones.
+        size = max_bytes if b"content-encoding" in incoming.head.named else len(incoming.body)
+
         try:
-            exchange.start(
-                *await self._prompt_reader.threads.run(lambda: self._read(_unpacked(incoming, max_bytes), now_ns))
-            )
+            exchange.start(*await self._prompt_reader.threads.run(work, size))
         except RequestError as error:
             exchange.refuse(error)
         except Exception:

@@ -74,8 +74,7 @@ def _forbidden(packed: NDArray[np.int32], like: Tensor) -> Tensor:
 def _penalise(logits: Tensor, edits: LogitEdits, rows: NDArray[np.int64], sampling: NDArray[np.void]) -> None:
     """Penalise the logits of earlier tokens, in place.
 
-    Each occurrence of a token has one entry, so the work grows with the text and not with the vocabulary. Occurrences
-    of one token write the same value and count ones, so their order does not matter.
+    Each earlier token has one entry, however often it occurs, so a row's work is bounded by the vocabulary.
 
     Args:
         rows: int64, ascending: row of `logits` and of `sampling` to which each entry of `edits.said` belongs.
@@ -84,11 +83,8 @@ def _penalise(logits: Tensor, edits: LogitEdits, rows: NDArray[np.int64], sampli
         upload(sampling[f"{name}_penalty"][rows], logits.device).to(logits.dtype)
         for name in ("repetition", "frequency", "presence")
     )
-    generated = upload(edits.generated, logits.device).to(logits.dtype)
-    nth = np.cumsum(np.diff(rows, prepend=rows[0]) != 0)  # only rows with penalties have counts
-    counts = logits.new_zeros(int(nth[-1]) + 1, logits.shape[1])
-    counted, at = _places(nth, edits.said[1], logits), _places(rows, edits.said[1], logits)
-    times = counts.view(-1).scatter_add_(0, counted, generated)[counted]
+    times = upload(edits.num_generated, logits.device).to(logits.dtype)
+    at = _places(rows, edits.said[1], logits)
     values = logits.view(-1)[at]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits.view(-1).scatter_(0, at, values - frequency * times - presence * (times > 0))

@@ -136,7 +136,7 @@ class AgentApi:
     async def count_tokens(self, http: web.Request) -> web.Response:
         """Handle POST /v1/messages/count_tokens."""
         async with self._runner.bodies.reading(http) as body:
-            return await self._runner.chat_threads.run(lambda: _count(body, self._model))
+            return await self._runner.chat_threads.run(lambda: _count(body, self._model), len(body))
 
     async def stored_response(self, http: web.Request) -> web.Response:
         """Refuse requests for an earlier response."""
@@ -178,6 +178,8 @@ def _count(body: bytes, model: ServedModel) -> web.Response:
     with chat.places.naming_errors():
         ask = parse_chat(_encode(chat.fields))
         model.name_for(ask.options.model)
-        ids, _ = chat_prompt(ask, model)
-    answer = _encode(TokenCount(len(ids)))
-    return web.Response(body=answer, content_type="application/json", headers=ignored_warning(unknown))
+        encoding = model.tokenizer.encoding(chat_prompt(ask, model).prompt, add_special_tokens=False)
+    answer = _encode(TokenCount(len(encoding)))
+    return web.Response(
+        body=answer, content_type="application/json", headers=ignored_warning((*unknown, *chat.left_out))
+    )

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import msgspec
 
-from moestro.core.request import FinishReason, Output, Request, TokenLogprobs
+from moestro.core.request import FinishReason, Output, PackedLogprobs, Request
 from moestro.errors import RequestError
 from moestro.server.engine_client import EngineClient
 from moestro.server.logprobs import Score, first_score, score_of
@@ -20,8 +20,13 @@ from moestro.server.request_builder import Job, ServedModel
 from moestro.server.request_state import Inbox, InboxEvent, Interrupted, PromptChoices
 from moestro.text.answer_parser import ChatPart
 from moestro.text.stop_strings import StopFinder
+from moestro.text.thread_pool import PrepareThreads
 from moestro.text.tokenizer import CONTEXT_TOKENS, Tokenizer
 from moestro.web.errors import GenerationError
+
+SCORE_BYTES = 64  # of one log probability in an answer, which decide the lane of its work
+_BYTES_AT_ONCE = 1 << 20  # of jobs that are submitted without a pause: less than a millisecond
+_JOB_BYTES = 64 << 10  # of a job beside its prompt: 16 jobs without a pause
 
 
 class _Choice:
@@ -143,7 +148,7 @@ class _Choice:
         parts, self._parts = tuple(self._parts), []
         return parts, reason
 
-    def _score_prompt(self, entries: Sequence[TokenLogprobs] | None) -> tuple[Score, ...] | None:
+    def _score_prompt(self, entries: PackedLogprobs | None) -> tuple[Score, ...] | None:
         """Return the scores of the prompt's tokens, with offsets into the text that these tokens spell."""
         if entries is None:
             return None
@@ -166,35 +171,49 @@ class Generation:
 
     Args:
         jobs: Jobs, one per choice, in order.
+        threads: Threads for what would hold up the event loop.
 
     Attributes:
         has_begun: Whether the client may have a part of the answer; set before the first byte is sent.
     """
 
-    def __init__(self, engines: EngineClient, model: ServedModel, jobs: Sequence[Job]) -> None:
+    def __init__(self, engines: EngineClient, model: ServedModel, jobs: Sequence[Job], threads: PrepareThreads) -> None:
         self.has_begun = False
+        self._num_prompt = self._num_cached = self._num_generated = self._num_reasoning = 0  # in all choices
+        self._threads = threads
+        self._jobs = jobs
         self._engines = engines
         self._model = model
         self._inbox = Inbox()
         self._pass_on: Callable[[Piece], bool] = lambda piece: False
-        self._choices = [_Choice(i, _with_unused_id(job, engines), model.tokenizer) for i, job in enumerate(jobs)]
+        self._choices: list[_Choice] = []
         self._collected: list[list[Piece]] = [[] for _ in jobs]
-        self._running = {choice.job.request.request_id: choice for choice in self._choices}
+        self._running: dict[str, _Choice] = {}
 
-    def __enter__(self) -> Generation:
-        siblings = PromptChoices()
+    async def __aenter__(self) -> Generation:
+        """Submit the jobs, and serve others between some of them: a request may have a thousand large ones."""
+        siblings, num_bytes = PromptChoices(), 0
         try:
-            for choice in self._choices:
-                if not choice.job.is_copy:
+            for index, job in enumerate(self._jobs):
+                choice = _Choice(index, _with_unused_id(job, self._engines), self._model.tokenizer)
+                if not job.is_copy:
                     siblings = PromptChoices()
+                    self._num_prompt += job.request.num_prompt_tokens
                 siblings.num_choices += 1
-                self._engines.submit(choice.job.request, self._inbox, siblings)
+                request = choice.job.request
+                self._choices.append(choice)
+                self._engines.submit(request, self._inbox, siblings)
+                self._running[request.request_id] = choice
+                num_bytes += _JOB_BYTES + len(request.token_ids or b"")
+                if num_bytes > _BYTES_AT_ONCE:
+                    num_bytes = 0
+                    await asyncio.sleep(0)
         except BaseException:
             self._stop_all()
             raise
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop_all()
@@ -215,7 +234,7 @@ class Generation:
         choice = self._running.get(event.request_id)
         if choice is None:
             return None  # This output came after a stop string, before the engine received the abort.
-        piece = choice.take(event)
+        piece = self._taken(choice, event)
         return None if piece.finish_reason is None and self._pass_on(piece) else piece
 
     async def next_piece(self) -> Piece | None:
@@ -249,11 +268,30 @@ class Generation:
         choice = self._running.get(output.request_id)
         if choice is None:
             return None
+        if not output.prompt_logprobs:
+            return self._taken(choice, output)
         # A thread spells the scores of a long prompt, because the event loop must stay free for other requests.
-        return await asyncio.to_thread(choice.take, output) if output.prompt_logprobs else choice.take(output)
+        num_scores = output.prompt_logprobs.num_scores
+        return await self._threads.run(lambda: self._taken(choice, output), SCORE_BYTES * num_scores)
 
-    async def all_pieces(self) -> list[Piece]:
-        """Return each choice as one piece, in order.
+    def _taken(self, choice: _Choice, output: Output) -> Piece:
+        """Convert an output, and count its tokens: a chunk that reports the usage does not add up all choices."""
+        self._uncount(choice)
+        piece = choice.take(output)
+        self._num_generated += choice.num_generated
+        self._num_reasoning += choice.num_reasoning
+        if not choice.job.is_copy:
+            self._num_cached += choice.num_cached
+        return piece
+
+    def _uncount(self, choice: _Choice) -> None:
+        self._num_generated -= choice.num_generated
+        self._num_reasoning -= choice.num_reasoning
+        if not choice.job.is_copy:
+            self._num_cached -= choice.num_cached
+
+    async def all_pieces(self) -> list[list[Piece]]:
+        """Return the pieces of each choice, in order.
 
         Raises:
             RequestError: As for `next_piece`.
@@ -261,7 +299,7 @@ class Generation:
         self.pass_on_with(self._collect)
         while piece := await self.next_piece():
             self._collect(piece)
-        return [_join(parts) for parts in self._collected]
+        return self._collected
 
     def _collect(self, piece: Piece) -> bool:
         self._collected[piece.index].append(piece)
@@ -269,14 +307,10 @@ class Generation:
 
     def usage(self) -> Usage:
         """Return the token counts so far, summed over all choices."""
-        prompts = [choice for choice in self._choices if not choice.job.is_copy]
-        prompt = sum(choice.job.request.num_prompt_tokens for choice in prompts)
-        generated = sum(choice.num_generated for choice in self._choices)
-        cached = sum(choice.num_cached for choice in prompts)
-        usage = Usage(prompt, generated, prompt + generated, PromptTokensDetails(cached))
+        prompt, generated = self._num_prompt, self._num_generated
+        usage = Usage(prompt, generated, prompt + generated, PromptTokensDetails(self._num_cached))
         if self._model.chat.reasoning is not None:
-            reasoning = sum(choice.num_reasoning for choice in self._choices)
-            usage.completion_tokens_details = CompletionTokensDetails(reasoning)
+            usage.completion_tokens_details = CompletionTokensDetails(self._num_reasoning)
         return usage
 
     def _move(self, interrupted: Interrupted) -> None:
@@ -294,6 +328,7 @@ class Generation:
             self._engines.move(choice.resumed(), has_begun=self.has_begun)
         elif not self.has_begun:
             self._collected[choice.index].clear()
+            self._uncount(choice)
             again = _Choice(choice.index, choice.job, self._model.tokenizer)
             self._choices[choice.index] = self._running[interrupted.request_id] = again
             self._engines.move(choice.job.request, has_begun=False)
@@ -338,7 +373,8 @@ def _failure(reason: FinishReason) -> RequestError | None:
     return None
 
 
-def _join(parts: Sequence[Piece]) -> Piece:
+def join_pieces(parts: Sequence[Piece]) -> Piece:
+    """Return all pieces of a choice as one."""
     first, last = parts[0], parts[-1]
     parsed = None if first.parts is None else tuple(part for piece in parts for part in piece.parts or ())
     return Piece(

@@ -12,11 +12,19 @@ import numpy as np
 
 from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.model_info import ModelInfo
-from moestro.core.request import Request, SamplingParams
+from moestro.core.request import Request, SamplingParams, packed_tokens
 from moestro.errors import PromptTooLongError, RequestError, shown
 from moestro.server.request_fields import refuse_unknown
 from moestro.server.structured_output import AskedGrammar, refuse_large_grammar
-from moestro.server.validation import ALL_LOGPROBS, ChatAsk, CompletionAsk, Options, parse_chat, parse_completion
+from moestro.server.validation import (
+    ALL_LOGPROBS,
+    MAX_PROMPT_IDS,
+    ChatAsk,
+    CompletionAsk,
+    Options,
+    parse_chat,
+    parse_completion,
+)
 from moestro.text.chat_format import AnswerFormat, ChatEnd, ChatFormat
 from moestro.text.chat_history import template_variables
 from moestro.text.efforts import DEFAULT_EFFORT
@@ -25,7 +33,13 @@ from moestro.web.adapters.field_places import FieldPlaces
 from moestro.web.errors import UnknownModelError
 
 DEFAULT_VERBOSITY = "medium"  # Requests nothing, as the default effort does.
-MAX_SCORES = 1_000_000  # Log probabilities of prompt tokens in one response.
+# Tokens of all words in both spellings: each choice carries them to its engine. 256 words of eight tokens fit.
+MAX_BAD_WORD_TOKENS = 4096
+# A longer text is tokenized only if its beginning, of so many characters for each token that fits, does not refuse it.
+_TRIED_CHARS_PER_TOKEN = 16
+MAX_SCORES = 1_000_000  # Log probabilities of prompt tokens in one response, and of several choices in one.
+# Prompt tokens of all choices: 64 MiB on the way to engines, which is 128 choices of 131,072 tokens.
+MAX_CHOICE_TOKENS = 1 << 24
 _CHAT_PLACES = FieldPlaces({"prompt": "messages"})  # A chat's prompt is what its template makes of the messages.
 
 
@@ -154,7 +168,10 @@ def prepare_chat_ask(ask: ChatAsk, model: ServedModel, arrival: Arrival) -> Prep
     """
     name = model.name_for(ask.options.model)
     model.chat.check(ask.use)
-    ids, end = chat_prompt(ask, model)
+    end = chat_prompt(ask, model)
+    with _CHAT_PLACES.naming_errors():  # The template writes special tokens.
+        ids = encoded(end.prompt, model, ask.options, add_special_tokens=False)
+    refuse_foreign_ids("messages", ids, model.info.vocab_size)
     asked = ask.options.grammar
     grammar = None if asked is None else asked.grammar
     answers = model.chat.answers(ask.use, end, grammar, shows_reasoning=ask.shows_reasoning)
@@ -186,11 +203,8 @@ def completion_jobs(ask: CompletionAsk, model: ServedModel, arrival: Arrival) ->
     return _jobs([_prompt(prompt, ask.options, model) for prompt in ask.prompts], ask.options, model, arrival)
 
 
-def chat_prompt(ask: ChatAsk, model: ServedModel, *, add_special_tokens: bool = False) -> tuple[list[int], ChatEnd]:
-    """Return the tokens of a chat's prompt, and how its text ends.
-
-    Args:
-        add_special_tokens: Whether the tokenizer adds its own special tokens; the template writes the usual ones.
+def chat_prompt(ask: ChatAsk, model: ServedModel) -> ChatEnd:
+    """Return the text of a chat's prompt, and how it ends.
 
     Raises:
         RequestError: The model or its chat template cannot take the chat.
@@ -206,10 +220,8 @@ def chat_prompt(ask: ChatAsk, model: ServedModel, *, add_special_tokens: bool = 
         _refuse_dropped_message(
             ask, text, lambda kept: model.tokenizer.render_chat(kept, tools=tools, options=rendering)
         )
-    ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    refuse_foreign_ids("messages", ids, model.info.vocab_size)
     continued = ask.messages[-1]["content"] if ask.template.continue_final_message else None
-    return ids, ChatEnd(prompt=text, continued=continued)
+    return ChatEnd(prompt=text, continued=continued)
 
 
 def _for_vocabulary(options: Options, info: ModelInfo) -> Options:
@@ -220,7 +232,7 @@ def _for_vocabulary(options: Options, info: ModelInfo) -> Options:
 def _prompt(prompt: str | tuple[int, ...], options: Options, model: ServedModel) -> _Prompt:
     if isinstance(prompt, str):
         refuse_too_much_text(len(prompt), model)
-        ids: Sequence[int] = model.tokenizer.encode(prompt, add_special_tokens=True)
+        ids: Sequence[int] = encoded(prompt, model, options, add_special_tokens=True)
     else:
         ids = prompt
     refuse_foreign_ids("prompt", ids, model.info.vocab_size)
@@ -231,6 +243,24 @@ def _prompt(prompt: str | tuple[int, ...], options: Options, model: ServedModel)
         return _Prompt(kept, prompt)
     text = model.tokenizer.decode(kept)
     return _Prompt(kept, text, has_special_tokens=True)
+
+
+def encoded(text: str, model: ServedModel, options: Options, *, add_special_tokens: bool) -> list[int]:
+    """Return the tokens of a prompt; PromptTooLongError comes before the ids of a prompt that cannot fit are copied."""
+    tokenizer, limit = model.tokenizer, model.info.max_model_len
+    max_tokens = 1 if options.max_tokens is None or options.has_default_limit else options.max_tokens
+    truncates = options.truncate_prompt_tokens is not None
+    num_tried = _TRIED_CHARS_PER_TOKEN * limit
+    if len(text) > num_tried and not truncates:
+        # Twice the limit, because more text may change the last tokens of the beginning.
+        num_tokens = len(tokenizer.encoding(text[:num_tried], add_special_tokens=add_special_tokens))
+        if num_tokens > 2 * limit:
+            raise PromptTooLongError(num_tokens, max_tokens, limit)
+    encoding = tokenizer.encoding(text, add_special_tokens=add_special_tokens)
+    if len(encoding) > limit and not truncates:
+        raise PromptTooLongError(len(encoding), max_tokens, limit)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _truncated(ids: Sequence[int], options: Options, info: ModelInfo) -> Sequence[int]:
@@ -250,9 +280,12 @@ def _jobs(prompts: Sequence[_Prompt], options: Options, model: ServedModel, arri
     bad_words = _bad_words(options.bad_words, model)
     refuse_foreign_ids("stop_token_ids", options.stop_token_ids, model.info.vocab_size)
     refuse_foreign_ids("logit_bias", [token_id for token_id, _ in options.logit_bias], model.info.vocab_size)
+    num_tokens = options.n * sum(len(prompt.ids) for prompt in prompts)
+    _refuse_many_copies(options, num_tokens, len(prompts) * options.n, model.info.max_model_len)
     scored = _scored(options)
     if scored is not None:
-        _refuse_too_many_scores(scored, options.n * sum(len(prompt.ids) for prompt in prompts))
+        _refuse_too_many_scores(scored, num_tokens)
+    _refuse_large_answer(options, len(prompts) * options.n, model.info.max_model_len)
     ends = () if options.ignore_eos else model.info.eos_token_ids
     stop_token_ids = tuple(token_id for token_id in options.stop_token_ids if token_id not in ends)
     jobs: list[Job] = []
@@ -332,7 +365,7 @@ def _sampling(num_prompt_tokens: int, options: Options, info: ModelInfo) -> Samp
         logprobs=options.logprobs,
         prompt_logprobs=_scored(options),
         grammar=None if options.grammar is None else options.grammar.grammar,
-        allowed_token_ids=options.allowed_token_ids,
+        allowed_tokens=packed_tokens(options.allowed_token_ids),
         **numbers,
     )
 
@@ -351,6 +384,13 @@ def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...
         spellings.append(plain)
         if spaced[0] != plain[0] and len(spaced) == len(plain):
             spellings.append(spaced)
+    if (num_tokens := sum(map(len, spellings))) > MAX_BAD_WORD_TOKENS:
+        raise RequestError(
+            f"bad_words have {num_tokens} tokens in all spellings, and may have {MAX_BAD_WORD_TOKENS} at most. Send"
+            " fewer or shorter words.",
+            param="bad_words",
+            code="invalid_value",
+        )
     return tuple(spellings)
 
 
@@ -455,6 +495,35 @@ def _refuse_too_many_scores(num_alternatives: int, num_tokens: int) -> None:
         raise RequestError(
             f"Log probabilities of {num_tokens} prompt tokens with {num_alternatives} alternatives each are too many:"
             f" the limit of one request is {MAX_SCORES}. Send fewer prompts, or ask for fewer alternatives.",
+            param="logprobs",
+            code="invalid_value",
+        )
+
+
+def _refuse_many_copies(options: Options, num_tokens: int, num_choices: int, max_model_len: int) -> None:
+    """Refuse choices whose prompts are too much in all: each choice carries its prompt to an engine, or back too."""
+    repeats = options.echo or options.returns_token_ids
+    limit = max(MAX_PROMPT_IDS if repeats else MAX_CHOICE_TOKENS, max_model_len)
+    if num_tokens > limit:
+        where = " with echo or return_token_ids" if repeats else ""
+        raise RequestError(
+            f"The prompts of all {num_choices} choices have {num_tokens} tokens, and may have {limit} in all{where}."
+            " Lower n, or send several requests.",
+            param="n",
+            code="invalid_value",
+        )
+
+
+def _refuse_large_answer(options: Options, num_choices: int, max_model_len: int) -> None:
+    """Refuse several choices whose log probabilities, which are kept until all have ended, may be too many."""
+    if options.stream or options.logprobs is None or num_choices == 1:
+        return
+    max_tokens = max_model_len if options.max_tokens is None else min(options.max_tokens, max_model_len)
+    num_scores = num_choices * max_tokens * (options.logprobs + 1)
+    if num_scores > MAX_SCORES:
+        raise RequestError(
+            f"The answers of {num_choices} choices may have {num_scores} log probabilities, and without"
+            f" stream: true {MAX_SCORES} are the limit. Lower max_tokens or n, or stream.",
             param="logprobs",
             code="invalid_value",
         )

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from aiohttp import web
 
 from moestro.grammar.checker import GrammarChecker
 from moestro.server.engine_client import EngineClient
-from moestro.server.generation import Generation
+from moestro.server.generation import SCORE_BYTES, Generation, join_pieces
+from moestro.server.piece import Piece
 from moestro.server.request_builder import Arrival, Prepared, ServedModel
 from moestro.server.request_fields import ignored_warning
 from moestro.server.responses import AnswerForm
 from moestro.server.sse import AnswerEncoding, EventStream, UsageWanted, stream
 from moestro.server.structured_output import GrammarGate
 from moestro.server.traffic import Traffic
+from moestro.server.validation import Options
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.bodies import Bodies
 from moestro.web.middleware import REQUEST_ID
 from moestro.web.session_names import session_in
 
 T = TypeVar("T")
+
+_TOKEN_BYTES = 8  # of a token in an answer
+_INLINE_BYTES = 32 << 10  # of an answer that the event loop builds itself, in about a millisecond
 
 
 class RequestRunner:
@@ -47,12 +52,14 @@ class RequestRunner:
         self.threads = PrepareThreads()
         self.chat_threads = PrepareThreads()
         self.traffic = Traffic()
+        self._answer_threads = PrepareThreads(num_threads=1)
         self._grammars = GrammarGate(grammar_checker(model))
 
     def close(self) -> None:
         """Stop the threads, and the processes that check grammars."""
         self.threads.close()
         self.chat_threads.close()
+        self._answer_threads.close()
         self._grammars.close()
 
     async def prepare(
@@ -75,7 +82,7 @@ class RequestRunner:
         # Before the body is decoded and tokenized, so that a refusal is cheap.
         self._engines.check_room(self.threads.num_preparing + self.chat_threads.num_preparing)
         async with self.bodies.reading(http) as body:
-            return await threads.run(lambda: prepare(body, self._model, arrival))
+            return await threads.run(lambda: prepare(body, self._model, arrival), len(body))
 
     async def answer(
         self, http: web.Request, prepared: Prepared, form: AnswerForm, encoding: AnswerEncoding
@@ -90,17 +97,43 @@ class RequestRunner:
             http[REQUEST_ID] = options.request_id
         if options.grammar is not None:
             await self._grammars.check(options.grammar)
+        with self.traffic.answering():
+            return await self._generate(http, prepared, form, encoding)
+
+    async def _generate(
+        self, http: web.Request, prepared: Prepared, form: AnswerForm, encoding: AnswerEncoding
+    ) -> web.StreamResponse:
+        options = prepared.options
         headers = ignored_warning(options.unknown_fields)
-        with (
-            self.traffic.answering(),
-            Generation(self._engines, self._model, prepared.jobs) as generation,
-        ):
+        async with Generation(self._engines, self._model, prepared.jobs, self._answer_threads) as generation:
             if options.stream:
                 wanted = UsageWanted(options.include_usage, options.continuous_usage)
                 events = EventStream(http, self._write_timeout_s, encoding, headers)
                 return await stream(events, generation, form, wanted)
-            body = encoding.whole(form.whole(await generation.all_pieces(), generation.usage()))
+            pieces, usage = await generation.all_pieces(), generation.usage()
+
+            def build() -> bytes:
+                return encoding.whole(form.whole([join_pieces(parts) for parts in pieces], usage))
+
+            num_bytes = _size_of(pieces, options)
+            is_small = num_bytes <= _INLINE_BYTES
+            body = build() if is_small else await self._answer_threads.run(build, num_bytes)
             return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+def _size_of(pieces: Sequence[Sequence[Piece]], options: Options) -> int:
+    """Return the approximate size of an answer, in bytes, without a look at all of it."""
+    num_tokens, num_scores = sum(map(len, pieces)), 0
+    if options.logprobs is not None:
+        num_scores += num_tokens * (1 + options.logprobs)
+    for parts in pieces:  # The first one has what is of the prompt.
+        first = parts[0]
+        num_tokens += len(first.text) // _TOKEN_BYTES + len(first.prompt_token_ids or ())
+        if options.echo and options.logprobs is not None:
+            num_scores += len(first.scores or ()) * (1 + options.logprobs)
+        if options.prompt_logprobs is not None:
+            num_scores += len(first.prompt_scores or ()) * (1 + options.prompt_logprobs)
+    return _TOKEN_BYTES * num_tokens + SCORE_BYTES * num_scores
 
 
 def grammar_checker(model: ServedModel) -> GrammarChecker | None:

@@ -91,12 +91,12 @@ class TextApi:
     async def tokenize(self, http: web.Request) -> web.Response:
         """Handle POST /tokenize."""
         async with self._bodies.reading(http) as body:
-            return await self._threads.run(lambda: _json(*tokenized(body, self._model)))
+            return await self._threads.run(lambda: _json(*tokenized(body, self._model)), len(body))
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """Handle POST /detokenize."""
         async with self._bodies.reading(http) as body:
-            return await self._threads.run(lambda: _json(*detokenized(body, self._model)))
+            return await self._threads.run(lambda: _json(*detokenized(body, self._model)), len(body))
 
 
 def tokenized(body: bytes, model: ServedModel) -> tuple[Tokenized, Unknown]:
@@ -126,7 +126,8 @@ def _tokenized_chat(body: bytes, model: ServedModel) -> tuple[Tokenized, Unknown
     model.name_for(fields.model)
     refuse_unknown(unknown, is_strict=model.has_strict_fields)
     ask = chat_ask(fields, unknown)
-    ids, _ = chat_prompt(ask, model, add_special_tokens=bool(fields.add_special_tokens))
+    text = chat_prompt(ask, model).prompt
+    ids = model.tokenizer.encode(text, add_special_tokens=bool(fields.add_special_tokens))
     return _answer(ids, model, with_names=bool(fields.return_token_strs)), unknown
 
 

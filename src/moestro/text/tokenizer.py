@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel, DecodeStream
 
@@ -23,7 +25,14 @@ from moestro.text.transformers_part import import_part
 
 PreTrainedTokenizerFast = import_part("transformers.tokenization_utils_tokenizers").PreTrainedTokenizerFast
 
+# The library's own threads would serve all texts in one queue, where a word waits behind a book: each text is tokenized
+# on the thread that asks. The library reads the variable at each call.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
 _UNFINISHED = "\ufffd"  # a decoder's replacement for bytes that are no character (yet)
+# A character has at most four bytes, so of so many tokens without a character the first ones are none.
+_HELD_TOKENS = 8
+_CHARACTER_TOKENS = 4  # most tokens of one character
 CONTEXT_TOKENS = 24  # most tokens of the prompt that affect the text of the first generated token
 _LEAST_CONTEXT = 4
 
@@ -102,6 +111,10 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` also those that the model needs around every text."""
         return self.library.encode(text, add_special_tokens=add_special_tokens)
+
+    def encoding(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        """As `encode`, in the library's form, whose length is known before its ids are copied."""
+        return self.library.encoding(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, including special ones."""
@@ -252,10 +265,12 @@ class Detokenizer:
         if is_alone and (known := self._texts.get(token_id)) is not None:
             self._before, self._stream = [token_id], None
             return known
+        if self._library.name(token_id) is None:
+            return ""  # A model may have more tokens than its tokenizer; they have no text.
         self._held.append(token_id)
         text = self._step(token_id)
         if text is None:
-            return ""
+            return "" if len(self._held) < _HELD_TOKENS else self._settle()
         if is_alone and self._learns:
             self._texts[token_id] = text
         self._before, self._held = self._held, []
@@ -269,6 +284,32 @@ class Detokenizer:
         text = self._library.decode(self._before + self._held)
         self._before, self._held = self._held, []
         return text.removeprefix(before) if text.startswith(before) else ""
+
+    def _settle(self) -> str:
+        """Return the text of those held tokens that no further token can make a character of.
+
+        Without it, each of many such tokens would be decoded together with all before it.
+        """
+        held, before = self._held, self._text_behind([])
+        whole = self._text_behind(held)
+        num_settled = next(
+            (
+                num
+                for num in range(len(held) - 1, len(held) - _CHARACTER_TOKENS, -1)
+                if whole == self._text_behind(held[:num]) + self._text_behind(held[num:])[len(before) :]
+            ),
+            len(held),  # No border lies between characters, so the tokens are none.
+        )
+        text = self._text_behind(held[:num_settled])
+        self._held, self._stream = [], None
+        for token_id in held[num_settled:]:
+            self._held.append(token_id)
+            self._step(token_id)
+        return text.removeprefix(before)
+
+    def _text_behind(self, token_ids: list[int]) -> str:
+        """Return the text of the last finished tokens and `token_ids`."""
+        return self._library.decode(self._before + token_ids)
 
     def _step(self, token_id: int) -> str | None:
         if self._stream is None:

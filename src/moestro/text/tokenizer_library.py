@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
@@ -44,6 +45,8 @@ class InvalidPrefixError(Exception):
 class TokenizerLibrary:
     """A tokenizer of the library. Safe to call from several threads.
 
+    Of the library's calls, only those for a batch release the interpreter's lock, so that other threads run meanwhile.
+
     Args:
         backend: the tokenizer.
 
@@ -54,18 +57,22 @@ class TokenizerLibrary:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` also those that the model needs around every text."""
+    def encoding(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        """Tokens of `text`; with `add_special_tokens` also those that the model needs around every text."""
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            found: Encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except BaseException as error:
             raise _failed(error, "encode this text") from None
-        return ids
+        return found
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`, as `encoding` finds them."""
+        return list(self.encoding(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of tokens."""
         try:
-            text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            text: str = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         except BaseException as error:
             raise _failed(error, "decode these tokens") from None
         return text

@@ -28,6 +28,8 @@ RESPONSE_FLUSH_S = 1.0  # Time for complete responses to reach their clients.
 _ALARM_S = 5.0  # Time beyond that, after which the kernel ends the process if the interpreter itself hangs.
 _JOIN_S = 1.0  # Time for threads to end once the event loop has ended.
 _POLL_S = 0.01
+# The event loop waits so long for a thread that prepares a request, at each turn; Python's 5 ms are many decode steps.
+_SWITCH_S = 0.0005
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STDERR = 2
 
@@ -41,6 +43,7 @@ def run_server(
         ConfigError: The settings cannot be honoured; the text says what to do.
     """
     set_up_logging(log_level)
+    sys.setswitchinterval(_SWITCH_S)
     lifecycle = Lifecycle(shutdown_timeout_s)
     lifecycle.run(server(lifecycle))
 

@@ -1,0 +1,205 @@
+"""Requests that are as large as the server allows, a few clients at full rate, of one kind after the other.
+
+    python bench/robustness/strangers/heavy_requests.py [--source OTHER/src] [--only bad_words stop]
+
+What grows with a request is its sender's alone: beside the largest of each kind, the honest clients' median stays
+within 1.3 times the median beside requests of the same shape without the kind's field, and `/health` answers at once.
+Kinds of long prompts and many choices have no such shape; their clients are compared with an idle server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+sys.path.insert(0, str(Path(__file__).parent))
+from frame import Neighbours, Place, run
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from shared.server import Server
+
+import moestro
+
+SETTLE_S, MEASURED_S, NUM_STRANGERS = 0.5, 2.0, 2
+VOCABULARY, CONTEXT = 4096, 32_768
+DEMO = Path(moestro.__file__).parent / "assets" / "demo"
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Largest requests of one kind.
+
+    Attributes:
+        body: body of a request.
+        path: path of the request.
+        plain: body of a request of the same shape without what makes it heavy; None compares with an idle server.
+    """
+
+    body: Body
+    path: str = COMPLETIONS
+    plain: Body | None = None
+
+
+def _answer(**fields: Any) -> Body:
+    return {"prompt": "import os\n", "max_tokens": 512, "ignore_eos": True, **fields}
+
+
+def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
+    many = _answer(n=16, max_tokens=256)
+    tokens = json.loads((DEMO / "tokenizer.json").read_text())["model"]["vocab"]
+    letter, byte = str(tokens["a"]), str(tokens["\u00e2"])  # the second begins a character of three bytes
+    words = [f"{i:08d}" for i in range(256)]  # each digit is a token
+    long = [i % (vocabulary - 300) + 300 for i in range(1000)]
+    messages = [{"role": "user", "content": "hi"}] * 8000
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "description": "d" * 900, "parameters": {"type": "object"}}}
+        for i in range(512)
+    ]
+    few = _answer(prompt=long, n=4, max_tokens=256)
+    scored = {"prompt": [long] * 4, "max_tokens": 1}
+    stops = ["a" * (508 + i) + "b" + "a" * 511 for i in range(4)]
+    return {
+        "long_text": Kind({"prompt": "word17 " * 160_000, "max_tokens": 1}),
+        "long_word": Kind({"prompt": "a" * 130_000, "max_tokens": 1}),
+        "tokenize": Kind({"prompt": "x1 " * 40_000}, path="/tokenize"),
+        "detokenize": Kind({"tokens": [301] * context}, path="/detokenize"),
+        "messages": Kind({"messages": messages, "max_tokens": 1}, path=CHATS),
+        "tools": Kind({"messages": messages[:1], "tools": tools, "max_tokens": 1}, path=CHATS),
+        "bad_words": Kind({**many, "bad_words": words, "logit_bias": {}}, plain=many),
+        "penalties": Kind(
+            {**few, "repetition_penalty": 1.1, "frequency_penalty": 0.5},
+            plain=few,
+        ),
+        "logit_bias": Kind({**many, "logit_bias": {str(300 + i): 1.0 for i in range(300)}}, plain=many),
+        "allowed_token_ids": Kind({**many, "allowed_token_ids": list(range(256, vocabulary)) * 12}, plain=many),
+        "stop_token_ids": Kind({**many, "stop_token_ids": list(range(300, 1324)), "min_tokens": 256}, plain=many),
+        "stop": Kind(
+            {**many, "stop": stops, "logit_bias": {letter: 100}, "stream": True}, plain={**many, "stream": True}
+        ),
+        "logprobs": Kind({**many, "logprobs": 20, "stream": True}, plain={**many, "stream": True}),
+        "logprobs_whole": Kind({**many, "logprobs": 20}, plain=many),
+        "prompt_logprobs": Kind({**scored, "prompt_logprobs": 20}, plain={**scored, "prompt_logprobs": 0}),
+        "unfinished_characters": Kind(
+            _answer(logit_bias={byte: 100}, max_tokens=context - 64, stream=True),
+            plain=_answer(max_tokens=context - 64, stream=True),
+        ),
+        "usage_of_each_chunk": Kind(
+            _answer(
+                n=16,
+                max_tokens=128,
+                stream=True,
+                stream_options={"include_usage": True, "continuous_usage_stats": True},
+            ),
+            plain=_answer(n=16, max_tokens=128, stream=True),
+        ),
+        "choices": Kind({"prompt": [long] * 8, "n": 128, "max_tokens": 4}),
+        "salts": Kind(_answer(cache_salt="s" * 1024, user="u" * 1024, max_tokens=16), plain=_answer(max_tokens=16)),
+    }
+
+
+@dataclass(slots=True)
+class Strangers:
+    """Clients that send one heavy request after the other."""
+
+    url: str
+    kind: Kind
+    ends: Counter[str] = field(default_factory=Counter)
+
+    @contextlib.asynccontextmanager
+    async def busy(self, body: Body):
+        """Send `body` while the block runs."""
+        timeout = aiohttp.ClientTimeout(total=60)
+        data = json.dumps(body).encode()  # Once: the honest clients live in this process too.
+        async with aiohttp.ClientSession(timeout=timeout, headers={"Content-Type": "application/json"}) as session:
+            tasks = [asyncio.create_task(self._forever(session, data)) for _ in range(NUM_STRANGERS)]
+            try:
+                yield self
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _forever(self, session: aiohttp.ClientSession, data: bytes) -> None:
+        while True:
+            try:
+                async with session.post(self.url + self.kind.path, data=data) as got:
+                    text = await got.read()
+                    end = str(got.status) if got.status == 200 else f"{got.status} {text[:120]!r}"
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                end = type(error).__name__
+            self.ends[end] += 1
+            await asyncio.sleep(0.001)
+
+
+async def attack(place: Place) -> dict[str, object]:
+    """Run all kinds against one server."""
+    model = _long_model(place.directory / "model")
+    found: dict[str, object] = {}
+    with place.serving("--model", str(model), "--served-model-name", "long") as server:
+        for name, kind in _kinds(VOCABULARY, CONTEXT).items():
+            if place.only and name not in place.only:
+                continue
+            found[name] = await _figures(server, kind)
+            print(name, found[name], file=sys.stderr, flush=True)
+            await _until_idle(server)
+    return found
+
+
+async def _figures(server: Server, kind: Kind) -> dict[str, object]:
+    strangers = Strangers(server.url, kind)
+    alone, _ = await _neighbours(server.url)
+    found: dict[str, object] = {"alone_p50_s": alone["p50_s"]}
+    base = alone["p50_s"]
+    if kind.plain is not None:
+        async with strangers.busy(kind.plain):
+            await asyncio.sleep(SETTLE_S)
+            plain, _ = await _neighbours(server.url)
+        await _until_idle(server)
+        base = found["plain_p50_s"] = plain.get("p50_s")
+    async with strangers.busy(kind.body):
+        await asyncio.sleep(SETTLE_S)
+        beside, health = await _neighbours(server.url)
+    found |= {"beside": beside, "health": health, "strangers": dict(strangers.ends)}
+    if base and "p50_s" in beside:
+        found["ratio"] = round(beside["p50_s"] / base, 2)
+    return found
+
+
+async def _until_idle(server: Server) -> None:
+    """Wait until the strangers' requests are gone; a server that stands still is given a minute."""
+    for _ in range(60):
+        with contextlib.suppress(OSError, AssertionError):
+            await asyncio.to_thread(server.wait_until_idle, 1)
+            return
+        await asyncio.sleep(1)
+
+
+async def _neighbours(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the figures of honest completions, and of probes."""
+    honest, probes = Neighbours(url), Neighbours(url, num_clients=1, pause_s=0.02, path="/health", body=None)
+    async with honest.busy(), probes.busy():
+        await asyncio.sleep(MEASURED_S)
+    return honest.figures(), probes.figures()
+
+
+def _long_model(directory: Path) -> Path:
+    """Make a copy of the demo model with a longer context; its text is nonsense there."""
+    shutil.copytree(DEMO, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    return directory
+
+
+if __name__ == "__main__":
+    run(attack, __doc__)
