@@ -14,11 +14,10 @@ from support.fake_device import (
     expected_tokens,
     make_request,
 )
-from support.plain_grammar import backend, random_grammar
+from support.plain_grammar import backend, light, random_grammar
 from support.plain_sampling import random_wishes
 from support.policy_text import policy_text
 
-from moestro.core.grammar import Grammar
 from moestro.core.request import ServiceClass
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import build_rank
@@ -333,7 +332,11 @@ def test_the_law_can_fail_a_device_that_ignores_a_wish_is_caught(name):
 
 @pytest.mark.parametrize(
     "wish",
-    [{"allowed_token_ids": (3, 4)}, {"bad_words": ((3,), (4,))}, {"grammar": Grammar("regex", "(yz|x)*")}],
+    [
+        {"allowed_token_ids": (3, 4)},
+        {"bad_words": ((3,), (4,))},
+        {"grammar": light("(yz|x)*")},
+    ],
     ids=lambda wish: next(iter(wish)),
 )
 def test_the_law_can_fail_a_device_that_ignores_a_mask_or_a_ban_is_caught(wish):

@@ -16,7 +16,7 @@ import regex
 
 from moestro.core.grammar import Grammar
 from moestro.core.request import SamplingParams
-from moestro.grammar.backend import MaskBackend
+from moestro.grammar.backend import MaskBackend, WaitAllowance
 from moestro.grammar.compiler import VocabularySource
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -51,10 +51,22 @@ def tokenizer_directory(vocabulary: int) -> Path:
     return directory
 
 
+class Patience(WaitAllowance):
+    """Waits for each mask, so that no busy machine makes it late."""
+
+    def left_s(self) -> float:
+        return 10.0
+
+
 @cache
 def backend(vocabulary: int) -> MaskBackend:
     """The real backend for the vocabulary, shared by all tests of a process."""
-    return MaskBackend(VocabularySource(tokenizer_directory(vocabulary), vocabulary, ENDS))
+    return MaskBackend(VocabularySource(tokenizer_directory(vocabulary), vocabulary, ENDS), Patience())
+
+
+def light(pattern: str) -> Grammar:
+    """The grammar of a regular expression whose masks a rank may wait for."""
+    return Grammar("regex", pattern, is_light=True)
 
 
 def allowed(generated: list[int], sampling: SamplingParams, vocabulary: int) -> np.ndarray:
@@ -82,4 +94,8 @@ def random_grammar(rng: np.random.Generator) -> dict[str, object]:
     """A grammar, for some requests. It excludes the wishes that could leave no token at all."""
     if rng.random() < 0.6:
         return {}
-    return {"grammar": Grammar("regex", str(rng.choice(PATTERNS))), "allowed_token_ids": (), "bad_words": ()}
+    return {
+        "grammar": Grammar("regex", str(rng.choice(PATTERNS)), is_light=True),
+        "allowed_token_ids": (),
+        "bad_words": (),
+    }

@@ -10,9 +10,10 @@ from typing import TypeVar
 from aiohttp import web
 
 from moestro.grammar.checker import GrammarChecker
+from moestro.grammar.compiler import VocabularySource
 from moestro.server.engine_client import EngineClient
 from moestro.server.generation import Generation
-from moestro.server.request_builder import Arrival, Prepared, ServedModel
+from moestro.server.request_builder import Arrival, Prepared, ServedModel, following
 from moestro.server.request_fields import ignored_warning
 from moestro.server.responses import AnswerForm
 from moestro.server.session_names import session_in
@@ -88,12 +89,13 @@ class RequestRunner:
         options = prepared.options
         if options.request_id is not None and "X-Request-Id" not in http.headers:
             http[REQUEST_ID] = options.request_id
+        jobs = prepared.jobs
         if options.grammar is not None:
-            await self._grammars.check(options.grammar)
+            jobs = following(await self._grammars.check(options.grammar), jobs)
         headers = ignored_warning(options.unknown_fields)
         with (
             self.traffic.answering(),
-            Generation(self._engines, self._model, prepared.jobs) as generation,
+            Generation(self._engines, self._model, jobs) as generation,
         ):
             if options.stream:
                 wanted = UsageWanted(options.include_usage, options.continuous_usage)
@@ -106,4 +108,6 @@ class RequestRunner:
 def grammar_checker(model: ServedModel) -> GrammarChecker | None:
     """Return what checks the grammars of clients; None means that the model's engines compute no logits."""
     info = model.info
-    return GrammarChecker(str(model.tokenizer.path), info.vocab_size, info.eos_token_ids) if info.has_logits else None
+    if not info.has_logits:
+        return None
+    return GrammarChecker(VocabularySource(model.tokenizer.path, info.vocab_size, info.eos_token_ids))
