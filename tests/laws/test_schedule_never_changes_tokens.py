@@ -67,10 +67,11 @@ def random_requests(rng: np.random.Generator, num: int, longest: int) -> list:
     return requests
 
 
-def serve(rank, requests, rng, *, abort_share: float = 0.0):
+def serve(rank, requests, rng, *, abort_share: float = 0.0, grammars=None):
     """Run everything to its end. Returns {id: tokens}, {id: prompt logprobs}, {id: reason} and the aborted ids."""
     waiting, tokens, prompts, reasons, aborted = list(requests), {}, {}, {}, set()
-    rank.scheduler.use_grammars(backend(VOCAB_SIZE))
+    rank.scheduler.use_grammars(grammars or backend(VOCAB_SIZE))
+    table = rank.scheduler.table
     for now_ns in range(20_000):
         while waiting and rng.random() < 0.5:
             rank.add(waiting.pop(0), now_ns)
@@ -89,7 +90,7 @@ def serve(rank, requests, rng, *, abort_share: float = 0.0):
                 rank.abort(victim, now_ns)
                 aborted.add(victim)
         check_scheduler(rank.scheduler)
-        assert rank.scheduler.table.num_units_in_flight or not rank.has_work, "idle with runnable work"
+        assert table.num_units_in_flight or table.num_sitting_out or not rank.has_work, "idle with runnable work"
         if not waiting and not rank.has_work:
             return tokens, prompts, reasons, aborted
     raise AssertionError("requests were left over")
