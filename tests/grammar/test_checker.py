@@ -13,7 +13,7 @@ import pytest
 
 from moestro.core.grammar import Grammar
 from moestro.grammar import checker as checker_module
-from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, Verdict
+from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
 from moestro.grammar.compiler import VocabularySource
 from moestro.grammar.host_messages import BOUNDS, CHECK, TRY
 
@@ -50,7 +50,7 @@ def test_a_grammar_that_takes_minutes_is_ended_and_the_next_one_is_checked(check
     assert checker.check(slow, TRY) is None
     assert checker.known(slow) is None, "a try that was too short says nothing"
     verdict = checker.check(slow, CHECK)
-    assert verdict == Verdict(f"it takes more than {BOUNDS[CHECK].cpu_s:g} s or 1024 MiB to compile")
+    assert verdict == GrammarVerdict(f"it takes more than {BOUNDS[CHECK].cpu_s:g} s or 1024 MiB to compile")
     assert checker.known(slow) == verdict
     assert checker.check(Grammar("regex", "a"), CHECK).error is None
     assert time.monotonic() - began < 60 * BOUNDS[CHECK].cpu_s
@@ -85,7 +85,7 @@ def test_slow_checks_start_no_more_processes_and_stop_no_try(checker):
         watching = pool.submit(watch)
         slow = [pool.submit(checker.check, Grammar("json_schema", MINUTES + " " * i), CHECK) for i in range(2)]
         tries = [pool.submit(checker.check, Grammar("regex", f"b{i}"), TRY) for i in range(8)]
-        assert all(each.result() in (None, Verdict(None, is_light=True)) for each in tries)
+        assert all(each.result() in (None, GrammarVerdict(None, is_light=True)) for each in tries)
         assert not all(each.done() for each in slow), "tries do not wait for slow checks"
         assert all(each.result().error for each in slow)
         ended.set()

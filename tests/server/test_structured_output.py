@@ -17,7 +17,7 @@ from support.running import Running, chat, complete, metrics
 from moestro.core.grammar import Grammar
 from moestro.core.request import FinishReason
 from moestro.errors import RequestError
-from moestro.grammar.checker import Verdict
+from moestro.grammar.checker import GrammarVerdict
 from moestro.grammar.host_messages import CHECK, TRY
 from moestro.server.generation import _failure
 from moestro.server.structured_output import MAX_GRAMMAR_BYTES, MAX_WAITING_CHECKS, AskedGrammar, GrammarGate
@@ -288,7 +288,7 @@ def test_many_requests_with_one_new_grammar_cost_one_check():
         def check(self, grammar, _role):
             self.num_checks += 1
             time.sleep(0.1)
-            return Verdict(None if grammar == used else "it is not liked", is_light=True)
+            return GrammarVerdict(None if grammar == used else "it is not liked", is_light=True)
 
         def close(self):
             pass
@@ -324,7 +324,7 @@ def test_slow_grammars_delay_no_light_one_and_too_many_are_sent_away():
             self.roles.append(role)
             if role == CHECK:
                 self.may_end.wait()
-            return Verdict(None, is_light=role == TRY) if role == CHECK or grammar.text == "light" else None
+            return GrammarVerdict(None, is_light=role == TRY) if role == CHECK or grammar.text == "light" else None
 
         def close(self):
             pass

@@ -23,6 +23,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 ENDS = (0, 1)
 # conftest.py removes it: the processes of pytest-xdist end without what `atexit` would do.
 DIRECTORIES = tempfile.TemporaryDirectory(prefix="plain-grammar-")
+BACKENDS: list[MaskBackend] = []  # conftest.py closes them
 PATTERNS = ["(ab?|cd)*e", "[a-m]{2,5}", "a*", "x|yz|yzab|0123", "([a-c]{1,3}[0-9]?){1,4}", "(a|b)*abc"]
 
 
@@ -61,7 +62,8 @@ class Patience(WaitAllowance):
 @cache
 def backend(vocabulary: int) -> MaskBackend:
     """The real backend for the vocabulary, shared by all tests of a process."""
-    return MaskBackend(VocabularySource(tokenizer_directory(vocabulary), vocabulary, ENDS), Patience())
+    BACKENDS.append(MaskBackend(VocabularySource(tokenizer_directory(vocabulary), vocabulary, ENDS), Patience()))
+    return BACKENDS[-1]
 
 
 def light(pattern: str) -> Grammar:

@@ -3,9 +3,10 @@
     python bench/robustness/strangers/grammars.py
     python bench/robustness/strangers/grammars.py --source OTHER/src
 
-Each kind of grammar comes from `CLIENTS` clients at once, each time with other letters: repeats of repeats, repeats behind
-a cheap start, long literals, long lists of choices, and deep schemas. Requests without a grammar beside them must keep 1.3 times their
-undisturbed median, those with a small schema must all be answered, and the server's memory must stay bounded.
+Each kind of grammar comes from `CLIENTS` clients at once, each time with other letters: repeats of repeats, repeats
+behind a cheap start, long literals, long lists of choices, and deep schemas. Requests without a grammar beside them
+must keep 1.3 times their undisturbed median, those with a small schema must all be answered, and the memory of the
+server's processes must stay bounded.
 """
 
 from __future__ import annotations

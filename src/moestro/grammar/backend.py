@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,7 +173,7 @@ class MaskBackend:
         self._allowance = allowance or WaitAllowance()
         self._matchers: weakref.WeakValueDictionary[int, AnswerMatcher] = weakref.WeakValueDictionary()
         self._num_matchers = 0
-        self._quick, self._slow = (MaskLane(lambda role=role: self._host.fork(role)) for role in (QUICK, SLOW))
+        self._quick, self._slow = (MaskLane(partial(self._host.fork, role)) for role in (QUICK, SLOW))
         self._queue: dict[int, AnswerMatcher] = {}  # of the second process, which has one job at a time
         self._served_ns = 0  # cost of the matcher that it served last, from which new ones count
 
@@ -293,14 +294,13 @@ class MaskBackend:
         for matcher in self._matchers.values():
             if matcher.is_slow == is_slow:
                 matcher.num_known = -1
-        found = [self._matchers.get(number) for number in lost]
-        guilty = found[0] if lost and lost[0] != LEAVING else None
+        guilty = self._matchers.get(lost[0]) if lost and lost[0] != LEAVING else None
         if guilty is not None:
             self._blame(guilty)
+        found = [matcher for number in lost if (matcher := self._matchers.get(number)) is not None]
         for matcher in found:
-            if matcher is not None:
-                matcher.is_waiting = False
-        self._request(matcher for matcher in found if matcher is not None)
+            matcher.is_waiting = False
+        self._request(found)
 
     def _blame(self, matcher: AnswerMatcher) -> None:
         if not matcher.is_slow:

@@ -28,7 +28,7 @@ _decode_answer = msgspec.msgpack.Decoder(CheckAnswer).decode
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GrammarVerdict:
     """Result of a check.
 
     Attributes:
@@ -51,9 +51,9 @@ class GrammarChecker:
         self._host = GrammarHost(source)
         self._lock = Lock()
         self._room = {TRY: BoundedSemaphore(MAX_TRIES), CHECK: BoundedSemaphore(MAX_CHECKS)}
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
 
-    def known(self, grammar: Grammar) -> Verdict | None:
+    def known(self, grammar: Grammar) -> GrammarVerdict | None:
         """Return the result of an earlier check; None means that it is not remembered."""
         name = _name_of(grammar)
         with self._lock:
@@ -62,7 +62,7 @@ class GrammarChecker:
                 self._verdicts.move_to_end(name)
         return verdict
 
-    def check(self, grammar: Grammar, role: str) -> Verdict | None:
+    def check(self, grammar: Grammar, role: str) -> GrammarVerdict | None:
         """Check `grammar` in a new process, which takes milliseconds to seconds.
 
         Args:
@@ -76,11 +76,11 @@ class GrammarChecker:
             if answer is None and not self._host.is_running:
                 answer = self._ask(grammar, role)  # something outside of the server has ended the host
         if answer is not None:
-            verdict = Verdict(_decode_answer(answer).error, role == TRY)
+            verdict = GrammarVerdict(_decode_answer(answer).error, role == TRY)
         elif role == TRY:
             return None
         else:
-            verdict = Verdict(excess(CHECK))
+            verdict = GrammarVerdict(excess(CHECK))
         with self._lock:
             self._verdicts[_name_of(grammar)] = verdict
             if len(self._verdicts) > MAX_VERDICTS:

@@ -77,7 +77,7 @@ class GrammarHost:
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - the command is a constant
                 _COMMAND,
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 start_new_session=True,  # Ctrl-C reaches only the server, which decides how to end
             )
         self._control = own

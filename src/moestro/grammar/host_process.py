@@ -75,7 +75,9 @@ def _bound(bounds: ProcessBounds) -> None:
     os.nice(bounds.niceness)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_MOST_LIKELY_KILLED)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic of the library prints parts of the grammar
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):  # a panic of the library prints parts of the grammar
+        os.dup2(nothing, stream)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import msgspec
 from moestro.core.grammar import Grammar
 from moestro.core.json_elements import MAX_DEPTH, is_too_deep
 from moestro.errors import RequestError, shown
-from moestro.grammar.checker import GrammarChecker, Verdict
+from moestro.grammar.checker import GrammarChecker, GrammarVerdict
 from moestro.grammar.host_messages import CHECK, TRY
 from moestro.server.protocol import GenerationFields, ResponseFormat, StructuredOutputs
 from moestro.text.thread_pool import PrepareThreads
@@ -152,7 +152,7 @@ class GrammarGate:
         self._checker = checker
         self._try_threads = PrepareThreads(MAX_WAITING_TRIES)
         self._check_threads = PrepareThreads(MAX_WAITING_CHECKS)  # Slow grammars delay other slow ones alone.
-        self._checks: dict[Grammar, asyncio.Future[Verdict]] = {}
+        self._checks: dict[Grammar, asyncio.Future[GrammarVerdict]] = {}
 
     async def check(self, asked: AskedGrammar) -> Grammar:
         """Return the grammar, if it can be used, with what the check has found of it.
@@ -172,7 +172,7 @@ class GrammarGate:
             raise RequestError(text, param=asked.param, code="invalid_grammar")
         return replace(grammar, is_light=verdict.is_light)
 
-    async def _check_new(self, checker: GrammarChecker, grammar: Grammar) -> Verdict:
+    async def _check_new(self, checker: GrammarChecker, grammar: Grammar) -> GrammarVerdict:
         """Check a grammar once for all requests that ask for it meanwhile, whichever of them ends."""
         check = self._checks.get(grammar)
         if check is None:
@@ -181,14 +181,14 @@ class GrammarGate:
             check.add_done_callback(lambda done: self._end_check(grammar, done))
         return await asyncio.shield(check)
 
-    async def _try_and_check(self, checker: GrammarChecker, grammar: Grammar) -> Verdict:
+    async def _try_and_check(self, checker: GrammarChecker, grammar: Grammar) -> GrammarVerdict:
         verdict = await self._try_threads.run(lambda: checker.check(grammar, TRY))
         if verdict is None:
             verdict = await self._check_threads.run(lambda: checker.check(grammar, CHECK))
         assert verdict is not None, "a check has a result"
         return verdict
 
-    def _end_check(self, grammar: Grammar, check: asyncio.Future[Verdict]) -> None:
+    def _end_check(self, grammar: Grammar, check: asyncio.Future[GrammarVerdict]) -> None:
         del self._checks[grammar]
         if not check.cancelled():
             check.exception()  # An exception that nobody reads would be logged.
