@@ -22,7 +22,7 @@ from moestro.engine.settings import SchedulerSettings
 NEVER = 10**9
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 40),

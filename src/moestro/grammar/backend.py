@@ -297,9 +297,9 @@ class MaskBackend:
         guilty = self._matchers.get(lost[0]) if lost and lost[0] != LEAVING else None
         if guilty is not None:
             self._blame(guilty)
-        found = [matcher for number in lost if (matcher := self._matchers.get(number)) is not None]
-        for matcher in found:
-            matcher.is_waiting = False
+        found = [each for number in lost if (each := self._matchers.get(number)) is not None]
+        for each in found:
+            each.is_waiting = False
         self._request(found)
 
     def _blame(self, matcher: AnswerMatcher) -> None:
