@@ -82,9 +82,11 @@ def openai_client(openai: ModuleType, place: Running) -> Iterator[Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def grammars() -> Iterator[None]:
-    """The directories of plain grammars, which end with the session."""
+    """The directories and processes of plain grammars, which end with the session."""
     yield
     if (used := sys.modules.get("support.plain_grammar")) is not None:
+        for backend in used.BACKENDS:
+            backend.close()
         used.DIRECTORIES.cleanup()
 
 

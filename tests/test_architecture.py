@@ -46,6 +46,7 @@ MAY_IMPORT["cli"] = set(MAY_IMPORT)
 # `config` may import these modules too: they load neither torch nor anything with effects.
 SETTINGS_OF = {*LEVELS, "model", "cost", "text", "web"}
 EFFECTS = {
+    "grammar",
     "text",
     "worker",
     "server",

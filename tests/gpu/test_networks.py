@@ -10,9 +10,9 @@ from parity import drive, tiny
 from parity.test_families import NUM_NEW, prompts
 from parity.test_non_finite import check_that_nan_ends_alone, poisoned_network
 from support.fake_device import make_request
-from support.plain_grammar import PATTERNS, backend
+from support.plain_grammar import PATTERNS, backend, light
 
-from moestro.core.grammar import Grammar, MaskRequest
+from moestro.core.grammar import MaskRequest
 from moestro.core.work import Forward, LogitEdits
 from moestro.model.device import open_device
 from moestro.model.results import to_host
@@ -80,7 +80,7 @@ def _decode_units(num_units: int, step: int, kind: str):
         )
     if kind == "edited":
         matcher = backend(tiny.VOCAB)
-        mask = matcher.mask(MaskRequest(matcher.matcher(Grammar("regex", PATTERNS[0])), NOTHING, NOTHING))
+        (mask,) = matcher.masks([MaskRequest(matcher.matcher(light(PATTERNS[0])), NOTHING, NOTHING)])
         rows = np.arange(num_units, dtype=np.int32)
         pairs = np.stack([rows, rows + 5])
         columns["sampling"] = drive.greedy(num_units, repetition_penalty=1.3, presence_penalty=0.5)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from parity import drive
-from support.plain_grammar import PATTERNS, backend
+from support.plain_grammar import PATTERNS, backend, light
 
-from moestro.core.grammar import Grammar, MaskRequest
+from moestro.core.grammar import MaskRequest
 from moestro.core.work import LogitEdits
 from moestro.model.logit_edits import edit_logits
 from moestro.model.sampler import find_peaks, measure_logprobs, sample
@@ -86,7 +86,10 @@ def test_edited_logits_are_those_of_the_cpu(vocabulary, accelerator):
         bias=rng.uniform(-3, 3, ROWS).astype(np.float32),
         banned=np.stack([np.arange(ROWS), rng.integers(vocabulary, size=ROWS)]).astype(np.int32),
         masks=tuple(
-            (unit, known.mask(MaskRequest(known.matcher(Grammar("regex", PATTERNS[unit % 3])), NOTHING, NOTHING)))
+            (
+                unit,
+                known.masks([MaskRequest(known.matcher(light(PATTERNS[unit % 3])), NOTHING, NOTHING)])[0],
+            )
             for unit in range(0, ROWS, 5)
         ),
     )

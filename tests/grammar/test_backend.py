@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import os
+import signal
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support import plain_grammar
-from support.plain_grammar import ENDS, PATTERNS, backend, token_texts
+from support.plain_grammar import ENDS, PATTERNS, Patience, backend, light, token_texts
+from support.running import wait_until
 
 from moestro.core.grammar import Grammar, MaskRequest
 from moestro.core.request import SamplingParams
 from moestro.grammar import backend as backend_module
-from moestro.grammar.backend import MaskBackend
-from moestro.grammar.compiler import VocabularySource
+from moestro.grammar import host_messages, mask_worker
+from moestro.grammar.backend import MAX_SLOW, MaskBackend, WaitAllowance
+from moestro.grammar.compiler import GrammarCompiler, VocabularySource
+from moestro.grammar.mask_worker import compute_masks
 
 VOCABULARY = 50
 NONE = np.empty(0, np.int32)
@@ -34,7 +44,7 @@ def tokens_of(mask) -> list[int]:
 
 def following(pattern: str, text: str, **wishes) -> list[int]:
     masks = backend(VOCABULARY)
-    mask = masks.mask(asked(masks.matcher(Grammar("regex", pattern)), ids(text), **wishes))
+    (mask,) = masks.masks([asked(masks.matcher(light(pattern)), ids(text), **wishes)])
     return tokens_of(mask)
 
 
@@ -47,9 +57,9 @@ def test_only_end_tokens_follow_a_complete_text():
 
 def test_an_answer_that_passed_the_end_is_free_as_in_vllm():
     masks = backend(VOCABULARY)
-    matcher = masks.matcher(Grammar("regex", "a"))
+    matcher = masks.matcher(light("a"))
     texts = [ids("a"), [*ids("a"), 0], [*ids("a"), 0, 7, 9]]
-    counts = [len(tokens_of(masks.mask(asked(matcher, text)))) for text in texts]
+    counts = [len(tokens_of(masks.masks([asked(matcher, text)])[0])) for text in texts]
     assert counts == [2, VOCABULARY, VOCABULARY]
 
 
@@ -61,7 +71,7 @@ def test_unwanted_tokens_stay_only_where_there_are_no_others():
 @pytest.mark.parametrize("seed", range(5))
 def test_masks_equal_their_plain_twin_in_any_batch_and_any_order(seed):
     rng, masks = np.random.default_rng(seed), backend(VOCABULARY)
-    answers = [(Grammar("regex", str(rng.choice(PATTERNS))), [], None) for _ in range(8)]
+    answers = [(light(str(rng.choice(PATTERNS))), [], None) for _ in range(8)]
     answers = [(grammar, generated, masks.matcher(grammar)) for grammar, generated, _ in answers]
     for _ in range(12):
         chosen = [answers[i] for i in rng.permutation(8)[: rng.integers(1, 9)]]
@@ -70,7 +80,7 @@ def test_masks_equal_their_plain_twin_in_any_batch_and_any_order(seed):
             asked(masks.matcher(grammar) if rng.random() < 0.3 else matcher, generated)
             for grammar, generated, matcher in chosen
         ]
-        for (grammar, generated, _), mask in zip(chosen, map(masks.mask, requests), strict=True):
+        for (grammar, generated, _), mask in zip(chosen, masks.masks(requests), strict=True):
             sampling = SamplingParams(max_tokens=99, grammar=grammar)
             allowed = np.flatnonzero(plain_grammar.allowed(generated, sampling, VOCABULARY)).tolist()
             assert tokens_of(mask) == allowed
@@ -78,53 +88,161 @@ def test_masks_equal_their_plain_twin_in_any_batch_and_any_order(seed):
                 generated.append(int(rng.choice(allowed)))
 
 
+@pytest.fixture
+def masks():
+    """A backend of the test's own, whose processes it may end."""
+    source = VocabularySource(plain_grammar.tokenizer_directory(VOCABULARY), VOCABULARY, ENDS)
+    masks = MaskBackend(source, Patience())
+    yield masks
+    masks.close()
+
+
+def next_mask(masks: MaskBackend, matcher, text: str) -> list[int]:
+    """The mask after a text, however late it comes."""
+    (mask,) = masks.masks([asked(matcher, ids(text))])
+    if mask.words() is None:
+        wait_until(lambda: masks.is_ready(matcher))
+        (mask,) = masks.masks([asked(matcher, ids(text))])
+    return tokens_of(mask)
+
+
+def forks(masks: MaskBackend) -> list[int]:
+    """Processes of a backend, the oldest first."""
+    host = masks._host._process.pid
+    return [int(each) for each in Path(f"/proc/{host}/task/{host}/children").read_text().split()]
+
+
+def process_that_ends() -> socket.socket:
+    """A process that ends in its first job."""
+    own, theirs = socket.socketpair()
+    theirs.close()
+    return own
+
+
 def test_a_token_that_the_grammar_excludes_fails_the_matcher_and_no_other():
     masks = backend(VOCABULARY)
-    wrong, right = (masks.matcher(Grammar("regex", "ab")) for _ in range(2))
-    first, second = masks.mask(asked(wrong, ids("z"))), masks.mask(asked(right, ids("a")))
+    wrong, right = (masks.matcher(light("ab")) for _ in range(2))
+    first, second = masks.masks([asked(wrong, ids("z")), asked(right, ids("a"))])
     assert (tokens_of(first), tokens_of(second)) == ([], ids("b"))
     assert masks.failure(wrong) is not None
     assert masks.failure(right) is None
 
 
-def test_a_grammar_that_does_not_compile_fails_its_matcher():
+@pytest.mark.parametrize("is_light", [True, False])
+def test_a_grammar_that_does_not_compile_fails_its_matcher(is_light):
     masks = backend(VOCABULARY)
-    matcher = masks.matcher(Grammar("regex", "(a"))
-    mask = masks.mask(asked(matcher, []))
-    assert tokens_of(mask) == []
+    matcher = masks.matcher(Grammar("regex", "(a", is_light=is_light))
+    assert next_mask(masks, matcher, "") == []
     assert "unclosed" in masks.failure(matcher)
 
 
-def test_compiled_grammars_are_shared_and_bounded(monkeypatch):
-    monkeypatch.setattr(backend_module, "MAX_COMPILED", 2)
-    masks = MaskBackend(VocabularySource(plain_grammar.tokenizer_directory(VOCABULARY), VOCABULARY, ENDS))
-    first, second, third = (Grammar("regex", text) for text in "abc")
-    held = masks.prepare(first)
-    assert masks.prepare(first) is held
-    for grammar in (second, third):
-        masks.prepare(grammar).result()
-    assert masks.prepare(first) is held, "someone holds it"
-    assert len(masks._kept) == 2
-    del held
-    for grammar in (second, third):
-        masks.prepare(grammar).result()
+def test_nothing_waits_for_a_slow_grammar(masks):
+    matcher = masks.matcher(Grammar("regex", "ab"))
+    assert next_mask(masks, matcher, "")
+    (pid,) = forks(masks)
+    os.kill(pid, signal.SIGSTOP)
+    (late,) = masks.masks([asked(matcher, ids("a"))])
+    assert late.words() is None, "its process stands still"
+    assert not masks.is_ready(matcher)
+    assert next_mask(masks, masks.matcher(light("ab")), "a") == ids("b"), "the process of light ones goes on"
+    os.kill(pid, signal.SIGCONT)
+    assert next_mask(masks, matcher, "a") == ids("b")
+    assert late.words() is None, "a mask that was late stays so in its step"
+
+
+def test_masks_cost_a_rank_a_share_of_its_time_and_no_more():
+    now_ns = [0]
+    allowance = WaitAllowance(lambda: now_ns[0])
+    waited_ns = 0
+    for _ in range(1000):
+        now_ns[0] += 1_000_000
+        left_ns = int(1e9 * allowance.left_s())
+        allowance.spend(left_ns)
+        now_ns[0] += left_ns
+        waited_ns += left_ns
+    assert waited_ns <= allowance.MOST_NS + allowance.SHARE * now_ns[0]
+    allowance.spend(10**9)
+    assert allowance.left_s() == 0
+
+
+def test_a_grammar_beyond_the_bounds_of_the_first_process_moves_to_the_second(masks, monkeypatch):
+    monkeypatch.setattr(backend_module, "START_NS", -1)
+    monkeypatch.setattr(backend_module, "MASK_NS", 0)
+    matcher = masks.matcher(light("abc"))
+    assert [next_mask(masks, matcher, text) for text in ("", "a", "ab")][1:] == [ids("b"), ids("c")]
+    assert matcher.is_slow
+    assert masks._slow.num_processes == 1
+
+
+def test_the_end_of_a_process_moves_one_request_and_the_others_go_on(masks):
+    lights = [masks.matcher(light(text)) for text in ("ab", "cd")]
+    assert [tokens_of(mask) for mask in masks.masks([asked(each, []) for each in lights])][1] == ids("c")
+    (pid,) = forks(masks)
+    os.kill(pid, signal.SIGKILL)
+    masks.masks([asked(each, ids(text)) for each, text in zip(lights, "ac", strict=True)])
+    assert [next_mask(masks, each, text) for each, text in zip(lights, "ac", strict=True)] == [ids("b"), ids("d")]
+    assert masks._quick.num_processes == 2
+    assert [each.is_slow for each in lights] == [True, False]
+
+
+def test_a_request_whose_grammar_ends_its_process_twice_fails_alone(masks, monkeypatch):
+    hostile, honest = (masks.matcher(Grammar("regex", text)) for text in ("a+", "ab"))
+    with monkeypatch.context() as patch:
+        patch.setattr(masks._slow, "_fork", process_that_ends)
+        masks.masks([asked(hostile, [])])
+        wait_until(lambda: masks.is_ready(hostile) and masks.failure(hostile))
+    assert masks._slow.num_processes == 2
+    assert masks.failure(hostile) == "it takes more than 4 s or 1280 MiB to compile"
+    assert next_mask(masks, hostile, "") == []
+    assert next_mask(masks, honest, "a") == ids("b")
+
+
+def test_a_process_that_holds_enough_leaves_and_its_next_one_reads_the_answers_anew(masks, monkeypatch):
+    monkeypatch.setattr(mask_worker, "_resident_bytes", itertools.cycle([0, 0, 1]).__next__)
+    compiler = GrammarCompiler(masks._host._source)
+    bounds = host_messages.ProcessBounds(cpu_s=0, memory_bytes=0, kept_bytes=0, niceness=0)
+    processes = []
+
+    def fork() -> socket.socket:
+        own, theirs = socket.socketpair()
+        processes.append(threading.Thread(target=lambda: run(theirs)))
+        processes[-1].start()
+        return own
+
+    def run(file: socket.socket) -> None:
+        with file:
+            compute_masks(file.fileno(), compiler, bounds)
+
+    masks._quick._fork = fork
+    monkeypatch.setattr(mask_worker.signal, "setitimer", lambda *_: None)  # which only a main thread has
+    matcher = masks.matcher(light("abcd"))
+    assert [next_mask(masks, matcher, "abc"[:n]) for n in range(4)] == [*map(ids, "abcd")]
+    assert (masks._quick.num_processes, matcher.is_slow) == (2, False)
+    masks._quick.close()
+    for process in processes:
+        process.join()
+
+
+def test_the_second_process_serves_the_answer_that_has_cost_least(masks, monkeypatch):
+    sent: list[int] = []
+    monkeypatch.setattr(masks._slow, "send", lambda jobs: sent.extend(job.matcher for job in jobs))
+    dear, cheap, new = (masks.matcher(Grammar("regex", text)) for text in ("[a-c]{9}", "[a-c]{8}", "[a-c]{7}"))
+    dear.cost_ns, cheap.cost_ns, masks._served_ns = 9000, 3000, 5000
+    masks.masks([asked(each, []) for each in (dear, cheap, new)])
+    masks._send_slow()
+    masks._send_slow()
+    assert sent == [cheap.number, new.number, dear.number]
+    assert new.cost_ns == 5000, "who comes anew does not pass those who have waited"
+
+
+def test_few_slow_grammars_run_at_once(masks):
+    slow = Grammar("regex", "ab")
+    held = [masks.matcher(slow) for _ in range(MAX_SLOW - 1)]
+    assert masks.has_room(slow)
+    assert not masks.has_room(slow, num_coming=1)
+    assert masks.has_room(replace(slow, is_light=True), num_coming=99)
+    held.append(masks.matcher(slow))
+    assert not masks.has_room(slow)
+    held.clear()
     gc.collect()
-    assert first not in masks._compiled, "the oldest one was dropped"
-    masks.close()
-
-
-def test_an_error_of_the_library_ends_its_request_and_neither_others_nor_the_rank(monkeypatch, caplog):
-    masks = MaskBackend(VocabularySource(plain_grammar.tokenizer_directory(VOCABULARY), VOCABULARY, ENDS))
-
-    class Broken:
-        def unsafe_compute_mask_ptr(self, *_: object) -> None:
-            raise BaseException("a panic")  # as the library's panics are
-
-    broken, healthy = (masks.matcher(Grammar("regex", text)) for text in ("ab", "ba"))
-    monkeypatch.setattr(broken, "follow", lambda generated: Broken())
-    refused, mask = masks.mask(asked(broken, [])), masks.mask(asked(healthy, []))
-    assert tokens_of(refused) == []
-    assert "a panic" in masks.failure(broken)
-    assert tokens_of(mask), "the other request goes on"
-    assert masks.failure(healthy) is None
-    masks.close()
+    assert masks.has_room(slow)

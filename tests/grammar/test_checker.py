@@ -1,69 +1,101 @@
-"""The check of clients' grammars: within bounds of time and memory, and never twice."""
+"""The check of clients' grammars: within bounds of processes, time and memory, and never twice."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from moestro.core.grammar import Grammar
 from moestro.grammar import checker as checker_module
-from moestro.grammar.check_job import TIME_LIMIT_S
-from moestro.grammar.checker import GrammarChecker
+from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
+from moestro.grammar.compiler import VocabularySource
+from moestro.grammar.host_messages import BOUNDS, CHECK, TRY
+
+MINUTES = '{"type": "integer", "multipleOf": 9999991}'
 
 
 @pytest.fixture
 def checker(demo_dir):
-    checker = GrammarChecker(str(demo_dir), 4096, (0, 2))
+    checker = GrammarChecker(VocabularySource(demo_dir, 4096, (0, 2)))
     yield checker
     checker.close()
 
 
-def pid_of(checker: GrammarChecker) -> int:
-    (idle,) = checker._idle
-    return idle._process.pid
+def host_pid(checker: GrammarChecker) -> int:
+    return checker._host._process.pid
+
+
+def forks(checker: GrammarChecker) -> list[int]:
+    pid = host_pid(checker)
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_good_grammars_pass_and_others_say_why(checker):
-    assert checker.check(Grammar("json_object")) is None
-    assert "unclosed" in checker.check(Grammar("regex", "(a"))
-    assert checker.check(Grammar("regex", r"[^\s\S]")) == "no text matches it"
-    assert checker.check(Grammar("json_schema", '{"$ref": "#"}')) == "no text matches it"
-    assert checker.check(Grammar("json_object")) is None
+    assert checker.check(Grammar("json_object"), CHECK).error is None
+    assert "unclosed" in checker.check(Grammar("regex", "(a"), CHECK).error
+    assert checker.check(Grammar("regex", r"[^\s\S]"), CHECK).error == "no text matches it"
+    assert checker.check(Grammar("json_schema", '{"$ref": "#"}'), CHECK).error == "no text matches it"
+    assert checker.check(Grammar("json_object"), CHECK).error is None
 
 
 def test_a_grammar_that_takes_minutes_is_ended_and_the_next_one_is_checked(checker):
+    slow = Grammar("json_schema", MINUTES)
     began = time.monotonic()
-    error = checker.check(Grammar("json_schema", '{"type": "integer", "multipleOf": 9999991}'))
-    assert error == f"it takes more than {TIME_LIMIT_S:g} s to compile"
-    assert checker.check(Grammar("regex", "a")) is None
-    assert time.monotonic() - began < 20 * TIME_LIMIT_S
-    began = time.process_time()
-    assert checker.check(Grammar("json_schema", '{"type": "integer", "multipleOf": 9999991}')) == error
-    assert time.process_time() - began < TIME_LIMIT_S / 2, "the result was not remembered"
+    assert checker.check(slow, TRY) is None
+    assert checker.known(slow) is None, "a try that was too short says nothing"
+    verdict = checker.check(slow, CHECK)
+    assert verdict == GrammarVerdict(f"it takes more than {BOUNDS[CHECK].cpu_s:g} s or 1024 MiB to compile")
+    assert checker.known(slow) == verdict
+    assert checker.check(Grammar("regex", "a"), CHECK).error is None
+    assert time.monotonic() - began < 60 * BOUNDS[CHECK].cpu_s
 
 
-def test_a_process_that_was_killed_is_replaced(checker):
-    assert checker.check(Grammar("regex", "a")) is None
-    os.kill(pid_of(checker), signal.SIGKILL)
-    assert checker.check(Grammar("regex", "b")) is None
+def test_a_host_that_was_killed_is_replaced(checker):
+    assert checker.check(Grammar("regex", "a"), CHECK).error is None
+    first = host_pid(checker)
+    os.kill(first, signal.SIGKILL)
+    assert checker.check(Grammar("regex", "b"), CHECK).error is None
+    assert host_pid(checker) != first
 
 
-def test_results_are_bounded(checker, monkeypatch):
+def test_verdicts_are_bounded_and_hold_no_text(checker, monkeypatch):
     monkeypatch.setattr(checker_module, "MAX_VERDICTS", 3)
     for i in range(6):
-        checker.check(Grammar("regex", f"a{i}"))
-    assert [checker.is_known(Grammar("regex", f"a{i}")) for i in range(6)] == [False] * 3 + [True] * 3
-    monkeypatch.setattr(checker_module, "MAX_VERDICT_BYTES", 10)
-    checker.check(Grammar("regex", "b" * 9))
-    assert not checker.is_known(Grammar("regex", "a5"))
+        checker.check(Grammar("regex", f"a{i}"), CHECK)
+    known = [checker.known(Grammar("regex", f"a{i}")) is not None for i in range(6)]
+    assert known == [False] * 3 + [True] * 3
+    assert {len(name) for name in checker._verdicts} == {16}
+
+
+def test_slow_checks_start_no_more_processes_and_stop_no_try(checker):
+    most, ended = [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            most.append(len(forks(checker)))
+
+    checker.check(Grammar("regex", "a"), TRY)
+    with ThreadPoolExecutor(14) as pool:
+        watching = pool.submit(watch)
+        slow = [pool.submit(checker.check, Grammar("json_schema", MINUTES + " " * i), CHECK) for i in range(2)]
+        tries = [pool.submit(checker.check, Grammar("regex", f"b{i}"), TRY) for i in range(8)]
+        assert all(each.result() in (None, GrammarVerdict(None, is_light=True)) for each in tries)
+        assert not all(each.done() for each in slow), "tries do not wait for slow checks"
+        assert all(each.result().error for each in slow)
+        ended.set()
+        watching.result()
+    assert 1 <= max(most) <= MAX_TRIES + MAX_CHECKS + 1, "one may be ending while the next begins"
 
 
 def test_no_process_outlives_the_checker(demo_dir):
-    checker = GrammarChecker(str(demo_dir), 4096, (0, 2))
-    checker.check(Grammar("regex", "a"))
-    process = checker._idle[0]
+    checker = GrammarChecker(VocabularySource(demo_dir, 4096, (0, 2)))
+    checker.check(Grammar("regex", "a"), CHECK)
+    process = checker._host._process
     checker.close()
-    assert not process.is_alive
+    assert process.poll() is not None

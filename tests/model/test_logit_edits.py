@@ -8,10 +8,9 @@ import torch
 from parity import drive, tiny
 from support import plain_sampling
 from support.fake_device import make_request
-from support.plain_grammar import backend
+from support.plain_grammar import backend, light
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from moestro.core.grammar import Grammar
 from moestro.core.request import packed_tokens
 from moestro.core.work import LOGITS_LAST, LOGITS_NONE, LogitEdits
 from moestro.engine.logit_edits import SequenceEdits, join_edits
@@ -104,21 +103,21 @@ def test_the_last_token_of_a_bad_word_is_banned_where_the_others_stand_before_it
 
 
 def test_a_grammar_and_listed_tokens_both_hold():
-    grammar = Grammar("regex", "[a-d]{2}")
+    grammar = light("[a-d]{2}")
     request = make_request("r", [9], max_tokens=5, grammar=grammar, allowed_tokens=packed_tokens((3, 5, 7, 0)))
     assert masked(request, [9]) == [3, 5]  # b and d
     assert masked(request, [9, 3, 3]) == [0]
 
 
 def test_a_complete_text_ends_before_min_tokens_and_any_other_does_not():
-    wishes = {"grammar": Grammar("regex", "ab?"), "min_tokens": 5, "stop_token_ids": (0, 1)}
+    wishes = {"grammar": light("ab?"), "min_tokens": 5, "stop_token_ids": (0, 1)}
     request = make_request("r", [9], max_tokens=9, **wishes)
     assert masked(request, [9, 2]) == [3]
     assert masked(request, [9, 2, 3]) == [0, 1]
 
 
 def test_a_mask_covers_fewer_tokens_than_the_logits():
-    request = make_request("r", [9], max_tokens=5, grammar=Grammar("regex", "[0-9a-z]"))
+    request = make_request("r", [9], max_tokens=5, grammar=light("[0-9a-z]"))
     matcher = backend(40).matcher(request.sampling.grammar)
     edits = join_edits([0], [SequenceEdits(request, matcher)], [np.array([9], np.int32)], backend(40))
     (row,) = edit_logits(torch.zeros(1, 90), edits, np.arange(1), np.array([sampling_row(request.sampling)])).numpy()

@@ -9,9 +9,8 @@ from parity import drive, tiny
 from parity.test_non_finite import CLEAN, SETTINGS
 from parity.test_stages import BLOCK_SIZE, staged_device
 from support.fake_device import make_request
-from support.plain_grammar import LETTERS, backend, token_texts
+from support.plain_grammar import LETTERS, backend, light, token_texts
 
-from moestro.core.grammar import Grammar
 from moestro.core.request import FinishReason
 from moestro.engine.rank import build_preemptive_rank, build_rank
 from moestro.errors import RequestError
@@ -42,7 +41,11 @@ def run(rank, *requests) -> dict[str, tuple[list[int], FinishReason | None]]:
 
 def asked(name: str, prompt, grammar: str = "", resumed: str = ""):
     request = make_request(
-        name, prompt, block_size=BLOCK_SIZE, max_tokens=6, grammar=Grammar("regex", grammar) if grammar else None
+        name,
+        prompt,
+        block_size=BLOCK_SIZE,
+        max_tokens=6,
+        grammar=light(grammar) if grammar else None,
     )
     ids = np.array([token_texts(tiny.VOCAB).index(letter) for letter in resumed], np.int32)
     return msgspec.structs.replace(request, resumed_token_ids=ids.tobytes())

@@ -9,10 +9,9 @@ import torch
 from parity import tiny
 from support import plain_sampling
 from support.fake_device import make_request
-from support.plain_grammar import PATTERNS, backend
+from support.plain_grammar import PATTERNS, backend, light
 from support.step_policies import ADVERSARIES, Random
 
-from moestro.core.grammar import Grammar
 from moestro.core.request import ServiceClass
 from moestro.core.stages import StageShape
 from moestro.engine.rank import build_preemptive_rank
@@ -132,7 +131,8 @@ def test_grammars_hold_under_any_step_policy(policy, checkpoint):
     rng = np.random.default_rng(3)
     requests = [
         msgspec.structs.replace(
-            request, sampling=msgspec.structs.replace(request.sampling, grammar=Grammar("regex", PATTERNS[i % 6]))
+            request,
+            sampling=msgspec.structs.replace(request.sampling, grammar=light(PATTERNS[i % 6])),
         )
         if i % 3
         else request

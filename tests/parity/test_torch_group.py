@@ -12,12 +12,11 @@ import torch
 from parity import drive, tiny
 from support.fake_device import make_request
 from support.linked_group import serve
-from support.plain_grammar import backend, token_texts
+from support.plain_grammar import backend, light, token_texts
 from support.step_policies import Random
 from support.torch_group import BLOCK_SIZE, Layout, TorchGroup
 
 from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.core.grammar import Grammar
 from moestro.core.request import SamplingParams, ServiceClass
 from moestro.flow.policies.basic import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
@@ -78,7 +77,7 @@ def test_a_family_spread_over_workers_gives_the_tokens_of_the_whole_network(name
 @pytest.mark.parametrize("shape", LAYOUTS)
 def test_homes_follow_grammars(shape, checkpoint):
     """Each home samples for its own requests, with masks of its own."""
-    grammar = Grammar("regex", "([a-c]{1,3}[0-9]?){1,4}")
+    grammar = light("([a-c]{1,3}[0-9]?){1,4}")
     sampling = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, grammar=grammar)
     requests = [msgspec.structs.replace(request, sampling=sampling) for request in make_requests()]
     found = []

@@ -6,7 +6,9 @@ import asyncio
 import json
 import re
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import jsonschema
 import pytest
@@ -15,8 +17,10 @@ from support.running import Running, chat, complete, metrics
 from moestro.core.grammar import Grammar
 from moestro.core.request import FinishReason
 from moestro.errors import RequestError
+from moestro.grammar.checker import GrammarVerdict
+from moestro.grammar.host_messages import CHECK, TRY
 from moestro.server.generation import _failure
-from moestro.server.structured_output import MAX_GRAMMAR_BYTES, AskedGrammar, GrammarGate
+from moestro.server.structured_output import MAX_GRAMMAR_BYTES, MAX_WAITING_CHECKS, AskedGrammar, GrammarGate
 from moestro.server.validation import parse_chat, parse_completion
 
 SCHEMA = {
@@ -278,13 +282,13 @@ def test_many_requests_with_one_new_grammar_cost_one_check():
     class Checker:
         num_checks = 0
 
-        def is_known(self, _grammar):
-            return False
+        def known(self, _grammar):
+            return None
 
-        def check(self, grammar):
+        def check(self, grammar, _role):
             self.num_checks += 1
             time.sleep(0.1)
-            return None if grammar == used else "it is not liked"
+            return GrammarVerdict(None if grammar == used else "it is not liked", is_light=True)
 
         def close(self):
             pass
@@ -296,12 +300,52 @@ def test_many_requests_with_one_new_grammar_cost_one_check():
         refused = [asyncio.create_task(gate.check(AskedGrammar(refusing, "guided_regex"))) for _ in range(2)]
         await asyncio.sleep(0)
         waiting.pop(0).cancel()  # the first client has gone: the others wait for the same check
-        assert await asyncio.gather(*waiting) == [None] * 999
+        assert await asyncio.gather(*waiting) == [used] * 999
         for each in await asyncio.gather(*refused, return_exceptions=True):
             assert isinstance(each, RequestError)
         assert checker.num_checks == 2
         await gate.check(AskedGrammar(used, "guided_regex"))
         assert checker.num_checks == 3, "it is the checker that remembers"
+        gate.close()
+
+    asyncio.run(test())
+
+
+def test_slow_grammars_delay_no_light_one_and_too_many_are_sent_away():
+    class Checker:
+        """Checks of slow grammars end when they may."""
+
+        may_end, roles = Event(), list[str]()
+
+        def known(self, _grammar):
+            return None
+
+        def check(self, grammar, role):
+            self.roles.append(role)
+            if role == CHECK:
+                self.may_end.wait()
+            return GrammarVerdict(None, is_light=role == TRY) if role == CHECK or grammar.text == "light" else None
+
+        def close(self):
+            pass
+
+    async def test() -> None:
+        checker = Checker()
+        gate = GrammarGate(checker)
+
+        def ask(text: str) -> asyncio.Task[Grammar]:
+            return asyncio.create_task(gate.check(AskedGrammar(Grammar("regex", text), "guided_regex")))
+
+        slow = [ask(f"slow {i}") for i in range(MAX_WAITING_CHECKS + 3)]
+        assert (await ask("light")).is_light
+        refused, _ = await asyncio.wait(slow, return_when=asyncio.FIRST_EXCEPTION)
+        while len(refused) < 3:
+            refused, _ = await asyncio.wait(slow, timeout=0.1)
+        assert [(each.exception().http_status, each.exception().retry_after_s) for each in refused] == [(503, 1)] * 3
+        checker.may_end.set()
+        found = [each for each in await asyncio.gather(*slow, return_exceptions=True) if isinstance(each, Grammar)]
+        assert [each.is_light for each in found] == [False] * MAX_WAITING_CHECKS
+        assert Counter(checker.roles) == {TRY: len(slow) + 1, CHECK: MAX_WAITING_CHECKS}
         gate.close()
 
     asyncio.run(test())

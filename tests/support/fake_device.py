@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from hashlib import blake2b
 
+import msgspec
 import numpy as np
 from support import plain_sampling
 
@@ -58,9 +59,17 @@ def edited_scores(tokens, units, i: int) -> np.ndarray:
     for unit, token in edits.banned.T.tolist():
         logits[token] = -np.inf if unit == i else logits[token]
     for words in (mask.words() for unit, mask in edits.masks if unit == i):
+        if words is None:
+            continue
         bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=min(32 * len(words), VOCAB_SIZE))
         logits[np.flatnonzero(np.pad(bits, (0, VOCAB_SIZE - len(bits))) == 0)] = -np.inf
     return logits
+
+
+def late_masks_of(units, result: StepResult) -> StepResult:
+    """The result, with the units whose masks were not ready."""
+    late = [] if units.edits is None else [unit for unit, mask in units.edits.masks if mask.words() is None]
+    return msgspec.structs.replace(result, unmasked=np.array(late, np.int64)) if late else result
 
 
 def expected_prompt_logprobs(request: Request) -> list[tuple[int, float]]:
@@ -122,7 +131,7 @@ class KvDevice:
                     TokenLogprobs(token, float(scores(tokens[: p + 1])[token % VOCAB_SIZE]), 1)
                     for p, token in zip(range(start, end), following, strict=False)
                 )
-        return result
+        return late_masks_of(units, result)
 
     def poll(self, now_ns: int) -> list[StepResult]:
         if self._pending and self._pending[0][0] <= 0:

@@ -16,13 +16,14 @@ import regex
 
 from moestro.core.grammar import Grammar
 from moestro.core.request import SamplingParams
-from moestro.grammar.backend import MaskBackend
+from moestro.grammar.backend import MaskBackend, WaitAllowance
 from moestro.grammar.compiler import VocabularySource
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 ENDS = (0, 1)
 # conftest.py removes it: the processes of pytest-xdist end without what `atexit` would do.
 DIRECTORIES = tempfile.TemporaryDirectory(prefix="plain-grammar-")
+BACKENDS: list[MaskBackend] = []  # conftest.py closes them
 PATTERNS = ["(ab?|cd)*e", "[a-m]{2,5}", "a*", "x|yz|yzab|0123", "([a-c]{1,3}[0-9]?){1,4}", "(a|b)*abc"]
 
 
@@ -51,10 +52,23 @@ def tokenizer_directory(vocabulary: int) -> Path:
     return directory
 
 
+class Patience(WaitAllowance):
+    """Waits for each mask, so that no busy machine makes it late."""
+
+    def left_s(self) -> float:
+        return 10.0
+
+
 @cache
 def backend(vocabulary: int) -> MaskBackend:
     """The real backend for the vocabulary, shared by all tests of a process."""
-    return MaskBackend(VocabularySource(tokenizer_directory(vocabulary), vocabulary, ENDS))
+    BACKENDS.append(MaskBackend(VocabularySource(tokenizer_directory(vocabulary), vocabulary, ENDS), Patience()))
+    return BACKENDS[-1]
+
+
+def light(pattern: str) -> Grammar:
+    """The grammar of a regular expression whose masks a rank may wait for."""
+    return Grammar("regex", pattern, is_light=True)
 
 
 def allowed(generated: list[int], sampling: SamplingParams, vocabulary: int) -> np.ndarray:
@@ -82,4 +96,8 @@ def random_grammar(rng: np.random.Generator) -> dict[str, object]:
     """A grammar, for some requests. It excludes the wishes that could leave no token at all."""
     if rng.random() < 0.6:
         return {}
-    return {"grammar": Grammar("regex", str(rng.choice(PATTERNS))), "allowed_tokens": b"", "bad_words": ()}
+    return {
+        "grammar": Grammar("regex", str(rng.choice(PATTERNS)), is_light=True),
+        "allowed_tokens": b"",
+        "bad_words": (),
+    }

@@ -115,7 +115,7 @@ class Running:
 
 
 _RENDERER = "moestro.text.template_worker"
-_NO_RANKS = (_RENDERER, "moestro.grammar.check_worker", STANDBY[0])
+_NO_RANKS = (_RENDERER, "moestro.grammar.host_process", STANDBY[0])
 
 
 def has_ended(process: psutil.Process) -> bool:

@@ -1,8 +1,6 @@
-"""Requests whose grammar is not compiled wait outside of the rank, and nobody else does."""
+"""Requests with slow grammars wait outside of the rank while many of them run, and no others do."""
 
 from __future__ import annotations
-
-from concurrent.futures import Future
 
 from support.fake_device import make_request
 
@@ -25,42 +23,50 @@ class Inbox:
 
 
 class Backend:
-    def __init__(self) -> None:
-        self.compiled: dict[Grammar, Future] = {}
+    is_waiting = False
 
-    def prepare(self, grammar):
-        return self.compiled.setdefault(grammar, Future())
+    def __init__(self, room: int = 0) -> None:
+        self.room = room
+
+    def has_room(self, grammar, num_coming=0):
+        return grammar.is_light or num_coming < self.room
 
 
-def request(name: str, text: str = "") -> Add:
-    grammar = Grammar("regex", text) if text else None
+def request(name: str, text: str = "", *, is_light: bool = False) -> Add:
+    grammar = Grammar("regex", text, is_light=is_light) if text else None
     return Add(make_request(name, [1], grammar=grammar))
 
 
-def test_a_request_comes_when_its_grammar_is_compiled_and_others_pass_it():
+def test_requests_with_slow_grammars_wait_for_room_in_order_and_others_pass_them():
     inner, backend = Inbox(), Backend()
     inbox = GrammarInbox(inner, backend)
-    slow, plain = request("slow", "a"), request("plain")
-    inner.messages = [slow, plain]
-    assert inbox.receive(None) == [plain]
+    first, second, third = (request(f"slow{i}", "a") for i in range(3))
+    plain, light = request("plain"), request("light", "a", is_light=True)
+    inner.messages = [first, plain, second, light, third]
+    assert inbox.receive(None) == [plain, light]
     assert inbox.receive(None) == []
     assert inner.waits[0] is None
     assert inner.waits[1] is not None, "the loop must look again"
-    assert not inbox.has_messages()
-    backend.prepare(Grammar("regex", "a")).set_result(object())
-    assert inbox.has_messages()
+    backend.room = 2
     inner.messages = [Shutdown()]
-    assert inbox.receive(None) == [slow, Shutdown()]
+    assert inbox.receive(None) == [first, second, Shutdown()]
     assert inner.waits[-1] == 0
+    assert inbox.receive(None) == [third]
     assert inbox.receive(None) == []
     assert inner.waits[-1] is None, "nothing is held back"
 
 
-def test_a_compiled_grammar_is_not_waited_for():
+def test_no_more_come_at_once_than_there_is_room_for():
+    inner, backend = Inbox(), Backend(room=2)
+    inner.messages = [request(f"slow{i}", "a") for i in range(5)]
+    assert len(GrammarInbox(inner, backend).receive(0)) == 2
+
+
+def test_the_loop_looks_again_while_a_mask_is_computed():
     inner, backend = Inbox(), Backend()
-    backend.prepare(Grammar("regex", "a")).set_exception(ValueError())  # the rank ends the request with an error
-    inner.messages = [request("r", "a")]
-    assert len(GrammarInbox(inner, backend).receive(0)) == 1
+    backend.is_waiting = True
+    GrammarInbox(inner, backend).receive(None)
+    assert inner.waits[0] is not None
 
 
 def test_an_abort_drops_a_request_that_is_held_back():
@@ -70,11 +76,11 @@ def test_an_abort_drops_a_request_that_is_held_back():
     assert inbox.receive(0) == []
     inner.messages = [Abort(("r",))]
     assert inbox.receive(0) == [Abort(("r",))]
-    backend.prepare(Grammar("regex", "a")).set_result(object())
+    backend.room = 1
     assert inbox.receive(0) == []
 
 
-def test_what_the_loop_tells_the_channel_reaches_it():
+def test_what_the_loop_reports_to_the_channel_reaches_it():
     inner = Inbox()
     inbox = GrammarInbox(inner, Backend())
     inbox.num_steps, inbox.owes = 7, False

@@ -6,7 +6,8 @@ nor a chunk, nor a preemption, nor another engine changes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,10 +24,13 @@ class Grammar:
         kind: one of `GRAMMAR_KINDS`.
         text: the JSON schema, the regular expression, a JSON list of strings, or a grammar in Lark's notation or in
             EBNF. The text of a `json_object` is empty.
+        is_light: whether a check has found that it compiles in milliseconds. It changes where masks are computed, and
+            no mask; equal grammars may differ in it.
     """
 
     kind: str
     text: str = ""
+    is_light: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMAR_KINDS:
@@ -50,10 +54,13 @@ class MaskRequest:
 
 
 class TokenMask(Protocol):
-    """Mask of one row of logits, computed when it is asked for."""
+    """Mask of one row of logits, computed beside the step."""
 
-    def words(self) -> NDArray[np.int32]:
-        """int32[words], bit t % 32 of word t // 32 says whether token t is allowed."""
+    def words(self) -> NDArray[np.int32] | None:
+        """int32[words], bit t % 32 of word t // 32 says whether token t is allowed; the same at each call.
+
+        None means that the mask is not ready: the row gets no token in this step.
+        """
         ...
 
 
@@ -64,8 +71,12 @@ class GrammarBackend(Protocol):
         """Return the matcher of a new sequence."""
         ...
 
-    def mask(self, request: MaskRequest) -> TokenMask:
-        """Return a mask that is not computed yet."""
+    def masks(self, requests: Sequence[MaskRequest]) -> Sequence[TokenMask]:
+        """Return the masks of a plan's sequences, which are computed while the plan is."""
+        ...
+
+    def is_ready(self, matcher: Any) -> bool:
+        """Whether the mask that was requested last is computed, or no mask is being computed."""
         ...
 
     def failure(self, matcher: Any) -> str | None:

@@ -50,7 +50,7 @@ class LogitEdits(msgspec.Struct, frozen=True, eq=False, gc=False):
         bias: float32[n], added to the logits of `biased`.
         banned: int32[2, n], tokens that must not be sampled yet.
         masks: pairs (index into the units, mask of its tokens), by unit, each unit at most once. The masks are
-            computed when the sampler asks for them.
+            computed beside the step; the sampler takes those that are ready.
     """
 
     said: Int32s
@@ -179,6 +179,8 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
         token_ids: int32[n], the sampled token, -1 without LOGITS_LAST. None means a priced device.
         non_finite: int64[m], indices into `slot` of units whose wanted logits hold NaN or have no finite maximum. They
             have no token, and their other fields are undefined. None means that there is no such unit.
+        unmasked: int64[m], indices into `slot` of units whose token mask was not ready. They have no token; their last
+            position is computed again. None means that there is no such unit.
         logprobs: log probabilities of the sampled token, by index into `slot`.
         prompt_logprobs: one entry per token of a LOGITS_PROMPT unit, for the token after it, by index into `slot`.
         block_hashes: HASH_BYTES for each completed block of generated tokens (hashed traces), by index into `slot`.
@@ -191,6 +193,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
     slot: Slots
     token_ids: Int32s | None = None
     non_finite: NDArray[np.int64] | None = None
+    unmasked: NDArray[np.int64] | None = None
     logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     block_hashes: dict[int, bytes] = msgspec.field(default_factory=dict)
@@ -205,6 +208,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
             slot=self.slot[rows],
             token_ids=None if self.token_ids is None else self.token_ids[rows],
             non_finite=None if self.non_finite is None else np.flatnonzero(np.isin(rows, self.non_finite)),
+            unmasked=None if self.unmasked is None else np.flatnonzero(np.isin(rows, self.unmasked)),
             logprobs={row_of[i]: v for i, v in self.logprobs.items() if i in row_of},
             prompt_logprobs={row_of[i]: v for i, v in self.prompt_logprobs.items() if i in row_of},
             block_hashes={row_of[i]: v for i, v in self.block_hashes.items() if i in row_of},

@@ -174,5 +174,7 @@ class DecodeRun:
 
 
 def _is_plain(result: StepResult) -> bool:
-    """Whether `result` has nothing but tokens and log probabilities of the tokens."""
-    return not (result.token_ids is None or result.non_finite is not None or result.block_hashes)
+    """Whether `result` has a token of each row, and else log probabilities of the tokens alone."""
+    return not (
+        result.token_ids is None or result.non_finite is not None or result.unmasked is not None or result.block_hashes
+    )

@@ -7,7 +7,7 @@ have read the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,13 @@ class ListedTokens:
     listed: NDArray[np.int32]
     other: TokenMask | None = None
 
-    def words(self) -> NDArray[np.int32]:
+    def words(self) -> NDArray[np.int32] | None:
         """Implement `TokenMask.words`."""
         if self.other is None:
             return self.listed
         words = self.other.words()
+        if words is None:
+            return None
         common = min(len(words), len(self.listed))
         return words[:common] & self.listed[:common]
 
@@ -138,12 +140,14 @@ def _masks(
     rows: Sequence[int], pairs: Sequence[tuple[SequenceEdits, Int32s]], grammars: GrammarBackend | None
 ) -> tuple[tuple[int, TokenMask], ...]:
     """Masks of the units that have one."""
+    requests = [own.mask_request(known) for own, known in pairs if own.matcher is not None]
+    computed: Iterator[TokenMask] = iter(())
+    if requests:
+        assert grammars is not None, "a matcher comes from a backend"
+        computed = iter(grammars.masks(requests))
     found: list[tuple[int, TokenMask]] = []
-    for row, (own, known) in zip(rows, pairs, strict=True):
-        mask: TokenMask | None = None
-        if own.matcher is not None:
-            assert grammars is not None, "a matcher comes from a backend"
-            mask = grammars.mask(own.mask_request(known))
+    for row, (own, _) in zip(rows, pairs, strict=True):
+        mask = None if own.matcher is None else next(computed)
         if own.listed is not None:
             mask = ListedTokens(own.listed, mask)
         if mask is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moestro.core.columns import ZERO, all_nonzero, has_true
+from moestro.core.columns import ONE, ZERO, all_nonzero, has_true
 from moestro.core.grammar import GrammarBackend
 from moestro.core.request import Request
 from moestro.core.scheduling_events import SequencePreempted
@@ -54,7 +54,7 @@ class Scheduler:
         num_steps: plans made so far.
 
     Invariants: a sequence with a unit in flight is neither scheduled nor, unless the unit is recalled, preempted; a
-    shared block is never written; blocks are conserved (`check`).
+    shared block is never written; blocks are conserved (`check`); a sequence whose token mask is late delays no other.
     """
 
     def __init__(self, settings: SchedulerSettings, recall: Recall | None = None) -> None:
@@ -153,14 +153,14 @@ class Scheduler:
     @property
     def has_unplanned(self) -> bool:
         """Whether any sequence waits, or runs without a unit in flight."""
-        return bool(len(self.waiting) or len(self.table.idle()))
+        return bool(len(self.waiting) or len(self.table.schedulable()))
 
     def has_urgent_prompts(self, now_ns: int) -> bool:
         """Whether a latency-sensitive sequence without a token could be computed now.
 
         Such a sequence either runs without a unit in flight, or waits and could be admitted.
         """
-        idle = self.table.idle(LS)
+        idle = self.table.schedulable(LS)
         if bool(self.table.has_no_token(idle).any()):
             return True
         if not self.waiting.num_ls:
@@ -188,11 +188,12 @@ class Scheduler:
         self.decode_run.end()
         if self.state.recorder is not None and len(self.waiting):
             self.state.recorder.look(self.waiting, now_ns)
+        self.table.look_for_masks()
         # 1. A waiting latency-sensitive request that finds no place preempts best-effort sequences.
-        idle = self.table.idle(service_class)
+        idle = self.table.schedulable(service_class)
         view, num_waiting = self.views.running(idle, now_ns), len(self.waiting)
         if num_waiting and self._preempt_for_first(view, limits, now_ns, service_class):
-            idle = self.table.idle(service_class)
+            idle = self.table.schedulable(service_class)
             view = self.views.running(idle, now_ns)
 
         # 2. The batch policy divides the token budget among running sequences and candidates for admission.
@@ -382,7 +383,7 @@ class Scheduler:
             num_done = table.num_in_flight[slots]
 
         # 3. The tokens of the others have their KV in the pool, and full blocks enter the prefix cache.
-        computed = table.num_computed[slots] + num_done
+        computed = self._computed_after(result, num_done)
         table.num_computed[slots] = computed
         table.num_in_flight[slots] = ZERO
         for index, entries in result.prompt_logprobs.items():
@@ -398,6 +399,20 @@ class Scheduler:
         if failed:
             output.add_failed(failed, list(map(table.has_failed_grammar, failed)))
         return output
+
+    def _computed_after(self, result: StepResult, num_done: Int32s) -> Int32s:
+        """int32[n], tokens with KV of each row of the result.
+
+        Sequences whose masks were not ready sit out. Their last token counts as not computed, so that a later unit
+        computes its logits again.
+        """
+        computed: Int32s = self.table.num_computed[result.slot] + num_done
+        if result.unmasked is not None:
+            computed[result.unmasked] -= ONE
+            for row in result.unmasked.tolist():
+                result.logprobs.pop(row, None)
+            self.table.sit_out(result.slot[result.unmasked])
+        return computed
 
     def _remove_failed(self, result: StepResult, rows: Slots) -> tuple[StepResult, list[Sequence]]:
         """Remove the sequences in `rows` of the result, whose logits are not finite, or whose grammar failed.

@@ -183,6 +183,8 @@ class SequenceTable:
         block_table: int32[slots, max blocks]. Rows of hashed traces are not written, because no device reads them.
         token_ids: int32[slots, max_model_len].
         sampling: SAMPLING_ROW[slots].
+        sits_out: bool[slots], sequences that get no unit before their token mask is ready.
+        num_sitting_out: rows that sit out.
         num_units_in_flight: rows with a unit in flight.
         num_hashed: rows of hashed traces, without token ids.
         num_wanting_prompt_logprobs, num_editing: rows that ask for prompt logprobs, or for changes to their logits.
@@ -213,6 +215,8 @@ class SequenceTable:
         self.block_table = column(-(-max_model_len // block_size))
         self.token_ids = column(max_model_len + 1)  # pages are touched only where tokens are written
         self.sampling = np.zeros(num_slots, SAMPLING_ROW)
+        self.sits_out = np.zeros(num_slots, np.bool_)
+        self.num_sitting_out = 0
         self.num_units_in_flight = 0
         self.num_hashed = 0
         self.num_wanting_prompt_logprobs = 0
@@ -298,6 +302,8 @@ class SequenceTable:
         sequence.generated = self._zeros[: end - start] if is_hashed else self.token_ids[slot, start:end].copy()
         sequence.slot = None
         self.sequences[slot] = None
+        if self.num_sitting_out:
+            self._go_on(slot)
         self.num_hashed -= is_hashed
         self.num_wanting_prompt_logprobs -= self.wants_prompt_logprobs.item(slot)
         self.num_editing -= sequence.edits is not None
@@ -409,6 +415,29 @@ class SequenceTable:
         """Slots without a unit in flight, in order of admission. With `service_class`, only slots of that class."""
         slots = self.running if service_class is None else self._of_class(service_class)
         return slots[self.num_in_flight[slots] == 0] if self.num_units_in_flight else slots
+
+    def schedulable(self, service_class: int | None = None) -> Slots:
+        """Those of `idle` that do not sit out."""
+        slots = self.idle(service_class)
+        return slots[~self.sits_out[slots]] if self.num_sitting_out else slots
+
+    def sit_out(self, slots: Slots) -> None:
+        """Give the sequences in `slots` no unit before their masks are ready."""
+        self.num_sitting_out += int(np.count_nonzero(~self.sits_out[slots]))
+        self.sits_out[slots] = True
+
+    def look_for_masks(self) -> None:
+        """Let the sequences go on whose masks have become ready."""
+        if not self.num_sitting_out:
+            return
+        for slot in np.flatnonzero(self.sits_out).tolist():
+            edits = self.at(slot).edits
+            if edits is None or self.grammars is None or self.grammars.is_ready(edits.matcher):
+                self._go_on(slot)
+
+    def _go_on(self, slot: int) -> None:
+        self.num_sitting_out -= self.sits_out.item(slot)
+        self.sits_out[slot] = False
 
     def in_flight(self, service_class: int) -> Slots:
         """Slots of `service_class` with a unit in flight, in order of admission."""

@@ -1,165 +1,325 @@
-"""Token masks of a rank, computed when the sampler asks for them.
+"""Token masks of a rank, computed in bounded processes beside its steps.
 
-By then the step is launched, so an accelerator computes the logits meanwhile. On a CPU a thread beside the step made
-each token slower than masks computed in turn (docs/log.md); one mask takes some 20 microseconds of a step's
-milliseconds (`bench/micro/grammar_vocabularies.py`). Grammars are compiled by a thread, because that takes longer.
+1. A plan requests the masks of its sequences, in one message.
+2. A process computes them while the plan's logits are computed.
+3. The sampler takes them. A row whose mask is late gets no token in that step, and its sequence sits out until the mask
+   is ready; other rows go on.
+
+Light grammars share one process, for whose masks the sampler waits within `WaitAllowance`. Others share a second one
+with a low priority, for which nothing waits. A grammar that exceeds the bounds of the first process moves to the
+second, and one that exceeds those of the second fails. The process then begins anew, and so do the others' matchers: a
+matcher is a function of the grammar and of the tokens.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
-from weakref import WeakValueDictionary
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.grammar import Grammar, MaskRequest, TokenMask
+from moestro.core.grammar import Grammar, MaskRequest
 from moestro.core.work import Int32s
-from moestro.grammar.compiler import GrammarCompiler, VocabularySource, failure_of
+from moestro.grammar.compiler import VocabularySource
+from moestro.grammar.host import GrammarHost
+from moestro.grammar.host_messages import LEAVING, QUICK, SLOW, MaskAnswer, MaskJob, excess
+from moestro.grammar.mask_lane import MaskLane
 
-logger = logging.getLogger(__name__)
-
-MAX_COMPILED = 64  # grammars that are kept for later requests
+# Sequences under slow grammars that may run at once; others wait outside of the rank's queue, and hold no KV.
+MAX_SLOW = 8
+# Processor time that the masks of one answer may take in the first process: some at its start, and some for each mask,
+# ten times the median of ordinary grammars with a vocabulary of 150,000 tokens.
+START_NS, MASK_NS = 100_000_000, 1_000_000
+_MOST_DEATHS = 2  # of the second process in the same answer's jobs: the first may have had another cause
 _WORD_BITS = 32
+
+
+class WaitAllowance:
+    """Time that a rank may wait for masks: a share of all time, whatever its requests bring.
+
+    Args:
+        now_ns: clock.
+    """
+
+    SHARE = 0.1
+    MOST_NS = 3_000_000  # at once; a step of a small network on a CPU takes as long
+
+    def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._now_ns = now_ns
+        self._left_ns, self._at_ns = float(self.MOST_NS), now_ns()
+
+    def left_s(self) -> float:
+        """Return how long the caller may wait now."""
+        now_ns = self._now_ns()
+        self._left_ns = min(self._left_ns + self.SHARE * (now_ns - self._at_ns), self.MOST_NS)
+        self._at_ns = now_ns
+        return max(self._left_ns, 0) / 1e9
+
+    def spend(self, waited_ns: int) -> None:
+        """Take a wait away, which may exceed what was left."""
+        self._left_ns -= waited_ns
 
 
 class AnswerMatcher:
     """Place of one answer in its grammar.
 
     Attributes:
-        compiled: the grammar; each answer takes a copy.
-        num_consumed: tokens of the answer that it has read.
+        number: number of this matcher in the processes.
+        grammar: language of the answer.
+        is_slow: whether the second process computes its masks.
+        generated: int32, tokens of the answer at the last request.
+        num_known: tokens that the process has read; -1 means that it has no matcher.
+        is_waiting: whether a mask is being computed.
+        num_asked: number of tokens before that mask.
+        mask: number of tokens before the mask that was computed last, and int32[words].
         is_over: whether an end token followed a complete text. All tokens are allowed from there on, as in vLLM.
         failure: why no token is allowed any more; None means that the matcher works.
+        cost_ns, num_masks: processor time of its masks, and their number.
+        num_deaths: processes that ended in one of its jobs.
     """
 
-    def __init__(self, compiled: Future[Any], eos_token_ids: frozenset[int]) -> None:
-        self.compiled = compiled
-        self.num_consumed = 0
-        self.is_over = False
+    __slots__ = (
+        "__weakref__", "cost_ns", "failure", "generated", "grammar", "is_over", "is_slow", "is_waiting", "mask",
+        "num_asked", "num_deaths", "num_known", "num_masks", "number",
+    )  # fmt: skip
+
+    def __init__(self, number: int, grammar: Grammar) -> None:
+        self.number, self.grammar, self.is_slow = number, grammar, not grammar.is_light
+        self.generated = np.empty(0, np.int32)
+        self.num_known, self.num_asked = -1, 0
+        self.is_waiting = self.is_over = False
+        self.mask: tuple[int, NDArray[np.int32]] | None = None
         self.failure: str | None = None
-        self._eos_token_ids = eos_token_ids
-        self._own: Any = None
+        self.cost_ns = self.num_masks = self.num_deaths = 0
 
-    def follow(self, generated: Int32s) -> Any:
-        """Read the tokens of the answer that are new. Returns the `LLMatcher`, or None without one to ask."""
-        if self._own is None and self.failure is None:
-            try:
-                self._own = self.compiled.result().deep_copy()
-            except BaseException as error:  # a GrammarError, or a panic of the library, which is no Exception
-                self.failure = str(error)
-        new = generated[self.num_consumed :].tolist()
-        self.num_consumed = len(generated)
-        for token in new:
-            if self.is_over or self.failure is not None:
-                break
-            if token in self._eos_token_ids:  # allowed by masks after a complete text alone
-                self.is_over = True
-            elif not self._own.consume_token(token):
-                self.failure = failure_of(self._own)
-        return None if self.is_over or self.failure is not None else self._own
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the mask after `generated` is neither known nor being computed."""
+        if self.is_over or self.is_waiting or self.failure is not None:
+            return False
+        return self.mask is None or self.mask[0] != len(self.generated)
 
-    def note_failure(self) -> bool:
-        """Take over an error of the last mask. Returns whether there is one."""
-        self.failure = failure_of(self._own)
-        return self.failure is not None
+    def read(self, generated: Int32s, eos_token_ids: frozenset[int]) -> None:
+        """Take in the tokens of the answer so far."""
+        new = generated[len(self.generated) :].tolist()
+        # An end token is allowed after a complete text alone; the processes do not read it.
+        self.is_over = self.is_over or not eos_token_ids.isdisjoint(new)
+        self.generated = generated
+
+    def job(self) -> MaskJob:
+        """Make the job of the mask after `generated`."""
+        first = max(self.num_known, 0)
+        grammar = self.grammar if self.num_known < 0 else None
+        self.is_waiting, self.num_asked = True, len(self.generated)
+        return MaskJob(self.number, self.generated[first:].astype(np.int32).tobytes(), grammar)
+
+    def take(self, answer: MaskAnswer) -> None:
+        """Take in the mask that was computed."""
+        self.is_waiting, self.failure = False, answer.failure
+        self.num_known = self.num_asked
+        self.mask = self.num_asked, np.frombuffer(answer.words, np.int32)
+        self.cost_ns += answer.cpu_ns
+        self.num_masks += 1
+
+    def move(self) -> None:
+        """Let the second process compute the masks from now on."""
+        self.is_slow, self.num_known, self.cost_ns = True, -1, 0
 
 
 class _Mask:
-    """The mask of one request; implements `core.grammar.TokenMask`."""
+    """Mask of one request; implements `core.grammar.TokenMask`."""
 
-    __slots__ = ("_request", "_words")
+    __slots__ = ("_backend", "_request", "_words")
 
-    def __init__(self, request: MaskRequest, num_words: int) -> None:
-        self._request: MaskRequest | None = request
-        self._words = np.zeros(num_words, np.int32)
+    def __init__(self, backend: MaskBackend, request: MaskRequest) -> None:
+        self._backend, self._request = backend, request
+        self._words: list[NDArray[np.int32] | None] = []
 
-    def words(self) -> NDArray[np.int32]:
-        """Implement `TokenMask.words`. Computed at the first call; a failed matcher allows nothing."""
-        request, self._request = self._request, None
-        if request is not None:
-            try:
-                _fill(self._words, request)
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException as error:  # a panic of the library is no Exception; it must not end the rank
-                logger.exception("a mask could not be computed")
-                request.matcher.failure = f"internal error: {error}"
-                self._words[:] = 0
-        return self._words
+    def words(self) -> NDArray[np.int32] | None:
+        """Implement `TokenMask.words`. A failed matcher allows nothing."""
+        if not self._words:
+            self._words.append(self._take())
+        return self._words[0]
+
+    def _take(self) -> NDArray[np.int32] | None:
+        matcher, request = self._request.matcher, self._request
+        if not self._backend.await_mask(matcher):
+            return None
+        if matcher.failure is not None:
+            return np.zeros(1, np.int32)
+        if matcher.is_over:
+            return self._backend.all_tokens()
+        num_tokens, words = matcher.mask
+        if num_tokens != len(request.generated):
+            return None
+        return _without(words, request.unwanted) if len(request.unwanted) else words
 
 
 class MaskBackend:
-    """Compiles the grammars of a rank's requests and computes their masks; implements `core.grammar.GrammarBackend`.
+    """Computes the masks of a rank's sequences; implements `core.grammar.GrammarBackend`.
 
     Args:
         source: vocabulary of the model.
-
-    Raises:
-        GrammarError: llguidance cannot read the tokenizer.
+        allowance: time that the rank may wait for masks.
     """
 
-    def __init__(self, source: VocabularySource) -> None:
-        self._compiler = GrammarCompiler(source)
-        self._num_words = -(-self._compiler.num_tokens // _WORD_BITS)
+    def __init__(self, source: VocabularySource, allowance: WaitAllowance | None = None) -> None:
+        self._host = GrammarHost(source)
         self._eos_token_ids = frozenset(source.eos_token_ids)
-        self._compiled: WeakValueDictionary[Grammar, Future[Any]] = WeakValueDictionary()
-        self._kept: OrderedDict[Grammar, Future[Any]] = OrderedDict()
-        self._compile_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._every_token = np.full(-(-source.vocab_size // _WORD_BITS), -1, np.int32)
+        self._allowance = allowance or WaitAllowance()
+        self._matchers: weakref.WeakValueDictionary[int, AnswerMatcher] = weakref.WeakValueDictionary()
+        self._num_matchers = 0
+        self._quick, self._slow = (MaskLane(partial(self._host.fork, role)) for role in (QUICK, SLOW))
+        self._queue: dict[int, AnswerMatcher] = {}  # of the second process, which has one job at a time
+        self._served_ns = 0  # cost of the matcher that it served last, from which new ones count
 
-    def prepare(self, grammar: Grammar) -> Future[Any]:
-        """Start to compile `grammar`, unless it is compiled. Returns what is done when it is.
+    def start(self) -> None:
+        """Load the vocabulary in the background."""
+        self._host.start()
 
-        A grammar is forgotten when no one holds its result and `MAX_COMPILED` others were asked for since.
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a mask is being computed."""
+        return bool(self._quick.jobs or self._slow.jobs or self._queue)
+
+    def has_room(self, grammar: Grammar, num_coming: int = 0) -> bool:
+        """Whether a sequence may come whose answer follows `grammar`.
+
+        Args:
+            num_coming: other sequences with slow grammars that come now.
         """
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = self._compiled[grammar] = self._compile_thread.submit(self._compiler.compile, grammar)
-        self._kept[grammar] = compiled
-        self._kept.move_to_end(grammar)
-        if len(self._kept) > MAX_COMPILED:
-            self._kept.popitem(last=False)
-        return compiled
+        if grammar.is_light:
+            return True
+        return sum(matcher.is_slow for matcher in self._matchers.values()) + num_coming < MAX_SLOW
 
     def matcher(self, grammar: Grammar) -> AnswerMatcher:
         """Implement `GrammarBackend.matcher`."""
-        return AnswerMatcher(self.prepare(grammar), self._eos_token_ids)
+        matcher = AnswerMatcher(self._num_matchers, grammar)
+        self._num_matchers += 1
+        self._matchers[matcher.number] = matcher
+        weakref.finalize(matcher, self._forget, matcher.number).atexit = False
+        return matcher
 
-    def mask(self, request: MaskRequest) -> TokenMask:
-        """Implement `GrammarBackend.mask`."""
-        return _Mask(request, self._num_words)
+    def masks(self, requests: Sequence[MaskRequest]) -> list[_Mask]:
+        """Implement `GrammarBackend.masks`."""
+        for request in requests:
+            request.matcher.read(request.generated, self._eos_token_ids)
+        self._request(request.matcher for request in requests)
+        return [_Mask(self, request) for request in requests]
+
+    def is_ready(self, matcher: AnswerMatcher) -> bool:
+        """Implement `GrammarBackend.is_ready`."""
+        self._receive()
+        return not matcher.is_waiting
 
     def failure(self, matcher: AnswerMatcher) -> str | None:
         """Implement `GrammarBackend.failure`."""
         return matcher.failure
 
+    def await_mask(self, matcher: AnswerMatcher) -> bool:
+        """Wait for the mask of a light grammar, within the allowance. Returns whether it is ready."""
+        if matcher.is_waiting:
+            self._receive()
+        while matcher.is_waiting and not matcher.is_slow and (left_s := self._allowance.left_s()) > 0:
+            began_ns = time.monotonic_ns()
+            self._receive(left_s)
+            self._allowance.spend(time.monotonic_ns() - began_ns)
+        return not matcher.is_waiting
+
+    def all_tokens(self) -> NDArray[np.int32]:
+        """Return the mask that allows every token."""
+        return self._every_token
+
     def close(self) -> None:
-        """End the thread that compiles."""
-        self._compile_thread.shutdown(wait=False, cancel_futures=True)
+        """End the processes."""
+        self._quick.close()
+        self._slow.close()
+        self._host.close()
+
+    def _request(self, matchers: Iterable[AnswerMatcher]) -> None:
+        """Send the jobs of those that need a mask. A grammar that is not compiled comes after the others."""
+        light = list[AnswerMatcher]()
+        for matcher in matchers:
+            if not matcher.needs_mask:
+                continue
+            if matcher.is_slow:
+                matcher.cost_ns = max(matcher.cost_ns, self._served_ns)
+                self._queue[matcher.number] = matcher
+                matcher.is_waiting = True
+            else:
+                light.append(matcher)
+        if light:
+            light.sort(key=lambda matcher: matcher.num_known < 0)
+            self._quick.send([matcher.job() for matcher in light])
+        self._send_slow()
+
+    def _send_slow(self) -> None:
+        """Give the second process the job of the answer that has cost least, if it has none."""
+        if self._slow.jobs or not self._queue:
+            return
+        matcher = min(self._queue.values(), key=lambda each: each.cost_ns)
+        del self._queue[matcher.number]
+        self._served_ns = matcher.cost_ns
+        self._slow.send([matcher.job()])
+
+    def _receive(self, wait_s: float = 0) -> None:
+        """Take the answers of both processes; wait for those of the first alone."""
+        for lane, lane_wait_s in ((self._slow, 0.0), (self._quick, wait_s)):
+            answers, lost = lane.receive(lane_wait_s)
+            for answer in answers:
+                matcher = self._matchers.get(answer.matcher)
+                if matcher is not None:
+                    self._take(matcher, answer)
+            if lost is not None:
+                self._recover(lane, lost)
+        self._send_slow()
+
+    def _take(self, matcher: AnswerMatcher, answer: MaskAnswer) -> None:
+        matcher.take(answer)
+        if not matcher.is_slow and matcher.cost_ns > START_NS + MASK_NS * matcher.num_masks:
+            matcher.move()
+            self._quick.drop(matcher.number)
+
+    def _recover(self, lane: MaskLane, lost: list[int]) -> None:
+        """Begin anew after the end of a process. Its matchers are sent again with their next jobs.
+
+        Args:
+            lost: as returned by `MaskLane.receive`.
+        """
+        is_slow = lane is self._slow
+        for matcher in self._matchers.values():
+            if matcher.is_slow == is_slow:
+                matcher.num_known = -1
+        guilty = self._matchers.get(lost[0]) if lost and lost[0] != LEAVING else None
+        if guilty is not None:
+            self._blame(guilty)
+        found = [each for number in lost if (each := self._matchers.get(number)) is not None]
+        for each in found:
+            each.is_waiting = False
+        self._request(found)
+
+    def _blame(self, matcher: AnswerMatcher) -> None:
+        if not matcher.is_slow:
+            matcher.move()
+            return
+        matcher.num_deaths += 1
+        if matcher.num_deaths >= _MOST_DEATHS:
+            matcher.failure = excess(SLOW)
+
+    def _forget(self, number: int) -> None:
+        """Let the processes forget an answer that has ended, with the next jobs."""
+        self._queue.pop(number, None)
+        for lane in (self._quick, self._slow):
+            lane.drop(number)
 
 
-def _fill(mask: NDArray[np.int32], request: MaskRequest) -> None:
-    """Set int32[words], zeros, to the mask of one request."""
-    matcher = request.matcher.follow(request.generated)
-    if matcher is not None:
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if request.matcher.note_failure():
-            mask[:] = 0
-        else:
-            _exclude(mask, request.unwanted)
-    elif request.matcher.is_over:
-        mask[:] = -1
-
-
-def _exclude(words: NDArray[np.int32], token_ids: Int32s) -> None:
-    """Exclude tokens from a mask, in place, unless it allows no others: a complete text can only end."""
-    if not len(token_ids):
-        return
+def _without(words: NDArray[np.int32], token_ids: Int32s) -> NDArray[np.int32]:
+    """Exclude tokens from a mask, unless it allows no others: a complete text can only end."""
     others = words.view(np.uint32).copy()
     bits = np.left_shift(np.uint32(1), (token_ids % _WORD_BITS).astype(np.uint32))
     np.bitwise_and.at(others, token_ids // _WORD_BITS, ~bits)
-    if others.any():
-        words[:] = others.view(np.int32)
+    return others.view(np.int32) if others.any() else words

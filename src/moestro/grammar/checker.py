@@ -1,110 +1,103 @@
-"""Checks clients' grammars in child processes, because a grammar may take minutes or exhaust memory.
+"""Checks clients' grammars in forked processes, because a grammar may take minutes or exhaust memory.
 
-Engines compile a grammar only after it passed the check, with the same library and the same limits.
+A new grammar first gets a short try. Ordinary ones pass it; the others are checked again with more time, one after the
+other and with a low priority. So a slow grammar delays an ordinary one by the time of a try.
 """
 
 from __future__ import annotations
 
-import logging
-import signal
-import sys
-import weakref
+import contextlib
 from collections import OrderedDict
-from threading import Lock
+from dataclasses import dataclass
+from hashlib import blake2b
+from threading import BoundedSemaphore, Lock
 
 import msgspec
 
 from moestro.core.grammar import Grammar
-from moestro.grammar.check_job import TIME_LIMIT_S, CheckAnswer, CheckJob
-from moestro.text.message_process import MessageProcess
+from moestro.grammar.compiler import VocabularySource
+from moestro.grammar.host import GrammarHost
+from moestro.grammar.host_messages import CHECK, TRY, CheckAnswer, excess
+from moestro.text.render_job import read_message, write_message
 
-logger = logging.getLogger(__name__)
+MAX_TRIES, MAX_CHECKS = 2, 1  # processes at once, each within its bounds of memory
+MAX_VERDICTS = 4096  # results that are remembered, with some 700 bytes each: the texts of grammars are not kept
 
-MAX_VERDICTS = 1024  # results that are remembered
-MAX_VERDICT_BYTES = 16 << 20  # texts of the grammars of these results
-
-_COMMAND = (sys.executable, "-m", "moestro.grammar.check_worker")
 _encode = msgspec.msgpack.Encoder().encode
 _decode_answer = msgspec.msgpack.Decoder(CheckAnswer).decode
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarVerdict:
+    """Result of a check.
+
+    Attributes:
+        error: why the grammar cannot be used; None means that it can.
+        is_light: as in `Grammar`.
+    """
+
+    error: str | None
+    is_light: bool = False
 
 
 class GrammarChecker:
     """Checks grammars for one vocabulary, and remembers the results. Safe to call from several threads.
 
-    The number of processes is the largest number of grammars checked at once. None outlives this object.
-
     Args:
-        tokenizer: directory with tokenizer.json.
-        vocab_size: number of columns of the model's logits.
-        eos_token_ids: tokens that end an answer.
+        source: vocabulary of the model.
     """
 
-    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._vocabulary = tokenizer, vocab_size, eos_token_ids
+    def __init__(self, source: VocabularySource) -> None:
+        self._host = GrammarHost(source)
         self._lock = Lock()
-        self._idle: list[MessageProcess] = []
-        self._verdicts: OrderedDict[Grammar, str | None] = OrderedDict()
-        self._verdict_bytes = 0
-        self._end = weakref.finalize(self, _end_all, self._idle)
+        self._room = {TRY: BoundedSemaphore(MAX_TRIES), CHECK: BoundedSemaphore(MAX_CHECKS)}
+        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
 
-    def check(self, grammar: Grammar) -> str | None:
-        """Return why `grammar` cannot be used; None means that it can. A new grammar takes milliseconds to seconds."""
+    def known(self, grammar: Grammar) -> GrammarVerdict | None:
+        """Return the result of an earlier check; None means that it is not remembered."""
+        name = _name_of(grammar)
         with self._lock:
-            if grammar in self._verdicts:
-                self._verdicts.move_to_end(grammar)
-                return self._verdicts[grammar]
-        answer = self._ask(grammar)
-        if isinstance(answer, int) and answer != -signal.SIGALRM:
-            answer = self._ask(grammar)  # something outside of the server may have ended the process
-        error = answer.error if isinstance(answer, CheckAnswer) else _cause_of(answer)
-        with self._lock:
-            self._remember(grammar, error)
-        return error
+            verdict = self._verdicts.get(name)
+            if verdict is not None:
+                self._verdicts.move_to_end(name)
+        return verdict
 
-    def is_known(self, grammar: Grammar) -> bool:
-        """Whether `check` returns at once."""
-        return grammar in self._verdicts
+    def check(self, grammar: Grammar, role: str) -> GrammarVerdict | None:
+        """Check `grammar` in a new process, which takes milliseconds to seconds.
+
+        Args:
+            role: `TRY` or `CHECK`.
+
+        Returns:
+            The result; None means that a try was too short.
+        """
+        with self._room[role]:
+            answer = self._ask(grammar, role)
+            if answer is None and not self._host.is_running:
+                answer = self._ask(grammar, role)  # something outside of the server has ended the host
+        if answer is not None:
+            verdict = GrammarVerdict(_decode_answer(answer).error, role == TRY)
+        elif role == TRY:
+            return None
+        else:
+            verdict = GrammarVerdict(excess(CHECK))
+        with self._lock:
+            self._verdicts[_name_of(grammar)] = verdict
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        return verdict
+
+    def _ask(self, grammar: Grammar, role: str) -> bytes | None:
+        """Let a new process check `grammar`; None means that it has ended without an answer."""
+        with self._host.fork(role) as process, contextlib.suppress(OSError):  # it ends before it has read the message
+            write_message(process.fileno(), _encode(grammar))
+            return read_message(process.fileno())
+        return None
 
     def close(self) -> None:
-        """End the idle processes. One that checks a grammar ends with the check."""
-        with self._lock:
-            self._end()
-
-    def _ask(self, grammar: Grammar) -> CheckAnswer | int:
-        """Let a process check `grammar`. Returns its answer, or its status if it died."""
-        with self._lock:
-            while self._idle and not self._idle[-1].is_alive:
-                self._idle.pop().close()
-            process = self._idle.pop() if self._idle else MessageProcess(_COMMAND)
-        try:
-            answer = process.exchange(_encode(CheckJob(*self._vocabulary, grammar)))
-            return answer if isinstance(answer, int) else _decode_answer(answer)
-        finally:
-            self._give_back(process)
-
-    def _give_back(self, process: MessageProcess) -> None:
-        with self._lock:
-            if self._end.alive and process.is_alive:
-                self._idle.append(process)
-            else:
-                process.close()
-
-    def _remember(self, grammar: Grammar, error: str | None) -> None:
-        if grammar not in self._verdicts:
-            self._verdict_bytes += len(grammar.text)
-        self._verdicts[grammar] = error
-        while len(self._verdicts) > MAX_VERDICTS or self._verdict_bytes > MAX_VERDICT_BYTES:
-            oldest, _ = self._verdicts.popitem(last=False)
-            self._verdict_bytes -= len(oldest.text)
+        """End the host. A process that checks a grammar ends with the check."""
+        self._host.close()
 
 
-def _cause_of(status: int) -> str:
-    """Explain the death of a process that checked a grammar."""
-    if status == -signal.SIGALRM:
-        return f"it takes more than {TIME_LIMIT_S:g} s to compile"
-    return f"it takes more than the process that compiles it can bear (status {status})"
-
-
-def _end_all(idle: list[MessageProcess]) -> None:
-    for process in idle:
-        process.close()
+def _name_of(grammar: Grammar) -> bytes:
+    return blake2b(f"{grammar.kind}\0{grammar.text}".encode(), digest_size=16).digest()

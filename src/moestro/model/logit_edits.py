@@ -42,10 +42,16 @@ def edit_logits(logits: Tensor, edits: LogitEdits, units: NDArray[np.int64], sam
     return logits
 
 
+def unmasked_units(edits: LogitEdits | None) -> NDArray[np.int64] | None:
+    """Return the units whose masks are not ready, once the masks were applied; None means that there are none."""
+    found = [unit for unit, mask in edits.masks if mask.words() is None] if edits is not None else []
+    return np.array(found, np.int64) if found else None
+
+
 def _forbid(logits: Tensor, rows: NDArray[np.int64], masks: Sequence[TokenMask]) -> None:
     """Exclude the tokens that masks forbid, in place. Tokens beyond the end of a mask are excluded.
 
-    The masks are computed here, while an accelerator computes the logits, and travel with one bit for each token.
+    A mask travels with one bit for each token. A row whose mask is not ready keeps its logits; its token is dropped.
 
     Args:
         rows: int64[masks], row of `logits` that each mask belongs to.
@@ -53,8 +59,11 @@ def _forbid(logits: Tensor, rows: NDArray[np.int64], masks: Sequence[TokenMask])
     vocabulary = logits.shape[1]
     packed = np.zeros((len(masks), -(-vocabulary // 32)), np.int32)
     for own, mask in zip(packed, masks, strict=True):
-        words = mask.words()[: len(own)]
-        own[: len(words)] = words
+        words = mask.words()
+        if words is None:
+            own[:] = -1
+        else:
+            own[: len(words)] = words[: len(own)]
     if logits.device.type == "cpu":  # one call unpacks the bits
         forbidden = np.unpackbits(~packed.view(np.uint8), axis=1, count=vocabulary, bitorder="little").view(np.bool_)
         for row, excluded in zip(rows, forbidden, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 from moestro.core.request import TokenLogprobs
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, StepResult, StepVisits, Units
 from moestro.model.expert_visits import VisitTensor
-from moestro.model.logit_edits import edit_logits
+from moestro.model.logit_edits import edit_logits, unmasked_units
 from moestro.model.sampler import LogprobTensors, find_peaks, measure_logprobs, sample
 from moestro.model.step import Int64s, PagedStep
 
@@ -61,7 +61,7 @@ class PendingResult:
         tokens: int64[n], their tokens; `_NO_TOKEN` where the logits are not finite.
         sampled, prompt: log probabilities of sampled and of prompt tokens, where some unit requests them.
         expert_counts: int64[layers, experts]; None for a dense model.
-        expert_choices, visits: as in `StepResult`.
+        expert_choices, visits, unmasked: as in `StepResult`.
         done: event that passes when everything is on the host; None means that it is.
     """
 
@@ -73,6 +73,7 @@ class PendingResult:
     expert_counts: Tensor | None
     expert_choices: Tensor | None = None
     visits: VisitTensor | None = None
+    unmasked: Int64s | None = None
     done: Any = None  # torch.cuda.Event, whose methods torch leaves untyped
 
     @property
@@ -90,6 +91,7 @@ class PendingResult:
             slot=self.units.slot,
             token_ids=token_ids,
             non_finite=self._non_finite(tokens),
+            unmasked=self.unmasked,
             logprobs={unit: entries[0] for unit, entries in sampled.items()},
             prompt_logprobs={} if self.prompt is None else self.prompt.entries(),
             expert_counts=None if self.expert_counts is None else self.expert_counts.numpy(),
@@ -136,15 +138,20 @@ def compute_result(
     tokens = sample(edited, sampling, positions, tokens).where(is_finite, _NO_TOKEN)
     sampled = _measure_sampled(step, sampled_units, last, tokens)
     prompt = _measure_prompts(step, logits)
+    unmasked = unmasked_units(units.edits)
     if logits.device.type == "cpu":
-        return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, expert_choices, visits)
+        return PendingResult(
+            units, sampled_units, tokens, sampled, prompt, expert_counts, expert_choices, visits, unmasked
+        )
     tokens, sampled, prompt = to_host(tokens), _measured_to_host(sampled), _measured_to_host(prompt)
     expert_counts = None if expert_counts is None else to_host(expert_counts)
     expert_choices = None if expert_choices is None else to_host(expert_choices)
     visits = None if visits is None else visits._replace(num_pairs=to_host(visits.num_pairs))
     done = cast(Any, torch.cuda.Event)()
     done.record(torch.cuda.current_stream(logits.device))  # the process's current device may differ
-    return PendingResult(units, sampled_units, tokens, sampled, prompt, expert_counts, expert_choices, visits, done)
+    return PendingResult(
+        units, sampled_units, tokens, sampled, prompt, expert_counts, expert_choices, visits, unmasked, done
+    )
 
 
 def _measure_sampled(step: PagedStep, sampled_units: Int64s, last: Tensor, tokens: Tensor) -> LogprobRows | None:

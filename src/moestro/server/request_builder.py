@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from moestro.core.grammar import Grammar
 from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import Request, SamplingParams, packed_tokens
@@ -339,6 +340,15 @@ def _copy(first: Request, options: Options, copy: int, request_id: str) -> Reque
     """Return the request with a seed: the client's plus `copy`, as in vLLM, or a random one."""
     sampling = msgspec.structs.replace(first.sampling, seed=_seed(options, copy))
     return msgspec.structs.replace(first, request_id=request_id, sampling=sampling)
+
+
+def following(grammar: Grammar, jobs: Sequence[Job]) -> list[Job]:
+    """Return `jobs` with `grammar`, an equal one to theirs that was checked."""
+    found: list[Job] = []
+    for job in jobs:
+        sampling = msgspec.structs.replace(job.request.sampling, grammar=grammar)
+        found.append(replace(job, request=msgspec.structs.replace(job.request, sampling=sampling)))
+    return found
 
 
 def _seed(options: Options, copy: int) -> int:

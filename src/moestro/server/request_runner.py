@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from aiohttp import web
 
 from moestro.grammar.checker import GrammarChecker
+from moestro.grammar.compiler import VocabularySource
 from moestro.server.engine_client import EngineClient
 from moestro.server.generation import SCORE_BYTES, Generation, join_pieces
 from moestro.server.piece import Piece
-from moestro.server.request_builder import Arrival, Prepared, ServedModel
+from moestro.server.request_builder import Arrival, Prepared, ServedModel, following
 from moestro.server.request_fields import ignored_warning
 from moestro.server.responses import AnswerForm
 from moestro.server.sse import AnswerEncoding, EventStream, UsageWanted, stream
@@ -95,10 +97,11 @@ class RequestRunner:
         options = prepared.options
         if options.request_id is not None and "X-Request-Id" not in http.headers:
             http[REQUEST_ID] = options.request_id
+        jobs = prepared.jobs
         if options.grammar is not None:
-            await self._grammars.check(options.grammar)
+            jobs = following(await self._grammars.check(options.grammar), jobs)
         with self.traffic.answering():
-            return await self._generate(http, prepared, form, encoding)
+            return await self._generate(http, replace(prepared, jobs=jobs), form, encoding)
 
     async def _generate(
         self, http: web.Request, prepared: Prepared, form: AnswerForm, encoding: AnswerEncoding
@@ -139,4 +142,6 @@ def _size_of(pieces: Sequence[Sequence[Piece]], options: Options) -> int:
 def grammar_checker(model: ServedModel) -> GrammarChecker | None:
     """Return what checks the grammars of clients; None means that the model's engines compute no logits."""
     info = model.info
-    return GrammarChecker(str(model.tokenizer.path), info.vocab_size, info.eos_token_ids) if info.has_logits else None
+    if not info.has_logits:
+        return None
+    return GrammarChecker(VocabularySource(model.tokenizer.path, info.vocab_size, info.eos_token_ids))

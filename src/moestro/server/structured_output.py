@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,13 +12,15 @@ import msgspec
 from moestro.core.grammar import Grammar
 from moestro.core.json_elements import MAX_DEPTH, is_too_deep
 from moestro.errors import RequestError, shown
-from moestro.grammar.checker import GrammarChecker
+from moestro.grammar.checker import GrammarChecker, GrammarVerdict
+from moestro.grammar.host_messages import CHECK, TRY
 from moestro.server.protocol import GenerationFields, ResponseFormat, StructuredOutputs
 from moestro.text.thread_pool import PrepareThreads
 
 MAX_GRAMMAR_BYTES = 128 << 10  # A schema of a hundred tools has half of it.
 MAX_GRAMMAR_CHOICES = 4096
-_MAX_CHECKS = 256  # New grammars that wait for a check; one takes milliseconds to seconds.
+# New grammars that wait for a try, which takes 0.05 s at most, and slow ones that wait for a check, which takes 2 s.
+MAX_WAITING_TRIES, MAX_WAITING_CHECKS = 64, 16
 # No whitespace between the elements of JSON; llguidance reads it in the schema.
 _NO_SPACE: dict[str, object] = {"whitespace_flexible": False, "whitespace_pattern": None}
 # Older fields of vLLM, with their names in `structured_outputs`.
@@ -147,11 +150,12 @@ class GrammarGate:
 
     def __init__(self, checker: GrammarChecker | None) -> None:
         self._checker = checker
-        self._threads = PrepareThreads(_MAX_CHECKS)  # Slow grammars delay other new grammars alone.
-        self._checks: dict[Grammar, asyncio.Future[str | None]] = {}
+        self._try_threads = PrepareThreads(MAX_WAITING_TRIES)
+        self._check_threads = PrepareThreads(MAX_WAITING_CHECKS)  # Slow grammars delay other slow ones alone.
+        self._checks: dict[Grammar, asyncio.Future[GrammarVerdict]] = {}
 
-    async def check(self, asked: AskedGrammar) -> None:
-        """Return if the grammar can be used.
+    async def check(self, asked: AskedGrammar) -> Grammar:
+        """Return the grammar, if it can be used, with what the check has found of it.
 
         Raises:
             RequestError: It cannot; the text says why and names the field.
@@ -162,28 +166,36 @@ class GrammarGate:
             text = f"{asked.param} is not supported by these engines, which compute no logits. Leave it out."
             raise RequestError(text, param=asked.param, code="unsupported_parameter")
         grammar = asked.grammar
-        error = checker.check(grammar) if checker.is_known(grammar) else await self._check_new(checker, grammar)
-        if error is not None:
-            raise RequestError(
-                f"{asked.param} cannot be used as a grammar: {shown(error)}.", param=asked.param, code="invalid_grammar"
-            )
+        verdict = checker.known(grammar) or await self._check_new(checker, grammar)
+        if verdict.error is not None:
+            text = f"{asked.param} cannot be used as a grammar: {shown(verdict.error)}."
+            raise RequestError(text, param=asked.param, code="invalid_grammar")
+        return replace(grammar, is_light=verdict.is_light)
 
-    async def _check_new(self, checker: GrammarChecker, grammar: Grammar) -> str | None:
+    async def _check_new(self, checker: GrammarChecker, grammar: Grammar) -> GrammarVerdict:
         """Check a grammar once for all requests that ask for it meanwhile, whichever of them ends."""
         check = self._checks.get(grammar)
         if check is None:
-            check = asyncio.ensure_future(self._threads.run(lambda: checker.check(grammar)))
+            check = asyncio.ensure_future(self._try_and_check(checker, grammar))
             self._checks[grammar] = check
             check.add_done_callback(lambda done: self._end_check(grammar, done))
         return await asyncio.shield(check)
 
-    def _end_check(self, grammar: Grammar, check: asyncio.Future[str | None]) -> None:
+    async def _try_and_check(self, checker: GrammarChecker, grammar: Grammar) -> GrammarVerdict:
+        verdict = await self._try_threads.run(lambda: checker.check(grammar, TRY))
+        if verdict is None:
+            verdict = await self._check_threads.run(lambda: checker.check(grammar, CHECK))
+        assert verdict is not None, "a check has a result"
+        return verdict
+
+    def _end_check(self, grammar: Grammar, check: asyncio.Future[GrammarVerdict]) -> None:
         del self._checks[grammar]
         if not check.cancelled():
             check.exception()  # An exception that nobody reads would be logged.
 
     def close(self) -> None:
         """End the threads and processes."""
-        self._threads.close()
+        self._try_threads.close()
+        self._check_threads.close()
         if self._checker is not None:
             self._checker.close()

@@ -1,0 +1,84 @@
+"""The host: `python -m moestro.grammar.host_process`. It loads a vocabulary and forks; it runs no grammar itself.
+
+It loads no torch, and has one thread, because a fork copies no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+from pathlib import Path
+
+import msgspec
+
+from moestro.grammar.check_worker import check_one
+from moestro.grammar.compiler import GrammarCompiler, GrammarError, VocabularySource
+from moestro.grammar.host_messages import BOUNDS, QUICK, ROLES, SLOW, ProcessBounds, VocabularyMessage
+from moestro.grammar.mask_worker import compute_masks
+from moestro.text.render_job import read_message
+
+_MOST_LIKELY_KILLED = "1000"  # of /proc/self/oom_score_adj, if the machine's memory is used up
+
+
+def main() -> None:
+    """Fork until stdin, the socket to the parent process, ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes ended forks away
+    with socket.socket(fileno=os.dup(0)) as control:
+        body = read_message(control.fileno())
+        if body is None:
+            return
+        compiler = _load(msgspec.msgpack.decode(body, type=VocabularyMessage))
+        gc.freeze()  # a collection in a fork would copy the pages of all objects
+        while True:
+            found, files, _, _ = socket.recv_fds(control, 1, 1)
+            if not found:
+                return
+            (file,) = files
+            if os.fork() == 0:
+                control.close()
+                _run(ROLES[found[0]], file, compiler)
+            os.close(file)
+
+
+def _load(source: VocabularyMessage) -> GrammarCompiler | GrammarError:
+    """Return the compiler, or why there is none, which each fork answers then."""
+    try:
+        return GrammarCompiler(VocabularySource(Path(source.tokenizer), source.vocab_size, source.eos_token_ids))
+    except GrammarError as error:
+        return error
+
+
+def _run(role: str, file: int, compiler: GrammarCompiler | GrammarError) -> None:
+    """Be a process of `role`, and leave."""
+    try:
+        _bound(BOUNDS[role])
+        with contextlib.suppress(OSError):  # the parent has left
+            if role in (QUICK, SLOW):
+                compute_masks(file, compiler, BOUNDS[role])
+            else:
+                check_one(file, compiler, BOUNDS[role])
+    finally:
+        os._exit(0)  # the interpreter would take milliseconds to clear what the kernel clears anyway
+
+
+def _bound(bounds: ProcessBounds) -> None:
+    """Let the kernel hold the bounds, and no library write a client's bytes into the log."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the timer ends the process, whatever it is doing
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    most = pages * resource.getpagesize() + bounds.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(bounds.niceness)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_MOST_LIKELY_KILLED)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):  # a panic of the library prints parts of the grammar
+        os.dup2(nothing, stream)
+
+
+if __name__ == "__main__":
+    main()
