@@ -48,6 +48,7 @@ class Stranger:
 
     def __init__(self, events: Serve, replay: Serve) -> None:
         self._serve = {b"PUB": events, b"ROUTER": replay}
+        self.num_open = 0
         self.most_waiting = 0
         naming = NamingRules(model=MODEL, block_size=BLOCK_SIZE)
         rules = StreamRules(max_waiting_bytes=MAX_WAITING)
@@ -70,6 +71,7 @@ class Stranger:
             await asyncio.gather(task, return_exceptions=True)
             for server in servers:
                 server.close()
+            await self.until(lambda: self.num_open == 0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(2000):
@@ -81,11 +83,13 @@ class Stranger:
 
     def _accepted(self, kind: bytes):
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self.num_open += 1
             with contextlib.suppress(OSError, RuntimeError, asyncio.IncompleteReadError):
                 writer.write(greeting() + ready(kind))
                 await reader.readexactly(64 + 2 + 25 + 13 + (3 if kind == b"PUB" else 6) - 3)
                 await self._serve[kind](Peer(reader, writer))
             writer.transport.abort()
+            self.num_open -= 1
 
         return serve
 
@@ -185,7 +189,7 @@ async def test_noise_in_place_of_a_publisher_ends_connections_and_nothing_else(s
 @looped
 async def test_a_connection_that_nothing_takes_from_slows_the_publisher_down():
     """A publisher at full rate fills the queue of the connection, and then its own: memory does not grow with time."""
-    num_sent = 0
+    num_sent, ended = 0, asyncio.Event()
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal num_sent
@@ -195,6 +199,7 @@ async def test_a_connection_that_nothing_takes_from_slows_the_publisher_down():
                 writer.write(message(kv(num_sent, bytes(10_000))))
                 await writer.drain()
                 num_sent += 1
+        ended.set()
 
     server = await asyncio.start_server(flood, "127.0.0.1", 0)
     connection = ZmtpConnection(b"SUB", frozenset({b"PUB"}), lambda: None)
@@ -211,3 +216,4 @@ async def test_a_connection_that_nothing_takes_from_slows_the_publisher_down():
     finally:
         connection.close()
         server.close()
+        await ended.wait()
