@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import random
 
@@ -13,7 +14,7 @@ from gateway.test_listeners import admin_of
 
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.prefix_tree import PrefixTree
-from moestro.gateway.index_transfer import PromptsPart, TransferHead, _parts, _whole
+from moestro.gateway.index_transfer import PromptsPart, TransferHead, _parts, _Runs
 
 TEXT = "one router has seen this, the other has not; " * 60
 BODY = json.dumps({"messages": [{"role": "user", "content": TEXT}]}).encode()
@@ -87,11 +88,14 @@ async def test_what_is_no_index_or_one_in_other_blocks_is_refused():
             (whole[:-9], 400, "not a complete index of another router"),
             (index(head, PromptsPart(0, [(-1, b"short")], [0])), 400, "not a whole number of blocks"),
             (index(head, PromptsPart(0, [(0, bytes(16))], [0])), 400, "precedes its parent"),
-            (index(head, PromptsPart(0, [(-1, bytes(16))], [1])), 400, "an unknown engine or run"),
-            (index(head, PromptsPart(1, [(-1, bytes(16))], [0])), 400, "an unknown engine or run"),
+            (index(head, PromptsPart(0, [(-1, bytes(16))], [1])), 400, "an unknown run"),
+            (index(head, PromptsPart(1, [(-1, bytes(16))], [0])), 400, "an unknown engine"),
+            ((33 << 20).to_bytes(4) + b"x", 413, "A part of an index may have at most"),
+            (index(head, PromptsPart(0, [(-1, bytes(16))], [0] * 257)), 400, "not a complete index of another router"),
+            (index(head, PromptsPart(0, [(-1, bytes(16 << 20)), (0, bytes(16))], [0])), 400, "more than 1,048,576"),
             (index(TransferHead("as text, in blocks of 7 bytes", [url])), 409, "in blocks of 7 bytes"),
         ):
-            refused = await admin.put("/admin/index", data=data)
+            refused = await admin.put("/admin/index", data=io.BytesIO(data))
             assert refused.status == status
             assert words in await refused.text()
 
@@ -111,13 +115,13 @@ def test_law_prompts_come_out_as_they_were_whatever_the_tree_does_meanwhile(seed
     rng = random.Random(seed)
     tree, prompts = PrefixTree(), chains(rng, 60)
     last_runs = [tree.add(0, prompt) for prompt in prompts]
-    runs: list[tuple[int, bytes]] = []
+    runs = _Runs()
     told: list[bytes] = []
     dropped = rng.sample(range(60), 30)
     for part in _parts(0, list(last_runs), {}):
         assert len(part.prompts) <= 3
-        runs += part.runs
-        told += [_whole(last, runs) for last in part.prompts]
+        runs.add(part.runs)
+        told += [runs.prompt(last) for last in part.prompts]
         for prompt in chains(rng, 3):  # cuts runs
             tree.add(1, prompt)
         if dropped:

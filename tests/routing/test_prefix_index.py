@@ -317,6 +317,28 @@ def test_events_that_stop_without_a_gap_are_noticed_and_the_next_one_is_believed
     assert one.match(packed(8, 9)).tolist() == [0]
 
 
+def test_what_an_engine_held_before_it_lost_track_goes_in_pieces_and_counts_at_once(monkeypatch):
+    monkeypatch.setattr("moestro.routing.prefix_index._LEAVE_AT_ONCE", 1)
+    monkeypatch.setattr("moestro.routing.prefix_index._LEAVE_A_CALL", 1)
+    made, prompt = index(2), packed(*range(10))
+    for engine in (0, 1):
+        made.cleared(engine)
+        made.said(engine, prompt)
+    assert made.match(prompt).tolist() == [10, 10]
+    made.cleared(0)
+    made.said(0, packed(0, 1, 2))
+    assert made.match(prompt).tolist() == [0, 10]  # what it says now comes with the last of what it said
+    for _ in range(10):
+        made.match(prompt)
+    assert made.match(prompt).tolist() == [3, 10]
+    made.lost_track(0)
+    made.lost_track(1)
+    for _ in range(14):
+        made.match(prompt)
+    assert made.match(prompt).tolist() == [0, 0]
+    assert made.num_bytes == 0
+
+
 def test_a_prompt_that_was_never_computed_and_a_cache_that_is_empty_raise_no_doubt():
     one = index(1)
     one.cleared(0)

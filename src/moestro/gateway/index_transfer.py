@@ -4,7 +4,8 @@ Contents known from KV events are not transferred, because a standby receives th
 
 The transfer is a sequence of msgpack messages, each after its length (4 bytes, big-endian): a `TransferHead`,
 `PromptsPart`s, and an empty message. Blocks shared by prompts occur once, so the sequence is no larger than the index.
-Neither router ever stops for the whole transfer.
+Neither router ever stops for the whole transfer, and a body that no router would send is refused: its messages, its
+prompts and the work between two turns of the event loop are bounded.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Annotated
 
 import msgspec
 from aiohttp import StreamReader, web
+from msgspec import Meta
 
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.prefix_tree import BlockRun
@@ -27,6 +30,12 @@ MAX_INDEX_BYTES = 1 << 30
 _PART_PROMPTS = 256  # a few milliseconds of work, after which requests are served
 _PART_BYTES = 256 << 10
 _LENGTH_BYTES = 4
+_MAX_MESSAGE_BYTES = 32 << 20  # a part has _PART_BYTES, and one prompt more
+_MAX_ENGINES = 1 << 14
+_MAX_RUNS = 1 << 17  # of one part, each of a block at least
+_MAX_DEPTH = 1 << 20  # blocks of one prompt
+_TURN_BLOCKS = 1 << 14  # blocks that are put together before requests are served
+_MESSAGE_S = 60.0  # a sender that stands must not keep others out
 _NO_PARENT = -1
 
 
@@ -38,8 +47,8 @@ class TransferHead(msgspec.Struct, frozen=True):
         engines: URLs of the engines.
     """
 
-    reading: str
-    engines: list[str]
+    reading: Annotated[str, Meta(max_length=1000)]
+    engines: Annotated[list[str], Meta(max_length=_MAX_ENGINES)]
 
 
 class PromptsPart(msgspec.Struct, frozen=True):
@@ -53,8 +62,8 @@ class PromptsPart(msgspec.Struct, frozen=True):
     """
 
     engine: int
-    runs: list[tuple[int, bytes]]
-    prompts: list[int]
+    runs: Annotated[list[tuple[int, bytes]], Meta(max_length=_MAX_RUNS)]
+    prompts: Annotated[list[int], Meta(max_length=_PART_PROMPTS)]
 
 
 _decode_head = msgspec.msgpack.Decoder(TransferHead).decode
@@ -104,7 +113,7 @@ class IndexTransfer:
         try:
             async with self._taking:
                 num_prompts = await self._take(_messages(http.content))
-        except (msgspec.MsgspecError, ValueError, asyncio.IncompleteReadError) as error:
+        except (msgspec.MsgspecError, ValueError, asyncio.IncompleteReadError, TimeoutError) as error:
             raise RequestError(
                 f"The body is not a complete index of another router: {error}", code="invalid_value"
             ) from None
@@ -119,17 +128,23 @@ class IndexTransfer:
             if (engine := self._at(url)) is not None:
                 self._fleet.router.forget_elsewhere(engine.row)
                 await asyncio.sleep(0)
-        runs: list[tuple[int, bytes]] = []
+        runs = _Runs()
         num_prompts = 0
         async for message in messages:
             part = _decode_part(message)
-            runs += part.runs
-            _check(part, len(head.engines), runs)
-            if (engine := self._at(head.engines[part.engine])) is not None:
-                now_ns = time.monotonic_ns()
-                for last in part.prompts:
-                    self._fleet.router.sent_elsewhere(engine.row, _whole(last, runs), now_ns)
-                num_prompts += len(part.prompts)
+            if not 0 <= part.engine < len(head.engines):
+                raise ValueError("a part refers to an unknown engine")
+            runs.add(part.runs)
+            num_blocks = 0
+            for last in part.prompts:
+                prompt = runs.prompt(last)
+                if (engine := self._at(head.engines[part.engine])) is not None:
+                    self._fleet.router.sent_elsewhere(engine.row, prompt, time.monotonic_ns())
+                    num_prompts += 1
+                num_blocks += len(prompt) // HASH_BYTES
+                if num_blocks > _TURN_BLOCKS:
+                    num_blocks = 0
+                    await asyncio.sleep(0)
             await asyncio.sleep(0)
         return num_prompts
 
@@ -172,22 +187,33 @@ def _number(last: BlockRun, numbers: dict[BlockRun, int], runs: list[tuple[int, 
     return number
 
 
-def _check(part: PromptsPart, num_engines: int, runs: list[tuple[int, bytes]]) -> None:
-    num_before = len(runs) - len(part.runs)
-    for number, (parent, blocks) in enumerate(part.runs, num_before):
-        if not blocks or len(blocks) % HASH_BYTES or not _NO_PARENT <= parent < number:
-            raise ValueError("a run is not a whole number of blocks, or precedes its parent")
-    if not 0 <= part.engine < num_engines or any(not 0 <= last < len(runs) for last in part.prompts):
-        raise ValueError("a part refers to an unknown engine or run")
+class _Runs:
+    """Received runs, each a number of blocks behind an earlier one."""
 
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, bytes]] = []
+        self._depths: list[int] = []  # blocks of a prompt up to the end of each run
 
-def _whole(last: int, runs: list[tuple[int, bytes]]) -> bytes:
-    """Return the packed blocks of the prompt that ends with run `last`."""
-    pieces = []
-    while last != _NO_PARENT:
-        last, blocks = runs[last]
-        pieces.append(blocks)
-    return b"".join(reversed(pieces))
+    def add(self, runs: list[tuple[int, bytes]]) -> None:
+        """Add runs. Raises ValueError for what no router would send."""
+        for parent, blocks in runs:
+            if not blocks or len(blocks) % HASH_BYTES or not _NO_PARENT <= parent < len(self._runs):
+                raise ValueError("a run is not a whole number of blocks, or precedes its parent")
+            depth = len(blocks) // HASH_BYTES + (0 if parent == _NO_PARENT else self._depths[parent])
+            if depth > _MAX_DEPTH:
+                raise ValueError(f"a prompt has more than {_MAX_DEPTH:,} blocks")
+            self._runs.append((parent, blocks))
+            self._depths.append(depth)
+
+    def prompt(self, last: int) -> bytes:
+        """Return the packed blocks of the prompt that ends with run `last`."""
+        if not 0 <= last < len(self._runs):
+            raise ValueError("a part refers to an unknown run")
+        pieces = []
+        while last != _NO_PARENT:
+            last, blocks = self._runs[last]
+            pieces.append(blocks)
+        return b"".join(reversed(pieces))
 
 
 def _message(content: TransferHead | PromptsPart | None) -> bytes:
@@ -198,8 +224,15 @@ def _message(content: TransferHead | PromptsPart | None) -> bytes:
 async def _messages(content: StreamReader) -> AsyncIterator[bytes]:
     """Yield the messages up to the empty one."""
     num_bytes = 0
-    while length := int.from_bytes(await content.readexactly(_LENGTH_BYTES)):
+    while length := int.from_bytes(await _read(content, _LENGTH_BYTES)):
         num_bytes += length
         if num_bytes > MAX_INDEX_BYTES:
             raise HttpError(413, f"An index may have at most {MAX_INDEX_BYTES} bytes.", "invalid_value")
-        yield await content.readexactly(length)
+        if length > _MAX_MESSAGE_BYTES:
+            raise HttpError(413, f"A part of an index may have at most {_MAX_MESSAGE_BYTES} bytes.", "invalid_value")
+        yield await _read(content, length)
+
+
+async def _read(content: StreamReader, num_bytes: int) -> bytes:
+    async with asyncio.timeout(_MESSAGE_S):
+        return await content.readexactly(num_bytes)

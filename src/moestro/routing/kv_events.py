@@ -125,6 +125,7 @@ class KvFeed:
         self._engine = settings.engine
         self._blocks = NamedBlocks(settings.naming, self.counts.blocks)
         self._jobs: deque[Iterator[int]] = deque()  # each yields the units of work that it has done
+        self._dropped: list[NamedBlocks] = []  # have dropped blocks whose memory is not free
         self._now_ns = 0
         self.is_complete = False
 
@@ -162,6 +163,11 @@ class KvFeed:
                     return most
             if self._jobs and self._jobs[0] is job:  # unless the job gave up all jobs
                 self._jobs.popleft()
+        while most > 0 and self._dropped:
+            num_freed = self._dropped[-1].tidy(_PART_BLOCKS)
+            most -= num_freed
+            if not num_freed:
+                self._dropped.pop()
         return most
 
     def tell_again(self) -> None:
@@ -184,7 +190,7 @@ class KvFeed:
         """Implement `Consumer.lost`: discard the known blocks."""
         self._jobs.clear()
         self.is_complete = False
-        self._blocks.forget()
+        self._forget()
         self._sink.kv_lost(self._engine, now_ns)
 
     def restarted(self, now_ns: int) -> None:
@@ -192,6 +198,7 @@ class KvFeed:
         self._jobs.clear()
         self.dp_rank = None
         self.is_complete = False
+        self._forget()
         self._blocks = NamedBlocks(self._settings.naming, self.counts.blocks)
         self._sink.kv_cleared(self._engine, now_ns)
         self._sink.kv_lost(self._engine, now_ns)  # incomplete until the new publisher's first batch
@@ -204,8 +211,8 @@ class KvFeed:
 
     @property
     def is_behind(self) -> bool:
-        """Whether jobs wait for `work`."""
-        return bool(self._jobs)
+        """Whether jobs or dropped blocks wait for `work`."""
+        return bool(self._jobs or self._dropped)
 
     @property
     def num_blocks(self) -> int:
@@ -264,6 +271,7 @@ class KvFeed:
                     yield len(removal.block_hashes)
             case AllBlocksCleared():
                 self.counts.cleared += 1
+                self._forget()
                 self._blocks.cleared()
                 self.is_complete = not self._blocks.fault
                 self._sink.kv_cleared(self._engine, self._now_ns)
@@ -274,7 +282,7 @@ class KvFeed:
             case UnreadableRemoval():
                 self.counts.illegible += 1
                 self.is_complete = False
-                self._blocks.forget()
+                self._forget()
                 self._sink.kv_lost(self._engine, self._now_ns)
 
     def _store(self, event: BlockStored) -> None:
@@ -285,6 +293,7 @@ class KvFeed:
             self._sink.kv_stored(self._engine, hashes, self._now_ns)
         elif blocks.fault and not had_fault:
             self.gave_up(blocks.fault)
+            self._forget()
             self.is_complete = False
             self._sink.kv_lost(self._engine, self._now_ns)
         elif blocks.block_size_seen not in (None, self._settings.naming.block_size):
@@ -293,6 +302,10 @@ class KvFeed:
                 f"the engine's KV blocks have {blocks.block_size_seen} tokens, the router's"
                 f" {self._settings.naming.block_size}. Exact hits need one block size in router and engines",
             )
+
+    def _forget(self) -> None:
+        self._blocks.forget()
+        self._dropped.append(self._blocks)
 
     # --- inside
 

@@ -33,6 +33,8 @@ PROMPT_BYTES = 130  # one prompt in a history
 RUN_BYTES = 700  # one run of one engine, without its blocks
 _UNLIMITED = 1 << 62
 _MOST_UNSAID = 3  # prompts in a row; a cache that is full may have lost one of them before its request ended
+_LEAVE_AT_ONCE = 4096  # blocks dropped at once, in a few milliseconds; a stranger may have reported a million
+_LEAVE_A_CALL = 256
 _FEW = 8  # up to this number bits are extracted one by one, above it by unpacking all bits
 
 Steps = list[tuple[int, int]]  # (depth in blocks, engines that hold that many leading blocks), by ascending depth
@@ -71,6 +73,8 @@ class PrefixIndex:
         self._history = PrefixTree()
         self._pending = PrefixTree()
         self._said: dict[bytes, int] = {}  # block -> set of engines that hold it
+        self._leaving: deque[tuple[int, OrderedDict[bytes, None]]] = deque()  # dropped blocks still in `_said`
+        self._stale = 0  # engines with such blocks, whose bits in `_said` are not believed
         self._complete = 0  # engines whose events report all their blocks
         self._exact = 0  # those of `_complete` that have reported a block
 
@@ -111,6 +115,7 @@ class PrefixIndex:
         Args:
             hashes: packed block hashes, HASH_BYTES each, in prompt order.
         """
+        self._leave(_LEAVE_A_CALL)
         found = np.zeros(len(self._engines), np.int64)
         steps = _steps(self._history, hashes, ~self._exact)
         if not self._exact and not self._said:
@@ -128,7 +133,8 @@ class PrefixIndex:
     @property
     def num_bytes(self) -> int:
         """Estimated memory, an upper bound: entries that engines share count once per engine."""
-        return sum(self._bytes_of(engine) for engine in range(len(self._engines)))
+        num_leaving = sum(len(blocks) for _, blocks in self._leaving)
+        return num_leaving * SAID_BYTES + sum(self._bytes_of(engine) for engine in range(len(self._engines)))
 
     # --- requests
 
@@ -173,6 +179,7 @@ class PrefixIndex:
 
     def said(self, engine: int, hashes: bytes) -> None:
         """Record blocks that `engine` reported as stored."""
+        self._leave(_LEAVE_A_CALL)
         row, bit = self._engines[engine], 1 << engine
         row.num_unsaid = 0
         self._exact |= self._complete & bit
@@ -206,9 +213,12 @@ class PrefixIndex:
         bit = 1 << engine
         self._complete &= ~bit
         self._exact &= ~bit
-        said = self._engines[engine].said
-        while said:
-            self._drop(bit, said.popitem()[0])
+        row = self._engines[engine]
+        if row.said:
+            self._leaving.append((engine, row.said))
+            self._stale |= bit
+            row.said = OrderedDict()
+        self._leave(_LEAVE_AT_ONCE)
 
     def forget(self, engine: int) -> None:
         """Discard all blocks of `engine`, after a restart or removal. Its requests in flight still need `ended`."""
@@ -235,14 +245,14 @@ class PrefixIndex:
     def _walk(self, hashes: bytes, foretold: Steps, found: NDArray[np.int64]) -> None:
         """Fill `found` with the leading blocks that each engine reported, or holds according to `foretold`."""
         blocks, get = split_hashes(hashes), self._said.get
-        alive, begin = (1 << len(self._engines)) - 1, 0
+        alive, believed, begin = (1 << len(self._engines)) - 1, ~self._stale, 0
         for border, others in (*foretold, (len(blocks), 0)):
             last: int | None = None
             for depth in range(begin, border if alive & ~others else begin):
                 held_by = get(blocks[depth], 0)
                 if held_by is last:  # neighbouring blocks usually share one set object
                     continue
-                last, left = held_by, alive & (held_by | others)
+                last, left = held_by, alive & (held_by & believed | others)
                 if left != alive:
                     if depth:
                         _set(found, alive ^ left, depth)
@@ -281,11 +291,26 @@ class PrefixIndex:
         self._history.drop(engine, self._engines[engine].prompts.popleft()[0])
 
     def _drop(self, bit: int, block: bytes) -> None:
-        left = self._said[block] & ~bit
+        left = self._said.get(block, 0) & ~bit
         if left:
             self._said[block] = left
         else:
-            del self._said[block]
+            self._said.pop(block, None)
+
+    def _leave(self, most: int) -> None:
+        """Drop up to `most` blocks of engines that lost track. Until the last one, no reported block counts there."""
+        while most > 0 and self._leaving:
+            engine, blocks = self._leaving[0]
+            now_said, bit = self._engines[engine].said, 1 << engine
+            for _ in range(min(most, len(blocks))):
+                most -= 1
+                block = blocks.popitem()[0]
+                if block not in now_said:
+                    self._drop(bit, block)
+            if not blocks:
+                self._leaving.popleft()
+                if all(engine != other for other, _ in self._leaving):
+                    self._stale &= ~bit
 
 
 def _steps(tree: PrefixTree, hashes: bytes, among: int) -> Steps:

@@ -104,6 +104,7 @@ class NamedBlocks:
         self._bits = {tier: 1 << at for at, tier in enumerate(rules.tiers)}
         self._group: int | None = None
         self._held: dict[BlockKey, _Block] = {}
+        self._dropped: list[dict[BlockKey, _Block]] = []
         # Names of removed blocks: a sequence in flight may have another copy, and store its next block behind it.
         self._left: OrderedDict[BlockKey, _Block] = OrderedDict()
 
@@ -117,9 +118,23 @@ class NamedBlocks:
         return b"".join([block.name for block in self._held.values()])
 
     def forget(self) -> None:
-        """Drop all blocks, because the cache is empty or its content is unknown."""
-        self._held.clear()
+        """Drop all blocks, because the cache is empty or its content is unknown. Their memory goes with `tidy`."""
+        if self._held:
+            self._dropped.append(self._held)
+            self._held = {}
         self._left.clear()
+
+    def tidy(self, most: int) -> int:
+        """Free the memory of up to `most` dropped blocks, and return how many: a million at once take half a second."""
+        num = 0
+        while num < most and self._dropped:
+            dropped = self._dropped[-1]
+            for _ in range(min(most - num, len(dropped))):
+                dropped.popitem()
+                num += 1
+            if not dropped:
+                self._dropped.pop()
+        return num
 
     def cleared(self) -> None:
         """Drop all blocks, because the cache is empty. A cache that claimed too many is followed again."""
