@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.running import (
@@ -24,6 +25,7 @@ from support.running import (
 
 from moestro.cli import main
 
+BODY = {"prompt": "def f(x):", "max_tokens": 2}
 ROUTE = (MOESTRO, "route", "--admin-port", "0", "--metrics-interval", "0.2")
 
 
@@ -180,6 +182,39 @@ def test_a_pause_of_the_router_itself_costs_no_request_and_opens_no_breaker(fake
         assert complete(running, max_tokens=2).status == 200
     finally:
         assert running.stop() == 0
+
+
+def test_requests_leave_an_engine_whose_process_is_stopped(fake, fake_command, tmp_path, capsys):
+    for name in ("engine", "router"):
+        (tmp_path / name).mkdir()
+    engine = Running(fake_command, tmp_path / "engine")
+    flags = ("--route-policy", "round_robin", "--health-interval", "60")
+    router = Running(route_to(engine, fake, flags=flags), tmp_path / "router")
+    try:
+        engine.process.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(4) as clients:
+            asked = [
+                clients.submit(call, router, "POST", "/v1/completions", BODY, X_Request_Id=f"moved-{number}")
+                for number in range(4)
+            ]
+            answers = [each.result() for each in asked]
+        stopped, other = (each.url.removeprefix("http://") for each in (engine, fake))
+        assert [(answer.status, answer.headers["x-moestro-engine"]) for answer in answers] == [(200, other)] * 4
+        moved = [answer for answer in answers if "stopped answering" in answer.headers["x-moestro-reason"]]
+        assert len(moved) == 2
+        assert router.text.count(f"engine {stopped} is suspected") == 1
+        assert router.text.count(f"engine {stopped} is down") == 1
+        assert {complete(router).headers["x-moestro-engine"] for _ in range(4)} == {other}
+        with pytest.raises(SystemExit):
+            main(["explain", moved[0].headers["x-request-id"], "--admin-url", admin_url(router)])
+        assert f"{stopped} stopped answering" in capsys.readouterr().out
+        engine.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: f"engine {stopped} is up (was down)" in router.text)
+        assert router.stop() == 0
+    finally:
+        engine.process.send_signal(signal.SIGCONT)
+        engine.kill()
+        router.kill()
 
 
 def test_a_stopped_router_finishes_what_runs_and_refuses_what_comes(fake, tmp_path):

@@ -9,8 +9,9 @@ import sys
 
 import psutil
 import pytest
-from support.running import has_ended
+from support.running import PATIENCE_S, has_ended
 
+from moestro.config.launch_spec import STANDBY
 from moestro.server.standby import Standby
 
 pytestmark = pytest.mark.skipif(
@@ -42,6 +43,18 @@ def children() -> list[psutil.Process]:
     return [each for each in psutil.Process().children() if not has_ended(each)]
 
 
+def standbys() -> list[psutil.Process]:
+    return [each for each in children() if tuple(each.cmdline()[-2:]) == STANDBY]
+
+
+async def until(condition) -> None:
+    for _ in range(int(PATIENCE_S / 0.02)):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("waited in vain")
+
+
 def test_workers_are_children_of_the_server_with_their_own_name_stdin_and_end():
     async def test(standby):
         workers = [await standby.fork(f"experts {number}", "") for number in range(3)]
@@ -68,24 +81,64 @@ def test_workers_are_children_of_the_server_with_their_own_name_stdin_and_end():
 def test_a_standby_that_cannot_start_is_not_tried_again():
     async def test(standby):
         assert await standby.fork("experts 0", "") is None
-        process = standby._process
+        assert standbys() == []
         assert await standby.fork("experts 0", "") is None
-        assert standby._process is process
+        assert standbys() == []
 
     run(test, "raise SystemExit(3)")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_standby_that_is_lost_is_replaced_by_the_next_fork(number):
-    """Its workers hold its end of the socket open, so that no end of file tells of its death."""
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_standby_forks_while_the_other_one_is_lost_and_then_replaced(which, number, caplog):
+    """No library is loaded again: the process that the API server has started is never started twice."""
 
     async def test(standby):
-        first, lost = await standby.fork("experts 0", ""), standby._process
+        first = await standby.fork("experts 0", "")
+        await until(lambda: len(standbys()) == 2)
+        lost = sorted(standbys(), key=lambda each: each.create_time())[which]
         lost.send_signal(number)
+        workers = [first, *[await standby.fork(f"experts {n}", "") for n in (1, 2)]]
+        await until(lambda: len(standbys()) == 2 and lost not in standbys())
+        assert standby.num_started == 1
+        assert number == signal.SIGKILL or "forks no worker" not in caplog.text, "a stopped one is not waited for"
+        for each in workers:
+            each.signal(signal.SIGKILL)
+            assert (await each.wait()).was_killed
+
+    run(test)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_both_standbys_that_are_lost_are_replaced(number):
+    """Their workers hold their ends of the sockets open, so that no end of file tells of their death."""
+
+    async def test(standby):
+        first = await standby.fork("experts 0", "")
+        await until(lambda: len(standbys()) == 2)
+        lost = standbys()
+        for each in lost:
+            each.send_signal(number)
         second = await standby.fork("experts 1", "")
-        assert standby._process is not lost
+        await until(lambda: len(standbys()) == 2 and not set(lost) & set(standbys()))
+        assert standby.num_started == 2
         for each in (first, second):
             each.signal(signal.SIGKILL)
             assert (await each.wait()).was_killed
+
+    run(test)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL])
+def test_a_standby_that_ends_is_replaced_before_a_worker_needs_it(number):
+    async def test(standby):
+        worker = await standby.fork("experts 0", "")
+        await until(lambda: len(standbys()) == 2)
+        for lost in standbys():
+            lost.send_signal(number)
+            await until(lambda lost=lost: lost not in standbys() and len(standbys()) == 2)
+        assert standby.num_started == 1
+        worker.signal(signal.SIGKILL)
+        await worker.wait()
 
     run(test)

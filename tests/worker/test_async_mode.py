@@ -121,25 +121,30 @@ def test_routers_learn_the_pressure_of_experts_that_other_devices_hold(paced):
 
 
 def test_one_process_forks_the_workers_and_their_successors(paced):
-    (standby,) = paced.standbys()
+    both = {*wait_until(lambda: len(found := paced.standbys()) == 2 and found)}
     for _ in range(2):
         old = [worker(paced, "experts", number) for number in range(2)]
         for each in old:
             each.kill()
         wait_until(lambda gone=old: all(each not in gone for each in paced.ranks()))
         wait_until(lambda: all(each["phase"] == "serving" for each in workers(paced).values()))
-    assert paced.standbys() == [standby]
+    assert {*paced.standbys()} == both
     assert {each.ppid() for each in paced.ranks()} == {paced.process.pid}
     assert metrics(paced)['moestro:worker_restarts_total{worker="expert worker 1"}'] == 2
 
 
-def test_workers_are_replaced_although_the_process_on_standby_has_ended(paced, expected):
-    (standby,) = paced.standbys()
-    standby.kill()
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_workers_are_replaced_although_processes_on_standby_are_lost_with_them(paced, expected, count, number):
+    lost = wait_until(lambda: len(found := paced.standbys()) == 2 and found)[:count]
     old = worker(paced, "experts", 0)
-    old.kill()
-    assert texts(ask_many(paced, 6)) == expected
-    wait_until(lambda: paced.standbys() not in ([], [standby]))
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(ask_many, paced, 6)
+        wait_until(lambda: not is_idle(paced))
+        for each in (*lost, old):
+            each.send_signal(number)
+        assert texts(answers.result()) == expected
+    wait_until(lambda: len(found := paced.standbys()) == 2 and not {*lost} & {*found})
     assert worker(paced, "experts", 0).pid != old.pid
 
 

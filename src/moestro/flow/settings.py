@@ -117,7 +117,7 @@ class GroupOptions(GroupStepSettings, CheckedSettings):
     )
     standby: bool = True
     (
-        "In async and ep mode, keep a process that has loaded the libraries and forks all workers, which then start in"
+        "In async and ep mode, keep processes that have loaded the libraries and fork all workers, which then start in"
         " a second."
     )
     expert_timeout: Annotated[float, at_least(0.3)] = 0.6

@@ -36,6 +36,7 @@ from moestro.routing.retry_budget import RetryBudget, RetryRules
 from moestro.routing.router import Router
 from moestro.routing.scrape import SCRAPED_FIGURES
 from moestro.routing.settings import RouterSettings
+from moestro.routing.silence import SilenceRules
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.access import Access
 from moestro.web.connections import FrontLimits
@@ -43,6 +44,8 @@ from moestro.web.faults import Faults
 from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks
 from moestro.web.record_key import record_key
+
+_SOON_S = 0.5  # Interval between checks of an unhealthy engine, so that a started server is found soon.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     record, key_id = _record(settings.record)
     router = _router(settings, prompt_reader, record, key_id)
     router.keeps_candidates = record is not None or settings.record.remember > 0
-    fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings.reliability), time.monotonic_ns)
+    fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings), time.monotonic_ns)
     counts = Counts()
     policy = settings.policy.route_score or settings.policy.route_policy
     decision_log = DecisionLog(
@@ -126,7 +129,8 @@ def _observers(settings: RouteSettings, fleet: Fleet) -> tuple[list[Collector], 
     engines = settings.engines
     rules = WatchRules(
         health_path=engines.health_path,
-        health_s=engines.health_interval,
+        soon_s=min(_SOON_S, engines.health_interval),
+        limit_s=_silence_rules(engines).limit_ns * 1e-9,
         timeout_s=engines.probe_timeout,
         metrics_s=engines.metrics_interval,
     )
@@ -185,12 +189,18 @@ def _has_events(sources: KvSources) -> HasEvents:
     return lambda engine: sources.of(engine.name, "") is not None
 
 
-def _health_rules(reliability: ReliabilitySettings) -> HealthRules:
+def _health_rules(settings: RouteSettings) -> HealthRules:
+    reliability = settings.reliability
     return HealthRules(
         stall_ns=int(reliability.stall_timeout * 1e9),
         slow_start_ns=int(reliability.slow_start * 1e9),
         breaker=BreakerRules(num_witnesses=reliability.breaker_failures),
+        silence=_silence_rules(settings.engines),
     )
+
+
+def _silence_rules(engines: EngineSettings) -> SilenceRules:
+    return SilenceRules(check_ns=int(engines.health_interval * 1e9), hang_ns=int(engines.hang_timeout * 1e9))
 
 
 def _exchange_rules(reliability: ReliabilitySettings, front: FrontSettings) -> ExchangeRules:

@@ -208,9 +208,9 @@ class Exchange:
 
     def body(self, data: bytes, *, is_last: bool) -> None:
         """Pass a part of the answer to the client."""
-        now_ns = time.monotonic_ns()
         engine = self._engine
         assert engine is not None
+        now_ns = engine.pool.arrived_ns
         if self._stage == _WAITING:
             self._begin(engine, now_ns, data)
         if self._is_success:
@@ -301,6 +301,23 @@ class Exchange:
 
     # --- retries
 
+    def engine_hangs(self) -> None:
+        """Move the request to another engine once, unless its answer has begun: its engine has stopped answering."""
+        shared, is_waiting = self._shared, self._stage in (_CONNECTING, _WAITING)
+        if not is_waiting or self._num_lost >= _MAX_LOST or not shared.fleet.has_other(self._tried, self._model):
+            return
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()  # An engine that awakes finds its client gone.
+        self._num_lost += 1
+        if self._try_elsewhere("stopped answering"):
+            shared.budget.charge(time.monotonic_ns())
+        else:
+            self.refuse(_unavailable("it stopped answering"))
+
     def _lose(self, engine: RoutedEngine, cause: str, now_ns: int, *, was_sent: bool) -> None:
         """Retry on another engine after the engine was lost before any byte of its answer."""
         engine.counts.num_unreachable += 1
@@ -314,10 +331,7 @@ class Exchange:
         if self._num_lost <= _MAX_LOST and self._try_elsewhere("lost" if was_sent else "unreachable"):
             self._shared.budget.charge(now_ns)
             return
-        text = f"The engine failed before it answered ({cause}), and no other engine can take the request."
-        error = GenerationError(text, code="upstream_unavailable")
-        error.http_status = 502
-        self.refuse(error)
+        self.refuse(_unavailable(cause))
 
     def _take_failure(self, engine: RoutedEngine, head: AnswerHead) -> bool:
         """Count a failure status, and return whether the request goes to another engine."""
@@ -333,7 +347,7 @@ class Exchange:
             shared.fleet.look(engine, now_ns)
         if status not in shared.rules.retry_on or self._num_retries >= shared.rules.max_retries:
             return False
-        if not shared.fleet.has_other(self._tried):
+        if not shared.fleet.has_other(self._tried, self._model):
             return False
         if not shared.budget.grant(now_ns):
             shared.counts.num_retries_denied += 1
@@ -397,6 +411,7 @@ class Exchange:
         engine.num_streaming += 1
         if status < 300 and self._request is not None:
             self._shared.fleet.router.first_token(self._request.request_id, now_ns)
+            engine.health.silence.began(now_ns - self._sent_ns)
             engine.counts.first_byte_s.observe((now_ns - self._arrival_ns) * 1e-9)
         self._is_event_stream = head.is_event_stream
         if status < _FIRST_ERROR:
@@ -488,6 +503,13 @@ def _cached_share(usage: dict[bytes, int]) -> float | None:
     """Return the part of the prompt that the engine had cached; None if it did not say."""
     num_prompt_tokens, num_cached = usage.get(b"prompt_tokens", 0), usage.get(b"cached_tokens")
     return min(num_cached / num_prompt_tokens, 1.0) if num_prompt_tokens and num_cached is not None else None
+
+
+def _unavailable(cause: str) -> GenerationError:
+    text = f"The engine failed before it answered ({cause}), and no other engine can take the request."
+    error = GenerationError(text, code="upstream_unavailable")
+    error.http_status = 502
+    return error
 
 
 def _broken(cause: str) -> GenerationError:

@@ -18,10 +18,11 @@ from moestro.gateway.upstream import Pool
 from moestro.routing.breaker import BreakerState
 from moestro.routing.health import Condition, Health, HealthRules
 from moestro.routing.router import RouteDecision, Router
+from moestro.routing.silence import Silence
 
 logger = logging.getLogger(__name__)
 
-_IN_ROTATION = frozenset({Condition.UP, Condition.PROBING})
+_IN_ROTATION = frozenset({Condition.UP, Condition.PROBING, Condition.SUSPECTED})
 _CONDITIONS_OF_A_NEW_PROCESS = frozenset({Condition.DOWN, Condition.OPEN})
 
 
@@ -52,6 +53,7 @@ class RoutedEngine:
         num_streaming: Number of answers that have begun and not ended.
         unreachable: Cause of the last connection failure; empty after a success.
         num_forgotten: Number of times that the router discarded the known cache contents.
+        models_due_s: Time on `time.monotonic` at which the engine's models are read again.
     """
 
     row: int
@@ -66,6 +68,14 @@ class RoutedEngine:
     num_streaming: int = 0
     unreachable: str = ""
     num_forgotten: int = 0
+    models_due_s: float = 0.0
+
+    @property
+    def silence(self) -> Silence:
+        """Signs of life, with all bytes that have arrived by now."""
+        silence = self.health.silence
+        silence.arrived(self.pool.arrived_ns)
+        return silence
 
 
 class Fleet:
@@ -89,6 +99,7 @@ class Fleet:
         self._by_row: dict[int, RoutedEngine] = {}
         self.names: tuple[str, ...] = ()
         self._returning: set[int] = set()  # Rows in slow start or in doubt.
+        self._suspected: set[int] = set()  # Rows that get requests only where no other engine can.
         self._pausing: set[int] = set()  # Rows that some clients leave alone for now.
         self.models = Models()
         self.pseudonym = f"moestro-{secrets.token_hex(8)}".encode()
@@ -122,6 +133,7 @@ class Fleet:
         del self._by_row[engine.row]
         self._returning.discard(engine.row)
         self._pausing.discard(engine.row)
+        self._suspected.discard(engine.row)
         self.router.remove_engine(engine.row, self._now_ns())
         self.models.forget(engine.row)
 
@@ -141,7 +153,7 @@ class Fleet:
             NoEngineError: No engine is left; the error contains the time after which to retry.
             QueueFullError: All remaining engines are full.
         """
-        is_open = not bounds.tried and not self._returning and not self._pausing and self.models.are_alike
+        is_open = not (bounds.tried or self._returning or self._suspected or self._pausing) and self.models.are_alike
         exclude = () if is_open else self._excluded(bounds, now_ns)
         try:
             return self.router.submit(request, now_ns, exclude)
@@ -163,7 +175,8 @@ class Fleet:
             health.progressed(num_in_flight, engine.last_byte_ns)
             health.streamed()
             engine.last_byte_ns = 0
-        before, after = engine.condition, health.condition(num_in_flight, engine.num_streaming, now_ns)
+        wait_ns = self._longest_wait_ns(engine, now_ns) if engine.silence.num_missed else 0
+        before, after = engine.condition, health.condition(num_in_flight, engine.num_streaming, now_ns, wait_ns)
         engine.condition = after
         is_routable = after in _IN_ROTATION
         if is_routable != self.router.is_routable(engine.row):
@@ -176,6 +189,10 @@ class Fleet:
             self._pausing.add(engine.row)
         else:
             self._pausing.discard(engine.row)
+        if after is Condition.SUSPECTED:
+            self._suspected.add(engine.row)
+        else:
+            self._suspected.discard(engine.row)
         if before is not after:
             self._log_change(engine, before, now_ns)
 
@@ -195,9 +212,14 @@ class Fleet:
             if engine.num_forgotten == num_forgotten:  # `look` discards them only when the engine leaves rotation.
                 self._forget(engine, now_ns)
 
-    def has_other(self, tried: Collection[int]) -> bool:
-        """Return whether an engine outside of `tried` is in rotation."""
-        return any(row not in tried and self.router.is_routable(row) for row in self._by_row)
+    def has_other(self, tried: Collection[int], model: str | None) -> bool:
+        """Return whether an engine outside of `tried` that serves `model` gets requests, and is not suspected."""
+        barred = self._suspected.union(tried, self.models.excluded(model))
+        return any(row not in barred and self.router.is_routable(row) for row in self._by_row)
+
+    def is_ready(self, engine: RoutedEngine) -> bool:
+        """Return whether `engine` gets requests as long as any other engine does."""
+        return self.router.is_routable(engine.row) and engine.row not in self._suspected
 
     @property
     def num_up(self) -> int:
@@ -210,6 +232,9 @@ class Fleet:
         in_rotation = [row for row in self._by_row if self.router.is_routable(row)]
         excluded = [row for row in in_rotation if row in bounds.tried or row in lacking]
         left = [row for row in in_rotation if row not in excluded]
+        if trusted := [row for row in left if row not in self._suspected]:
+            excluded += [row for row in left if row in self._suspected]
+            left = trusted
         # An engine that has refused this client is the last resort: it refuses again in its own words, or serves.
         calm = [row for row in left if not self._is_paused(row, bounds.client, now_ns)]
         if calm and len(calm) < len(left):
@@ -223,6 +248,11 @@ class Fleet:
 
     def _is_paused(self, row: int, client: Hashable, now_ns: int) -> bool:
         return row in self._pausing and self._by_row[row].health.pauses.concern(client, now_ns)
+
+    def _longest_wait_ns(self, engine: RoutedEngine, now_ns: int) -> int:
+        """Return the time for which a request has waited for its first byte; 0 means that none waits."""
+        since_ns = self.router.waits_since_ns(engine.row)
+        return 0 if since_ns is None else now_ns - since_ns
 
     def _has_share(self, row: int, most: int, now_ns: int) -> bool:
         """Return whether an engine in slow start may get one more request; settled engines have at most `most`."""

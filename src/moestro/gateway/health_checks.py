@@ -21,8 +21,11 @@ MODELS_EVERY_S = 10.0
 _MAX_MODELS_BYTES = 4 << 20
 _MAX_HEALTH_BYTES = 64 << 10
 _FORWARDED_PATH = "/get_model_info"  # Routers forward it, and engines answer it at no cost, if only with 404.
-_SOON_S = 0.5
 _AGAIN_S = 1.0
+_MOST_CHECKS = 4  # of one engine at once; an engine that hangs for long holds no more connections
+# A check is judged this long after its time is over. If this process was stopped, its answer is read meanwhile.
+_READ_S = 0.02
+_WELL = frozenset({Condition.UP, Condition.SUSPECTED})  # checked at the intervals of `Silence`
 
 Watcher = Callable[[RoutedEngine], Awaitable[None]]  # watches one engine until cancelled
 
@@ -33,20 +36,17 @@ class WatchRules:
 
     Attributes:
         health_path: path of the health check.
-        health_s: interval between checks of a healthy engine, seconds.
+        soon_s: interval between checks of an unhealthy engine, seconds.
+        limit_s: time after which an unanswered check is missed, seconds. Its answer still counts later.
         timeout_s: time for an engine to answer, seconds.
         metrics_s: interval between reads of `/metrics`, seconds; 0 disables them.
     """
 
     health_path: str = "/health"
-    health_s: float = 5.0
+    soon_s: float = 0.5
+    limit_s: float = 1.0
     timeout_s: float = 3.0
     metrics_s: float = 1.0
-
-    @property
-    def soon_s(self) -> float:
-        """Interval between checks of an unhealthy engine, seconds; short, so that a started server is found soon."""
-        return min(_SOON_S, self.health_s)
 
 
 class Watch:
@@ -78,7 +78,11 @@ class Watch:
 
 
 class HealthWatch:
-    """Watcher that runs the health check, and periodically reads the engine's models."""
+    """Watcher that runs the health checks, and periodically reads the engine's models.
+
+    A check does not wait for the one before it. So an engine that answers late is found to be alive, and one that hangs
+    has missed several checks after a few seconds.
+    """
 
     def __init__(self, fleet: Fleet, rules: WatchRules) -> None:
         self._fleet = fleet
@@ -86,19 +90,51 @@ class HealthWatch:
 
     async def __call__(self, engine: RoutedEngine) -> None:
         """Check the engine's health until cancelled."""
-        models_due_s = 0.0
-        while True:
-            passed = await self._check(engine)
-            if passed and time.monotonic() >= models_due_s:
-                models_due_s = time.monotonic() + (MODELS_EVERY_S if await self._learn_models(engine) else 0)
-            now_ns = time.monotonic_ns()
-            engine.health.checked(now_ns, passed=passed)
-            if passed:
-                engine.unreachable = ""
-            self._fleet.look(engine, now_ns)
-            await asyncio.sleep(self._rules.health_s if engine.condition is Condition.UP else self._rules.soon_s)
+        running: set[asyncio.Task[None]] = set()
+        async with asyncio.TaskGroup() as checks:
+            while True:
+                pause_ns = self._next_check_ns(engine) - time.monotonic_ns()
+                if pause_ns > 0:
+                    await asyncio.sleep(pause_ns * 1e-9)
+                elif len(running) >= _MOST_CHECKS:
+                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    sent_ns = time.monotonic_ns()
+                    engine.silence.checked(sent_ns)
+                    task = checks.create_task(self._check(engine, sent_ns))
+                    running.add(task)
+                    task.add_done_callback(running.discard)
 
-    async def _check(self, engine: RoutedEngine) -> bool:
+    def _next_check_ns(self, engine: RoutedEngine) -> int:
+        silence = engine.silence
+        if engine.condition in _WELL:
+            return silence.next_check_ns
+        return silence.checked_ns + int(self._rules.soon_s * 1e9)
+
+    async def _check(self, engine: RoutedEngine, sent_ns: int) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._rules.limit_s, loop.call_later, _READ_S, self._miss, engine, sent_ns)
+        passed = await self._passes(engine)
+        if passed and time.monotonic() >= engine.models_due_s:
+            engine.models_due_s = time.monotonic() + MODELS_EVERY_S
+            if not await self._learn_models(engine):
+                engine.models_due_s = 0.0
+        now_ns = time.monotonic_ns()
+        engine.health.checked(now_ns, passed=passed)
+        if passed:
+            engine.unreachable = ""
+        self._fleet.look(engine, now_ns)
+
+    def _miss(self, engine: RoutedEngine, sent_ns: int) -> None:
+        """Count a check as missed, unless the engine has sent any byte since."""
+        silence, now_ns = engine.silence, time.monotonic_ns()
+        num_missed = silence.num_missed
+        silence.missed(sent_ns)
+        if silence.num_missed > num_missed:
+            engine.unreachable = f"{self._rules.health_path}: nothing for {(now_ns - sent_ns) * 1e-9:.1f} s"
+            self._fleet.look(engine, now_ns)
+
+    async def _passes(self, engine: RoutedEngine) -> bool:
         try:
             status, body = await ask(engine, self._rules.health_path, self._rules.timeout_s, _MAX_HEALTH_BYTES)
         except NoAnswerError as error:

@@ -59,7 +59,7 @@ class RouteCollector(Collector):
             yield family
         yield _gauge("in_flight", "Requests on the engine.", ((e, router.num_in_flight_on(e.row)) for e in engines))
         yield _gauge(
-            "engine_ready", "1 while the engine gets requests.", ((e, router.is_routable(e.row)) for e in engines)
+            "engine_ready", "1 while the engine gets requests.", ((e, self._fleet.is_ready(e)) for e in engines)
         )
         text = "State of the breaker: 0 closed, 1 probing (one request at a time), 2 open."
         yield _gauge("breaker_state", text, ((e, _BREAKER_NUMBERS[self._fleet.breaker_state(e)]) for e in engines))

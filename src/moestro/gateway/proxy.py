@@ -15,6 +15,7 @@ from moestro.errors import DrainingError, RequestError, shown
 from moestro.gateway.answering import Answering
 from moestro.gateway.downstream import ClientConnection, ClientConnections
 from moestro.gateway.exchange import Exchange, ExchangeContext
+from moestro.gateway.fleet import RoutedEngine
 from moestro.gateway.http_headers import (
     LOOP_HEADER,
     LOOP_STATUS,
@@ -297,3 +298,16 @@ def _sweep(shared: ExchangeContext, clients: ClientConnections) -> None:
     for engine in shared.fleet:
         engine.pool.sweep(now_s)
         shared.fleet.look(engine, now_ns)
+        if engine.silence.is_hung:
+            _leave(shared, engine)
+
+
+def _leave(shared: ExchangeContext, engine: RoutedEngine) -> None:
+    """Move the requests on an engine that has stopped answering, as far as their answers have not begun."""
+    for request_id in shared.fleet.router.in_flight_on(engine.row):
+        if (exchange := shared.active.get(request_id)) is None:
+            continue
+        try:
+            exchange.engine_hangs()
+        except Exception:
+            exchange.fail()

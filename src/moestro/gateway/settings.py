@@ -105,7 +105,12 @@ class EngineSettings(CheckedSettings):
     health_path: Annotated[str, Parameter(group=_ENGINES)] = "/health"
     "Path of an engine's health check; any status below 300 means healthy."
     health_interval: Annotated[float, above(0), Parameter(group=_ENGINES)] = 5.0
-    "Seconds between health checks of an engine; an unhealthy engine is checked twice a second."
+    "Seconds between health checks of an engine that sends bytes; an unhealthy engine is checked twice a second."
+    hang_timeout: Annotated[float, above(0), Parameter(group=_ENGINES)] = 4.0
+    (
+        "Seconds without any byte, also of health checks, after which an engine is down and its requests without a"
+        " first byte move; after three quarters of it at the latest, it gets no new requests."
+    )
     metrics_interval: Annotated[float, at_least(0), Parameter(group=_ENGINES)] = 1.0
     "Seconds between reads of an engine's /metrics (its queue, its KV cache); 0 disables them."
     probe_timeout: Annotated[float, above(0), Parameter(group=_ENGINES)] = 3.0

@@ -59,6 +59,7 @@ class Pool:
 
     Attributes:
         known: Cached heads of answers, which need no parsing.
+        arrived_ns: Time on `time.monotonic_ns` of the last byte that the engine has sent; 0 before the first.
     """
 
     def __init__(self, address: Address, connect_s: float) -> None:
@@ -66,6 +67,7 @@ class Pool:
         self._connect_s = connect_s
         self._max_idle = _MAX_IDLE
         self.known: HeaderCache[AnswerHead] = HeaderCache(_MAX_KNOWN)
+        self.arrived_ns = 0
         self._idle: list[EngineConnection] = []
         self._all: set[EngineConnection] = set()
 
@@ -227,6 +229,7 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Pass data of the answer on, parsed only as far as needed."""
+        self._pool.arrived_ns = time.monotonic_ns()
         if self._sink is None:
             self.close()  # Data without a request is invalid.
             return

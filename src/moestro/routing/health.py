@@ -8,8 +8,9 @@ from enum import StrEnum
 
 from moestro.routing.breaker import BackOff, Breaker, BreakerRules, BreakerState
 from moestro.routing.pauses import Pauses
+from moestro.routing.silence import Silence, SilenceRules
 
-_RECENT_NS = 500_000_000
+_RECENT_NS = 500_000_000  # age up to which output excuses a failed check
 # Time until a loop is looked for again. A loop through another router shows only when that router chooses it.
 _FIRST_LOOP_NS, _LONGEST_LOOP_NS = 1_000_000_000, 60_000_000_000
 
@@ -20,12 +21,17 @@ class Condition(StrEnum):
     DRAINING = "draining"  # the operator drains the engine
     LOOP = "loop"  # the engine leads back to this router
     UNCHECKED = "unchecked"  # no health check has passed yet
-    DOWN = "down"  # health checks fail
+    DOWN = "down"  # health checks fail or are not answered
     OPEN = "open"  # the breaker is open
     BUSY = "busy"  # the engine refused a request and asked for a pause
     PROBING = "probing"  # the breaker admits requests until one succeeds or fails
     STALLED = "stalled"  # the engine's queue grows without any output
+    SUSPECTED = "suspected"  # the engine may have stopped answering
     UP = "up"
+
+
+# Conditions after which an engine needs no slow start.
+_KEEPS_CACHE = frozenset({Condition.BUSY, Condition.SUSPECTED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,7 @@ class HealthRules:
     default_busy_ns: int = 500_000_000
     max_busy_ns: int = 60_000_000_000
     breaker: BreakerRules = field(default_factory=BreakerRules)
+    silence: SilenceRules = field(default_factory=SilenceRules)
 
 
 class Health:
@@ -54,6 +61,7 @@ class Health:
     Attributes:
         breaker: circuit breaker fed by the engine's responses.
         pauses: clients that the engine has refused.
+        silence: signs of life of the engine.
         is_draining: whether the operator drains the engine. Callers may set it at any time.
     """
 
@@ -61,6 +69,7 @@ class Health:
         self._rules = rules
         self.breaker = Breaker(rules.breaker)
         self.pauses = Pauses(rules.breaker.silence_ns)
+        self.silence = Silence(rules.silence)
         self.is_draining = False
         self._loop_until_ns: int | None = None  # time of the next look for a loop; None means no loop
         self._loop_back_off = BackOff(_FIRST_LOOP_NS, _LONGEST_LOOP_NS)
@@ -75,7 +84,7 @@ class Health:
         self._returned_ns: int | None = None
 
     def checked(self, now_ns: int, *, passed: bool) -> None:
-        """Record the result of a health check; a missing answer is a failure.
+        """Record the result of a health check that has ended; a missing answer is a failure.
 
         A check that fails while output arrives is ignored: the engine is only too busy to answer checks.
         """
@@ -136,16 +145,24 @@ class Health:
         self._progress_ns = min(self._progress_ns + pause_ns, now_ns)
         self._counter_ns = min(self._counter_ns + pause_ns, now_ns)
 
-    def condition(self, num_in_flight: int, num_streaming: int, now_ns: int) -> Condition:
-        """Return the verdict on an engine with `num_in_flight` requests; `num_streaming` of them stream output."""
+    def condition(self, num_in_flight: int, num_streaming: int, now_ns: int, longest_wait_ns: int = 0) -> Condition:
+        """Return the verdict on an engine.
+
+        Args:
+            num_in_flight: requests that the router has on the engine.
+            num_streaming: those of them that stream output.
+            longest_wait_ns: time for which one of them has waited for its first byte.
+        """
         found = self._condition(num_in_flight, num_streaming, now_ns)
+        if found is Condition.UP and self.silence.is_suspected(longest_wait_ns):
+            found = Condition.SUSPECTED
         if found is Condition.UP:
             if not self._was_up and self._returned_ns is None:
                 self._returned_ns = now_ns - self._rules.slow_start_ns  # the first start gets the full share at once
             elif not self._was_up:
                 self._returned_ns = now_ns
             self._was_up = True
-        elif found is not Condition.BUSY:  # a busy engine keeps its cache and needs no slow start
+        elif found not in _KEEPS_CACHE:
             self._was_up = False
         return found
 
@@ -169,7 +186,7 @@ class Health:
 
     @property
     def _is_down(self) -> bool:
-        return (self._num_failed_checks or 0) >= self._rules.num_failed_checks
+        return (self._num_failed_checks or 0) >= self._rules.num_failed_checks or self.silence.is_hung
 
     def _condition(self, num_in_flight: int, num_streaming: int, now_ns: int) -> Condition:
         if self.is_draining:

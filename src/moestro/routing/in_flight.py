@@ -140,6 +140,11 @@ class InFlight:
         """Return the ids of the requests on one engine, in sending order."""
         return tuple(self._rows[engine].flights)
 
+    def waits_since_ns(self, engine: int) -> int | None:
+        """Return when the oldest request on one engine without a first token was sent; None means that none waits."""
+        flights = self._rows[engine].flights.values()
+        return next((flight.submit_ns for flight in flights if flight.is_prefilling), None)
+
     def forget(self, engine: int) -> None:
         """Discard what a replaced engine process had reported about its requests."""
         row = self._rows[engine]

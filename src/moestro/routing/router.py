@@ -316,6 +316,10 @@ class Router:
         """Return the ids of the requests on one engine, oldest first."""
         return self._flights.of_engine(engine)
 
+    def waits_since_ns(self, engine: int) -> int | None:
+        """Return when the oldest request on `engine` without a first token was submitted; None without such one."""
+        return self._flights.waits_since_ns(engine)
+
     def num_in_flight_on(self, engine: int) -> int:
         """Return the number of requests on one engine."""
         return int(self._columns.num_in_flight[engine])

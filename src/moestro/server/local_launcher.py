@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moestro.config.cores import thread_environment
-from moestro.config.linux_process import is_stopped
 from moestro.core.curve_keys import CurveKeys
-from moestro.server.launcher import WORKER, ProcessEnd, StartedProcess
+from moestro.server.launcher import WORKER, StartedProcess
+from moestro.server.local_process import LocalProcess
 from moestro.server.standby import Standby
-
-
-class LocalProcess:
-    """A child process; implements `StartedProcess`."""
-
-    place = ""
-
-    def __init__(self, process: asyncio.subprocess.Process, peer_address: str, listen_fd: int | None) -> None:
-        self._process = process
-        self.peer_address, self.listen_fd = peer_address, listen_fd
-
-    @property
-    def has_ended(self) -> bool:
-        """Implement `StartedProcess.has_ended`."""
-        return self._process.returncode is not None
-
-    @property
-    def is_stopped(self) -> bool:
-        """Implement `StartedProcess.is_stopped`."""
-        return not self.has_ended and is_stopped(self._process.pid)
-
-    async def write(self, data: bytes) -> None:
-        """Implement `StartedProcess.write`."""
-        assert self._process.stdin is not None, "it was started with a pipe"
-        self._process.stdin.write(data)
-
-    def signal(self, number: int) -> None:
-        """Implement `StartedProcess.signal`."""
-        if not self.has_ended:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
-
-    async def wait(self) -> ProcessEnd:
-        """Implement `StartedProcess.wait`."""
-        return ProcessEnd.of(await self._process.wait())
 
 
 class LocalLauncher:
@@ -93,7 +57,7 @@ class LocalLauncher:
         return LocalProcess(process, peer_address, listen_fd)
 
     async def prepare_standby(self) -> None:
-        """Implement `Launcher.prepare_standby`: the process on standby is there from the first worker on."""
+        """Implement `Launcher.prepare_standby`: two processes are on standby from the first worker on."""
 
     async def close(self) -> None:
         """Implement `Launcher.close`."""

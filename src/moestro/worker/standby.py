@@ -1,4 +1,4 @@
-"""The process on standby: it has loaded a worker's libraries, and forks a worker whenever the API server asks.
+"""A process on standby: it has loaded a worker's libraries, and forks a worker whenever the API server wants one.
 
 A worker therefore starts in some hundredths of a second, any number of them at once, and they share the libraries'
 memory. Libraries must not have begun to compute: threads and an opened GPU do not survive a fork.
@@ -31,10 +31,11 @@ def fork_workers() -> bool:
 
     A message is the worker's name with the descriptors of its stdin and of a socket that it inherits, if any. The
     answer is the worker's process id and the number of that socket. The API server becomes the worker's parent, because
-    the process between the two ends at once.
+    the process between the two ends at once. A process with the name of this one is another one on standby: its stdin
+    is the socket from which it reads its own messages.
 
     Returns:
-        True in a worker, whose stdin is now its own; False in the process on standby.
+        True in a worker, whose stdin is now its own; False in a process on standby.
     """
     server = os.getppid()
     control = socket.socket(fileno=os.dup(0))
@@ -49,20 +50,26 @@ def fork_workers() -> bool:
         if between == 0:
             if os.fork():
                 os._exit(0)
-            _become_worker(name.decode(), descriptors[0], server)
+            is_worker = name.decode() != STANDBY[-1]
+            _become_child(descriptors[0], server)
+            if is_worker:
+                rename_last_arguments(STANDBY[0], name.decode())
             control.send(" ".join(map(str, (os.getpid(), *descriptors[1:]))).encode())
             control.close()
-            return True
+            if is_worker:
+                return True
+            control = socket.socket(fileno=os.dup(0))
+            continue
         for descriptor in descriptors:
             os.close(descriptor)
         os.waitpid(between, 0)
 
 
-def _become_worker(name: str, stdin: int, server: int) -> None:
+def _become_child(stdin: int, server: int) -> None:
+    """Become a child of the API server, with a session and a stdin of its own."""
     os.setsid()  # Ctrl-C reaches only the API server
     os.dup2(stdin, 0)
     os.close(stdin)
-    rename_last_arguments(STANDBY[0], name)
     deadline = time.monotonic() + _ADOPTED_WITHIN_S
     while os.getppid() != server:  # until the process between has ended
         if time.monotonic() > deadline:

@@ -101,7 +101,7 @@ function showTiles(history) {
 
 // --- table
 
-const GOOD = new Set(["up"]), WAITING = new Set(["draining", "probing", "busy", "unchecked"]);
+const GOOD = new Set(["up"]), WAITING = new Set(["draining", "suspected", "probing", "busy", "unchecked"]);
 const known = (history, of) => history.last.engines.some(engine => of(engine) !== null && of(engine) !== undefined);
 
 // Columns: heading, function (engine, history) -> content, and whether any engine has it.
