@@ -221,6 +221,10 @@ def test_a_process_that_holds_enough_leaves_and_its_next_one_reads_the_answers_a
     masks._quick.close()
     for process in processes:
         process.join()
+    masks._recover(masks._quick, [host_messages.LEAVING, matcher.number])  # it left before its next job
+    assert not matcher.is_slow
+    masks._recover(masks._quick, [matcher.number])
+    assert matcher.is_slow, "the process ended in that job"
 
 
 def test_the_second_process_serves_the_answer_that_has_cost_least(masks, monkeypatch):
