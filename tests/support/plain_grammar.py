@@ -55,15 +55,11 @@ def tokenizer_directory(vocabulary: int) -> Path:
 class Patience(WaitAllowance):
     """Waits for each mask, so that no busy machine makes it late."""
 
-    _num_in_vain = 0  # waits in a row that were none
-
     def left_s(self) -> float:
         return 20.0
 
     def spend(self, waited_ns: int) -> None:
-        self._num_in_vain = self._num_in_vain + 1 if waited_ns < 20_000 else 0
         assert waited_ns < 19e9, "a mask never came"
-        assert self._num_in_vain < 100_000, "nothing computes the mask"
 
 
 @cache
