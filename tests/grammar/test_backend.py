@@ -136,13 +136,18 @@ def test_a_grammar_that_does_not_compile_fails_its_matcher(is_light):
     assert "unclosed" in masks.failure(matcher)
 
 
-def test_nothing_waits_for_a_slow_grammar(masks):
+def test_nothing_waits_for_a_slow_grammar(masks, monkeypatch):
     matcher = masks.matcher(Grammar("regex", "ab"))
     assert next_mask(masks, matcher, "")
     (pid,) = forks(masks)
     os.kill(pid, signal.SIGSTOP)
     (late,) = masks.masks([asked(matcher, ids("a"))])
-    assert late.words() is None, "its process stands still"
+    waits: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(masks._allowance, "left_s", lambda: 0.001 if len(waits) < 3 else 0)
+        patch.setattr(masks._allowance, "spend", waits.append)
+        assert late.words() is None, "its process stands still"
+    assert not waits
     assert not masks.is_ready(matcher)
     assert next_mask(masks, masks.matcher(light("ab")), "a") == ids("b"), "the process of light ones goes on"
     os.kill(pid, signal.SIGCONT)
@@ -221,6 +226,10 @@ def test_a_process_that_holds_enough_leaves_and_its_next_one_reads_the_answers_a
     masks._quick.close()
     for process in processes:
         process.join()
+    masks._recover(masks._quick, [host_messages.LEAVING, matcher.number])  # it left before its next job
+    assert not matcher.is_slow
+    masks._recover(masks._quick, [matcher.number])
+    assert matcher.is_slow, "the process ended in that job"
 
 
 def test_the_second_process_serves_the_answer_that_has_cost_least(masks, monkeypatch):
