@@ -323,6 +323,7 @@ async def test_a_packed_prompt_is_routed_by_its_text_and_passed_on_packed():
         (PROMPT, "br", 415),
         (gzip.compress(PROMPT), "gzip, gzip", 415),
     ],
+    ids=["a bomb", "junk", "cut", "br", "two codings"],
 )
 @looped
 async def test_what_a_router_cannot_unpack_reaches_no_engine(counted, body, coding, status):
