@@ -5,7 +5,8 @@
 
 The script starts two `moestro serve` with the demo model in float32 and `moestro route` in front of them. Server A has
 two engines, and its record is on a full disk; server B is preemptive. Honest clients compare each answer with that of
-an undisturbed server. Bad clients send broken bodies and broken HTTP, and disconnect. Faults happen at random moments:
+an undisturbed server. Bad clients send broken bodies, broken HTTP, packed bombs, nasty JSON and costly grammars, and
+disconnect. A traceback in a log is a finding. Faults happen at random moments:
 SIGKILL and SIGSTOP of engines, SIGSTOP of the API server and of the router, SIGTERM and SIGKILL of B. Every end of a
 request that no fault explains is printed and counted.
 """
@@ -220,7 +221,7 @@ async def soak(servers: dict[str, Process], seconds: float, seed: int) -> tuple[
     async with asyncio.TaskGroup() as tasks:
         for user in range(6):
             tasks.create_task(clients.honest(seed + user))
-        for work in (clients.broken_bodies, clients.leavers, clients.garbage):
+        for work in (clients.broken_bodies, clients.strangers, clients.leavers, clients.garbage):
             tasks.create_task(work(seed))
         tasks.create_task(sample(servers, samples, stop))
         tasks.create_task(faults.forever(stop))
@@ -270,6 +271,9 @@ def main() -> None:
             settled = settle(servers, samples)
             left = sorted(path.name for path in directory.iterdir() if path.name.startswith("moestro-"))
             lines = log_lines(servers)
+            for name, server in servers.items():
+                if num_tracebacks := server.log.read_text(errors="replace").count("Traceback"):
+                    findings.blame(kind="tracebacks in a log", server=name, count=num_tracebacks)
         finally:
             for server in servers.values():
                 for process in [*server.workers(), server.family] if server.family.is_running() else []:

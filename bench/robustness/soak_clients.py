@@ -6,15 +6,22 @@ import asyncio
 import contextlib
 import json
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
 from disconnects import leave_early
 from fuzz import make_request
+
+sys.path.insert(0, str(Path(__file__).with_name("strangers")))
+from grammars import late_repeats, literals, repeats
+from gzip_bomb import bodies
+from nasty_json import nasty_body
 
 HANGS_S = 180.0
 KEY = "soak-key"
@@ -195,24 +202,57 @@ class Clients:
 
     async def broken_bodies(self, seed: int) -> None:
         """Run one client that sends the requests of `fuzz.py`."""
-        rng, number = random.Random(f"fuzz-{seed}"), 0
+        number = 0
+
+        def make() -> tuple[str, str, dict[str, str], bytes]:
+            nonlocal number
+            number += 1
+            path, body, _ = make_request(seed, number)
+            return "broken body", path, {}, body
+
+        await self._post_forever(seed, make, pause_s=0.2)
+
+    async def strangers(self, seed: int) -> None:
+        """Run one client that sends packed bombs, any JSON, and grammars that cost seconds."""
+        rng = random.Random(f"strangers-{seed}")
+        packed = list(bodies().items())
+
+        def make() -> tuple[str, str, dict[str, str], bytes]:
+            match rng.randrange(3):
+                case 0:
+                    name, (coding, body) = rng.choice(packed)
+                    return f"packed, {name}", "/v1/completions", {"Content-Encoding": coding}, body
+                case 1:
+                    path = rng.choice(("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"))
+                    return "any JSON", path, {}, nasty_body(rng, path)
+            asked = {"prompt": "x", "max_tokens": 4} | rng.choice((repeats, late_repeats, literals))(rng)
+            return "grammar", "/v1/completions", {}, json.dumps(asked).encode()
+
+        await self._post_forever(seed, make, pause_s=0.3)
+
+    async def _post_forever(
+        self, seed: int, make: Callable[[], tuple[str, str, dict[str, str], bytes]], pause_s: float
+    ) -> None:
+        """Send the requests (kind, path, headers, body) that `make` returns, one after the other."""
+        rng = random.Random(f"targets-{seed}")
         timeout = aiohttp.ClientTimeout(total=HANGS_S)
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        known = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(force_close=True)) as session:
             while not self.stop.is_set():
-                number, target = number + 1, rng.choice(list(self.targets))
-                path, body, _ = make_request(seed, number)
+                target, (kind, path, headers, body) = rng.choice(list(self.targets)), make()
                 began = time.monotonic()
                 try:
-                    async with session.post(self.targets[target] + path, data=body, headers=headers) as answer:
+                    async with session.post(self.targets[target] + path, data=body, headers=known | headers) as answer:
                         await answer.read()
                         end = f"refused {answer.status}" if answer.status >= 400 else "answered"
                 except TimeoutError:
                     end = "HANGS"
                 except aiohttp.ClientError as error:
                     end = "not connected" if isinstance(error, aiohttp.ClientConnectorError) else "cut off"
-                self._judge_bad("broken body", target, end, began, body)
-                await asyncio.sleep(0.2)
+                if kind == "grammar" and end == "refused 503":
+                    end = "answered"  # Too many new grammars at once are refused as overload.
+                self._judge_bad(kind, target, end, began, body)
+                await asyncio.sleep(pause_s)
 
     def _judge_bad(self, kind: str, target: str, end: str, began: float, sent: bytes) -> None:
         self.findings.bad[f"{kind}: {end}"] += 1
