@@ -271,9 +271,9 @@ def main() -> None:
             settled = settle(servers, samples)
             left = sorted(path.name for path in directory.iterdir() if path.name.startswith("moestro-"))
             lines = log_lines(servers)
-            for name, server in servers.items():
+            for server in servers.values():
                 if num_tracebacks := server.log.read_text(errors="replace").count("Traceback"):
-                    findings.blame(kind="tracebacks in a log", server=name, count=num_tracebacks)
+                    findings.blame(kind="tracebacks in a log", server=server.name, count=num_tracebacks)
         finally:
             for server in servers.values():
                 for process in [*server.workers(), server.family] if server.family.is_running() else []:
