@@ -76,12 +76,13 @@ def test_log_probabilities_and_ranks_are_those_of_the_cpu(vocabulary, count, acc
 def test_edited_logits_are_those_of_the_cpu(vocabulary, accelerator):
     rng, logits = np.random.default_rng(vocabulary), random_logits(vocabulary)
     rows, units = random_rows(rng), np.arange(ROWS)
-    said = np.stack([np.sort(rng.integers(ROWS, size=300)), rng.integers(vocabulary, size=300)]).astype(np.int32)
+    said = np.stack([rng.integers(ROWS, size=300), rng.integers(vocabulary, size=300)]).astype(np.int32)
+    said = np.unique(said, axis=1)  # each pair once, by row
     known = backend(101)
     biased = np.stack([np.arange(ROWS), rng.integers(vocabulary, size=ROWS)]).astype(np.int32)
     edits = LogitEdits(
         said=said,
-        generated=rng.random(300) < 0.5,
+        num_generated=rng.integers(4, size=said.shape[1]).astype(np.int32),
         biased=biased,
         bias=rng.uniform(-3, 3, ROWS).astype(np.float32),
         banned=np.stack([np.arange(ROWS), rng.integers(vocabulary, size=ROWS)]).astype(np.int32),
