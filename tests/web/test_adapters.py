@@ -393,7 +393,9 @@ def test_a_response_repeats_its_settings_and_says_why_it_ended():
     response = response_of_chat(whole({"content": "hi"}, "length"), settings_of(fields), tools)
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert (response["store"], response["previous_response_id"], response["metadata"]) == (False, None, {"a": "b"})
-    assert response["tools"] == [{"type": "function", "name": "f", "parameters": None, "strict": None}]
+    assert json.loads(msgspec.json.encode(response["tools"])) == [
+        {"type": "function", "name": "f", "parameters": None, "strict": None}
+    ]
     assert response["usage"]["input_tokens_details"] == {"cached_tokens": 16}
     assert list(response)[-1] == "usage"
 

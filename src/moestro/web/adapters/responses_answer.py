@@ -16,6 +16,8 @@ from moestro.web.adapters.responses_tools import CalledTool, OfferedTools, text_
 Event = dict[str, Any]  # Data of an event; its `type` is also the event's name.
 Item = dict[str, Any]  # One item of a response's output.
 
+# Values stay JSON text, because a client's schema may hold numbers that no type of Python's reader takes.
+_decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 # Status of a response, and of the item that a limit cut off.
 _CALL_KINDS = ("fc", "ctc")
 _COMPLETE, _CUT, _UNDER_WAY = "completed", "incomplete", "in_progress"
@@ -35,7 +37,7 @@ def settings_of(fields: ResponsesFields) -> dict[str, Any]:
         "temperature": fields.temperature,
         "text": {"format": wanted},
         "tool_choice": "auto" if fields.tool_choice is None else msgspec.to_builtins(fields.tool_choice),
-        "tools": [{"parameters": None, "strict": None} | msgspec.json.decode(tool) for tool in fields.tools or ()],
+        "tools": [{"parameters": None, "strict": None} | _decode_names(tool) for tool in fields.tools or ()],
         "top_p": fields.top_p,
         "truncation": fields.truncation or "disabled",
         "user": fields.user,
@@ -44,8 +46,8 @@ def settings_of(fields: ResponsesFields) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """Return a struct in builtin types, without its empty fields."""
-    return {name: each for name, each in msgspec.json.decode(msgspec.json.encode(value)).items() if each is not None}
+    """Return the fields of a struct as JSON text by name, without its empty fields."""
+    return {name: raw for name, raw in _decode_names(msgspec.json.encode(value)).items() if bytes(raw) != b"null"}
 
 
 def response_of_chat(answer: dict[str, Any], settings: dict[str, Any], tools: OfferedTools) -> dict[str, Any]:

@@ -20,6 +20,14 @@ _FREE_TEXT = "input"  # The only argument of a custom tool's function.
 _SEPARATOR = "__"  # Between a namespace and a name; several clients join the names of servers and tools by it.
 
 
+class ToolFormat(msgspec.Struct):
+    """Form of a custom tool's input."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
 class FunctionTool(msgspec.Struct):
     """One tool of the client: a function, a custom tool, or a namespace of these."""
 
@@ -28,7 +36,7 @@ class FunctionTool(msgspec.Struct):
     description: str | None = None
     parameters: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
     strict: bool | None = None
-    format: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
+    format: ToolFormat | None = None
     tools: list[FunctionTool] | None = None
 
 
@@ -134,9 +142,9 @@ def _parameters(tool: FunctionTool) -> dict[str, Any]:
 
 def _free_text(tool: FunctionTool) -> dict[str, Any]:
     """Return description and parameters of the function for a custom tool; its grammar is described, not enforced."""
-    form = msgspec.json.decode(tool.format, type=dict[str, Any] | None) or {}
-    grammar = form.get("definition")
-    rules = f"\n\nThe input follows this {form.get('syntax', 'lark')} grammar:\n{grammar}" if grammar else ""
+    form, rules = tool.format, ""
+    if form is not None and form.definition:
+        rules = f"\n\nThe input follows this {form.syntax or 'lark'} grammar:\n{form.definition}"
     text = {"type": "string", "description": "The whole input of the tool, as plain text."}
     schema = {"type": "object", "properties": {_FREE_TEXT: text}, "required": [_FREE_TEXT]}
     return {"description": f"{tool.description or ''}{rules}" or None, "parameters": schema}
