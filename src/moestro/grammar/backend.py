@@ -30,9 +30,9 @@ from moestro.grammar.mask_lane import MaskLane
 
 # Sequences under slow grammars that may run at once; others wait outside of the rank's queue, and hold no KV.
 MAX_SLOW = 8
-# Processor time that the masks of one answer may take in the first process: some at its start, and some for each mask,
-# ten times the median of ordinary grammars with a vocabulary of 150,000 tokens.
-START_NS, MASK_NS = 100_000_000, 1_000_000
+# Processor time that the masks of one answer may take in the first process: that of a try at its start, and for each
+# mask ten times the median of ordinary grammars with a vocabulary of 150,000 tokens.
+START_NS, MASK_NS = 30_000_000, 1_000_000
 _MOST_DEATHS = 2  # of the second process in the same answer's jobs: the first may have had another cause
 _WORD_BITS = 32
 
