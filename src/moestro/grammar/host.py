@@ -8,6 +8,8 @@ memory, starts in milliseconds, and is bounded by the kernel.
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from moestro.grammar.compiler import VocabularySource
 from moestro.grammar.host_messages import ROLES, VocabularyMessage
 from moestro.text.render_job import write_message
 
+_END_S = 3.0  # for the host to end by itself, which takes milliseconds once it has read the vocabulary
 _COMMAND = (sys.executable, "-m", "moestro.grammar.host_process")
 
 
@@ -64,7 +67,7 @@ class GrammarHost:
         return self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
-        """End the host. Its forks end when their sockets are closed."""
+        """End the host and its forks."""
         with self._lock:
             self._end()
 
@@ -90,6 +93,9 @@ class GrammarHost:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)  # with its forks
+                self._process.wait()
         self._process = self._control = None

@@ -63,6 +63,7 @@ class MaskAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 LEAVING = -1
+BEGUN = b""  # first message of a process: what ends it later is its job, and not the end of the host
 
 
 @dataclass(frozen=True, slots=True)

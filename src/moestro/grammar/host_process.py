@@ -17,9 +17,9 @@ import msgspec
 
 from moestro.grammar.check_worker import check_one
 from moestro.grammar.compiler import GrammarCompiler, GrammarError, VocabularySource
-from moestro.grammar.host_messages import BOUNDS, QUICK, ROLES, SLOW, ProcessBounds, VocabularyMessage
+from moestro.grammar.host_messages import BEGUN, BOUNDS, QUICK, ROLES, SLOW, ProcessBounds, VocabularyMessage
 from moestro.grammar.mask_worker import compute_masks
-from moestro.text.render_job import read_message
+from moestro.text.render_job import read_message, write_message
 
 _MOST_LIKELY_KILLED = "1000"  # of /proc/self/oom_score_adj, if the machine's memory is used up
 
@@ -27,21 +27,29 @@ _MOST_LIKELY_KILLED = "1000"  # of /proc/self/oom_score_adj, if the machine's me
 def main() -> None:
     """Fork until stdin, the socket to the parent process, ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes ended forks away
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end of the socket ends this process
     with socket.socket(fileno=os.dup(0)) as control:
         body = read_message(control.fileno())
         if body is None:
             return
         compiler = _load(msgspec.msgpack.decode(body, type=VocabularyMessage))
         gc.freeze()  # a collection in a fork would copy the pages of all objects
-        while True:
-            found, files, _, _ = socket.recv_fds(control, 1, 1)
-            if not found:
-                return
-            (file,) = files
-            if os.fork() == 0:
-                control.close()
-                _run(ROLES[found[0]], file, compiler)
-            os.close(file)
+        _fork_until_end(control, compiler)
+    os.killpg(0, signal.SIGTERM)  # forks in the middle of a job, which is of no use any more
+    with contextlib.suppress(ChildProcessError):
+        os.wait()  # until the last one has ended
+
+
+def _fork_until_end(control: socket.socket, compiler: GrammarCompiler | GrammarError) -> None:
+    while True:
+        found, files, _, _ = socket.recv_fds(control, 1, 1)
+        if not found:
+            return
+        (file,) = files
+        if os.fork() == 0:
+            control.close()
+            _run(ROLES[found[0]], file, compiler)
+        os.close(file)
 
 
 def _load(source: VocabularyMessage) -> GrammarCompiler | GrammarError:
@@ -56,6 +64,7 @@ def _run(role: str, file: int, compiler: GrammarCompiler | GrammarError) -> None
     """Be a process of `role`, and leave."""
     try:
         _bound(BOUNDS[role])
+        write_message(file, BEGUN)
         with contextlib.suppress(OSError):  # the parent has left
             if role in (QUICK, SLOW):
                 compute_masks(file, compiler, BOUNDS[role])
@@ -67,6 +76,7 @@ def _run(role: str, file: int, compiler: GrammarCompiler | GrammarError) -> None
 
 def _bound(bounds: ProcessBounds) -> None:
     """Let the kernel hold the bounds, and no library write a client's bytes into the log."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the timer ends the process, whatever it is doing
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     most = pages * resource.getpagesize() + bounds.memory_bytes
