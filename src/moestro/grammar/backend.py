@@ -167,7 +167,8 @@ class MaskBackend:
     """
 
     def __init__(self, source: VocabularySource, allowance: WaitAllowance | None = None) -> None:
-        self._host = GrammarHost(source)
+        # A rank has a session of its own, and what is left of its group when it has ended ends too.
+        self._host = GrammarHost(source, has_own_session=False)
         self._eos_token_ids = frozenset(source.eos_token_ids)
         self._every_token = np.full(-(-source.vocab_size // _WORD_BITS), -1, np.int32)
         self._allowance = allowance or WaitAllowance()

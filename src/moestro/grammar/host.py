@@ -8,8 +8,6 @@ memory, starts in milliseconds, and is bounded by the kernel.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -32,10 +30,12 @@ class GrammarHost:
 
     Args:
         source: vocabulary of the model.
+        has_own_session: whether signals to the group of this process, such as Ctrl-C, do not reach the processes.
     """
 
-    def __init__(self, source: VocabularySource) -> None:
+    def __init__(self, source: VocabularySource, *, has_own_session: bool = True) -> None:
         self._source = source
+        self._has_own_session = has_own_session
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -81,7 +81,7 @@ class GrammarHost:
             self._process = subprocess.Popen(  # noqa: S603 - the command is a constant
                 _COMMAND,
                 stdin=theirs.fileno(),
-                start_new_session=True,  # Ctrl-C reaches only the server, which decides how to end
+                start_new_session=self._has_own_session,
             )
         self._control = own
         source = VocabularyMessage(str(self._source.tokenizer), self._source.vocab_size, self._source.eos_token_ids)
@@ -96,6 +96,6 @@ class GrammarHost:
             try:
                 self._process.wait(_END_S)
             except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)  # with its forks
+                self._process.kill()
                 self._process.wait()
         self._process = self._control = None
