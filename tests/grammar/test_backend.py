@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -24,6 +25,7 @@ from moestro.grammar import host_messages, mask_worker
 from moestro.grammar.backend import MAX_SLOW, MaskBackend, WaitAllowance
 from moestro.grammar.compiler import GrammarCompiler, VocabularySource
 from moestro.grammar.mask_worker import compute_masks
+from moestro.text.render_job import write_message
 
 VOCABULARY = 50
 NONE = np.empty(0, np.int32)
@@ -115,7 +117,8 @@ def forks(masks: MaskBackend) -> list[int]:
 def process_that_ends() -> socket.socket:
     """A process that ends in its first job."""
     own, theirs = socket.socketpair()
-    theirs.close()
+    with theirs:
+        write_message(theirs.fileno(), host_messages.BEGUN)
     return own
 
 
@@ -202,6 +205,16 @@ def test_a_request_whose_grammar_ends_its_process_twice_fails_alone(masks, monke
     assert next_mask(masks, honest, "a") == ids("b")
 
 
+def test_the_end_of_the_host_blames_no_grammar(masks):
+    matcher = masks.matcher(light("ab"))
+    assert next_mask(masks, matcher, "")
+    masks._recover(masks._quick, [host_messages.LEAVING])
+    masks._quick.close()
+    os.kill(masks._host._process.pid, signal.SIGKILL)  # it may be found dead later than the next process is wanted
+    assert next_mask(masks, matcher, "a") == ids("b")
+    assert not matcher.is_slow
+
+
 def test_a_process_that_holds_enough_leaves_and_its_next_one_reads_the_answers_anew(masks, monkeypatch):
     monkeypatch.setattr(mask_worker, "_resident_bytes", itertools.cycle([0, 0, 1]).__next__)
     compiler = GrammarCompiler(masks._host._source)
@@ -216,13 +229,15 @@ def test_a_process_that_holds_enough_leaves_and_its_next_one_reads_the_answers_a
 
     def run(file: socket.socket) -> None:
         with file:
-            compute_masks(file.fileno(), compiler, bounds)
+            write_message(file.fileno(), host_messages.BEGUN)
+            with contextlib.suppress(OSError):  # the test has closed the socket
+                compute_masks(file.fileno(), compiler, bounds)
 
     masks._quick._fork = fork
     monkeypatch.setattr(mask_worker.signal, "setitimer", lambda *_: None)  # which only a main thread has
     matcher = masks.matcher(light("abcd"))
     assert [next_mask(masks, matcher, "abc"[:n]) for n in range(4)] == [*map(ids, "abcd")]
-    assert (masks._quick.num_processes, matcher.is_slow) == (2, False)
+    assert (masks._quick.num_processes, matcher.is_slow) == (2, False), masks.failure(matcher)
     masks._quick.close()
     for process in processes:
         process.join()

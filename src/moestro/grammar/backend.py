@@ -30,9 +30,9 @@ from moestro.grammar.mask_lane import MaskLane
 
 # Sequences under slow grammars that may run at once; others wait outside of the rank's queue, and hold no KV.
 MAX_SLOW = 8
-# Processor time that the masks of one answer may take in the first process: some at its start, and some for each mask,
-# ten times the median of ordinary grammars with a vocabulary of 150,000 tokens.
-START_NS, MASK_NS = 100_000_000, 1_000_000
+# Processor time that the masks of one answer may take in the first process: that of a try at its start, and for each
+# mask ten times the median of ordinary grammars with a vocabulary of 150,000 tokens.
+START_NS, MASK_NS = 30_000_000, 1_000_000
 _MOST_DEATHS = 2  # of the second process in the same answer's jobs: the first may have had another cause
 _WORD_BITS = 32
 
@@ -167,7 +167,8 @@ class MaskBackend:
     """
 
     def __init__(self, source: VocabularySource, allowance: WaitAllowance | None = None) -> None:
-        self._host = GrammarHost(source)
+        # A rank has a session of its own, and what is left of its group when it has ended ends too.
+        self._host = GrammarHost(source, has_own_session=False)
         self._eos_token_ids = frozenset(source.eos_token_ids)
         self._every_token = np.full(-(-source.vocab_size // _WORD_BITS), -1, np.int32)
         self._allowance = allowance or WaitAllowance()

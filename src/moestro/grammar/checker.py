@@ -17,7 +17,7 @@ import msgspec
 from moestro.core.grammar import Grammar
 from moestro.grammar.compiler import VocabularySource
 from moestro.grammar.host import GrammarHost
-from moestro.grammar.host_messages import CHECK, TRY, CheckAnswer, excess
+from moestro.grammar.host_messages import BEGUN, CHECK, TRY, CheckAnswer, excess
 from moestro.text.render_job import read_message, write_message
 
 MAX_TRIES, MAX_CHECKS = 2, 1  # processes at once, each within its bounds of memory
@@ -72,9 +72,9 @@ class GrammarChecker:
             The result; None means that a try was too short.
         """
         with self._room[role]:
-            answer = self._ask(grammar, role)
-            if answer is None and not self._host.is_running:
-                answer = self._ask(grammar, role)  # something outside of the server has ended the host
+            has_begun, answer = self._ask(grammar, role)
+            if not has_begun:
+                _, answer = self._ask(grammar, role)  # something outside of the server has ended the host
         if answer is not None:
             verdict = GrammarVerdict(_decode_answer(answer).error, role == TRY)
         elif role == TRY:
@@ -87,15 +87,17 @@ class GrammarChecker:
                 self._verdicts.popitem(last=False)
         return verdict
 
-    def _ask(self, grammar: Grammar, role: str) -> bytes | None:
-        """Let a new process check `grammar`; None means that it has ended without an answer."""
-        with self._host.fork(role) as process, contextlib.suppress(OSError):  # it ends before it has read the message
+    def _ask(self, grammar: Grammar, role: str) -> tuple[bool, bytes | None]:
+        """Let a new process check `grammar`. Returns whether it has begun, and its answer; None if it has none."""
+        has_begun, answer = False, None
+        with self._host.fork(role) as process, contextlib.suppress(OSError):  # it has ended
+            has_begun = read_message(process.fileno()) == BEGUN
             write_message(process.fileno(), _encode(grammar))
-            return read_message(process.fileno())
-        return None
+            answer = read_message(process.fileno())
+        return has_begun, answer
 
     def close(self) -> None:
-        """End the host. A process that checks a grammar ends with the check."""
+        """End all processes."""
         self._host.close()
 
 

@@ -19,6 +19,7 @@ from moestro.grammar.compiler import VocabularySource
 from moestro.grammar.host_messages import ROLES, VocabularyMessage
 from moestro.text.render_job import write_message
 
+_END_S = 3.0  # for the host to end by itself, which takes milliseconds once it has read the vocabulary
 _COMMAND = (sys.executable, "-m", "moestro.grammar.host_process")
 
 
@@ -29,10 +30,12 @@ class GrammarHost:
 
     Args:
         source: vocabulary of the model.
+        has_own_session: whether signals to the group of this process, such as Ctrl-C, do not reach the processes.
     """
 
-    def __init__(self, source: VocabularySource) -> None:
+    def __init__(self, source: VocabularySource, *, has_own_session: bool = True) -> None:
         self._source = source
+        self._has_own_session = has_own_session
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -64,7 +67,7 @@ class GrammarHost:
         return self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
-        """End the host. Its forks end when their sockets are closed."""
+        """End the host and its forks."""
         with self._lock:
             self._end()
 
@@ -78,7 +81,7 @@ class GrammarHost:
             self._process = subprocess.Popen(  # noqa: S603 - the command is a constant
                 _COMMAND,
                 stdin=theirs.fileno(),
-                start_new_session=True,  # Ctrl-C reaches only the server, which decides how to end
+                start_new_session=self._has_own_session,
             )
         self._control = own
         source = VocabularyMessage(str(self._source.tokenizer), self._source.vocab_size, self._source.eos_token_ids)
@@ -90,6 +93,9 @@ class GrammarHost:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
         self._process = self._control = None

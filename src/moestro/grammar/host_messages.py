@@ -63,6 +63,7 @@ class MaskAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 LEAVING = -1
+BEGUN = b""  # first message of a process: what ends it later is its job, and not the end of the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class ProcessBounds:
 # of other light ones. Ordinary grammars take 1 to 15 ms.
 TRY, CHECK, QUICK, SLOW = "try", "check", "quick", "slow"
 BOUNDS = {
-    TRY: ProcessBounds(0.05, 256 * _MIB, 0, 0),
+    TRY: ProcessBounds(0.03, 256 * _MIB, 0, 10),  # a flood of tries takes a tenth of a core from a step
     CHECK: ProcessBounds(2.0, 1024 * _MIB, 0, 19),
     QUICK: ProcessBounds(0.25, 512 * _MIB, 192 * _MIB, 0),
     # It compiles and computes a mask in one job, for which CHECK has the same time together.

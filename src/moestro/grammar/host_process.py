@@ -17,31 +17,64 @@ import msgspec
 
 from moestro.grammar.check_worker import check_one
 from moestro.grammar.compiler import GrammarCompiler, GrammarError, VocabularySource
-from moestro.grammar.host_messages import BOUNDS, QUICK, ROLES, SLOW, ProcessBounds, VocabularyMessage
+from moestro.grammar.host_messages import BEGUN, BOUNDS, QUICK, ROLES, SLOW, ProcessBounds, VocabularyMessage
 from moestro.grammar.mask_worker import compute_masks
-from moestro.text.render_job import read_message
+from moestro.text.render_job import read_message, write_message
 
 _MOST_LIKELY_KILLED = "1000"  # of /proc/self/oom_score_adj, if the machine's memory is used up
 
 
 def main() -> None:
     """Fork until stdin, the socket to the parent process, ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes ended forks away
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end of the socket ends this process
     with socket.socket(fileno=os.dup(0)) as control:
         body = read_message(control.fileno())
         if body is None:
             return
         compiler = _load(msgspec.msgpack.decode(body, type=VocabularyMessage))
         gc.freeze()  # a collection in a fork would copy the pages of all objects
+        forks = Forks()
         while True:
             found, files, _, _ = socket.recv_fds(control, 1, 1)
             if not found:
+                forks.end()
                 return
             (file,) = files
-            if os.fork() == 0:
+            if forks.fork() == 0:
                 control.close()
                 _run(ROLES[found[0]], file, compiler)
             os.close(file)
+
+
+class Forks:
+    """Children of this process, which are reaped when they end."""
+
+    def __init__(self) -> None:
+        self._pids: set[int] = set()
+        signal.signal(signal.SIGCHLD, lambda *_: self._reap())
+
+    def fork(self) -> int:
+        """Fork. Returns 0 in the child."""
+        pid = os.fork()
+        if pid:
+            self._pids.add(pid)
+            self._reap()  # it may have ended before it was added
+        return pid
+
+    def end(self) -> None:
+        """End all children; they may be in the middle of a job, which is of no use any more."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # no process id becomes free before it is signalled
+        self._reap()
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+    def _reap(self) -> None:
+        for pid in list(self._pids):
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                    continue
+            self._pids.discard(pid)
 
 
 def _load(source: VocabularyMessage) -> GrammarCompiler | GrammarError:
@@ -56,6 +89,7 @@ def _run(role: str, file: int, compiler: GrammarCompiler | GrammarError) -> None
     """Be a process of `role`, and leave."""
     try:
         _bound(BOUNDS[role])
+        write_message(file, BEGUN)
         with contextlib.suppress(OSError):  # the parent has left
             if role in (QUICK, SLOW):
                 compute_masks(file, compiler, BOUNDS[role])
@@ -67,6 +101,7 @@ def _run(role: str, file: int, compiler: GrammarCompiler | GrammarError) -> None
 
 def _bound(bounds: ProcessBounds) -> None:
     """Let the kernel hold the bounds, and no library write a client's bytes into the log."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the timer ends the process, whatever it is doing
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     most = pages * resource.getpagesize() + bounds.memory_bytes

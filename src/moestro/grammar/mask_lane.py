@@ -34,6 +34,7 @@ class MaskLane:
         self._fork = fork
         self._socket: socket.socket | None = None
         self._unsent, self._received = bytearray(), bytearray()
+        self._has_begun = False
         self._poll = select.poll()
         self.jobs: OrderedDict[int, None] = OrderedDict()
         self._dropped: list[int] = []  # matchers to be forgotten with the next jobs
@@ -65,7 +66,8 @@ class MaskLane:
 
         Returns:
             The answers, and the matchers without an answer if the process has ended, the guilty one first. It has none
-            where the process left by itself: the first element is then `LEAVING`. None means that the process lives.
+            where the process left by itself, or did not begin: the first element is then `LEAVING`. None means that
+            the process lives.
         """
         if self._socket is None or (not self.jobs and not self._unsent):
             return [], None
@@ -76,8 +78,8 @@ class MaskLane:
         answers = self._parse()
         for answer in answers:
             self.jobs.pop(answer.matcher, None)
-        has_left = bool(answers) and answers[-1].matcher == LEAVING
-        if not (is_at_end or has_left):
+        has_left = not self._has_begun or (bool(answers) and answers[-1].matcher == LEAVING)
+        if not (is_at_end or (has_left and self._has_begun)):
             return answers, None
         lost = [*([LEAVING] if has_left else []), *self.jobs]
         self.close()
@@ -88,7 +90,7 @@ class MaskLane:
         if self._socket is not None:
             self._poll.unregister(self._socket)
             self._socket.close()
-        self._socket = None
+        self._socket, self._has_begun = None, False
         self._unsent.clear()
         self._received.clear()
         self.jobs.clear()
@@ -133,7 +135,10 @@ class MaskLane:
             end = start + int.from_bytes(received[at:start], "big")
             if len(received) < end:
                 break
-            found.append(_decode(bytes(received[start:end])))
+            if end == start:  # BEGUN
+                self._has_begun = True
+            else:
+                found.append(_decode(bytes(received[start:end])))
             at = end
         del received[:at]
         return found

@@ -5,9 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 
 from moestro.config.linux_process import is_stopped
 from moestro.server.launcher import ProcessEnd
+
+_REAP_AGAIN_S = 0.1
+
+
+def end_group(leader: int) -> None:
+    """End the processes that a worker has started, after its end, and reap those that this process has adopted."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # there are none
+        os.killpg(leader, signal.SIGKILL)
+    try:
+        while os.waitpid(-leader, os.WNOHANG) != (0, 0):
+            pass
+    except ChildProcessError:  # all have ended, or init has adopted them
+        return
+    asyncio.get_running_loop().call_later(_REAP_AGAIN_S, end_group, leader)
 
 
 class LocalProcess:
@@ -42,7 +57,9 @@ class LocalProcess:
 
     async def wait(self) -> ProcessEnd:
         """Implement `StartedProcess.wait`."""
-        return ProcessEnd.of(await self._process.wait())
+        status = await self._process.wait()
+        end_group(self._process.pid)
+        return ProcessEnd.of(status)
 
 
 class ForkedProcess:
@@ -66,6 +83,7 @@ class ForkedProcess:
     def _ended(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         _, status = os.waitpid(self._pid, 0)
+        end_group(self._pid)
         os.close(self._pidfd)
         os.close(self._stdin)
         self._end.set_result(ProcessEnd.of(os.waitstatus_to_exitcode(status)))

@@ -19,7 +19,7 @@ from moestro.text.thread_pool import PrepareThreads
 
 MAX_GRAMMAR_BYTES = 128 << 10  # A schema of a hundred tools has half of it.
 MAX_GRAMMAR_CHOICES = 4096
-# New grammars that wait for a try, which takes 0.05 s at most, and slow ones that wait for a check, which takes 2 s.
+# New grammars that wait for a try, which takes 0.03 s at most, and slow ones that wait for a check, which takes 2 s.
 MAX_WAITING_TRIES, MAX_WAITING_CHECKS = 64, 16
 # No whitespace between the elements of JSON; llguidance reads it in the schema.
 _NO_SPACE: dict[str, object] = {"whitespace_flexible": False, "whitespace_pattern": None}

@@ -291,6 +291,9 @@ def stored_parts(event: BlockStored, num_blocks: int) -> Iterator[BlockStored]:
 def removed_parts(event: BlockRemoved, num_blocks: int) -> Iterator[BlockRemoved]:
     """Split an event into events of at most `num_blocks` blocks, which together remove the same."""
     copies = event.remaining_copy_counts
+    if len(event.block_hashes) <= num_blocks:
+        yield event
+        return
     for at in range(0, len(event.block_hashes), num_blocks):
         end = at + num_blocks
         yield msgspec.structs.replace(

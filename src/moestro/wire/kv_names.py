@@ -84,7 +84,7 @@ class _Chain(NamedTuple):
 
     parent: bytes
     key: bytes
-    explained: tuple[str | None, ...]
+    explained: tuple[str, ...]
 
 
 class NamedBlocks:
@@ -232,16 +232,16 @@ class NamedBlocks:
         if len(extras) != num_blocks or (event.lora_id is not None and event.lora_name is None):
             self._counts.unnamed += num_blocks
             return []
-        tokens = np.asarray(event.token_ids, np.int32)
+        tokens, own = np.asarray(event.token_ids, np.int32), _texts(event.lora_name)
         named = []
         for at, theirs in enumerate(event.block_hashes):
-            texts = [text_of(extra) for extra in extras[at] or ()]
-            if any(text is None or text not in explained for text in texts):
+            extra_keys = extras[at]
+            if extra_keys and not all(text_of(extra) in explained for extra in extra_keys):
                 self._counts.unnamed += num_blocks - at
                 break
             name = block_hash(key, name, tokens[at * size : (at + 1) * size])
             named.append((theirs, _Block(name, key, 0)))
-            explained = (event.lora_name,)
+            explained = own
         return named
 
     def _chain(self, event: BlockStored, texts: list[str | None]) -> _Chain | None:
@@ -249,9 +249,9 @@ class NamedBlocks:
         if event.parent_block_hash is None:
             salt = event.cache_salt or _salt(texts, event.lora_name)
             key = hash_key(event.lora_name or self._rules.model, None, salt)
-            return _Chain(ROOT, key, (event.lora_name, salt))
+            return _Chain(ROOT, key, _texts(event.lora_name, salt))
         parent = self._held.get(event.parent_block_hash) or self._left.get(event.parent_block_hash)
-        return _Chain(parent.name, parent.key, (event.lora_name,)) if parent else None
+        return _Chain(parent.name, parent.key, _texts(event.lora_name)) if parent else None
 
     def _known(self, block_hashes: list[BlockKey]) -> list[tuple[BlockKey, _Block]]:
         """Name blocks without tokens (vLLM's offloading sends none) that another tier holds, or held."""
@@ -259,6 +259,11 @@ class NamedBlocks:
         found = [(theirs, block) for theirs, block in known if block]
         self._counts.orphaned += len(block_hashes) - len(found)
         return found
+
+
+def _texts(*texts: str | None) -> tuple[str, ...]:
+    """Return the texts that there are."""
+    return tuple(text for text in texts if text is not None)
 
 
 def _salt(texts: list[str | None], lora_name: str | None) -> str | None:

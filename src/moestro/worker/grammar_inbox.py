@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moestro.config.launch_spec import LaunchSpec
@@ -97,16 +98,20 @@ class GrammarInbox:
         return passed
 
 
-def follow_grammars(spec: LaunchSpec, rank: Rank, info: ModelInfo, inbox: RankInbox) -> RankInbox:
-    """Let the answers of `rank` follow grammars, if it computes logits.
+@contextlib.contextmanager
+def following_grammars(spec: LaunchSpec, rank: Rank, info: ModelInfo, inbox: RankInbox) -> Iterator[RankInbox]:
+    """Let the answers of `rank` follow grammars during the block, if it computes logits.
 
-    Returns:
-        The inbox that the rank's loop should read.
+    The block gets the inbox that the rank's loop should read.
     """
     if not info.has_logits:
-        return inbox
+        yield inbox
+        return
     tokenizer = spec.model.tokenizer or Path(spec.model.model)
     backend = MaskBackend(VocabularySource(tokenizer, info.vocab_size, info.eos_token_ids))
     backend.start()
     rank.scheduler.use_grammars(backend)
-    return GrammarInbox(inbox, backend)
+    try:
+        yield GrammarInbox(inbox, backend)
+    finally:
+        backend.close()

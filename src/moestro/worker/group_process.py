@@ -26,7 +26,7 @@ from moestro.wire.hop_frames import Hello, HopLimits, TensorFrames
 from moestro.wire.messages import Joined, Members, Ready
 from moestro.worker.channel import Channel
 from moestro.worker.expert_loader import SlotMemory
-from moestro.worker.grammar_inbox import follow_grammars
+from moestro.worker.grammar_inbox import following_grammars
 from moestro.worker.group_rank import ExpertRank
 from moestro.worker.paced_links import LinkPace
 from moestro.worker.peer_inbox import PeerInbox, near_workers
@@ -137,9 +137,9 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
             return
         home = make_home(spec, executor, part.info)
         part.on_home(home)
-        source = follow_grammars(spec, home, part.info, inbox)
-        channel.send(Ready(part.info))
-        run_rank(home, source, channel.now_ns, side_jobs_of(spec, home))
+        with following_grammars(spec, home, part.info, inbox) as source:
+            channel.send(Ready(part.info))
+            run_rank(home, source, channel.now_ns, side_jobs_of(spec, home))
     finally:
         links.close()
 

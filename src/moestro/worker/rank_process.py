@@ -25,7 +25,7 @@ from moestro.engine.rank import Rank
 from moestro.errors import ConfigError, GroupLostError, MoestroError
 from moestro.wire.messages import Failed, Phase, Ready, Shutdown, identity_of
 from moestro.worker.channel import ORPHANED, Beats, Channel
-from moestro.worker.grammar_inbox import follow_grammars
+from moestro.worker.grammar_inbox import following_grammars
 from moestro.worker.group_process import LoadPart, serve_group_worker, worker_sizes
 from moestro.worker.rank_builder import OnPhase, Send, side_jobs_of
 from moestro.worker.rank_loop import run_rank
@@ -94,9 +94,9 @@ def _serve(spec: LaunchSpec, channel: Channel, build: Build, load_part: LoadPart
         serve_group_worker(spec, group, channel, load_part(spec, worker_sizes(spec, group), on_phase))
     else:
         rank, info = build(spec, on_phase, channel.send)
-        inbox = follow_grammars(spec, rank, info, channel)
-        channel.send(Ready(info))
-        run_rank(rank, inbox, channel.now_ns, side_jobs_of(spec, rank))
+        with following_grammars(spec, rank, info, channel) as inbox:
+            channel.send(Ready(info))
+            run_rank(rank, inbox, channel.now_ns, side_jobs_of(spec, rank))
 
 
 def _is_dismissed(channel: Channel) -> bool:
