@@ -255,7 +255,7 @@ def test_a_request_behind_a_body_that_its_handler_does_not_read_is_answered():
 
         app = web.Application()
         app.add_routes([web.post("/wait", wait), web.get("/ignore", ignore)])
-        runner = await HttpMiddleware(Access.of(()), Counter(), LIMIT).runner(app, shutdown_timeout=1)
+        runner = await HttpMiddleware(Access.of(()), Counter(), LIMIT, Faults()).runner(app, shutdown_timeout=1)
         async with serving(runner) as url:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
             writer.write(b"POST /wait HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n")
