@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moestro.errors import ConfigError, RequestError
 from moestro.text.tokenizer import Tokenizer
+from moestro.text.tokenizer_library import TokenizerLibrary
 
 
 def pieces_of(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> list[str]:
@@ -62,9 +63,9 @@ class CountingBackend:
         self._backend = backend
         self.num_decoded = 0
 
-    def decode(self, ids: list[int], **options: bool) -> str:
-        self.num_decoded += len(ids)
-        return self._backend.decode(ids, **options)
+    def decode_batch(self, batch: list[list[int]], **options: bool) -> list[str]:
+        self.num_decoded += sum(map(len, batch))
+        return self._backend.decode_batch(batch, **options)
 
     def __getattr__(self, name: str):
         return getattr(self._backend, name)
@@ -100,7 +101,8 @@ def test_the_cost_of_a_token_is_bounded_where_no_character_is_completed(tokenize
 
     def cost(num_tokens: int) -> int:
         detokenizer = tokenizer.detokenizer([])
-        detokenizer._backend = backend = CountingBackend(tokenizer.backend)
+        backend = CountingBackend(tokenizer.backend)
+        detokenizer._library = TokenizerLibrary(backend)
         text = "".join([detokenizer.push(token_id) for _ in range(num_tokens)]) + detokenizer.flush()
         assert text == tokenizer.backend.decode([token_id] * num_tokens)
         return backend.num_decoded
