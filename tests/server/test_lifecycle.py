@@ -131,7 +131,7 @@ def test_a_model_that_cannot_be_loaded_is_exit_2_with_the_cause_last(tmp_path, d
     shutil.copy(demo_dir / "tokenizer.json", broken)
     code, line = start_and_fail((*REAL, str(broken)), tmp_path)
     assert code == 2
-    assert "unheard_of" in line
+    assert "broken holds no .safetensors weights" in line
 
 
 # --- stopping

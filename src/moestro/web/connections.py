@@ -94,7 +94,7 @@ class Front:
     The caller has raised the limit of open files before it loaded anything (`allow_open_files`).
 
     Args:
-        listener: Bound socket; the caller closes it after `close`.
+        listener: Bound socket, which `close` closes.
         make: Makes the protocol of a connection.
 
     Attributes:
@@ -125,10 +125,12 @@ class Front:
         return self
 
     def close(self) -> None:
-        """Accept no further connection; open ones stay."""
+        """Close the listener, so that further connections are refused; open ones stay."""
         if self._retry is not None:
             self._retry.cancel()
-        asyncio.get_running_loop().remove_reader(self._listener)
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
 
     def _accept_some(self) -> None:
         for _ in range(_MAX_ACCEPTED):
