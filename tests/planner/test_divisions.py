@@ -166,5 +166,5 @@ def test_a_directory_names_a_network_by_its_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3-30b-a3b"]))
     assert read_network(str(tmp_path)).experts == read_network("qwen3-30b-a3b").experts
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="expected an object"):
+    with pytest.raises(ConfigError, match="it must hold one JSON object"):
         read_network(str(tmp_path))

@@ -15,7 +15,10 @@ from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
 from moestro.server.banner import serve_banner
 from moestro.server.checkpoint import locate_model
+from moestro.server.request_builder import ServedModel
 from moestro.server.start_clock import StartClock
+from moestro.text.chat_format import chat_format
+from moestro.text.settings import ChatSettings
 from moestro.web.banner import print_banner
 from moestro.web.startup import process_age_s
 from moestro.wire.messages import Phase
@@ -86,14 +89,19 @@ def test_the_phases_of_a_start_account_for_every_second_since_the_process_began(
     assert sum(phase.seconds for phase in clock.phases) == pytest.approx(process_age_s(), abs=0.2)
 
 
-def test_the_banner_says_what_the_operator_wants_to_know():
+def test_the_banner_says_what_the_operator_wants_to_know(tokenizer):
+    model = ServedModel(
+        names=("it's",), root="r", created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer,
+        chat=chat_format(ChatSettings(), "[TOOL_CALLS]"),
+    )  # fmt: skip
     phases = [Phase("start", 0.5), Phase("load weights", 2.5)]
-    banner = serve_banner([INFO, INFO], phases, ["it's"], "http://h:1", needs_key=True)
+    banner = serve_banner(model, [INFO, INFO], phases, "http://h:1", needs_key=True)
     console = Console(file=io.StringIO(), width=120)
     print_banner(banner, console)
     text = console.file.getvalue()
     for words in ("32,768 tokens: 8.0 sequences", "3.0 s (start 0.5, load weights 2.5)", "http://h:1", "2 x none"):
         assert words in text
+    assert "mistral: the chat template has [TOOL_CALLS]" in text
     words = shlex.split(banner.example)
     assert words[0] == "curl"
     assert '"model":"it\'s"' in words[-1]
