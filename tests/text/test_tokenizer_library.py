@@ -7,6 +7,7 @@ import logging
 import shutil
 
 import pytest
+from tokenizers.decoders import DecodeStream
 
 from moestro.core.native_panic import NativePanic, as_exception, cause_of
 from moestro.errors import ConfigError
@@ -91,9 +92,9 @@ def test_a_panic_while_decoding_is_an_error_of_the_request(directory, fresh_log)
     ids = tokenizer.encode(SECRET, add_special_tokens=False)
     with pytest.raises(TokenizerError, match="cannot decode these tokens"):
         tokenizer.decode(ids)
-    detokenizer = tokenizer.detokenizer([])
+    stream = DecodeStream(ids=ids[:-1], skip_special_tokens=False)
     with pytest.raises(TokenizerError, match="cannot decode these tokens"):
-        list(map(detokenizer.push, ids))
+        tokenizer.library.step(stream, ids[-1])
     assert tokenizer.decode(tokenizer.encode("def f():", add_special_tokens=False)) == "def f():"
 
 
