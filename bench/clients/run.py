@@ -46,7 +46,7 @@ from shared.results import make_parser, package_version
 from shared.server import MOESTRO, moestro, started
 
 MODEL, PORT, ROUTER_PORT = "moestro-demo", 8190, 8192
-FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+FLAGS = ("--tool-call-parser", "hermes")
 CASES = Path(__file__).parent / "cases"
 TIMEOUT_S = 1200
 

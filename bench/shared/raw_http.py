@@ -245,10 +245,10 @@ async def send(made: History, port: Port) -> str | None:
     """Play a history, and return what is wrong with the answers; None means nothing."""
     try:
         async with asyncio.timeout(ANSWER_S):
-            heard = await _play(made, port)
+            received = await _play(made, port)
     except TimeoutError:
         return f"no answer within {ANSWER_S:g} s"
-    return None if heard is None else _fault(made, heard)
+    return None if received is None else _fault(made, received)
 
 
 async def _play(made: History, port: Port) -> bytes | None:
@@ -284,28 +284,28 @@ async def _read_some(reader: asyncio.StreamReader, num_bytes: int) -> None:
 
 async def _read_all(made: History, reader: asyncio.StreamReader) -> bytes:
     """Read until the port closes, as it must behind a refusal, or until all is answered and nothing else comes."""
-    heard = b""
+    received = b""
     while True:
-        is_owed = made.is_refusable or _num_answers(heard) < len(made.ids) or made.leaving is Leaving.HALF
+        is_owed = made.is_refusable or _num_answers(received) < len(made.ids) or made.leaving is Leaving.HALF
         try:
             async with asyncio.timeout(None if is_owed else _QUIET_S):
                 data = await reader.read(1 << 16)
         except TimeoutError:
-            return heard
+            return received
         except ConnectionError:
-            return heard
+            return received
         if not data:
-            return heard
-        heard += data
+            return received
+        received += data
 
 
-def _num_answers(heard: bytes) -> int:
-    return sum(status != b"100" for status, _ in _HEAD.findall(heard))
+def _num_answers(received: bytes) -> int:
+    return sum(status != b"100" for status, _ in _HEAD.findall(received))
 
 
-def _fault(made: History, heard: bytes) -> str | None:
+def _fault(made: History, received: bytes) -> str | None:
     """Return what is wrong with the answers; None means nothing."""
-    answers = [(int(status), lines.lower()) for status, lines in _HEAD.findall(heard) if status != b"100"]
+    answers = [(int(status), lines.lower()) for status, lines in _HEAD.findall(received) if status != b"100"]
     num_wanted = len(made.ids)
     if bad := [status for status, _ in answers if status >= 500 and status not in _OVER]:
         return f"status {bad[0]}"

@@ -146,7 +146,7 @@ def run(attack: Attack, about: str | None) -> None:
     parser = make_parser(about)
     here = Path(__file__).parents[3] / "src"
     parser.add_argument("--source", type=Path, default=here, help="src folder of another checkout, to compare with")
-    parser.add_argument("--seconds", type=float, default=20.0, help="duration of an attack without an end of its own")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of attacks that do not end by themselves")
     parser.add_argument("--seed", type=int, default=0, help="seed of what the attack draws")
     parser.add_argument(
         "--only", nargs="*", default=(), metavar="KIND", help="kinds of the attack, where it has several"

@@ -3,7 +3,7 @@
 Two strangers. One is another user of the machine who opens the file of `--record`, of `moestro serve` and of
 `moestro route`, and tests a guess of a prompt with what stands in it. The other one fills the disk, and frees it.
 
-What must hold: nobody but the owner can open the file, and its content confirms no guess. While the disk is full,
+What must hold: only the owner can open the file, and its content confirms no guess. While the disk is full,
 requests go on and lost lines are counted. Once there is room, the record goes on: every line in it is whole, the gap
 is marked, and later requests are in it. The log has one line for the begin of the gap and one for its end.
 
