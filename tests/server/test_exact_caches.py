@@ -23,9 +23,10 @@ from moestro.core.request import FinishReason, NewOutputs, Output
 from moestro.engine.cache_events import UNCHANGED, changes_of
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.routing.decision_record import KvCleared, KvRemoved, KvStored, decode_entry, is_entry
+from moestro.routing.decision_record import KvCleared, KvRemoved, KvStored, decode_entry, is_entry, keyed_entry
 from moestro.server.engine_client import EngineClient
 from moestro.server.metrics import Metrics
+from moestro.web.record_key import record_key
 from moestro.wire.messages import Outputs, Ready
 
 NUM_BLOCKS = 40
@@ -46,14 +47,22 @@ def small(real_command, tmp_path_factory, ports) -> Iterator[tuple[Running, Path
     command = (
         *real_command, "--engines", "2", "--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "480",
         "--kv-events-config", publishing_config(ports), "--record", str(record),
+        "--record-key-file", str(directory / "key"),
     )  # fmt: skip
     server = Running(command, directory, admin_port=free_port())
     yield server, record
     server.kill()
 
 
+def recorded_names(record: Path, held: set[bytes]) -> set[bytes]:
+    """The names that a record has for blocks: hashes under its key."""
+    secret = record_key(record.with_name("key")).secret
+    entry = keyed_entry(secret, KvStored(0, b"".join(held), 0))
+    return set(split_hashes(entry.hashes))
+
+
 def table_of(record: Path) -> dict[int, set[bytes]]:
-    """What the router was told, from the record of its calls."""
+    """Blocks that each engine has reported to the router, from the record of its calls."""
     held: dict[int, set[bytes]] = {}
     for line in record.read_bytes().splitlines():
         if not line.strip() or not is_entry(line):
@@ -105,7 +114,12 @@ def test_after_evictions_the_routers_table_equals_the_engines_caches(small, port
         sent = {name for text in prompts for name in names(text)}
         assert len(sent) > 2 * NUM_BLOCKS, "so blocks were evicted"
         assert max(len(cache) for cache in caches) <= NUM_BLOCKS
-        wait_until(lambda: [table_of(record).get(engine) for engine in range(2)] == [each.held for each in listeners])
+        wait_until(
+            lambda: (
+                [table_of(record).get(engine) for engine in range(2)]
+                == [recorded_names(record, each.held) for each in listeners]
+            )
+        )
         # The decisions use it: each prompt is expected exactly where its blocks are, evicted ones nowhere.
         num_evicted = 0
         for text in prompts:
