@@ -86,7 +86,7 @@ def _decode_units(num_units: int, step: int, kind: str):
         columns["sampling"] = drive.greedy(num_units, repetition_penalty=1.3, presence_penalty=0.5)
         columns["edits"] = LogitEdits(
             said=pairs,
-            generated=np.ones(num_units, bool),
+            num_generated=np.ones(num_units, np.int32),
             biased=pairs,
             bias=np.ones(num_units, np.float32),
             banned=np.stack([rows, rows + 9]),

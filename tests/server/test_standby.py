@@ -98,6 +98,7 @@ def test_one_standby_forks_while_the_other_one_is_lost_and_then_replaced(which, 
         await until(lambda: len(standbys()) == 2)
         lost = sorted(standbys(), key=lambda each: each.create_time())[which]
         lost.send_signal(number)
+        await until(lambda: has_ended(lost) or lost.status() == psutil.STATUS_STOPPED)  # A signal takes its time.
         workers = [first, *[await standby.fork(f"experts {n}", "") for n in (1, 2)]]
         await until(lambda: len(standbys()) == 2 and lost not in standbys())
         assert standby.num_started == 1
