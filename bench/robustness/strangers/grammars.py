@@ -4,9 +4,10 @@
     python bench/robustness/strangers/grammars.py --source OTHER/src
 
 Each kind of grammar comes from `CLIENTS` clients at once, each time with other letters: repeats of repeats, repeats
-behind a cheap start, long literals, long lists of choices, and deep schemas. Requests without a grammar beside them
-must keep 1.3 times their undisturbed median, those with a small schema must all be answered, and the memory of the
-server's processes must stay bounded.
+behind a cheap start, long literals, long lists of choices, and deep schemas. In each round honest clients run beside
+nobody, beside as many clients that send as many bytes without a grammar, and beside the grammars. Requests without a
+grammar must keep 1.3 times the median that they have beside the harmless clients, those with a small schema must all be
+answered, and the memory of the server's processes must stay bounded. `--seconds` is the time of each kind.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
@@ -28,13 +30,16 @@ from frame import Neighbours, Place, run
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from shared.server import Server
 
-CLIENTS, UNDISTURBED_S, ATTACK_S, NUM_TOKENS = 16, 5.0, 9.0, 12
+CLIENTS, ROUNDS, NUM_TOKENS = 16, 5, 12
+BESIDE = ("nobody", "harmless", "grammars")
+JSON = {"Content-Type": "application/json"}
 SMALL = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "integer", "maximum": 99, "minimum": 0}},
     "required": ["a", "b"],
     "additionalProperties": False,
 }
+STRUCTURED = {"prompt": "x", "max_tokens": 20, "guided_json": SMALL}
 
 
 LETTERS = "".join(random.Random(0).choices(string.ascii_lowercase, k=1 << 20))
@@ -79,12 +84,19 @@ KINDS: dict[str, Callable[[random.Random], dict[str, object]]] = {
 }
 
 
-async def hostile(session: aiohttp.ClientSession, url: str, kind: str, seed: int, ends: Counter[str]) -> None:
+async def hostile(
+    session: aiohttp.ClientSession, url: str, kind: str, seed: int, ends: Counter[str], *, is_harmless: bool
+) -> None:
+    """Send requests with grammars, or as many bytes without one."""
     rng = random.Random(f"{kind} {seed}")
     while True:
-        body = {"prompt": "x", "max_tokens": NUM_TOKENS, "temperature": 1.0, **KINDS[kind](rng)}
+        grammar = KINDS[kind](rng)
+        body = {"prompt": "x", "max_tokens": NUM_TOKENS, "temperature": 1.0}
+        data = json.dumps(body | grammar).encode()
+        if is_harmless:
+            data = json.dumps(body).encode().ljust(len(data))
         try:
-            async with session.post(f"{url}/v1/completions", json=body) as got:
+            async with session.post(f"{url}/v1/completions", data=data, headers=JSON) as got:
                 await got.read()
                 ends[str(got.status)] += 1
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -93,9 +105,11 @@ async def hostile(session: aiohttp.ClientSession, url: str, kind: str, seed: int
 
 
 @contextlib.asynccontextmanager
-async def attacking(url: str, kind: str, ends: Counter[str]):
+async def attacking(url: str, kind: str, ends: Counter[str], *, is_harmless: bool):
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        tasks = [asyncio.create_task(hostile(session, url, kind, i, ends)) for i in range(CLIENTS)]
+        tasks = [
+            asyncio.create_task(hostile(session, url, kind, i, ends, is_harmless=is_harmless)) for i in range(CLIENTS)
+        ]
         try:
             yield
         finally:
@@ -115,33 +129,47 @@ async def largest_mb(server: Server, until: asyncio.Event) -> dict[str, int]:
                 memory = process.memory_full_info()
                 sizes.append(memory.pss if hasattr(memory, "pss") else memory.rss)
         most = {"mb": max(most["mb"], round(sum(sizes) / 1e6)), "processes": max(most["processes"], len(sizes))}
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(1)  # To add up pages takes the kernel time.
     return most
+
+
+async def period(server: Server, seconds: float, kind: str, beside: str) -> dict[str, object]:
+    """Send honest requests for a while. `beside`: one of `BESIDE`."""
+    plain, schema = Neighbours(server.url), Neighbours(server.url, 1, body=STRUCTURED)
+    ends, is_over = Counter[str](), asyncio.Event()
+    watch = asyncio.create_task(largest_mb(server, is_over))
+    strangers = attacking(server.url, kind, ends, is_harmless=beside == "harmless")
+    async with contextlib.nullcontext() if beside == "nobody" else strangers:
+        await asyncio.gather(plain.for_(seconds), schema.for_(seconds))
+    is_over.set()
+    return {
+        "plain": plain.figures(),
+        "small_schema": schema.figures(),
+        "strangers_ends": dict(ends),
+        "most": await watch,
+    }
+
+
+def ratios(rounds: list[dict[str, dict[str, Any]]], whose: str, to: str) -> list[float]:
+    """Return the median duration of honest requests beside grammars over that beside `to`, by round, in order."""
+    found = [(each["grammars"][whose].get("p50_s"), each[to][whose].get("p50_s")) for each in rounds]
+    return sorted(round(hostile / other, 2) for hostile, other in found if hostile and other)
 
 
 async def attack(place: Place) -> dict[str, object]:
     figures: dict[str, object] = {}
     with place.serving() as server:
-        structured = {"prompt": "x", "max_tokens": 20, "guided_json": SMALL}
-        for kind in (None, *KINDS):
-            plain, schema, ends, over = (
-                Neighbours(server.url),
-                Neighbours(server.url, 1),
-                Counter[str](),
-                asyncio.Event(),
-            )
-            schema.body = structured
-            watch = asyncio.create_task(largest_mb(server, over))
-            async with attacking(server.url, kind, ends) if kind else contextlib.nullcontext():
-                await asyncio.gather(plain.for_(UNDISTURBED_S if kind is None else ATTACK_S), schema.for_(ATTACK_S))
-            over.set()
-            figures[kind or "undisturbed"] = {
-                "plain": plain.figures(),
-                "small_schema": schema.figures(),
-                "hostile_ends": dict(ends),
-                "most": await watch,
-            }
-            print(json.dumps({kind or "undisturbed": figures[kind or "undisturbed"]}), file=sys.stderr, flush=True)
+        for kind in place.only or KINDS:
+            rounds = [
+                {beside: await period(server, place.seconds / ROUNDS, kind, beside) for beside in BESIDE}
+                for _ in range(ROUNDS)
+            ]
+            figures[kind] = {
+                f"{whose}_over_{to}": ratios(rounds, whose, to)
+                for whose in ("plain", "small_schema")
+                for to in BESIDE[:2]
+            } | {"rounds": rounds}
+            print(json.dumps({kind: figures[kind]}), file=sys.stderr, flush=True)
     return figures
 
 

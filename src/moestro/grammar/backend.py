@@ -242,7 +242,7 @@ class MaskBackend:
         self._host.close()
 
     def _request(self, matchers: Iterable[AnswerMatcher]) -> None:
-        """Send the jobs of those that need a mask. A grammar that is not compiled comes after the others."""
+        """Send the jobs of those that need a mask, the cheapest first. A grammar that is not compiled comes last."""
         light = list[AnswerMatcher]()
         for matcher in matchers:
             if not matcher.needs_mask:
@@ -254,7 +254,7 @@ class MaskBackend:
             else:
                 light.append(matcher)
         if light:
-            light.sort(key=lambda matcher: matcher.num_known < 0)
+            light.sort(key=lambda matcher: (matcher.num_known < 0, matcher.cost_ns / max(matcher.num_masks, 1)))
             self._quick.send([matcher.job() for matcher in light])
         self._send_slow()
 
