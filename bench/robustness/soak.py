@@ -55,7 +55,8 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        environment = {"TMPDIR": str(self._directory), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+        own = str(self._directory)
+        environment = {"TMPDIR": own, "XDG_STATE_HOME": own, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
         self.family = psutil.Process(self._process.pid)

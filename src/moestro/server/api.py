@@ -20,7 +20,6 @@ from moestro.server.responses import ChatForm, CompletionForm, Heading, heading
 from moestro.server.server_info import ServerInfo
 from moestro.server.sse import OpenAIEncoding
 from moestro.server.text_api import TextApi
-from moestro.web.bodies import MAX_BODY_BYTES
 from moestro.web.prometheus import Exposition
 from moestro.web.statistics import LiveStatistics
 
@@ -45,7 +44,7 @@ class ApiServer:
         self, exposition: Exposition, info: ServerInfo, statistics: Callable[[bool], LiveStatistics]
     ) -> web.Application:
         """Return the application, which runs behind `HttpMiddleware`."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application()
         runner, model = self._runner, self._model
         app.add_routes(
             [
