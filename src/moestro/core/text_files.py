@@ -59,5 +59,5 @@ def open_utf8(path: Path) -> Iterator[BinaryIO]:
             yield io.BytesIO(text_of(file.read()).encode("utf-8", "surrogatepass"))
             return
         if start.startswith(codecs.BOM_UTF8):
-            file.seek(len(codecs.BOM_UTF8))
+            file.read(len(codecs.BOM_UTF8))
         yield file
