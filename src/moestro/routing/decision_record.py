@@ -189,6 +189,13 @@ class KvCleared(msgspec.Struct, frozen=True, tag=True):
     now_ns: int
 
 
+class KvIncomplete(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.kv_incomplete`."""
+
+    engine: int
+    now_ns: int
+
+
 class KvLost(msgspec.Struct, frozen=True, tag=True):
     """Entry: a call of `Router.kv_lost`."""
 
@@ -212,8 +219,8 @@ class ScheduledOn(msgspec.Struct, frozen=True, tag=True):
 
 Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
-    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvLost
-    | RequestTrace | ScheduledOn | ExpertsMoved | Gap
+    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvIncomplete
+    | KvLost | RequestTrace | ScheduledOn | ExpertsMoved | Gap
 )  # fmt: skip
 
 
@@ -395,6 +402,11 @@ class RecordedRouter(Router):
         """Implement `Router.kv_cleared`, and record the call."""
         super().kv_cleared(engine, now_ns)
         self._write_now(KvCleared(engine, now_ns))
+
+    def kv_incomplete(self, engine: int, now_ns: int) -> None:
+        """Implement `Router.kv_incomplete`, and record the call."""
+        super().kv_incomplete(engine, now_ns)
+        self._write_now(KvIncomplete(engine, now_ns))
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
         """Implement `Router.kv_lost`, and record the call."""

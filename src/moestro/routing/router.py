@@ -282,9 +282,17 @@ class Router:
         self._index.removed(engine, hashes)
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:
-        """Record that `engine` holds no block and reports all its blocks from now on, until `kv_lost`."""
+        """Record that `engine` holds no block and reports all its blocks, until `kv_incomplete` or `kv_lost`."""
         if engine not in self._absent:
             self._index.cleared(engine)
+
+    def reports_all_blocks(self, engine: int) -> bool:
+        """Return whether the index has all blocks that the events of `engine` report, since the cache was empty."""
+        return engine in self._absent or self._index.is_complete(engine)
+
+    def kv_incomplete(self, engine: int, now_ns: int) -> None:
+        """Record that `engine` holds more blocks than it reports. The router predicts the others from now on."""
+        self._index.incomplete(engine)
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
         """Record that events of `engine` were missed for good. The router predicts its cache contents from now on."""
