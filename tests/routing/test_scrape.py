@@ -56,6 +56,39 @@ def test_each_routed_figure_of_a_rank_is_in_the_metrics():
     assert scrape(text).figures == LoadFigures(queued_prefill_tokens=70, num_tokens=900)
 
 
+def series(name: str, **values: float) -> bytes:
+    """One line for each set of labels, written as `tp0_dp1`."""
+    lines = []
+    for ranks, value in values.items():
+        labels = ",".join(f'{rank[:2]}_rank="{rank[2:]}"' for rank in ranks.split("_"))
+        lines.append(f'{name}{{engine_type="unified",model_name="m",{labels}}} {value}\n')
+    return "".join(lines).encode()
+
+
+def test_series_of_ranks_that_compute_one_engine_are_one_figure():
+    text = series("sglang:num_running_reqs", tp0_pp0=7, tp1_pp0=7, tp2_pp0=6, tp0_pp1=0)
+    text += series("sglang:num_queue_reqs", tp0_pp0=2, tp1_pp0=2) + series("sglang:token_usage", tp0=0.5, tp1=0.5)
+    text += series("sglang:max_total_num_tokens", tp0=1000, tp1=1000)
+    assert scrape(text) == ScrapedLoad(
+        figures=LoadFigures(num_running=7, num_waiting=2, kv_usage=0.5), num_kv_tokens=1000
+    )
+
+
+def test_data_parallel_engines_of_several_ranks_are_summed():
+    text = series("sglang:num_running_reqs", tp0_dp0=7, tp1_dp0=7, tp2_dp1=5, tp3_dp1=5)
+    text += series("sglang:token_usage", tp0_dp0=0.5, tp1_dp0=0.5, tp2_dp1=0.1, tp3_dp1=0.1)
+    assert scrape(text).figures == LoadFigures(num_running=12, kv_usage=0.3)
+
+
+def test_requests_of_each_priority_are_not_added_to_their_sum():
+    text = b"""sglang:num_queue_reqs{model_name="m",priority="",tp_rank="0"} 5
+sglang:num_queue_reqs{model_name="m",priority="1",tp_rank="0"} 2
+sglang:num_queue_reqs{model_name="m",priority="0",tp_rank="0"} 3
+"""
+    assert scrape(text).figures.num_waiting == 5
+    assert scrape(text.replace(b'priority=""', b'priority="9"')).figures.num_waiting == 10
+
+
 def test_a_server_that_has_two_names_for_one_figure_is_counted_once():
     assert scrape(VLLM + VLLM.replace(b"vllm:", b"moestro:")) == scrape(VLLM)
 

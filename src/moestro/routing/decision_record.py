@@ -105,6 +105,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         candidates: the chosen engine and the best others, by score.
         ages_ns: age of each figure that the policy needs, on the chosen engine; figures never reported are absent.
         detail: the policy's own figures. None replaces infinity and NaN, which JSON cannot represent.
+        not_compared: the value of `Candidates.not_compared`.
     """
 
     engine: int
@@ -115,6 +116,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     ages_ns: dict[str, int]
     detail: dict[str, float | None]
+    not_compared: dict[str, list[int]] = {}
 
 
 class Submitted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -459,4 +461,5 @@ def _described(view: RouteView, choice: Choice, candidates: Candidates, figures:
         ),
         ages_ns={name: view.now_ns - as_of for name, as_of in as_of_ns.items() if as_of != NEVER_NS},
         detail={name: finite(float(value)) for name, value in choice.detail.items()},
+        not_compared=candidates.not_compared,
     )

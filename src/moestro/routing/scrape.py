@@ -19,13 +19,15 @@ _LARGEST = 2**53  # larger counts are invalid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapedLoad:
-    """Figures of all ranks behind one address; None means missing, or not a possible value.
+    """Figures of all engines behind one address; None means missing, or not a possible value.
+
+    Series of the ranks that compute one engine (tensor, pipeline and expert parallel) are copies of one figure.
 
     Attributes:
-        figures: gauges that a router keeps, summed over the ranks; fractions and ratios are the mean of the ranks.
+        figures: gauges that a router keeps, summed over data-parallel engines; fractions and ratios are their mean.
         num_tokens_computed: prompt and generated tokens since the server's start, as a sign of progress.
         block_size: tokens per KV block.
-        num_kv_tokens: capacity of the KV caches of all ranks, tokens.
+        num_kv_tokens: capacity of the KV caches of all engines, tokens.
     """
 
     figures: LoadFigures = field(default_factory=LoadFigures)
@@ -59,6 +61,14 @@ _GENERATED = ("moestro:generation_tokens_total", "vllm:generation_tokens_total",
 _CACHE_CONFIG = ("moestro:cache_config_info", "vllm:cache_config_info")
 _KV_TOKENS = ("sglang:max_total_num_tokens",)
 
+# Labels of ranks that compute one engine together (SGLang with --enable-metrics-for-all-schedulers). The data-parallel
+# engines of an address differ in others: `engine` (vLLM, Moestro), `dp_rank` (SGLang).
+_RANK_LABELS = frozenset(
+    {b"tp_rank", b"pp_rank", b"ep_rank", b"moe_ep_rank", b"moe_dp_rank", b"cp_rank", b"attn_tp_rank", b"attn_cp_rank"}
+)
+_PRIORITY = b"priority"  # SGLang shows the requests of each priority beside their sum, whose priority is empty
+
+_LABEL = re.compile(rb'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 _BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d{1,9})"')
 _NUM_BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,12})"')
 
@@ -95,10 +105,17 @@ def _load_figure(text: bytes, figure: str, names: Sequence[str]) -> Any:
 
 
 def _figure(text: bytes, names: Sequence[str], combine: Callable[[list[float]], float]) -> float | None:
-    values = [value for _, value in _samples(text, names)]
-    if not values or not all(math.isfinite(value) and 0 <= value <= _LARGEST for value in values):
+    samples = [(dict(_LABEL.findall(labels)), value) for labels, value in _samples(text, names)]
+    if not samples or not all(math.isfinite(value) and 0 <= value <= _LARGEST for _, value in samples):
         return None
-    return combine(values)
+    has_sums = any(labels.get(_PRIORITY) == b"" for labels, _ in samples)
+    engines: dict[frozenset[tuple[bytes, bytes]], float] = {}
+    for labels, value in samples:
+        if has_sums and labels.get(_PRIORITY):
+            continue
+        engine = frozenset(label for label in labels.items() if label[0] not in _RANK_LABELS)
+        engines[engine] = max(value, engines.get(engine, 0.0))  # ranks are read at slightly different moments
+    return combine(list(engines.values()))
 
 
 def _samples(text: bytes, names: Sequence[str]) -> list[tuple[bytes, float]]:
