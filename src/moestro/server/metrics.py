@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from moestro.core.request import FinishReason, ServiceClass
 from moestro.web.prometheus import Histogram
+from moestro.web.refusals import Refusals
 
 # vLLM's bounds, so that the heat maps of its dashboards fit. The gaps begin lower, for small models.
 _FIRST_TOKEN_S = (
@@ -99,5 +99,5 @@ class Metrics:
 
     def __init__(self, num_engines: int) -> None:
         self.engines = [EngineMetrics() for _ in range(num_engines)]
-        self.refusals: Counter[str] = Counter()
+        self.refusals = Refusals()
         self.num_delivery_errors = 0
