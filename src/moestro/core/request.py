@@ -279,6 +279,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     prompt_logprobs: PackedLogprobs | None = None  # once, with the first token or the end
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     admitted_ns: int = 0  # time of first admission, by the rank's clock
+    num_preemptions: int = 0  # times that the request gave up its KV so far
 
 
 class NewOutputs(msgspec.Struct, frozen=True, gc=False):

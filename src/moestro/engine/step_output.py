@@ -126,6 +126,7 @@ def _output_of(output: StepOutput, row: int) -> Output:
         prompt_logprobs=None if prompt is None else PackedLogprobs.pack(prompt),
         num_cached_tokens=sequence.num_cached_tokens or 0,
         admitted_ns=sequence.admitted_ns,
+        num_preemptions=sequence.num_preemptions,
     )
 
 

@@ -116,6 +116,8 @@ def _attempt_told(attempt: Attempt) -> Iterator[str | Table]:
     yield table
     if attempt.num_candidates > len(attempt.candidates):
         yield f"  and {attempt.num_candidates - len(attempt.candidates)} more with higher scores"
+    for figure, engines in attempt.not_compared.items():
+        yield f"  no engine was compared by {figure}, which {escape(', '.join(engines))} had not reported"
     if attempt.regret is not None:
         than = "more" if attempt.regret <= 0 else "less: the score alone did not decide"
         yield f"  the runner-up would have scored {abs(attempt.regret):,.6g} {than}"
