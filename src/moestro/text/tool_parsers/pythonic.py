@@ -151,8 +151,7 @@ def _escaped_lines(text: str) -> str:
     quote, is_escaped = "", False
     for char in text:
         if quote and char in "\r\n\0":
-            char = {"\r": "r", "\n": "n", "\0": "x00"}[char]
-            made.append(char if is_escaped else "\\" + char)
+            made.append(("" if is_escaped else "\\") + {"\r": "r", "\n": "n", "\0": "x00"}[char])
             is_escaped = False
             continue
         if is_escaped:
