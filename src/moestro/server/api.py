@@ -96,7 +96,7 @@ class ApiServer:
         return ModelCard(
             id=name,
             created=model.created,
-            root=model.root,
+            root=name,
             max_model_len=info.max_model_len,
             device=info.device,
             pace_dilation=info.pace_dilation,

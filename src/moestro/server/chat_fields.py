@@ -127,9 +127,10 @@ def _message(place: str, message: Message) -> dict[str, Any]:
     calls = message.tool_calls or ()
     if calls and message.role != "assistant":
         raise invalid(f"{place}.tool_calls", "belongs to messages of the assistant")
-    if message.content is None and not calls:
+    is_answer = message.role == "assistant"  # The model may have given neither content nor calls.
+    if message.content is None and not is_answer:
         raise invalid(f"{place}.content", "is missing; send a text")
-    content = message.content or ""
+    content = message.content or (is_answer and message.refusal) or ""
     made: dict[str, Any] = {
         "role": message.role,
         "content": content if isinstance(content, str) else _text(place, content),
@@ -141,7 +142,7 @@ def _message(place: str, message: Message) -> dict[str, Any]:
     if message.role == "tool" and message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
-    if reasoning is not None and message.role == "assistant":
+    if reasoning is not None and is_answer:
         made["reasoning"] = made["reasoning_content"] = reasoning
     return made
 
@@ -157,8 +158,9 @@ def _text(place: str, parts: list[ContentPart]) -> str:
     """Return the parts' texts, one a line, as vLLM joins them for templates that need a string."""
     texts = []
     for i, part in enumerate(parts):
-        if part.type != "text" or part.text is None:
+        text = {"text": part.text, "refusal": part.refusal}.get(part.type)
+        if text is None:
             where = f"{place}.content[{i}]"
             raise RequestError(f"{where}: only parts of type text are supported, got {shown(part.type)}.", param=where)
-        texts.append(part.text)
+        texts.append(text)
     return "\n".join(texts)
