@@ -20,7 +20,11 @@ class StreamOptions(msgspec.Struct):
 
 
 class JsonSchemaFormat(msgspec.Struct):
-    """A JSON schema with OpenAI's frame. It is always enforced, whatever `strict` says, as in vLLM."""
+    """A JSON schema with OpenAI's frame. It is always enforced, as in vLLM.
+
+    Attributes:
+        strict: Whether a keyword that cannot be enforced is refused; otherwise it is a description.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -134,10 +138,12 @@ class Message(msgspec.Struct):
 
 
 class ToolFunction(msgspec.Struct):
-    """Function that a tool offers. Without `parameters` it takes no arguments."""
+    """Function that a tool offers. Without `parameters` it takes no arguments; true allows any object."""
 
     name: str
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None  # Whether a forced call must follow all of the schema.
 
 
 class ToolField(msgspec.Struct):

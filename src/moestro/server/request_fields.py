@@ -30,7 +30,7 @@ _decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _NOT_QUOTABLE = re.compile(r"[^\x20\x21\x23-\x5b\x5d-\x7e]")
 _MAX_NAMED = 16  # Unknown fields in a warning.
-_MAX_NAME_CHARS = 64
+_MAX_NAME_CHARS = 100  # A longer place keeps both ends: the field, and the key below it.
 _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
 
 
@@ -82,7 +82,7 @@ class BodyDecoder(Generic[Fields]):
             raise _too_deep() from None  # Where this thread has few frames left.
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _not_json(str(error)) from None
-        return Decoded(fields, _named([name for name in raw if name not in self._known and name not in WITHOUT_EFFECT]))
+        return Decoded(fields, named([name for name in raw if name not in self._known and name not in WITHOUT_EFFECT]))
 
     def _refuse_many_elements(self, body: bytes, raw: dict[str, msgspec.Raw]) -> None:
         if len(body) <= MAX_ELEMENTS:
@@ -156,10 +156,15 @@ def _joined(place: str, inner: str) -> str:
     return f"{place}.{inner}" if place and inner and not inner.startswith("[") else place + inner
 
 
-def _named(unknown: Sequence[str]) -> tuple[str, ...]:
+def named(unknown: Sequence[str]) -> tuple[str, ...]:
     """Return a few short names, which a request may keep until its answer is complete."""
-    names = tuple(name[:_MAX_NAME_CHARS] for name in unknown[:_MAX_NAMED])
+    names = tuple(map(_shortened, unknown[:_MAX_NAMED]))
     return names if len(unknown) <= _MAX_NAMED else (*names, f"and {len(unknown) - _MAX_NAMED} more")
+
+
+def _shortened(name: str) -> str:
+    half = _MAX_NAME_CHARS // 2
+    return name if len(name) <= _MAX_NAME_CHARS else f"{name[: half - 2]}...{name[1 - half :]}"
 
 
 def refuse_unknown(unknown: Sequence[str], *, is_strict: bool) -> None:

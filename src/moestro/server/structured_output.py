@@ -15,6 +15,7 @@ from moestro.errors import RequestError, shown
 from moestro.grammar.checker import GrammarChecker, GrammarVerdict
 from moestro.grammar.host_messages import CHECK, TRY
 from moestro.server.protocol import GenerationFields, ResponseFormat, StructuredOutputs
+from moestro.text.enforced_schemas import enforced_schema
 from moestro.text.thread_pool import PrepareThreads
 
 MAX_GRAMMAR_BYTES = 128 << 10  # A schema of a hundred tools has half of it.
@@ -28,10 +29,15 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "cho
 
 
 class AskedGrammar(msgspec.Struct, frozen=True):
-    """Grammar of an answer, and the field of the request that asks for it."""
+    """Grammar of an answer, and the field of the request that asks for it.
+
+    Attributes:
+        left_out: Places of keywords of a JSON schema that no grammar enforces.
+    """
 
     grammar: Grammar
     param: str
+    left_out: tuple[str, ...] = ()
 
 
 def asked_grammar(fields: GenerationFields) -> AskedGrammar | None:
@@ -73,7 +79,7 @@ def _of_format(asked: ResponseFormat | None) -> list[AskedGrammar]:
     place = "response_format.json_schema"
     if asked.json_schema is None or asked.json_schema.schema is None:
         raise RequestError(f"{place}.schema is missing; send a JSON schema.", param=place, code="invalid_value")
-    return [AskedGrammar(_schema(asked.json_schema.schema, f"{place}.schema"), f"{place}.schema")]
+    return [_schema(asked.json_schema.schema, f"{place}.schema", is_strict=bool(asked.json_schema.strict))]
 
 
 def _of_structured(asked: StructuredOutputs | None) -> list[AskedGrammar]:
@@ -97,7 +103,7 @@ def _of_kind(kind: str, value: Any, place: str) -> list[AskedGrammar]:
         return []
     match kind:
         case "json":
-            grammar = _schema(value, place)
+            return [_schema(value, place)]
         case "choice":
             grammar = _choice(value, place)
         case _:
@@ -107,10 +113,14 @@ def _of_kind(kind: str, value: Any, place: str) -> list[AskedGrammar]:
     return [AskedGrammar(grammar, place)]
 
 
-def _schema(given: dict[str, Any] | str, place: str) -> Grammar:
+def _schema(given: dict[str, Any] | str, place: str, *, is_strict: bool = False) -> AskedGrammar:
     """Return the grammar of a JSON schema, which may be given as text."""
     if not isinstance(given, str):
-        return Grammar("json_schema", msgspec.json.encode(given).decode())
+        enforced = enforced_schema(given)
+        if is_strict:
+            refuse_unenforced(enforced.left_out, place)
+        grammar = Grammar("json_schema", msgspec.json.encode(enforced.schema).decode())
+        return AskedGrammar(grammar, place, tuple(f"{place}.{each}" for each in enforced.left_out))
     if len(given) > MAX_GRAMMAR_BYTES:
         raise _invalid(place, f"may have {MAX_GRAMMAR_BYTES} bytes at most")
     if is_too_deep(given.encode()):
@@ -119,6 +129,18 @@ def _schema(given: dict[str, Any] | str, place: str) -> Grammar:
         return _schema(msgspec.json.decode(given, type=dict[str, Any]), place)
     except (msgspec.DecodeError, RecursionError) as error:
         raise _invalid(place, f"is not a JSON schema: {shown(error)}") from None
+
+
+def refuse_unenforced(left_out: Sequence[str], place: str) -> None:
+    """Raise RequestError for the first keyword that no grammar enforces, of the strict JSON schema at `place`."""
+    if left_out:
+        at = f"{place}.{left_out[0]}"
+        raise RequestError(
+            f"{shown(at)} cannot be enforced, and strict: true asks for all of the schema. Leave the keyword out, or"
+            " strict: then it is a description.",
+            param=shown(at),
+            code="unsupported_schema",
+        )
 
 
 def _choice(choices: Sequence[str], place: str) -> Grammar:
@@ -138,7 +160,7 @@ def _spaced(asked: AskedGrammar, given: StructuredOutputs) -> AskedGrammar:
     own = schema.get("x-guidance")
     options = (own if isinstance(own, dict) else {}) | {"whitespace_pattern": pattern}
     changed = schema | {"x-guidance": options | ({} if pattern else _NO_SPACE)}
-    return AskedGrammar(Grammar("json_schema", msgspec.json.encode(changed).decode()), asked.param)
+    return msgspec.structs.replace(asked, grammar=Grammar("json_schema", msgspec.json.encode(changed).decode()))
 
 
 class GrammarGate:

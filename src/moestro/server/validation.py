@@ -13,9 +13,9 @@ import numpy as np
 from moestro.core.json_elements import count_elements
 from moestro.core.request import SAMPLING_RANGES, SamplingDefaults, SamplingParams, ServiceClass
 from moestro.errors import PromptTooLongError, shown
-from moestro.server.chat_fields import check_messages, invalid, template_options, tool_use
+from moestro.server.chat_fields import check_messages, invalid, offered_tools, template_options
 from moestro.server.protocol import ChatFields, GenerationFields
-from moestro.server.request_fields import decode_chat, decode_completion
+from moestro.server.request_fields import decode_chat, decode_completion, named
 from moestro.server.structured_output import AskedGrammar, asked_grammar
 from moestro.text.chat_format import NO_TOOLS, ToolUse
 from moestro.text.tokenizer import TemplateOptions
@@ -158,9 +158,9 @@ def chat_ask(fields: ChatFields, unknown: tuple[str, ...]) -> ChatAsk:
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "is only allowed with logprobs: true")
     logprobs = _logprobs("top_logprobs", fields.top_logprobs or 0) if fields.logprobs else None
-    shape = _Shape(_limit(name, limit), echo=False, logprobs=logprobs, unknown_fields=unknown)
+    use, left_out = offered_tools(fields)
+    shape = _Shape(_limit(name, limit), echo=False, logprobs=logprobs, unknown_fields=unknown + named(left_out))
     options = _options(fields, shape)
-    use = tool_use(fields)
     if options.grammar is not None and use.choice in ("required", "named"):
         raise invalid(options.grammar.param, f"cannot be used together with tool_choice {shown(fields.tool_choice)}")
     return ChatAsk(
@@ -194,6 +194,7 @@ class _Shape:
 
 def _options(fields: GenerationFields, shape: _Shape) -> Options:
     streaming, extras = bool(fields.stream), fields.stream_options
+    grammar = asked_grammar(fields)
     if extras is not None and not streaming:
         raise invalid("stream_options", "is only allowed with stream: true")
     return Options(
@@ -214,7 +215,7 @@ def _options(fields: GenerationFields, shape: _Shape) -> Options:
         echo=shape.echo,
         logprobs=shape.logprobs,
         prompt_logprobs=_prompt_logprobs(fields.prompt_logprobs, streaming=streaming),
-        grammar=asked_grammar(fields),
+        grammar=grammar,
         allowed_token_ids=_allowed_token_ids(fields.allowed_token_ids),
         bad_words=_bad_words(fields.bad_words or ()),
         cache_salt=_salt(fields.cache_salt),
@@ -227,7 +228,7 @@ def _options(fields: GenerationFields, shape: _Shape) -> Options:
         keeps_special_tokens=fields.skip_special_tokens is False,
         keeps_stop=bool(fields.include_stop_str_in_output),
         truncate_prompt_tokens=_truncation(fields.truncate_prompt_tokens),
-        unknown_fields=shape.unknown_fields,
+        unknown_fields=shape.unknown_fields + (() if grammar is None else named(grammar.left_out)),
     )
 
 
