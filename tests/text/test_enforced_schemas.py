@@ -137,7 +137,7 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
         st.builds(lambda v: {"minLength": v}, st.integers(0, 3)),
     )
 
-    def thing(properties: dict[str, Any], required: list[str], is_closed: bool) -> dict[str, Any]:  # noqa: FBT001
+    def thing(properties: dict[str, Any], required: list[str], is_closed: bool) -> dict[str, Any]:
         closed = {"additionalProperties": False} if is_closed else {}
         return {"type": "object", "properties": properties, "required": required} | closed
 

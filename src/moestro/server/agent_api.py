@@ -24,12 +24,12 @@ from moestro.web.adapters.messages_request import CountFields, MessagesFields, c
 from moestro.web.adapters.paths import COUNT_TOKENS, MESSAGES, RESPONSES
 from moestro.web.adapters.responses_answer import ResponseStream, response_of_chat, settings_of
 from moestro.web.adapters.responses_request import ResponsesFields, chat_of_response
-from moestro.web.adapters.responses_tools import OfferedTools
+from moestro.web.adapters.responses_tools import FunctionTool, OfferedTools
 from moestro.web.errors import HttpError, anthropic_error_json, error_json
 
 _decode_message = BodyDecoder(MessagesFields, IN_MESSAGES)
 _decode_count = BodyDecoder(CountFields, IN_COUNTS)
-_decode_response = BodyDecoder(ResponsesFields, IN_RESPONSES)
+_decode_response = BodyDecoder(ResponsesFields, IN_RESPONSES, shapes={"tools": list[FunctionTool]})
 _encode = msgspec.json.Encoder().encode
 
 
@@ -164,22 +164,28 @@ def _response(body: bytes, model: ServedModel, arrival: Arrival) -> _Adapted:
 
 def _prepared(chat: TranslatedChat, unknown: tuple[str, ...], model: ServedModel, arrival: Arrival) -> Prepared:
     """Return the request with the fields of its own body that have no effect."""
-    refuse_unknown((*unknown, *chat.left_out), is_strict=model.has_strict_fields)
+    ignored = _ignored(chat, unknown)
+    refuse_unknown(ignored, is_strict=model.has_strict_fields)
     with chat.places.naming_errors():
         prepared = prepare_chat(_encode(chat.fields), model, arrival)
     vain = map(chat.places.own_place, prepared.options.unknown_fields)
-    return replace(prepared, options=replace(prepared.options, unknown_fields=(*unknown, *chat.left_out, *vain)))
+    return replace(prepared, options=replace(prepared.options, unknown_fields=(*ignored, *vain)))
+
+
+def _ignored(chat: TranslatedChat, unknown: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the places of what has no effect; keys of what is left out as a whole have none of their own."""
+    around = tuple(f"{each.partition(' ')[0]}." for each in chat.left_out)
+    return (*(each for each in unknown if not each.startswith(around)), *chat.left_out)
 
 
 def _count(body: bytes, model: ServedModel) -> web.Response:
     fields, unknown = _decode_count(body)
-    refuse_unknown(unknown, is_strict=model.has_strict_fields)
     chat = chat_of_count(fields)
+    ignored = _ignored(chat, unknown)
+    refuse_unknown(ignored, is_strict=model.has_strict_fields)
     with chat.places.naming_errors():
         ask = parse_chat(_encode(chat.fields))
         model.name_for(ask.options.model)
         encoding = model.tokenizer.encoding(chat_prompt(ask, model).prompt, add_special_tokens=False)
     answer = _encode(TokenCount(len(encoding)))
-    return web.Response(
-        body=answer, content_type="application/json", headers=ignored_warning((*unknown, *chat.left_out))
-    )
+    return web.Response(body=answer, content_type="application/json", headers=ignored_warning(ignored))

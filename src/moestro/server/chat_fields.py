@@ -162,9 +162,10 @@ def _message(place: str, message: Message) -> dict[str, Any]:
     calls = message.tool_calls or ()
     if calls and message.role != "assistant":
         raise invalid(f"{place}.tool_calls", "belongs to messages of the assistant")
-    if message.content is None and not calls:
+    given = message.refusal if message.content is None else message.content
+    if given is None and not calls:
         raise invalid(f"{place}.content", "is missing; send a text")
-    content = message.content or ""
+    content = given or ""
     made: dict[str, Any] = {
         "role": message.role,
         "content": content if isinstance(content, str) else _text(place, content),
@@ -192,8 +193,9 @@ def _text(place: str, parts: list[ContentPart]) -> str:
     """Return the parts' texts, one a line, as vLLM joins them for templates that need a string."""
     texts = []
     for i, part in enumerate(parts):
-        if part.type != "text" or part.text is None:
+        text = {"text": part.text, "refusal": part.refusal}.get(part.type)
+        if text is None:
             where = f"{place}.content[{i}]"
             raise RequestError(f"{where}: only parts of type text are supported, got {shown(part.type)}.", param=where)
-        texts.append(part.text)
+        texts.append(text)
     return "\n".join(texts)

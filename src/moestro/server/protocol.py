@@ -33,10 +33,15 @@ class JsonSchemaFormat(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """Form of an answer: `text`, `json_object` or `json_schema`."""
+    """Form of an answer: `text`, `json_object` or `json_schema`.
+
+    Attributes:
+        schema: JSON schema without OpenAI's frame, as llama.cpp and Together AI name it.
+    """
 
     type: str
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -104,10 +109,11 @@ class CompletionFields(GenerationFields, kw_only=True):
 
 
 class ContentPart(msgspec.Struct):
-    """One part of a message's content; only parts of type `text` are supported."""
+    """One part of a message's content; only parts of types `text` and `refusal`, which is text too, are supported."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionField(msgspec.Struct):
@@ -126,10 +132,15 @@ class CallField(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """One message of a chat. `reasoning` and `reasoning_content` are two names of one field."""
+    """One message of a chat. `reasoning` and `reasoning_content` are two names of one field.
+
+    Attributes:
+        refusal: Text of an assistant that refused to answer, in place of `content`.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: list[CallField] | None = None
     tool_call_id: str | None = None
@@ -151,6 +162,19 @@ class ToolField(msgspec.Struct):
 
     type: str
     function: ToolFunction
+
+
+class NamedFunction(msgspec.Struct):
+    """Function that has to be called."""
+
+    name: str
+
+
+class NamedChoice(msgspec.Struct):
+    """Tool that has to be called."""
+
+    type: str
+    function: NamedFunction
 
 
 class ChatFields(GenerationFields, kw_only=True):

@@ -70,16 +70,25 @@ def _invalid(param: str, text: str) -> RequestError:
 
 
 def _of_format(asked: ResponseFormat | None) -> list[AskedGrammar]:
-    if asked is None or asked.type == "text":
+    if asked is None:
         return []
-    if asked.type == "json_object":
-        return [AskedGrammar(Grammar("json_object"), "response_format")]
-    if asked.type != "json_schema":
+    if asked.type not in ("text", "json_object", "json_schema"):
         raise _invalid("response_format.type", f"must be text, json_object or json_schema, got {shown(asked.type)}")
-    place = "response_format.json_schema"
-    if asked.json_schema is None or asked.json_schema.schema is None:
-        raise RequestError(f"{place}.schema is missing; send a JSON schema.", param=place, code="invalid_value")
-    return [_schema(asked.json_schema.schema, f"{place}.schema", is_strict=bool(asked.json_schema.strict))]
+    framed = asked.json_schema
+    if asked.schema is not None:
+        if framed is not None:
+            raise _invalid("response_format.schema", "cannot be used together with response_format.json_schema")
+        place, schema, is_strict = "response_format.schema", asked.schema, False
+    elif framed is not None and framed.schema is not None:
+        place, schema, is_strict = "response_format.json_schema.schema", framed.schema, bool(framed.strict)
+    elif asked.type == "json_schema":
+        at = "response_format.json_schema"
+        raise RequestError(f"{at}.schema is missing; send a JSON schema.", param=at, code="invalid_value")
+    else:
+        return [AskedGrammar(Grammar("json_object"), "response_format")] if asked.type == "json_object" else []
+    if asked.type == "text":
+        raise _invalid(place, "belongs to the type json_schema, and the type is text")
+    return [_schema(schema, place, is_strict=is_strict)]
 
 
 def _of_structured(asked: StructuredOutputs | None) -> list[AskedGrammar]:

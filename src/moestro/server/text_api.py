@@ -11,7 +11,7 @@ from moestro.core.json_elements import count_elements
 from moestro.errors import RequestError
 from moestro.server.protocol import ChatFields
 from moestro.server.request_builder import ServedModel, chat_prompt, refuse_foreign_ids, refuse_too_much_text
-from moestro.server.request_fields import BodyDecoder, ignored_warning, refuse_unknown
+from moestro.server.request_fields import CHAT_SHAPES, BodyDecoder, ignored_warning, refuse_unknown
 from moestro.server.unsupported import IN_CHAT
 from moestro.server.validation import chat_ask
 from moestro.text.thread_pool import PrepareThreads
@@ -69,7 +69,7 @@ class _PromptOrChat(msgspec.Struct):
 _OWN_FIELDS = frozenset(TokenizeChatFields.__struct_fields__)
 _NEUTRAL_IN_CHATS = {name: values for name, values in IN_CHAT.items() if name not in _OWN_FIELDS}
 _tokenize = BodyDecoder(TokenizeFields)
-_tokenize_chat = BodyDecoder(TokenizeChatFields, _NEUTRAL_IN_CHATS)
+_tokenize_chat = BodyDecoder(TokenizeChatFields, _NEUTRAL_IN_CHATS, shapes=CHAT_SHAPES)
 _detokenize = BodyDecoder(DetokenizeFields, ids="tokens")
 _kind = BodyDecoder(_PromptOrChat)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from moestro.errors import RequestError, shown
+from moestro.server.protocol import Message
 
 Neutral = Mapping[str, tuple[object, ...]]  # Field -> values that request nothing; null is always one of them.
 
@@ -160,6 +161,27 @@ WITHOUT_EFFECT = frozenset(
         *("parallel_tool_calls", "prediction", "prompt_cache_options", "prompt_cache_retention"),
         *("rid", "safety_identifier", "client_metadata", "service_tier", "store", "stream_interval"),
         *("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id"),  # Of Anthropic's API.
+    }
+)
+
+# Below the top level: keys that ask for what is missing here, by the struct around them; null is always neutral.
+REFUSED_BELOW: dict[type, Neutral] = {
+    Message: {
+        "audio": (),
+        "function_call": (),
+        "images": ([],),
+        "partial": (False,),
+        "prefix": (False,),
+    },
+}
+_CONTINUE = "To continue a message, send continue_final_message: true and add_generation_prompt: false."
+REMEDIES_BELOW = {"function_call": "Send tool_calls.", "partial": _CONTINUE, "prefix": _CONTINUE}
+# Keys that name, annotate, cache or repeat what is beside them, wherever they stand below the top level.
+HARMLESS_BELOW = frozenset(
+    {
+        *("annotations", "cache_control", "caller", "citations", "created_at", "data", "display"),
+        *("eager_input_streaming", "encrypted_content", "id", "include_obfuscation", "index", "logprobs", "metadata"),
+        *("parsed", "parsed_arguments", "phase", "signature", "status", "timestamp"),
     }
 )
 

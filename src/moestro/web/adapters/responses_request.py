@@ -91,6 +91,10 @@ class ReasoningConfig(msgspec.Struct):
     summary: str | None = None
 
 
+class ResponseStreamOptions(msgspec.Struct):
+    """Options of a streamed response, all without effect here."""
+
+
 class ResponsesFields(msgspec.Struct, kw_only=True):
     """Body of `POST /v1/responses`. The last fields, from `seed` on, are those of chat completions.
 
@@ -113,7 +117,7 @@ class ResponsesFields(msgspec.Struct, kw_only=True):
     reasoning: ReasoningConfig | None = None
     metadata: dict[str, str] | None = None
     stream: bool | None = None
-    stream_options: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
+    stream_options: ResponseStreamOptions | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
     store: bool | None = None
