@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from moestro import __version__
-from moestro.server.agent_api import TokenCount
+from moestro.server.agent_api import InputTokenCount, TokenCount
 from moestro.server.protocol import (
     Answer,
     ChatChoice,
@@ -84,6 +84,10 @@ API_PATHS: tuple[ApiPath, ...] = (
     ApiPath(
         path="/v1/responses", method="post", summary="Answer a conversation (OpenAI's responses, without storage).",
         says="A response of OpenAI's API, or its events.", bodies=(ResponsesFields,), is_streamed=True,
+    ),
+    ApiPath(
+        path="/v1/responses/input_tokens", method="post", summary="Count the tokens of a response's request.",
+        says="The number of tokens.", bodies=(ResponsesFields,), answer=InputTokenCount,
     ),
     ApiPath(path="/v1/models", summary="List the models.", says="All models.", answer=ModelList),
     ApiPath(path="/v1/models/{name}", summary="Describe one model.", says="The model.", answer=ModelCard),
