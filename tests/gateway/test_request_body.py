@@ -330,3 +330,13 @@ def test_law_any_json_has_a_request_by_which_the_router_decides():
         made = request(body)
         assert made.num_prompt_tokens >= 1
         assert len(made.block_hashes) % HASH_BYTES == 0
+
+
+def test_several_chats_are_read_as_the_first_one():
+    chats = [[turn("system", LONG), turn("user", "hello")], [turn("user", "other")]]
+    one, several = {"model": "m", "user": "u", "messages": chats[0]}, {"model": "m", "user": "u", "messages": chats}
+    assert read(json.dumps(several).encode()) == read(json.dumps(one).encode())
+    padded = several | {"unknown": "x" * MAX_ELEMENTS}
+    assert read(json.dumps(padded).encode()) == read(json.dumps(one).encode())
+    assert read(json.dumps({"model": "m", "messages": [[], []]}).encode()).messages == []
+    assert read(json.dumps({"messages": [[1]]}).encode()) is NOTHING

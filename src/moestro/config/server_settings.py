@@ -36,6 +36,10 @@ class ServerSettings(CheckedSettings):
     "GiB that the file of --record does not exceed; lines beyond are lost and counted. A request takes about 5 kB."
     strict_fields: bool = False
     "Refuse a request with an unknown field with a 400. Unset: the answer has a Warning header that names the field."
+    enable_force_include_usage: bool = False
+    "End each stream with its usage, as if it had asked for stream_options.include_usage."
+    enable_tokenizer_info_endpoint: bool = False
+    "Answer GET /tokenizer_info with the tokenizer's settings and the chat template."
     shutdown_timeout: Annotated[float, at_least(0)] = 10.0
     "Seconds in which running requests can finish after SIGTERM or Ctrl-C."
     write_timeout: Annotated[float, at_least(1)] = 60.0

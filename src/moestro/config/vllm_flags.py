@@ -59,7 +59,6 @@ VLLM_FLAGS: dict[str, str] = {
     "--enable-elastic-ep": "in --mode async, workers are added and drained at /admin/workers",
     "--enable-eplb": _PLACEMENT,
     "--enable-expert-parallel": _EXPERTS,
-    "--enable-force-include-usage": "clients ask for it with stream_options.include_usage",
     "--enable-log-requests": _NO_LOG,
     "--enable-lora": _LORA,
     "--enable-prompt-embeds": _MEDIA,

@@ -12,6 +12,7 @@ from moestro import __version__
 from moestro.server.agent_api import InputTokenCount, TokenCount
 from moestro.server.protocol import (
     Answer,
+    BatchChatFields,
     ChatChoice,
     ChatFields,
     CompletionFields,
@@ -62,11 +63,17 @@ def _answer_struct(name: str, choice: type) -> type[msgspec.Struct]:
     return msgspec.defstruct(name, [*required, *optional])
 
 
+_ChatCompletion = _answer_struct("ChatCompletion", ChatChoice)
 _PROBE = "Empty; the status says it."
 API_PATHS: tuple[ApiPath, ...] = (
     ApiPath(
         path="/v1/chat/completions", method="post", summary="Answer a chat.", says="A chat completion, or its chunks.",
-        bodies=(ChatFields,), answer=_answer_struct("ChatCompletion", ChatChoice), is_streamed=True,
+        bodies=(ChatFields,), answer=_ChatCompletion, is_streamed=True,
+    ),
+    ApiPath(
+        path="/v1/chat/completions/batch", method="post", summary="Answer several chats.",
+        says="A chat completion with the choices of all chats, in order.", bodies=(BatchChatFields,),
+        answer=_ChatCompletion,
     ),
     ApiPath(
         path="/v1/completions", method="post", summary="Continue a prompt.", says="A completion, or its chunks.",
@@ -98,6 +105,10 @@ API_PATHS: tuple[ApiPath, ...] = (
     ApiPath(
         path="/detokenize", method="post", summary="Return the text of tokens.", says="The text.",
         bodies=(DetokenizeFields,), answer=Detokenized,
+    ),
+    ApiPath(
+        path="/tokenizer_info", summary="Describe the tokenizer, with --enable-tokenizer-info-endpoint.",
+        says="The fields of tokenizer_config.json, and the chat template in use.",
     ),
     ApiPath(path="/health", summary="200 while any engine takes requests.", says=_PROBE, is_public=True),
     ApiPath(path="/ping", summary="The same as /health.", says=_PROBE, is_public=True),

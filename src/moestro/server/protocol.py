@@ -87,6 +87,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None  # These two are SGLang's names of `guided_regex` and `guided_grammar`.
+    ebnf: str | None = None
     user: str | None = None
     session_id: str | None = None  # Conversation, for affinity; as `moestro route` reads it.
     prompt_cache_key: str | None = None  # OpenAI's name for the same.
@@ -97,7 +99,9 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None  # None means yes.
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: int | None = None  # Number of the last tokens that are kept; -1 means all that fit.
+    truncate_prompt_tokens: int | None = None  # Number of tokens that are kept; -1 means all that fit.
+    truncation_side: str | None = None  # Where tokens are cut off, "left" (the default) or "right".
+    return_tokens_as_token_ids: bool | None = None  # Log probabilities name tokens as `token_id:ID`.
 
 
 class CompletionFields(GenerationFields, kw_only=True):
@@ -194,6 +198,12 @@ class ChatFields(GenerationFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class BatchChatFields(ChatFields, kw_only=True):
+    """Body of `POST /v1/chat/completions/batch`: the fields of a chat, for several conversations."""
+
+    messages: list[list[Message]]  # type: ignore[assignment]
 
 
 # --- response bodies ----------------------------------------------------------------------------------------------

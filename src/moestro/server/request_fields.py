@@ -21,7 +21,7 @@ from moestro.core.json_elements import (
 )
 from moestro.errors import RequestError, shown
 from moestro.server.nested_keys import NestedKeys
-from moestro.server.protocol import ChatFields, CompletionFields, NamedChoice, ToolField
+from moestro.server.protocol import BatchChatFields, ChatFields, CompletionFields, NamedChoice, ToolField
 from moestro.server.unsupported import IN_CHAT, IN_COMPLETIONS, WITHOUT_EFFECT, Neutral, refuse_unsupported
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
@@ -113,6 +113,7 @@ decode_completion = BodyDecoder(CompletionFields, IN_COMPLETIONS, ids="prompt")
 # A template gets tools and a choice as they are written.
 CHAT_SHAPES: Mapping[str, Any] = {"tools": list[ToolField], "tool_choice": NamedChoice}
 decode_chat = BodyDecoder(ChatFields, IN_CHAT, shapes=CHAT_SHAPES)
+decode_chats = BodyDecoder(BatchChatFields, IN_CHAT, shapes=CHAT_SHAPES)
 
 
 def _check_utf8(body: bytes) -> None:

@@ -368,6 +368,8 @@ class _ServeProcess:
             has_priorities=self._settings.scheduler.scheduling_policy == "priority",
             resumes_streams=self._settings.processes.resume_streams,
             has_strict_fields=server.strict_fields,
+            forces_usage=server.enable_force_include_usage,
+            shows_tokenizer=server.enable_tokenizer_info_endpoint,
             chat=chat_format(chat, tokenizer.chat_template, tokenizer.special_texts),
         )
         return served, infos

@@ -26,6 +26,7 @@ MAX_WAITING_TRIES, MAX_WAITING_CHECKS = 64, 16
 _NO_SPACE: dict[str, object] = {"whitespace_flexible": False, "whitespace_pattern": None}
 # Older fields of vLLM, with their names in `structured_outputs`.
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_GUIDED |= {"regex": "regex", "ebnf": "grammar"}  # SGLang's names
 
 
 class AskedGrammar(msgspec.Struct, frozen=True):

@@ -15,10 +15,11 @@ from moestro.core.request import SAMPLING_RANGES, SamplingDefaults, SamplingPara
 from moestro.errors import PromptTooLongError, shown
 from moestro.server.chat_fields import check_messages, invalid, offered_tools, template_options
 from moestro.server.protocol import ChatFields, GenerationFields
-from moestro.server.request_fields import decode_chat, decode_completion, named
+from moestro.server.request_fields import decode_chat, decode_chats, decode_completion, named
 from moestro.server.structured_output import AskedGrammar, asked_grammar
 from moestro.text.chat_format import NO_TOOLS, ToolUse
 from moestro.text.tokenizer import TemplateOptions
+from moestro.web.adapters.field_places import FieldPlaces
 
 MAX_PROMPTS = 1024
 MAX_PROMPT_IDS = 1 << 20  # Token ids in all prompts of a request, unless one prompt may be longer; decoded in 50 ms.
@@ -80,7 +81,9 @@ class Options:
     returns_token_ids: bool = False
     keeps_special_tokens: bool = False
     keeps_stop: bool = False  # Whether the text of a stop string or stop token is shown.
-    truncate_prompt_tokens: int | None = None  # Most prompt tokens, of which the last are kept; -1 means all that fit.
+    truncate_prompt_tokens: int | None = None  # Most prompt tokens; -1 means all that fit.
+    keeps_first_tokens: bool = False  # Whether a prompt that is too long loses its last tokens, not its first ones.
+    names_tokens_by_id: bool = False  # Whether log probabilities name tokens by their ids.
     unknown_fields: tuple[str, ...] = ()  # Names of fields without effect, for the answer's `Warning` header.
 
 
@@ -144,6 +147,31 @@ def parse_completion(body: bytes, max_prompt_ids: int = sys.maxsize) -> Completi
 def parse_chat(body: bytes) -> ChatAsk:
     """Return the validated request; RequestError says what is wrong with the body."""
     return chat_ask(*decode_chat(body))
+
+
+def parse_chats(body: bytes) -> list[ChatAsk]:
+    """Return the validated chats of a batch; RequestError says what is wrong with the body."""
+    fields, unknown = decode_chats(body)
+    for name in ("stream", "tools", "prompt_logprobs", "return_token_ids"):
+        if (given := getattr(fields, name)) is not None and given not in (False, []):
+            raise invalid(name, "is not possible for several chats; send each to /v1/chat/completions")
+    conversations = fields.messages
+    if not 1 <= len(conversations) <= MAX_PROMPTS:
+        raise invalid("messages", f"must hold 1 to {MAX_PROMPTS} conversations, got {len(conversations)}")
+    common = {name: getattr(fields, name) for name in ChatFields.__struct_fields__}
+    asks = []
+    for i, messages in enumerate(conversations):
+        with conversation_places(i).naming_errors():
+            asks.append(chat_ask(ChatFields(**common | {"messages": messages}), unknown))
+    num_choices = len(asks) * asks[0].options.n
+    if num_choices > MAX_CHOICES:
+        raise invalid("n", f"times the number of conversations must be {MAX_CHOICES} at most, got {num_choices}")
+    return asks
+
+
+def conversation_places(number: int) -> FieldPlaces:
+    """Return the places in a batch of the fields of one of its chats."""
+    return FieldPlaces({"messages": f"messages[{number}]"})
 
 
 def chat_ask(fields: ChatFields, unknown: tuple[str, ...]) -> ChatAsk:
@@ -228,6 +256,8 @@ def _options(fields: GenerationFields, shape: _Shape) -> Options:
         keeps_special_tokens=fields.skip_special_tokens is False,
         keeps_stop=bool(fields.include_stop_str_in_output),
         truncate_prompt_tokens=_truncation(fields.truncate_prompt_tokens),
+        keeps_first_tokens=_is_right(fields.truncation_side),
+        names_tokens_by_id=bool(fields.return_tokens_as_token_ids),
         unknown_fields=shape.unknown_fields + (() if grammar is None else named(grammar.left_out)),
     )
 
@@ -304,6 +334,12 @@ def _truncation(given: int | None) -> int | None:
     if given is None or given == -1:
         return given
     return _range("truncate_prompt_tokens", given, 1, 2**31 - 1)
+
+
+def _is_right(side: str | None) -> bool:
+    if side not in (None, "left", "right"):
+        raise invalid("truncation_side", f'must be "left" or "right", got {shown(side)}')
+    return side == "right"
 
 
 def _service_class(given: str | None) -> ServiceClass:
