@@ -266,11 +266,12 @@ class TestExact:
             arrived = Incoming(RequestHead(b"POST", b"/v1/messages", [], {}), data, request_id="r")
             assert reader(read(data), arrived, 0).block_hashes == b""
 
-    def test_a_truncated_prompt_has_the_blocks_of_its_end(self, reader, tokenizer):
-        arrived = incoming({"model": "m", "prompt": LONG, "truncate_prompt_tokens": 40})
-        asked = reader(read(arrived.body), arrived, 0)
-        ids = tokenizer.encode(LONG, add_special_tokens=True)[-40:]
-        assert asked.block_hashes == hash_blocks(prompt_key("m", None), np.array(ids, np.int32), 16)
+    def test_a_truncated_prompt_has_the_blocks_of_what_is_left(self, reader, tokenizer):
+        ids = tokenizer.encode(LONG, add_special_tokens=True)
+        for side, kept in ((None, ids[-40:]), ("left", ids[-40:]), ("right", ids[:40])):
+            arrived = incoming({"prompt": LONG, "truncate_prompt_tokens": 40, "truncation_side": side, "model": "m"})
+            asked = reader(read(arrived.body), arrived, 0)
+            assert asked.block_hashes == hash_blocks(prompt_key("m", None), np.array(kept, np.int32), 16)
 
     @pytest.mark.parametrize(
         "body",

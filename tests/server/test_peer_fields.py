@@ -9,9 +9,12 @@ from collections.abc import Iterator
 import pytest
 from support.running import MOESTRO, Running, call, chat, complete
 
+from moestro.config.server_settings import ServerSettings
+from moestro.errors import ConfigError
+
 TEXT = "def read_file(path):\n"
 CHATS = [[{"role": "user", "content": text}] for text in ("def f(x):", "import os", "class A:")]
-FLAGS = ("--enable-force-include-usage", "--enable-tokenizer-info-endpoint")
+FLAGS = ("--enable-force-include-usage", "--enable-tokenizer-info-endpoint", "--root-path", "/llm/v9")
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +150,22 @@ def test_the_tokenizers_settings_are_shown_if_the_operator_says_so(place, fake, 
     hidden = call(fake, "GET", "/tokenizer_info")
     assert hidden.status == 404
     assert "--enable-tokenizer-info-endpoint" in hidden.json["error"]["message"]
+
+
+def test_paths_are_answered_below_the_root_path_too(direct):
+    body = {"messages": CHATS[0], "max_tokens": 1}
+    assert call(direct, "POST", "/llm/v9/v1/chat/completions", body).status == 200
+    assert call(direct, "GET", "/llm/v9/statistics?experts=false").status == 200
+    assert call(direct, "GET", "/llm/v9/v1/models/moestro-demo").json["id"] == "moestro-demo"
+    assert call(direct, "GET", "/llm/v9").body == call(direct, "GET", "/llm/v9/").body == call(direct, "GET", "/").body
+    assert call(direct, "GET", "/llm/v9/openapi.json").json["servers"] == [{"url": "/llm/v9"}]
+    for path in ("/llm/v99/v1/models", "/llm/v1/models", "/llm/v9/llm/v9/v1/models", "/llm/v9//v1/models"):
+        assert call(direct, "GET", path).status == 404, path
+    refused = call(direct, "POST", "/llm/v9/v1/messages", {})
+    assert refused.json["type"] == "error", "Anthropic's form of errors follows the path below the root"
+
+
+@pytest.mark.parametrize("path", ["llm", "/llm/", "/", "/a//b", "/a b", "/../x", "/a?b"])
+def test_a_root_path_that_is_no_prefix_is_refused_at_the_start(path):
+    with pytest.raises(ConfigError, match="--root-path"):
+        ServerSettings(root_path=path)

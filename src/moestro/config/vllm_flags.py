@@ -113,7 +113,6 @@ VLLM_FLAGS: dict[str, str] = {
     "--quantization": _QUANTIZED,
     "--return-tokens-as-token-ids": "send return_token_ids with a request",
     "--revision": _HUB,
-    "--root-path": "put a proxy in front of the server",
     "--rope-scaling": "edit the checkpoint's config.json",
     "--rope-theta": "edit the checkpoint's config.json",
     "--runner": "only generation is served",
