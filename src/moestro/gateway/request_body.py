@@ -73,11 +73,13 @@ class RequestBody(msgspec.Struct):
     cache_salt: str | None = None
     priority: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
 
 NOTHING = RequestBody()
 _decode = msgspec.json.Decoder(RequestBody).decode
 _decode_messages = msgspec.json.Decoder(list[BodyMessage]).decode
+_decode_chats = msgspec.json.Decoder(list[list[BodyMessage]]).decode
 _decode_but_messages = msgspec.json.Decoder(
     msgspec.defstruct(
         "RequestBodyWithoutMessages",
@@ -94,9 +96,19 @@ def read(body: bytes) -> RequestBody:
     if not body:
         return NOTHING
     try:
-        return _decode(body) if len(body) <= MAX_ELEMENTS else _read_large(body)
+        try:
+            return _decode(body) if len(body) <= MAX_ELEMENTS else _read_large(body)
+        except msgspec.ValidationError:
+            return _read_batch(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return NOTHING
+
+
+def _read_batch(body: bytes) -> RequestBody:
+    """Read a body of several chats as that of the first one, as of several prompts only the first is read."""
+    fields = msgspec.structs.asdict(_decode_but_messages(body))
+    chats = _decode_chats(fields.pop("messages"))
+    return RequestBody(**fields, messages=chats[0] if chats else [])
 
 
 def _read_large(body: bytes) -> RequestBody:
