@@ -17,6 +17,7 @@ from support.fake_rank import INFO
 
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, hash_text, split_hashes
 from moestro.core.json_elements import MAX_ELEMENTS
+from moestro.gateway import request_body
 from moestro.gateway.http_headers import Incoming, RequestHead
 from moestro.gateway.request_body import NOTHING, plain_text, prompt_key, read, request_from_text
 from moestro.gateway.tokenized_blocks import TokenizedReader
@@ -341,3 +342,15 @@ def test_several_chats_are_read_as_the_first_one():
     assert read(json.dumps(padded).encode()) == read(json.dumps(one).encode())
     assert read(json.dumps({"model": "m", "messages": [[], []]}).encode()).messages == []
     assert read(json.dumps({"messages": [[1]]}).encode()) is NOTHING
+
+
+def test_long_names_of_models_and_salts_are_not_kept():
+    """The cache of hash keys has a bound in bytes, because clients choose the texts."""
+    kept = request_body._cached_prompt_key
+    kept.cache_clear()
+    for number in range(20):
+        assert prompt_key(f"{number}" * 1000, None) == hash_key(f"{number}" * 1000, None, None)
+        assert prompt_key("m", f"{number}" * 1000) == hash_key("m", None, f"{number}" * 1000)
+    assert kept.cache_info().currsize == 0
+    assert prompt_key("m", "salt") == prompt_key("m", "salt") == hash_key("m", None, "salt")
+    assert kept.cache_info()[:2] == (1, 1)

@@ -18,6 +18,7 @@ from moestro.web.session_names import session_in
 BYTES_PER_TOKEN = 4  # typical for English text; a unit of load and hits, not a measurement
 DEFAULT_MAX_TOKENS = 16
 _MAX_AFFINITY_CHARS = 256  # limit of session and user names
+_MAX_CACHED_CHARS = 256  # of a model's name and a salt; longer ones are rare, and a cache of them would fill memory
 ABSENT = msgspec.Raw()  # marks a missing field, because a Raw cannot be in a union; null is a Raw too
 
 
@@ -183,10 +184,17 @@ def make_request(asked: RequestBody, incoming: Incoming, now_ns: int, prompt: tu
     )
 
 
-@lru_cache(maxsize=4096)
 def prompt_key(model: str | None, salt: str | None) -> bytes:
     """Return the key under which a prompt's blocks are hashed."""
+    is_short = len(model or "") + len(salt or "") <= _MAX_CACHED_CHARS
+    return (_cached_prompt_key if is_short else _prompt_key)(model, salt)
+
+
+def _prompt_key(model: str | None, salt: str | None) -> bytes:
     return hash_key(model or "", None, salt)
+
+
+_cached_prompt_key = lru_cache(maxsize=4096)(_prompt_key)  # Some MB at most.
 
 
 def _said(message: BodyMessage) -> str:
