@@ -232,7 +232,7 @@ class TestExact:
             "reasoning_effort": "none",
             "add_generation_prompt": False,
         }
-        model = ServedModel(names=("m",), root="r", created=0, fingerprint="f", info=INFO, tokenizer=tokenizer)
+        model = ServedModel(names=("m",), created=0, fingerprint="f", info=INFO, tokenizer=tokenizer)
         text = chat_prompt(parse_chat(json.dumps(body).encode()), model).prompt
         ids = tokenizer.encode(text, add_special_tokens=False)
         arrived = incoming(body)

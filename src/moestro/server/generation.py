@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import NamedTuple
 
 import msgspec
 
@@ -171,8 +174,19 @@ class _Choice:
         return tuple(scores)
 
 
+class _Held(NamedTuple):
+    """A choice that is not submitted yet."""
+
+    number: int
+    job: Job
+    siblings: PromptChoices
+
+
 class Generation:
     """Runs the sequences of one HTTP request: submits `jobs` on entry, and aborts those that still run on exit.
+
+    At most `ServedModel.max_choices_at_once` are submitted at once. Each further one follows the end of an earlier one,
+    behind the requests that came meanwhile, so that one request never takes all places of the engines.
 
     When the engine of a choice ends, another engine continues the choice. If that is impossible and the client has
     nothing of the answer, another engine begins the choice again. Either way, a single engine could have given that
@@ -198,22 +212,22 @@ class Generation:
         self._choices: list[_Choice] = []
         self._collected: list[list[Piece]] = [[] for _ in jobs]
         self._running: dict[str, _Choice] = {}
+        self._held: deque[_Held] = deque()
 
     async def __aenter__(self) -> Generation:
         """Submit the jobs, and serve others between some of them: a request may have a thousand large ones."""
         siblings, num_bytes = PromptChoices(), 0
+        for index, job in enumerate(self._jobs):
+            if not job.is_copy:
+                siblings = PromptChoices()
+                self._num_prompt += job.request.num_prompt_tokens
+            siblings.num_choices += 1
+            self._held.append(_Held(index, job, siblings))
         try:
-            for index, job in enumerate(self._jobs):
-                choice = _Choice(index, _with_unused_id(job, self._engines), self._model.tokenizer)
-                if not job.is_copy:
-                    siblings = PromptChoices()
-                    self._num_prompt += job.request.num_prompt_tokens
-                siblings.num_choices += 1
-                request = choice.job.request
-                self._choices.append(choice)
-                self._engines.submit(request, self._inbox, siblings)
-                self._running[request.request_id] = choice
-                num_bytes += _JOB_BYTES + len(request.token_ids or b"")
+            while self._held and len(self._running) < self._model.max_choices_at_once:
+                job = self._held[0].job
+                self._submit(job)
+                num_bytes += _JOB_BYTES + len(job.request.token_ids or b"")
                 if num_bytes > _BYTES_AT_ONCE:
                     num_bytes = 0
                     await asyncio.sleep(0)
@@ -221,6 +235,27 @@ class Generation:
             self._stop_all()
             raise
         return self
+
+    def _submit(self, job: Job) -> None:
+        """Submit the first held choice, as `job`."""
+        number, _, siblings = self._held[0]
+        choice = _Choice(number, _with_unused_id(job, self._engines), self._model.tokenizer)
+        request = choice.job.request
+        self._engines.submit(request, self._inbox, siblings)
+        self._held.popleft()
+        self._choices.append(choice)
+        self._running[request.request_id] = choice
+
+    def _submit_later(self) -> None:
+        """Submit the next held choice in place of one that has ended, if the engines have room or none is left."""
+        if not self._held:
+            return
+        job = self._held[0].job
+        try:
+            self._submit(replace(job, request=msgspec.structs.replace(job.request, arrival_ns=time.monotonic_ns())))
+        except RequestError:
+            if not self._running:
+                raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -267,6 +302,7 @@ class Generation:
                 del self._running[request_id]
                 # Aborts a sequence that a stop string ended; an ended sequence is ignored.
                 self._engines.abort(request_id, FinishReason.STOP)
+                self._submit_later()
             return piece
         return None
 
@@ -362,6 +398,7 @@ class Generation:
         for request_id in self._running:
             self._engines.abort(request_id)
         self._running.clear()
+        self._held.clear()
 
 
 def _failure(reason: FinishReason) -> RequestError | None:

@@ -59,6 +59,7 @@ class ServedModel:
         has_strict_fields: Whether a request with an unknown field is refused.
         forces_usage: Whether each stream ends with its usage.
         shows_tokenizer: Whether clients may read the tokenizer's settings.
+        max_choices_at_once: Choices of one request that engines have at once.
         chat: Formats of the model's answers to chats.
     """
 
@@ -72,6 +73,7 @@ class ServedModel:
     has_strict_fields: bool = False
     forces_usage: bool = False
     shows_tokenizer: bool = False
+    max_choices_at_once: int = 1024
     chat: ChatFormat = field(default_factory=ChatFormat)
 
     def name_for(self, asked: str | None) -> str:

@@ -370,6 +370,7 @@ class _ServeProcess:
             has_strict_fields=server.strict_fields,
             forces_usage=server.enable_force_include_usage,
             shows_tokenizer=server.enable_tokenizer_info_endpoint,
+            max_choices_at_once=_choices_at_once(self._settings),
             chat=chat_format(chat, tokenizer.chat_template, tokenizer.special_texts),
         )
         return served, infos
@@ -514,6 +515,11 @@ def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:
         stall_ns=int(processes.watchdog_timeout * 1e9),
         step_ns=int(processes.step_timeout * 1e9),
     )
+
+
+def _choices_at_once(settings: ServeSettings) -> int:
+    """Return the choices of one request that engines have at once: half of the sequences that they run."""
+    return max(1, settings.num_engines * settings.scheduler.max_num_seqs // 2)
 
 
 def _fingerprint(settings: ServeSettings, info: ModelInfo) -> str:
