@@ -6,6 +6,7 @@ import pytest
 from gateway.rig import CHAT, FakeEngine, Rig, looped, request_bytes, rig, settings_of
 
 from moestro.errors import ConfigError
+from moestro.gateway.paths import OWN_PATHS
 
 # What changes or stops an engine, of vLLM and SGLang.
 ADMINISTRATION = (
@@ -202,3 +203,23 @@ async def test_a_models_name_may_have_any_characters():
         for name, found in (("x/y", "x/y"), ("x%2Fy", "x/y"), ("a%20b%3B%C3%BC", "a b;ü")):
             assert (await it.call(f"/v1/models/{name}", method="GET")).json["id"] == found
         assert (await it.call("/v1/models/x%252Fy", method="GET")).code == "model_not_found"
+
+
+@looped
+async def test_the_document_of_the_router_has_its_paths_and_those_of_engines():
+    async with rig(FakeEngine("e"), api_key=("k1",), open_path=("/mine", "/tree/*")) as it:
+        answer = await it.call("/openapi.json", method="GET")
+        assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
+        document = answer.json
+        assert document["openapi"] == "3.1.0"
+        own = {path for path in OWN_PATHS if not path.startswith("/page/")}
+        assert own | {"/v1/chat/completions", "/v1/messages", "/mine", "/v1/models/{name}"} <= document["paths"].keys()
+        assert "post" in document["paths"]["/v1/chat/completions"]
+        for path, operations in document["paths"].items():
+            for method in operations:
+                plain = path.replace("{name}", "m")
+                answered = await it.call(plain, method=method.upper(), X_Api_Key="k1")
+                assert answered.status not in (404, 405) or "{name}" in path, (method, path)
+        page = await it.call("/docs", method="GET")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in page.headers["content-security-policy"]

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 from prometheus_client.registry import Collector
 
 from moestro.gateway.client_limits import ClientLimits
@@ -19,6 +20,7 @@ from moestro.gateway.kv_prometheus import KvFigures
 from moestro.gateway.kv_sources import KvSources
 from moestro.gateway.kv_watch import KvEventsWatch
 from moestro.gateway.metrics import Counts
+from moestro.gateway.openapi import router_document
 from moestro.gateway.own_answers import own_answers
 from moestro.gateway.paths import Routes
 from moestro.gateway.prometheus import RouteCollector
@@ -109,8 +111,9 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     collectors, watchers, kv_events = _observers(settings, fleet)
     watch, exposition = Watch(watchers), Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
-    answers = own_answers(exposition.text, statistics.json)
-    proxy = Proxy(shared, prompt_reader, access, Routes(front.open_path), answers)
+    routes = Routes(front.open_path)
+    answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
+    proxy = Proxy(shared, prompt_reader, access, routes, answers)
     return RouterApp(
         shared=shared,
         proxy=proxy,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
+from moestro.web.openapi import DOCS_HEADERS, docs_page
 from moestro.web.page import PAGE_HEADERS, PAGE_PATHS, page_file
 from moestro.web.probes import VERSION_BODY
 from moestro.web.prometheus import CONTENT_TYPE
@@ -24,22 +25,28 @@ class OwnAnswer(NamedTuple):
 OwnAnswers = Mapping[str, Callable[[], OwnAnswer]]
 
 
-def own_answers(metrics: Callable[[], bytes], statistics: Callable[[], bytes]) -> OwnAnswers:
+def own_answers(metrics: Callable[[], bytes], statistics: Callable[[], bytes], openapi: bytes) -> OwnAnswers:
     """Return the function that answers each path.
 
     Args:
         metrics: Returns the text of `/metrics`.
         statistics: Returns the JSON of `/statistics`.
+        openapi: Document of `/openapi.json`.
     """
     return {
         "/version": lambda: OwnAnswer(VERSION_BODY, _JSON),
         "/metrics": lambda: OwnAnswer(metrics(), CONTENT_TYPE),
         "/statistics": lambda: OwnAnswer(statistics(), _JSON),
+        "/openapi.json": lambda: OwnAnswer(openapi, _JSON),
+        "/docs": lambda: OwnAnswer(docs_page(), "text/html; charset=utf-8", _lines(DOCS_HEADERS)),
         **{path: partial(_file, path) for path in PAGE_PATHS},
     }
 
 
 def _file(path: str) -> OwnAnswer:
     file = page_file(path, "route", "clients")
-    lines = "".join(f"{name}: {value}\r\n" for name, value in PAGE_HEADERS.items())
-    return OwnAnswer(file.body, file.content_type, lines.encode())
+    return OwnAnswer(file.body, file.content_type, _lines(PAGE_HEADERS))
+
+
+def _lines(headers: Mapping[str, str]) -> bytes:
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()

@@ -26,6 +26,8 @@ OWN_PATHS: dict[str, Methods] = {
     "/version": _READ,
     "/metrics": _READ,
     "/statistics": _READ,
+    "/openapi.json": _READ,
+    "/docs": _READ,
     **dict.fromkeys(PAGE_PATHS, _READ),
     "/v1/models": _READ,
 }
@@ -87,6 +89,10 @@ class Routes:
         self._exact |= {path: Route(methods, is_own=True) for path, methods in OWN_PATHS.items()}
         self._trees = [(MODELS, Route(_READ, is_own=True))]
         self._trees += [(tree, Route(methods, is_own=False)) for tree, methods in trees.items()]
+
+    def passed(self) -> list[tuple[str, Methods]]:
+        """Return the single paths that engines answer, with their methods."""
+        return [(path, route.methods) for path, route in self._exact.items() if not route.is_own]
 
     def find(self, path: str) -> Route | None:
         """Return the route of a plain path; None means no such path."""

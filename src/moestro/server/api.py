@@ -53,6 +53,9 @@ class ApiServer:
         """Return the application, which runs behind `HttpMiddleware`."""
         app = web.Application()
         runner, model = self._runner, self._model
+        operations = Operations(
+            self._engines, self.traffic, exposition, info, statistics, is_strict=model.has_strict_fields
+        )
         app.add_routes(
             [
                 web.get("/v1/models", self.models),
@@ -62,7 +65,9 @@ class ApiServer:
                 web.post("/v1/chat/completions/batch", self.chats),
                 *AgentApi(runner, model).routes(),
                 *TextApi(model, runner.bodies, runner.chat_threads).routes(),
-                *Operations(self._engines, self.traffic, exposition, info, statistics).routes(),
+                *Operations(
+                    self._engines, self.traffic, exposition, info, statistics, is_strict=model.has_strict_fields
+                ).routes(),
             ]
         )
         return app

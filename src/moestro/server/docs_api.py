@@ -1,44 +1,34 @@
-"""Handlers of `/openapi.json` and `/docs`. Both are the same for every server, so that they need no key."""
+"""The API described by the server itself: /openapi.json, and a page of it at /docs."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
 
 import msgspec
 from aiohttp import web
 
 from moestro.server.openapi import openapi_document
+from moestro.web.openapi import DOCS_HEADERS, docs_page
 
 ROOT_PATH = web.AppKey("root_path", str)  # Prefix under which a proxy shows the server; empty means none.
 
-# The page loads nothing but the document.
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline';"
-    " script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-}
 
+def docs_routes(*, is_strict: bool) -> list[web.RouteDef]:
+    """Return the routes of both paths.
 
-def docs_routes() -> list[web.RouteDef]:
-    """Return the routes of both paths."""
-    return [web.get("/openapi.json", _openapi), web.get("/docs", _docs)]
+    Args:
+        is_strict: Whether the server refuses unknown fields.
+    """
 
+    @cache
+    def document(root_path: str) -> bytes:
+        servers = {"servers": [{"url": root_path}]} if root_path else {}
+        return msgspec.json.encode(openapi_document(is_strict=is_strict) | servers)
 
-async def _openapi(http: web.Request) -> web.Response:
-    return web.Response(body=_document(http.app[ROOT_PATH]), content_type="application/json")
+    async def openapi(http: web.Request) -> web.Response:
+        return web.Response(body=document(http.app[ROOT_PATH]), content_type="application/json")
 
+    async def docs(_http: web.Request) -> web.Response:
+        return web.Response(body=docs_page(), content_type="text/html", charset="utf-8", headers=DOCS_HEADERS)
 
-async def _docs(_http: web.Request) -> web.Response:
-    return web.Response(body=_page(), content_type="text/html", charset="utf-8", headers=_PAGE_HEADERS)
-
-
-@cache
-def _document(root_path: str) -> bytes:
-    servers = {"servers": [{"url": root_path}]} if root_path else {}
-    return msgspec.json.encode(openapi_document() | servers)
-
-
-@cache
-def _page() -> bytes:
-    return (files("moestro") / "assets" / "api_docs.html").read_bytes()
+    return [web.get("/openapi.json", openapi), web.get("/docs", docs)]

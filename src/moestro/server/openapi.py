@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 import msgspec
 
-from moestro import __version__
 from moestro.server.agent_api import InputTokenCount, TokenCount
+from moestro.server.field_bounds import add_bounds
 from moestro.server.protocol import (
     Answer,
     BatchChatFields,
@@ -24,33 +22,9 @@ from moestro.server.server_info import ServerInfo
 from moestro.server.text_api import Detokenized, DetokenizeFields, TokenizeChatFields, Tokenized, TokenizeFields
 from moestro.web.adapters.messages_request import CountFields, MessagesFields
 from moestro.web.adapters.responses_request import ResponsesFields
-from moestro.web.errors import AnthropicErrorBody, ErrorBody
+from moestro.web.errors import AnthropicErrorBody
+from moestro.web.openapi import EMPTY, ApiPath, document_of
 from moestro.web.statistics import LiveStatistics
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiPath:
-    """One path of the API.
-
-    Attributes:
-        bodies: Structs of the body, of which each request has one; empty without a body.
-        answer: Struct of the answer; None means that `says` describes it.
-        says: The answer in words.
-        is_streamed: Whether the answer can be a stream of events.
-        is_public: Whether no key is needed.
-        error: Struct of a refusal.
-    """
-
-    path: str
-    summary: str
-    says: str
-    method: str = "get"
-    bodies: tuple[type, ...] = ()
-    answer: type | None = None
-    media_type: str = "application/json"
-    is_streamed: bool = False
-    is_public: bool = False
-    error: type = ErrorBody
 
 
 def _answer_struct(name: str, choice: type) -> type[msgspec.Struct]:
@@ -64,7 +38,6 @@ def _answer_struct(name: str, choice: type) -> type[msgspec.Struct]:
 
 
 _ChatCompletion = _answer_struct("ChatCompletion", ChatChoice)
-_PROBE = "Empty; the status says it."
 API_PATHS: tuple[ApiPath, ...] = (
     ApiPath(
         path="/v1/chat/completions", method="post", summary="Answer a chat.", says="A chat completion, or its chunks.",
@@ -110,10 +83,10 @@ API_PATHS: tuple[ApiPath, ...] = (
         path="/tokenizer_info", summary="Describe the tokenizer, with --enable-tokenizer-info-endpoint.",
         says="The fields of tokenizer_config.json, and the chat template in use.",
     ),
-    ApiPath(path="/health", summary="200 while any engine takes requests.", says=_PROBE, is_public=True),
-    ApiPath(path="/ping", summary="The same as /health.", says=_PROBE, is_public=True),
-    ApiPath(path="/ready", summary="200 while the server takes new requests.", says=_PROBE, is_public=True),
-    ApiPath(path="/readyz", summary="The same as /ready.", says=_PROBE, is_public=True),
+    ApiPath(path="/health", summary="200 while any engine takes requests.", says=EMPTY, is_public=True),
+    ApiPath(path="/ping", summary="The same as /health.", says=EMPTY, is_public=True),
+    ApiPath(path="/ready", summary="200 while the server takes new requests.", says=EMPTY, is_public=True),
+    ApiPath(path="/readyz", summary="The same as /ready.", says=EMPTY, is_public=True),
     ApiPath(path="/load", summary="Requests under way, and each engine's load.", says="Counts by name."),
     ApiPath(
         path="/metrics", summary="All metrics.", says="Prometheus' text format.", media_type="text/plain",
@@ -133,54 +106,10 @@ API_PATHS: tuple[ApiPath, ...] = (
 )  # fmt: skip
 
 
-def openapi_document(endpoints: Sequence[ApiPath] = API_PATHS) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of `endpoints`."""
-    structs = list(
-        dict.fromkeys(
-            struct for each in endpoints for struct in (*each.bodies, each.answer, each.error) if struct is not None
-        )
-    )
-    schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
-    schema_of = dict(zip(structs, schemas, strict=True))
-    paths: dict[str, dict[str, Any]] = {}
-    for each in endpoints:
-        paths.setdefault(each.path, {})[each.method] = _operation(each, schema_of)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Moestro", "version": __version__},
-        "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {
-                "bearer": {"type": "http", "scheme": "bearer"},
-                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-            },
-        },
-    }
+def openapi_document(*, is_strict: bool = False) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of the server.
 
-
-def _operation(endpoint: ApiPath, schema_of: dict[type, dict[str, Any]]) -> dict[str, Any]:
-    answer = {"schema": {"type": "object"} if endpoint.answer is None else schema_of[endpoint.answer]}
-    if endpoint.media_type != "application/json":
-        answer = {"schema": {"type": "string"}}
-    content = {} if endpoint.says == _PROBE else {endpoint.media_type: answer}
-    if endpoint.is_streamed:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    refusal = {"application/json": {"schema": schema_of[endpoint.error]}}
-    operation: dict[str, Any] = {
-        "operationId": endpoint.method + endpoint.path.replace("/", "_").replace("{", "").replace("}", ""),
-        "summary": endpoint.summary,
-        "responses": {
-            "200": {"description": endpoint.says, **({"content": content} if content else {})},
-            "4XX": {"description": "The request is refused.", "content": refusal},
-            "5XX": {"description": "The server cannot answer.", "content": refusal},
-        },
-        "security": [] if endpoint.is_public else [{}, {"bearer": []}, {"key": []}],
-    }
-    if endpoint.bodies:
-        schemas = [schema_of[body] for body in endpoint.bodies]
-        body = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
-    if "{name}" in endpoint.path:
-        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-    return operation
+    Args:
+        is_strict: Whether the server refuses unknown fields (--strict-fields).
+    """
+    return document_of(API_PATHS, lambda components: add_bounds(components, is_strict=is_strict))

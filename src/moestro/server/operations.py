@@ -22,6 +22,7 @@ class Operations:
 
     Args:
         statistics: Callable that returns the answer of /statistics, with the load of experts if its argument is true.
+        is_strict: Whether the server refuses unknown fields, as its document then says.
     """
 
     def __init__(
@@ -31,7 +32,10 @@ class Operations:
         exposition: Exposition,
         info: ServerInfo,
         statistics: Callable[[bool], LiveStatistics],
+        *,
+        is_strict: bool,
     ) -> None:
+        self._is_strict = is_strict
         self._engines = engines
         self._info = info
         self._traffic = traffic
@@ -47,7 +51,7 @@ class Operations:
             web.get("/load", self.load),
             web.get("/metrics", self.metrics),
             web.get("/server_info", self.server_info),
-            *docs_routes(),
+            *docs_routes(is_strict=self._is_strict),
             *page_routes("serve", "clients", self._statistics),
         ]
 
