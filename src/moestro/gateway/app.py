@@ -104,6 +104,7 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
         counts=counts,
         decision_log=decision_log,
         active={},
+        faults=faults,
     )
     collectors, watchers, kv_events = _observers(settings, fleet)
     watch, exposition = Watch(watchers), Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
@@ -166,6 +167,7 @@ def _router(
         seed=settings.routing.seed,
         index_bytes=settings.routing.index_memory_bytes,
         fresh_ns=_fresh_ns(settings.engines),
+        compares_known=True,
         engine_block_size=settings.routing.block_size,
     )
     if record is None:

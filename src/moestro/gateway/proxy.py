@@ -91,7 +91,7 @@ class Proxy:
     def refused(self, error: RequestError, address: str) -> None:
         """Count a request that is refused before it is complete, and log the refusal at a bounded rate."""
         code = error.code or error.error_type
-        self._shared.counts.refusals[code] += 1
+        self._shared.counts.refusals.add(error)
         self._log.info(code, f"a request from {address} is refused with {error.http_status}: {error.message}")
 
     def handle(self, client: ClientConnection, incoming: Incoming) -> Answering | None:
@@ -117,8 +117,8 @@ class Proxy:
                 return self._send_on(client, incoming)
         except RequestError as error:
             self._refuse(client, incoming, error)
-        except Exception:
-            logger.exception("%s: %s failed", incoming.request_id, shown(path))
+        except Exception as error:
+            self._shared.faults.bug("a request failed", error)
             self._refuse(client, incoming, InternalError(incoming.request_id))
         return None
 
@@ -215,7 +215,7 @@ class Proxy:
         client.reply(own_head(200, answer.content_type, len(answer.body), lines), answer.body)
 
     def _refuse(self, client: ClientConnection, incoming: Incoming, error: RequestError, added: bytes = b"") -> None:
-        self._shared.counts.refusals[error.code or error.error_type] += 1
+        self._shared.counts.refusals.add(error)
         client.refuse(error, _id_line(incoming) + added)
 
     def _has_come_back(self, head: RequestHead) -> bool:
@@ -232,11 +232,16 @@ class Proxy:
         )
 
     def _request_id(self, incoming: Incoming) -> str:
-        """Return the client's request id if it is short, plain and unused, otherwise a new one."""
-        given = incoming.head.named.get(b"x-request-id")
-        if given is None or (plain := plain_id(given)) is None:
-            return f"{self._prefix}{next(self._serial):x}"
-        return plain if plain not in self._shared.active else f"{plain[:100]}~{next(self._serial):x}"
+        """Return the client's request id if it is short, plain and unused, otherwise a new one.
+
+        A client can name ids that would come next, as each answer shows one.
+        """
+        given, active = incoming.head.named.get(b"x-request-id"), self._shared.active
+        plain = None if given is None else plain_id(given)
+        if plain is not None and plain not in active:
+            return plain
+        base = self._prefix if plain is None else f"{plain[:100]}~"
+        return next(made for serial in self._serial if (made := f"{base}{serial:x}") not in active)
 
 
 def _unpacked(incoming: Incoming, max_bytes: int) -> Incoming:

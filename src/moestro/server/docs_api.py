@@ -10,6 +10,8 @@ from aiohttp import web
 
 from moestro.server.openapi import openapi_document
 
+ROOT_PATH = web.AppKey("root_path", str)  # Prefix under which a proxy shows the server; empty means none.
+
 # The page loads nothing but the document.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline';"
@@ -23,8 +25,8 @@ def docs_routes() -> list[web.RouteDef]:
     return [web.get("/openapi.json", _openapi), web.get("/docs", _docs)]
 
 
-async def _openapi(_http: web.Request) -> web.Response:
-    return web.Response(body=_document(), content_type="application/json")
+async def _openapi(http: web.Request) -> web.Response:
+    return web.Response(body=_document(http.app[ROOT_PATH]), content_type="application/json")
 
 
 async def _docs(_http: web.Request) -> web.Response:
@@ -32,8 +34,9 @@ async def _docs(_http: web.Request) -> web.Response:
 
 
 @cache
-def _document() -> bytes:
-    return msgspec.json.encode(openapi_document())
+def _document(root_path: str) -> bytes:
+    servers = {"servers": [{"url": root_path}]} if root_path else {}
+    return msgspec.json.encode(openapi_document() | servers)
 
 
 @cache

@@ -371,9 +371,14 @@ def _failure(reason: FinishReason) -> RequestError | None:
             return GenerationError("The engine failed on this request; its log says why.", code="engine_error")
         case FinishReason.NON_FINITE:
             return GenerationError(
-                "The model's logits are not finite (NaN or infinity) after these tokens, or the request excludes all"
-                " tokens, so that there is no next token. A retry will likely fail in the same way: change the prompt,"
-                " or contact the operator.",
+                "The model's logits are not finite (NaN or infinity) after these tokens, so that there is no next"
+                " token. A retry will likely fail in the same way: change the prompt, or contact the operator.",
+                code=reason,
+            )
+        case FinishReason.EXCLUDED:
+            return RequestError(
+                "The request excludes every token after these ones: its allowed_token_ids, bad_words, logit_bias,"
+                " min_tokens and grammar have no token in common that the model considers possible. Loosen one.",
                 code=reason,
             )
         case FinishReason.GRAMMAR:

@@ -20,7 +20,11 @@ class StreamOptions(msgspec.Struct):
 
 
 class JsonSchemaFormat(msgspec.Struct):
-    """A JSON schema with OpenAI's frame. It is always enforced, whatever `strict` says, as in vLLM."""
+    """A JSON schema with OpenAI's frame. It is always enforced, as in vLLM.
+
+    Attributes:
+        strict: Whether a keyword that cannot be enforced is refused; otherwise it is a description.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -29,10 +33,15 @@ class JsonSchemaFormat(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """Form of an answer: `text`, `json_object` or `json_schema`."""
+    """Form of an answer: `text`, `json_object` or `json_schema`.
+
+    Attributes:
+        schema: JSON schema without OpenAI's frame, as llama.cpp and Together AI name it.
+    """
 
     type: str
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -78,6 +87,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None  # These two are SGLang's names of `guided_regex` and `guided_grammar`.
+    ebnf: str | None = None
     user: str | None = None
     session_id: str | None = None  # Conversation, for affinity; as `moestro route` reads it.
     prompt_cache_key: str | None = None  # OpenAI's name for the same.
@@ -88,7 +99,9 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None  # None means yes.
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: int | None = None  # Number of the last tokens that are kept; -1 means all that fit.
+    truncate_prompt_tokens: int | None = None  # Number of tokens that are kept; -1 means all that fit.
+    truncation_side: str | None = None  # Where tokens are cut off, "left" (the default) or "right".
+    return_tokens_as_token_ids: bool | None = None  # Log probabilities name tokens as `token_id:ID`.
 
 
 class CompletionFields(GenerationFields, kw_only=True):
@@ -143,10 +156,12 @@ class Message(msgspec.Struct):
 
 
 class ToolFunction(msgspec.Struct):
-    """Function that a tool offers. Without `parameters` it takes no arguments."""
+    """Function that a tool offers. Without `parameters` it takes no arguments; true allows any object."""
 
     name: str
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None  # Whether a forced call must follow all of the schema.
 
 
 class ToolField(msgspec.Struct):
@@ -154,6 +169,19 @@ class ToolField(msgspec.Struct):
 
     type: str
     function: ToolFunction
+
+
+class NamedFunction(msgspec.Struct):
+    """Function that has to be called."""
+
+    name: str
+
+
+class NamedChoice(msgspec.Struct):
+    """Tool that has to be called."""
+
+    type: str
+    function: NamedFunction
 
 
 class ChatFields(GenerationFields, kw_only=True):
@@ -173,6 +201,12 @@ class ChatFields(GenerationFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class BatchChatFields(ChatFields, kw_only=True):
+    """Body of `POST /v1/chat/completions/batch`: the fields of a chat, for several conversations."""
+
+    messages: list[list[Message]]  # type: ignore[assignment]
 
 
 # --- response bodies ----------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from moestro.server.admin_plane import ADMIN_HOST, OperatorsPort, admin_runner
 from moestro.server.api import ApiServer
 from moestro.server.banner import serve_banner
 from moestro.server.coordinator import Coordinator
+from moestro.server.docs_api import ROOT_PATH
 from moestro.server.engine_client import EngineClient
 from moestro.server.ep_migration import EpMigration
 from moestro.server.expert_admin import ExpertAdmin
@@ -367,6 +368,8 @@ class _ServeProcess:
             has_priorities=self._settings.scheduler.scheduling_policy == "priority",
             resumes_streams=self._settings.processes.resume_streams,
             has_strict_fields=server.strict_fields,
+            forces_usage=server.enable_force_include_usage,
+            shows_tokenizer=server.enable_tokenizer_info_endpoint,
             chat=chat_format(chat, tokenizer.chat_template, tokenizer.special_texts),
         )
         return served, infos
@@ -400,7 +403,8 @@ class _ServeProcess:
         statistics = ServerStatistics(self._settings, engines, cluster.metrics, api.traffic, model.info, listener)
         info = server_info(self._settings, infos, self._clock.phases)
         app = api.app(Exposition(ServerCollector(sources)), info, statistics.read)
-        runner = await middleware.runner(app, shutdown_timeout=RESPONSE_FLUSH_S)
+        app[ROOT_PATH] = settings.root_path
+        runner = await middleware.runner(app, shutdown_timeout=RESPONSE_FLUSH_S, root_path=settings.root_path)
         tasks = [asyncio.create_task(log_forever(_stat_lines(cluster)))]
         if cluster.signals is not None:
             tasks.append(asyncio.create_task(cluster.signals.follow(cluster.metrics)))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from aiohttp import web
+from yarl import URL
 
 from moestro.errors import RequestError, shown
 from moestro.web.access import UNLIMITED, Access
@@ -18,6 +19,7 @@ from moestro.web.errors import HttpError, InternalError, error_body, too_large
 from moestro.web.faults import Faults
 from moestro.web.heads import HeadError, check_head
 from moestro.web.probes import PUBLIC
+from moestro.web.refusals import Refusals
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -32,20 +34,24 @@ class HttpMiddleware:
 
     Args:
         access: Access checks; public paths need no key.
-        refusals: Counter of refusals, by code.
+        refusals: Counts of refusals.
         max_body_bytes: Most bytes of a body; a longer one is refused unread.
         faults: Log of bugs.
     """
 
-    def __init__(self, access: Access, refusals: Counter[str], max_body_bytes: int, faults: Faults) -> None:
+    def __init__(self, access: Access, refusals: Refusals, max_body_bytes: int, faults: Faults) -> None:
         self._access = access
         self._limits, self._cors = access.limits, access.cors
         self._refusals = refusals
         self._max_body_bytes = max_body_bytes
         self._faults = faults
 
-    async def runner(self, app: web.Application, *, shutdown_timeout: float) -> web.AppRunner:
-        """Return a runner of `app` that is set up, with this middleware in front."""
+    async def runner(self, app: web.Application, *, shutdown_timeout: float, root_path: str = "") -> web.AppRunner:
+        """Return a runner of `app` that is set up, with this middleware in front.
+
+        Args:
+            root_path: Prefix that a proxy leaves in front of every path; empty means none.
+        """
         app.on_response_prepare.append(self._add_headers)
         # The disconnect of a client cancels its handler, which frees its sequence.
         # aiohttp would unpack every body, on the event loop and before this middleware; `Bodies` does it instead.
@@ -61,6 +67,8 @@ class HttpMiddleware:
         assert server is not None, "the runner is set up"
         # Wraps the whole application, because aiohttp answers `Expect` before its middlewares run.
         server.request_handler = partial(self._handle, server.request_handler)
+        if root_path:
+            server.request_factory = partial(_below_root, server.request_factory, root_path)
         return runner
 
     async def _handle(self, handler: Handler, http: web.BaseRequest) -> web.StreamResponse:
@@ -95,7 +103,7 @@ class HttpMiddleware:
     def _refused(self, http: web.BaseRequest, error: RequestError) -> web.Response:
         """Count a refusal, and return its response."""
         if error.http_status != 500:
-            self._refusals[error.code or error.error_type] += 1
+            self._refusals.add(error)
         response = _refusal(http, error)
         if isinstance(error, HeadError):
             response.force_close()
@@ -121,6 +129,19 @@ class HttpMiddleware:
         response.headers["Server"] = "moestro"
         if self._cors is not None:
             response.headers.update(self._cors.answer_headers(http.headers.get("Origin")))
+
+
+def _below_root(
+    make: Callable[..., web.BaseRequest], root_path: str, message: Any, *rest: Any, **others: Any
+) -> web.BaseRequest:
+    """Return the request without the prefix of its path, so that no check or handler sees it."""
+    path = message.path
+    if path.startswith(root_path) and path[len(root_path) :][:1] in ("", "/", "?"):
+        below = path[len(root_path) :]
+        below = below if below.startswith("/") else f"/{below}"
+        plain, _, query = below.partition("?")
+        message = message._replace(path=below, url=URL.build(path=plain, query_string=query, encoded=True))
+    return make(message, *rest, **others)
 
 
 def _has_left(http: web.BaseRequest) -> bool:
