@@ -264,4 +264,4 @@ def test_a_tool_that_must_be_called_is_called_with_arguments_that_follow_its_sch
 def test_tools_need_no_flag_and_an_answer_without_calls_is_text(client, choice):
     answer = client.chat.completions.create(**ASKED, tools=[WEATHER], tool_choice=choice).choices[0]
     assert answer.message.content
-    assert answer.message.tool_calls is None
+    assert answer.message.tool_calls == []

@@ -70,11 +70,13 @@ class ParserInput:
         self._text = ""
         self._at = 0
         self._record: list[str] | None = None
+        self._mark: int | None = None  # where the record begins, if all of it is still in the text
 
     def push(self, text: str) -> None:
         """Append the next piece."""
         self._text = self._text[self._at :] + text
         self._at = 0
+        self._mark = None
 
     def end(self, *, is_cut: bool = False) -> None:
         """End the text. What a step of a cut text still holds back is the beginning of a tag, and is dropped."""
@@ -86,7 +88,7 @@ class ParserInput:
 
     def record(self) -> None:
         """Begin to keep the text that is taken."""
-        self._record = []
+        self._record, self._mark = [], self._at
 
     def forget(self) -> None:
         """Drop the kept text, and keep no more."""
@@ -104,7 +106,9 @@ class ParserInput:
 
     def restore(self) -> None:
         """Put the kept text back, so that it is taken again, and keep no more."""
-        if self._record:
+        if self._mark is not None:  # A copy for each marker would take a time that grows with the square.
+            self._at = self._mark
+        elif self._record:
             self._text = "".join(self._record) + self._text[self._at :]
             self._at = 0
         self._record = None

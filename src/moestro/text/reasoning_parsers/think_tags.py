@@ -8,7 +8,7 @@ from typing import ClassVar
 from moestro.text.answer_grammars import thought_rules
 from moestro.text.answer_parts import CallStart
 from moestro.text.output_parser import ReasoningParser
-from moestro.text.parser_input import BrokenCallError, Markers, Steps
+from moestro.text.parser_input import NAME_LIMIT, BrokenCallError, Markers, Steps
 from moestro.text.parser_registry import REASONING_PARSERS
 
 
@@ -58,10 +58,12 @@ class ThinkTagsParser(ReasoningParser):
 
         def judge(text: str) -> None:
             nonlocal is_call
-            if not is_call and (parts := calls.feed(text)):
-                is_call = isinstance(parts[0], CallStart)
-                if not is_call:
-                    raise BrokenCallError
+            for at in range(0, 0 if is_call else len(text), NAME_LIMIT):
+                if parts := calls.feed(text[at : at + NAME_LIMIT]):
+                    is_call = isinstance(parts[0], CallStart)
+                    if not is_call:
+                        raise BrokenCallError
+                    return
 
         self._input.record()
         try:
