@@ -46,6 +46,11 @@ class ThinkTagsParser(ReasoningParser):
             if marker != end:
                 self.show(marker)  # It begins a call, which the next parser reads.
 
+    @classmethod
+    def end_tag(cls) -> str:
+        """Return the end tag."""
+        return cls.MARKERS[1]
+
     def thought(self, special: Container[str]) -> str:
         """Return the rules of the reasoning that the parser expects."""
         is_open = self._is_open()
