@@ -202,7 +202,8 @@ async def test_figures_tell_of_events_and_of_what_is_missing():
             text = it.app.exposition.text().decode()
             assert f'moestro:route_kv_blocks{{engine="a"}} {num_blocks}.0' in text
             assert f'moestro:route_kv_stored_blocks_total{{engine="a"}} {num_blocks}.0' in text
-            assert 'moestro:route_kv_complete{engine="a"} 1.0' in text
+            assert 'moestro:route_kv_complete{engine="a"} 0.0' in text
+            assert 'moestro:route_kv_incomplete_total{engine="a",reason="unknown_event"} 1.0' in text
             assert 'moestro:route_kv_unknown_events_total{engine="a"} 1.0' in text
             assert 'moestro:route_kv_left_out_blocks_total{cause="orphaned",engine="a"} 0.0' in text
 

@@ -62,6 +62,36 @@ async def test_the_figures_are_those_of_the_engines():
 
 
 @looped
+async def test_hits_and_tokens_are_those_that_engines_report():
+    a, b = FakeEngine("a"), FakeEngine("b")
+    a.metrics = (
+        b"vllm:generation_tokens_total 40\nvllm:prefix_cache_queries_total 100\nvllm:prefix_cache_hits_total 25\n"
+        b"vllm:request_prefill_time_seconds_sum 1\nvllm:request_prefill_kv_computed_tokens_sum 500\n"
+    )
+    async with rig(a, b, metrics_interval=0.02) as it:
+        await it.until(lambda: it.engine("a").totals.num_generated_tokens == 40)
+        first, second = (await it.call("/statistics", method="GET")).json["engines"]
+        assert (first["num_generated_tokens"], first["prompt_token_s"]) == (40, 0.002)
+        assert (first["load"]["num_queried_tokens"], first["load"]["num_hit_tokens"]) == (100, 25)
+        assert (second["num_generated_tokens"], second["load"]) == (None, {})
+
+
+@looped
+async def test_errors_of_clients_and_overload_are_counted_apart():
+    async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        wire.reply(b"{}", int(request.header("x-status")))
+
+    async with rig(FakeEngine("a", script), api_key=("k1",), max_retries=0) as it:
+        for status in ("200", "400", "422", "429", "503"):
+            await it.call(X_Status=status, **KEY)
+        assert (await it.call()).status == 401
+        it.app.engine_admin.drain(it.engine("a"), is_draining=True)
+        assert (await it.call(X_Status="200", **KEY)).status == 503
+        found = (await it.call("/statistics", method="GET", **KEY)).json
+        assert (found["num_client_errors"], found["num_overload"]) == (3, 3)
+
+
+@looped
 async def test_decisions_need_the_admin_key_and_have_scores_and_reasons():
     go_on = asyncio.Event()
 

@@ -266,3 +266,14 @@ async def test_an_upgrade_is_refused_and_its_body_is_never_taken_for_a_request()
         assert (answer.status, answer.code) == (501, "upgrade_not_supported")
         assert await caller.is_closed()
         assert not engine.received
+
+
+@looped
+async def test_the_load_header_of_the_engine_that_answers_is_passed_on():
+    async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        assert request.header("endpoint-load-metrics-format") == "TEXT"
+        wire.reply(headers="endpoint-load-metrics: TEXT named_metrics.kv_cache_usage_perc=0.5\r\n")
+
+    async with rig(FakeEngine("a", script)) as it:
+        answer = await it.call(endpoint_load_metrics_format="TEXT")
+        assert answer.headers["endpoint-load-metrics"] == "TEXT named_metrics.kv_cache_usage_perc=0.5"

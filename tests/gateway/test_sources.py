@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import subprocess
 import time
 
 import pytest
-from gateway.rig import FakeEngine, looped, rig, settings_of
+from gateway.rig import FakeEngine, admin_of, looped, rig, settings_of
 from gateway.test_command import ROUTE
+from rich.console import Console
 
+from moestro.cli.recorded.explain import tell
 from moestro.errors import ConfigError
 from moestro.gateway.app import assemble
 from moestro.gateway.prompt_blocks import text_prompt_reader
@@ -64,3 +67,66 @@ async def test_what_stops_is_said_once_and_so_is_its_return(caplog):
 def values(reports: SourceReports) -> dict[str, float]:
     (family,) = reports.collect()
     return {sample.labels["source"]: sample.value for sample in family.samples}
+
+
+UNKNOWN_NAMES = b'acme_llm_num_requests_running{engine="0"} 20\nacme_llm_num_requests_waiting{engine="0"} 30\n'
+BUSY = (
+    b"vllm:num_requests_running 3\nvllm:num_requests_waiting 2\nvllm:kv_cache_usage_perc 0.6\n"
+    b"moestro:queued_prefill_tokens 900\nmoestro:context_tokens 900\nmoestro:expert_pressure 2\n"
+)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("moestro", "lmetric", "dynamo", "least_loaded", "vllm-0.26", "vllm-0.27", "gimbal-v1", "gimbal-v2"),
+        *("most_free_kv", "score:kv_usage", "score:num_waiting", "score:num_running", "score:expert_pressure"),
+        "score:p_tokens",
+    ],
+)
+@looped
+async def test_no_engine_is_compared_by_a_figure_that_another_one_lacks(policy):
+    """An engine whose metrics have unknown names counted as empty, and got every request."""
+    busy, silent = FakeEngine("busy"), FakeEngine("silent")
+    busy.metrics, silent.metrics = BUSY, UNKNOWN_NAMES
+    kind, _, score = policy.rpartition(":")
+    given = {"route_score": score} if kind else {"route_policy": policy}
+    async with rig(busy, silent, metrics_interval=0.02, **given) as it:
+        table = it.app.shared.fleet.router.table
+        await it.until(lambda: (table.kv_usage.as_of_ns > 0).sum() == 1)
+        for number in range(30):
+            assert (await it.call("/v1/completions", {"prompt": f"{number} is a number"})).status == 200
+        shares = [len(engine.received) for engine in (busy, silent)]
+        assert sum(shares) == 30
+        assert min(shares) >= 5, shares
+
+
+@looped
+async def test_an_engine_without_a_figure_of_the_others_is_said_once_and_shown_in_the_decision(caplog, tmp_path):
+    busy, silent = FakeEngine("busy"), FakeEngine("silent")
+    busy.metrics, silent.metrics = BUSY, UNKNOWN_NAMES
+    settings = {"route_policy": "vllm-0.26", "metrics_interval": 0.01}
+    async with rig(busy, silent, **settings) as it, admin_of(it) as session:
+        fleet = it.app.shared.fleet
+        await it.until(lambda: (fleet.router.table.kv_usage.as_of_ns > 0).sum() == 1)
+        reports = SourceReports(fleet, "vllm-0.26", 5 * S, lambda _: False)
+        begin = time.monotonic_ns()
+        for late_s in (0, 6, 7, 8):
+            reports.look(it.engine("silent"), begin)
+            reports.look(it.engine("silent"), begin + late_s * S)
+        answer = await it.call()
+        ((decision,),) = [
+            each["attempts"] for each in (await (await session.get("/admin/decisions")).json())["decisions"]
+        ]
+        assert answer.status == 200
+        assert decision["not_compared"] == {"num_waiting": ["silent"], "num_running": ["silent"]}
+        (trace,) = it.app.shared.decision_log.recent(1)
+        printed = io.StringIO()
+        tell(trace, Console(file=printed, width=120))
+        assert "no engine was compared by num_waiting, which silent had not reported" in printed.getvalue()
+    said = [record for record in caplog.records if "silent" in record.message and "num_waiting" in record.message]
+    assert [record.levelname for record in said] == ["WARNING"]
+    assert said[0].message == (
+        "engine silent does not report num_waiting, num_running, which other engines do; route policy vllm-0.26"
+        " compares no engine by them and uses waiting: without a first token; running: the rest"
+    )

@@ -129,7 +129,9 @@ class History:
         if what < 0.6:
             self.turn(engine, on=self.rng.random() < 0.6)
         elif what < 0.8:
-            self.rng.choice([router.kv_cleared, router.kv_lost, router.engine_lost])(engine, self.now_ns)
+            self.rng.choice([router.kv_cleared, router.kv_incomplete, router.kv_lost, router.engine_lost])(
+                engine, self.now_ns
+            )
         else:
             router.remove_engine(engine, self.now_ns)
             for name in [name for name, at in self.flights.items() if at == engine]:

@@ -419,6 +419,23 @@ def test_every_combination_of_policies_brings_everything_to_its_end(policies):
     assert num_preemptions > 0
 
 
+def test_the_last_outputs_have_the_preemptions_of_their_requests():
+    rng = np.random.default_rng(0)
+    settings = SchedulerSettings(
+        num_blocks=9, block_size=BLOCK_SIZE, max_model_len=32, max_num_seqs=6, max_num_batched_tokens=20
+    )
+    rank = build_rank(settings, KvDevice(9, BLOCK_SIZE))
+    requests = [each for each in random_requests(rng, 30, 32) if each.sampling.grammar is None]
+    for request in requests:
+        rank.add(request, 0)
+    ended = {}
+    for now_ns in range(2000):
+        rank.begin(now_ns)
+        ended |= {each.request_id: each for each in rank.outputs(now_ns) if each.finish_reason is not None}
+    assert ended.keys() == {request.request_id for request in requests}
+    assert sum(output.num_preemptions for output in ended.values()) == rank.stats().num_preemptions > 0
+
+
 def test_a_full_prefix_hit_computes_one_token_and_writes_no_shared_block():
     device = KvDevice(16, BLOCK_SIZE)
     rank = build_rank(SchedulerSettings(num_blocks=16, block_size=BLOCK_SIZE, max_model_len=32), device)

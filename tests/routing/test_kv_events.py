@@ -1,11 +1,17 @@
+import json
 import logging
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from support.fake_publisher import BLOCK_SIZE, MODEL, Sink, frames, payload, removed, stored
 
 from moestro.core.hashing import hash_blocks, hash_key, split_hashes
 from moestro.routing.kv_events import KvFeed, KvFeedSettings
+from moestro.routing.registry import ROUTE_POLICIES
+from moestro.routing.router import Router
+from moestro.routing.settings import RouterSettings
 from moestro.web.log_limit import LogLimit
 from moestro.wire.kv_names import NamingRules
 
@@ -133,3 +139,81 @@ def test_odd_batches_are_one_log_line_whatever_their_numbers_say_of_restarts(set
     batch, message = [message.split("(")[0] for message in caplog.messages]
     assert batch.endswith("is given up, and its cache is predicted: a batch of KV events cannot be decoded ")
     assert message == "e5: a message is not from a KV event publisher "
+
+
+@pytest.mark.parametrize(
+    ("event", "reason", "words"),
+    [
+        (stored([9], 404, TOKENS[:4]), "orphaned", "behind a block that no event has stored"),
+        (stored(["9f"], None, TOKENS[:4]), "unreadable_event", "an event that stores blocks cannot be read"),
+        (stored([9], None, ["a"] * 4), "unreadable_event", "an event that stores blocks cannot be read"),
+        (stored([9, 10], None, TOKENS[:4]), "malformed", "not as many tokens"),
+        (stored([9], None, TOKENS[:4], lora_id=3), "malformed", "no name of its adapter"),
+        (
+            stored([9], None, TOKENS, block_size=8),
+            "other_size",
+            "have 8 tokens, the router's 4, so its cache is predicted",
+        ),
+        ({"type": "BlockBlessed"}, "unknown_event", "unknown type"),
+    ],
+)
+def test_an_event_that_is_left_out_ends_completeness_once_and_keeps_known_blocks(setting, event, reason, words):
+    setting.publish(stored([1], None, TOKENS[:4]))
+    assert setting.feed.is_complete
+    setting.publish(event, event)
+    setting.publish(event)
+    assert not setting.feed.is_complete
+    assert setting.sink.said == ["cleared", "stored", "incomplete"]
+    assert setting.held == {NAMES[0]}
+    assert setting.feed.counts.incomplete[reason] == sum(setting.feed.counts.incomplete.values()) == 1
+    lines = {text for kind, text in setting.warnings}
+    assert len(lines) == 1
+    assert words in lines.pop()
+    setting.publish({"type": "AllBlocksCleared"}, stored([1], None, TOKENS[:4]))
+    assert setting.feed.is_complete
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored([9], None, TOKENS[:4], extra_keys=[[["picture", 1]]]),
+        stored([9], None, TOKENS[:4], medium="DISK"),
+        stored([9], None, TOKENS[:4], locality="REMOTE"),
+        stored([9], None, TOKENS[:4], kv_cache_spec_kind="sliding_window"),
+    ],
+)
+def test_blocks_that_no_prompt_of_the_router_can_hit_are_not_missed(setting, event):
+    setting.publish(event, stored([10], 9, TOKENS[4:], extra_keys=event.get("extra_keys") and [None]) | {
+        key: event[key] for key in ("medium", "locality", "kv_cache_spec_kind") if key in event
+    })  # fmt: skip
+    assert setting.feed.is_complete
+    assert setting.warnings == []
+
+
+def test_an_index_without_memory_for_all_blocks_is_not_complete():
+    warnings = []
+    router = Router(ROUTE_POLICIES.make("lmetric"), RouterSettings(index_bytes=1000, block_size=BLOCK_SIZE))
+    engine = router.add_engine()
+    naming = NamingRules(model=MODEL, block_size=BLOCK_SIZE)
+    settings = KvFeedSettings(engine=engine, name="e5", naming=naming, can_replay=False)
+    feed = KvFeed(router, settings, lambda kind, text: warnings.append(text))
+    for seq in range(6):
+        feed.live(frames(seq, payload(stored([seq], None, [seq] * 4))), 0)
+        feed.work(0)
+        assert feed.is_complete == router.reports_all_blocks(engine) == (seq < 3)
+    assert feed.counts.incomplete["index_memory"] == 1
+    (line,) = warnings
+    assert line.endswith("they exceed the engine's share of --index-memory-bytes; raise it")
+
+
+def test_a_recorded_eagle_event_of_sglang_is_a_hit():
+    cases = Path(__file__).parents[3] / "shared" / "cases" / "06_bigram_event.json"
+    if not cases.exists():
+        pytest.skip("no recorded cases here")
+    event = json.loads(cases.read_text())
+    sink = Sink()
+    naming = NamingRules(model=MODEL, block_size=16)
+    feed = KvFeed(sink, KvFeedSettings(engine=5, name="e5", naming=naming, can_replay=False), pytest.fail)
+    feed.live(frames(0, msgspec.msgpack.encode([1.0, [event], 0])), 0)
+    feed.work(0)
+    assert sink.held[5] == set(split_hashes(hash_blocks(hash_key(MODEL), np.arange(5, 21, dtype=np.int32), 16)))

@@ -74,6 +74,9 @@ class Engine:
         self.said = set()
         self.is_complete = self.is_exact = False
 
+    def incomplete(self):
+        self.is_complete = self.is_exact = False
+
     def forget(self):
         self.lost_track()
         self.history = []
@@ -108,6 +111,7 @@ def test_law_random_histories_equal_sets(num_engines):
         "forget": 0.5,
         "cleared": 1,
         "lost_track": 0.5,
+        "incomplete": 0.5,
         "surprised": 5,
     }
     in_flight = []

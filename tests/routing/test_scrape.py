@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
 from moestro.core.load_figures import FIGURES, ROUTED_FIGURES, LoadFigures
-from moestro.routing.scrape import MAX_BYTES, SCRAPED_FIGURES, ScrapedLoad, scrape
+from moestro.routing.scrape import MAX_BYTES, SCRAPED_FIGURES, EngineTotals, ScrapedLoad, scrape
 
 VLLM = b"""\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -36,6 +37,7 @@ sglang:generation_tokens_total{model_name="a{b} c"} 5"""
 def test_vllm_with_two_ranks_behind_one_address_is_summed_and_usage_is_their_mean():
     assert scrape(VLLM) == ScrapedLoad(
         figures=LoadFigures(num_running=7, num_waiting=1, kv_usage=0.375),
+        totals=EngineTotals(num_generated_tokens=24),
         num_tokens_computed=1024.0,
         block_size=32,
         num_kv_tokens=48_000,
@@ -44,7 +46,10 @@ def test_vllm_with_two_ranks_behind_one_address_is_summed_and_usage_is_their_mea
 
 def test_sglang_with_timestamps_strange_labels_and_no_last_newline():
     assert scrape(SGLANG) == ScrapedLoad(
-        figures=LoadFigures(num_running=7, num_waiting=2, kv_usage=0.75), num_tokens_computed=5.0, num_kv_tokens=30_000
+        figures=LoadFigures(num_running=7, num_waiting=2, kv_usage=0.75),
+        totals=EngineTotals(num_generated_tokens=5),
+        num_tokens_computed=5.0,
+        num_kv_tokens=30_000,
     )
 
 
@@ -54,6 +59,55 @@ def test_each_routed_figure_of_a_rank_is_in_the_metrics():
     assert routed <= SCRAPED_FIGURES
     text = b"moestro:queued_prefill_tokens 70\nmoestro:context_tokens 900\n"
     assert scrape(text).figures == LoadFigures(queued_prefill_tokens=70, num_tokens=900)
+
+
+def series(name: str, **values: float) -> bytes:
+    """One line for each set of labels, written as `tp0_dp1`."""
+    lines = []
+    for ranks, value in values.items():
+        labels = ",".join(f'{rank[:2]}_rank="{rank[2:]}"' for rank in ranks.split("_"))
+        lines.append(f'{name}{{engine_type="unified",model_name="m",{labels}}} {value}\n')
+    return "".join(lines).encode()
+
+
+def test_series_of_ranks_that_compute_one_engine_are_one_figure():
+    text = series("sglang:num_running_reqs", tp0_pp0=7, tp1_pp0=7, tp2_pp0=6, tp0_pp1=0)
+    text += series("sglang:num_queue_reqs", tp0_pp0=2, tp1_pp0=2) + series("sglang:token_usage", tp0=0.5, tp1=0.5)
+    text += series("sglang:max_total_num_tokens", tp0=1000, tp1=1000)
+    assert scrape(text) == ScrapedLoad(
+        figures=LoadFigures(num_running=7, num_waiting=2, kv_usage=0.5), num_kv_tokens=1000
+    )
+
+
+def test_data_parallel_engines_of_several_ranks_are_summed():
+    text = series("sglang:num_running_reqs", tp0_dp0=7, tp1_dp0=7, tp2_dp1=5, tp3_dp1=5)
+    text += series("sglang:token_usage", tp0_dp0=0.5, tp1_dp0=0.5, tp2_dp1=0.1, tp3_dp1=0.1)
+    assert scrape(text).figures == LoadFigures(num_running=12, kv_usage=0.3)
+
+
+def test_requests_of_each_priority_are_not_added_to_their_sum():
+    text = b"""sglang:num_queue_reqs{model_name="m",priority="",tp_rank="0"} 5
+sglang:num_queue_reqs{model_name="m",priority="1",tp_rank="0"} 2
+sglang:num_queue_reqs{model_name="m",priority="0",tp_rank="0"} 3
+"""
+    assert scrape(text).figures.num_waiting == 5
+    assert scrape(text.replace(b'priority=""', b'priority="9"')).figures.num_waiting == 10
+
+
+def test_totals_for_the_page_are_those_of_all_engines_of_an_address():
+    text = b"""vllm:prefix_cache_queries_total{engine="0"} 100
+vllm:prefix_cache_queries_total{engine="1"} 50
+vllm:prefix_cache_hits_total{engine="0"} 30
+vllm:prefix_cache_hits_total{engine="1"} 0
+vllm:request_prefill_time_seconds_sum{engine="0"} 0.5
+vllm:request_prefill_kv_computed_tokens_sum{engine="0"} 1000
+"""
+    assert scrape(text).totals == EngineTotals(num_queried_tokens=150, num_hit_tokens=30, prompt_token_s=0.0005)
+    sglang = b"""sglang:prompt_tokens_total{model_name="m"} 70
+sglang:cached_tokens_total{cache_source="device",model_name="m"} 20
+sglang:cached_tokens_total{cache_source="host",model_name="m"} 5
+"""
+    assert scrape(sglang).totals == EngineTotals(num_queried_tokens=70, num_hit_tokens=25)
 
 
 def test_a_server_that_has_two_names_for_one_figure_is_counted_once():
@@ -84,6 +138,16 @@ def test_a_usage_above_one_is_one():
 
 def test_an_endless_text_is_looked_at_up_to_a_bound():
     assert scrape(b"x" * MAX_BYTES + b"\n" + VLLM) == ScrapedLoad()
+
+
+@pytest.mark.parametrize("piece", [b"a", b',a="\\"', b'a="', b',a="b",', b"{", b'"'])
+def test_hostile_labels_take_no_longer_than_others(piece):
+    line = b"vllm:num_requests_running{" + piece * (MAX_BYTES // len(piece) - 100) + b"} 1\n"
+    lines = (b"vllm:num_requests_running{" + piece * (900 // len(piece)) + b"} 1\n") * 4000
+    begin = time.process_time()
+    assert scrape(line).figures.num_running is None
+    scrape(lines)
+    assert time.process_time() - begin < 5
 
 
 def test_law_any_bytes_are_read_without_failing():

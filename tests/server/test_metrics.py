@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from bisect import bisect_left
 
 import pytest
@@ -24,6 +26,7 @@ VLLM_NAMES = {
     "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
     "vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:request_inference_time_seconds",
     "vllm:request_prefill_kv_computed_tokens", "vllm:request_params_max_tokens", "vllm:request_params_n",
+    "vllm:request_num_preemptions",
     "vllm:request_max_num_generation_tokens", "vllm:prompt_tokens_cached", "vllm:prompt_tokens_by_source",
     "vllm:num_requests_waiting_by_reason", "vllm:corrupted_requests", "vllm:iteration_tokens_total",
 }  # fmt: skip
@@ -61,6 +64,7 @@ def test_sizes_of_prompts_and_their_choices_are_counted_once_for_each_prompt(fak
     assert (grown("request_max_num_generation_tokens_count"), grown("request_max_num_generation_tokens_sum")) == (2, 8)
     assert (grown("request_params_max_tokens_count"), grown("request_params_max_tokens_sum")) == (6, 24)
     assert grown("request_inference_time_seconds_count") == 6
+    assert (grown("request_num_preemptions_count"), grown("request_num_preemptions_sum")) == (6, 0)
     cached, computed = (
         after[f'vllm:prompt_tokens_by_source_total{{engine="0",source="{source}"}}']
         - before[f'vllm:prompt_tokens_by_source_total{{engine="0",source="{source}"}}']
@@ -75,6 +79,32 @@ def test_sizes_of_prompts_and_their_choices_are_counted_once_for_each_prompt(fak
 
 def test_a_full_queue_is_a_rejection_by_vllms_name(fake):
     assert 'vllm:admission_rejections_total{,reason="max_num_queued_reqs"}' in metrics(fake)
+
+
+def test_the_load_header_comes_where_it_is_asked_for_in_the_form_that_is_asked_for(fake):
+    paths = {
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+        "/v1/responses": {"input": "hi"},
+        "/v1/messages": {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]},
+    }
+    for path, body in paths.items():
+        for stream in (False, True):
+            for form in ("TEXT", "text"):
+                answer = call(fake, "POST", path, body | {"stream": stream}, endpoint_load_metrics_format=form)
+                found = re.fullmatch(
+                    r"TEXT named_metrics\.kv_cache_usage_perc=([\d.]+), named_metrics\.num_requests_waiting=([\d.]+)",
+                    answer.headers["endpoint-load-metrics"],
+                )
+                assert found is not None
+                assert 0 <= float(found[1]) <= 1
+                assert float(found[2]) == 0
+            answer = call(fake, "POST", path, body | {"stream": stream}, endpoint_load_metrics_format="JSON")
+            kind, _, text = answer.headers["endpoint-load-metrics"].partition(" ")
+            assert kind == "JSON"
+            assert json.loads(text)["named_metrics"].keys() == {"kv_cache_usage_perc", "num_requests_waiting"}
+            for other in ({}, {"endpoint_load_metrics_format": "BIN"}, {"endpoint_load_metrics_format": ""}):
+                assert "endpoint-load-metrics" not in call(fake, "POST", path, body, **other).headers
 
 
 def test_head_answers_as_get_does_without_a_body(fake):

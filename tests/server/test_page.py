@@ -123,6 +123,20 @@ def operators_url(running: Running) -> str:
     return f"http://127.0.0.1:{running.admin_port}/"
 
 
+@needs_chromium
+def test_the_page_of_a_router_shows_the_tokens_and_hits_that_engines_report(browser, routed):
+    body = {"prompt": "a b c d e f g h " * 20, "max_tokens": 40}
+    with opened(browser, f"{routed.url}#engines", key=KEY) as page:
+        row = page.locator("#engine-table tbody tr").first
+        row.wait_for()
+        for _ in range(3):
+            assert call(routed, "POST", "/v1/completions", body, Authorization=f"Bearer {KEY}").status == 200
+        row.locator("td[data-label='Tokens/s']").filter(has_text=re.compile("[1-9]")).wait_for()
+        tiles = page.locator(".tile")
+        assert tiles.filter(has_text="Client errors").count() == tiles.filter(has_text="Overload").count() == 1
+        assert tiles.filter(has_text="Tokens out").count() == 1
+
+
 def ask(page, text: str, *, max_tokens: int = 24, api: str = "chat") -> Any:
     """Send a prompt, and return the element of its answer."""
     page.locator("#model option").first.wait_for(state="attached")
@@ -151,6 +165,7 @@ def test_an_answer_streams_to_its_end_and_shows_when_its_tokens_came(browser, fa
         assert re.fullmatch(r"[\d.]+ m?s, P95 [\d.]+ m?s", figure(answer, "ITL"))
         assert float(figure(answer, "tokens/s").replace(",", "")) > 0
         assert answer.locator(".gaps rect").count() > 1
+        assert page.locator("#prompt").input_value() == ""
 
 
 @needs_chromium
@@ -344,6 +359,12 @@ def test_decisions_show_scores_reasons_and_outcomes(browser, routed, width):
         assert decision.locator("tbody tr").count() == 2
         assert decision.locator("tr.chosen").count() == 1
         assert "score" in decision.inner_text()
+        runner = decision.locator(".runner")
+        assert re.match(r"then (left|right)( .[\d.]|, equal)", runner.text_content())
+        assert runner.is_visible() == (width > 700)
+        assert re.search(r"200, [\d,.]+ ms", decision.locator(".outcome").inner_text())
+        (share,) = page.locator("#decision-shares .share").all()
+        assert re.fullmatch(r"(left|right)\s+100 %\s+1", share.inner_text())
         assert "200" in decision.locator(".outcome").inner_text()
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         with page.expect_response("**/admin/decisions*") as again:

@@ -26,7 +26,7 @@ ARRIVAL = Arrival("cmpl-1", 42)
 
 @pytest.fixture
 def model(tokenizer) -> ServedModel:
-    return ServedModel(names=("m",), root="r", created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer)
+    return ServedModel(names=("m",), created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer)
 
 
 def jobs(model: ServedModel, **fields: object) -> list[Job]:

@@ -76,6 +76,12 @@ class Sink:
         self.held[engine] = set()
         self.said.append("cleared")
 
+    def kv_incomplete(self, engine: int, now_ns: int) -> None:
+        self.said.append("incomplete")
+
+    def reports_all_blocks(self, engine: int) -> bool:
+        return True
+
     def kv_lost(self, engine: int, now_ns: int) -> None:
         self.held[engine] = set()
         self.said.append("lost")

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import logging
 import socket
-from collections import Counter
 
 import pytest
 import uvloop
@@ -26,6 +25,7 @@ from moestro.web.connections import (
 )
 from moestro.web.faults import Fault, Faults, Port
 from moestro.web.middleware import HttpMiddleware
+from moestro.web.refusals import Refusals
 
 SECRET = "do-not-repeat-me"
 
@@ -132,7 +132,7 @@ def test_a_client_that_leaves_its_answer_unread_is_cut_off(connection):
         faults, listener = Faults(), bound_socket("127.0.0.1", 0)
         app = web.Application()
         app.add_routes([web.get("/", large)])
-        runner = await HttpMiddleware(Access.of([]), Counter(), 100, faults).runner(app, shutdown_timeout=1)
+        runner = await HttpMiddleware(Access.of([]), Refusals(), 100, faults).runner(app, shutdown_timeout=1)
         front = http_front(Port.CLIENTS, runner, listener, FrontLimits(4, write_s=0.2), faults).open()
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)

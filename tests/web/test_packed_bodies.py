@@ -30,6 +30,7 @@ from moestro.web.errors import ContentEncodingError, HttpError, error_json
 from moestro.web.faults import Faults, Port
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.packed_bodies import FREE_BYTES, MAX_MEMBERS, MAX_RATIO, Unpacker, coding_in, unpacked
+from moestro.web.refusals import Refusals
 
 LIMIT = 4 << 20  # of a body
 STEP = 64 << 10  # of unpacking: what may be unpacked before a limit is noticed
@@ -222,7 +223,7 @@ def test_a_request_that_is_refused_by_its_head_is_never_unpacked(counted, path, 
     async def test() -> None:
         app = web.Application()
         app.add_routes([web.post("/read", read), web.get("/ignore", ignore)])
-        runner = await HttpMiddleware(Access.of(["key"]), Counter(), LIMIT, Faults()).runner(app, shutdown_timeout=1)
+        runner = await HttpMiddleware(Access.of(["key"]), Refusals(), LIMIT, Faults()).runner(app, shutdown_timeout=1)
         async with serving(runner) as url:
             assert (await post(url + path, body, **{"Content-Encoding": "gzip"} | headers))[0] == status
             assert counted.num_bytes == 0

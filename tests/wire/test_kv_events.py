@@ -57,6 +57,21 @@ def test_sglang_says_the_salt_in_a_map_among_the_values_or_under_its_own_key():
     assert events_of(decode_batch(old))[0].medium == "CPU_PINNED"
 
 
+@pytest.mark.parametrize("arrays", [False, True], ids=["maps", "arrays"])
+def test_pairs_of_tokens_are_read_as_tokens(arrays):
+    pairs = [[5, 6], [6, 7], [7, 8], [8, 9]]
+    (event,) = events_of(decode_batch(payload(stored([101], None, pairs), arrays=arrays)))
+    assert isinstance(event, BlockStored)
+    assert (event.token_ids, event.block_size) == ([5, 6, 7, 8], 4)
+
+
+@pytest.mark.parametrize("bad", [[[1, 2], [3, 4]], [[1, 2], 2], [1, [2, 3]], [[1, 2, 3]], [[1]], [[1, -2]], ["1"]])
+def test_pairs_that_do_not_overlap_and_mixtures_cannot_be_read(bad):
+    for arrays in (False, True):
+        (event,) = events_of(decode_batch(payload(stored([1], None, bad), arrays=arrays)))
+        assert event == UnreadableStore()
+
+
 def test_the_first_versions_had_neither_media_nor_ranks():
     batch = decode_batch(pack(1.0, [["BlockStored", [1], None, [1, 2], 2, None], ["BlockRemoved", [1]]]))
     assert [event.medium for event in events_of(batch)] == [None, None]
@@ -76,7 +91,7 @@ def test_a_batch_may_be_a_map_too():
 
 
 def test_stored_blocks_that_cannot_be_read_are_left_out_and_a_removal_that_cannot_is_told():
-    pairs = stored([1], None, [[1, 2], [2, 3]])  # SGLang's, with draft models that look at pairs of tokens
+    pairs = stored([1], None, [[1, 2], [3, 4]])  # SGLang's overlap
     huge = stored([1], None, [1 << 31] * 4)
     batch = decode_batch(payload(pairs, huge, {"type": "BlockRemoved"}, removed([1.5])))
     assert events_of(batch) == [UnreadableStore()] * 2 + [UnreadableRemoval()] * 2

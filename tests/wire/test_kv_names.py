@@ -108,29 +108,46 @@ def test_an_adapter_names_the_whole_chain_with_a_salt_or_without(cache):
 
 def test_an_adapter_without_a_name_has_no_place(cache):
     assert cache.store([1], None, TOKENS[:4], lora_id=4) == b""
-    assert cache.counts.unnamed == 1
+    assert (cache.counts.malformed, cache.blocks.gap) == (1, "malformed")
 
 
 @pytest.mark.parametrize("extra", [["picture", 3], b"digest", "salt of a later block", 7])
 def test_from_a_block_with_a_picture_on_nothing_is_named(cache, extra):
     assert cache.store([1, 2, 3], None, TOKENS, extra_keys=[None, [extra], None]) == names(TOKENS[:4])
     assert cache.store([4], 3, TOKENS[:4]) == b""
-    assert (cache.counts.unnamed, cache.counts.orphaned) == (2, 1)
+    assert (cache.counts.unnamed, cache.counts.orphaned) == (3, 0)
+    assert cache.store([], 4, [], extra_keys=None) == b""
+    assert cache.store([5], 4, TOKENS[:4]) == b""
+    assert cache.store([5, 6], None, [], medium="CPU") == b""
+    assert (cache.counts.unnamed, cache.counts.orphaned, cache.blocks.gap) == (5, 1, "orphaned")
 
 
 def test_extra_keys_of_another_number_than_the_blocks_are_not_believed(cache):
     assert cache.store([1, 2], None, TOKENS[:8], extra_keys=[None]) == b""
-    assert cache.counts.unnamed == 2
+    assert (cache.counts.malformed, cache.blocks.gap) == (2, "malformed")
 
 
 def test_other_sizes_are_left_out_and_told(cache):
     assert cache.store([1], None, TOKENS, block_size=12) == b""
     assert (cache.counts.other_size, cache.blocks.block_size_seen) == (1, 12)
+    assert cache.blocks.gap == "other_size"
+    cache.blocks.cleared()
+    assert cache.blocks.gap is None
+
+
+def test_a_name_is_held_until_no_hash_of_the_engine_has_it(cache):
+    pairs = [(token, token + 1) for token in TOKENS[:4]]
+    other = [*pairs[:3], (3, 99)]  # EAGLE's hash covers the token behind the block, Moestro's name does not
+    assert cache.store([1], None, pairs) == cache.store([2], None, other) == names(TOKENS[:4])
+    assert cache.remove([1]) == b""
+    assert cache.remove([2]) == names(TOKENS[:4])
+    assert cache.store([1], None, pairs) == names(TOKENS[:4])
+    assert cache.remove([1]) == names(TOKENS[:4])
 
 
 def test_blocks_of_which_some_have_no_hash_are_left_out(cache):
     assert cache.store([1, 3], None, TOKENS) == b""
-    assert cache.counts.unnamed == 2
+    assert (cache.counts.malformed, cache.blocks.gap) == (2, "malformed")
 
 
 def test_layers_that_see_the_whole_prompt_are_followed_and_others_are_not(cache):

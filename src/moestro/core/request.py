@@ -23,7 +23,12 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the client disconnected
     ERROR = "error"  # the rank failed
     NON_FINITE = "non_finite_logits"  # the logits hold NaN or infinity, so there is no next token
+    EXCLUDED = "all_tokens_excluded"  # the request's own limits leave no token that the model considers possible
     GRAMMAR = "grammar_limit"  # the grammar is too complex at this place of the answer
+
+
+# With these a sequence ends instead of gaining its next token.
+WITHOUT_TOKEN = frozenset({FinishReason.NON_FINITE, FinishReason.EXCLUDED, FinishReason.GRAMMAR})
 
 
 class ServiceClass(StrEnum):
@@ -274,6 +279,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     prompt_logprobs: PackedLogprobs | None = None  # once, with the first token or the end
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     admitted_ns: int = 0  # time of first admission, by the rank's clock
+    num_preemptions: int = 0  # times that the request gave up its KV so far
 
 
 class NewOutputs(msgspec.Struct, frozen=True, gc=False):

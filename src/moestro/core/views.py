@@ -84,6 +84,16 @@ class EngineTable:
         routable[list(rows)] = False
         return replace(self, routable=routable)
 
+    def unreported(self, figures: Collection[str]) -> EngineTable:
+        """Return the same columns as if no engine had reported `figures`, nor anything that follows from them."""
+        n = len(self)
+        columns: dict[str, Any] = {name: Figure(np.zeros(n), np.full(n, NEVER_NS)) for name in figures}
+        if "queued_prefill_tokens" in figures:
+            columns["said_prefill_tokens"] = np.full(n, np.inf)
+        if not {"num_waiting", "num_running"}.isdisjoint(figures):
+            columns["num_foreign"] = np.zeros(n, np.int64)
+        return replace(self, **columns)
+
     @staticmethod
     def blank(num_engines: int) -> EngineTable:
         """Make a table of routable engines without requests and without reported figures."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -23,6 +22,7 @@ from moestro.web.middleware import HttpMiddleware
 from moestro.web.only_programs import only_programs
 from moestro.web.page_api import limit_in, page_routes
 from moestro.web.prometheus import CONTENT_TYPE
+from moestro.web.refusals import Refusals
 from moestro.web.statistics import LiveStatistics
 
 _MAX_BODY_BYTES = 64 << 10
@@ -56,7 +56,7 @@ class Admin:
     async def runner(self, settings: AdminSettings, faults: Faults) -> web.AppRunner:
         """Return an aiohttp runner of the admin plane, set up to serve."""
         access = Access.of([settings.admin_api_key] if settings.admin_api_key else [])
-        middleware = HttpMiddleware(access, Counter(), MAX_INDEX_BYTES, faults)
+        middleware = HttpMiddleware(access, Refusals(), MAX_INDEX_BYTES, faults)
         return await middleware.runner(self._app(settings), shutdown_timeout=RESPONSE_FLUSH_S)
 
     def _app(self, settings: AdminSettings) -> web.Application:

@@ -166,6 +166,7 @@ def _router(
         seed=settings.routing.seed,
         index_bytes=settings.routing.index_memory_bytes,
         fresh_ns=_fresh_ns(settings.engines),
+        compares_known=True,
         engine_block_size=settings.routing.block_size,
     )
     if record is None:

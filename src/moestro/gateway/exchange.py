@@ -146,7 +146,7 @@ class Exchange:
             return
         has_begun = self._stage == _ANSWERING
         self._release_engine(completed=False)
-        self._shared.counts.refusals[error.code or error.error_type] += 1
+        self._shared.counts.refusals.add(error)
         self._finish(error.http_status)
         if has_begun:
             self._cut(error)

@@ -18,6 +18,7 @@ from moestro.gateway.upstream import Pool
 from moestro.routing.breaker import BreakerState
 from moestro.routing.health import Condition, Health, HealthRules
 from moestro.routing.router import RouteDecision, Router
+from moestro.routing.scrape import EngineTotals
 from moestro.routing.silence import Silence
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class RoutedEngine:
         num_streaming: Number of answers that have begun and not ended.
         unreachable: Cause of the last connection failure; empty after a success.
         num_forgotten: Number of times that the router discarded the known cache contents.
+        totals: What the engine counted since its start, as its `/metrics` showed last.
         models_due_s: Time on `time.monotonic` at which the engine's models are read again.
     """
 
@@ -68,6 +70,7 @@ class RoutedEngine:
     num_streaming: int = 0
     unreachable: str = ""
     num_forgotten: int = 0
+    totals: EngineTotals = field(default_factory=EngineTotals)
     models_due_s: float = 0.0
 
     @property

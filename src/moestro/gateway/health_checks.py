@@ -201,6 +201,7 @@ class MetricsWatch:
         """Report figures as of the time of the request, because they contain nothing that arrived later."""
         now_ns = time.monotonic_ns()
         self._fleet.router.report(engine.row, load.figures, asked_ns, now_ns)
+        engine.totals = load.totals
         if load.num_tokens_computed is not None:
             num_in_flight = self._fleet.router.num_in_flight_on(engine.row)
             engine.health.counted(load.num_tokens_computed, num_in_flight, now_ns)

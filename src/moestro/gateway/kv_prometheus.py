@@ -43,17 +43,24 @@ class KvFigures(Collector):
             "Blocks that were stored but not indexed, by cause.",
             labels=("engine", "cause"),
         )
+        incomplete = CounterMetricFamily(
+            "moestro:route_kv_incomplete",
+            "Times that the known blocks ceased to be all blocks that the engine holds, by reason.",
+            labels=("engine", "reason"),
+        )
         blocks = _gauge("blocks", "Blocks that the engine holds.")
         is_complete = _gauge("complete", "1 while the router knows all blocks that the engine holds.")
         lag = _gauge("lag_seconds", "Delay of the newest batch from its time stamp to its arrival.")
         for engine, subscription in running:
             feed, named = subscription.feed, subscription.feed.counts.blocks
-            for cause in ("orphaned", "unnamed", "other_size", "other_tier", "other_group", "over_bound"):
+            for reason, number in feed.counts.incomplete.items():
+                incomplete.add_metric((engine.name, reason), number)
+            for cause in ("orphaned", "unnamed", "malformed", "other_size", "other_tier", "other_group", "over_bound"):
                 left_out.add_metric((engine.name, cause), getattr(named, cause))
             blocks.add_metric((engine.name,), feed.num_blocks)
             is_complete.add_metric((engine.name,), feed.is_complete)
             lag.add_metric((engine.name,), subscription.lag_s)
-        yield from (left_out, blocks, is_complete, lag)
+        yield from (left_out, incomplete, blocks, is_complete, lag)
 
 
 def _gauge(name: str, text: str) -> GaugeMetricFamily:

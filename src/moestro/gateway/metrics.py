@@ -6,6 +6,7 @@ import re
 from collections import Counter
 
 from moestro.web.prometheus import Histogram
+from moestro.web.refusals import Refusals
 
 _DECISION_S = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
 _FIRST_BYTE_S = (
@@ -63,7 +64,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.decision_s = Histogram(_DECISION_S)
-        self.refusals: Counter[str] = Counter()
+        self.refusals = Refusals()
         self.retries: Counter[str] = Counter()
         self.num_retries_denied = 0
         self.num_requests = 0

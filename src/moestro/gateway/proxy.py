@@ -91,7 +91,7 @@ class Proxy:
     def refused(self, error: RequestError, address: str) -> None:
         """Count a request that is refused before it is complete, and log the refusal at a bounded rate."""
         code = error.code or error.error_type
-        self._shared.counts.refusals[code] += 1
+        self._shared.counts.refusals.add(error)
         self._log.info(code, f"a request from {address} is refused with {error.http_status}: {error.message}")
 
     def handle(self, client: ClientConnection, incoming: Incoming) -> Answering | None:
@@ -215,7 +215,7 @@ class Proxy:
         client.reply(own_head(200, answer.content_type, len(answer.body), lines), answer.body)
 
     def _refuse(self, client: ClientConnection, incoming: Incoming, error: RequestError, added: bytes = b"") -> None:
-        self._shared.counts.refusals[error.code or error.error_type] += 1
+        self._shared.counts.refusals.add(error)
         client.refuse(error, _id_line(incoming) + added)
 
     def _has_come_back(self, head: RequestHead) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -35,7 +35,9 @@ class SourceReports(Collector):
         self._policy = policy
         self._needs = fleet.router.needs
         self._has_events = has_events
+        self._fresh_ns = fresh_ns
         self._watch = SourceWatch(self._needs, fresh_ns)
+        self._lacking: dict[int, set[str]] = {}  # by engine, figures that others have; each is logged once
 
     async def __call__(self, engine: RoutedEngine) -> None:
         """Implement `Watcher`: watch one engine until cancelled."""
@@ -45,6 +47,7 @@ class SourceReports(Collector):
                 await asyncio.sleep(_LOOK_S)
         finally:
             self._watch.remove(engine.row)
+            self._lacking.pop(engine.row, None)
 
     def look(self, engine: RoutedEngine, now_ns: int) -> None:
         """Compare the sources of `engine` with the last look, and log what changed."""
@@ -55,6 +58,27 @@ class SourceReports(Collector):
         lacks_events = router.lacks_kv_events(engine.row) if self._expects_events(engine) else None
         for news in self._watch.look(engine.row, router.table, now_ns, lacks_events=lacks_events):
             self._log(engine, news)
+        self._log_lacking(engine, now_ns)
+
+    def _log_lacking(self, engine: RoutedEngine, now_ns: int) -> None:
+        """Log once the missing figures that other engines have, because no engine is compared by them."""
+        missing = self._watch.missing(engine.row)
+        known = self._lacking.get(engine.row, set()) & missing
+        others = [each.row for each in self._fleet if each is not engine and self._fleet.router.is_routable(each.row)]
+        table, added = self._fleet.router.table, []
+        for figure in self._needs.figures:
+            if figure in missing and figure not in known:
+                is_fresh = getattr(table, figure).known(now_ns, self._fresh_ns)
+                if any(is_fresh[row] for row in others):
+                    added.append(figure)
+        self._lacking[engine.row] = known.union(added)
+        if added:
+            logger.warning(
+                "engine %s does not report %s, which other engines do; route policy %s compares no engine by %s and"
+                " uses %s",
+                engine.name, ", ".join(added), self._policy, "it" if len(added) == 1 else "them",
+                self._replacement(added),
+            )  # fmt: skip
 
     def collect(self) -> Iterator[Metric]:
         """Yield a gauge for each engine and each source that the policy needs."""
@@ -83,16 +107,16 @@ class SourceReports(Collector):
         logger.log(
             logging.WARNING if is_serious else logging.INFO,
             "engine %s %s %s; route policy %s uses %s",
-            engine.name, how, named, self._policy, self._replacement(news),
+            engine.name, how, named, self._policy, self._replacement(news.sources),
         )  # fmt: skip
 
-    def _replacement(self, news: SourceNews) -> str:
+    def _replacement(self, sources: Collection[str]) -> str:
         """Describe what the policy does without the missing sources."""
         parts = []
-        if set(news.sources) - {KV_EVENTS, *self._needs.required}:
+        if set(sources) - {KV_EVENTS, *self._needs.required}:
             parts.append(self._needs.otherwise or "nothing in their place")
-        if not set(news.sources).isdisjoint(self._needs.required):
+        if not set(sources).isdisjoint(self._needs.required):
             parts.append("nothing in place of what it requires, and decides by load or in turn")
-        if KV_EVENTS in news.sources:
+        if KV_EVENTS in sources:
             parts.append("a prediction of its cache from the prompts that it got")
         return "; ".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -12,6 +13,7 @@ from moestro.core.load_figures import FIGURES, ROUTED_FIGURES, FigureUnit, LoadF
 from moestro.core.views import Figure
 from moestro.gateway.fleet import Fleet, RoutedEngine
 from moestro.gateway.metrics import Counts
+from moestro.web.refusals import is_client_error, is_overload
 from moestro.web.statistics import Durations, EngineStatistics, LiveStatistics
 
 _WHOLE = {FigureUnit.REQUESTS, FigureUnit.TOKENS, FigureUnit.TIMES}
@@ -44,6 +46,8 @@ class FleetStatistics:
             time_s=now_ns / NS_PER_S,
             num_requests=self.fleet.router.num_in_flight,
             num_refused=self.counts.refusals.total(),
+            num_client_errors=self.counts.refusals.num_client_errors + _answers(engines, is_client_error),
+            num_overload=self.counts.refusals.num_overload + _answers(engines, is_overload),
             num_retried=self.counts.retries.total(),
             first_token_s=Durations.of(engine.counts.first_byte_s for engine in engines),
             gap_s=None,
@@ -66,8 +70,13 @@ class FleetStatistics:
             num_requests=counts.num_decisions,
             num_prompt_tokens=counts.num_prompt_tokens,
             num_cached_tokens=counts.num_hit_tokens,
-            num_generated_tokens=None,
-            load=self._load(engine.row, now_ns),
+            num_generated_tokens=engine.totals.num_generated_tokens,
+            prompt_token_s=engine.totals.prompt_token_s,
+            load=msgspec.structs.replace(
+                self._load(engine.row, now_ns),
+                num_queried_tokens=engine.totals.num_queried_tokens,
+                num_hit_tokens=engine.totals.num_hit_tokens,
+            ),
         )
 
     def _load(self, row: int, now_ns: int) -> LoadFigures:
@@ -79,3 +88,8 @@ class FleetStatistics:
                 value = float(column.values[row])
                 found[name] = int(value) if FIGURES[name].unit in _WHOLE else value
         return msgspec.convert(found, LoadFigures)
+
+
+def _answers(engines: Iterable[RoutedEngine], is_counted: Callable[[int], bool]) -> int:
+    """Return how many answers of engines have a status of some kind."""
+    return sum(count for engine in engines for status, count in engine.counts.statuses.items() if is_counted(status))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
         rows: int64[k], the MAX_CANDIDATES best rows by score plus the chosen one; the first rows without scores.
         scores: [k], scores of `rows`. None means the policy computes no scores.
         hit_tokens: int64[k], cached prompt tokens of `rows`.
+        not_compared: figures that the policy reads and that did not count, each with the first rows that lack it.
     """
 
     chosen: int
@@ -29,6 +31,7 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
     rows: NDArray[np.int64]
     scores: NDArray[np.float64] | NDArray[np.int64] | None
     hit_tokens: NDArray[np.int64]
+    not_compared: dict[str, list[int]] = {}
 
     def ranked(self) -> list[int]:
         """Return indices into the columns by ascending score; the lower row wins ties."""
@@ -55,15 +58,25 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
         return finite(float(self.scores[self.rows == self.chosen][0]) - float(np.fmin.reduce(others)))
 
 
-def candidates_of(view: RouteView, choice: Choice) -> Candidates:
-    """Return a decision's candidates. Columns are copied, because those of a view change later."""
+def candidates_of(view: RouteView, choice: Choice, figures: Collection[str] = ()) -> Candidates:
+    """Return a decision's candidates. Columns are copied, because those of a view change later.
+
+    Args:
+        figures: names of the figures that the policy reads.
+    """
     rows, scores = np.flatnonzero(view.engines.routable), choice.scores
     num = len(rows)
     if num > MAX_CANDIDATES:
         rows = rows[:MAX_CANDIDATES] if scores is None else rows[_best(scores[rows])]
         if not (rows == choice.engine).any():
             rows = np.append(rows, choice.engine)
-    return Candidates(choice.engine, num, rows, None if scores is None else scores[rows], view.hit_tokens[rows])
+    lacking = {
+        name: np.flatnonzero(rows_without)[:MAX_CANDIDATES].tolist()
+        for name, rows_without in view.not_compared.items()
+        if name in figures
+    }
+    scores_of_rows = None if scores is None else scores[rows]
+    return Candidates(choice.engine, num, rows, scores_of_rows, view.hit_tokens[rows], lacking)
 
 
 def finite(number: float) -> float | None:

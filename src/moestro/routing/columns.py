@@ -71,6 +71,26 @@ class EngineColumns:
                 taken.add(name)
         return taken
 
+    def compared(self, table: EngineTable, since_ns: int) -> tuple[EngineTable, dict[str, NDArray[np.bool_]]]:
+        """Leave out the figures that some routable engines have reported since `since_ns` and others have not.
+
+        An engine without a figure would be compared by the router's own count, which does not see what others send.
+
+        Args:
+            table: the table of these columns, or one with fewer routable rows.
+
+        Returns:
+            A table that shows these figures as never reported, and for each of them bool[n], the rows that lack it.
+        """
+        routable = table.routable
+        is_lacking = (self._as_of_ns[:, : len(routable)] < since_ns) & routable
+        num_lacking = np.count_nonzero(is_lacking, axis=1)
+        uneven = np.flatnonzero((num_lacking > 0) & (num_lacking < np.count_nonzero(routable)))
+        if not len(uneven):
+            return table, {}
+        names = tuple(ROUTED_FIGURES[at] for at in uneven)
+        return table.unreported(names), {name: is_lacking[at] for name, at in zip(names, uneven, strict=True)}
+
     def forget_figures(self, row: int) -> None:
         """Discard all figures reported for the row."""
         self._values[:, row] = 0

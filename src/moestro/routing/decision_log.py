@@ -228,4 +228,5 @@ def _told(attempt: _Attempt) -> Attempt:
         ],
         num_candidates=candidates.num,
         regret=candidates.regret,
+        not_compared={figure: [names[row] for row in rows] for figure, rows in candidates.not_compared.items()},
     )

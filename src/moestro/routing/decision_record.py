@@ -105,6 +105,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         candidates: the chosen engine and the best others, by score.
         ages_ns: age of each figure that the policy needs, on the chosen engine; figures never reported are absent.
         detail: the policy's own figures. None replaces infinity and NaN, which JSON cannot represent.
+        not_compared: the value of `Candidates.not_compared`.
     """
 
     engine: int
@@ -115,6 +116,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     ages_ns: dict[str, int]
     detail: dict[str, float | None]
+    not_compared: dict[str, list[int]] = {}
 
 
 class Submitted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -189,6 +191,13 @@ class KvCleared(msgspec.Struct, frozen=True, tag=True):
     now_ns: int
 
 
+class KvIncomplete(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.kv_incomplete`."""
+
+    engine: int
+    now_ns: int
+
+
 class KvLost(msgspec.Struct, frozen=True, tag=True):
     """Entry: a call of `Router.kv_lost`."""
 
@@ -212,8 +221,8 @@ class ScheduledOn(msgspec.Struct, frozen=True, tag=True):
 
 Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
-    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvLost
-    | RequestTrace | ScheduledOn | ExpertsMoved | Gap
+    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvIncomplete
+    | KvLost | RequestTrace | ScheduledOn | ExpertsMoved | Gap
 )  # fmt: skip
 
 
@@ -396,6 +405,11 @@ class RecordedRouter(Router):
         super().kv_cleared(engine, now_ns)
         self._write_now(KvCleared(engine, now_ns))
 
+    def kv_incomplete(self, engine: int, now_ns: int) -> None:
+        """Implement `Router.kv_incomplete`, and record the call."""
+        super().kv_incomplete(engine, now_ns)
+        self._write_now(KvIncomplete(engine, now_ns))
+
     def kv_lost(self, engine: int, now_ns: int) -> None:
         """Implement `Router.kv_lost`, and record the call."""
         super().kv_lost(engine, now_ns)
@@ -447,4 +461,5 @@ def _described(view: RouteView, choice: Choice, candidates: Candidates, figures:
         ),
         ages_ns={name: view.now_ns - as_of for name, as_of in as_of_ns.items() if as_of != NEVER_NS},
         detail={name: finite(float(value)) for name, value in choice.detail.items()},
+        not_compared=candidates.not_compared,
     )

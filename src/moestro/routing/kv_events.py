@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 import msgspec
@@ -35,7 +36,7 @@ from moestro.wire.kv_events import (
     removed_parts,
     stored_parts,
 )
-from moestro.wire.kv_names import NamedBlocks, NamingCounts, NamingRules
+from moestro.wire.kv_names import GAPS_IN_WORDS, NamedBlocks, NamingCounts, NamingGap, NamingRules
 
 _DEFAULT_STREAM = StreamRules()
 _PART_BLOCKS = 64  # blocks that a job processes at once, in about 0.2 ms
@@ -56,8 +57,29 @@ class KvSink(Protocol):
     def kv_cleared(self, engine: int, now_ns: int) -> None:
         """Record that `engine` holds no block and reports all its blocks from now on, until `kv_lost`."""
 
+    def kv_incomplete(self, engine: int, now_ns: int) -> None:
+        """Record that `engine` holds blocks that are not reported, beside those that are."""
+
     def kv_lost(self, engine: int, now_ns: int) -> None:
         """Record that the blocks reported by `engine` are no longer reliable."""
+
+    def reports_all_blocks(self, engine: int) -> bool:
+        """Return whether all blocks of `engine` are kept since `kv_cleared`; False after one was dropped for memory."""
+
+
+class Incomplete(StrEnum):
+    """Reasons for which the known blocks of a cache are no longer all of them."""
+
+    MISSED = "missed_batches"
+    UNREADABLE_BATCH = "unreadable_batch"
+    UNREADABLE_EVENT = "unreadable_event"
+    UNKNOWN_EVENT = "unknown_event"
+    OTHER_RANK = "other_rank"
+    ORPHANED = NamingGap.ORPHANED.value
+    MALFORMED = NamingGap.MALFORMED.value
+    OTHER_SIZE = NamingGap.OTHER_SIZE.value
+    INDEX_MEMORY = "index_memory"
+    NOT_FOLLOWED = "not_followed"  # the cache claims to hold too many blocks, or its hashes are ambiguous
 
 
 class KvFeedSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +107,7 @@ class KvFeedCounts:
         unknown: events of unknown types.
         other_rank: batches of another data-parallel rank than the stream's first.
         cleared: number of times that the engine emptied its cache.
+        incomplete: number of times that the known blocks ceased to be all of them, by reason.
         newest_ts_s: publication time of the newest batch by the publisher's clock, seconds.
     """
 
@@ -94,6 +117,7 @@ class KvFeedCounts:
     unknown: int = 0
     other_rank: int = 0
     cleared: int = 0
+    incomplete: dict[Incomplete, int] = field(default_factory=lambda: dict.fromkeys(Incomplete, 0))
     newest_ts_s: float = 0.0
 
 
@@ -189,7 +213,7 @@ class KvFeed:
     def lost(self, now_ns: int) -> None:
         """Implement `Consumer.lost`: discard the known blocks."""
         self._jobs.clear()
-        self.is_complete = False
+        self._end(Incomplete.MISSED)
         self._forget()
         self._sink.kv_lost(self._engine, now_ns)
 
@@ -241,6 +265,7 @@ class KvFeed:
             batch = decode_batch(payload)
         except KvEventError as error:
             self.counts.illegible += 1
+            self._end(Incomplete.UNREADABLE_BATCH)
             self.stream.give_up(f"a batch of KV events cannot be decoded ({error})", self._now_ns)
             return
         if self.dp_rank is None:
@@ -251,6 +276,7 @@ class KvFeed:
                 "other rank",
                 f"one stream of KV events carries ranks {self.dp_rank} and {batch.dp_rank}; the latter is ignored",
             )
+            self._leave_out(Incomplete.OTHER_RANK, f"events of rank {batch.dp_rank} are ignored")
             return
         self.counts.newest_ts_s = batch.ts_s
         for encoded in batch.events:
@@ -277,11 +303,14 @@ class KvFeed:
                 self._sink.kv_cleared(self._engine, self._now_ns)
             case UnknownEvent():
                 self.counts.unknown += 1
+                self._leave_out(Incomplete.UNKNOWN_EVENT, "an event has an unknown type")
             case UnreadableStore():
                 self.counts.illegible += 1
+                self._leave_out(Incomplete.UNREADABLE_EVENT, "an event that stores blocks cannot be read")
             case UnreadableRemoval():
                 self.counts.illegible += 1
-                self.is_complete = False
+                self._warn_incomplete("an event that removes blocks cannot be read, so no known block counts")
+                self._end(Incomplete.UNREADABLE_EVENT)
                 self._forget()
                 self._sink.kv_lost(self._engine, self._now_ns)
 
@@ -291,17 +320,48 @@ class KvFeed:
         hashes = blocks.store(event)
         if hashes:
             self._sink.kv_stored(self._engine, hashes, self._now_ns)
+            if not self._sink.reports_all_blocks(self._engine):
+                self._leave_out(
+                    Incomplete.INDEX_MEMORY, "they exceed the engine's share of --index-memory-bytes; raise it"
+                )
         elif blocks.fault and not had_fault:
             self.gave_up(blocks.fault)
             self._forget()
-            self.is_complete = False
+            self._end(Incomplete.NOT_FOLLOWED)
             self._sink.kv_lost(self._engine, self._now_ns)
         elif blocks.block_size_seen not in (None, self._settings.naming.block_size):
             self._warn(
                 "block size",
                 f"the engine's KV blocks have {blocks.block_size_seen} tokens, the router's"
-                f" {self._settings.naming.block_size}. Exact hits need one block size in router and engines",
+                f" {self._settings.naming.block_size}, so its cache is predicted. Exact hits need one block size in"
+                " router and engines",
             )
+        if blocks.gap is not None:
+            self._leave_out(Incomplete(blocks.gap), GAPS_IN_WORDS.get(blocks.gap))
+
+    def _leave_out(self, reason: Incomplete, why: str | None) -> None:
+        """Record that the cache holds more than what is known; what is known still holds.
+
+        Args:
+            why: the reason for the log; None means that it is logged elsewhere.
+        """
+        if self.is_complete:
+            if why is not None:
+                self._warn_incomplete(why)
+            self._end(reason)
+            self._sink.kv_incomplete(self._engine, self._now_ns)
+
+    def _warn_incomplete(self, why: str) -> None:
+        if self.is_complete:
+            self._warn(
+                "incomplete",
+                f"KV events no longer report all blocks of the engine's cache, and the rest is predicted: {why}",
+            )
+
+    def _end(self, reason: Incomplete) -> None:
+        """Record that the known blocks are not all that the cache holds; counted once until they are again."""
+        self.counts.incomplete[reason] += self.is_complete
+        self.is_complete = False
 
     def _forget(self) -> None:
         self._blocks.forget()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import msgspec
@@ -35,6 +36,8 @@ class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
         now_ns: time of the decision.
         decision_id: number of earlier decisions.
         fresh_ns: age up to which a reported figure counts, ns.
+        not_compared: figures that some routable engines have reported lately and others have not, each with bool[n],
+            the engines that lack it. `engines` shows them as never reported, so that no engine is compared by them.
     """
 
     request: Request
@@ -44,6 +47,7 @@ class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
     now_ns: int
     decision_id: int
     fresh_ns: int = FRESH_NS
+    not_compared: Mapping[str, NDArray[np.bool_]] = MappingProxyType({})
 
 
 class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):

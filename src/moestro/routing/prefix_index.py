@@ -126,6 +126,10 @@ class PrefixIndex:
         self._walk(hashes, steps, found)
         return found
 
+    def is_complete(self, engine: int) -> bool:
+        """Return whether the index has every block that `engine` reported since it was empty."""
+        return bool(self._complete >> engine & 1)
+
     def is_exact(self, engine: int) -> bool:
         """Return whether KV events report all blocks of `engine`."""
         return bool(self._exact >> engine & 1)
@@ -208,11 +212,15 @@ class PrefixIndex:
         self.forget(engine)
         self._complete |= 1 << engine
 
+    def incomplete(self, engine: int) -> None:
+        """Record that `engine` holds blocks that its events do not report. Its history counts again beside them."""
+        self._complete &= ~(1 << engine)
+        self._exact &= ~(1 << engine)
+
     def lost_track(self, engine: int) -> None:
         """Discard the blocks that `engine` reported, because its events are no longer complete."""
         bit = 1 << engine
-        self._complete &= ~bit
-        self._exact &= ~bit
+        self.incomplete(engine)
         row = self._engines[engine]
         if row.said:
             self._leaving.append((engine, row.said))
@@ -274,6 +282,7 @@ class PrefixIndex:
                 self._drop_oldest(engine)
             else:
                 self._drop(1 << engine, row.said.popitem(last=False)[0])
+                self.incomplete(engine)
 
     def _bytes_of(self, engine: int) -> int:
         """Bytes of one engine, assuming that no two blocks share a set and each set has a bit per engine."""

@@ -19,6 +19,7 @@ from moestro.routing.decision_record import (
     Gap,
     Head,
     KvCleared,
+    KvIncomplete,
     KvLost,
     KvRemoved,
     KvStored,
@@ -147,6 +148,8 @@ def _apply_said(router: RecordedRouter, entry: Entry) -> None:
             router.kv_removed(entry.engine, entry.hashes, entry.now_ns)
         case KvCleared():
             router.kv_cleared(entry.engine, entry.now_ns)
+        case KvIncomplete():
+            router.kv_incomplete(entry.engine, entry.now_ns)
         case KvLost():
             router.kv_lost(entry.engine, entry.now_ns)
         case _:

@@ -24,6 +24,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         candidates: candidate engines, best first, including the chosen one.
         num_candidates: number of candidates, of which the list may contain only the best.
         regret: the value of `Candidates.regret`.
+        not_compared: figures by which no engine was compared, each with engines that have not reported it.
     """
 
     engine: str
@@ -34,6 +35,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     candidates: list[ScoredEngine]
     num_candidates: int
     regret: float | None
+    not_compared: dict[str, list[str]] = {}
 
 
 class EngineEvent(msgspec.Struct, frozen=True):

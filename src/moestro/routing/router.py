@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.columns import has_true
 from moestro.core.load_figures import LoadFigures
@@ -132,7 +133,7 @@ class Router:
         engine = choice.engine
         if not view.engines.routable[engine]:
             raise InvariantError(f"the route policy chose engine {engine}, which is not routable")
-        candidates = candidates_of(view, choice) if self.keeps_candidates else None
+        candidates = candidates_of(view, choice, self._policy.needs.figures) if self.keeps_candidates else None
         if candidates is not None:
             self._decided(view, choice, candidates)
         self._num_decisions += 1
@@ -282,9 +283,17 @@ class Router:
         self._index.removed(engine, hashes)
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:
-        """Record that `engine` holds no block and reports all its blocks from now on, until `kv_lost`."""
+        """Record that `engine` holds no block and reports all its blocks, until `kv_incomplete` or `kv_lost`."""
         if engine not in self._absent:
             self._index.cleared(engine)
+
+    def reports_all_blocks(self, engine: int) -> bool:
+        """Return whether the index has all blocks that the events of `engine` report, since the cache was empty."""
+        return engine in self._absent or self._index.is_complete(engine)
+
+    def kv_incomplete(self, engine: int, now_ns: int) -> None:
+        """Record that `engine` holds more blocks than it reports. The router predicts the others from now on."""
+        self._index.incomplete(engine)
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
         """Record that events of `engine` were missed for good. The router predicts its cache contents from now on."""
@@ -380,13 +389,17 @@ class Router:
         block_size, table = self._settings.block_size, self._columns.table
         if exclude:
             table = table.without(exclude)
+        not_compared: dict[str, NDArray[np.bool_]] = {}
+        if self._settings.compares_known:
+            table, not_compared = self._columns.compared(table, now_ns - self._settings.fresh_ns)
         if self._policy.needs.hits:
             hit_tokens = self._index.match(request.block_hashes) * block_size
             if self._has_larger_blocks:  # an engine finds only whole blocks of its own
                 hit_tokens -= hit_tokens % self._columns.block_tokens[: self._columns.num_rows]
         else:
             hit_tokens = self._columns.no_hits
-        return RouteView(request, table, hit_tokens, block_size, now_ns, self._num_decisions, self._settings.fresh_ns)
+        fresh_ns = self._settings.fresh_ns
+        return RouteView(request, table, hit_tokens, block_size, now_ns, self._num_decisions, fresh_ns, not_compared)
 
     def _release(self, engine: int) -> None:
         """Free the number of a removed engine, once no request is in flight there."""

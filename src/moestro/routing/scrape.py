@@ -18,17 +18,37 @@ _LARGEST = 2**53  # larger counts are invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScrapedLoad:
-    """Figures of all ranks behind one address; None means missing, or not a possible value.
+class EngineTotals:
+    """What all engines behind one address counted since their start; None means not shown.
 
     Attributes:
-        figures: gauges that a router keeps, summed over the ranks; fractions and ratios are the mean of the ranks.
+        num_generated_tokens: generated tokens.
+        num_queried_tokens, num_hit_tokens: prompt tokens looked up, and found, in the prefix cache.
+        prompt_token_s: mean time to compute a prompt token, seconds.
+    """
+
+    num_generated_tokens: int | None = None
+    num_queried_tokens: int | None = None
+    num_hit_tokens: int | None = None
+    prompt_token_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScrapedLoad:
+    """Figures of all engines behind one address; None means missing, or not a possible value.
+
+    Series of the ranks that compute one engine (tensor, pipeline and expert parallel) are copies of one figure.
+
+    Attributes:
+        figures: gauges that a router keeps, summed over data-parallel engines; fractions and ratios are their mean.
+        totals: counts for the page, which no policy reads.
         num_tokens_computed: prompt and generated tokens since the server's start, as a sign of progress.
         block_size: tokens per KV block.
-        num_kv_tokens: capacity of the KV caches of all ranks, tokens.
+        num_kv_tokens: capacity of the KV caches of all engines, tokens.
     """
 
     figures: LoadFigures = field(default_factory=LoadFigures)
+    totals: EngineTotals = field(default_factory=EngineTotals)
     num_tokens_computed: float | None = None
     block_size: int | None = None
     num_kv_tokens: int | None = None
@@ -56,9 +76,24 @@ _NAMES = {
 SCRAPED_FIGURES = frozenset(_NAMES)  # figures that some known server shows
 _PROMPT = ("moestro:prompt_tokens_total", "vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
 _GENERATED = ("moestro:generation_tokens_total", "vllm:generation_tokens_total", "sglang:generation_tokens_total")
+_QUERIED = ("moestro:prefix_cache_queries_total", "vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total")
+_HITS = ("moestro:prefix_cache_hits_total", "vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
+_PREFILL_S = ("vllm:request_prefill_time_seconds_sum",)
+_COMPUTED = ("vllm:request_prefill_kv_computed_tokens_sum",)
 _CACHE_CONFIG = ("moestro:cache_config_info", "vllm:cache_config_info")
 _KV_TOKENS = ("sglang:max_total_num_tokens",)
 
+# Labels of ranks that compute one engine together (SGLang with --enable-metrics-for-all-schedulers). The data-parallel
+# engines of an address differ in others: `engine` (vLLM, Moestro), `dp_rank` (SGLang).
+_RANK_LABELS = frozenset(
+    {b"tp_rank", b"pp_rank", b"ep_rank", b"moe_ep_rank", b"moe_dp_rank", b"cp_rank", b"attn_tp_rank", b"attn_cp_rank"}
+)
+_PRIORITY = b"priority"  # SGLang shows the requests of each priority beside their sum, whose priority is empty
+
+# Bounds of an untrusted text, whose labels are parsed in time that grows with their length squared.
+_MAX_LABEL_BYTES = 1024
+_MAX_SERIES = 4096  # of one figure: ranks times priorities
+_LABEL = re.compile(rb'[{,]\s*([A-Za-z_]\w*+)="((?:[^"\\]|\\.)*+)"')
 _BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d{1,9})"')
 _NUM_BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,12})"')
 
@@ -74,10 +109,17 @@ def scrape(text: bytes) -> ScrapedLoad:
         num_kv_tokens = sum((block or 0) * (size or 0) for block, size in zip(blocks, sizes, strict=True))
     else:
         num_kv_tokens = _figure(text, _KV_TOKENS, sum)
-    counters = [_figure(text, names, sum) for names in (_PROMPT, _GENERATED)]
-    known = [count for count in counters if count is not None]
+    num_generated = _figure(text, _GENERATED, sum)
+    known = [count for count in (_figure(text, _PROMPT, sum), num_generated) if count is not None]
+    seconds, num_computed = _figure(text, _PREFILL_S, sum), _figure(text, _COMPUTED, sum)
     return ScrapedLoad(
         figures=LoadFigures(**{figure: _load_figure(text, figure, names) for figure, names in _NAMES.items()}),
+        totals=EngineTotals(
+            num_generated_tokens=_count(num_generated),
+            num_queried_tokens=_count(_figure(text, _QUERIED, sum)),
+            num_hit_tokens=_count(_figure(text, _HITS, sum)),
+            prompt_token_s=seconds / num_computed if seconds and num_computed else None,
+        ),
         num_tokens_computed=sum(known) if known else None,
         block_size=sizes[0] if sizes else None,
         num_kv_tokens=_count(num_kv_tokens),
@@ -95,10 +137,20 @@ def _load_figure(text: bytes, figure: str, names: Sequence[str]) -> Any:
 
 
 def _figure(text: bytes, names: Sequence[str], combine: Callable[[list[float]], float]) -> float | None:
-    values = [value for _, value in _samples(text, names)]
-    if not values or not all(math.isfinite(value) and 0 <= value <= _LARGEST for value in values):
+    found = _samples(text, names)
+    if not 0 < len(found) <= _MAX_SERIES or any(len(labels) > _MAX_LABEL_BYTES for labels, _ in found):
         return None
-    return combine(values)
+    if not all(math.isfinite(value) and 0 <= value <= _LARGEST for _, value in found):
+        return None
+    samples = [(dict(_LABEL.findall(labels)), value) for labels, value in found]
+    has_sums = any(labels.get(_PRIORITY) == b"" for labels, _ in samples)
+    engines: dict[frozenset[tuple[bytes, bytes]], float] = {}
+    for labels, value in samples:
+        if has_sums and labels.get(_PRIORITY):
+            continue
+        engine = frozenset(label for label in labels.items() if label[0] not in _RANK_LABELS)
+        engines[engine] = max(value, engines.get(engine, 0.0))  # ranks are read at slightly different moments
+    return combine(list(engines.values()))
 
 
 def _samples(text: bytes, names: Sequence[str]) -> list[tuple[bytes, float]]:

@@ -34,6 +34,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         seed: random seed of draws between equal engines.
         index_bytes: memory limit of the prefix index, bytes.
         fresh_ns: age up to which a reported figure counts, ns; longer than the interval between two reports.
+        compares_known: whether a figure counts only while every routable engine has reported it lately. False where
+            engines report changes alone: there a missing report means an idle engine.
         engine_block_size: tokens per KV block of an engine that does not say it. An engine caches whole blocks only.
     """
 
@@ -44,6 +46,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     index_bytes: Annotated[int, at_least(1)] = 1 << 30
     fresh_ns: Annotated[int, at_least(1)] = FRESH_NS
+    compares_known: bool = False
     engine_block_size: Annotated[int, at_least(1)] = 1
 
     def __post_init__(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from moestro.web.faults import Faults
 from moestro.web.lifecycle import RESPONSE_FLUSH_S
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.only_programs import only_programs
+from moestro.web.refusals import Refusals
 
 ADMIN_HOST = "127.0.0.1"
 # A placement of DeepSeek-V3 on 320 devices with its shares and moves takes 2 MB.
@@ -41,5 +41,5 @@ async def admin_runner(routes: Iterable[web.RouteDef], api_key: str | None, faul
     app = web.Application()
     app.middlewares.append(only_programs(lambda host: host == "localhost"))
     app.add_routes(routes)
-    middleware = HttpMiddleware(Access.of([api_key] if api_key else []), Counter(), ADMIN_BODY_BYTES, faults)
+    middleware = HttpMiddleware(Access.of([api_key] if api_key else []), Refusals(), ADMIN_BODY_BYTES, faults)
     return await middleware.runner(app, shutdown_timeout=RESPONSE_FLUSH_S)

@@ -27,7 +27,6 @@ from moestro.server.responses import ChatForm, CompletionForm, Heading, heading
 from moestro.server.server_info import ServerInfo
 from moestro.server.sse import OpenAIEncoding
 from moestro.server.text_api import TextApi
-from moestro.web.bodies import MAX_BODY_BYTES
 from moestro.web.prometheus import Exposition
 from moestro.web.statistics import LiveStatistics
 
@@ -52,7 +51,7 @@ class ApiServer:
         self, exposition: Exposition, info: ServerInfo, statistics: Callable[[bool], LiveStatistics]
     ) -> web.Application:
         """Return the application, which runs behind `HttpMiddleware`."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application()
         runner, model = self._runner, self._model
         app.add_routes(
             [
@@ -114,7 +113,7 @@ class ApiServer:
         return ModelCard(
             id=name,
             created=model.created,
-            root=model.root,
+            root=name,
             max_model_len=info.max_model_len,
             device=info.device,
             pace_dilation=info.pace_dilation,

@@ -162,10 +162,10 @@ def _message(place: str, message: Message) -> dict[str, Any]:
     calls = message.tool_calls or ()
     if calls and message.role != "assistant":
         raise invalid(f"{place}.tool_calls", "belongs to messages of the assistant")
-    given = message.refusal if message.content is None else message.content
-    if given is None and not calls:
+    is_answer = message.role == "assistant"  # The model may have given neither content nor calls.
+    if message.content is None and not is_answer:
         raise invalid(f"{place}.content", "is missing; send a text")
-    content = given or ""
+    content = message.content or (is_answer and message.refusal) or ""
     made: dict[str, Any] = {
         "role": message.role,
         "content": content if isinstance(content, str) else _text(place, content),
@@ -177,7 +177,7 @@ def _message(place: str, message: Message) -> dict[str, Any]:
     if message.role == "tool" and message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
-    if reasoning is not None and message.role == "assistant":
+    if reasoning is not None and is_answer:
         made["reasoning"] = made["reasoning_content"] = reasoning
     return made
 

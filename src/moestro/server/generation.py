@@ -43,12 +43,12 @@ class _Choice:
         self._token_ids = array("i")
         self.num_reasoning = 0
         self._tokenizer = tokenizer
-        self._parser = None if job.answers is None else job.answers.parser()
         self._parts: list[ChatPart] = []
         self._detokenizer = tokenizer.detokenizer(
             job.request.token_array()[-CONTEXT_TOKENS:].tolist(), _shown_special_ids(job, tokenizer)
         )
         self._stops = StopFinder(job.stop, keeps_stop=job.keeps_stop)
+        self._parser = None if job.answers is None else job.answers.parser(self._stops)
         self._num_chars = 0  # Length of the decoded text, including stop strings and held-back text.
         self._has_begun = self._was_ended = False  # `_was_ended`: the budget has ended the reasoning.
         self._wants_text_alone = not (
@@ -69,7 +69,8 @@ class _Choice:
         text += self._text_of(output, scores)
         reason: str | None = output.finish_reason
         if output.finish_reason is not None:
-            text += self._parsed(self._show(self._detokenizer.flush()) + self._stops.flush())
+            text += self._show(self._detokenizer.flush())
+            text += self._end_text(is_cut=output.finish_reason is not FinishReason.STOP)
         if self._stops.found is not None:
             reason = FinishReason.STOP
         parts, reason = self._take_parts(reason)
@@ -103,7 +104,7 @@ class _Choice:
                 scores.append(score_of(output.logprobs[i], self._num_chars, self._tokenizer.token_texts))
             if hides_last and i + 1 == len(output.token_ids):
                 break  # The stop token is counted and not shown.
-            text += self._parsed(self._show(self._detokenizer.push(token_id)))
+            text += self._show(self._detokenizer.push(token_id))
             if self._stops.found is not None or (output.finish_reason is None and self.exceeds_budget):
                 break
         return text
@@ -150,23 +151,31 @@ class _Choice:
         return self.job.echo, list(prompt_scores or ())
 
     def _show(self, text: str) -> str:
-        self._num_chars += len(text)
-        return self._stops.push(text, look=self.num_generated > self.job.request.sampling.min_tokens)
+        """Return the part of one token's text that can be shown, and parse it.
 
-    def _parsed(self, text: str) -> str:
-        """Pass the text of one token to the parser, and count the token if it is within the reasoning."""
-        if self._parser is not None:
-            was_reasoning = self._parser.is_reasoning
-            self._parts += self._parser.feed(text)
-            self.num_reasoning += was_reasoning and self._parser.is_reasoning
+        With a parser, stop strings hold for the content that it finds. It also counts the tokens of the reasoning.
+        """
+        self._num_chars += len(text)
+        may_stop = self.num_generated > self.job.request.sampling.min_tokens
+        if self._parser is None:
+            return self._stops.push(text, look=may_stop)
+        was_reasoning = self._parser.is_reasoning
+        self._parts += self._parser.feed(text, may_stop=may_stop)
+        self.num_reasoning += was_reasoning and self._parser.is_reasoning
         return text
+
+    def _end_text(self, *, is_cut: bool) -> str:
+        """Return the text that was held back until the end of the answer."""
+        if self._parser is None:
+            return self._stops.flush()
+        self._parts += self._parser.finish(is_cut=is_cut)
+        return ""
 
     def _take_parts(self, reason: str | None) -> tuple[tuple[ChatPart, ...] | None, str | None]:
         """Return the new parts, and the reason that the client gets for the end of the choice."""
         if self._parser is None:
             return None, reason
         if reason is not None:
-            self._parts += self._parser.finish()
             reason = self._parser.finish_reason(reason)
         parts, self._parts = tuple(self._parts), []
         return parts, reason
@@ -396,9 +405,14 @@ def _failure(reason: FinishReason) -> RequestError | None:
             return GenerationError("The engine failed on this request; its log says why.", code="engine_error")
         case FinishReason.NON_FINITE:
             return GenerationError(
-                "The model's logits are not finite (NaN or infinity) after these tokens, or the request excludes all"
-                " tokens, so that there is no next token. A retry will likely fail in the same way: change the prompt,"
-                " or contact the operator.",
+                "The model's logits are not finite (NaN or infinity) after these tokens, so that there is no next"
+                " token. A retry will likely fail in the same way: change the prompt, or contact the operator.",
+                code=reason,
+            )
+        case FinishReason.EXCLUDED:
+            return RequestError(
+                "The request excludes every token after these ones: its allowed_token_ids, bad_words, logit_bias,"
+                " min_tokens and grammar have no token in common that the model considers possible. Loosen one.",
                 code=reason,
             )
         case FinishReason.GRAMMAR:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from moestro.core.request import FinishReason, ServiceClass
 from moestro.web.prometheus import Histogram
+from moestro.web.refusals import Refusals
 
 # vLLM's bounds, so that the heat maps of its dashboards fit. The gaps begin lower, for small models.
 _FIRST_TOKEN_S = (
@@ -23,6 +23,7 @@ _WHOLE_S = (
 )
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+_PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)  # vLLM's buckets
 _STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
 
 ByClass = dict[ServiceClass, Histogram]
@@ -45,6 +46,7 @@ class EngineMetrics:
         computed_tokens: Number of prompt tokens of each finished request that no cache had.
         max_tokens: Limit of generated tokens of each finished request.
         step_tokens: Number of tokens of each step with an output: generated ones, and the prompts that it completed.
+        num_preemptions: Number of preemptions of each finished request.
         num_choices, longest_choice: Number of choices of each finished prompt, and tokens of the longest of them.
         num_cached_tokens: Number of prompt tokens that came from a cache.
         num_prompt_tokens: Number of prompt tokens of requests with a first output.
@@ -58,8 +60,8 @@ class EngineMetrics:
     __slots__ = (
         "computed_tokens", "decode_s", "ended", "first_token_s", "gap_s", "generation_tokens", "inference_s",
         "longest_choice", "max_tokens", "mean_gap_s", "num_cached_tokens", "num_choices", "num_generated_tokens",
-        "num_moved", "num_prompt_tokens", "num_restarts", "num_stalls", "num_streams_resumed", "prefill_s",
-        "prompt_tokens", "queue_s", "step_tokens", "whole_s",
+        "num_moved", "num_preemptions", "num_prompt_tokens", "num_restarts", "num_stalls", "num_streams_resumed",
+        "prefill_s", "prompt_tokens", "queue_s", "step_tokens", "whole_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -76,6 +78,7 @@ class EngineMetrics:
         self.computed_tokens = Histogram(_TOKENS)
         self.max_tokens = Histogram(_TOKENS)
         self.step_tokens = Histogram(_STEP_TOKENS)
+        self.num_preemptions = Histogram(_PREEMPTIONS)
         self.num_choices = Histogram(_CHOICES)
         self.longest_choice = Histogram(_TOKENS)
         self.num_cached_tokens = 0
@@ -99,5 +102,5 @@ class Metrics:
 
     def __init__(self, num_engines: int) -> None:
         self.engines = [EngineMetrics() for _ in range(num_engines)]
-        self.refusals: Counter[str] = Counter()
+        self.refusals = Refusals()
         self.num_delivery_errors = 0

@@ -101,6 +101,7 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] =
         "Tokens of each step with an output: those generated, and the prompts that it completed.",
         lambda m: m.step_tokens,
     ),
+    ("request_num_preemptions", "Preemptions of each finished request.", lambda m: m.num_preemptions),
     ("request_params_n", "Number of choices of each finished prompt.", lambda m: m.num_choices),
     (
         "request_max_num_generation_tokens",

@@ -113,7 +113,7 @@ class CompletionFields(GenerationFields, kw_only=True):
 
 
 class ContentPart(msgspec.Struct):
-    """One part of a message's content; only parts of types `text` and `refusal`, which is text too, are supported."""
+    """One part of a message's content: a text, or a refusal of the assistant."""
 
     type: str
     text: str | None = None
@@ -138,18 +138,21 @@ class CallField(msgspec.Struct):
 class Message(msgspec.Struct):
     """One message of a chat. `reasoning` and `reasoning_content` are two names of one field.
 
-    Attributes:
-        refusal: Text of an assistant that refused to answer, in place of `content`.
+    A refusal is what the assistant wrote in place of its content. The last three fields are those of earlier answers,
+    and say nothing to a template.
     """
 
     role: str
     content: str | list[ContentPart] | None = None
-    refusal: str | None = None
     name: str | None = None
     tool_calls: list[CallField] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
 
 
 class ToolFunction(msgspec.Struct):
@@ -286,9 +289,9 @@ class TextChoice(msgspec.Struct):
     finish_reason: str | None
     logprobs: CompletionLogprobs | None = None
     stop_reason: str | int | None = None  # Stop string or stop token that ended the choice; null for an end token.
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET  # Set if requested.
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # Set if requested.
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # Set if requested; in a stream once.
+    prompt_logprobs: PromptLogprobs | None = None  # Set if requested.
+    token_ids: list[int] | None = None  # Set if requested.
+    prompt_token_ids: list[int] | None = None  # Set if requested; in a stream once.
 
 
 class CalledFunction(msgspec.Struct, omit_defaults=True):
@@ -308,14 +311,20 @@ class ChatToolCall(msgspec.Struct, omit_defaults=True):
 
 
 class ChatMessage(msgspec.Struct):
-    """The assistant's message. vLLM names the reasoning `reasoning`, and DeepSeek and SGLang `reasoning_content`."""
+    """The assistant's message. vLLM names the reasoning `reasoning`, and DeepSeek and SGLang `reasoning_content`.
+
+    As in vLLM, every key is present, because clients read attributes that are otherwise missing.
+    """
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ChatToolCall] | msgspec.UnsetType = msgspec.UNSET
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[ChatToolCall] = []
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -326,17 +335,17 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
     stop_reason: str | int | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # Set if requested.
+    token_ids: list[int] | None = None  # Set if requested.
 
 
-class ChatDelta(msgspec.Struct, omit_defaults=True):
-    """Addition of a chunk to the message."""
+class ChatDelta(msgspec.Struct):
+    """Addition of a chunk to the message. Only `reasoning` is always present, because clients read the attribute."""
 
-    role: str | None = None
-    content: str | None = None
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ChatToolCall] | None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ChatToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -347,11 +356,14 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
     stop_reason: str | int | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # Set if requested.
+    token_ids: list[int] | None = None  # Set if requested.
 
 
-class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """A completion, a chat completion, or a chunk of either, as `object` says. Chunks have usage only on request."""
+class Answer(msgspec.Struct, kw_only=True):
+    """A completion, a chat completion, or a chunk of either, as `object` says. Chunks have usage only on request.
+
+    As in vLLM, the other keys of a complete answer are present, and null where they say nothing.
+    """
 
     id: str
     object: str
@@ -359,9 +371,11 @@ class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
     model: str
     choices: list[TextChoice] | list[ChatChoice] | list[ChatChunkChoice]
     system_fingerprint: str
-    usage: Usage | None = None
-    prompt_logprobs: PromptLogprobs | None = None  # Set in a chat completion if requested.
-    prompt_token_ids: list[int] | None = None  # The same; in a stream once.
+    usage: Usage | msgspec.UnsetType = msgspec.UNSET
+    service_tier: msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType | None = msgspec.UNSET  # A chat's, if requested.
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET  # The same; in a stream once.
+    kv_transfer_params: msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

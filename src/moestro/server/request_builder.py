@@ -52,7 +52,6 @@ class ServedModel:
 
     Attributes:
         names: Names that clients may use; the first one comes first in the model list.
-        root: Path or id that the model was loaded from.
         created: Load time, in seconds since 1970.
         fingerprint: String that changes whenever answers may change.
         has_priorities: Whether the scheduling policy uses `priority`.
@@ -64,7 +63,6 @@ class ServedModel:
     """
 
     names: tuple[str, ...]
-    root: str
     created: int
     fingerprint: str
     info: ModelInfo

@@ -14,6 +14,7 @@ from moestro.grammar.checker import GrammarChecker
 from moestro.grammar.compiler import VocabularySource
 from moestro.server.engine_client import EngineClient
 from moestro.server.generation import SCORE_BYTES, Generation, join_pieces
+from moestro.server.load_header import FORMAT_HEADER, load_headers
 from moestro.server.piece import Piece
 from moestro.server.request_builder import Arrival, Prepared, ServedModel, following
 from moestro.server.request_fields import ignored_warning
@@ -107,7 +108,9 @@ class RequestRunner:
         self, http: web.Request, prepared: Prepared, form: AnswerForm, encoding: AnswerEncoding
     ) -> web.StreamResponse:
         options = prepared.options
-        headers = ignored_warning(options.unknown_fields)
+        headers = ignored_warning(options.unknown_fields) | load_headers(
+            http.headers.get(FORMAT_HEADER), self._engines.loads
+        )
         async with Generation(self._engines, self._model, prepared.jobs, self._answer_threads) as generation:
             if options.stream:
                 wanted = UsageWanted(options.include_usage, options.continuous_usage)

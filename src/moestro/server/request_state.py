@@ -113,6 +113,7 @@ class RequestState:
         num_moves: Number of moves to another engine.
         num_tokens: Number of answer tokens so far.
         num_tokens_before: Value of `num_tokens` at the last move.
+        num_preemptions: Times that the engine took the request's KV, as the engine's last such output says.
         has_output, has_token: Whether an output, and a token, has come from any engine.
         choices: All choices of the request's prompt.
     """
@@ -131,6 +132,7 @@ class RequestState:
     admitted_ns: int = 0
     first_ns: int = 0
     last_ns: int = 0
+    num_preemptions: int = 0
     choices: PromptChoices = field(default_factory=lambda: PromptChoices(1))
 
     def may_move(self) -> bool:
@@ -147,6 +149,7 @@ class RequestState:
     def count_output(self, output: Output, metrics: EngineMetrics, now_ns: int) -> None:
         """Count the tokens of an output, and its latencies."""
         request, num_tokens = self.request, len(output.token_ids)
+        self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
         if not self.has_output:
             self.has_output = True
             self.admitted_ns, self.num_hit_tokens = output.admitted_ns, output.num_cached_tokens
@@ -174,6 +177,7 @@ class RequestState:
         metrics.inference_s.observe(max(0, self.last_ns - self.admitted_ns) / 1e9)
         metrics.computed_tokens.observe(request.num_prompt_tokens - self.num_hit_tokens)
         metrics.max_tokens.observe(request.sampling.max_tokens)
+        metrics.num_preemptions.observe(self.num_preemptions)
         self.choices.count_answer(self.num_tokens, metrics)
         metrics.prompt_tokens.observe(request.num_prompt_tokens)
         metrics.generation_tokens.observe(self.num_tokens)

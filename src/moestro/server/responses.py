@@ -69,7 +69,9 @@ class CompletionForm:
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> Answer:
         """Return the complete response."""
-        return _answer(self._heading, "text_completion", [self._choice(piece) for piece in choices], usage)
+        answer = _answer(self._heading, "text_completion", [self._choice(piece) for piece in choices], usage)
+        answer.service_tier = answer.kv_transfer_params = None
+        return answer
 
     def openings(self) -> Sequence[Answer]:
         """Return no chunks, because a completion begins with its text."""
@@ -117,6 +119,7 @@ class ChatForm:
             for piece in choices
         ]
         answer = _answer(self._heading, "chat.completion", messages, usage)
+        answer.service_tier = answer.prompt_logprobs = answer.prompt_token_ids = answer.kv_transfer_params = None
         if choices[0].prompt_scores is not None:
             answer.prompt_logprobs = _logprobs_by_id(choices[0].prompt_scores, self._options.prompt_logprobs or 0)
         if choices[0].prompt_token_ids is not None:
@@ -151,8 +154,8 @@ class ChatForm:
         return _answer(self._heading, "chat.completion.chunk", choices, usage)
 
 
-def _ids(token_ids: Sequence[int] | None) -> list[int] | msgspec.UnsetType:
-    return msgspec.UNSET if token_ids is None else list(token_ids)
+def _ids(token_ids: Sequence[int] | None) -> list[int] | None:
+    return None if token_ids is None else list(token_ids)
 
 
 def heading(answer_id: str, model: str, fingerprint: str) -> Heading:
@@ -225,5 +228,5 @@ def _answer(
         model=head.model,
         choices=choices,
         system_fingerprint=head.fingerprint,
-        usage=usage,
+        usage=msgspec.UNSET if usage is None else usage,
     )

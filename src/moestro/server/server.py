@@ -361,7 +361,6 @@ class _ServeProcess:
         self._clock.mark_engines(cluster.engines.phases)
         served = ServedModel(
             names=server.served_model_name,
-            root=model.model,
             created=int(time.time()),
             fingerprint=_fingerprint(self._settings, infos[0]),
             info=infos[0],

@@ -51,6 +51,8 @@ class ServerStatistics:
             time_s=now_ns / NS_PER_S,
             num_requests=self.traffic.num_answering,
             num_refused=metrics.refusals.total(),
+            num_client_errors=metrics.refusals.num_client_errors,
+            num_overload=metrics.refusals.num_overload,
             num_retried=sum(each.num_moved for each in metrics.engines),
             first_token_s=Durations.of(merge(each.first_token_s.values()) for each in metrics.engines),
             gap_s=Durations.of(each.gap_s for each in metrics.engines),
@@ -72,6 +74,7 @@ class ServerStatistics:
             num_prompt_tokens=own.num_prompt_tokens,
             num_cached_tokens=own.num_cached_tokens,
             num_generated_tokens=own.num_generated_tokens,
+            prompt_token_s=own.prefill_s.total / own.computed_tokens.total if own.computed_tokens.total else None,
             load=self.engines.loads[engine],
         )
 

@@ -8,7 +8,7 @@ from moestro.web.errors import HttpError
 _METHODS = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 _ALWAYS_ALLOWED = ("accept", "accept-language", "content-language", "content-type")  # Safelisted by the Fetch standard.
 # Readable by pages besides the standard headers.
-_EXPOSED = "X-Request-Id, Retry-After, Warning, x-moestro-engine, x-moestro-reason"
+_EXPOSED = "X-Request-Id, Retry-After, Warning, x-moestro-engine, x-moestro-reason, endpoint-load-metrics"
 _MAX_AGE_S = 600  # Time for which a browser caches a preflight.
 
 

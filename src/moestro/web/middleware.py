@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from moestro.web.errors import HttpError, InternalError, error_body, too_large
 from moestro.web.faults import Faults
 from moestro.web.heads import HeadError, check_head
 from moestro.web.probes import PUBLIC
+from moestro.web.refusals import Refusals
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -34,12 +34,12 @@ class HttpMiddleware:
 
     Args:
         access: Access checks; public paths need no key.
-        refusals: Counter of refusals, by code.
+        refusals: Counts of refusals.
         max_body_bytes: Most bytes of a body; a longer one is refused unread.
         faults: Log of bugs.
     """
 
-    def __init__(self, access: Access, refusals: Counter[str], max_body_bytes: int, faults: Faults) -> None:
+    def __init__(self, access: Access, refusals: Refusals, max_body_bytes: int, faults: Faults) -> None:
         self._access = access
         self._limits, self._cors = access.limits, access.cors
         self._refusals = refusals
@@ -103,7 +103,7 @@ class HttpMiddleware:
     def _refused(self, http: web.BaseRequest, error: RequestError) -> web.Response:
         """Count a refusal, and return its response."""
         if error.http_status != 500:
-            self._refusals[error.code or error.error_type] += 1
+            self._refusals.add(error)
         response = _refusal(http, error)
         if isinstance(error, HeadError):
             response.force_close()

@@ -46,8 +46,9 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
         num_requests: Requests ended by the engine (serve), or given to it (route).
         num_prompt_tokens: Prompt tokens of requests with a first output (serve), or of answers with usage (route).
         num_cached_tokens: Those of them that came from the engine's prefix cache.
-        num_generated_tokens: Tokens received from the engine.
-        load: Last load figures.
+        num_generated_tokens: Tokens received from the engine (serve), or that it reports (route).
+        prompt_token_s: Mean time to compute a prompt token, seconds.
+        load: Last load figures. Of a router they have the engine's own counts of prefix hits too.
     """
 
     name: str
@@ -58,6 +59,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int | None
+    prompt_token_s: float | None = None
     load: LoadFigures
 
 
@@ -86,6 +88,8 @@ class LiveStatistics(msgspec.Struct, frozen=True, kw_only=True):
         time_s: Time of the figures on a monotonic clock, in seconds.
         num_requests: Requests that are being answered.
         num_refused: Requests refused.
+        num_client_errors: Requests that clients must change: refused ones, and of a router those that engines refused.
+        num_overload: Requests for which there was no room, counted alike.
         num_retried: Retries on another engine (route), or requests that moved when an engine ended (serve).
         first_token_s: TTFT, or of a router the time to the first byte.
         gap_s: ITL; None for a router.
@@ -101,6 +105,8 @@ class LiveStatistics(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float
     num_requests: int
     num_refused: int
+    num_client_errors: int
+    num_overload: int
     num_retried: int
     first_token_s: Durations | None
     gap_s: Durations | None

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from itertools import pairwise
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -39,6 +40,10 @@ _MAX_EXTRA_KEYS = 16  # of one block: an adapter, a salt, and pictures in it
 Name = Annotated[str, Meta(max_length=_MAX_NAME_CHARS)]
 BlockKey = int | Annotated[bytes, Meta(max_length=_MAX_HASH_BYTES)]  # the publisher's own, opaque name of a block
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+_Pair = tuple[TokenId, TokenId]
+# What a list of tokens holds: tokens, or with speculative decoding by EAGLE (SGLang) each token and the one behind it.
+_Token = TypeVar("_Token")
+_Tokens = Annotated[list[_Token], Meta(max_length=_MAX_TOKENS)]
 BlockKeys = Annotated[list[BlockKey], Meta(max_length=_MAX_BLOCKS)]
 _BlockExtras = Annotated[list[msgspec.Raw], Meta(max_length=_MAX_EXTRA_KEYS)]
 ExtraKeys = Annotated[list[_BlockExtras | None], Meta(max_length=_MAX_BLOCKS)]
@@ -48,25 +53,12 @@ class KvEventError(MoestroError):
     """A message that is not a KV event batch."""
 
 
-class BlockStored(msgspec.Struct, frozen=True):
-    """Consecutive full blocks that a cache now holds, after `parent_block_hash`.
-
-    Attributes:
-        parent_block_hash: preceding block; None if the first of these blocks begins a prompt.
-        token_ids: tokens of all the blocks; empty if the publisher does not know them.
-        lora_id: id of an adapter without a published name.
-        medium: tier; None if the publisher has only one.
-        extra_keys: for each block, what else its hash covers: the adapter's name, `[multimodal id, offset]`, the salt
-            of a first block, digests of prompt embeddings. Encoded, because only texts matter (`text_of`).
-        group_idx: group of layers, in models whose layers are cached differently.
-        kv_cache_spec_kind: kind of attention in that group.
-        cache_salt: the salt, in SGLang's messages.
-        locality: "REMOTE" if the blocks are not in this engine.
-    """
+class _StoredMap(msgspec.Struct, Generic[_Token], frozen=True):
+    """The fields of `BlockStored`, with tokens or pairs."""
 
     block_hashes: BlockKeys
     parent_block_hash: BlockKey | None
-    token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_TOKENS)]
+    token_ids: _Tokens[_Token]
     block_size: int
     lora_id: int | Name | None = None
     medium: Name | None = None
@@ -76,6 +68,24 @@ class BlockStored(msgspec.Struct, frozen=True):
     kv_cache_spec_kind: Name | None = None
     cache_salt: Name | None = None
     locality: Name | None = None
+
+
+class BlockStored(_StoredMap[TokenId], frozen=True):
+    """Consecutive full blocks that a cache now holds, after `parent_block_hash`.
+
+    Attributes:
+        parent_block_hash: preceding block; None if the first of these blocks begins a prompt.
+        token_ids: tokens of all the blocks; empty if the publisher does not know them. `decode_event` replaces pairs of
+            EAGLE by the first token of each.
+        lora_id: id of an adapter without a published name.
+        medium: tier; None if the publisher has only one.
+        extra_keys: for each block, what else its hash covers: the adapter's name, `[multimodal id, offset]`, the salt
+            of a first block, digests of prompt embeddings. Encoded, because only texts matter (`text_of`).
+        group_idx: group of layers, in models whose layers are cached differently.
+        kv_cache_spec_kind: kind of attention in that group.
+        cache_salt: the salt, in SGLang's messages.
+        locality: "REMOTE" if the blocks are not in this engine.
+    """
 
 
 class BlockRemoved(msgspec.Struct, frozen=True):
@@ -172,10 +182,10 @@ class _StoredMetadata(msgspec.Struct):
     locality: Name | None = None
 
 
-class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
+class _StoredArray(msgspec.Struct, Generic[_Token], array_like=True, tag="BlockStored"):
     block_hashes: BlockKeys
     parent_block_hash: BlockKey | None
-    token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_TOKENS)]
+    token_ids: _Tokens[_Token]
     block_size: int
     lora_id: int | Name | None = None
     medium: Name | None = None
@@ -184,11 +194,12 @@ class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
     group_idx: int | None = None
     kv_cache_spec_kind: Name | None = None
 
-    def event(self) -> BlockStored:
+    def values(self) -> dict[str, Any]:
+        """The fields of `BlockStored`."""
         values = msgspec.structs.asdict(self)
         if isinstance(self.lora_name, _StoredMetadata):
             values |= msgspec.structs.asdict(self.lora_name)
-        return BlockStored(**values)
+        return values
 
 
 class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved"):
@@ -204,9 +215,11 @@ _decode_batch_array = msgspec.msgpack.Decoder(_BatchArray).decode
 _decode_batch_map = msgspec.msgpack.Decoder(_BatchMap).decode
 _decode_array_tag = msgspec.msgpack.Decoder(_ArrayTag).decode
 _decode_map_tag = msgspec.msgpack.Decoder(_MapTag).decode
-_decode_stored_array = msgspec.msgpack.Decoder(_StoredArray).decode
+_decode_stored_array = msgspec.msgpack.Decoder(_StoredArray[TokenId]).decode
+_decode_paired_array = msgspec.msgpack.Decoder(_StoredArray[_Pair]).decode
 _decode_removed_array = msgspec.msgpack.Decoder(_RemovedArray).decode
 _decode_stored_map = msgspec.msgpack.Decoder(BlockStored).decode
+_decode_paired_map = msgspec.msgpack.Decoder(_StoredMap[_Pair]).decode
 _decode_name = msgspec.msgpack.Decoder(Name).decode
 _decode_removed_map = msgspec.msgpack.Decoder(BlockRemoved).decode
 
@@ -256,15 +269,30 @@ def decode_event(encoded: msgspec.Raw) -> Event:
         return UnreadableRemoval() if is_map else UnknownEvent()
     if name == "BlockStored":
         try:
-            return _decode_stored_map(encoded) if is_map else _decode_stored_array(encoded).event()
+            return _decode_stored_map(encoded) if is_map else BlockStored(**_decode_stored_array(encoded).values())
         except _ERRORS:
-            return UnreadableStore()
+            return _decode_paired(encoded, is_map=is_map)
     if name == "BlockRemoved":
         try:
             return _decode_removed_map(encoded) if is_map else _decode_removed_array(encoded).event()
         except _ERRORS:
             return UnreadableRemoval()
     return AllBlocksCleared() if name == "AllBlocksCleared" else UnknownEvent()
+
+
+def _decode_paired(encoded: msgspec.Raw, *, is_map: bool) -> BlockStored | UnreadableStore:
+    """Decode stored blocks whose tokens are pairs of a token and the next one, as tokens."""
+    try:
+        if is_map:
+            values = msgspec.structs.asdict(_decode_paired_map(encoded))
+        else:
+            values = _decode_paired_array(encoded).values()
+    except _ERRORS:
+        return UnreadableStore()
+    pairs: list[tuple[int, int]] = values.pop("token_ids")
+    if any(pair[1] != following[0] for pair, following in pairwise(pairs)):
+        return UnreadableStore()
+    return BlockStored(token_ids=[token for token, _ in pairs], **values)
 
 
 def stored_parts(event: BlockStored, num_blocks: int) -> Iterator[BlockStored]:

@@ -8,8 +8,10 @@ is left out: an event that is not understood costs a hit and never invents one.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +24,7 @@ from moestro.wire.kv_events import BlockKey, BlockRemoved, BlockStored, text_of
 _WHOLE_PROMPT_KINDS = {None, "full_attention", "mla_attention", "sink_full_attention"}
 _FIRST_TIER = "GPU"  # tier of an event that names none
 _NUM_LEFT = 1 << 14
+_NUM_OUTSIDE = 1 << 18
 _AMBIGUOUS = "different blocks have the same hash: upgrade the engine (SGLang)"
 
 MAX_BLOCKS = 1 << 20
@@ -55,7 +58,9 @@ class NamingCounts:
         stored: named blocks.
         removed: blocks that no tier holds any more.
         orphaned: blocks with an unknown parent.
-        unnamed: blocks whose hash covers something that Moestro's names do not, such as a picture.
+        unnamed: blocks whose hash covers something that Moestro's names do not, such as a picture, and those behind
+            them. The router looks for no prompt that has them.
+        malformed: blocks of events without as many tokens or extra keys as blocks, or without an adapter's name.
         other_size: blocks of another size than the router's.
         other_tier: blocks in media without hits, or in another machine.
         other_group: blocks of layers that are not followed.
@@ -66,6 +71,7 @@ class NamingCounts:
     removed: int = 0
     orphaned: int = 0
     unnamed: int = 0
+    malformed: int = 0
     other_size: int = 0
     other_tier: int = 0
     other_group: int = 0
@@ -77,6 +83,21 @@ class _Block:
     name: bytes
     key: bytes
     tiers: int
+
+
+class NamingGap(StrEnum):
+    """Reasons for which stored blocks that a prompt could hit are missing."""
+
+    ORPHANED = "orphaned"
+    MALFORMED = "malformed"
+    OTHER_SIZE = "other_size"
+
+
+# For log lines. A line of its own reports another block size.
+GAPS_IN_WORDS: Mapping[NamingGap, str] = {
+    NamingGap.ORPHANED: "blocks were stored behind a block that no event has stored",
+    NamingGap.MALFORMED: "an event has not as many tokens or extra keys as blocks, or no name of its adapter",
+}
 
 
 class _Chain(NamedTuple):
@@ -94,19 +115,23 @@ class NamedBlocks:
         block_size_seen: tokens of the publisher's blocks; None until an event tells.
         fault: why no block counts as held any more; empty means none. Either one hash named two different blocks (as in
             SGLang before its hashes were chained), or the cache claims to hold too many.
+        gap: why stored blocks are missing, the first reason since the cache was empty; None means that none are.
     """
 
     def __init__(self, rules: NamingRules, counts: NamingCounts) -> None:
         self.block_size_seen: int | None = None
         self.fault = ""
+        self.gap: NamingGap | None = None
         self._rules = rules
         self._counts = counts
         self._bits = {tier: 1 << at for at, tier in enumerate(rules.tiers)}
         self._group: int | None = None
         self._held: dict[BlockKey, _Block] = {}
-        self._dropped: list[dict[BlockKey, _Block]] = []
+        self._num_keys: dict[bytes, int] = {}  # keys of `_held` by name; EAGLE's and salted blocks may share one name
+        self._dropped: list[dict[Any, Any]] = []
         # Names of removed blocks: a sequence in flight may have another copy, and store its next block behind it.
         self._left: OrderedDict[BlockKey, _Block] = OrderedDict()
+        self._outside: OrderedDict[BlockKey, None] = OrderedDict()  # unnamed blocks, whose children are unnamed too
 
     @property
     def num_blocks(self) -> int:
@@ -120,9 +145,10 @@ class NamedBlocks:
     def forget(self) -> None:
         """Drop all blocks, because the cache is empty or its content is unknown. Their memory goes with `tidy`."""
         if self._held:
-            self._dropped.append(self._held)
-            self._held = {}
+            self._dropped += (self._held, self._num_keys)
+            self._held, self._num_keys = {}, {}
         self._left.clear()
+        self._outside.clear()
 
     def tidy(self, most: int) -> int:
         """Free the memory of up to `most` dropped blocks, and return how many: a million at once take half a second."""
@@ -139,6 +165,7 @@ class NamedBlocks:
     def cleared(self) -> None:
         """Drop all blocks, because the cache is empty. A cache that claimed too many is followed again."""
         self.forget()
+        self.gap = None
         if self.fault != _AMBIGUOUS:
             self.fault = ""
 
@@ -159,6 +186,7 @@ class NamedBlocks:
                     return self._give_up(f"it claims to hold more than {self._rules.max_num_blocks:,} blocks")
                 self._left.pop(theirs, None)
                 held = self._held[theirs] = block
+                self._num_keys[block.name] = self._num_keys.get(block.name, 0) + 1
             elif held.name != block.name:
                 return self._give_up(_AMBIGUOUS)
             held.tiers |= tier
@@ -181,7 +209,12 @@ class NamedBlocks:
             if not block.tiers:
                 del self._held[theirs]
                 self._left[theirs] = block
-                removed.append(block.name)
+                num_keys = self._num_keys[block.name] - 1
+                if num_keys:
+                    self._num_keys[block.name] = num_keys
+                else:
+                    del self._num_keys[block.name]
+                    removed.append(block.name)
         while len(self._left) > _NUM_LEFT:
             self._left.popitem(last=False)
         self._counts.removed += len(removed)
@@ -191,6 +224,18 @@ class NamedBlocks:
         self.fault = fault
         self.forget()
         return b""
+
+    def _leave_out(self, gap: NamingGap, num_blocks: int) -> None:
+        """Count blocks that are missing from now on."""
+        setattr(self._counts, gap, getattr(self._counts, gap) + num_blocks)
+        self.gap = self.gap or gap
+
+    def _leave_outside(self, keys: list[BlockKey]) -> None:
+        """Count blocks that no prompt of the router can hit."""
+        self._counts.unnamed += len(keys)
+        self._outside.update(dict.fromkeys(keys))
+        while len(self._outside) > _NUM_OUTSIDE:
+            self._outside.popitem(last=False)
 
     def _tier(self, medium: str | None, locality: str | None) -> int:
         """Bit of a medium; 0 if blocks there are no hits."""
@@ -213,10 +258,10 @@ class NamedBlocks:
             return True
         self.block_size_seen = event.block_size
         if event.block_size != self._rules.block_size:
-            counts.other_size += num_blocks
+            self._leave_out(NamingGap.OTHER_SIZE, num_blocks)
             return False
         if len(event.token_ids) != num_blocks * event.block_size:
-            counts.unnamed += num_blocks  # some have no hash, and the event does not say which
+            self._leave_out(NamingGap.MALFORMED, num_blocks)  # some have no hash, and the event does not say which
             return False
         return True
 
@@ -226,18 +271,21 @@ class NamedBlocks:
         extras = event.extra_keys or [None] * num_blocks
         chain = self._chain(event, [text_of(extra) for extra in extras[0] or ()])
         if chain is None:
-            self._counts.orphaned += num_blocks
+            if event.parent_block_hash in self._outside:
+                self._leave_outside(event.block_hashes)
+            else:
+                self._leave_out(NamingGap.ORPHANED, num_blocks)
             return []
         name, key, explained = chain
         if len(extras) != num_blocks or (event.lora_id is not None and event.lora_name is None):
-            self._counts.unnamed += num_blocks
+            self._leave_out(NamingGap.MALFORMED, num_blocks)
             return []
         tokens, own = np.asarray(event.token_ids, np.int32), _texts(event.lora_name)
         named = []
         for at, theirs in enumerate(event.block_hashes):
             extra_keys = extras[at]
             if extra_keys and not all(text_of(extra) in explained for extra in extra_keys):
-                self._counts.unnamed += num_blocks - at
+                self._leave_outside(event.block_hashes[at:])
                 break
             name = block_hash(key, name, tokens[at * size : (at + 1) * size])
             named.append((theirs, _Block(name, key, 0)))
@@ -257,7 +305,10 @@ class NamedBlocks:
         """Name blocks without tokens (vLLM's offloading sends none) that another tier holds, or held."""
         known = [(theirs, self._held.get(theirs) or self._left.get(theirs)) for theirs in block_hashes]
         found = [(theirs, block) for theirs, block in known if block]
-        self._counts.orphaned += len(block_hashes) - len(found)
+        missing = [theirs for theirs, block in known if not block and theirs not in self._outside]
+        self._counts.unnamed += len(known) - len(found) - len(missing)
+        if missing:
+            self._leave_out(NamingGap.ORPHANED, len(missing))
         return found
 
 

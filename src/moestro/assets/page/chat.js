@@ -57,7 +57,7 @@ async function send() {
   if (running || !text.trim()) return;
   allowDialog();
   byId("welcome")?.remove();
-  byId("prompt").value = isChat() ? "" : text;
+  byId("prompt").value = "";
   const view = new AnswerView(text);
   setRunning(new AbortController());
   try {
@@ -71,7 +71,7 @@ async function send() {
   }
   if (isChat() && view.text) {
     history.push({ role: "user", content: text }, { role: "assistant", content: view.text });
-  } else if (isChat() && !byId("prompt").value) {
+  } else if (!view.text && !byId("prompt").value) {
     byId("prompt").value = text; // it got no answer, and is easily sent again
   }
 }

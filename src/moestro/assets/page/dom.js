@@ -35,6 +35,10 @@ export const decimal = value => value === null || value === undefined ? NONE
 
 export const percent = value => value === null || value === undefined ? NONE : `${Number((100 * value).toPrecision(value >= 0.1 ? 3 : 2))} %`;
 
+/** Seconds as milliseconds, so that numbers of one column compare. */
+export const milliseconds = seconds => seconds === null || seconds === undefined ? NONE
+  : `${seconds < 0.0095 ? Number((1000 * seconds).toPrecision(2)) : plain.format(1000 * seconds)} ms`;
+
 /** Seconds in the unit that fits. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return NONE;
@@ -54,10 +58,10 @@ export function sparkline(values, most = Math.max(...values.map(value => value ?
   return box;
 }
 
-/** A bar of a share from 0 to 1, with its number. */
-export function meter(share) {
+/** A bar of a share from 0 to 1, with its number; above `fullAbove` it has the colour of a warning. */
+export function meter(share, fullAbove = 0.9) {
   if (share === null || share === undefined) return made("span", {}, NONE);
   const fill = made("span", { class: "fill" });
   fill.style.width = `${100 * Math.min(1, Math.max(0, share))}%`;
-  return made("span", { class: share > 0.9 ? "meter full" : "meter" }, made("span", { class: "track" }, fill), percent(share));
+  return made("span", { class: share > fullAbove ? "meter full" : "meter" }, made("span", { class: "track" }, fill), percent(share));
 }

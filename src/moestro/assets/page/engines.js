@@ -6,7 +6,10 @@ import { allowDialog, plane, program, read } from "./server.js";
 
 const RECENT_S = 10, MINUTE_S = 60;
 const isRoute = program === "route";
-const cached = engine => engine.num_cached_tokens, prompts = engine => engine.num_prompt_tokens;
+// The engines of a router count all hits themselves; answers name them only where engine and client want it.
+const counts = engine => isRoute && Number.isInteger(engine.load.num_queried_tokens) && Number.isInteger(engine.load.num_hit_tokens);
+const cached = engine => counts(engine) ? engine.load.num_hit_tokens : engine.num_cached_tokens;
+const prompts = engine => counts(engine) ? engine.load.num_queried_tokens : engine.num_prompt_tokens;
 const running = engine => engine.load.num_running ?? (isRoute ? engine.num_in_flight : null);
 
 /** Shows the whole, and each engine. */
@@ -26,9 +29,9 @@ const TILES = [
     detail: now => `${count(sum(now, running))} run, ${count(sum(now, e => e.load.num_waiting))} wait`,
   },
   {
-    name: "Tokens out", isShown: !isRoute, is: (_, h) => [decimal(h.rate(s => sum(s, e => e.num_generated_tokens), RECENT_S)), "/s"],
+    name: "Tokens out", is: (_, h) => [decimal(h.rate(s => sum(s, e => e.num_generated_tokens), RECENT_S)), "/s"],
     series: h => h.rates(s => sum(s, e => e.num_generated_tokens)),
-    detail: (_, h) => `in ${decimal(h.rate(s => sum(s, prompts), RECENT_S))}/s`,
+    detail: (_, h) => isRoute ? "as the engines report" : `in ${decimal(h.rate(s => sum(s, prompts), RECENT_S))}/s`,
   },
   {
     name: "Decisions", isShown: isRoute, is: (_, h) => [decimal(h.rate(s => sum(s, e => e.num_requests), RECENT_S)), "/s"],
@@ -53,8 +56,12 @@ const TILES = [
     series: h => h.rates(s => sum(s, e => e.load.num_preemptions)), detail: now => `${count(sum(now, e => e.load.num_preemptions))} in all`,
   },
   {
-    name: "Refused", is: (_, h) => [count(h.gained(s => s.num_refused, MINUTE_S)), "in a minute"],
-    series: h => h.rates(s => s.num_refused), detail: now => `${count(now.num_refused)} in all`,
+    name: "Overload", is: (_, h) => [count(h.gained(s => s.num_overload, MINUTE_S)), "in a minute"],
+    series: h => h.rates(s => s.num_overload), detail: now => `${count(now.num_overload)} found no room in all`,
+  },
+  {
+    name: "Client errors", is: (_, h) => [count(h.gained(s => s.num_client_errors, MINUTE_S)), "in a minute"],
+    series: h => h.rates(s => s.num_client_errors), detail: now => `${count(now.num_client_errors)} in all`,
   },
 ];
 
@@ -114,7 +121,7 @@ const COLUMNS = [
   ["To prefill", e => count(e.load.queued_prefill_tokens), h => known(h, e => e.load.queued_prefill_tokens), "number"],
   ["KV", e => meter(e.load.kv_usage), h => known(h, e => e.load.kv_usage)],
   ["Prefix hits", (e, h) => ratio(h, e.name), () => true, "number"],
-  ["Tokens/s", (e, h) => decimal(h.rate(s => own(s, e.name)?.num_generated_tokens, RECENT_S)), () => !isRoute, "number"],
+  ["Tokens/s", (e, h) => decimal(h.rate(s => own(s, e.name)?.num_generated_tokens, RECENT_S)), h => known(h, e => e.num_generated_tokens), "number"],
   ["Requests", e => count(e.num_requests), () => true, "number"],
   ["Preemptions", e => count(e.load.num_preemptions), () => !isRoute, "number"],
   ["Expert pressure", e => decimal(e.load.expert_pressure), h => known(h, e => e.load.expert_pressure), "number"],
@@ -127,8 +134,9 @@ const COLUMNS = [
 const own = (sample, name) => sample.engines.find(engine => engine.name === name);
 
 function ratio(history, name) {
-  const all = history.gained(s => own(s, name)?.num_prompt_tokens, MINUTE_S);
-  return all ? percent(history.gained(s => own(s, name)?.num_cached_tokens, MINUTE_S) / all) : "–";
+  const of = total => history.gained(sample => own(sample, name) && total(own(sample, name)), MINUTE_S);
+  const all = of(prompts);
+  return all ? percent(of(cached) / all) : "–";
 }
 
 function state(engine) {

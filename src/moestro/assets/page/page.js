@@ -1,7 +1,7 @@
 // Starts the page: its tabs, and the loops that read figures while the page is seen.
 
 import { loadModels, startChat } from "./chat.js";
-import { readDecisions, startDecisions } from "./decisions.js";
+import { learnTokenTimes, readDecisions, startDecisions } from "./decisions.js";
 import { byId, setText } from "./dom.js";
 import { readAddresses, showEngines } from "./engines.js";
 import { showExperts, startExperts } from "./experts.js";
@@ -76,6 +76,7 @@ async function tick() {
   const withExperts = view === "engines" && numReads++ % EXPERTS_EVERY === 0;
   const sample = await read(`statistics${withExperts ? "?experts=true" : ""}`);
   history.add(sample);
+  learnTokenTimes(sample);
   if (withExperts && isOperators) await readAddresses();
   showServer(sample);
   if (view === "engines") {

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from moestro.cli.admin_port import ask_admin
 from moestro.cli.recorded.levels import tell_levels
+from moestro.core.text_files import open_utf8
 from moestro.errors import ConfigError, MoestroError
 from moestro.routing.decision_record import decode_entry, is_entry
 from moestro.routing.request_trace import Attempt, RequestTrace
@@ -61,7 +62,7 @@ def _from_file(request_id: str, record: Path) -> RequestTrace:
     wanted, ids = request_id.encode(), {request_id, f"{request_id}-0"}
     found: RequestTrace | None = None
     try:
-        with record.open("rb") as lines:
+        with open_utf8(record) as lines:
             for number, line in enumerate(lines, 1):
                 if wanted in line:
                     try:
@@ -115,6 +116,8 @@ def _attempt_told(attempt: Attempt) -> Iterator[str | Table]:
     yield table
     if attempt.num_candidates > len(attempt.candidates):
         yield f"  and {attempt.num_candidates - len(attempt.candidates)} more with higher scores"
+    for figure, engines in attempt.not_compared.items():
+        yield f"  no engine was compared by {figure}, which {escape(', '.join(engines))} had not reported"
     if attempt.regret is not None:
         than = "more" if attempt.regret <= 0 else "less: the score alone did not decide"
         yield f"  the runner-up would have scored {abs(attempt.regret):,.6g} {than}"

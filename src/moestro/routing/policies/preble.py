@@ -120,7 +120,8 @@ class Preble(PredictsTtft):
             least = float(load_ns[routable].min())
             is_hot = float(load_ns[choice.engine]) > self._balance_ratio * least
             if is_hot and self._num_sent >= self._min_requests:
-                choice = choose(view, cost_ns, draws, "the hit's engine is overloaded; GPU time", load_ns == least)
+                words = "the hit's engine is overloaded; GPU time in ns"
+                choice = choose(view, cost_ns, draws, words, load_ns == least)
         choice = self.with_terms(view, choice)
         detail = {**choice.detail, "prefill_ns": float(prefill_ns[choice.engine])}
         return Choice(choice.engine, choice.score, choice.reason, choice.scores, detail)
