@@ -43,7 +43,7 @@ def test_the_answer_after_a_forced_end_is_the_models_own(place):
     assert rest.json["choices"][0]["token_ids"] == ids[before:]
     assert len(ids) == answer["usage"]["completion_tokens"] == LENGTH
     streamed = chat(place, "def f(x):", **ASKED, stream=True).events[:-1]
-    assert [i for event in streamed for choice in event["choices"] for i in choice.get("token_ids", ())] == ids
+    assert [i for event in streamed for choice in event["choices"] for i in (choice.get("token_ids") or ())] == ids
 
 
 def test_a_grammar_holds_after_a_forced_end(place):
