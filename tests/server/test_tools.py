@@ -276,7 +276,7 @@ def test_reasoning_ends_at_its_budget_and_the_answer_goes_on(server, budget):
     reply = say(server, text, thinking_token_budget=budget, max_tokens=40, return_token_ids=True)
     assert reply.status == 200, reply.body
     choice = reply.json["choices"][0]
-    reasoning = choice["message"].get("reasoning", "")
+    reasoning = choice["message"].get("reasoning") or ""
     assert bool(reasoning) == bool(budget)
     assert free["choices"][0]["message"]["reasoning"].startswith(reasoning)
     num_tag = call(server, "POST", "/tokenize", {"prompt": "</think>", "add_special_tokens": False}).json["count"]
