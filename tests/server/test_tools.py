@@ -11,7 +11,7 @@ import pytest
 from support.interrupted_answers import EXACT, kill_an_engine, running, tokens_come, total
 from support.model_outputs import ANSWERS, BROKEN, hermes
 from support.parroting_server import FLAGS, TOOLS, WEATHER_TOOL, joined, say, whole, without_ids
-from support.running import MOESTRO, Running, call
+from support.running import MOESTRO, Running, call, metrics
 
 LARGE = [{"type": "function", "function": {"name": "f", "parameters": {"description": "x" * (1 << 17)}}}]
 CALL = hermes("get_weather", '{"city": "Paris"}')
@@ -264,3 +264,59 @@ def test_an_agents_loop_through_the_router_goes_on_when_an_engine_is_killed_in_m
             assert json.loads(arguments) == {"city": cities}
             assert final == "The tool says 21 degrees."
     assert total(server, "streams_resumed_total") > resumed
+
+
+# --- budgets of reasoning
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3, 7])
+def test_reasoning_ends_at_its_budget_and_the_answer_goes_on(server, budget):
+    text = "<think>one two three four five six seven eight nine ten eleven twelve</think>content"
+    free = say(server, text).json
+    reply = say(server, text, thinking_token_budget=budget, max_tokens=40, return_token_ids=True)
+    assert reply.status == 200, reply.body
+    choice = reply.json["choices"][0]
+    reasoning = choice["message"].get("reasoning") or ""
+    assert bool(reasoning) == bool(budget)
+    assert free["choices"][0]["message"]["reasoning"].startswith(reasoning)
+    num_tag = call(server, "POST", "/tokenize", {"prompt": "</think>", "add_special_tokens": False}).json["count"]
+    # Until its last token, the tag may still be reasoning.
+    num_reasoning = reply.json["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert num_reasoning == budget + num_tag - 1
+    assert reply.json["usage"]["completion_tokens"] == len(choice["token_ids"])
+    spelled = call(server, "POST", "/detokenize", {"tokens": choice["token_ids"]}).json["prompt"]
+    assert spelled.startswith(f"<think>{reasoning}</think>")
+    assert choice["message"]["content"], "the fake rank goes on with the prompt's next tokens"
+    streamed = joined(say(server, text, thinking_token_budget=budget, max_tokens=40, stream=True))
+    assert streamed["reasoning"] == reasoning
+    assert streamed["content"] == choice["message"]["content"]
+
+
+def test_a_budget_that_is_not_reached_changes_nothing(server):
+    text = f"{THOUGHT}content"
+    for budget in (-1, None, 400):
+        assert answer(server, text, thinking_token_budget=budget) == answer(server, text)
+
+
+def test_a_budget_counts_each_choice_and_one_request(server):
+    def counts() -> dict[str, float]:
+        names = ("vllm:request_success_total", "vllm:prompt_tokens_total")
+        return {name: value for name, value in metrics(server).items() if name.startswith(names)}
+
+    text = "<think>one two three four five six</think>content"
+    before = counts()
+    body = say(server, text, thinking_token_budget=2, n=2, max_tokens=12).json
+    first, second = (choice["message"]["reasoning"] for choice in body["choices"])
+    assert first == second
+    assert text.startswith(f"<think>{first}")
+    gained = {name: value - before[name] for name, value in counts().items() if value != before[name]}
+    assert sum(value for name, value in gained.items() if "success" in name) == 2
+    assert sum(value for name, value in gained.items() if "prompt_tokens" in name) == 2 * body["usage"]["prompt_tokens"]
+
+
+def test_a_budget_without_an_end_of_reasoning_is_refused(server, fake):
+    for where, fields in ((fake, {}), (server, {"logprobs": True}), (server, {"thinking_token_budget": -2})):
+        reply = say(where, "x", **{"thinking_token_budget": 3} | fields)
+        assert error(reply)[:2] == (400, "thinking_token_budget")
+    reply = call(server, "POST", "/v1/completions", {"prompt": "x", "thinking_token_budget": 3})
+    assert error(reply)[:2] == (400, "thinking_token_budget")

@@ -162,12 +162,14 @@ class EngineClient:
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Stop a request and count its end under `reason`. A request that has ended is ignored."""
         state = self._end(request_id, reason)
-        if state is None or not state.is_placed:
-            return
+        if state is not None and state.is_placed:
+            self._send_abort(state.engine, request_id)
+
+    def _send_abort(self, engine: int, request_id: str) -> None:
         try:
-            self._send(state.engine, Abort((request_id,)))
+            self._send(engine, Abort((request_id,)))
         except NoEngineError:  # The engine has ended, or does not keep up with its messages.
-            self._unsent_aborts.setdefault(state.engine, []).append(request_id)
+            self._unsent_aborts.setdefault(engine, []).append(request_id)
 
     def move(self, request: Request, *, has_begun: bool) -> None:
         """Send an interrupted request to another engine, at once or when one is ready. Aborted requests are ignored.
@@ -185,6 +187,26 @@ class EngineClient:
         state.moved(request)
         self._unassigned[request.request_id] = self._now_ns() + int(UNASSIGNED_S * 1e9)
         self._place(state)
+
+    def replace(self, request_id: str, request: Request) -> None:
+        """Stop a request on its engine, and let an engine continue its answer as `request`, which has another id.
+
+        Both count as one request. An aborted request is ignored.
+        """
+        state = self._requests.pop(request_id, None)
+        if state is None:
+            return
+        now_ns = self._now_ns()
+        self._unassigned.pop(request_id, None)
+        if self.log is not None:
+            self.log.ended(state.request, state.engine, FinishReason.STOP, state.num_tokens)
+        if state.is_placed:
+            self._router.ended(request_id, now_ns, state.num_tokens)
+            self._send_abort(state.engine, request_id)
+        state.request, state.num_tokens, state.is_placed = request, request.num_resumed_tokens, False
+        self._requests[request.request_id] = state
+        self._unassigned[request.request_id] = now_ns + int(UNASSIGNED_S * 1e9)
+        self._place(state, "its reasoning reached its budget")
 
     def fail_all(self, error: RequestError) -> None:
         """End every request with `error`, and stop it on its engine."""
@@ -348,11 +370,15 @@ class EngineClient:
                     self.log.routed(request, decision, because)
                 return engine
 
-    def _place(self, state: RequestState) -> bool:
-        """Send an unassigned request to an engine, and return whether it was sent or has ended."""
+    def _place(self, state: RequestState, because: str = "") -> bool:
+        """Send an unassigned request to an engine, and return whether it was sent or has ended.
+
+        Args:
+            because: Why it is sent; empty means that its engine has ended.
+        """
         request_id = state.request.request_id
         try:
-            state.engine = self._send_somewhere(state.request, f"engine {state.engine} ended")
+            state.engine = self._send_somewhere(state.request, because or f"engine {state.engine} ended")
         except (NoEngineError, QueueFullError):
             return False
         except Exception:  # A user's policy may raise; the other requests must still be placed.

@@ -53,7 +53,7 @@ class _Choice:
         self._stops = StopFinder(job.stop, keeps_stop=job.keeps_stop)
         self._parser = None if job.answers is None else job.answers.parser(self._stops)
         self._num_chars = 0  # Length of the decoded text, including stop strings and held-back text.
-        self._has_begun = False
+        self._has_begun = self._was_ended = False  # `_was_ended`: the budget has ended the reasoning.
         self._wants_text_alone = not (
             job.stop or job.answers or job.request.sampling.logprobs is not None or job.returns_token_ids
         )
@@ -108,9 +108,32 @@ class _Choice:
             if hides_last and i + 1 == len(output.token_ids):
                 break  # The stop token is counted and not shown.
             text += self._show(self._detokenizer.push(token_id))
-            if self._stops.found is not None:
+            if self._stops.found is not None or (output.finish_reason is None and self.exceeds_budget):
                 break
         return text
+
+    @property
+    def exceeds_budget(self) -> bool:
+        """Whether the reasoning has all tokens that the client allows, and the rest of an answer would still fit."""
+        limit = self.job.thinking
+        if limit is None or self._was_ended or self._parser is None or not self._parser.is_reasoning:
+            return False
+        num_after = self.num_generated + len(limit.end_token_ids)
+        return self.num_reasoning >= limit.num_tokens and num_after < self.job.request.sampling.max_tokens
+
+    def end_reasoning(self, request_id: str) -> Piece:
+        """End the reasoning with its end tag, as if the model had written it, and return the piece of the tag.
+
+        Args:
+            request_id: Id of the request that continues the answer, which becomes the choice's own.
+        """
+        assert self.job.thinking is not None, "only a budget ends the reasoning"
+        self._was_ended = True
+        del self._token_ids[self.num_generated :]  # Tokens of the same output that the budget does not allow.
+        piece = self.take(Output(request_id=request_id, token_ids=self.job.thinking.end_token_ids))
+        request = msgspec.structs.replace(self.resumed(), request_id=request_id)
+        self.job = replace(self.job, request=request)
+        return piece
 
     def _stop_reason(self, output: Output) -> str | int | None:
         if self._stops.found is not None or output.finish_reason is not FinishReason.STOP:
@@ -323,10 +346,20 @@ class Generation:
         """Convert an output, and count its tokens: a chunk that reports the usage does not add up all choices."""
         self._uncount(choice)
         piece = choice.take(output)
+        if piece.finish_reason is None and choice.exceeds_budget:
+            piece = join_pieces([piece, self._end_reasoning(choice)])
         self._num_generated += choice.num_generated
         self._num_reasoning += choice.num_reasoning
         if not choice.job.is_copy:
             self._num_cached += choice.num_cached
+        return piece
+
+    def _end_reasoning(self, choice: _Choice) -> Piece:
+        """End the reasoning of a choice: a request under a new id continues it, because tokens may be under way."""
+        request_id = choice.job.request.request_id
+        piece = choice.end_reasoning(self._engines.unused_id(request_id))
+        self._running[choice.job.request.request_id] = self._running.pop(request_id)
+        self._engines.replace(request_id, choice.job.request)
         return piece
 
     def _uncount(self, choice: _Choice) -> None:
@@ -374,9 +407,10 @@ class Generation:
         elif not self.has_begun:
             self._collected[choice.index].clear()
             self._uncount(choice)
-            again = _Choice(choice.index, choice.job, self._model.tokenizer)
+            request = msgspec.structs.replace(choice.job.request, resumed_token_ids=b"")
+            again = _Choice(choice.index, replace(choice.job, request=request), self._model.tokenizer)
             self._choices[choice.index] = self._running[interrupted.request_id] = again
-            self._engines.move(choice.job.request, has_begun=False)
+            self._engines.move(request, has_begun=False)
         else:
             self._engines.abort(interrupted.request_id, FinishReason.ERROR)
             raise interrupted.error

@@ -197,6 +197,7 @@ class ChatFields(GenerationFields, kw_only=True):
     reasoning_effort: str | None = None
     verbosity: str | None = None
     include_reasoning: bool | None = None  # None means yes; a field of vLLM.
+    thinking_token_budget: int | None = None  # Most tokens of reasoning; -1 means no limit; a field of vLLM.
     add_generation_prompt: bool | None = None  # None means yes, unless the final message is continued.
     continue_final_message: bool | None = None
     chat_template: str | None = None

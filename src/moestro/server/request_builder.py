@@ -98,6 +98,19 @@ class Arrival:
     session_id: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """Limit of an answer's reasoning.
+
+    Attributes:
+        num_tokens: Most tokens of reasoning.
+        end_token_ids: Tokens that end the reasoning.
+    """
+
+    num_tokens: int
+    end_token_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One choice: its request to an engine, and the parts of the response that the engine does not generate.
@@ -113,6 +126,7 @@ class Job:
         prompt_logprobs: Number of alternatives shown for each prompt token; None means no prompt log probabilities.
         is_copy: Whether the job has the prompt of the job before it, which is counted already.
         answers: Format by which the answer is parsed; None means that all text is content.
+        thinking: Limit of the reasoning; None means none.
     """
 
     request: Request
@@ -126,6 +140,7 @@ class Job:
     prompt_logprobs: int | None = None
     is_copy: bool = False
     answers: AnswerFormat | None = None
+    thinking: ThinkingBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +226,25 @@ def prepare_chat_ask(ask: ChatAsk, model: ServedModel, arrival: Arrival) -> Prep
         param = "tools" if asked is None else asked.param
         refuse_large_grammar(answers.grammar, param)
         options = replace(options, grammar=AskedGrammar(answers.grammar, param))
-    prompt = _Prompt(_truncated(ids, options, model.info))
+    prompt, thinking = _Prompt(_truncated(ids, options, model.info)), _thinking(ask, model)
     with _CHAT_PLACES.naming_errors():
-        jobs = [replace(job, answers=answers) for job in _jobs([prompt], options, model, arrival)]
+        jobs = [replace(job, answers=answers, thinking=thinking) for job in _jobs([prompt], options, model, arrival)]
     return Prepared(name, options, jobs, arrival.answer_id)
+
+
+def _thinking(ask: ChatAsk, model: ServedModel) -> ThinkingBudget | None:
+    """Return the limit of the reasoning; RequestError if this model's reasoning cannot be ended from outside."""
+    if ask.thinking_budget is None:
+        return None
+    end = None if model.chat.reasoning is None else model.chat.reasoning.end_tag()
+    if end is None:
+        raise RequestError(
+            "thinking_token_budget needs a model whose reasoning ends with a tag, such as </think>, and this server"
+            " knows none of this model. Leave it out, or choose the format with --reasoning-parser.",
+            param="thinking_token_budget",
+            code="unsupported_parameter",
+        )
+    return ThinkingBudget(ask.thinking_budget, tuple(model.tokenizer.encode(end, add_special_tokens=False)))
 
 
 def _named(arrival: Arrival, options: Options) -> Arrival:

@@ -107,6 +107,7 @@ class ChatAsk:
         effort: Effort of reasoning that the request asks for.
         verbosity: Length of the answer that the request asks for.
         shows_reasoning: Whether the client wants the reasoning.
+        thinking_budget: Most tokens of reasoning; None means no limit.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -117,6 +118,7 @@ class ChatAsk:
     effort: str | None = None
     verbosity: str | None = None
     shows_reasoning: bool = True
+    thinking_budget: int | None = None
 
 
 def parse_completion(body: bytes, max_prompt_ids: int = sys.maxsize) -> CompletionAsk:
@@ -200,7 +202,17 @@ def chat_ask(fields: ChatFields, unknown: tuple[str, ...]) -> ChatAsk:
         effort=fields.reasoning_effort,
         verbosity=fields.verbosity,
         shows_reasoning=fields.include_reasoning is not False,
+        thinking_budget=_thinking_budget(fields),
     )
+
+
+def _thinking_budget(fields: ChatFields) -> int | None:
+    budget = fields.thinking_token_budget
+    if budget in (None, -1):
+        return None
+    if fields.logprobs:
+        raise invalid("thinking_token_budget", "cannot be used together with logprobs: no token that it adds has any")
+    return _range("thinking_token_budget", budget, 0, 2**31 - 1)
 
 
 def _range(param: str, value: int, low: int, high: int) -> int:

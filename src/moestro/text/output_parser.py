@@ -236,6 +236,11 @@ class ReasoningParser(OutputParser):
         self.continued = continued
         self.new_calls = new_calls
 
+    @classmethod
+    def end_tag(cls) -> str | None:
+        """Return the text that ends the reasoning; None means that no text ends it everywhere."""
+        return None
+
     def thought(self, special: Container[str]) -> str:
         """Return the rule `thought` of a grammar for what precedes a limited answer; "" means nothing.
 

@@ -82,6 +82,11 @@ class ThinkTagsParser(ReasoningParser):
         self.begin_text(is_reasoning=False)
         return True
 
+    @classmethod
+    def end_tag(cls) -> str:
+        """Return the end tag."""
+        return cls.MARKERS[1]
+
     def thought(self, special: Container[str]) -> str:
         """Return the rules of the reasoning that the parser expects."""
         is_open = self._is_open()

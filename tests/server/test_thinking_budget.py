@@ -1,0 +1,62 @@
+"""Budgets of reasoning with a real engine: what follows the forced end is what the model writes there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.running import MOESTRO, Running, call, chat, complete, is_idle
+
+BUDGET, LENGTH = 5, 30
+ASKED = {"temperature": 0, "max_tokens": LENGTH, "thinking_token_budget": BUDGET, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def direct(real_command, tmp_path_factory) -> Iterator[Running]:
+    flags = ("--dtype", "float32", "--reasoning-parser", "deepseek_r1")
+    server = Running((*real_command, *flags), tmp_path_factory.mktemp("serve"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def routed(direct, tmp_path_factory) -> Iterator[Running]:
+    command = (MOESTRO, "route", "--engine", direct.url, "--admin-port", "0")
+    router = Running(command, tmp_path_factory.mktemp("route"))
+    yield router
+    router.kill()
+
+
+@pytest.fixture(params=["direct", "routed"])
+def place(request) -> Running:
+    return request.getfixturevalue(request.param)
+
+
+def test_the_answer_after_a_forced_end_is_the_models_own(place):
+    answer = chat(place, "def f(x):", **ASKED).json
+    ids = answer["choices"][0]["token_ids"]
+    end = call(place, "POST", "/tokenize", {"prompt": "</think>", "add_special_tokens": False}).json["tokens"]
+    before = BUDGET + 1 + len(end)  # The first token of reasoning without a start tag does not count.
+    assert ids[BUDGET + 1 : before] == end
+    prompt = answer["prompt_token_ids"] + ids[:before]
+    rest = complete(place, prompt=prompt, temperature=0, max_tokens=LENGTH - before, return_token_ids=True)
+    assert rest.json["choices"][0]["token_ids"] == ids[before:]
+    assert len(ids) == answer["usage"]["completion_tokens"] == LENGTH
+    streamed = chat(place, "def f(x):", **ASKED, stream=True).events[:-1]
+    assert [i for event in streamed for choice in event["choices"] for i in (choice.get("token_ids") or ())] == ids
+
+
+def test_a_grammar_holds_after_a_forced_end(place):
+    reply = chat(place, "def f(x):", **ASKED, structured_outputs={"regex": "[ab]{4}"}).json["choices"][0]
+    assert set(reply["message"]["content"]) <= set("ab")
+    assert (len(reply["message"]["content"]), reply["finish_reason"]) == (4, "stop")
+
+
+def test_no_sequence_is_left_when_budgets_have_ended_several_choices(place):
+    reply = chat(place, "def f(x):", **ASKED | {"temperature": 1}, n=3, seed=3)
+    assert all(choice["message"]["content"] for choice in reply.json["choices"])
+    assert reply.json["usage"]["completion_tokens"] <= 3 * LENGTH
+
+
+def test_the_engines_are_idle_at_the_end(direct):
+    assert is_idle(direct)
