@@ -65,9 +65,7 @@ class ApiServer:
                 web.post("/v1/chat/completions/batch", self.chats),
                 *AgentApi(runner, model).routes(),
                 *TextApi(model, runner.bodies, runner.chat_threads).routes(),
-                *Operations(
-                    self._engines, self.traffic, exposition, info, statistics, is_strict=model.has_strict_fields
-                ).routes(),
+                *operations.routes(),
             ]
         )
         return app
