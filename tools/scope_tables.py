@@ -10,11 +10,13 @@ from moestro.server.unsupported import IN_CHAT, IN_COMPLETIONS, IN_MESSAGES, IN_
 
 def vllm_flags() -> str:
     """Flags of vLLM, those with one remedy in one row."""
-    flags_of: dict[str, list[str]] = {}
-    for flag, remedy in VLLM_FLAGS.items():
-        flags_of.setdefault(remedy, []).append(f"`{flag}`")
-    rows = [f"| {', '.join(flags)} | {remedy} |" for remedy, flags in flags_of.items()]
-    return "\n".join(["| flag of vLLM | in its place |", "|---|---|", *rows])
+    flags_of: dict[tuple[str, str], list[str]] = {}
+    for name, flag in VLLM_FLAGS.items():
+        neutral = f", except {' '.join(f'`{each}`' for each in sorted(flag.neutral))}" if flag.neutral else ""
+        verdict = "taken" if flag.is_taken else f"ends the start{neutral}"
+        flags_of.setdefault((verdict, flag.text), []).append(f"`{name}`")
+    rows = [f"| {', '.join(flags)} | {verdict} | {text} |" for (verdict, text), flags in sorted(flags_of.items())]
+    return "\n".join(["| flag of vLLM | verdict | why, or what to do |", "|---|---|---|", *rows])
 
 
 def refused_fields() -> str:

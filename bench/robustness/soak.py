@@ -33,6 +33,7 @@ import psutil
 from soak_clients import KEY, Clients, End, Findings, ask, cases
 from soak_picture import draw_soak
 
+import moestro
 from moestro.config.run_record import run_record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -55,7 +56,9 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        environment = {"TMPDIR": str(self._directory), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+        own = str(self._directory)
+        environment = {"TMPDIR": own, "XDG_STATE_HOME": own, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+        environment["PYTHONPATH"] = str(Path(moestro.__file__).parents[1])  # a later start finds this code too
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
         self.family = psutil.Process(self._process.pid)

@@ -7,11 +7,11 @@
 The first command measures ours, the second Dynamo's as well, the third a million requests. Each part of the file holds
 the command, commit and machine load of its measurement; the other parts stay as they are.
 
-TRACES is a folder with mooncake_conversation.jsonl.zst. PYTHON is an interpreter with `ai-dynamo==1.1.1` and
-`ai-dynamo-runtime==1.1.1` (their Rust replay: the same kind of simulation, with its own router and a modelled engine).
-Both sides read the trace, make the requests and simulate. Ours prices steps of Qwen3-30B-A3B on an H200; theirs has its
-default timing model. Blocks have the same size on both sides, and every request is answered. The counted time differs:
-theirs is the CPU time of a process from its start, ours that of a running process with everything imported.
+TRACES is a folder with mooncake_conversation.jsonl.zst. PYTHON is an interpreter with `ai-dynamo-runtime==1.6.1` (their
+Rust replay: the same kind of simulation, with its own router and a modelled engine). Both sides read the trace, make
+the requests and simulate. Ours prices steps of Qwen3-30B-A3B on an H200; theirs has its default timing model. Blocks
+have the same size on both sides, and every request is answered. Both sides are counted in a running process with
+everything imported; the CPU time of a whole process of theirs, and of ours, stands beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
 from moestro.sim.workload_settings import WorkloadSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from shared.results import make_parser
+from shared.results import make_parser, package_version
 
 REPEATS = 5
 TRACE = "mooncake_conversation.jsonl.zst"
@@ -93,43 +93,63 @@ def spread(seconds: list[float], num_requests: float) -> dict:
     }
 
 
-def dynamo(python: str, arguments: list[str], num_requests: int) -> dict:
-    """Measure five runs of Dynamo's replay, in CPU-seconds of the process with its start."""
-    seconds, report = [], {}
-    with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory) / "report.json"
-        command = [python, "-m", "dynamo.replay", *arguments, "--report-json", str(out)]
-        for _ in range(REPEATS):
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run(command, check=True, capture_output=True, env=os.environ | {"DYN_LOG": "error"})
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        report = json.loads(out.read_text())
-    assert report["completed_requests"] == num_requests, "it left some out"
-    return spread(seconds, num_requests)
+# Runs in their interpreter: a call of the replay, given as JSON on stdin; prints what it took.
+THEIR_RUN = """
+import json, sys, time
+from dynamo import _core
+call = json.load(sys.stdin)
+began = time.process_time()
+result = getattr(_core, call["name"])(*call["arguments"], **call["options"])
+cpu_s = time.process_time() - began
+print(json.dumps({"cpu_s": cpu_s, "num_requests": result.summary["completed_requests"]}))
+"""
+
+
+def dynamo(python: str, name: str, arguments: list[object], num_requests: int, **options: object) -> dict:
+    """Measure five runs of a function of Dynamo's replay."""
+    call = json.dumps({"name": name, "arguments": arguments, "options": options})
+    calls, processes = [], []
+    for _ in range(REPEATS):
+        before = children_cpu_s()
+        command = [python, "-c", THEIR_RUN]
+        answer = subprocess.run(
+            command, check=True, input=call, capture_output=True, text=True, env=os.environ | {"DYN_LOG": "error"}
+        )
+        processes.append(children_cpu_s() - before)
+        run = json.loads(answer.stdout)
+        assert run["num_requests"] == num_requests, "it left some out"
+        calls.append(run["cpu_s"])
+    return spread(calls, num_requests) | {"whole_process_cpu_s": statistics.median(processes)}
+
+
+def children_cpu_s() -> float:
+    """Return the CPU time of all ended child processes."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def peer(python: str, traces: Path) -> dict[str, dict]:
     """Measure Dynamo on the same workloads."""
-    one = [
-        "--input-tokens",
-        "1024",
-        "--output-tokens",
-        "256",
-        "--request-count",
-        "4000",
-        "--arrival-interval-ms",
-        "250",
-    ]
-    found = {"one engine, 1024/256": dynamo(python, [*one, "--num-workers", "1"], 4000)}
+    found = {
+        "one engine, 1024/256": dynamo(
+            python, "run_mocker_synthetic_trace_replay", [1024, 256, 4000], 4000, arrival_interval_ms=250.0
+        )
+    }
     with tempfile.TemporaryDirectory() as directory:
         plain = Path(directory) / "trace.jsonl"
         with (traces / TRACE).open("rb") as packed, plain.open("wb") as unpacked:
             zstandard.ZstdDecompressor().copy_stream(packed, unpacked)
         num_requests = len(plain.read_text().splitlines())
         for mode in ("round_robin", "kv_router"):
-            asked = [str(plain), "--num-workers", "16", "--trace-block-size", "512", "--router-mode", mode]
-            found[f"{MOONCAKE}, {mode}"] = dynamo(python, asked, num_requests)
+            found[f"{MOONCAKE}, {mode}"] = dynamo(
+                python,
+                "run_mocker_trace_replay",
+                [[str(plain)]],
+                num_requests,
+                num_workers=16,
+                trace_block_size=512,
+                router_mode=mode,
+            )
     return found
 
 
@@ -164,7 +184,7 @@ def main() -> None:
         if asked.dynamo:
             conditions = msgspec.to_builtins(run_record("measured"))
             theirs = peer(asked.dynamo, asked.traces)
-            found["dynamo 1.1.1"] = theirs | {"conditions": conditions}
+            found[f"dynamo {package_version(asked.dynamo, 'ai-dynamo-runtime')}"] = theirs | {"conditions": conditions}
             found["dynamo's CPU-seconds over ours"] = ratios(own, theirs)
     print(json.dumps(found, indent=1))
     if asked.json:

@@ -277,3 +277,28 @@ async def test_the_load_header_of_the_engine_that_answers_is_passed_on():
     async with rig(FakeEngine("a", script)) as it:
         answer = await it.call(endpoint_load_metrics_format="TEXT")
         assert answer.headers["endpoint-load-metrics"] == "TEXT named_metrics.kv_cache_usage_perc=0.5"
+
+
+@looped
+async def test_ids_that_a_client_has_taken_ahead_harm_no_other_request():
+    """Each answer shows an id of the router, so a client can name those that would come next."""
+    release = asyncio.Event()
+
+    async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        if b"wait" in request.body:
+            await release.wait()
+        wire.reply()
+
+    async with rig(FakeEngine("e", script)) as it:
+        shown = (await it.call()).headers["x-request-id"]
+        prefix, serial = shown[: shown.rindex("-") + 1], int(shown[shown.rindex("-") + 1 :], 16)
+        ahead = [f"{prefix}{serial + number:x}" for number in range(1, 40)]
+        ahead += [f"mine~{serial + number:x}" for number in range(1, 40)]
+        taken = [asyncio.create_task(it.call(body={"prompt": "wait"}, X_Request_Id=name)) for name in [*ahead, "mine"]]
+        await it.until(lambda: len(it.app.shared.active) == len(taken))
+        answers = [await it.call(**given) for given in ({}, {"X_Request_Id": "mine"}, {}, {"X_Request_Id": "mine"})]
+        assert [answer.status for answer in answers] == [200] * 4
+        release.set()
+        answers += await asyncio.gather(*taken)
+        assert {answer.status for answer in answers} == {200}
+        assert len({answer.headers["x-request-id"] for answer in answers}) == len(answers)

@@ -17,6 +17,7 @@ from support.fake_rank import INFO
 
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, hash_text, split_hashes
 from moestro.core.json_elements import MAX_ELEMENTS
+from moestro.gateway import request_body
 from moestro.gateway.http_headers import Incoming, RequestHead
 from moestro.gateway.request_body import NOTHING, plain_text, prompt_key, read, request_from_text
 from moestro.gateway.tokenized_blocks import TokenizedReader
@@ -231,7 +232,7 @@ class TestExact:
             "reasoning_effort": "none",
             "add_generation_prompt": False,
         }
-        model = ServedModel(names=("m",), root="r", created=0, fingerprint="f", info=INFO, tokenizer=tokenizer)
+        model = ServedModel(names=("m",), created=0, fingerprint="f", info=INFO, tokenizer=tokenizer)
         text = chat_prompt(parse_chat(json.dumps(body).encode()), model).prompt
         ids = tokenizer.encode(text, add_special_tokens=False)
         arrived = incoming(body)
@@ -266,11 +267,12 @@ class TestExact:
             arrived = Incoming(RequestHead(b"POST", b"/v1/messages", [], {}), data, request_id="r")
             assert reader(read(data), arrived, 0).block_hashes == b""
 
-    def test_a_truncated_prompt_has_the_blocks_of_its_end(self, reader, tokenizer):
-        arrived = incoming({"model": "m", "prompt": LONG, "truncate_prompt_tokens": 40})
-        asked = reader(read(arrived.body), arrived, 0)
-        ids = tokenizer.encode(LONG, add_special_tokens=True)[-40:]
-        assert asked.block_hashes == hash_blocks(prompt_key("m", None), np.array(ids, np.int32), 16)
+    def test_a_truncated_prompt_has_the_blocks_of_what_is_left(self, reader, tokenizer):
+        ids = tokenizer.encode(LONG, add_special_tokens=True)
+        for side, kept in ((None, ids[-40:]), ("left", ids[-40:]), ("right", ids[:40])):
+            arrived = incoming({"prompt": LONG, "truncate_prompt_tokens": 40, "truncation_side": side, "model": "m"})
+            asked = reader(read(arrived.body), arrived, 0)
+            assert asked.block_hashes == hash_blocks(prompt_key("m", None), np.array(kept, np.int32), 16)
 
     @pytest.mark.parametrize(
         "body",
@@ -330,3 +332,25 @@ def test_law_any_json_has_a_request_by_which_the_router_decides():
         made = request(body)
         assert made.num_prompt_tokens >= 1
         assert len(made.block_hashes) % HASH_BYTES == 0
+
+
+def test_several_chats_are_read_as_the_first_one():
+    chats = [[turn("system", LONG), turn("user", "hello")], [turn("user", "other")]]
+    one, several = {"model": "m", "user": "u", "messages": chats[0]}, {"model": "m", "user": "u", "messages": chats}
+    assert read(json.dumps(several).encode()) == read(json.dumps(one).encode())
+    padded = several | {"unknown": "x" * MAX_ELEMENTS}
+    assert read(json.dumps(padded).encode()) == read(json.dumps(one).encode())
+    assert read(json.dumps({"model": "m", "messages": [[], []]}).encode()).messages == []
+    assert read(json.dumps({"messages": [[1]]}).encode()) is NOTHING
+
+
+def test_long_names_of_models_and_salts_are_not_kept():
+    """The cache of hash keys has a bound in bytes, because clients choose the texts."""
+    kept = request_body._cached_prompt_key
+    kept.cache_clear()
+    for number in range(20):
+        assert prompt_key(f"{number}" * 1000, None) == hash_key(f"{number}" * 1000, None, None)
+        assert prompt_key("m", f"{number}" * 1000) == hash_key("m", None, f"{number}" * 1000)
+    assert kept.cache_info().currsize == 0
+    assert prompt_key("m", "salt") == prompt_key("m", "salt") == hash_key("m", None, "salt")
+    assert kept.cache_info()[:2] == (1, 1)

@@ -99,3 +99,10 @@ def test_no_process_outlives_the_checker(demo_dir):
     process = checker._host._process
     checker.close()
     assert process.poll() is not None
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="the kernel does not group processes by session")
+def test_checks_yield_to_other_sessions(checker):
+    """nice(1) acts within a session alone, and the processes of checks have their own."""
+    checker.check(Grammar("regex", "a"), CHECK)
+    assert Path(f"/proc/{host_pid(checker)}/autogroup").read_text().endswith(f"nice {BOUNDS[TRY].niceness}\n")

@@ -54,6 +54,22 @@ def run(endpoint: Endpoint, /, **parts) -> tuple[BenchOutcome, str]:
     return measured, console.file.getvalue()
 
 
+def test_the_times_of_a_trace_without_hash_ids_are_replayed(tmp_path):
+    path = tmp_path / "times.jsonl"
+    row = {"input_length": 8, "output_length": 5, "chat_id": 1}
+    path.write_text("".join(json.dumps(row | {"timestamp": 200 * number}) + "\n" for number in range(4)))
+    with Endpoint(whole()) as endpoint:
+        measured, shown = run(
+            endpoint,
+            requests=RequestSettings(dataset_name="trace", dataset_path=path, vocab_size=100),
+            results=ResultSettings(json=tmp_path / "r.json", save_detailed=True),
+        )
+    offsets = measured.result.requests["arrival_ms"]
+    assert np.diff(offsets).tolist() == pytest.approx([200] * 3)
+    assert "trace          fields of the file that have no effect beside its other fields: chat_id" in shown
+    assert json.loads((tmp_path / "r.json").read_text())["notes"]
+
+
 def test_every_way_to_fail_is_counted_under_its_own_name():
     behaviours = [
         whole(), without_usage, without_finish_reason, error_event, busy, whole(30), reset, page, one_token_short

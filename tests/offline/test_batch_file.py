@@ -20,6 +20,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from robustness.strangers.nasty_json import BODIES, nasty_text
 from support.running import MOESTRO, Running, call, wait_until
+from support.text_files import WRITERS
 
 from moestro.cli import main
 from moestro.offline.api_client import ApiAnswer
@@ -76,8 +77,15 @@ def test_fifty_lines_get_the_answers_of_the_server_and_broken_ones_their_errors(
     ]
     lines = [*good[:25], *broken, *good[25:]]
     answers, told, status = run_batch(tmp_path, lines, "--url", f"{server.url}/v1/")
-    assert status == 0
-    assert told == f"50 answered of 60, 10 errors: {tmp_path / 'out.jsonl'}\n"
+    assert status == 1
+    assert told == (
+        f"50 answered of 60, 10 errors (lines 26, 27, 29, 30, 31, 32, 33, 34 and 2 more): {tmp_path / 'out.jsonl'}\n"
+    )
+    messages = [answer["error"]["message"] for answer in answers if answer["error"]]
+    for number in (26, 27):
+        assert sum(message.startswith(f"Line {number} is not a JSON object") for message in messages) == 1
+    for number in range(29, 34):
+        assert sum(message.startswith(f"Line {number}: ") for message in messages) == 1
     by_id = {answer["custom_id"]: answer for answer in answers if answer["custom_id"]}
     assert Counter(answer["custom_id"] for answer in answers) == Counter([*by_id, None, None, None])
     assert len({answer["id"] for answer in answers}) == 60
@@ -104,9 +112,55 @@ def test_a_model_is_started_with_the_flags_of_serve(tmp_path):
     assert Counter(answer["custom_id"] for answer in answers) == Counter(line["custom_id"] for line in lines)
 
 
+APIS = {
+    "/v1/completions": {"prompt": "def f("},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Write f."}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Write f."}], "max_tokens": 4},
+    "/v1/responses": {"input": "Write f.", "max_output_tokens": 16},
+}
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_lines_of_all_apis_are_answered_however_the_file_was_written(server: Running, tmp_path, write):
+    lines = [{"custom_id": path, "method": "POST", "url": path, "body": body} for path, body in APIS.items()]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(write("".join(f"{json.dumps(line)}\n" for line in lines)))
+    with pytest.raises(SystemExit) as ended:
+        main(["run-batch", "-i", str(source), "-o", str(target), "--url", server.url])
+    assert not ended.value.code
+    answers = {answer["custom_id"]: answer for answer in map(json.loads, target.read_text().splitlines())}
+    assert answers.keys() == APIS.keys() == set(BATCH_PATHS)
+    assert {answer["response"]["status_code"] for answer in answers.values()} == {200}
+    assert answers["/v1/messages"]["response"]["body"]["type"] == "message"
+    assert answers["/v1/responses"]["response"]["body"]["object"] == "response"
+
+
+def test_equal_ids_are_refused_by_name_and_lines_before_anything_runs(tmp_path, capsys):
+    lines = [completion(1), completion(2), "not json", completion(1), completion(2), completion(3), completion(1)]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    target.write_text("kept")
+    with pytest.raises(SystemExit) as ended:
+        main(["run-batch", "-i", str(source), "-o", str(target), "--url", "http://127.0.0.1:9"])
+    assert ended.value.code == 2
+    assert "('c1': lines 1, 4, 7; 'c2': lines 2, 5): give each line" in capsys.readouterr().err
+    assert target.read_text() == "kept"
+
+
+def test_a_line_that_is_no_text_is_named_and_loses_no_other(server: Running, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b'{"custom_id": "\xff"}\n' + json.dumps(completion(1)).encode())
+    with pytest.raises(SystemExit) as ended:
+        main(["run-batch", "-i", str(source), "-o", str(target), "--url", server.url])
+    assert ended.value.code == 1
+    answers = {answer["custom_id"]: answer for answer in map(json.loads, target.read_text().splitlines())}
+    assert answers[None]["error"]["message"].startswith("Line 1 is not a JSON object")
+    assert answers["c1"]["response"]["status_code"] == 200
+
+
 def test_without_a_server_each_line_has_an_error(tmp_path):
     answers, _, status = run_batch(tmp_path, [completion(1), completion(2)], "--url", "http://127.0.0.1:9")
-    assert status == 0
+    assert status == 1
     assert [answer["error"]["code"] for answer in answers] == ["no_answer"] * 2
 
 
@@ -171,9 +225,10 @@ def test_law_any_line_has_one_answer_that_can_be_written():
     async def answer_all() -> Counter[str]:
         rng, ends = Random(2), Counter[str]()
         for _ in range(3000):
-            answer = await answer_line(EchoClient(), nasty_text(rng, valid))
+            answer = await answer_line(EchoClient(), 7, nasty_text(rng, valid))
             written = msgspec.json.encode(answer)
             assert b"\n" not in written
+            assert answer.is_good or "Line 7" in answer.error.message
             ends["good" if answer.is_good else answer.error.code] += 1
         return ends
 

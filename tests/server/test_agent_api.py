@@ -258,3 +258,35 @@ def test_the_events_of_a_message_are_named(fake):
     assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert reply.events[0]["message"]["usage"]["input_tokens"] > 0
     assert reply.headers["content-type"].startswith("text/event-stream")
+
+
+# --- requests without an answer, and requests for nothing
+
+
+def test_input_tokens_are_those_of_the_response(place):
+    body = {"model": "moestro-demo", "instructions": "Be short.", "input": TEXT}
+    counted = call(place, "POST", "/v1/responses/input_tokens", body)
+    answered = call(place, "POST", "/v1/responses", body | {"max_output_tokens": 1})
+    assert counted.json == {"object": "response.input_tokens", "input_tokens": answered.json["usage"]["input_tokens"]}
+    named = call(place, "POST", "/v1/responses/input_tokens", body | {"input": [{"content": TEXT, "zzz": 1}]})
+    assert named.headers["warning"] == '299 moestro "fields were ignored: input[0].zzz"'
+    refused = call(place, "POST", "/v1/responses/input_tokens", body | {"previous_response_id": "resp_1"})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "previous_response_id")
+
+
+def test_openais_client_counts_input_tokens(openai_client):
+    counted = openai_client.responses.input_tokens.count(model="moestro-demo", input=TEXT)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens > 3
+
+
+@pytest.mark.parametrize(
+    "given", ["", [], [{"role": "user", "content": ""}], [{"role": "user", "content": []}], [{"type": "reasoning"}]]
+)
+@pytest.mark.parametrize("instructions", [None, "Be short."])
+def test_an_empty_input_is_refused_and_generates_nothing(place, given, instructions):
+    body = {"model": "moestro-demo", "instructions": instructions, "input": given}
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        reply = call(place, "POST", path, body)
+        assert (reply.status, reply.json["error"]["param"]) == (400, "input"), reply.body
+        assert "is empty" in reply.json["error"]["message"]

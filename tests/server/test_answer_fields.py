@@ -25,7 +25,7 @@ def test_token_ids_of_prompt_and_answer_are_returned_on_request(fake):
     prompt = [10, 11, 12, 13]
     choice = choice_of(complete(fake, prompt=prompt, max_tokens=3, return_token_ids=True))
     assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, prompt[:3])
-    assert "token_ids" not in choice_of(complete(fake, prompt=prompt, max_tokens=3))
+    assert choice_of(complete(fake, prompt=prompt, max_tokens=3))["token_ids"] is None
     answer = chat(fake, max_tokens=3, return_token_ids=True).json
     assert answer["prompt_token_ids"][:3] == answer["choices"][0]["token_ids"]
     events = complete(fake, prompt=prompt, max_tokens=3, return_token_ids=True, stream=True).events[:-1]
@@ -212,7 +212,7 @@ def _references(node):
 
 
 def test_every_route_is_documented(tokenizer):
-    model = ServedModel(names=("m",), root="r", created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer)
+    model = ServedModel(names=("m",), created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer)
     app = ApiServer(None, model, 1.0).app(Exposition.__new__(Exposition), None, None)
     routes = {(route.method.lower(), route.resource.canonical) for route in app.router.routes()}
     documented = {(each.method, each.path) for each in API_PATHS}

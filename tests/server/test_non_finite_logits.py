@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -96,3 +97,22 @@ def test_what_such_a_request_computed_is_never_read_from_the_prefix_cache(poison
     assert ask(poisoned, prompt).status == 500
     assert metrics(poisoned)[HITS] == before
     assert ask(poisoned, prompt[1:]).status == 200
+
+
+EXCLUDING = {
+    "allowed tokens and a choice": {"allowed_token_ids": [5, 6, 7], "guided_choice": ["yes", "no"]},
+    "only a stop token, too early": {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("way", EXCLUDING)
+def test_a_request_that_excludes_every_token_is_the_client_s_fault(poisoned, way):
+    """It is a 400, it writes nothing into the log, and the prefix cache keeps its blocks."""
+    prompt = [900 + list(EXCLUDING).index(way), *CLEAN]
+    logged = len(poisoned.text)
+    reply = ask(poisoned, prompt, **EXCLUDING[way])
+    assert (reply.status, reply.json["error"]["code"]) == (400, "all_tokens_excluded"), reply.body
+    before = metrics(poisoned)[HITS]
+    assert ask(poisoned, prompt).status == 200
+    assert metrics(poisoned)[HITS] > before
+    assert not re.search("WARNING|ERROR", poisoned.text[logged:])

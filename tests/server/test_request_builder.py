@@ -23,7 +23,7 @@ ARRIVAL = Arrival("cmpl-1", 42)
 @pytest.fixture
 def model(tokenizer) -> ServedModel:
     return ServedModel(
-        names=("m", "n"), root="r", created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer, has_priorities=True
+        names=("m", "n"), created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer, has_priorities=True
     )
 
 
@@ -183,7 +183,7 @@ def test_a_chat_without_a_limit_may_fill_the_context(model):
 
 def test_a_tokenizer_with_more_tokens_than_the_network_is_caught(model):
     small = ServedModel(
-        names=("m",), root="r", created=0, fingerprint="fp", tokenizer=model.tokenizer,
+        names=("m",), created=0, fingerprint="fp", tokenizer=model.tokenizer,
         info=msgspec.structs.replace(INFO, vocab_size=10),
     )  # fmt: skip
     with pytest.raises(RequestError, match="token id out of range"):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from support.fake_rank import INFO
 
-from moestro.core.request import Output, PackedLogprobs, Request, SamplingParams, TokenLogprobs
-from moestro.errors import PromptTooLongError, RequestError
+from moestro.core.request import FinishReason, Output, PackedLogprobs, Request, SamplingParams, TokenLogprobs
+from moestro.errors import PromptTooLongError, QueueFullError, RequestError
 from moestro.server import request_builder
 from moestro.server.generation import Generation
 from moestro.server.request_builder import Arrival, Job, ServedModel, completion_jobs, prepare_chat_ask
@@ -26,7 +26,7 @@ ARRIVAL = Arrival("cmpl-1", 42)
 
 @pytest.fixture
 def model(tokenizer) -> ServedModel:
-    return ServedModel(names=("m",), root="r", created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer)
+    return ServedModel(names=("m",), created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer)
 
 
 def jobs(model: ServedModel, **fields: object) -> list[Job]:
@@ -166,7 +166,7 @@ def made_jobs(num: int, num_tokens: int) -> list[Job]:
 
 
 def plain_model(tokenizer) -> SimpleNamespace:
-    return SimpleNamespace(tokenizer=tokenizer, chat=SimpleNamespace(reasoning=None))
+    return SimpleNamespace(tokenizer=tokenizer, chat=SimpleNamespace(reasoning=None), max_choices_at_once=1024)
 
 
 @pytest.mark.parametrize(("num_jobs", "num_tokens"), [(1024, 4), (40, 131_072)])
@@ -184,6 +184,44 @@ def test_choices_are_submitted_in_pieces_with_turns_for_others_between(tokenizer
         at_once = [num_bytes for at, num_bytes in submitted if at == turn]
         assert len(at_once) <= 16
         assert sum(at_once) <= 2 << 20
+
+
+def test_choices_beyond_a_share_follow_the_end_of_earlier_ones_and_wait_anew(tokenizer):
+    """One request with many choices never takes all places of the engines, nor the front of their queues."""
+
+    async def run() -> None:
+        engines, model = Engines(), plain_model(tokenizer)
+        model.max_choices_at_once = 4
+        arrivals: list[int] = []
+        plain_submit, is_full = engines.submit, False
+
+        def submit(request: Request, inbox, choices) -> None:
+            if is_full:
+                raise QueueFullError(1)
+            arrivals.append(request.arrival_ns)
+            assert choices.num_choices == 4, "siblings are counted before the first answer"
+            plain_submit(request, inbox, choices)
+
+        engines.submit = submit
+        async with Generation(engines, model, made_jobs(8, 5), PrepareThreads()) as generation:
+            assert arrivals == [0] * 4
+            end = Output(request_id="2", token_ids=(70,), finish_reason=FinishReason.LENGTH)
+            engines.inbox.put_nowait(end)
+            assert (await generation.next_piece()).index == 2
+            assert len(arrivals) == 5
+            assert arrivals[-1] > 0
+            is_full = True
+            engines.inbox.put_nowait(msgspec.structs.replace(end, request_id="0"))
+            await generation.next_piece()
+            assert len(arrivals) == 5, "a full queue holds the choice back"
+            is_full = False
+            for number in (1, 3, 4, 5, 6, 7):
+                engines.inbox.put_nowait(msgspec.structs.replace(end, request_id=str(number)))
+                assert (await generation.next_piece()).index == number
+            assert await generation.next_piece() is None
+        assert len(arrivals) == 8
+
+    asyncio.run(run())
 
 
 class Unlisted(list):

@@ -91,7 +91,7 @@ def test_the_phases_of_a_start_account_for_every_second_since_the_process_began(
 
 def test_the_banner_says_what_the_operator_wants_to_know(tokenizer):
     model = ServedModel(
-        names=("it's",), root="r", created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer,
+        names=("it's",), created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer,
         chat=chat_format(ChatSettings(), "[TOOL_CALLS]"),
     )  # fmt: skip
     phases = [Phase("start", 0.5), Phase("load weights", 2.5)]

@@ -53,8 +53,7 @@ def test_a_call_has_an_id_a_name_and_arguments(server):
 
 def test_a_message_with_nothing_but_calls_has_no_content(server):
     [choice] = say(server, CALL, tools=TOOLS).json["choices"]
-    assert choice["message"].keys() == {"content", "role", "refusal", "tool_calls"}
-    assert choice["message"]["content"] is None
+    assert {name for name, value in choice["message"].items() if value is not None} == {"role", "tool_calls"}
     assert choice["message"]["tool_calls"][0].keys() == {"function", "id", "type"}
 
 
@@ -128,7 +127,7 @@ def test_an_agents_loop_with_an_unmodified_client(server, openai):
         messages.append({"role": "tool", "tool_call_id": made.id, "content": [{"type": "text", "text": "21 degrees"}]})
         final = client.chat.completions.create(messages=messages, **asked).choices[0]
     assert final.message.content == "The tool says 21 degrees."
-    assert final.message.tool_calls is None
+    assert final.message.tool_calls == []
     assert final.finish_reason == "stop"
 
 

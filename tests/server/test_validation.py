@@ -239,7 +239,7 @@ def test_the_header_of_ignored_fields_is_short_and_printable():
     assert ignored_warning(("a", "b")) == {"Warning": '299 moestro "fields were ignored: a, b"'}
     names = ('x"\r\n\\\u00e9' + "y" * 100, *(f"f{i}" for i in range(20)))
     header = ignored_warning(completion(**dict.fromkeys(names, 1)).options.unknown_fields)["Warning"]
-    assert header.startswith('299 moestro "fields were ignored: x?????' + "y" * 58 + ", f0, ")
+    assert header.startswith('299 moestro "fields were ignored: x?????' + "y" * 42 + "..." + "y" * 49 + ", f0, ")
     assert header.endswith('f14, and 5 more"')
     assert header.isascii()
     assert header.isprintable()

@@ -68,6 +68,20 @@ def test_seeds_give_means_with_intervals(scenario, tmp_path, capsys):
     assert one.intervals == {}
 
 
+def test_what_of_a_trace_is_not_simulated_is_named(scenario, tmp_path, capsys):
+    row = {"input_length": 64, "output_length": 4, "chat_id": 1}
+    lines = [row | {"timestamp": 2000 * number} for number in range(4)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace_of = 'trace = "t.jsonl"\n[engines]'
+    scenario.write_text(SCENARIO[: SCENARIO.index("sessions")] + trace_of + SCENARIO.partition("[engines]")[2])
+    out = tmp_path / "out.json"
+    assert sim(scenario, "--json", out) == 0
+    assert "[workload] trace: fields of the file that have no effect beside its other fields: chat_id" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert json.loads(out.read_text())["outcomes"][0]["report"]["duration_s"] > 6
+
+
 def test_processes_change_no_result(scenario, tmp_path):
     settings = read_settings(scenario)
     one, two = (simulate(settings, tmp_path, num) for num in (1, 2))

@@ -151,6 +151,28 @@ ANSWERS: dict[str, list[tuple[str, Parsed]]] = {
         (f"[TOOL_CALLS]get_weather[CALL_ID]VvvODy9mT[ARGS]{PARIS[1]}", Parsed(calls=(PARIS,))),
         (f"[TOOL_CALLS]get_weather{ODD}", Parsed(calls=(("get_weather", ODD),))),
     ],
+    "granite": [
+        (f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS[1]}}}]', Parsed(calls=(PARIS,))),
+        ('<tool_call>[{"name": "ping"}, {"name": "ping"}]', Parsed(calls=(("ping", "{}"), ("ping", "{}")))),
+        (f'[{{"name": "get_weather", "arguments": {ODD}}}]', Parsed(calls=(("get_weather", ODD),))),
+        (
+            f'I look.\n<|tool_call|> [{{"name": "get_weather", "arguments": {PARIS[1]}}}]\n',
+            Parsed("I look.", calls=(PARIS,)),
+        ),
+        ("[1] is a source.", Parsed("[1] is a source.")),
+    ],
+    "pythonic": [
+        ("[get_weather(city='Paris', days=3), ping()]", Parsed(calls=(PARIS, ("ping", "{}")))),
+        (
+            "<|python_start|>[get_weather(city=\"K'\\n(\", place={'zip': [1.5, True, None, false]})]<|python_end|>",
+            Parsed(calls=(("get_weather", '{"city": "K\'\\n(", "place": {"zip": [1.5, true, null, false]}}'),)),
+        ),
+        (
+            "[write_file(text='a\nb\\'c', text='d')]",
+            Parsed(calls=(("write_file", '{"text": "a\\nb\'c"}'),)),
+        ),
+        ("[ping] [1, 2]", Parsed("[ping] [1, 2]")),
+    ],
     "llama3_json": [
         (f'{{"name": "get_weather", "parameters": {PARIS[1]}}}', Parsed(calls=(PARIS,))),
         (
@@ -192,11 +214,12 @@ ANSWERS: dict[str, list[tuple[str, Parsed]]] = {
 BROKEN: dict[str, list[tuple[str, Parsed]]] = {
     "hermes": [
         ("Hi.\n<tool_call>\n", Parsed("Hi.")),
+        ('<tool_call>{"name": "pong"}</tool_call>', Parsed('<tool_call>{"name": "pong"}</tool_call>')),
         ("<tool_call>sorry</tool_call> no", Parsed("<tool_call>sorry</tool_call> no")),
         ('<tool_call>{"name": "ping", "argu', Parsed(calls=(("ping", ""),))),
         ('<tool_call>{"nam', Parsed('<tool_call>{"nam')),
         ('<tool_call>{"name": 7}</tool_call>', Parsed('<tool_call>{"name": 7}</tool_call>')),
-        ('<tool_call>{"name": "ping", "arguments": {"a": </tool_call>x', Parsed("x", calls=(("ping", '{"a": '),))),
+        ('<tool_call>{"name": "ping", "arguments": {"a": </tool_call>x', Parsed("x", calls=(("ping", "{}"),))),
         (f"<tool_call>{hermes('ping', '{}')}", Parsed("<tool_call>", calls=(("ping", "{}"),))),
         ('<tool_call>{"name": "' + "x" * 300, Parsed('<tool_call>{"name": "' + "x" * 300)),
     ],
@@ -209,30 +232,60 @@ BROKEN: dict[str, list[tuple[str, Parsed]]] = {
         ("<function=get_weather\n>", Parsed("<function=get_weather\n>")),
         ("<function=ping>text</function>", Parsed("text", calls=(("ping", "{}"),))),
         ("<function=>", Parsed("<function=>")),
+        (
+            "Call <function=pong> or <function=ping></function>",
+            Parsed("Call <function=pong> or", calls=(("ping", "{}"),)),
+        ),
     ],
     "glm45": [
         ("<tool_call>\n</tool_call>", Parsed("<tool_call>\n</tool_call>")),
+        ("A <tool_call> tag. <tool_call>ping</tool_call>", Parsed("A <tool_call> tag.", calls=(("ping", "{}"),))),
         ("<tool_call>get_weather\ncity", Parsed("<tool_call>get_weather\ncity")),
         ("<tool_call>ping\n<arg_key>a</arg_key>", Parsed(calls=(("ping", ""),))),
     ],
     "deepseek_v3": [
         (_deepseek("tool calls begin") + "nothing", Parsed(_deepseek("tool calls begin") + "nothing")),
+        (deepseek(("ping", "")), Parsed(calls=(("ping", "{}"),))),
         (deepseek(PARIS).partition("Par")[0], Parsed(calls=(("get_weather", '{"city": "'),))),
+    ],
+    "deepseek_v31": [
+        (deepseek(("ping", ""), version="v31"), Parsed(calls=(("ping", "{}"),))),
+        (deepseek(("pong", "{}"), version="v31"), Parsed(deepseek(("pong", "{}"), version="v31"))),
     ],
     "mistral": [
         ("[TOOL_CALLS] nothing", Parsed("[TOOL_CALLS] nothing")),
         ("[TOOL_CALLS][1, 2]", Parsed("[TOOL_CALLS][1, 2]")),
-        ('[TOOL_CALLS]ping[ARGS]{"a": ', Parsed(calls=(("ping", '{"a": '),))),
+        ('[TOOL_CALLS]ping[ARGS]{"a": ', Parsed(calls=(("ping", "{"),))),
+        ("[TOOL_CALLS]ping[ARGS]", Parsed(calls=(("ping", "{}"),))),
+        ('[TOOL_CALLS]pong[ARGS]{"a": 1}', Parsed('[TOOL_CALLS]pong[ARGS]{"a": 1}')),
+        (
+            '[TOOL_CALLS][{"name": "ping"}, {"name": "pong"}] x',
+            Parsed(', {"name": "pong"}] x', calls=(("ping", "{}"),)),
+        ),
+    ],
+    "granite": [
+        ('<|tool_call|>[{"name": "pong"}]', Parsed('<|tool_call|>[{"name": "pong"}]')),
+        ('[{"name": "ping"', Parsed(calls=(("ping", ""),))),
+    ],
+    "pythonic": [
+        ("[pong()]", Parsed("[pong()]")),
+        ("[ping(open('x'))]", Parsed("[ping(open('x'))]")),
+        ("[ping(a=__import__('os'))]", Parsed("[ping(a=__import__('os'))]")),
+        ("[ping(a=1), pong()]", Parsed(", pong()]", calls=(("ping", '{"a": 1}'),))),
+        ("<|python_start|>[ping(a='b", Parsed("<|python_start|>[ping(a='b")),
     ],
     "llama3_json": [
-        ('{"name": "ping", "parameters": {"a"', Parsed(calls=(("ping", '{"a"'),))),
+        ('{"name": "ping", "parameters": {"a"', Parsed(calls=(("ping", "{"),))),
         ("{{{{", Parsed("{{{{")),
         ("<|python_tag|>print(1)", Parsed("<|python_tag|>print(1)")),
     ],
     "gpt-oss": [
         ("<|channel|>ana", Parsed()),
         (harmony(_TO_WEATHER, '{"city": "Par', ""), Parsed(calls=(("get_weather", '{"city": "Par'),))),
-        (harmony(_TO_WEATHER, "Paris", "<|call|>"), Parsed(calls=(("get_weather", "Paris"),))),
+        (harmony(_TO_WEATHER, "Paris", "<|call|>"), Parsed(calls=(("get_weather", "{}"),))),
+        (harmony("commentary to=functions.ping <|constrain|>json", "", "<|call|>"), Parsed(calls=(("ping", "{}"),))),
+        (harmony("commentary to=functions.ping <|constrain|>json", "", ""), Parsed(calls=(("ping", "{}"),))),
+        (harmony("commentary to=functions.pong", "{}", "<|call|>"), Parsed("{}")),
         ("<|channel|>final<|end|>lost?", Parsed("<|channel|>final<|end|>lost?")),
         ("<|channel|><|channel|>analysis<|message|>x", Parsed(reasoning="x")),
     ],

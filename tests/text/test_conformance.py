@@ -35,7 +35,7 @@ DIFFERENT = {
     "gpt-oss/harmony-marker-in-reasoning": "markers that are spelt in ordinary tokens look the same in text",
     "mistral/vllm-v11-think-text": "the tags are those of tokenizer v13",
 }
-OTHER_FORMATS = ("x-llama-pythonic", "x-deepseek-v32", "x-deepseek-v4", "x-deepseek-v41")
+OTHER_FORMATS = ("x-deepseek-v32", "x-deepseek-v4", "x-deepseek-v41")
 
 
 def answers() -> Iterator[tuple[dict[str, Any], str]]:
@@ -56,6 +56,8 @@ def read(answer: dict[str, Any], prompt: str, pieces: list[str]) -> tuple[str, s
     calls, reasoning = PARSERS[answer["family"]]
     if "x-deepseek-v31" in answer["tags"]:
         calls = "deepseek_v31"
+    if "x-llama-pythonic" in answer["tags"]:
+        calls = "pythonic"
     form = ChatFormat(
         calls=TOOL_PARSERS.make(calls), reasoning=reasoning and REASONING_PARSERS.make(reasoning), allows_auto=True
     )

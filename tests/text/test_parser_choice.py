@@ -30,6 +30,8 @@ TEMPLATES = {
     "Mistral Small": ("[TOOL_CALLS][", "mistral", "none"),
     "Magistral": ("[TOOL_CALLS]call[ARGS] [THINK]thoughts[/THINK]", "mistral", "mistral"),
     "gpt-oss": ("<|start|>assistant<|channel|>commentary to=functions.x<|message|>", "gpt-oss", "gpt-oss"),
+    "Granite 3.3": ("<|start_of_role|>assistant<|end_of_role|> respond with <|tool_call|>", "granite", "none"),
+    "Llama 3.2, pythonic": ("[func_name1(params_name1=params_value1, params_name2=...)]", "pythonic", "none"),
     "without tools": ("{% for message in messages %}{{ message.content }}{% endfor %}", "none", "none"),
     "Kimi K2, whose format is unknown": ("<|tool_calls_section_begin|><|tool_call_begin|>", "none", "none"),
 }

@@ -24,6 +24,10 @@ CASES = [
     ("qwen3", CLOSED, None, "<think>No</think>", Parsed("<think>No</think>")),
     ("qwen3", OPEN, None, f"Hm.</think>\n\nI look.\n{CALL}", Parsed("I look.", "Hm.", (PARIS,))),
     ("qwen3", OPEN, None, f"Hm.\n{CALL}", Parsed("", "Hm.", (PARIS,))),
+    ("qwen3", OPEN, None, f"Like {CALL}, no.</think>Hi.", Parsed("Hi.", f"Like {CALL}, no.")),
+    ("qwen3", OPEN, None, f"A <tool_call> tag.\n{CALL}", Parsed("", "A <tool_call> tag.", (PARIS,))),
+    ("qwen3", OPEN, None, "A <tool_call> tag.</think>Hi.", Parsed("Hi.", "A <tool_call> tag.")),
+    ("qwen3", OPEN, None, f"{hermes('pong', '{}')} no.", Parsed("", f"{hermes('pong', '{}')} no.")),
     ("glm45", NEW, None, f"\n<think>Hm.</think>\n{CALL}", Parsed("", "Hm.", (PARIS,))),
     ("deepseek_r1", NEW, None, "Hm.\n</think>\n\nHi.", Parsed("Hi.", "Hm.")),
     ("deepseek_r1", NEW, None, "<think>\nHm.\n</think>Hi.", Parsed("Hi.", "Hm.")),
@@ -41,7 +45,7 @@ CASES = [
 
 def parsed(name, prompt, continued, pieces) -> Parsed:
     tool_parser = TOOL_PARSERS.make("hermes")
-    reasoning = REASONING_PARSERS.make(name)(prompt, continued, tool_parser.STARTS)
+    reasoning = REASONING_PARSERS.make(name)(prompt, continued, lambda: tool_parser(TOOLS))
     parser = AnswerParser(reasoning, tool_parser(TOOLS))
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     whole = merged(parts)

@@ -39,8 +39,8 @@ async def _stream(http: web.Request, kind: str) -> web.StreamResponse:
 
 
 def _cut(http: web.Request) -> None:
-    assert http.transport is not None
-    http.transport.abort()
+    if http.transport is not None:  # The router may have left.
+        http.transport.abort()
 
 
 async def _models(http: web.Request) -> web.Response:

@@ -22,7 +22,7 @@ from moestro.cli import (  # noqa: F401 each registers its verb
 )
 from moestro.cli.app import app
 from moestro.config.user_code import accept_user_code
-from moestro.config.vllm_flags import refuse_vllm_flags
+from moestro.config.vllm_flags import without_vllm_flags
 from moestro.errors import ConfigError, MoestroError
 
 
@@ -32,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     try:
         if given[:1] == ["serve"]:
-            refuse_vllm_flags(given[1:])
-        app(arguments)
+            given = ["serve", *without_vllm_flags(given[1:])]
+        app(given)
     except MoestroError as error:
         print(f"moestro: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

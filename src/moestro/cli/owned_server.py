@@ -18,7 +18,7 @@ from moestro.cli.app import app
 from moestro.cli.serve import run_serve, serve  # noqa: F401 the import registers the verb
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.user_code import accept_user_code
-from moestro.config.vllm_flags import refuse_vllm_flags
+from moestro.config.vllm_flags import without_vllm_flags
 from moestro.errors import ConfigError, MoestroError
 from moestro.offline.owned_server import ServerReport
 
@@ -42,8 +42,7 @@ def main() -> None:
 
 def _run(reports: int, arguments: list[str]) -> None:
     accept_user_code()
-    refuse_vllm_flags(arguments)
-    _, bound, _ = app.parse_args(["serve", *arguments], print_error=False, exit_on_error=False)
+    _, bound, _ = app.parse_args(["serve", *without_vllm_flags(arguments)], print_error=False, exit_on_error=False)
     settings = bound.arguments.get("settings", ServeSettings())
     run_serve(settings, lambda url: _report(reports, ServerReport(url=url)))
 

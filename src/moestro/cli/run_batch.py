@@ -21,6 +21,8 @@ def run_batch(
 ) -> None:
     """Answer the requests of a file in OpenAI's batch format; each line gets one line of answer or error.
 
+    The exit status is 1 if a line has an error.
+
     Further flags are those of moestro serve, and start a model for the batch: --model, --dtype, --engines and others.
 
     * moestro run-batch -i in.jsonl -o out.jsonl --model moestro-demo
@@ -29,7 +31,8 @@ def run_batch(
     Parameters
     ----------
     input_file
-        A request in each line: custom_id, method (POST), url (/v1/chat/completions or /v1/completions) and body.
+        A request in each line: custom_id, method (POST), url and body. The url is /v1/chat/completions,
+        /v1/completions, /v1/responses or /v1/messages.
     output_file
         File for the answers, in the order in which they are complete. It loses what it had.
     url
@@ -39,17 +42,18 @@ def run_batch(
     """
     from moestro.offline.any_server import any_server
     from moestro.offline.background_loop import BackgroundLoop
-    from moestro.offline.batch_file import count_requests, open_files, run_lines
+    from moestro.offline.batch_file import open_output, read_batch, run_lines, summary
     from moestro.workload.progress import progress
 
-    source, target = open_files(input_file, output_file)
+    lines = read_batch(input_file)
+    target = open_output(input_file, output_file)
     loop = BackgroundLoop()
     try:
-        total = count_requests(source)
-        with source, target, any_server(url, api_key, serve_flags) as server, progress("requests", total) as advance:
-            counts = loop.run(run_lines(server, source, target, advance))
-            print(f"{counts.num_good} answered of {total}, {counts.num_failed} errors: {output_file}", file=sys.stderr)
-            if counts.num_failed:
+        with target, any_server(url, api_key, serve_flags) as server, progress("requests", len(lines)) as advance:
+            counts = loop.run(run_lines(server, lines, target, advance))
+            print(f"{summary(counts)}: {output_file}", file=sys.stderr)
+            if counts.failed:
                 server.raise_if_ended()
+                sys.exit(1)
     finally:
         loop.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from moestro.core.text_files import read_text
 from moestro.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
@@ -45,8 +46,8 @@ def read_config_file(path: Path) -> list[Entry]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"--config {path} is larger than {MAX_FILE_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from None
     found: dict[str, Entry] = {}
     for entry in reader(text, path):

@@ -12,7 +12,7 @@ from cyclopts import App, ArgumentCollection, Group, Parameter
 from cyclopts.config import Dict
 
 from moestro.config.config_file import read_config_file
-from moestro.config.vllm_flags import remedy_of
+from moestro.config.vllm_flags import flag_named, take_or_refuse, warn_of_taken
 from moestro.errors import ConfigError
 
 SECRETS = frozenset({"api_key", "engine_api_key", "admin_api_key"})
@@ -38,15 +38,20 @@ class ConfigFile:
         option = next((argument for argument in arguments if "--config" in argument.names), None)
         if option is None or not option.tokens:
             return
+        taken: list[str] = []
         for entry in read_config_file(Path(option.tokens[-1].value).expanduser()):
             if entry.key.replace("_", "-") in _NOT_IN_FILES:
                 raise ConfigError(f"{entry.place}: {entry.key} is for the command line only")
             flag = f"--{entry.key}".replace("_", "-")
-            remedy = remedy_of(flag)
-            if remedy is not None and not any(flag in argument.names for argument in arguments):
-                text = f"{entry.key} is a flag of vLLM and not supported, see docs/scope.md: {remedy}"
-                raise ConfigError(f"{entry.place}: {text}")
-            Dict({entry.key: entry.value}, source=entry.place)(app, (), arguments)
+            if flag_named(flag) is None or any(flag in argument.names for argument in arguments):
+                Dict({entry.key: entry.value}, source=entry.place)(app, (), arguments)
+                continue
+            try:
+                take_or_refuse(flag, str(entry.value))
+            except ConfigError as error:
+                raise ConfigError(f"{entry.place}: {error}") from None
+            taken.append(flag)
+        warn_of_taken(taken)
 
 
 class Origins:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,6 +13,8 @@ from cyclopts import Parameter
 
 from moestro.core.setting_checks import PORT, CheckedSettings, at_least, between
 from moestro.errors import ConfigError
+
+_ROOT_PATH = re.compile(r"(/(?!\.{1,2}(/|\Z))[A-Za-z0-9._~-]+)+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,8 @@ class ServerSettings(CheckedSettings):
     "Address to listen on; 0.0.0.0 opens the server to the network: set --api-key too."
     port: Annotated[int, PORT] = 8000
     "Port to listen on; 0 chooses a free port, shown at the start."
+    root_path: str = ""
+    "Prefix that a proxy in front of the server leaves in each path, such as /llm."
     served_model_name: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
     "One or more names of the model for clients. Unset: the name on the command line."
     api_key: Annotated[tuple[str, ...], Parameter(consume_multiple=True, show_default=False)] = ()
@@ -36,6 +41,10 @@ class ServerSettings(CheckedSettings):
     "GiB that the file of --record does not exceed; lines beyond are lost and counted. A request takes about 5 kB."
     strict_fields: bool = False
     "Refuse a request with an unknown field with a 400. Unset: the answer has a Warning header that names the field."
+    enable_force_include_usage: bool = False
+    "End each stream with its usage, as if it had asked for stream_options.include_usage."
+    enable_tokenizer_info_endpoint: bool = False
+    "Answer GET /tokenizer_info with the tokenizer's settings and the chat template."
     shutdown_timeout: Annotated[float, at_least(0)] = 10.0
     "Seconds in which running requests can finish after SIGTERM or Ctrl-C."
     write_timeout: Annotated[float, at_least(1)] = 60.0
@@ -54,6 +63,10 @@ class ServerSettings(CheckedSettings):
             raise ConfigError("--admin-api-key is empty: give a key, or leave the flag out")
         if self.admin_api_key is not None and self.admin_port is None:
             raise ConfigError("--admin-api-key protects --admin-port: add the port, or leave the key out")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(
+                f"--root-path must begin with / and not end with one, such as /llm, got {self.root_path!r}"
+            )
         if not all(self.api_key):
             raise ConfigError("--api-key is empty: give a key, or leave the flag out to serve without one")
         if not all(self.served_model_name):

@@ -1,165 +1,283 @@
-"""Flags of `vllm serve` that `moestro serve` does not have, each with what to do in its place."""
+"""Flags of `vllm serve` that `moestro serve` does not have: those that change nothing here, and those that would."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from moestro.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _EXPERTS = "--mode ep or --mode async with --engines, --attention and --experts spreads the experts over devices"
 _ENGINES = "--engines N starts N engines behind one server, and moestro route stands before several servers"
 _MACHINES = "--launcher ray places the processes on several machines"
+_WORKERS = "in --mode async, workers are added and drained at /admin/workers"
 _PLACEMENT = "--placement-policy moves and copies experts while the server runs"
-_ALWAYS = "Moestro always does this; leave it out"
-_EAGER = "Moestro always computes eagerly; leave it out"
+_ALWAYS = "Moestro always does this"
+_EAGER = "Moestro always computes eagerly"
+_KERNELS = "Moestro chooses its kernels by the device"
 _LORA = "LoRA adapters are out of scope"
 _MEDIA = "input is text only"
 _TLS = "put a TLS proxy in front of the server"
 _REMOTE_CODE = "a checkpoint's own code is never run"
-_QUANTIZED = "FP8 and MXFP4 checkpoints are dequantised at load; other quantised formats are refused"
-_NO_LOG = "prompts are never logged, and there is no access log; leave it out"
+_NO_LOG = "prompts are never logged, and there is no access log"
 _HUB = "download the checkpoint, and name its directory"
-_LENGTH = "prompt and answer are limited by --max-model-len"
 _MEMORY = "--kv-cache-memory-bytes gives the size of each engine's KV cache"
+_CHUNKS = "prompts are computed in chunks; --batch-policy and --max-num-batched-tokens choose them"
+_LOADING = "each engine loads its weights by itself, from safetensors files"
+_SERVED = "only generation is served"
+_LAYER = "one layer is not split; " + _EXPERTS
+_SEQUENCE = "one sequence is computed by one engine"
+_OLD = "vLLM has dropped this flag"
+_GRAMMARS = "structured output has one backend"
 
-# Flag -> what to do in its place. Names as in vLLM 0.33.
-VLLM_FLAGS: dict[str, str] = {
-    "--all2all-backend": _EXPERTS,
-    "--api-server-count": "one API server serves all engines; moestro route stands before several servers",
-    "--async-scheduling": "leave it out",
-    "--attention-backend": "attention has one implementation for each device",
-    "--calculate-kv-scales": "the KV cache has the model's dtype",
-    "--code-revision": _REMOTE_CODE,
-    "--compilation-config": _EAGER,
-    "--config-format": "a checkpoint has Hugging Face's format",
-    "--convert": "only generation is served",
-    "--cpu-offload-gb": "--kv-offloading-size keeps the KV of preempted requests in host memory; weights stay on the"
-    " device",
-    "--data-parallel-address": _MACHINES,
-    "--data-parallel-backend": _MACHINES,
-    "--data-parallel-external-lb": _ENGINES,
-    "--data-parallel-hybrid-lb": _ENGINES,
-    "--data-parallel-rank": _ENGINES,
-    "--data-parallel-rpc-port": _MACHINES,
-    "--data-parallel-size": _ENGINES,
-    "--data-parallel-size-local": _ENGINES,
-    "--data-parallel-start-rank": _ENGINES,
-    "--decode-context-parallel-size": "one sequence is computed by one engine",
-    "--disable-cascade-attn": "leave it out",
-    "--disable-custom-all-reduce": "leave it out",
-    "--disable-fastapi-docs": "/docs loads nothing from other hosts; leave it out",
-    "--disable-log-requests": _NO_LOG,
-    "--disable-log-stats": "--log-level warning hides the lines of statistics",
-    "--disable-sliding-window": "leave it out",
-    "--disable-uvicorn-access-log": _NO_LOG,
-    "--distributed-executor-backend": _MACHINES,
-    "--download-dir": _HUB,
-    "--enable-chunked-prefill": _ALWAYS,
-    "--enable-dbo": "leave it out",
-    "--enable-elastic-ep": "in --mode async, workers are added and drained at /admin/workers",
-    "--enable-eplb": _PLACEMENT,
-    "--enable-expert-parallel": _EXPERTS,
-    "--enable-force-include-usage": "clients ask for it with stream_options.include_usage",
-    "--enable-log-requests": _NO_LOG,
-    "--enable-lora": _LORA,
-    "--enable-prompt-embeds": _MEDIA,
-    "--enable-prompt-tokens-details": _ALWAYS,
-    "--enable-request-id-headers": _ALWAYS,
-    "--enable-return-routed-experts": "/admin/experts exports the load of experts",
-    "--enable-server-load-tracking": _ALWAYS,
-    "--enable-sleep-mode": "stop the server, and start it again",
-    "--enforce-eager": _EAGER,
-    "--eplb-config": _PLACEMENT,
-    "--expert-placement-strategy": "--init-expert-location names the first placement",
-    "--gpu-memory-utilization": _MEMORY,
-    "--guided-decoding-backend": "structured output has one backend; leave it out",
-    "--headless": _MACHINES,
-    "--hf-config-path": _HUB,
-    "--hf-overrides": "edit the checkpoint's config.json",
-    "--hf-token": "set the environment variable HF_TOKEN",
-    "--io-processor-plugin": "only generation is served",
-    "--kv-cache-dtype": "the KV cache has the model's dtype",
-    "--kv-cache-memory": _MEMORY,
-    "--kv-sharing-fast-prefill": "leave it out",
-    "--kv-transfer-config": "prefill and decode are not separated",
-    "--limit-mm-per-prompt": _MEDIA,
-    "--logits-processors": "logit_bias, bad_words and allowed_token_ids of a request edit its logits",
-    "--logprobs-mode": "log probabilities are those of the raw distribution",
-    "--long-prefill-token-threshold": "--max-num-batched-tokens limits the chunks of a prompt",
-    "--lora-modules": _LORA,
-    "--mamba-cache-dtype": "hybrid and recurrent networks are out of scope",
-    "--master-addr": _MACHINES,
-    "--master-port": _MACHINES,
-    "--max-cpu-loras": _LORA,
-    "--max-logprobs": "a request may ask for 20 alternatives at most",
-    "--max-long-partial-prefills": "--batch-policy chooses which prompts enter a step",
-    "--max-lora-rank": _LORA,
-    "--max-loras": _LORA,
-    "--max-num-partial-prefills": "--batch-policy chooses which prompts enter a step",
-    "--max-num-queued-tokens": "--max-num-queued-reqs limits the queue",
-    "--max-parallel-loading-workers": "each engine loads by itself; leave it out",
-    "--max-seq-len-to-capture": _EAGER,
-    "--middleware": "put a proxy in front of the server",
-    "--mm-processor-cache-gb": _MEDIA,
-    "--mm-processor-kwargs": _MEDIA,
-    "--model-impl": "networks are those of transformers",
-    "--nnodes": _MACHINES,
-    "--no-enable-chunked-prefill": "prompts are always computed in chunks; raise --max-num-batched-tokens",
-    "--node-rank": _MACHINES,
-    "--otlp-traces-endpoint": "--record writes each request's way through all levels",
-    "--override-generation-config": "send the values with each request, or edit generation_config.json",
-    "--pipeline-parallel-size": _EXPERTS,
-    "--prefill-context-parallel-size": "one sequence is computed by one engine",
-    "--prefix-caching-hash-algo": "block hashes are keyed blake2b; leave it out",
-    "--quantization": _QUANTIZED,
-    "--return-tokens-as-token-ids": "send return_token_ids with a request",
-    "--revision": _HUB,
-    "--root-path": "put a proxy in front of the server",
-    "--rope-scaling": "edit the checkpoint's config.json",
-    "--rope-theta": "edit the checkpoint's config.json",
-    "--runner": "only generation is served",
-    "--scheduler-cls": "--scheduling-policy FILE.py:NAME loads an order policy of your own",
-    "--skip-tokenizer-init": "the server always tokenizes; leave it out",
-    "--speculative-config": "speculative decoding is out of scope",
-    "--ssl-ca-certs": _TLS,
-    "--ssl-cert-reqs": _TLS,
-    "--ssl-certfile": _TLS,
-    "--ssl-keyfile": _TLS,
-    "--stream-interval": "each token is sent at once; leave it out",
-    "--structured-outputs-config": "structured output has one backend; leave it out",
-    "--swap-space": "--kv-offloading-size keeps the KV of preempted requests in host memory",
-    "--task": "only generation is served",
-    "--tensor-parallel-size": "one layer is not split; " + _EXPERTS,
-    "--tokenizer-mode": "only tokenizers with a tokenizer.json are loaded",
-    "--tokenizer-revision": _HUB,
-    "--trust-remote-code": _REMOTE_CODE,
-    "--truncate-prompt-tokens": "send truncate_prompt_tokens with a request",
-    "--uvicorn-log-level": "--log-level sets the lowest severity that is logged",
-    "--worker-cls": "--device chooses the worker",
+
+@dataclass(frozen=True, slots=True)
+class VllmFlag:
+    """A flag of vLLM alone.
+
+    Attributes:
+        text: why it changes nothing, or what to do in its place; part of a sentence.
+        is_taken: whether any value of it changes nothing here.
+        values: how many values follow the flag.
+        neutral: values that change nothing, of a flag that else ends the start.
+    """
+
+    text: str
+    is_taken: bool
+    values: Literal["none", "one", "many"] = "one"
+    neutral: frozenset[str] = frozenset()
+
+    def changes_nothing(self, value: str | None, *, is_negated: bool) -> bool:
+        """Whether the flag with this value changes nothing here. None means that no value was given."""
+        is_off = self.values == "none" and (is_negated or value in {"false", "False"})
+        return self.is_taken or is_off or value in self.neutral
+
+
+def _switches(text: str, *names: str, is_taken: bool = True) -> dict[str, VllmFlag]:
+    return dict.fromkeys(names, VllmFlag(text, is_taken, "none"))
+
+
+def _taken(text: str, *names: str, values: Literal["one", "many"] = "one") -> dict[str, VllmFlag]:
+    return dict.fromkeys(names, VllmFlag(text, True, values))  # noqa: FBT003 the field is named above
+
+
+def _refused(text: str, *names: str, neutral: Iterable[str] = ()) -> dict[str, VllmFlag]:
+    return dict.fromkeys(names, VllmFlag(text, False, neutral=frozenset(neutral)))  # noqa: FBT003 as above
+
+
+# Names as in vLLM 0.33, and some that it has dropped and that start scripts still have.
+VLLM_FLAGS: dict[str, VllmFlag] = {
+    # What changes no answer and needs nothing that is missing.
+    **_switches(_EAGER, "--enforce-eager"),
+    **_taken(_EAGER, "--compilation-config", "--max-seq-len-to-capture", "--max-cudagraph-capture-size"),
+    **_taken(_EAGER, "--optimization-level", "--performance-mode"),
+    **_taken(_EAGER, "--cudagraph-capture-sizes", values="many"),
+    **_taken(_KERNELS, "--attention-backend", "--attention-config", "--kernel-config", "--moe-backend"),
+    **_taken(_KERNELS, "--all2all-backend", "--linear-backend"),
+    **_switches(_KERNELS, "--disable-cascade-attn", "--disable-custom-all-reduce", "--enable-flashinfer-autotune"),
+    **_switches(_KERNELS, "--kv-sharing-fast-prefill", "--enable-dbo"),
+    **_taken(_KERNELS, "--dbo-decode-token-threshold", "--dbo-prefill-token-threshold"),
+    **_switches(_ALWAYS, "--enable-prompt-tokens-details", "--enable-request-id-headers"),
+    **_switches(_ALWAYS, "--enable-server-load-tracking", "--async-scheduling"),
+    **_switches(_CHUNKS, "--enable-chunked-prefill", "--disable-chunked-mm-input", "--scheduler-reserve-full-isl"),
+    **_taken(_CHUNKS, "--max-num-partial-prefills", "--max-long-partial-prefills", "--long-prefill-token-threshold"),
+    **_switches(_NO_LOG, "--disable-log-requests", "--enable-log-requests", "--enable-log-outputs"),
+    **_switches(_NO_LOG, "--disable-uvicorn-access-log", "--enable-log-deltas"),
+    **_taken(_NO_LOG, "--max-log-len", "--disable-access-log-for-endpoints"),
+    **_switches("--log-level warning hides the lines of statistics", "--disable-log-stats"),
+    **_taken("--log-level sets the lowest severity that is logged", "--uvicorn-log-level"),
+    **_switches("/metrics has all figures", "--kv-cache-metrics", "--enable-mfu-metrics", "--cudagraph-metrics"),
+    **_taken("/metrics has all figures", "--show-hidden-metrics-for-version", "--kv-cache-metrics-sample"),
+    **_switches("one log has the lines of all engines", "--aggregate-engine-logging"),
+    **_taken(_MEMORY, "--gpu-memory-utilization"),
+    **_taken("--kv-offloading-size keeps the KV of preempted requests in host memory", "--swap-space"),
+    **_taken("the KV of preempted requests is computed again", "--preemption-mode"),
+    **_switches("the KV cache has the model's dtype", "--calculate-kv-scales"),
+    **_switches("all layers share one table of blocks", "--disable-hybrid-kv-cache-manager"),
+    **_taken("block hashes are keyed blake2b", "--prefix-caching-hash-algo"),
+    **_switches(_REMOTE_CODE, "--trust-remote-code"),
+    **_taken(_REMOTE_CODE, "--code-revision"),
+    **_taken(_LOADING, "--max-parallel-loading-workers", "--safetensors-load-strategy", "--model-loader-extra-config"),
+    **_taken(_LOADING, "--pt-load-map-location"),
+    **_taken(_LOADING, "--ignore-patterns", values="many"),
+    **_switches(_LOADING, "--use-tqdm-on-load"),
+    **_taken(_GRAMMARS, "--guided-decoding-backend", "--structured-outputs-config.backend"),
+    **_taken("each token is sent at once", "--stream-interval"),
+    **_taken("one API server serves all engines; moestro route stands before several servers", "--api-server-count"),
+    **_switches("/docs loads nothing from other hosts", "--disable-fastapi-docs", "--enable-offline-docs"),
+    **_switches("one process serves the API", "--disable-frontend-multiprocessing"),
+    **_taken("heads have bounds of their own", "--h11-max-incomplete-event-size", "--h11-max-header-count"),
+    **_switches(_EXPERTS, "--enable-expert-parallel"),
+    **_switches(_PLACEMENT, "--enable-eplb"),
+    **_taken(_PLACEMENT, "--eplb-config"),
+    **_taken("--init-expert-location names the first placement", "--expert-placement-strategy"),
+    **_switches(_MEDIA, "--enable-prompt-embeds", "--skip-mm-profiling", "--interleave-mm-strings"),
+    **_switches(_MEDIA, "--language-model-only", "--enable-mm-embeds", "--disable-mm-preprocessor-cache"),
+    **_taken(_MEDIA, "--limit-mm-per-prompt", "--mm-processor-cache-gb", "--mm-processor-cache-type"),
+    **_taken(_MEDIA, "--mm-processor-kwargs", "--mm-encoder-tp-mode", "--media-io-kwargs", "--video-pruning-rate"),
+    **_taken(_MEDIA, "--mm-encoder-attn-backend", "--mm-shm-cache-max-object-size-mb", "--allowed-local-media-path"),
+    **_taken(_MEDIA, "--allowed-media-domains", values="many"),
+    **_taken("hybrid and recurrent networks are out of scope", "--mamba-cache-dtype", "--mamba-ssm-cache-dtype"),
+    **_taken("hybrid and recurrent networks are out of scope", "--mamba-block-size", "--mamba-cache-mode"),
+    **_switches("--reasoning-parser alone is enough", "--enable-reasoning"),
+    **_switches(_OLD, "--use-v2-block-manager", "--multi-step-stream-outputs", "--ray-workers-use-nsight"),
+    **_taken(_OLD, "--num-scheduler-steps", "--num-lookahead-slots", "--scheduler-delay-factor"),
+    # What would change answers, or needs what is missing, unless its value is neutral.
+    **_refused(_LAYER, "--tensor-parallel-size", neutral=["1"]),
+    **_refused(_EXPERTS, "--pipeline-parallel-size", neutral=["1"]),
+    **_refused(_SEQUENCE, "--decode-context-parallel-size", "--prefill-context-parallel-size", neutral=["1"]),
+    **_refused(_ENGINES, "--data-parallel-size", "--data-parallel-size-local", neutral=["1"]),
+    **_refused(_ENGINES, "--data-parallel-rank", "--data-parallel-start-rank", neutral=["0"]),
+    **_switches(_ENGINES, "--data-parallel-external-lb", "--data-parallel-hybrid-lb", is_taken=False),
+    **_refused(_MACHINES, "--data-parallel-address", "--data-parallel-rpc-port", "--master-addr", "--master-port"),
+    **_refused(_MACHINES, "--distributed-executor-backend", neutral=["mp", "uni"]),
+    **_refused(_MACHINES, "--data-parallel-backend", neutral=["mp"]),
+    **_refused(_MACHINES, "--nnodes", neutral=["1"]),
+    **_refused(_MACHINES, "--node-rank", neutral=["0"]),
+    **_switches(_MACHINES, "--headless", "--worker-use-ray", is_taken=False),
+    **_switches(
+        "in --mode async, workers are added and drained at /admin/workers", "--enable-elastic-ep", is_taken=False
+    ),
+    **_refused(
+        "--kv-offloading-size keeps the KV of preempted requests in host memory; weights stay on the device",
+        "--cpu-offload-gb",
+        neutral=["0", "0.0"],
+    ),
+    **_refused(_MEMORY, "--kv-cache-memory"),
+    **_refused("the KV cache has the model's dtype", "--kv-cache-dtype", neutral=["auto"]),
+    **_refused(
+        "FP8 and MXFP4 checkpoints are dequantised at load; other quantised formats are refused", "--quantization"
+    ),
+    **_refused("prefill and decode are not separated", "--kv-transfer-config", "--ec-transfer-config"),
+    **_refused("speculative decoding is out of scope", "--speculative-config", "--speculative-model"),
+    **_refused("speculative decoding is out of scope", "--num-speculative-tokens", neutral=["0"]),
+    **_switches("--max-model-len limits prompts to the window", "--disable-sliding-window", is_taken=False),
+    **_switches(_LORA, "--enable-lora", is_taken=False),
+    **_refused(_LORA, "--lora-modules", "--max-cpu-loras", "--max-lora-rank", "--max-loras", "--lora-dtype"),
+    **_refused("a checkpoint has Hugging Face's format", "--config-format", neutral=["auto", "hf"]),
+    **_refused("networks are those of transformers", "--model-impl", neutral=["auto", "vllm", "transformers"]),
+    **_refused(_SERVED, "--convert", neutral=["auto", "none"]),
+    **_refused(_SERVED, "--runner", "--task", neutral=["auto", "generate"]),
+    **_refused(_SERVED, "--io-processor-plugin", "--pooler-config"),
+    **_refused(_HUB, "--download-dir", "--hf-config-path"),
+    **_refused(_HUB, "--revision", "--tokenizer-revision", neutral=["main"]),
+    **_refused("edit the checkpoint's config.json", "--hf-overrides", neutral=["{}"]),
+    **_refused("edit the checkpoint's config.json", "--rope-scaling", "--rope-theta"),
+    **_refused("set the environment variable HF_TOKEN", "--hf-token"),
+    **_refused("send the values with each request, or edit generation_config.json", "--override-generation-config"),
+    **_refused("only tokenizers with a tokenizer.json are loaded", "--tokenizer-mode", neutral=["auto", "hf", "fast"]),
+    **_switches("the server always tokenizes", "--skip-tokenizer-init", is_taken=False),
+    **_refused(
+        "content is given as text where the template takes no parts", "--chat-template-content-format", neutral=["auto"]
+    ),
+    **_refused("answers have the role assistant", "--response-role", neutral=["assistant"]),
+    **_refused("--tool-call-parser has one of Moestro's parsers", "--tool-parser-plugin", "--reasoning-parser-plugin"),
+    **_refused("the server runs no tools", "--tool-server"),
+    **_refused(_GRAMMARS, "--structured-outputs-config", neutral=["{}"]),
+    **_refused("logit_bias, bad_words and allowed_token_ids of a request edit its logits", "--logits-processors"),
+    **_refused("log probabilities are those of the raw distribution", "--logprobs-mode", neutral=["raw_logprobs"]),
+    **_refused("a request may ask for 20 alternatives at most", "--max-logprobs", neutral=["20"]),
+    **_switches("send return_tokens_as_token_ids with a request", "--return-tokens-as-token-ids", is_taken=False),
+    **_refused("send truncate_prompt_tokens with a request", "--truncate-prompt-tokens"),
+    **_switches("/admin/experts exports the load of experts", "--enable-return-routed-experts", is_taken=False),
+    **_switches("stop the server, and start it again", "--enable-sleep-mode", is_taken=False),
+    **_refused("--max-num-queued-reqs limits the queue", "--max-num-queued-tokens"),
+    **_refused("--scheduling-policy FILE.py:NAME loads an order policy of your own", "--scheduler-cls"),
+    **_refused("--device chooses the worker", "--worker-cls", neutral=["auto"]),
+    **_refused("--device chooses the worker", "--worker-extension-cls", "--additional-config"),
+    **_refused("--record writes each request's way through all levels", "--otlp-traces-endpoint"),
+    **_refused("--record writes each request's way through all levels", "--collect-detailed-traces"),
+    **_refused("put a proxy in front of the server", "--middleware"),
+    **_refused(_TLS, "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile", "--ssl-ciphers"),
+    **_switches(_TLS, "--enable-ssl-refresh", is_taken=False),
 }
 _SHORT = {
-    "-O": "--compilation-config",
+    "-O": "--optimization-level",
+    "-ac": "--attention-config",
+    "-asc": "--api-server-count",
     "-cc": "--compilation-config",
     "-dcp": "--decode-context-parallel-size",
     "-dp": "--data-parallel-size",
+    "-dpa": "--data-parallel-address",
+    "-dpb": "--data-parallel-backend",
+    "-dpl": "--data-parallel-size-local",
+    "-dpn": "--data-parallel-rank",
     "-ep": "--enable-expert-parallel",
+    "-n": "--nnodes",
+    "-pcp": "--prefill-context-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-q": "--quantization",
+    "-r": "--node-rank",
+    "-sc": "--speculative-config",
     "-tp": "--tensor-parallel-size",
 }
 
 
-def refuse_vllm_flags(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for the first of a command line's arguments that is a flag of vLLM alone."""
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        if (remedy := remedy_of(name)) is not None:
-            raise ConfigError(f"{name} is a flag of vLLM and not supported, see docs/scope.md: {remedy}")
+def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
+    """Return a command line without the flags of vLLM that change nothing here; one warning names these.
+
+    Raises:
+        ConfigError: A flag of vLLM would change answers, or needs what is missing; the text says what to do.
+    """
+    kept: list[str] = []
+    taken: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            kept += [argument, *rest]
+            break
+        name, has_value, value = argument.partition("=")
+        flag = flag_named(name)
+        if flag is None:
+            kept.append(argument)
+            continue
+        values = [value] if has_value else _values(flag, rest)
+        take_or_refuse(name, values[0] if values else None)
+        taken.append(name)
+    warn_of_taken(taken)
+    return kept
 
 
-def remedy_of(name: str) -> str | None:
-    """Return what to do in place of a flag; None if it is no flag of vLLM alone. `_` and `-` mean the same."""
-    if name in _SHORT:
-        name = _SHORT[name]
-    name = name.replace("_", "-")
-    return VLLM_FLAGS.get(name) or VLLM_FLAGS.get(name.replace("--no-", "--", 1))
+def take_or_refuse(name: str, value: str | None) -> None:
+    """Return if a flag of vLLM alone changes nothing with this value.
+
+    Raises:
+        ConfigError: It would change answers, or needs what is missing.
+    """
+    flag = flag_named(name)
+    assert flag is not None
+    if not flag.changes_nothing(value, is_negated=name.startswith(("--no-", "--no_"))):
+        given = f" {value}" if flag.neutral and value is not None else ""
+        raise ConfigError(f"{name}{given} is a flag of vLLM and not supported, see docs/scope.md: {flag.text}")
+
+
+def warn_of_taken(names: Sequence[str]) -> None:
+    """Log one warning that names the flags of vLLM that change nothing here; no names give none."""
+    known = {name: flag for name in names if (flag := flag_named(name)) is not None}
+    if known:
+        reasons = "; ".join(f"{name} ({flag.text})" for name, flag in known.items())
+        logger.warning("flags of vLLM that change nothing here: %s", reasons)
+
+
+def flag_named(name: str) -> VllmFlag | None:
+    """Return the flag of vLLM alone of this name; None if it is none. `_` and `-` mean the same."""
+    if name.startswith("-O") and name[2:3] in "0123456789.":
+        name = "-O"
+    short, dot, key = name.partition(".")
+    name = (_SHORT.get(short, short) + dot + key).replace("_", "-")
+    names = (name, name.replace("--no-", "--", 1), name.partition(".")[0])
+    return next((VLLM_FLAGS[each] for each in names if each in VLLM_FLAGS), None)
+
+
+def _values(flag: VllmFlag, rest: list[str]) -> list[str]:
+    """Take the values of `flag` from the arguments that follow it."""
+    most = {"none": 0, "one": 1, "many": len(rest)}[flag.values]
+    values: list[str] = []
+    while rest and len(values) < most and not rest[0].startswith("--"):
+        values.append(rest.pop(0))
+    return values

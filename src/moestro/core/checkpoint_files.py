@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from moestro.core.text_files import UTF16_MARKS, encoding_of, text_of
 from moestro.errors import UnsupportedModelError, shown
 
 # Files that Moestro and transformers read. Weights are safetensors only, because the other formats are pickles.
@@ -71,7 +73,7 @@ def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str,
     """
     raw = read_bytes(path, max_bytes)
     try:
-        fields = json.loads(raw.decode("utf-8"))
+        fields = json.loads(text_of(raw))
     except ValueError as error:
         raise UnsupportedModelError(f"{path} is malformed: {shown(error)}.") from error
     except RecursionError:
@@ -167,9 +169,21 @@ def _check_file(path: Path) -> None:
     _refuse_kind(path, found)
     if not os.access(path, os.R_OK):
         raise UnsupportedModelError(f"{path} cannot be read: this user lacks the permission.")
+    if path.name in _MOST_BYTES and (encoding := _mark_of(path)) is not None:
+        raise UnsupportedModelError(
+            f"{path} begins with a byte order mark, and transformers does not read {encoding}: save it as UTF-8 without"
+            " the mark."
+        )
     most = MAX_CONFIG_BYTES if path.suffix == ".jinja" else _MOST_BYTES.get(path.name)
     if most is not None and found.st_size > most:
         raise UnsupportedModelError(_too_large(path, found.st_size, most))
+
+
+def _mark_of(path: Path) -> str | None:
+    """Return the encoding that a file's byte order mark names. None means that it has no mark."""
+    with path.open("rb") as file:
+        start = file.read(len(codecs.BOM_UTF8))
+    return encoding_of(start) if start.startswith((codecs.BOM_UTF8, *UTF16_MARKS)) else None
 
 
 def _refuse_kind(path: Path, found: os.stat_result) -> None:

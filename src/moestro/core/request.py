@@ -23,7 +23,12 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the client disconnected
     ERROR = "error"  # the rank failed
     NON_FINITE = "non_finite_logits"  # the logits hold NaN or infinity, so there is no next token
+    EXCLUDED = "all_tokens_excluded"  # the request's own limits leave no token that the model considers possible
     GRAMMAR = "grammar_limit"  # the grammar is too complex at this place of the answer
+
+
+# With these a sequence ends instead of gaining its next token.
+WITHOUT_TOKEN = frozenset({FinishReason.NON_FINITE, FinishReason.EXCLUDED, FinishReason.GRAMMAR})
 
 
 class ServiceClass(StrEnum):

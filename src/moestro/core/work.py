@@ -179,6 +179,8 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
         token_ids: int32[n], the sampled token, -1 without LOGITS_LAST. None means a priced device.
         non_finite: int64[m], indices into `slot` of units whose wanted logits hold NaN or have no finite maximum. They
             have no token, and their other fields are undefined. None means that there is no such unit.
+        excluded: int64[k], those of `non_finite` whose logits are finite until the unit's own edits are applied. None
+            means that there is no such unit.
         unmasked: int64[m], indices into `slot` of units whose token mask was not ready. They have no token; their last
             position is computed again. None means that there is no such unit.
         logprobs: log probabilities of the sampled token, by index into `slot`.
@@ -193,6 +195,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
     slot: Slots
     token_ids: Int32s | None = None
     non_finite: NDArray[np.int64] | None = None
+    excluded: NDArray[np.int64] | None = None
     unmasked: NDArray[np.int64] | None = None
     logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
@@ -207,8 +210,9 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
         return StepResult(
             slot=self.slot[rows],
             token_ids=None if self.token_ids is None else self.token_ids[rows],
-            non_finite=None if self.non_finite is None else np.flatnonzero(np.isin(rows, self.non_finite)),
-            unmasked=None if self.unmasked is None else np.flatnonzero(np.isin(rows, self.unmasked)),
+            non_finite=_select(self.non_finite, rows),
+            excluded=_select(self.excluded, rows),
+            unmasked=_select(self.unmasked, rows),
             logprobs={row_of[i]: v for i, v in self.logprobs.items() if i in row_of},
             prompt_logprobs={row_of[i]: v for i, v in self.prompt_logprobs.items() if i in row_of},
             block_hashes={row_of[i]: v for i, v in self.block_hashes.items() if i in row_of},
@@ -216,6 +220,11 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
             expert_choices=self.expert_choices,
             visits=None if self.visits is None else self.visits._replace(num_pairs=self.visits.num_pairs[rows]),
         )
+
+
+def _select(rows: NDArray[np.int64] | None, selected: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """Return which of `selected` are among `rows`, as indices into `selected`."""
+    return None if rows is None else np.flatnonzero(np.isin(selected, rows))
 
 
 class Forward(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.text_files import read_text
 from moestro.cost.model import Batch, Int64s, Ints
 from moestro.errors import ConfigError
 
@@ -284,8 +285,8 @@ def load_table(path: Path) -> Table:
         ConfigError: the file cannot be read or is no cost table; the text says why.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Table)
+        return msgspec.json.decode(read_text(path), type=Table)
     except OSError as error:
         raise ConfigError(f"the cost table {path} cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeError) as error:
         raise ConfigError(f"{path} is no cost table of `moestro calibrate`: {error}") from error

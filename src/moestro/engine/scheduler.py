@@ -16,7 +16,7 @@ import numpy as np
 
 from moestro.core.columns import ONE, ZERO, all_nonzero, has_true
 from moestro.core.grammar import GrammarBackend
-from moestro.core.request import Request
+from moestro.core.request import FinishReason, Request
 from moestro.core.scheduling_events import SequencePreempted
 from moestro.core.views import BE, LS, BatchLimits, BatchView
 from moestro.core.work import Int32s, Plan, Slots, StepResult, Units
@@ -360,7 +360,7 @@ class Scheduler:
     def update(self, result: StepResult, now_ns: int) -> StepOutput:
         """Apply the results of units in flight, and return the sampled tokens.
 
-        A sequence whose logits are not finite ends here, without a token.
+        A sequence whose logits are not finite, or whose request excludes all tokens, ends here without one.
         """
         if not self._num_aborted_in_flight and (output := self.decode_run.take(result)) is not None:
             return output
@@ -373,7 +373,7 @@ class Scheduler:
         table.num_units_in_flight -= len(num_done)
 
         # 2. Sequences that failed or were aborted leave.
-        failed: list[Sequence] = []
+        failed: list[tuple[Sequence, FinishReason]] = []
         if result.non_finite is not None:
             result, failed = self._remove_failed(result, result.non_finite)
         if self._num_aborted_in_flight:
@@ -397,7 +397,7 @@ class Scheduler:
         if output.finish_reasons:
             self.state.finish_all(output.ended)
         if failed:
-            output.add_failed(failed, list(map(table.has_failed_grammar, failed)))
+            output.add_failed(failed)
         return output
 
     def _computed_after(self, result: StepResult, num_done: Int32s) -> Int32s:
@@ -414,26 +414,30 @@ class Scheduler:
             self.table.sit_out(result.slot[result.unmasked])
         return computed
 
-    def _remove_failed(self, result: StepResult, rows: Slots) -> tuple[StepResult, list[Sequence]]:
-        """Remove the sequences in `rows` of the result, whose logits are not finite, or whose grammar failed.
+    def _remove_failed(self, result: StepResult, rows: Slots) -> tuple[StepResult, list[tuple[Sequence, FinishReason]]]:
+        """Remove the sequences in `rows` of the result, for which there is no next token.
 
-        Unless its grammar failed, the prefix cache forgets all hashes of a sequence's blocks, also of blocks that other
-        sequences stored. Chunks without wanted logits enter the cache unchecked, so the next equal prompt is computed
-        from its first token.
+        If the logits are not finite, the prefix cache forgets all hashes of a sequence's blocks, also of blocks that
+        other sequences stored. Chunks without wanted logits enter the cache unchecked, so the next equal prompt is
+        computed from its first token.
 
         Returns:
-            The result of the other rows, and the removed sequences that were not aborted before.
+            The result of the other rows, and the removed sequences that were not aborted before, with the reasons.
         """
         failed = []
-        for slot in result.slot[rows].tolist():
+        is_excluded = np.isin(rows, () if result.excluded is None else result.excluded)
+        for slot, excludes_all in zip(result.slot[rows].tolist(), is_excluded.tolist(), strict=True):
             sequence = self.table.at(slot)
-            if not self.table.has_failed_grammar(sequence):
+            reason = FinishReason.EXCLUDED if excludes_all else FinishReason.NON_FINITE
+            if self.table.has_failed_grammar(sequence):
+                reason = FinishReason.GRAMMAR
+            if reason is FinishReason.NON_FINITE:
                 self.pool.forget(sequence.hashes)
             if sequence.is_aborted:
                 self._num_aborted_in_flight -= 1
                 self.state.leave(sequence)
             else:
-                failed.append(sequence)
+                failed.append((sequence, reason))
                 self.state.finish(sequence)
         return result.select(np.setdiff1d(np.arange(len(result.slot)), rows)), failed
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import msgspec
 
 from moestro.core.columns import ONE, all_true, true_rows
-from moestro.core.request import FinishReason, NewOutputs, Output, PackedLogprobs, TokenLogprobs
+from moestro.core.request import WITHOUT_TOKEN, FinishReason, NewOutputs, Output, PackedLogprobs, TokenLogprobs
 from moestro.core.work import Int32s, StepResult
 from moestro.engine.sequences import Sequence, SequenceTable
-
-_WITHOUT_TOKEN = {FinishReason.NON_FINITE, FinishReason.GRAMMAR}
 
 
 class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -20,7 +18,7 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
     Attributes:
         sequences: the sequence of each row.
         token_ids: the sampled token of each row. The value is -1 where there is no token: in a hashed trace, after a
-            prompt with max_tokens 0, and with the finish reasons NON_FINITE and GRAMMAR.
+            prompt with max_tokens 0, and with the finish reasons in WITHOUT_TOKEN.
         finish_reasons: by row in ascending order, why its sequence ended. The others continue.
         logprobs: by row, of the sampled token.
         prompt_logprobs: by row, of the whole prompt, once.
@@ -39,16 +37,12 @@ class StepOutput(msgspec.Struct, frozen=True, eq=False, gc=False):
         """The sequences with a finish reason, in the order of their rows."""
         return list(map(self.sequences.__getitem__, self.finish_reasons))
 
-    def add_failed(self, sequences: list[Sequence], has_failed_grammar: list[bool]) -> None:
-        """Append a row for each of `sequences`, which ended without a token.
-
-        Args:
-            has_failed_grammar: whether that is because of the sequence's grammar, or because of non-finite logits.
-        """
-        for row, failed in enumerate(has_failed_grammar, start=len(self.sequences)):
-            self.finish_reasons[row] = FinishReason.GRAMMAR if failed else FinishReason.NON_FINITE
-        self.sequences.extend(sequences)
-        self.token_ids.extend([-1] * len(sequences))
+    def add_failed(self, failed: list[tuple[Sequence, FinishReason]]) -> None:
+        """Append a row for each sequence that ended without a token, for the reason beside it."""
+        for row, (sequence, reason) in enumerate(failed, start=len(self.sequences)):
+            self.finish_reasons[row] = reason
+            self.sequences.append(sequence)
+            self.token_ids.append(-1)
 
 
 def append_sampled_tokens(table: SequenceTable, result: StepResult, computed: Int32s) -> StepOutput:
@@ -138,7 +132,7 @@ def _output_of(output: StepOutput, row: int) -> Output:
 
 def _has_token(sequence: Sequence, reason: FinishReason) -> bool:
     """Whether a sequence ended with a token. One of max_tokens 0 ends at once, without any."""
-    return sequence.request.sampling.max_tokens > 0 and reason not in _WITHOUT_TOKEN
+    return sequence.request.sampling.max_tokens > 0 and reason not in WITHOUT_TOKEN
 
 
 @dataclass(slots=True)

@@ -106,6 +106,7 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
         counts=counts,
         decision_log=decision_log,
         active={},
+        faults=faults,
     )
     collectors, watchers, kv_events = _observers(settings, fleet)
     watch, exposition = Watch(watchers), Exposition(RouteCollector(fleet, counts, record, faults), *collectors)

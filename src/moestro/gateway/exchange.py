@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import sys
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import cast
 
 from moestro.core.request import Request
 from moestro.errors import RequestError
@@ -23,6 +25,7 @@ from moestro.routing.retry_budget import RetryBudget
 from moestro.routing.router import RouteDecision
 from moestro.web.access import Access
 from moestro.web.errors import GenerationError, HttpError, InternalError, error_body
+from moestro.web.faults import Faults
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,8 @@ class ExchangeContext:
 
     Attributes:
         access: Names the client of a request.
-        active: Running exchanges by request id.
+        active: Running exchanges by request id, which is unique among them.
+        faults: Keeps the log short whatever clients cause.
     """
 
     fleet: Fleet
@@ -86,6 +90,7 @@ class ExchangeContext:
     counts: Counts
     decision_log: DecisionLog
     active: dict[str, Exchange]
+    faults: Faults
 
 
 class Exchange:
@@ -155,7 +160,7 @@ class Exchange:
 
     def fail(self) -> None:
         """End the exchange because of an unexpected exception, and log it. Called from the exception's handler."""
-        logger.exception("%s failed", self._incoming.request_id)
+        self._shared.faults.bug("a request failed", cast(BaseException, sys.exception()))
         self.refuse(InternalError(self._incoming.request_id))
 
     def expire(self) -> None:

@@ -38,6 +38,7 @@ _ENGINE_PATHS: dict[str, Methods] = {
     **dict.fromkeys(
         (
             *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+            "/v1/chat/completions/batch",
             *("/v1/chat/completions/render", "/v1/completions/render", "/v1/embeddings", "/v2/embed", "/v1/classify"),
             *("/v1/score", "/v1/rerank", "/v2/rerank", "/v1/tokenize", "/v1/detokenize", "/inference/v1/generate"),
             *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech"),

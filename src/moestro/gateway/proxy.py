@@ -117,8 +117,8 @@ class Proxy:
                 return self._send_on(client, incoming)
         except RequestError as error:
             self._refuse(client, incoming, error)
-        except Exception:
-            logger.exception("%s: %s failed", incoming.request_id, shown(path))
+        except Exception as error:
+            self._shared.faults.bug("a request failed", error)
             self._refuse(client, incoming, InternalError(incoming.request_id))
         return None
 
@@ -232,11 +232,16 @@ class Proxy:
         )
 
     def _request_id(self, incoming: Incoming) -> str:
-        """Return the client's request id if it is short, plain and unused, otherwise a new one."""
-        given = incoming.head.named.get(b"x-request-id")
-        if given is None or (plain := plain_id(given)) is None:
-            return f"{self._prefix}{next(self._serial):x}"
-        return plain if plain not in self._shared.active else f"{plain[:100]}~{next(self._serial):x}"
+        """Return the client's request id if it is short, plain and unused, otherwise a new one.
+
+        A client can name ids that would come next, as each answer shows one.
+        """
+        given, active = incoming.head.named.get(b"x-request-id"), self._shared.active
+        plain = None if given is None else plain_id(given)
+        if plain is not None and plain not in active:
+            return plain
+        base = self._prefix if plain is None else f"{plain[:100]}~"
+        return next(made for serial in self._serial if (made := f"{base}{serial:x}") not in active)
 
 
 def _unpacked(incoming: Incoming, max_bytes: int) -> Incoming:

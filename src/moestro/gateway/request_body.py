@@ -18,6 +18,7 @@ from moestro.web.session_names import session_in
 BYTES_PER_TOKEN = 4  # typical for English text; a unit of load and hits, not a measurement
 DEFAULT_MAX_TOKENS = 16
 _MAX_AFFINITY_CHARS = 256  # limit of session and user names
+_MAX_CACHED_CHARS = 256  # of a model's name and a salt; longer ones are rare, and a cache of them would fill memory
 ABSENT = msgspec.Raw()  # marks a missing field, because a Raw cannot be in a union; null is a Raw too
 
 
@@ -73,11 +74,13 @@ class RequestBody(msgspec.Struct):
     cache_salt: str | None = None
     priority: int | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
 
 NOTHING = RequestBody()
 _decode = msgspec.json.Decoder(RequestBody).decode
 _decode_messages = msgspec.json.Decoder(list[BodyMessage]).decode
+_decode_chats = msgspec.json.Decoder(list[list[BodyMessage]]).decode
 _decode_but_messages = msgspec.json.Decoder(
     msgspec.defstruct(
         "RequestBodyWithoutMessages",
@@ -94,9 +97,19 @@ def read(body: bytes) -> RequestBody:
     if not body:
         return NOTHING
     try:
-        return _decode(body) if len(body) <= MAX_ELEMENTS else _read_large(body)
+        try:
+            return _decode(body) if len(body) <= MAX_ELEMENTS else _read_large(body)
+        except msgspec.ValidationError:
+            return _read_batch(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return NOTHING
+
+
+def _read_batch(body: bytes) -> RequestBody:
+    """Read a body of several chats as that of the first one, as of several prompts only the first is read."""
+    fields = msgspec.structs.asdict(_decode_but_messages(body))
+    chats = _decode_chats(fields.pop("messages"))
+    return RequestBody(**fields, messages=chats[0] if chats else [])
 
 
 def _read_large(body: bytes) -> RequestBody:
@@ -171,10 +184,17 @@ def make_request(asked: RequestBody, incoming: Incoming, now_ns: int, prompt: tu
     )
 
 
-@lru_cache(maxsize=4096)
 def prompt_key(model: str | None, salt: str | None) -> bytes:
     """Return the key under which a prompt's blocks are hashed."""
+    is_short = len(model or "") + len(salt or "") <= _MAX_CACHED_CHARS
+    return (_cached_prompt_key if is_short else _prompt_key)(model, salt)
+
+
+def _prompt_key(model: str | None, salt: str | None) -> bytes:
     return hash_key(model or "", None, salt)
+
+
+_cached_prompt_key = lru_cache(maxsize=4096)(_prompt_key)  # Some MB at most.
 
 
 def _said(message: BodyMessage) -> str:

@@ -80,7 +80,9 @@ class TokenizedReader:
         except (RequestError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError):
             return None
         most = asked.truncate_prompt_tokens
-        return ids if most is None or most < 1 else ids[-most:]
+        if most is None or most < 1:
+            return ids
+        return ids[:most] if asked.truncation_side == "right" else ids[-most:]
 
     def _id_list(self, asked: RequestBody) -> Sequence[int]:
         if asked.messages is not None:

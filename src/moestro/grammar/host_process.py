@@ -17,7 +17,7 @@ import msgspec
 
 from moestro.grammar.check_worker import check_one
 from moestro.grammar.compiler import GrammarCompiler, GrammarError, VocabularySource
-from moestro.grammar.host_messages import BEGUN, BOUNDS, QUICK, ROLES, SLOW, ProcessBounds, VocabularyMessage
+from moestro.grammar.host_messages import BEGUN, BOUNDS, QUICK, ROLES, SLOW, TRY, ProcessBounds, VocabularyMessage
 from moestro.grammar.mask_worker import compute_masks
 from moestro.text.render_job import read_message, write_message
 
@@ -27,6 +27,7 @@ _MOST_LIKELY_KILLED = "1000"  # of /proc/self/oom_score_adj, if the machine's me
 def main() -> None:
     """Fork until stdin, the socket to the parent process, ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end of the socket ends this process
+    _yield_to_other_sessions()
     with socket.socket(fileno=os.dup(0)) as control:
         body = read_message(control.fileno())
         if body is None:
@@ -75,6 +76,16 @@ class Forks:
                 if os.waitpid(pid, os.WNOHANG) == (0, 0):
                     continue
             self._pids.discard(pid)
+
+
+def _yield_to_other_sessions() -> None:
+    """Lower the priority of this process's session, if it is the first in it.
+
+    Where the kernel gives each session an equal share (autogroup, sched(7)), nice(1) acts within the session alone.
+    """
+    with contextlib.suppress(OSError):  # not Linux, or built without autogroup
+        if os.getsid(0) == os.getpid():
+            Path("/proc/self/autogroup").write_text(str(BOUNDS[TRY].niceness))
 
 
 def _load(source: VocabularyMessage) -> GrammarCompiler | GrammarError:

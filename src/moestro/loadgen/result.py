@@ -53,6 +53,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     conditions: BenchConditions
     settings: dict[str, object]
     num_skipped: int  # a trace's requests left out by --skip-too-long
+    notes: tuple[str, ...] = ()  # what of a trace is not in its requests
     is_generated: bool = False  # whether a generator made the requests, rather than a trace
     report: Report | None
     found: Found | None = None

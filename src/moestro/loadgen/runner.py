@@ -61,6 +61,7 @@ def bench(settings: BenchSettings, console: Console) -> BenchOutcome:
         conditions=conditions,
         settings=settings_as_told(settings),
         num_skipped=len(asked) - len(rows),
+        notes=tuple(asked.notes),
         is_generated=rows.is_generated,
         report=report,
         found=found,
@@ -162,6 +163,8 @@ def _tell(console: Console, settings: BenchSettings, result: Result) -> None:
         )
     if result.is_generated and settings.requests.dataset_name != "random":
         console.print("requests       generated, not recorded", highlight=False)
+    for note in result.notes:
+        console.print(f"trace          {note}", markup=False, highlight=False, soft_wrap=True)
     if result.num_skipped:
         console.print(f"skipped        {result.num_skipped} requests longer than the model's context", highlight=False)
     if report is not None:

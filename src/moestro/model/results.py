@@ -21,6 +21,7 @@ from moestro.model.sampler import LogprobTensors, find_peaks, measure_logprobs, 
 from moestro.model.step import Int64s, PagedStep
 
 _NO_TOKEN = -1  # placeholder token of a row with non-finite logits
+_EXCLUDED = -2  # placeholder token of a row whose edits exclude all tokens
 _MAX_MEASURED_ROWS = 256  # log probabilities of a long prompt come in pieces, because each copies its logits
 
 
@@ -58,7 +59,7 @@ class PendingResult:
     Attributes:
         units: units of the step.
         sampled_units: int64[n], units that request a token.
-        tokens: int64[n], their tokens; `_NO_TOKEN` where the logits are not finite.
+        tokens: int64[n], their tokens; `_NO_TOKEN` or `_EXCLUDED` where there is none.
         sampled, prompt: log probabilities of sampled and of prompt tokens, where some unit requests them.
         expert_counts: int64[layers, experts]; None for a dense model.
         expert_choices, visits, unmasked: as in `StepResult`.
@@ -85,12 +86,13 @@ class PendingResult:
         """Return the result in host types."""
         token_ids = np.full(len(self.units), -1, np.int32)
         tokens = self.tokens.numpy()
-        token_ids[self.sampled_units] = tokens
+        token_ids[self.sampled_units] = np.maximum(tokens, -1)
         sampled = {} if self.sampled is None else self.sampled.entries()
         return StepResult(
             slot=self.units.slot,
             token_ids=token_ids,
             non_finite=self._non_finite(tokens),
+            excluded=self._excluded(tokens),
             unmasked=self.unmasked,
             logprobs={unit: entries[0] for unit, entries in sampled.items()},
             prompt_logprobs={} if self.prompt is None else self.prompt.entries(),
@@ -103,9 +105,16 @@ class PendingResult:
 
     def _non_finite(self, tokens: Int64s) -> Int64s | None:
         """Return `StepResult.non_finite`. `tokens`: on the host."""
-        found = self.sampled_units[tokens == _NO_TOKEN]
+        found = self.sampled_units[tokens < 0]
         if self.prompt is not None:
             found = np.union1d(found, self.prompt.non_finite_units())
+        return found if len(found) else None
+
+    def _excluded(self, tokens: Int64s) -> Int64s | None:
+        """Return `StepResult.excluded`. `tokens`: on the host."""
+        if self.units.edits is None:
+            return None
+        found = self.sampled_units[tokens == _EXCLUDED]
         return found if len(found) else None
 
 
@@ -133,9 +142,11 @@ def compute_result(
     positions = step.length_of if is_every_unit else step.length_of[sampled_units]
     edited = last if units.edits is None else edit_logits(last, units.edits, sampled_units, sampling)
     tokens, is_finite = find_peaks(edited)
+    tokens = sample(edited, sampling, positions, tokens)
     if edited is not last:
-        is_finite &= find_peaks(last).is_finite  # bans may remove every token that the model considers possible
-    tokens = sample(edited, sampling, positions, tokens).where(is_finite, _NO_TOKEN)
+        tokens = tokens.where(is_finite, _EXCLUDED)
+        is_finite = find_peaks(last).is_finite
+    tokens = tokens.where(is_finite, _NO_TOKEN)
     sampled = _measure_sampled(step, sampled_units, last, tokens)
     prompt = _measure_prompts(step, logits)
     unmasked = unmasked_units(units.edits)

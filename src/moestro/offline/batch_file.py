@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
+from moestro.core.text_files import open_utf8
 from moestro.errors import ConfigError, RequestError, shown
 from moestro.offline.any_server import AnyServer
 from moestro.offline.api_client import ApiClient, UnreachableServerError
 
-BATCH_PATHS = ("/v1/chat/completions", "/v1/completions")
+BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MAX_LINES_IN_FLIGHT = 256  # Lines at the server at once, as in vLLM's run-batch.
+_MOST_NAMED = 8  # Lines that one message names.
+
+NumberedLine = tuple[int, bytes]
 
 
 class BatchLine(msgspec.Struct):
@@ -63,60 +68,66 @@ class _BatchBody(msgspec.Struct):
 
 @dataclass(slots=True)
 class BatchCounts:
-    """Numbers of lines with an answer and with an error."""
+    """Number of lines with an answer, and the numbers of the lines with an error."""
 
     num_good: int = 0
-    num_failed: int = 0
+    failed: list[int] = field(default_factory=list)
 
 
 _decode_line = msgspec.json.Decoder(BatchLine).decode
 _decode_body = msgspec.json.Decoder(_BatchBody).decode
 
 
-def open_files(input_file: Path, output_file: Path) -> tuple[BinaryIO, BinaryIO]:
-    """Open both files; the output loses what it had.
+def read_batch(path: Path) -> list[NumberedLine]:
+    """Return the lines of a batch file that are not blank, by their numbers from 1.
 
     Raises:
-        ConfigError: A file cannot be opened, or both are the same.
+        ConfigError: The file cannot be read, or several lines have one `custom_id`.
     """
-    source = None
     try:
-        source = input_file.open("rb")
+        with open_utf8(path) as file:
+            lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"cannot open {path}: {error.strerror}") from error
+    except UnicodeError as error:
+        raise ConfigError(f"{path} begins as UTF-16 and is not: {error}") from error
+    _refuse_equal_ids(path, lines)
+    return lines
+
+
+def open_output(input_file: Path, output_file: Path) -> BinaryIO:
+    """Open the file for the answers, which loses what it had.
+
+    Raises:
+        ConfigError: The file cannot be opened, or is the input.
+    """
+    try:
         if output_file.exists() and output_file.samefile(input_file):
             raise ConfigError(f"--output-file {output_file} is the input: give another file")
-        return source, output_file.open("wb")
-    except BaseException as error:
-        if source is not None:
-            source.close()
-        if isinstance(error, OSError):
-            raise ConfigError(f"cannot open {error.filename}: {error.strerror}") from error
-        raise
+        return output_file.open("wb")
+    except OSError as error:
+        raise ConfigError(f"cannot open {error.filename}: {error.strerror}") from error
 
 
-def count_requests(source: BinaryIO) -> int:
-    """Return the number of lines that are not blank, and go back to the first."""
-    count = sum(1 for _ in _requests(source))
-    source.seek(0)
-    return count
-
-
-async def run_lines(server: AnyServer, source: BinaryIO, target: BinaryIO, advance: Callable[[], None]) -> BatchCounts:
-    """Write one answer for each request of `source` to `target`, as answers arrive.
+async def run_lines(
+    server: AnyServer, lines: Iterable[NumberedLine], target: BinaryIO, advance: Callable[[], None]
+) -> BatchCounts:
+    """Write one answer for each of `lines` to `target`, as answers arrive.
 
     Args:
         advance: Function that is called after each answer.
     """
-    requests, counts = _requests(source), BatchCounts()
+    requests, counts = iter(lines), BatchCounts()
 
     async def work() -> None:
-        for line in requests:
-            answer = await answer_line(client, line)
+        for number, line in requests:
+            answer = await answer_line(client, number, line)
             target.write(msgspec.json.encode(answer) + b"\n")
             target.flush()
             if answer.is_good:
                 counts.num_good += 1
             else:
-                counts.num_failed += 1
+                counts.failed.append(number)
             advance()
 
     async with server.client() as client, asyncio.TaskGroup() as workers:
@@ -125,8 +136,8 @@ async def run_lines(server: AnyServer, source: BinaryIO, target: BinaryIO, advan
     return counts
 
 
-async def answer_line(client: ApiClient, line: bytes) -> BatchAnswer:
-    """Send the request of one line and return the answer; every error becomes an answer."""
+async def answer_line(client: ApiClient, number: int, line: bytes) -> BatchAnswer:
+    """Send the request of one line and return the answer; every error becomes an answer, which names the line."""
     answer = BatchAnswer(f"batch_req_{uuid.uuid4().hex}", None)
     try:
         given = _decode_line(line)
@@ -136,16 +147,42 @@ async def answer_line(client: ApiClient, line: bytes) -> BatchAnswer:
         one_line = msgspec.Raw(msgspec.json.format(_valid(response.body), indent=-1))
         answer.response = BatchResponse(response.status, response.request_id, one_line)
     except RequestError as error:
-        answer.error = BatchError(error.code or "invalid_value", error.message)
+        answer.error = BatchError(error.code or "invalid_value", f"Line {number}: {error.message}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        answer.error = BatchError("invalid_json", f"The line is not a JSON object: {shown(error)}.")
+        answer.error = BatchError("invalid_json", f"Line {number} is not a JSON object: {shown(error)}.")
     except UnreachableServerError as error:
-        answer.error = BatchError("no_answer", f"{error}.")
+        answer.error = BatchError("no_answer", f"Line {number}: {error}.")
     return answer
 
 
-def _requests(source: BinaryIO) -> Iterator[bytes]:
-    return (line for line in source if line.strip())
+def summary(counts: BatchCounts) -> str:
+    """Return how many lines were answered, and the numbers of the first others."""
+    num_failed = len(counts.failed)
+    text = f"{counts.num_good} answered of {counts.num_good + num_failed}, {num_failed} errors"
+    return f"{text} ({_lines(sorted(counts.failed))})" if num_failed else text
+
+
+def _refuse_equal_ids(path: Path, lines: Iterable[NumberedLine]) -> None:
+    numbers_of: dict[str, list[int]] = {}
+    for number, line in lines:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            custom_id = _decode_line(line).custom_id
+            if isinstance(custom_id, str):
+                numbers_of.setdefault(custom_id, []).append(number)
+    equal = [(custom_id, numbers) for custom_id, numbers in numbers_of.items() if len(numbers) > 1]
+    if equal:
+        named = "; ".join(f"{shown(repr(custom_id))}: {_lines(numbers)}" for custom_id, numbers in equal[:_MOST_NAMED])
+        further = f"; and {len(equal) - _MOST_NAMED:,} more" if len(equal) > _MOST_NAMED else ""
+        raise ConfigError(
+            f"{path} has lines with equal custom_id, by which answers are found ({named}{further}):"
+            " give each line a custom_id of its own"
+        )
+
+
+def _lines(numbers: Sequence[int]) -> str:
+    shown_numbers = ", ".join(map(str, numbers[:_MOST_NAMED]))
+    further = f" and {len(numbers) - _MOST_NAMED:,} more" if len(numbers) > _MOST_NAMED else ""
+    return f"{'line' if len(numbers) == 1 else 'lines'} {shown_numbers}{further}"
 
 
 def _checked(line: BatchLine) -> tuple[str, bytes]:

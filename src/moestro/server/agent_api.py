@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,15 +21,15 @@ from moestro.server.validation import parse_chat
 from moestro.web.adapters.field_places import FieldPlaces, TranslatedChat
 from moestro.web.adapters.messages_answer import MessageStream, message_of_chat
 from moestro.web.adapters.messages_request import CountFields, MessagesFields, chat_of_count, chat_of_message
-from moestro.web.adapters.paths import COUNT_TOKENS, MESSAGES, RESPONSES
+from moestro.web.adapters.paths import COUNT_TOKENS, INPUT_TOKENS, MESSAGES, RESPONSES
 from moestro.web.adapters.responses_answer import ResponseStream, response_of_chat, settings_of
 from moestro.web.adapters.responses_request import ResponsesFields, chat_of_response
-from moestro.web.adapters.responses_tools import OfferedTools
+from moestro.web.adapters.responses_tools import FunctionTool, OfferedTools
 from moestro.web.errors import HttpError, anthropic_error_json, error_json
 
 _decode_message = BodyDecoder(MessagesFields, IN_MESSAGES)
 _decode_count = BodyDecoder(CountFields, IN_COUNTS)
-_decode_response = BodyDecoder(ResponsesFields, IN_RESPONSES)
+_decode_response = BodyDecoder(ResponsesFields, IN_RESPONSES, shapes={"tools": list[FunctionTool]})
 _encode = msgspec.json.Encoder().encode
 
 
@@ -37,6 +37,13 @@ class TokenCount(msgspec.Struct):
     """Response of `POST /v1/messages/count_tokens`."""
 
     input_tokens: int
+
+
+class InputTokenCount(msgspec.Struct):
+    """Response of `POST /v1/responses/input_tokens`."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
 
 
 class MessageEncoding:
@@ -122,6 +129,7 @@ class AgentApi:
             web.post(MESSAGES, self.messages),
             web.post(COUNT_TOKENS, self.count_tokens),
             web.post(RESPONSES, self.responses),
+            web.post(INPUT_TOKENS, self.count_input_tokens),
             web.route("*", RESPONSES + "/{rest:.+}", self.stored_response),
         ]
 
@@ -136,7 +144,12 @@ class AgentApi:
     async def count_tokens(self, http: web.Request) -> web.Response:
         """Handle POST /v1/messages/count_tokens."""
         async with self._runner.bodies.reading(http) as body:
-            return await self._runner.chat_threads.run(lambda: _count(body, self._model), len(body))
+            return await self._runner.chat_threads.run(lambda: _message_count(body, self._model), len(body))
+
+    async def count_input_tokens(self, http: web.Request) -> web.Response:
+        """Handle POST /v1/responses/input_tokens."""
+        async with self._runner.bodies.reading(http) as body:
+            return await self._runner.chat_threads.run(lambda: _response_count(body, self._model), len(body))
 
     async def stored_response(self, http: web.Request) -> web.Response:
         """Refuse requests for an earlier response."""
@@ -164,22 +177,39 @@ def _response(body: bytes, model: ServedModel, arrival: Arrival) -> _Adapted:
 
 def _prepared(chat: TranslatedChat, unknown: tuple[str, ...], model: ServedModel, arrival: Arrival) -> Prepared:
     """Return the request with the fields of its own body that have no effect."""
-    refuse_unknown((*unknown, *chat.left_out), is_strict=model.has_strict_fields)
+    ignored = _ignored(chat, unknown)
+    refuse_unknown(ignored, is_strict=model.has_strict_fields)
     with chat.places.naming_errors():
         prepared = prepare_chat(_encode(chat.fields), model, arrival)
     vain = map(chat.places.own_place, prepared.options.unknown_fields)
-    return replace(prepared, options=replace(prepared.options, unknown_fields=(*unknown, *chat.left_out, *vain)))
+    return replace(prepared, options=replace(prepared.options, unknown_fields=(*ignored, *vain)))
 
 
-def _count(body: bytes, model: ServedModel) -> web.Response:
+def _ignored(chat: TranslatedChat, unknown: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the places of what has no effect; keys of what is left out as a whole have none of their own."""
+    around = tuple(f"{each.partition(' ')[0]}." for each in chat.left_out)
+    return (*(each for each in unknown if not each.startswith(around)), *chat.left_out)
+
+
+def _message_count(body: bytes, model: ServedModel) -> web.Response:
     fields, unknown = _decode_count(body)
-    refuse_unknown(unknown, is_strict=model.has_strict_fields)
-    chat = chat_of_count(fields)
+    return _counted(chat_of_count(fields), unknown, model, TokenCount)
+
+
+def _response_count(body: bytes, model: ServedModel) -> web.Response:
+    fields, unknown = _decode_response(body)
+    return _counted(chat_of_response(fields).chat, unknown, model, InputTokenCount)
+
+
+def _counted(
+    chat: TranslatedChat, unknown: tuple[str, ...], model: ServedModel, make: Callable[[int], msgspec.Struct]
+) -> web.Response:
+    """Return what `make` makes of the number of tokens in the chat's prompt."""
+    ignored = _ignored(chat, unknown)
+    refuse_unknown(ignored, is_strict=model.has_strict_fields)
     with chat.places.naming_errors():
         ask = parse_chat(_encode(chat.fields))
         model.name_for(ask.options.model)
         encoding = model.tokenizer.encoding(chat_prompt(ask, model).prompt, add_special_tokens=False)
-    answer = _encode(TokenCount(len(encoding)))
-    return web.Response(
-        body=answer, content_type="application/json", headers=ignored_warning((*unknown, *chat.left_out))
-    )
+    answer = _encode(make(len(encoding)))
+    return web.Response(body=answer, content_type="application/json", headers=ignored_warning(ignored))

@@ -14,13 +14,19 @@ from moestro.server.agent_api import AgentApi
 from moestro.server.engine_client import EngineClient
 from moestro.server.operations import Operations
 from moestro.server.protocol import ModelCard, ModelList
-from moestro.server.request_builder import Prepared, ServedModel, prepare_chat, prepare_completion
+from moestro.server.request_builder import (
+    Arrival,
+    Prepared,
+    ServedModel,
+    prepare_chat,
+    prepare_chats,
+    prepare_completion,
+)
 from moestro.server.request_runner import RequestRunner
 from moestro.server.responses import ChatForm, CompletionForm, Heading, heading
 from moestro.server.server_info import ServerInfo
 from moestro.server.sse import OpenAIEncoding
 from moestro.server.text_api import TextApi
-from moestro.web.bodies import MAX_BODY_BYTES
 from moestro.web.prometheus import Exposition
 from moestro.web.statistics import LiveStatistics
 
@@ -45,7 +51,7 @@ class ApiServer:
         self, exposition: Exposition, info: ServerInfo, statistics: Callable[[bool], LiveStatistics]
     ) -> web.Application:
         """Return the application, which runs behind `HttpMiddleware`."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application()
         runner, model = self._runner, self._model
         operations = Operations(
             self._engines, self.traffic, exposition, info, statistics, is_strict=model.has_strict_fields
@@ -56,6 +62,7 @@ class ApiServer:
                 web.get("/v1/models/{name:.+}", self.model),
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat),
+                web.post("/v1/chat/completions/batch", self.chats),
                 *AgentApi(runner, model).routes(),
                 *TextApi(model, runner.bodies, runner.chat_threads).routes(),
                 *Operations(
@@ -80,7 +87,16 @@ class ApiServer:
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """Handle POST /v1/chat/completions."""
-        prepared = await self._runner.prepare(http, "chatcmpl-", prepare_chat, self._runner.chat_threads)
+        return await self._chat(http, prepare_chat)
+
+    async def chats(self, http: web.Request) -> web.StreamResponse:
+        """Handle POST /v1/chat/completions/batch: one answer with the choices of all conversations, in order."""
+        return await self._chat(http, prepare_chats)
+
+    async def _chat(
+        self, http: web.Request, prepare: Callable[[bytes, ServedModel, Arrival], Prepared]
+    ) -> web.StreamResponse:
+        prepared = await self._runner.prepare(http, "chatcmpl-", prepare, self._runner.chat_threads)
         form = ChatForm(self._heading(prepared), prepared.options)
         return await self._runner.answer(http, prepared, form, OpenAIEncoding())
 
@@ -102,7 +118,7 @@ class ApiServer:
         return ModelCard(
             id=name,
             created=model.created,
-            root=model.root,
+            root=name,
             max_model_len=info.max_model_len,
             device=info.device,
             pace_dilation=info.pace_dilation,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 
 from moestro.errors import RequestError, shown
 from moestro.server.protocol import CallField, ChatFields, ContentPart, Message, ToolField
 from moestro.server.request_fields import wrong_type
+from moestro.server.structured_output import refuse_unenforced
 from moestro.text.answer_parts import ToolSpec
 from moestro.text.chat_format import NO_TOOLS, ToolUse
 from moestro.text.chat_history import calls_for_templates
 from moestro.text.efforts import EFFORTS
+from moestro.text.enforced_schemas import enforced_arguments
 from moestro.text.parser_input import NAME_LIMIT
 from moestro.text.tokenizer import TemplateOptions
 
@@ -36,30 +39,38 @@ def check_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
     return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
 
 
-def tool_use(fields: ChatFields) -> ToolUse:
+class ToolsOffer(NamedTuple):
+    """Use of tools that a request allows, and the places of what no grammar enforces of their schemas."""
+
+    use: ToolUse
+    left_out: tuple[str, ...] = ()
+
+
+def offered_tools(fields: ChatFields) -> ToolsOffer:
     """Return the use of tools that the request allows. Tools without a choice mean `auto`.
 
     Raises:
-        RequestError: A tool or the choice is invalid.
+        RequestError: A tool or the choice is invalid, or a strict schema cannot be enforced.
     """
-    tools = tuple(_tool(i, tool) for i, tool in enumerate(fields.tools or ()))
+    tools = [_tool(i, tool) for i, tool in enumerate(fields.tools or ())]
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"may hold {MAX_TOOLS} tools at most, got {len(tools)}")
     choice = fields.tool_choice
-    is_parallel = fields.parallel_tool_calls is not False
     if choice == "none" or (not tools and choice in (None, "auto")):
-        return NO_TOOLS
+        return ToolsOffer(NO_TOOLS)
     if not tools:
         raise invalid("tool_choice", "needs tools; send some, or leave it out")
-    match choice:
-        case None | "auto":
-            return ToolUse(choice="auto", tools=tools, is_parallel=is_parallel)
-        case "required":
-            return ToolUse(choice="required", tools=tools, is_parallel=is_parallel)
-        case str():
-            words = f'must be "none", "auto", "required" or a named function, got {shown(choice)}'
-            raise invalid("tool_choice", words)
-    return ToolUse(choice="named", tools=(_named(choice, tools),))
+    if choice in (None, "auto"):
+        use = ToolUse(choice="auto", tools=_specs(tools), is_parallel=fields.parallel_tool_calls is not False)
+        return ToolsOffer(use, tuple(f"{tool.place}.strict" for tool in tools if tool.is_strict))
+    if choice == "required":
+        use = ToolUse(choice="required", tools=_specs(tools), is_parallel=fields.parallel_tool_calls is not False)
+        return ToolsOffer(use, tuple(each for tool in tools for each in _unenforced(tool)))
+    if not isinstance(choice, dict):
+        words = f'must be "none", "auto", "required" or a named function, got {shown(choice)}'
+        raise invalid("tool_choice", words)
+    tool = _named(choice, tools)
+    return ToolsOffer(ToolUse(choice="named", tools=(tool.spec,)), _unenforced(tool))
 
 
 def template_options(fields: ChatFields) -> TemplateOptions:
@@ -95,7 +106,16 @@ def invalid(param: str, text: str) -> RequestError:
     return RequestError(f"{param} {text}.", param=param, code="invalid_value")
 
 
-def _tool(i: int, given: dict[str, Any]) -> ToolSpec:
+@dataclass(frozen=True, slots=True)
+class _OfferedTool:
+    """One tool, the place of its function, and whether its schema must be enforced as a whole."""
+
+    spec: ToolSpec
+    place: str
+    is_strict: bool
+
+
+def _tool(i: int, given: dict[str, Any]) -> _OfferedTool:
     place = f"tools[{i}]"
     try:
         tool = msgspec.convert(given, ToolField)
@@ -103,19 +123,34 @@ def _tool(i: int, given: dict[str, Any]) -> ToolSpec:
         raise wrong_type(error, place) from None
     if tool.type != "function":
         raise invalid(f"{place}.type", f"must be function, got {shown(tool.type)}")
-    name = tool.function.name
+    name, parameters = tool.function.name, tool.function.parameters
     if not 1 <= len(name.strip()) == len(name) <= NAME_LIMIT or not name.isprintable():
         text = f"must have 1 to {NAME_LIMIT} printable characters, without spaces around them, got {shown(name)}"
         raise invalid(f"{place}.function.name", text)
-    return ToolSpec(name, tool.function.parameters or {})
+    if parameters is False:
+        raise invalid(f"{place}.function.parameters", "allows no arguments at all; send an object's schema")
+    spec = ToolSpec(name, {"type": "object"} if parameters is True else parameters or {})
+    return _OfferedTool(spec, f"{place}.function", bool(tool.function.strict))
 
 
-def _named(choice: dict[str, Any], tools: Sequence[ToolSpec]) -> ToolSpec:
+def _specs(tools: Sequence[_OfferedTool]) -> tuple[ToolSpec, ...]:
+    return tuple(tool.spec for tool in tools)
+
+
+def _unenforced(tool: _OfferedTool) -> tuple[str, ...]:
+    """Return the places of what no grammar enforces of a tool whose call is forced; RequestError if it must be."""
+    place, left_out = f"{tool.place}.parameters", enforced_arguments(tool.spec.parameters).left_out
+    if tool.is_strict:
+        refuse_unenforced(left_out, place)
+    return tuple(f"{place}.{each}" for each in left_out)
+
+
+def _named(choice: dict[str, Any], tools: Sequence[_OfferedTool]) -> _OfferedTool:
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if choice.get("type") != "function" or not isinstance(name, str):
         raise invalid("tool_choice", 'must have the form {"type": "function", "function": {"name": ...}}')
-    found = next((tool for tool in tools if tool.name == name), None)
+    found = next((tool for tool in tools if tool.spec.name == name), None)
     if found is None:
         raise invalid("tool_choice", f"names the tool {shown(name)}, which is not in tools")
     return found
@@ -127,9 +162,10 @@ def _message(place: str, message: Message) -> dict[str, Any]:
     calls = message.tool_calls or ()
     if calls and message.role != "assistant":
         raise invalid(f"{place}.tool_calls", "belongs to messages of the assistant")
-    if message.content is None and not calls:
+    is_answer = message.role == "assistant"  # The model may have given neither content nor calls.
+    if message.content is None and not is_answer:
         raise invalid(f"{place}.content", "is missing; send a text")
-    content = message.content or ""
+    content = message.content or (is_answer and message.refusal) or ""
     made: dict[str, Any] = {
         "role": message.role,
         "content": content if isinstance(content, str) else _text(place, content),
@@ -141,7 +177,7 @@ def _message(place: str, message: Message) -> dict[str, Any]:
     if message.role == "tool" and message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
-    if reasoning is not None and message.role == "assistant":
+    if reasoning is not None and is_answer:
         made["reasoning"] = made["reasoning_content"] = reasoning
     return made
 
@@ -157,8 +193,9 @@ def _text(place: str, parts: list[ContentPart]) -> str:
     """Return the parts' texts, one a line, as vLLM joins them for templates that need a string."""
     texts = []
     for i, part in enumerate(parts):
-        if part.type != "text" or part.text is None:
+        text = {"text": part.text, "refusal": part.refusal}.get(part.type)
+        if text is None:
             where = f"{place}.content[{i}]"
             raise RequestError(f"{where}: only parts of type text are supported, got {shown(part.type)}.", param=where)
-        texts.append(part.text)
+        texts.append(text)
     return "\n".join(texts)

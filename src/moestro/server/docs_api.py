@@ -8,6 +8,8 @@ from aiohttp import web
 from moestro.server.openapi import openapi_document
 from moestro.web.openapi import DOCS_HEADERS, docs_page
 
+ROOT_PATH = web.AppKey("root_path", str)  # Prefix under which a proxy shows the server; empty means none.
+
 
 def docs_routes(*, is_strict: bool) -> list[web.RouteDef]:
     """Return the routes of both paths.
@@ -15,10 +17,12 @@ def docs_routes(*, is_strict: bool) -> list[web.RouteDef]:
     Args:
         is_strict: Whether the server refuses unknown fields.
     """
-    document = msgspec.json.encode(openapi_document(is_strict=is_strict))
+    document = openapi_document(is_strict=is_strict)
 
-    async def openapi(_http: web.Request) -> web.Response:
-        return web.Response(body=document, content_type="application/json")
+    async def openapi(http: web.Request) -> web.Response:
+        root_path = http.app[ROOT_PATH]
+        servers = {"servers": [{"url": root_path}]} if root_path else {}
+        return web.Response(body=msgspec.json.encode(document | servers), content_type="application/json")
 
     async def docs(_http: web.Request) -> web.Response:
         return web.Response(body=docs_page(), content_type="text/html", charset="utf-8", headers=DOCS_HEADERS)

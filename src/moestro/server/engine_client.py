@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from moestro.core.load_figures import IDLE
 from moestro.core.model_info import ModelInfo
-from moestro.core.request import FinishReason, Output, Request
+from moestro.core.request import WITHOUT_TOKEN, FinishReason, Output, Request
 from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError, QueueFullError, RequestError
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec
@@ -38,10 +38,6 @@ from moestro.workload.request_record import RecordedRequest
 logger = logging.getLogger(__name__)
 
 
-_FAILED = {
-    FinishReason.NON_FINITE: "its logits are not finite (NaN or infinity)",
-    FinishReason.GRAMMAR: "its grammar is too complex there",
-}
 _MOST_NAMED = 8  # engines in a line of the log
 UNASSIGNED_S = 60.0  # Time that a request which lost its engine waits for another one, in seconds.
 
@@ -383,12 +379,12 @@ class EngineClient:
         """Count an output, and put it into the inbox of its request. An error ends only this request."""
         try:
             reason = output.finish_reason
-            if reason in _FAILED:
+            if reason is FinishReason.NON_FINITE:  # The other reasons without a token are the client's.
                 logger.error(
-                    "engine %d: request %s ended after %d tokens: %s",
-                    state.engine, output.request_id, state.num_tokens, _FAILED[reason],
+                    "engine %d: request %s ended after %d tokens: its logits are not finite (NaN or infinity)",
+                    state.engine, output.request_id, state.num_tokens,
                 )  # fmt: skip
-            else:
+            if reason not in WITHOUT_TOKEN:
                 if state.is_prefilling:
                     state.is_prefilling = False
                     self._router.first_token(output.request_id, now_ns)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import NamedTuple
 
 import msgspec
 
@@ -43,12 +46,12 @@ class _Choice:
         self._token_ids = array("i")
         self.num_reasoning = 0
         self._tokenizer = tokenizer
-        self._parser = None if job.answers is None else job.answers.parser()
         self._parts: list[ChatPart] = []
         self._detokenizer = tokenizer.detokenizer(
             job.request.token_array()[-CONTEXT_TOKENS:].tolist(), _shown_special_ids(job, tokenizer)
         )
         self._stops = StopFinder(job.stop, keeps_stop=job.keeps_stop)
+        self._parser = None if job.answers is None else job.answers.parser(self._stops)
         self._num_chars = 0  # Length of the decoded text, including stop strings and held-back text.
         self._has_begun = False
         self._wants_text_alone = not (
@@ -69,7 +72,8 @@ class _Choice:
         text += self._text_of(output, scores)
         reason: str | None = output.finish_reason
         if output.finish_reason is not None:
-            text += self._parsed(self._show(self._detokenizer.flush()) + self._stops.flush())
+            text += self._show(self._detokenizer.flush())
+            text += self._end_text(is_cut=output.finish_reason is not FinishReason.STOP)
         if self._stops.found is not None:
             reason = FinishReason.STOP
         parts, reason = self._take_parts(reason)
@@ -103,7 +107,7 @@ class _Choice:
                 scores.append(score_of(output.logprobs[i], self._num_chars, self._tokenizer.token_texts))
             if hides_last and i + 1 == len(output.token_ids):
                 break  # The stop token is counted and not shown.
-            text += self._parsed(self._show(self._detokenizer.push(token_id)))
+            text += self._show(self._detokenizer.push(token_id))
             if self._stops.found is not None:
                 break
         return text
@@ -127,23 +131,31 @@ class _Choice:
         return self.job.echo, list(prompt_scores or ())
 
     def _show(self, text: str) -> str:
-        self._num_chars += len(text)
-        return self._stops.push(text, look=self.num_generated > self.job.request.sampling.min_tokens)
+        """Return the part of one token's text that can be shown, and parse it.
 
-    def _parsed(self, text: str) -> str:
-        """Pass the text of one token to the parser, and count the token if it is within the reasoning."""
-        if self._parser is not None:
-            was_reasoning = self._parser.is_reasoning
-            self._parts += self._parser.feed(text)
-            self.num_reasoning += was_reasoning and self._parser.is_reasoning
+        With a parser, stop strings hold for the content that it finds. It also counts the tokens of the reasoning.
+        """
+        self._num_chars += len(text)
+        may_stop = self.num_generated > self.job.request.sampling.min_tokens
+        if self._parser is None:
+            return self._stops.push(text, look=may_stop)
+        was_reasoning = self._parser.is_reasoning
+        self._parts += self._parser.feed(text, may_stop=may_stop)
+        self.num_reasoning += was_reasoning and self._parser.is_reasoning
         return text
+
+    def _end_text(self, *, is_cut: bool) -> str:
+        """Return the text that was held back until the end of the answer."""
+        if self._parser is None:
+            return self._stops.flush()
+        self._parts += self._parser.finish(is_cut=is_cut)
+        return ""
 
     def _take_parts(self, reason: str | None) -> tuple[tuple[ChatPart, ...] | None, str | None]:
         """Return the new parts, and the reason that the client gets for the end of the choice."""
         if self._parser is None:
             return None, reason
         if reason is not None:
-            self._parts += self._parser.finish()
             reason = self._parser.finish_reason(reason)
         parts, self._parts = tuple(self._parts), []
         return parts, reason
@@ -162,8 +174,19 @@ class _Choice:
         return tuple(scores)
 
 
+class _Held(NamedTuple):
+    """A choice that is not submitted yet."""
+
+    number: int
+    job: Job
+    siblings: PromptChoices
+
+
 class Generation:
     """Runs the sequences of one HTTP request: submits `jobs` on entry, and aborts those that still run on exit.
+
+    At most `ServedModel.max_choices_at_once` are submitted at once. Each further one follows the end of an earlier one,
+    behind the requests that came meanwhile, so that one request never takes all places of the engines.
 
     When the engine of a choice ends, another engine continues the choice. If that is impossible and the client has
     nothing of the answer, another engine begins the choice again. Either way, a single engine could have given that
@@ -189,22 +212,22 @@ class Generation:
         self._choices: list[_Choice] = []
         self._collected: list[list[Piece]] = [[] for _ in jobs]
         self._running: dict[str, _Choice] = {}
+        self._held: deque[_Held] = deque()
 
     async def __aenter__(self) -> Generation:
         """Submit the jobs, and serve others between some of them: a request may have a thousand large ones."""
         siblings, num_bytes = PromptChoices(), 0
+        for index, job in enumerate(self._jobs):
+            if not job.is_copy:
+                siblings = PromptChoices()
+                self._num_prompt += job.request.num_prompt_tokens
+            siblings.num_choices += 1
+            self._held.append(_Held(index, job, siblings))
         try:
-            for index, job in enumerate(self._jobs):
-                choice = _Choice(index, _with_unused_id(job, self._engines), self._model.tokenizer)
-                if not job.is_copy:
-                    siblings = PromptChoices()
-                    self._num_prompt += job.request.num_prompt_tokens
-                siblings.num_choices += 1
-                request = choice.job.request
-                self._choices.append(choice)
-                self._engines.submit(request, self._inbox, siblings)
-                self._running[request.request_id] = choice
-                num_bytes += _JOB_BYTES + len(request.token_ids or b"")
+            while self._held and len(self._running) < self._model.max_choices_at_once:
+                job = self._held[0].job
+                self._submit(job)
+                num_bytes += _JOB_BYTES + len(job.request.token_ids or b"")
                 if num_bytes > _BYTES_AT_ONCE:
                     num_bytes = 0
                     await asyncio.sleep(0)
@@ -212,6 +235,27 @@ class Generation:
             self._stop_all()
             raise
         return self
+
+    def _submit(self, job: Job) -> None:
+        """Submit the first held choice, as `job`."""
+        number, _, siblings = self._held[0]
+        choice = _Choice(number, _with_unused_id(job, self._engines), self._model.tokenizer)
+        request = choice.job.request
+        self._engines.submit(request, self._inbox, siblings)
+        self._held.popleft()
+        self._choices.append(choice)
+        self._running[request.request_id] = choice
+
+    def _submit_later(self) -> None:
+        """Submit the next held choice in place of one that has ended, if the engines have room or none is left."""
+        if not self._held:
+            return
+        job = self._held[0].job
+        try:
+            self._submit(replace(job, request=msgspec.structs.replace(job.request, arrival_ns=time.monotonic_ns())))
+        except RequestError:
+            if not self._running:
+                raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -258,6 +302,7 @@ class Generation:
                 del self._running[request_id]
                 # Aborts a sequence that a stop string ended; an ended sequence is ignored.
                 self._engines.abort(request_id, FinishReason.STOP)
+                self._submit_later()
             return piece
         return None
 
@@ -353,6 +398,7 @@ class Generation:
         for request_id in self._running:
             self._engines.abort(request_id)
         self._running.clear()
+        self._held.clear()
 
 
 def _failure(reason: FinishReason) -> RequestError | None:
@@ -362,9 +408,14 @@ def _failure(reason: FinishReason) -> RequestError | None:
             return GenerationError("The engine failed on this request; its log says why.", code="engine_error")
         case FinishReason.NON_FINITE:
             return GenerationError(
-                "The model's logits are not finite (NaN or infinity) after these tokens, or the request excludes all"
-                " tokens, so that there is no next token. A retry will likely fail in the same way: change the prompt,"
-                " or contact the operator.",
+                "The model's logits are not finite (NaN or infinity) after these tokens, so that there is no next"
+                " token. A retry will likely fail in the same way: change the prompt, or contact the operator.",
+                code=reason,
+            )
+        case FinishReason.EXCLUDED:
+            return RequestError(
+                "The request excludes every token after these ones: its allowed_token_ids, bad_words, logit_bias,"
+                " min_tokens and grammar have no token in common that the model considers possible. Loosen one.",
                 code=reason,
             )
         case FinishReason.GRAMMAR:

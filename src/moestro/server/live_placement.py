@@ -12,6 +12,7 @@ from aiohttp import web
 
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.model_info import ModelInfo
+from moestro.core.text_files import read_text
 from moestro.errors import ConfigError
 from moestro.placement.registry import PlacementError
 from moestro.server.expert_loads import ExpertLoads
@@ -99,7 +100,7 @@ def _move_to_file(loop: PlacementLoop, path: Path) -> None:
         ConfigError: The file cannot be read, or does not fit the group.
     """
     try:
-        contents = json.loads(path.read_bytes())
+        contents = json.loads(read_text(path))
         decision = loop.apply(loop.plan_of(path.name, contents), Trigger.START)
     except (OSError, ValueError, PlacementError) as error:
         raise ConfigError(f"--init-expert-location {path}: {error}") from None

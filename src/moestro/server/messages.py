@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from moestro.server.piece import Piece
 from moestro.server.protocol import CalledFunction, ChatDelta, ChatMessage, ChatToolCall
@@ -17,12 +17,11 @@ def chat_message(piece: Piece) -> ChatMessage:
     has_more = bool(delta.reasoning or delta.calls)
     return ChatMessage(
         delta.content or (None if has_more else ""),
-        reasoning=delta.reasoning or UNSET,
-        reasoning_content=delta.reasoning or UNSET,
+        reasoning=delta.reasoning or None,
+        reasoning_content=delta.reasoning or None,
         tool_calls=[
             ChatToolCall(CalledFunction(call.arguments, call.name), call.id, "function") for call in delta.calls
-        ]
-        or UNSET,
+        ],
     )
 
 
@@ -30,8 +29,9 @@ def chat_delta(piece: Piece) -> ChatDelta:
     """Return the addition of one piece. As in vLLM, a token without any text yet has empty content."""
     delta = None if piece.parts is None else merged(piece.parts)
     content = piece.text if delta is None else delta.content
+    shown: str | UnsetType
     if not content and (piece.finish_reason is not None or (delta is not None and (delta.reasoning or delta.calls))):
-        shown = None
+        shown = UNSET
     else:
         shown = content
     if delta is None:
@@ -43,6 +43,6 @@ def chat_delta(piece: Piece) -> ChatDelta:
     return ChatDelta(
         content=shown,
         reasoning=delta.reasoning or None,
-        reasoning_content=delta.reasoning or None,
-        tool_calls=calls or None,
+        reasoning_content=delta.reasoning or UNSET,
+        tool_calls=calls or UNSET,
     )

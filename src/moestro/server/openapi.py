@@ -6,10 +6,11 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from moestro.server.agent_api import TokenCount
+from moestro.server.agent_api import InputTokenCount, TokenCount
 from moestro.server.field_bounds import add_bounds
 from moestro.server.protocol import (
     Answer,
+    BatchChatFields,
     ChatChoice,
     ChatFields,
     CompletionFields,
@@ -36,10 +37,16 @@ def _answer_struct(name: str, choice: type) -> type[msgspec.Struct]:
     return msgspec.defstruct(name, [*required, *optional])
 
 
+_ChatCompletion = _answer_struct("ChatCompletion", ChatChoice)
 API_PATHS: tuple[ApiPath, ...] = (
     ApiPath(
         path="/v1/chat/completions", method="post", summary="Answer a chat.", says="A chat completion, or its chunks.",
-        bodies=(ChatFields,), answer=_answer_struct("ChatCompletion", ChatChoice), is_streamed=True,
+        bodies=(ChatFields,), answer=_ChatCompletion, is_streamed=True,
+    ),
+    ApiPath(
+        path="/v1/chat/completions/batch", method="post", summary="Answer several chats.",
+        says="A chat completion with the choices of all chats, in order.", bodies=(BatchChatFields,),
+        answer=_ChatCompletion,
     ),
     ApiPath(
         path="/v1/completions", method="post", summary="Continue a prompt.", says="A completion, or its chunks.",
@@ -58,6 +65,10 @@ API_PATHS: tuple[ApiPath, ...] = (
         path="/v1/responses", method="post", summary="Answer a conversation (OpenAI's responses, without storage).",
         says="A response of OpenAI's API, or its events.", bodies=(ResponsesFields,), is_streamed=True,
     ),
+    ApiPath(
+        path="/v1/responses/input_tokens", method="post", summary="Count the tokens of a response's request.",
+        says="The number of tokens.", bodies=(ResponsesFields,), answer=InputTokenCount,
+    ),
     ApiPath(path="/v1/models", summary="List the models.", says="All models.", answer=ModelList),
     ApiPath(path="/v1/models/{name}", summary="Describe one model.", says="The model.", answer=ModelCard),
     ApiPath(
@@ -67,6 +78,10 @@ API_PATHS: tuple[ApiPath, ...] = (
     ApiPath(
         path="/detokenize", method="post", summary="Return the text of tokens.", says="The text.",
         bodies=(DetokenizeFields,), answer=Detokenized,
+    ),
+    ApiPath(
+        path="/tokenizer_info", summary="Describe the tokenizer, with --enable-tokenizer-info-endpoint.",
+        says="The fields of tokenizer_config.json, and the chat template in use.",
     ),
     ApiPath(path="/health", summary="200 while any engine takes requests.", says=EMPTY, is_public=True),
     ApiPath(path="/ping", summary="The same as /health.", says=EMPTY, is_public=True),

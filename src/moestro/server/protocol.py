@@ -20,7 +20,11 @@ class StreamOptions(msgspec.Struct):
 
 
 class JsonSchemaFormat(msgspec.Struct):
-    """A JSON schema with OpenAI's frame. It is always enforced, whatever `strict` says, as in vLLM."""
+    """A JSON schema with OpenAI's frame. It is always enforced, as in vLLM.
+
+    Attributes:
+        strict: Whether a keyword that cannot be enforced is refused; otherwise it is a description.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -29,10 +33,15 @@ class JsonSchemaFormat(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """Form of an answer: `text`, `json_object` or `json_schema`."""
+    """Form of an answer: `text`, `json_object` or `json_schema`.
+
+    Attributes:
+        schema: JSON schema without OpenAI's frame, as llama.cpp and Together AI name it.
+    """
 
     type: str
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -78,6 +87,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None  # These two are SGLang's names of `guided_regex` and `guided_grammar`.
+    ebnf: str | None = None
     user: str | None = None
     session_id: str | None = None  # Conversation, for affinity; as `moestro route` reads it.
     prompt_cache_key: str | None = None  # OpenAI's name for the same.
@@ -88,7 +99,9 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None  # None means yes.
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: int | None = None  # Number of the last tokens that are kept; -1 means all that fit.
+    truncate_prompt_tokens: int | None = None  # Number of tokens that are kept; -1 means all that fit.
+    truncation_side: str | None = None  # Where tokens are cut off, "left" (the default) or "right".
+    return_tokens_as_token_ids: bool | None = None  # Log probabilities name tokens as `token_id:ID`.
 
 
 class CompletionFields(GenerationFields, kw_only=True):
@@ -100,10 +113,11 @@ class CompletionFields(GenerationFields, kw_only=True):
 
 
 class ContentPart(msgspec.Struct):
-    """One part of a message's content; only parts of type `text` are supported."""
+    """One part of a message's content: a text, or a refusal of the assistant."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionField(msgspec.Struct):
@@ -122,7 +136,11 @@ class CallField(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """One message of a chat. `reasoning` and `reasoning_content` are two names of one field."""
+    """One message of a chat. `reasoning` and `reasoning_content` are two names of one field.
+
+    A refusal is what the assistant wrote in place of its content. The last three fields are those of earlier answers,
+    and say nothing to a template.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -131,13 +149,19 @@ class Message(msgspec.Struct):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
 
 
 class ToolFunction(msgspec.Struct):
-    """Function that a tool offers. Without `parameters` it takes no arguments."""
+    """Function that a tool offers. Without `parameters` it takes no arguments; true allows any object."""
 
     name: str
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None  # Whether a forced call must follow all of the schema.
 
 
 class ToolField(msgspec.Struct):
@@ -145,6 +169,19 @@ class ToolField(msgspec.Struct):
 
     type: str
     function: ToolFunction
+
+
+class NamedFunction(msgspec.Struct):
+    """Function that has to be called."""
+
+    name: str
+
+
+class NamedChoice(msgspec.Struct):
+    """Tool that has to be called."""
+
+    type: str
+    function: NamedFunction
 
 
 class ChatFields(GenerationFields, kw_only=True):
@@ -164,6 +201,12 @@ class ChatFields(GenerationFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class BatchChatFields(ChatFields, kw_only=True):
+    """Body of `POST /v1/chat/completions/batch`: the fields of a chat, for several conversations."""
+
+    messages: list[list[Message]]  # type: ignore[assignment]
 
 
 # --- response bodies ----------------------------------------------------------------------------------------------
@@ -245,9 +288,9 @@ class TextChoice(msgspec.Struct):
     finish_reason: str | None
     logprobs: CompletionLogprobs | None = None
     stop_reason: str | int | None = None  # Stop string or stop token that ended the choice; null for an end token.
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET  # Set if requested.
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # Set if requested.
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # Set if requested; in a stream once.
+    prompt_logprobs: PromptLogprobs | None = None  # Set if requested.
+    token_ids: list[int] | None = None  # Set if requested.
+    prompt_token_ids: list[int] | None = None  # Set if requested; in a stream once.
 
 
 class CalledFunction(msgspec.Struct, omit_defaults=True):
@@ -267,14 +310,20 @@ class ChatToolCall(msgspec.Struct, omit_defaults=True):
 
 
 class ChatMessage(msgspec.Struct):
-    """The assistant's message. vLLM names the reasoning `reasoning`, and DeepSeek and SGLang `reasoning_content`."""
+    """The assistant's message. vLLM names the reasoning `reasoning`, and DeepSeek and SGLang `reasoning_content`.
+
+    As in vLLM, every key is present, because clients read attributes that are otherwise missing.
+    """
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ChatToolCall] | msgspec.UnsetType = msgspec.UNSET
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[ChatToolCall] = []
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -285,17 +334,17 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
     stop_reason: str | int | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # Set if requested.
+    token_ids: list[int] | None = None  # Set if requested.
 
 
-class ChatDelta(msgspec.Struct, omit_defaults=True):
-    """Addition of a chunk to the message."""
+class ChatDelta(msgspec.Struct):
+    """Addition of a chunk to the message. Only `reasoning` is always present, because clients read the attribute."""
 
-    role: str | None = None
-    content: str | None = None
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ChatToolCall] | None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ChatToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -306,11 +355,14 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
     stop_reason: str | int | None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # Set if requested.
+    token_ids: list[int] | None = None  # Set if requested.
 
 
-class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """A completion, a chat completion, or a chunk of either, as `object` says. Chunks have usage only on request."""
+class Answer(msgspec.Struct, kw_only=True):
+    """A completion, a chat completion, or a chunk of either, as `object` says. Chunks have usage only on request.
+
+    As in vLLM, the other keys of a complete answer are present, and null where they say nothing.
+    """
 
     id: str
     object: str
@@ -318,9 +370,11 @@ class Answer(msgspec.Struct, omit_defaults=True, kw_only=True):
     model: str
     choices: list[TextChoice] | list[ChatChoice] | list[ChatChunkChoice]
     system_fingerprint: str
-    usage: Usage | None = None
-    prompt_logprobs: PromptLogprobs | None = None  # Set in a chat completion if requested.
-    prompt_token_ids: list[int] | None = None  # The same; in a stream once.
+    usage: Usage | msgspec.UnsetType = msgspec.UNSET
+    service_tier: msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType | None = msgspec.UNSET  # A chat's, if requested.
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET  # The same; in a stream once.
+    kv_transfer_params: msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -23,7 +23,9 @@ from moestro.server.validation import (
     ChatAsk,
     CompletionAsk,
     Options,
+    conversation_places,
     parse_chat,
+    parse_chats,
     parse_completion,
 )
 from moestro.text.chat_format import AnswerFormat, ChatEnd, ChatFormat
@@ -50,17 +52,18 @@ class ServedModel:
 
     Attributes:
         names: Names that clients may use; the first one comes first in the model list.
-        root: Path or id that the model was loaded from.
         created: Load time, in seconds since 1970.
         fingerprint: String that changes whenever answers may change.
         has_priorities: Whether the scheduling policy uses `priority`.
         resumes_streams: Whether another engine continues a stream even if its next tokens may differ.
         has_strict_fields: Whether a request with an unknown field is refused.
+        forces_usage: Whether each stream ends with its usage.
+        shows_tokenizer: Whether clients may read the tokenizer's settings.
+        max_choices_at_once: Choices of one request that engines have at once.
         chat: Formats of the model's answers to chats.
     """
 
     names: tuple[str, ...]
-    root: str
     created: int
     fingerprint: str
     info: ModelInfo
@@ -68,6 +71,9 @@ class ServedModel:
     has_priorities: bool = False
     resumes_streams: bool = False
     has_strict_fields: bool = False
+    forces_usage: bool = False
+    shows_tokenizer: bool = False
+    max_choices_at_once: int = 1024
     chat: ChatFormat = field(default_factory=ChatFormat)
 
     def name_for(self, asked: str | None) -> str:
@@ -148,7 +154,7 @@ class _Prompt:
 def prepare_completion(body: bytes, model: ServedModel, arrival: Arrival) -> Prepared:
     """Return the prepared request for a body of `POST /v1/completions`; RequestError if it cannot be served."""
     ask = parse_completion(body, model.info.max_model_len)
-    ask = replace(ask, options=_for_vocabulary(ask.options, model.info))
+    ask = replace(ask, options=_for_server(ask.options, model))
     named = _named(arrival, ask.options)
     jobs = completion_jobs(ask, model, named)
     return Prepared(model.name_for(ask.options.model), ask.options, jobs, named.answer_id)
@@ -157,8 +163,32 @@ def prepare_completion(body: bytes, model: ServedModel, arrival: Arrival) -> Pre
 def prepare_chat(body: bytes, model: ServedModel, arrival: Arrival) -> Prepared:
     """Return the prepared request for a body of `POST /v1/chat/completions`; RequestError if it cannot be served."""
     ask = parse_chat(body)
-    ask = replace(ask, options=_for_vocabulary(ask.options, model.info))
+    ask = replace(ask, options=_for_server(ask.options, model))
     return prepare_chat_ask(ask, model, _named(arrival, ask.options))
+
+
+def prepare_chats(body: bytes, model: ServedModel, arrival: Arrival) -> Prepared:
+    """Return the prepared request for a body of `POST /v1/chat/completions/batch`; RequestError as for one chat."""
+    asks = [replace(ask, options=_for_server(ask.options, model)) for ask in parse_chats(body)]
+    named = _named(arrival, asks[0].options)
+    parts: list[Prepared] = []
+    for i, ask in enumerate(asks):
+        with conversation_places(i).naming_errors():
+            parts.append(prepare_chat_ask(ask, model, replace(named, answer_id=f"{named.answer_id}-{i}")))
+    jobs = [job for part in parts for job in part.jobs]
+    options = parts[0].options
+    if any(part.options.grammar != options.grammar for part in parts):
+        raise RequestError(
+            "response_format has one grammar for all chats of a batch, and the prompts of these begin their answers in"
+            " different ways. Send each to /v1/chat/completions.",
+            param="response_format",
+            code="invalid_value",
+        )
+    _refuse_many_copies(
+        options, sum(job.request.num_prompt_tokens for job in jobs), len(jobs), model.info.max_model_len
+    )
+    _refuse_large_answer(options, len(jobs), model.info.max_model_len)
+    return replace(parts[0], jobs=jobs, answer_id=named.answer_id)
 
 
 def prepare_chat_ask(ask: ChatAsk, model: ServedModel, arrival: Arrival) -> Prepared:
@@ -225,9 +255,14 @@ def chat_prompt(ask: ChatAsk, model: ServedModel) -> ChatEnd:
     return ChatEnd(prompt=text, continued=continued)
 
 
-def _for_vocabulary(options: Options, info: ModelInfo) -> Options:
-    """Return the options with the model's number of tokens where they request log probabilities of all tokens."""
-    return replace(options, prompt_logprobs=info.vocab_size) if options.prompt_logprobs == ALL_LOGPROBS else options
+def _for_server(options: Options, model: ServedModel) -> Options:
+    """Return the options with what the model and the operator decide.
+
+    These are the number of all tokens where the client wants log probabilities of them, and the usage of streams.
+    """
+    if options.prompt_logprobs == ALL_LOGPROBS:
+        options = replace(options, prompt_logprobs=model.info.vocab_size)
+    return replace(options, include_usage=options.stream) if model.forces_usage else options
 
 
 def _prompt(prompt: str | tuple[int, ...], options: Options, model: ServedModel) -> _Prompt:
@@ -265,11 +300,13 @@ def encoded(text: str, model: ServedModel, options: Options, *, add_special_toke
 
 
 def _truncated(ids: Sequence[int], options: Options, info: ModelInfo) -> Sequence[int]:
-    """Return the last tokens of a prompt, as many as the client allows."""
+    """Return the tokens of a prompt, as many as the client allows, from the end or from the beginning."""
     most = options.truncate_prompt_tokens
     if most == -1:
         most = max(1, info.max_model_len - (options.max_tokens or 1))
-    return ids if most is None else ids[-most:]
+    if most is None:
+        return ids
+    return ids[:most] if options.keeps_first_tokens else ids[-most:]
 
 
 def _jobs(prompts: Sequence[_Prompt], options: Options, model: ServedModel, arrival: Arrival) -> list[Job]:

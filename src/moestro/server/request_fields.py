@@ -5,8 +5,8 @@ from __future__ import annotations
 import codecs
 import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,7 +20,8 @@ from moestro.core.json_elements import (
     is_too_deep,
 )
 from moestro.errors import RequestError, shown
-from moestro.server.protocol import ChatFields, CompletionFields
+from moestro.server.nested_keys import NestedKeys
+from moestro.server.protocol import BatchChatFields, ChatFields, CompletionFields, NamedChoice, ToolField
 from moestro.server.unsupported import IN_CHAT, IN_COMPLETIONS, WITHOUT_EFFECT, Neutral, refuse_unsupported
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
@@ -30,12 +31,12 @@ _decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _NOT_QUOTABLE = re.compile(r"[^\x20\x21\x23-\x5b\x5d-\x7e]")
 _MAX_NAMED = 16  # Unknown fields in a warning.
-_MAX_NAME_CHARS = 64
+_MAX_NAME_CHARS = 100  # A longer place keeps both ends: the field, and the key below it.
 _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
 
 
 class Decoded(NamedTuple, Generic[Fields]):
-    """A decoded body, and the first names of its fields that nothing reads, in the body's order."""
+    """A decoded body, and the first places of what nothing reads: fields in the body's order, then keys below."""
 
     fields: Fields
     unknown: tuple[str, ...]
@@ -48,12 +49,20 @@ class BodyDecoder(Generic[Fields]):
         fields: Struct of the fields to read.
         neutral: Fields that are known and not supported yet, with the values that request nothing.
         ids: Name of the field that may hold more token ids than `MAX_ELEMENTS`.
+        shapes: Types by field, of what is read from its JSON later.
     """
 
-    def __init__(self, fields: type[Fields], neutral: Neutral | None = None, ids: str | None = None) -> None:
+    def __init__(
+        self,
+        fields: type[Fields],
+        neutral: Neutral | None = None,
+        ids: str | None = None,
+        shapes: Mapping[str, Any] | None = None,
+    ) -> None:
         self._neutral = neutral or {}
         self._ids = ids
         self._decoder = msgspec.json.Decoder(fields)
+        self._nested = NestedKeys(fields, shapes)
         self._known = {*fields.__struct_encode_fields__, *self._neutral}
 
     def __call__(self, body: bytes, check_ids: Check | None = None) -> Decoded[Fields]:
@@ -76,13 +85,15 @@ class BodyDecoder(Generic[Fields]):
                 raise _too_deep()
             refuse_unsupported(raw, self._neutral)
             fields = self._decoder.decode(body)
+            unread = self._nested.unread(raw)
         except msgspec.ValidationError as error:
             raise wrong_type(error) from None
         except RecursionError:
             raise _too_deep() from None  # Where this thread has few frames left.
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _not_json(str(error)) from None
-        return Decoded(fields, _named([name for name in raw if name not in self._known and name not in WITHOUT_EFFECT]))
+        unknown = [name for name in raw if name not in self._known and name not in WITHOUT_EFFECT]
+        return Decoded(fields, named([*unknown, *unread]))
 
     def _refuse_many_elements(self, body: bytes, raw: dict[str, msgspec.Raw]) -> None:
         if len(body) <= MAX_ELEMENTS:
@@ -99,7 +110,10 @@ class BodyDecoder(Generic[Fields]):
 
 
 decode_completion = BodyDecoder(CompletionFields, IN_COMPLETIONS, ids="prompt")
-decode_chat = BodyDecoder(ChatFields, IN_CHAT)
+# A template gets tools and a choice as they are written.
+CHAT_SHAPES: Mapping[str, Any] = {"tools": list[ToolField], "tool_choice": NamedChoice}
+decode_chat = BodyDecoder(ChatFields, IN_CHAT, shapes=CHAT_SHAPES)
+decode_chats = BodyDecoder(BatchChatFields, IN_CHAT, shapes=CHAT_SHAPES)
 
 
 def _check_utf8(body: bytes) -> None:
@@ -156,17 +170,22 @@ def _joined(place: str, inner: str) -> str:
     return f"{place}.{inner}" if place and inner and not inner.startswith("[") else place + inner
 
 
-def _named(unknown: Sequence[str]) -> tuple[str, ...]:
+def named(unknown: Sequence[str]) -> tuple[str, ...]:
     """Return a few short names, which a request may keep until its answer is complete."""
-    names = tuple(name[:_MAX_NAME_CHARS] for name in unknown[:_MAX_NAMED])
+    names = tuple(map(_shortened, unknown[:_MAX_NAMED]))
     return names if len(unknown) <= _MAX_NAMED else (*names, f"and {len(unknown) - _MAX_NAMED} more")
+
+
+def _shortened(name: str) -> str:
+    half = _MAX_NAME_CHARS // 2
+    return name if len(name) <= _MAX_NAME_CHARS else f"{name[: half - 2]}...{name[1 - half :]}"
 
 
 def refuse_unknown(unknown: Sequence[str], *, is_strict: bool) -> None:
     """Raise RequestError for the first unknown field, on a server with --strict-fields."""
     if is_strict and unknown:
         raise RequestError(
-            f"{shown(unknown[0])} is no field of this request, and this server refuses what it does not know"
+            f"{shown(unknown[0])} has no effect on this request, and this server refuses such fields"
             " (--strict-fields). Leave it out.",
             param=shown(unknown[0]),
             code="unknown_parameter",

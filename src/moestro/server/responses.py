@@ -27,6 +27,7 @@ from moestro.server.protocol import (
     Usage,
 )
 from moestro.server.validation import Options
+from moestro.text.token_text import TokenText
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,9 @@ class CompletionForm:
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> Answer:
         """Return the complete response."""
-        return _answer(self._heading, "text_completion", [self._choice(piece) for piece in choices], usage)
+        answer = _answer(self._heading, "text_completion", [self._choice(piece) for piece in choices], usage)
+        answer.service_tier = answer.kv_transfer_params = None
+        return answer
 
     def openings(self) -> Sequence[Answer]:
         """Return no chunks, because a completion begins with its text."""
@@ -85,7 +88,7 @@ class CompletionForm:
     def _choice(self, piece: Piece) -> TextChoice:
         choice = TextChoice(piece.index, piece.text, piece.finish_reason, stop_reason=piece.stop_reason)
         if piece.scores is not None:
-            choice.logprobs = _completion_logprobs(piece.scores, self._options.logprobs or 0)
+            choice.logprobs = _completion_logprobs(piece.scores, self._options)
             if piece.token_ids is not None:
                 choice.logprobs.by_token_id = _logprobs_by_id(piece.scores, self._options.logprobs or 0)
         if piece.prompt_scores is not None:
@@ -109,13 +112,14 @@ class ChatForm:
                 piece.index,
                 chat_message(piece),
                 piece.finish_reason,
-                _chat_logprobs(piece.scores),
+                _chat_logprobs(piece.scores, self._options),
                 piece.stop_reason,
                 _ids(piece.token_ids),
             )
             for piece in choices
         ]
         answer = _answer(self._heading, "chat.completion", messages, usage)
+        answer.service_tier = answer.prompt_logprobs = answer.prompt_token_ids = answer.kv_transfer_params = None
         if choices[0].prompt_scores is not None:
             answer.prompt_logprobs = _logprobs_by_id(choices[0].prompt_scores, self._options.prompt_logprobs or 0)
         if choices[0].prompt_token_ids is not None:
@@ -133,7 +137,7 @@ class ChatForm:
             piece.index,
             chat_delta(piece),
             piece.finish_reason,
-            _chat_logprobs(piece.scores),
+            _chat_logprobs(piece.scores, self._options),
             piece.stop_reason,
             _ids(piece.token_ids),
         )
@@ -150,8 +154,8 @@ class ChatForm:
         return _answer(self._heading, "chat.completion.chunk", choices, usage)
 
 
-def _ids(token_ids: Sequence[int] | None) -> list[int] | msgspec.UnsetType:
-    return msgspec.UNSET if token_ids is None else list(token_ids)
+def _ids(token_ids: Sequence[int] | None) -> list[int] | None:
+    return None if token_ids is None else list(token_ids)
 
 
 def heading(answer_id: str, model: str, fingerprint: str) -> Heading:
@@ -159,34 +163,42 @@ def heading(answer_id: str, model: str, fingerprint: str) -> Heading:
     return Heading(answer_id, int(time.time()), model, fingerprint)
 
 
-def _completion_logprobs(scores: Sequence[Score], num_top: int) -> CompletionLogprobs:
+def _name(token_id: int, token: TokenText, options: Options) -> str:
+    """Return what a token is called in log probabilities: its text, or, as in vLLM, its id."""
+    return f"token_id:{token_id}" if options.names_tokens_by_id else token.text
+
+
+def _completion_logprobs(scores: Sequence[Score], options: Options) -> CompletionLogprobs:
     return CompletionLogprobs(
-        tokens=[score.token.text for score in scores],
+        tokens=[_name(score.token_id, score.token, options) for score in scores],
         token_logprobs=[score.logprob for score in scores],
-        top_logprobs=[_by_text(score, num_top) for score in scores],
+        top_logprobs=[_by_name(score, options) for score in scores],
         text_offset=[score.offset for score in scores],
     )
 
 
-def _by_text(score: Score, num_top: int) -> dict[str, float] | None:
-    """Return log probabilities by text, always with the token itself. Equal texts keep the most likely token."""
+def _by_name(score: Score, options: Options) -> dict[str, float] | None:
+    """Return log probabilities by name, always with the token itself. Equal texts keep the most likely token."""
     if score.logprob is None:
         return None
     found: dict[str, float] = {}
-    for alternative in score.top[:num_top]:
-        found.setdefault(alternative.token.text, alternative.logprob)
-    found.setdefault(score.token.text, score.logprob)
+    for alternative in score.top[: options.logprobs or 0]:
+        found.setdefault(_name(alternative.token_id, alternative.token, options), alternative.logprob)
+    found.setdefault(_name(score.token_id, score.token, options), score.logprob)
     return found
 
 
-def _chat_logprobs(scores: Sequence[Score] | None) -> ChatLogprobs | None:
-    return None if scores is None else ChatLogprobs([_chat_logprob(score) for score in scores])
+def _chat_logprobs(scores: Sequence[Score] | None, options: Options) -> ChatLogprobs | None:
+    return None if scores is None else ChatLogprobs([_chat_logprob(score, options) for score in scores])
 
 
-def _chat_logprob(score: Score) -> ChatLogprob:
+def _chat_logprob(score: Score, options: Options) -> ChatLogprob:
     assert score.logprob is not None, "a chat shows no prompt"
-    top = [TopLogprob(other.token.text, other.logprob, list(other.token.raw)) for other in score.top]
-    return ChatLogprob(score.token.text, score.logprob, list(score.token.raw), top)
+    top = [
+        TopLogprob(_name(other.token_id, other.token, options), other.logprob, list(other.token.raw))
+        for other in score.top
+    ]
+    return ChatLogprob(_name(score.token_id, score.token, options), score.logprob, list(score.token.raw), top)
 
 
 def _logprobs_by_id(scores: Sequence[Score], num_top: int) -> PromptLogprobs:
@@ -216,5 +228,5 @@ def _answer(
         model=head.model,
         choices=choices,
         system_fingerprint=head.fingerprint,
-        usage=usage,
+        usage=msgspec.UNSET if usage is None else usage,
     )

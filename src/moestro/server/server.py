@@ -28,6 +28,7 @@ from moestro.server.admin_plane import ADMIN_HOST, OperatorsPort, admin_runner
 from moestro.server.api import ApiServer
 from moestro.server.banner import serve_banner
 from moestro.server.coordinator import Coordinator
+from moestro.server.docs_api import ROOT_PATH
 from moestro.server.engine_client import EngineClient
 from moestro.server.ep_migration import EpMigration
 from moestro.server.expert_admin import ExpertAdmin
@@ -360,7 +361,6 @@ class _ServeProcess:
         self._clock.mark_engines(cluster.engines.phases)
         served = ServedModel(
             names=server.served_model_name,
-            root=model.model,
             created=int(time.time()),
             fingerprint=_fingerprint(self._settings, infos[0]),
             info=infos[0],
@@ -368,6 +368,9 @@ class _ServeProcess:
             has_priorities=self._settings.scheduler.scheduling_policy == "priority",
             resumes_streams=self._settings.processes.resume_streams,
             has_strict_fields=server.strict_fields,
+            forces_usage=server.enable_force_include_usage,
+            shows_tokenizer=server.enable_tokenizer_info_endpoint,
+            max_choices_at_once=_choices_at_once(self._settings),
             chat=chat_format(chat, tokenizer.chat_template, tokenizer.special_texts),
         )
         return served, infos
@@ -401,7 +404,8 @@ class _ServeProcess:
         statistics = ServerStatistics(self._settings, engines, cluster.metrics, api.traffic, model.info, listener)
         info = server_info(self._settings, infos, self._clock.phases)
         app = api.app(Exposition(ServerCollector(sources)), info, statistics.read)
-        runner = await middleware.runner(app, shutdown_timeout=RESPONSE_FLUSH_S)
+        app[ROOT_PATH] = settings.root_path
+        runner = await middleware.runner(app, shutdown_timeout=RESPONSE_FLUSH_S, root_path=settings.root_path)
         tasks = [asyncio.create_task(log_forever(_stat_lines(cluster)))]
         if cluster.signals is not None:
             tasks.append(asyncio.create_task(cluster.signals.follow(cluster.metrics)))
@@ -511,6 +515,11 @@ def _timeouts(processes: ProcessSettings) -> LivenessTimeouts:
         stall_ns=int(processes.watchdog_timeout * 1e9),
         step_ns=int(processes.step_timeout * 1e9),
     )
+
+
+def _choices_at_once(settings: ServeSettings) -> int:
+    """Return the choices of one request that engines have at once: half of the sequences that they run."""
+    return max(1, settings.num_engines * settings.scheduler.max_num_seqs // 2)
 
 
 def _fingerprint(settings: ServeSettings, info: ModelInfo) -> str:

@@ -111,7 +111,8 @@ class ChunkEncoder:
             before, behind = self._frames.get(piece.index) or self._frame(piece.index)
             return b"%b%b%b" % (before, _encode(piece.text), behind)
         chunk = self._form.chunk(piece)
-        chunk.usage = None if self._usage is None else self._usage()
+        if self._usage is not None:
+            chunk.usage = self._usage()
         return self._encoding.chunk(chunk)
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
@@ -222,7 +223,8 @@ async def stream(
     response = await events.open()
     try:
         for opening in form.openings():
-            opening.usage = _of_prompt(generation.usage()) if usage.in_chunks else None
+            if usage.in_chunks:
+                opening.usage = _of_prompt(generation.usage())
             await events.send(events.encoding.chunk(opening))
         chunks = ChunkEncoder(form, events.encoding, generation.usage if usage.in_chunks else None)
         generation.pass_on_with(partial(_pass_on, events, chunks))

@@ -15,6 +15,7 @@ from moestro.errors import RequestError, shown
 from moestro.grammar.checker import GrammarChecker, GrammarVerdict
 from moestro.grammar.host_messages import CHECK, TRY
 from moestro.server.protocol import GenerationFields, ResponseFormat, StructuredOutputs
+from moestro.text.enforced_schemas import enforced_schema
 from moestro.text.thread_pool import PrepareThreads
 
 MAX_GRAMMAR_BYTES = 128 << 10  # A schema of a hundred tools has half of it.
@@ -25,13 +26,19 @@ MAX_WAITING_TRIES, MAX_WAITING_CHECKS = 64, 16
 _NO_SPACE: dict[str, object] = {"whitespace_flexible": False, "whitespace_pattern": None}
 # Older fields of vLLM, with their names in `structured_outputs`.
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_GUIDED |= {"regex": "regex", "ebnf": "grammar"}  # SGLang's names
 
 
 class AskedGrammar(msgspec.Struct, frozen=True):
-    """Grammar of an answer, and the field of the request that asks for it."""
+    """Grammar of an answer, and the field of the request that asks for it.
+
+    Attributes:
+        left_out: Places of keywords of a JSON schema that no grammar enforces.
+    """
 
     grammar: Grammar
     param: str
+    left_out: tuple[str, ...] = ()
 
 
 def asked_grammar(fields: GenerationFields) -> AskedGrammar | None:
@@ -64,16 +71,25 @@ def _invalid(param: str, text: str) -> RequestError:
 
 
 def _of_format(asked: ResponseFormat | None) -> list[AskedGrammar]:
-    if asked is None or asked.type == "text":
+    if asked is None:
         return []
-    if asked.type == "json_object":
-        return [AskedGrammar(Grammar("json_object"), "response_format")]
-    if asked.type != "json_schema":
+    if asked.type not in ("text", "json_object", "json_schema"):
         raise _invalid("response_format.type", f"must be text, json_object or json_schema, got {shown(asked.type)}")
-    place = "response_format.json_schema"
-    if asked.json_schema is None or asked.json_schema.schema is None:
-        raise RequestError(f"{place}.schema is missing; send a JSON schema.", param=place, code="invalid_value")
-    return [AskedGrammar(_schema(asked.json_schema.schema, f"{place}.schema"), f"{place}.schema")]
+    framed = asked.json_schema
+    if asked.schema is not None:
+        if framed is not None:
+            raise _invalid("response_format.schema", "cannot be used together with response_format.json_schema")
+        place, schema, is_strict = "response_format.schema", asked.schema, False
+    elif framed is not None and framed.schema is not None:
+        place, schema, is_strict = "response_format.json_schema.schema", framed.schema, bool(framed.strict)
+    elif asked.type == "json_schema":
+        at = "response_format.json_schema"
+        raise RequestError(f"{at}.schema is missing; send a JSON schema.", param=at, code="invalid_value")
+    else:
+        return [AskedGrammar(Grammar("json_object"), "response_format")] if asked.type == "json_object" else []
+    if asked.type == "text":
+        raise _invalid(place, "belongs to the type json_schema, and the type is text")
+    return [_schema(schema, place, is_strict=is_strict)]
 
 
 def _of_structured(asked: StructuredOutputs | None) -> list[AskedGrammar]:
@@ -97,7 +113,7 @@ def _of_kind(kind: str, value: Any, place: str) -> list[AskedGrammar]:
         return []
     match kind:
         case "json":
-            grammar = _schema(value, place)
+            return [_schema(value, place)]
         case "choice":
             grammar = _choice(value, place)
         case _:
@@ -107,10 +123,14 @@ def _of_kind(kind: str, value: Any, place: str) -> list[AskedGrammar]:
     return [AskedGrammar(grammar, place)]
 
 
-def _schema(given: dict[str, Any] | str, place: str) -> Grammar:
+def _schema(given: dict[str, Any] | str, place: str, *, is_strict: bool = False) -> AskedGrammar:
     """Return the grammar of a JSON schema, which may be given as text."""
     if not isinstance(given, str):
-        return Grammar("json_schema", msgspec.json.encode(given).decode())
+        enforced = enforced_schema(given)
+        if is_strict:
+            refuse_unenforced(enforced.left_out, place)
+        grammar = Grammar("json_schema", msgspec.json.encode(enforced.schema).decode())
+        return AskedGrammar(grammar, place, tuple(f"{place}.{each}" for each in enforced.left_out))
     if len(given) > MAX_GRAMMAR_BYTES:
         raise _invalid(place, f"may have {MAX_GRAMMAR_BYTES} bytes at most")
     if is_too_deep(given.encode()):
@@ -119,6 +139,18 @@ def _schema(given: dict[str, Any] | str, place: str) -> Grammar:
         return _schema(msgspec.json.decode(given, type=dict[str, Any]), place)
     except (msgspec.DecodeError, RecursionError) as error:
         raise _invalid(place, f"is not a JSON schema: {shown(error)}") from None
+
+
+def refuse_unenforced(left_out: Sequence[str], place: str) -> None:
+    """Raise RequestError for the first keyword that no grammar enforces, of the strict JSON schema at `place`."""
+    if left_out:
+        at = f"{place}.{left_out[0]}"
+        raise RequestError(
+            f"{shown(at)} cannot be enforced, and strict: true asks for all of the schema. Leave the keyword out, or"
+            " strict: then it is a description.",
+            param=shown(at),
+            code="unsupported_schema",
+        )
 
 
 def _choice(choices: Sequence[str], place: str) -> Grammar:
@@ -138,7 +170,7 @@ def _spaced(asked: AskedGrammar, given: StructuredOutputs) -> AskedGrammar:
     own = schema.get("x-guidance")
     options = (own if isinstance(own, dict) else {}) | {"whitespace_pattern": pattern}
     changed = schema | {"x-guidance": options | ({} if pattern else _NO_SPACE)}
-    return AskedGrammar(Grammar("json_schema", msgspec.json.encode(changed).decode()), asked.param)
+    return msgspec.structs.replace(asked, grammar=Grammar("json_schema", msgspec.json.encode(changed).decode()))
 
 
 class GrammarGate:

@@ -1,8 +1,12 @@
-"""Handlers of `/tokenize` and `/detokenize`, as in vLLM: clients use them to make prompts of an exact length."""
+"""Handlers of `/tokenize`, `/detokenize` and `/tokenizer_info`, as in vLLM.
+
+Clients use them to make prompts of an exact length.
+"""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -11,11 +15,13 @@ from moestro.core.json_elements import count_elements
 from moestro.errors import RequestError
 from moestro.server.protocol import ChatFields
 from moestro.server.request_builder import ServedModel, chat_prompt, refuse_foreign_ids, refuse_too_much_text
-from moestro.server.request_fields import BodyDecoder, ignored_warning, refuse_unknown
+from moestro.server.request_fields import CHAT_SHAPES, BodyDecoder, ignored_warning, refuse_unknown
 from moestro.server.unsupported import IN_CHAT
 from moestro.server.validation import chat_ask
 from moestro.text.thread_pool import PrepareThreads
+from moestro.text.tokenizer import Tokenizer
 from moestro.web.bodies import Bodies
+from moestro.web.errors import HttpError
 
 
 class TokenizeFields(msgspec.Struct, kw_only=True):
@@ -69,7 +75,7 @@ class _PromptOrChat(msgspec.Struct):
 _OWN_FIELDS = frozenset(TokenizeChatFields.__struct_fields__)
 _NEUTRAL_IN_CHATS = {name: values for name, values in IN_CHAT.items() if name not in _OWN_FIELDS}
 _tokenize = BodyDecoder(TokenizeFields)
-_tokenize_chat = BodyDecoder(TokenizeChatFields, _NEUTRAL_IN_CHATS)
+_tokenize_chat = BodyDecoder(TokenizeChatFields, _NEUTRAL_IN_CHATS, shapes=CHAT_SHAPES)
 _detokenize = BodyDecoder(DetokenizeFields, ids="tokens")
 _kind = BodyDecoder(_PromptOrChat)
 
@@ -85,8 +91,19 @@ class TextApi:
         self._threads = threads
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes of both paths."""
-        return [web.post("/tokenize", self.tokenize), web.post("/detokenize", self.detokenize)]
+        """Return all routes."""
+        return [
+            web.post("/tokenize", self.tokenize),
+            web.post("/detokenize", self.detokenize),
+            web.get("/tokenizer_info", self.tokenizer_info),
+        ]
+
+    async def tokenizer_info(self, _http: web.Request) -> web.Response:
+        """Handle GET /tokenizer_info."""
+        if not self._model.shows_tokenizer:
+            text = "This server does not show its tokenizer (--enable-tokenizer-info-endpoint)."
+            raise HttpError(404, text, "not_found")
+        return _json(tokenizer_settings(self._model.tokenizer), ())
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """Handle POST /tokenize."""
@@ -97,6 +114,15 @@ class TextApi:
         """Handle POST /detokenize."""
         async with self._bodies.reading(http) as body:
             return await self._threads.run(lambda: _json(*detokenized(body, self._model)), len(body))
+
+
+def tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the fields of tokenizer_config.json without names of files, the class, and the chat template in use."""
+    path = tokenizer.path / "tokenizer_config.json"
+    given: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
+    shown = {name: value for name, value in given.items() if not name.endswith("_file")}
+    template = tokenizer.chat_template
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | shown | ({"chat_template": template} if template else {})
 
 
 def tokenized(body: bytes, model: ServedModel) -> tuple[Tokenized, Unknown]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from moestro.errors import RequestError, shown
+from moestro.server.protocol import Message
 
 Neutral = Mapping[str, tuple[object, ...]]  # Field -> values that request nothing; null is always one of them.
 
@@ -25,7 +26,6 @@ _BOTH: dict[str, tuple[object, ...]] = {
     "do_sample": (True,),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
-    "ebnf": (),
     "enable_search": (False,),
     "enable_thinking": (),
     "epsilon_cutoff": (0,),
@@ -68,12 +68,10 @@ _BOTH: dict[str, tuple[object, ...]] = {
     "post_sampling_probs": (False,),
     "prompt_embeds": (),
     "reasoning": ({},),
-    "regex": (),
     "repeat_penalty": (1,),
     "repetition_detection": (),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
-    "return_tokens_as_token_ids": (False,),
     "samplers": (),
     "sampling_params": ({},),
     "sampling_seed": (),
@@ -91,7 +89,6 @@ _BOTH: dict[str, tuple[object, ...]] = {
     "thinking_token_budget": (-1,),
     "top_a": (0,),
     "top_n_sigma": (-1,),
-    "truncation_side": ("left",),
     "typical": (1,),
     "typical_p": (1,),
     "use_beam_search": (False,),
@@ -160,6 +157,27 @@ WITHOUT_EFFECT = frozenset(
         *("parallel_tool_calls", "prediction", "prompt_cache_options", "prompt_cache_retention"),
         *("rid", "safety_identifier", "client_metadata", "service_tier", "store", "stream_interval"),
         *("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id"),  # Of Anthropic's API.
+    }
+)
+
+# Below the top level: keys that ask for what is missing here, by the struct around them; null is always neutral.
+REFUSED_BELOW: dict[type, Neutral] = {
+    Message: {
+        "audio": (),
+        "function_call": (),
+        "images": ([],),
+        "partial": (False,),
+        "prefix": (False,),
+    },
+}
+_CONTINUE = "To continue a message, send continue_final_message: true and add_generation_prompt: false."
+REMEDIES_BELOW = {"function_call": "Send tool_calls.", "partial": _CONTINUE, "prefix": _CONTINUE}
+# Keys that name, annotate, cache or repeat what is beside them, wherever they stand below the top level.
+HARMLESS_BELOW = frozenset(
+    {
+        *("annotations", "cache_control", "caller", "citations", "created_at", "data", "display"),
+        *("eager_input_streaming", "encrypted_content", "id", "include_obfuscation", "index", "logprobs", "metadata"),
+        *("parsed", "parsed_arguments", "phase", "signature", "status", "timestamp"),
     }
 )
 

@@ -13,12 +13,13 @@ import numpy as np
 from moestro.core.json_elements import count_elements
 from moestro.core.request import SAMPLING_RANGES, SamplingDefaults, SamplingParams, ServiceClass
 from moestro.errors import PromptTooLongError, shown
-from moestro.server.chat_fields import check_messages, invalid, template_options, tool_use
+from moestro.server.chat_fields import check_messages, invalid, offered_tools, template_options
 from moestro.server.protocol import ChatFields, GenerationFields
-from moestro.server.request_fields import decode_chat, decode_completion
+from moestro.server.request_fields import decode_chat, decode_chats, decode_completion, named
 from moestro.server.structured_output import AskedGrammar, asked_grammar
 from moestro.text.chat_format import NO_TOOLS, ToolUse
 from moestro.text.tokenizer import TemplateOptions
+from moestro.web.adapters.field_places import FieldPlaces
 
 MAX_PROMPTS = 1024
 MAX_PROMPT_IDS = 1 << 20  # Token ids in all prompts of a request, unless one prompt may be longer; decoded in 50 ms.
@@ -80,7 +81,9 @@ class Options:
     returns_token_ids: bool = False
     keeps_special_tokens: bool = False
     keeps_stop: bool = False  # Whether the text of a stop string or stop token is shown.
-    truncate_prompt_tokens: int | None = None  # Most prompt tokens, of which the last are kept; -1 means all that fit.
+    truncate_prompt_tokens: int | None = None  # Most prompt tokens; -1 means all that fit.
+    keeps_first_tokens: bool = False  # Whether a prompt that is too long loses its last tokens, not its first ones.
+    names_tokens_by_id: bool = False  # Whether log probabilities name tokens by their ids.
     unknown_fields: tuple[str, ...] = ()  # Names of fields without effect, for the answer's `Warning` header.
 
 
@@ -146,6 +149,31 @@ def parse_chat(body: bytes) -> ChatAsk:
     return chat_ask(*decode_chat(body))
 
 
+def parse_chats(body: bytes) -> list[ChatAsk]:
+    """Return the validated chats of a batch; RequestError says what is wrong with the body."""
+    fields, unknown = decode_chats(body)
+    for name in ("stream", "tools", "prompt_logprobs", "return_token_ids"):
+        if (given := getattr(fields, name)) is not None and given not in (False, []):
+            raise invalid(name, "is not possible for several chats; send each to /v1/chat/completions")
+    conversations = fields.messages
+    if not 1 <= len(conversations) <= MAX_PROMPTS:
+        raise invalid("messages", f"must hold 1 to {MAX_PROMPTS} conversations, got {len(conversations)}")
+    common = {name: getattr(fields, name) for name in ChatFields.__struct_fields__}
+    asks = []
+    for i, messages in enumerate(conversations):
+        with conversation_places(i).naming_errors():
+            asks.append(chat_ask(ChatFields(**common | {"messages": messages}), unknown))
+    num_choices = len(asks) * asks[0].options.n
+    if num_choices > MAX_CHOICES:
+        raise invalid("n", f"times the number of conversations must be {MAX_CHOICES} at most, got {num_choices}")
+    return asks
+
+
+def conversation_places(number: int) -> FieldPlaces:
+    """Return the places in a batch of the fields of one of its chats."""
+    return FieldPlaces({"messages": f"messages[{number}]"})
+
+
 def chat_ask(fields: ChatFields, unknown: tuple[str, ...]) -> ChatAsk:
     """Return the validated request of decoded fields; RequestError names an invalid one.
 
@@ -158,9 +186,9 @@ def chat_ask(fields: ChatFields, unknown: tuple[str, ...]) -> ChatAsk:
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "is only allowed with logprobs: true")
     logprobs = _logprobs("top_logprobs", fields.top_logprobs or 0) if fields.logprobs else None
-    shape = _Shape(_limit(name, limit), echo=False, logprobs=logprobs, unknown_fields=unknown)
+    use, left_out = offered_tools(fields)
+    shape = _Shape(_limit(name, limit), echo=False, logprobs=logprobs, unknown_fields=unknown + named(left_out))
     options = _options(fields, shape)
-    use = tool_use(fields)
     if options.grammar is not None and use.choice in ("required", "named"):
         raise invalid(options.grammar.param, f"cannot be used together with tool_choice {shown(fields.tool_choice)}")
     return ChatAsk(
@@ -194,6 +222,7 @@ class _Shape:
 
 def _options(fields: GenerationFields, shape: _Shape) -> Options:
     streaming, extras = bool(fields.stream), fields.stream_options
+    grammar = asked_grammar(fields)
     if extras is not None and not streaming:
         raise invalid("stream_options", "is only allowed with stream: true")
     return Options(
@@ -214,7 +243,7 @@ def _options(fields: GenerationFields, shape: _Shape) -> Options:
         echo=shape.echo,
         logprobs=shape.logprobs,
         prompt_logprobs=_prompt_logprobs(fields.prompt_logprobs, streaming=streaming),
-        grammar=asked_grammar(fields),
+        grammar=grammar,
         allowed_token_ids=_allowed_token_ids(fields.allowed_token_ids),
         bad_words=_bad_words(fields.bad_words or ()),
         cache_salt=_salt(fields.cache_salt),
@@ -227,7 +256,9 @@ def _options(fields: GenerationFields, shape: _Shape) -> Options:
         keeps_special_tokens=fields.skip_special_tokens is False,
         keeps_stop=bool(fields.include_stop_str_in_output),
         truncate_prompt_tokens=_truncation(fields.truncate_prompt_tokens),
-        unknown_fields=shape.unknown_fields,
+        keeps_first_tokens=_is_right(fields.truncation_side),
+        names_tokens_by_id=bool(fields.return_tokens_as_token_ids),
+        unknown_fields=shape.unknown_fields + (() if grammar is None else named(grammar.left_out)),
     )
 
 
@@ -303,6 +334,12 @@ def _truncation(given: int | None) -> int | None:
     if given is None or given == -1:
         return given
     return _range("truncate_prompt_tokens", given, 1, 2**31 - 1)
+
+
+def _is_right(side: str | None) -> bool:
+    if side not in (None, "left", "right"):
+        raise invalid("truncation_side", f'must be "left" or "right", got {shown(side)}')
+    return side == "right"
 
 
 def _service_class(given: str | None) -> ServiceClass:

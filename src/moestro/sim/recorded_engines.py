@@ -12,6 +12,7 @@ import msgspec
 
 from moestro.core.load_figures import FIGURES, ROUTED_FIGURES
 from moestro.core.setting_checks import CheckedSettings
+from moestro.core.text_files import read_text
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies
 from moestro.errors import ConfigError
 from moestro.flow.settings import SteppingSettings
@@ -49,10 +50,10 @@ def read_engines(path: Path) -> dict[str, object]:
         ConfigError: the file cannot be read, has no such table, or the table has an unknown key.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("engines")
+        table = tomllib.loads(read_text(path)).get("engines")
     except OSError as error:
         raise ConfigError(f"--engines {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeError) as error:
         raise ConfigError(f"--engines {path}: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"--engines {path} has no table [engines]")

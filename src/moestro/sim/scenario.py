@@ -35,7 +35,7 @@ from moestro.sim.results import Results
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
 from moestro.sim.signals import AT_ONCE, SignalSettings
 from moestro.sim.staged import StagedRank
-from moestro.sim.workload_builder import describe, make_workload
+from moestro.sim.workload_builder import describe, make_workload, workload_notes
 from moestro.workload.requests import RequestForm, RequestMaker
 
 OnArrival = Callable[[], None] | None
@@ -60,6 +60,7 @@ class Scenario:
         group: groups of workers, for the modes that need them.
         popularity: popularity of the experts. None means that of the prices.
         seed: random seed of the router and of drawn experts.
+        notes: what of the workload's trace is not in its requests.
     """
 
     workload: Workload
@@ -74,6 +75,7 @@ class Scenario:
     group: GroupSetup | None = None
     popularity: PopularityForm | None = None
     seed: int = 0
+    notes: tuple[str, ...] = ()
 
 
 def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
@@ -106,6 +108,7 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
         bounds=bounds,
         prices=make_prices(settings.engines, directory, settings.popularity),
         source=describe(settings.workload),
+        notes=tuple(workload_notes(settings.workload, rows)),
         is_generated=rows.is_generated,
         named={
             "session_id": np.full(len(rows), rows.session is not None),

@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from moestro.core.setting_checks import CheckedSettings, at_least, check_settings, choices_of
+from moestro.core.text_files import read_text
 from moestro.cost.popularity import PopularityForm
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies
 from moestro.errors import ConfigError
@@ -195,8 +196,7 @@ def read_settings(path: Path, *, load: float | None = None, num_seeds: int | Non
         ConfigError: the file cannot be read, or a key or value is not allowed; the text names the file and the key.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
+        tables = tomllib.loads(read_text(path))
         if load is not None and isinstance(workload := tables.get("workload"), dict):
             tables["workload"] = {name: value for name, value in workload.items() if name != "rate"} | {"load": load}
         if num_seeds is not None:
@@ -208,7 +208,7 @@ def read_settings(path: Path, *, load: float | None = None, num_seeds: int | Non
             refuse_unknown(table, PolicySettings, f"policies[{index}]")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from error
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_in_words(str(error))}") from error

@@ -22,7 +22,6 @@ from moestro.sim.scenario import affinity_notes
 from moestro.sim.settings import SimSettings, read_settings
 from moestro.sim.show import print_report
 from moestro.sim.shown_figures import shown_figures
-from moestro.sim.workload_builder import workload_notes
 from moestro.workload.request_record import RequestRecord, read_request_record
 from moestro.workload.slos import Slos
 
@@ -125,7 +124,7 @@ def simulate(settings: SimSettings, directory: Path, num_processes: int | None =
         saturation=saturation,
         notes=(
             *notes,
-            *workload_notes(settings.workload, len(scenario.workload)),
+            *scenario.notes,
             *affinity_notes(settings.policies, scenario.named),
             *placement_notes(outcomes),
         ),

@@ -67,17 +67,13 @@ def describe(settings: WorkloadSettings) -> str:
     return ", ".join(word for word in words if word)
 
 
-def workload_notes(settings: WorkloadSettings, num_requests: int) -> list[str]:
-    """Note that a trace, or its part, has fewer requests than the settings ask for.
-
-    Args:
-        settings: settings of the workload.
-        num_requests: number of requests that it has.
-    """
-    if settings.num_requests is None or settings.num_requests <= num_requests:
-        return []
-    what = "the part of the trace" if settings.has_window else "the trace"
-    return [f"[workload] num_requests = {settings.num_requests:,}, and {what} has {num_requests:,} requests"]
+def workload_notes(settings: WorkloadSettings, rows: Rows) -> list[str]:
+    """Note what of a trace is not in its requests, and that it has fewer requests than the settings ask for."""
+    notes = [f"[workload] trace: {note}" for note in rows.notes]
+    if settings.num_requests is not None and settings.num_requests > len(rows):
+        what = "the part of the trace" if settings.has_window else "the trace"
+        notes.append(f"[workload] num_requests = {settings.num_requests:,}, and {what} has {len(rows):,} requests")
+    return notes
 
 
 def _rows(settings: WorkloadSettings, directory: Path) -> Rows:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from moestro.core.grammar import Grammar
 from moestro.text.answer_parts import ToolSpec
+from moestro.text.enforced_schemas import enforced_arguments
 from moestro.text.harmony import CALL_HEAD, FINAL_HEAD, OPTIONAL_ANALYSIS
 
-_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 # The spacing of Python's JSON, which models have learnt; otherwise one may write spaces for ever.
 _SPACING = {
     "whitespace_flexible": False,
@@ -100,7 +100,7 @@ def _any_of(name: str, count: int) -> str:
 
 
 def _schema(tool: ToolSpec) -> str:
-    return json.dumps((tool.parameters or _NO_ARGUMENTS) | {"x-guidance": _SPACING})
+    return json.dumps(enforced_arguments(tool.parameters).schema | {"x-guidance": _SPACING})
 
 
 def _spaced(schema: str) -> str:

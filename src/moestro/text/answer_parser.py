@@ -6,8 +6,9 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from moestro.text.answer_parts import AnswerPart, CallArguments, CallStart, ContentText, ReasoningText
+from moestro.text.answer_parts import AnswerPart, CallArguments, CallEnd, CallStart, ContentText, ReasoningText
 from moestro.text.output_parser import ReasoningParser, ToolParser
+from moestro.text.stop_strings import StopFinder
 
 _OPENAI_ID_CHARS = 24  # after "call_", as OpenAI's ids have
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -41,24 +42,29 @@ class AnswerParser:
     Args:
         reasoning: Parser of the reasoning. None means that there is none, or that `calls` separates it.
         calls: Parser of the calls. None means that the answer may not call tools.
+        stops: Finder of stop strings, which end the answer where its content has one. None means that there are none.
         shows_reasoning: Whether the client wants the reasoning.
         is_parallel: Whether the answer may have more than one call; later ones are dropped otherwise.
         reports_calls: Whether an answer with calls ends for the reason `tool_calls`.
 
     Attributes:
         num_calls: Number of calls so far.
+        is_within_call: Whether the last call is not complete.
     """
 
     def __init__(
         self,
         reasoning: ReasoningParser | None,
         calls: ToolParser | None,
+        stops: StopFinder | None = None,
         *,
         shows_reasoning: bool = True,
         is_parallel: bool = True,
         reports_calls: bool = True,
     ) -> None:
         self.num_calls = 0
+        self.is_within_call = False
+        self._stops = StopFinder(()) if stops is None else stops
         self._reasoning = reasoning
         self._calls = calls
         self._shows_reasoning = shows_reasoning
@@ -70,24 +76,33 @@ class AnswerParser:
         """Whether the text so far ends within the reasoning."""
         return any(parser is not None and parser.is_reasoning for parser in (self._reasoning, self._calls))
 
-    def feed(self, text: str) -> list[ChatPart]:
-        """Return the parts that are certain after the next piece of the answer."""
-        if self._reasoning is None:
-            return self._numbered(self._parsed_calls([ContentText(text)]))
-        return self._numbered(self._parsed_calls(self._reasoning.feed(text)))
+    def feed(self, text: str, *, may_stop: bool = True) -> list[ChatPart]:
+        """Return the parts that are certain after the next piece of the answer.
 
-    def finish(self) -> list[ChatPart]:
-        """Return the remaining parts at the end of the answer."""
+        Args:
+            may_stop: Whether a stop string may end in these parts.
+        """
+        if self._reasoning is None:
+            return self._numbered(self._parsed_calls([ContentText(text)]), may_stop=may_stop)
+        return self._numbered(self._parsed_calls(self._reasoning.feed(text)), may_stop=may_stop)
+
+    def finish(self, *, is_cut: bool = False) -> list[ChatPart]:
+        """Return the remaining parts at the end of the answer.
+
+        Args:
+            is_cut: Whether a limit ended the answer, and not the model.
+        """
         parts: list[AnswerPart] = []
         if self._reasoning is not None:
-            parts += self._parsed_calls(self._reasoning.finish())
+            parts += self._parsed_calls(self._reasoning.finish(is_cut=is_cut))
         if self._calls is not None:
-            parts += self._calls.finish()
-        return self._numbered(parts)
+            parts += self._calls.finish(is_cut=is_cut)
+        return self._numbered(parts) + self._held_content()
 
     def finish_reason(self, reason: str) -> str:
         """Return the reason that the client gets for the end of the answer. A cut answer keeps its own."""
-        return "tool_calls" if self.num_calls and reason == "stop" and self._reports_calls else reason
+        has_called = bool(self.num_calls) and not self.is_within_call
+        return "tool_calls" if has_called and reason == "stop" and self._reports_calls else reason
 
     def _parsed_calls(self, parts: Sequence[AnswerPart]) -> list[AnswerPart]:
         if self._calls is None:
@@ -97,21 +112,42 @@ class AnswerParser:
             found += self._calls.feed(part.text) if isinstance(part, ContentText) else [part]
         return found
 
-    def _numbered(self, parts: Iterable[AnswerPart]) -> list[ChatPart]:
+    def _numbered(self, parts: Iterable[AnswerPart], *, may_stop: bool = True) -> list[ChatPart]:
+        """Return the parts as the client gets them, up to a stop string."""
         numbered: list[ChatPart] = []
         for part in parts:
-            if isinstance(part, CallStart):
-                self.num_calls += 1
-                delta = CallDelta(self.num_calls - 1, part.id or self._new_id(), part.name)
-            elif isinstance(part, CallArguments):
-                delta = CallDelta(self.num_calls - 1, arguments=part.text)
-            else:
-                if part.text and (self._shows_reasoning or isinstance(part, ContentText)):
-                    numbered.append(part)
+            if self._stops.found is not None:
+                break
+            if isinstance(part, ContentText):
+                if text := self._stops.push(part.text, look=may_stop):
+                    numbered.append(ContentText(text))
                 continue
-            if self._is_parallel or not delta.index:
+            numbered += self._held_content()
+            if isinstance(part, ReasoningText):
+                if part.text and self._shows_reasoning:
+                    numbered.append(part)
+            elif (delta := self._call_delta(part)) is not None:
                 numbered.append(delta)
         return numbered
+
+    def _call_delta(self, part: CallStart | CallArguments | CallEnd) -> CallDelta | None:
+        """Count a part of a call. Returns None for its end, and for calls that the request does not want."""
+        if isinstance(part, CallStart):
+            self.num_calls += 1
+        if self.num_calls > 1 and not self._is_parallel:
+            return None
+        self.is_within_call = not isinstance(part, CallEnd)
+        match part:
+            case CallStart():
+                return CallDelta(self.num_calls - 1, part.id or self._new_id(), part.name)
+            case CallArguments():
+                return CallDelta(self.num_calls - 1, arguments=part.text)
+        return None
+
+    def _held_content(self) -> list[ChatPart]:
+        """Return content that might have begun a stop string, but for what follows it."""
+        held = self._stops.flush()
+        return [ContentText(held)] if held else []
 
     def _new_id(self) -> str:
         num_chars = None if self._calls is None else self._calls.ID_CHARS

@@ -30,12 +30,17 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """Next piece of the arguments of the last call. The pieces join to JSON, unless the model wrote something else."""
+    """Next piece of the arguments of the last call. The pieces of a complete call join to a JSON object."""
 
     text: str
 
 
-AnswerPart = ContentText | ReasoningText | CallStart | CallArguments
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """End of the last call, which is complete."""
+
+
+AnswerPart = ContentText | ReasoningText | CallStart | CallArguments | CallEnd
 
 
 @dataclass(frozen=True, slots=True)

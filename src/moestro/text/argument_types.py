@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from moestro.text.answer_parts import ToolSpec
-from moestro.text.json_calls import decoded
+from moestro.text.json_values import decoded
 from moestro.text.parser_input import Show
 
 _MAX_REFERENCES = 8  # of a schema to another one

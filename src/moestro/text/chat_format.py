@@ -16,6 +16,7 @@ from moestro.text.answer_parts import ToolSpec
 from moestro.text.output_parser import ReasoningParser, ToolParser
 from moestro.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS, ChosenParser, choose_parser
 from moestro.text.settings import ChatSettings
+from moestro.text.stop_strings import StopFinder
 from moestro.text.tool_parsers.forced_calls import NamedCallParser, RequiredCallsParser
 
 logger = logging.getLogger(__name__)
@@ -70,11 +71,12 @@ class AnswerFormat:
     _use: ToolUse
     _shows_reasoning: bool
 
-    def parser(self) -> AnswerParser:
-        """Return a new parser, for one answer."""
+    def parser(self, stops: StopFinder | None = None) -> AnswerParser:
+        """Return a new parser, for one answer, which ends at a stop string in its content."""
         return AnswerParser(
             None if self._reasoning is None else self._reasoning(),
             None if self._calls is None else self._calls(),
+            stops,
             shows_reasoning=self._shows_reasoning,
             is_parallel=self._use.is_parallel,
             reports_calls=self._use.choice != "named",  # OpenAI reports "stop" then, and so does vLLM
@@ -132,9 +134,9 @@ class ChatFormat:
         calls, reasoning = self._calls(use), self._reasoning(use)
         if calls is None and reasoning is None and grammar is None:
             return None
-        starts = self.calls.STARTS if self.calls is not None and use.choice == "auto" else ()
-        new_reasoning = None if reasoning is None else partial(reasoning, end.prompt, end.continued, starts)
         new_calls = None if calls is None else partial(calls, use.tools)
+        ending = new_calls if use.choice == "auto" else None
+        new_reasoning = None if reasoning is None else partial(reasoning, end.prompt, end.continued, ending)
         markers = {marker for parser in (calls, reasoning) if parser is not None for marker in parser.MARKERS}
         wanted = self._grammar(use, "" if new_reasoning is None else new_reasoning().thought(self.special), grammar)
         return AnswerFormat(wanted, frozenset(markers), new_reasoning, new_calls, use, shows_reasoning)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from moestro.text.efforts import EFFORT_VARIABLE, THINKING_VARIABLE
-from moestro.text.json_calls import decoded
+from moestro.text.json_values import decoded
 
 
 def calls_for_templates(calls: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 
 from moestro.text.json_calls import read_value
-from moestro.text.output_parser import OutputParser
+from moestro.text.output_parser import OutputParser, ToolParser
 from moestro.text.parser_input import BrokenCallError, Markers, ParserInput, Steps
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -33,13 +32,13 @@ class HarmonyReader:
     """Reads the messages of an answer; the prompt ends with `<|start|>assistant`.
 
     Args:
-        is_tool: Function that says whether messages to a recipient are calls. All others are content.
+        calls: The parser, if it takes messages to tools of the request as calls. All others are content.
     """
 
-    def __init__(self, parser: OutputParser, text: ParserInput, is_tool: Callable[[str], bool]) -> None:
+    def __init__(self, parser: OutputParser, text: ParserInput, calls: ToolParser | None = None) -> None:
         self._parser = parser
         self._input = text
-        self._is_tool = is_tool
+        self._calls = calls
         self._ending = ""
         self._kinds: set[bool] = set()  # of the texts so far
 
@@ -65,22 +64,27 @@ class HarmonyReader:
             head, marker = yield from self._input.short_until(_HEAD_ENDS)
         except BrokenCallError:
             if self._input.has_ended:
+                self._input.all_at_hand()
                 self._input.forget()
             raise
         if marker != MESSAGE:
             raise BrokenCallError
-        recipient, channel = _recipient(beginning + head), _channel(beginning + head)
+        name, channel = _recipient(beginning + head).removeprefix(FUNCTIONS), _channel(beginning + head)
         self._input.forget()
-        if recipient and self._is_tool(recipient):
-            self._parser.begin_call(recipient.removeprefix(FUNCTIONS))
-            show = self._parser.add_arguments
-            with suppress(BrokenCallError):  # A string in the arguments may hold markers as text.
-                yield from read_value(self._input, show)
+        if self._calls is not None and name in self._calls.tools:
+            yield from self._call(self._calls, name)
         else:
             self._begin_text(is_reasoning=channel == "analysis")
-            show = self._parser.show
-        self._ending = yield from self._input.until(_BODY_ENDS, show)
+            self._ending = yield from self._input.until(_BODY_ENDS, self._parser.show)
         self._parser.begin_text(is_reasoning=False)
+
+    def _call(self, calls: ToolParser, name: str) -> Steps[None]:
+        calls.begin_call(name)
+        with suppress(BrokenCallError):  # A string in the arguments may hold markers as text.
+            yield from read_value(self._input, calls.add_arguments)
+        self._ending = yield from self._input.until(_BODY_ENDS, calls.add_arguments)
+        if not self._ending:
+            raise BrokenCallError
 
     def _begin_text(self, *, is_reasoning: bool) -> None:
         """Begin a text in a new line if it is not the first one of its kind."""

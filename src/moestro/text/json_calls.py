@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import msgspec
-
-from moestro.core.json_elements import is_too_deep
 from moestro.text.json_scan import JsonScan
-from moestro.text.output_parser import OutputParser
+from moestro.text.json_values import decoded
+from moestro.text.output_parser import ToolParser
 from moestro.text.parser_input import NAME_LIMIT, BrokenCallError, ParserInput, Show, Steps
 
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})  # models are trained on either
@@ -17,16 +12,11 @@ _NAME_KEY = "name"
 
 
 class JsonCallReader:
-    """Reads call objects from the text of a parser, with their keys in any order.
+    """Reads call objects from the text of a parser, with their keys in any order."""
 
-    Args:
-        accepts: Function that says whether a name is one of a tool. None means that every name is.
-    """
-
-    def __init__(self, parser: OutputParser, text: ParserInput, accepts: Callable[[str], bool] | None = None) -> None:
+    def __init__(self, parser: ToolParser, text: ParserInput) -> None:
         self._parser = parser
         self._input = text
-        self._accepts = accepts
         self._has_begun = False
         self._early: list[str] = []  # arguments before the name
 
@@ -42,6 +32,7 @@ class JsonCallReader:
         while True:
             yield from self._input.skip_space()
             yield from self.call()
+            self._input.record()  # What follows may be no call.
             yield from self._input.skip_space()
             if not (yield from self._input.take_if(",")):
                 break
@@ -67,7 +58,7 @@ class JsonCallReader:
                 yield from self._name()
             elif key in _ARGUMENT_KEYS and not has_arguments:
                 has_arguments = True
-                yield from self._arguments()
+                yield from read_value(self._input, self._show)
             else:
                 yield from read_value(self._input, _drop)
             yield from self._input.skip_space()
@@ -76,30 +67,14 @@ class JsonCallReader:
         yield from self._expect("}")
         if not self._has_begun:
             raise BrokenCallError
-        if not has_arguments:
-            self._parser.add_arguments("{}")
+        self._parser.end_call()
 
     def _name(self) -> Steps[None]:
         name = yield from self._short_string()
-        if self._accepts is not None and not self._accepts(name):
-            raise BrokenCallError
         self._parser.begin_call(name)
         self._has_begun = True
         for piece in self._early:
             self._parser.add_arguments(piece)
-
-    def _arguments(self) -> Steps[None]:
-        """Read the arguments: an object as it is, a string with JSON as that JSON, and null as no arguments."""
-        if (yield from self._input.next_char()) in ("{", "["):
-            yield from read_value(self._input, self._show)
-            return
-        pieces: list[str] = []
-        try:
-            yield from read_value(self._input, pieces.append)
-        except BrokenCallError:
-            self._show("".join(pieces))
-            raise
-        self._show(_unquoted("".join(pieces)))
 
     def _show(self, text: str) -> None:
         if self._has_begun:
@@ -139,22 +114,6 @@ def read_value(text: ParserInput, show: Show) -> Steps[None]:
     if not first or first in ",:}]":
         raise BrokenCallError
     yield from text.scanned(JsonScan(first), show)
-
-
-def decoded(text: str) -> Any:
-    """Return the value of a JSON text; `msgspec.UNSET` if it is not valid, or nested too deeply to be passed on."""
-    try:
-        data = text.encode()
-        return msgspec.UNSET if is_too_deep(data) else msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeError):
-        return msgspec.UNSET
-
-
-def _unquoted(text: str) -> str:
-    value = decoded(text)
-    if value is None:
-        return "{}"
-    return value if isinstance(value, str) and isinstance(decoded(value), dict) else text
 
 
 def _drop(_text: str) -> None:

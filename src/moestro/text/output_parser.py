@@ -8,11 +8,20 @@ it is certain, and text that is no call after all becomes content: a parser neve
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import ClassVar
 
-from moestro.text.answer_parts import AnswerPart, CallArguments, CallStart, ContentText, ReasoningText, ToolSpec
+from moestro.text.answer_parts import (
+    AnswerPart,
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ContentText,
+    ReasoningText,
+    ToolSpec,
+)
+from moestro.text.object_text import ObjectText
 from moestro.text.parser_input import BrokenCallError, ParserInput, Steps
 
 SPACE_LIMIT = 64  # characters of white space that count as framing before a marker
@@ -39,6 +48,7 @@ class OutputParser(ABC):
         self._parts: list[AnswerPart] = []
         self._space = ""  # held back; dropped if a call follows
         self._joint = ""
+        self._has_begun = False  # whether the text of the present `or_content` has a call
         self._drops_space = False  # whether white space at this place belongs to the format
         self._run = self._all_steps()
 
@@ -48,9 +58,13 @@ class OutputParser(ABC):
         next(self._run, None)
         return self._given()
 
-    def finish(self) -> list[AnswerPart]:
-        """Return the remaining parts at the end of the answer."""
-        self._input.has_ended = True
+    def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
+        """Return the remaining parts at the end of the answer.
+
+        Args:
+            is_cut: Whether a limit ended the answer. A tag that it cut is dropped.
+        """
+        self._input.end(is_cut=is_cut)
         next(self._run, None)
         if self._space:  # no call followed
             self._parts.append(self._text_part(self._space))
@@ -83,48 +97,39 @@ class OutputParser(ABC):
         self._joint = joint
         self.is_reasoning = is_reasoning
 
-    def begin_call(self, name: str, call_id: str = "") -> None:
-        """Start a call, which can no longer become content.
+    def or_content(self, call: Steps[None], marker: str = "", *, shows_cut: bool = False) -> Steps[bool]:
+        """Parse a call; if it breaks before its name is known, `marker` is content, and what follows is parsed anew.
 
-        Raises:
-            BrokenCallError: The name is empty.
-        """
-        if not name.strip():
-            raise BrokenCallError
-        self._input.forget()
-        self._new_part()
-        self._parts.append(CallStart(name.strip(), call_id))
+        A marker with which the answer ends is dropped, and so is the beginning of a call that a limit cut.
 
-    def add_arguments(self, text: str) -> None:
-        """Add a piece to the arguments of the last call."""
-        if text:
-            self._parts.append(CallArguments(text))
-
-    def or_content(self, call: Steps[None], marker: str = "") -> Steps[bool]:
-        """Parse a call; if it breaks before its name is known, its text, with `marker` before it, is content.
-
-        A marker with which the answer ends is dropped.
+        Args:
+            shows_cut: Whether such a beginning is content instead, because it may well be no call.
 
         Returns:
             Whether the call is complete.
         """
         self._input.record()
+        self._has_begun = False
         try:
             yield from call
         except BrokenCallError:
-            text = self._input.recorded()
-            if text is not None and self._input.has_ended and not text.strip():
+            if not self._input.is_recording:
+                if not self._input.has_ended:  # Else it is cut, and stays open.
+                    self.end_call()
+            elif self._input.has_ended and not (self._input.has_text and (shows_cut or not self._input.was_cut)):
+                self._input.forget()
                 self._new_part()
-            elif text is not None:
-                self.show(marker + text)
+            else:
+                self._input.restore()
+                if not self._has_begun:
+                    self.show(marker)
             return False
         self._input.forget()
+        self.end_call()
         return True
 
-    @property
-    def may_be_content(self) -> bool:
-        """Whether the call that is parsed may still turn out to be content."""
-        return self._input.is_recording
+    def end_call(self) -> None:  # noqa: B027 - only parsers of calls have one
+        """End the call, if one is open."""
 
     # --- running
 
@@ -153,17 +158,64 @@ class ToolParser(OutputParser):
 
     Attributes:
         STARTS: Markers with which a call begins; reasoning without an end ends there too.
+        ENDS_WITH_ANSWER: Whether a call needs no mark of its end where the answer ends.
         ID_CHARS: Length of the ids that the server makes for calls. None means the length of OpenAI's.
         SEPARATES_REASONING: Whether the format marks the reasoning itself, so that no other parser comes before.
     """
 
     STARTS: ClassVar[tuple[str, ...]] = ()
+    ENDS_WITH_ANSWER: ClassVar[bool] = False
     ID_CHARS: ClassVar[int | None] = None
     SEPARATES_REASONING: ClassVar[bool] = False
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
         super().__init__()
         self.tools = {tool.name: tool for tool in tools}
+        self._arguments: ObjectText | None = None  # of the open call
+
+    def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
+        """Return the remaining parts at the end of the answer. A call that is not complete stays open."""
+        parts = super().finish(is_cut=is_cut)
+        may_end = self.ENDS_WITH_ANSWER and not is_cut
+        if (given := self._arguments) is not None and (given.is_complete or (may_end and not given.is_open)):
+            self.end_call()
+        return parts + self._given()
+
+    # --- for subclasses
+
+    def begin_call(self, name: str, call_id: str = "") -> None:
+        """Start a call, which can no longer become content.
+
+        Raises:
+            BrokenCallError: No tool of the request has this name.
+        """
+        if name.strip() not in self.tools:
+            raise BrokenCallError
+        self.end_call()
+        self._input.forget()
+        self._has_begun = True
+        self._new_part()
+        self._arguments = ObjectText()
+        self._parts.append(CallStart(name.strip(), call_id))
+
+    def add_arguments(self, text: str) -> None:
+        """Add a piece to the arguments of the last call."""
+        if self._arguments is not None and (shown := self._arguments.feed(text)):
+            self._parts.append(CallArguments(shown))
+
+    def end_call(self) -> None:
+        """End the call, if one is open: its arguments become a complete object."""
+        if self._arguments is None:
+            return
+        if rest := self._arguments.close():
+            self._parts.append(CallArguments(rest))
+        self._parts.append(CallEnd())
+        self._arguments = None
+
+    @property
+    def may_be_content(self) -> bool:
+        """Whether the call that is parsed may still turn out to be content."""
+        return self._arguments is None
 
 
 class ReasoningParser(OutputParser):
@@ -172,14 +224,17 @@ class ReasoningParser(OutputParser):
     Args:
         prompt: Rendered prompt, which may have opened or closed the reasoning already.
         continued: Text of the message that the answer continues. None means that the answer is a new message.
-        call_starts: Markers that end reasoning without an end of its own.
+        new_calls: Maker of the parser of calls. A call ends reasoning without an end of its own; None means that none
+            does.
     """
 
-    def __init__(self, prompt: str, continued: str | None = None, call_starts: Sequence[str] = ()) -> None:
+    def __init__(
+        self, prompt: str, continued: str | None = None, new_calls: Callable[[], ToolParser] | None = None
+    ) -> None:
         super().__init__()
         self.prompt = prompt
         self.continued = continued
-        self.call_starts = tuple(call_starts)
+        self.new_calls = new_calls
 
     def thought(self, special: Container[str]) -> str:
         """Return the rule `thought` of a grammar for what precedes a limited answer; "" means nothing.

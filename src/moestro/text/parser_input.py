@@ -7,6 +7,7 @@ times, so that the time is linear in the length of the answer, however it is spl
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Generator
 from typing import Protocol, TypeVar
 
@@ -25,20 +26,24 @@ _SPACE = re.compile(r"\s*")
 
 
 class Markers:
-    """Strings that end a stretch of text. None of them begins with another one."""
+    """Strings that end a stretch of text. None of them begins with another one.
+
+    Attributes:
+        longest: Length of the longest one, in characters.
+    """
 
     def __init__(self, *markers: str) -> None:
         self._pattern = re.compile("|".join(map(re.escape, markers)))
-        self._longest = max(map(len, markers))
+        self.longest = max(map(len, markers))
         self._beginnings = frozenset(marker[:n] for marker in markers for n in range(1, len(marker)))
 
-    def find(self, text: str, start: int) -> re.Match[str] | None:
-        """Return the first marker in `text` from `start` on."""
-        return self._pattern.search(text, start)
+    def find(self, text: str, start: int, end: int = sys.maxsize) -> re.Match[str] | None:
+        """Return the first marker in `text` from `start` on, up to `end`."""
+        return self._pattern.search(text, start, end)
 
     def num_held(self, text: str, start: int) -> int:
         """Return the length of the longest end of `text`, from `start` on, with which a marker may begin."""
-        most = min(len(text) - start, self._longest - 1)
+        most = min(len(text) - start, self.longest - 1)
         return next((n for n in range(most, 0, -1) if text[-n:] in self._beginnings), 0)
 
 
@@ -57,10 +62,11 @@ class ParserInput:
 
     Attributes:
         has_ended: Whether no more text follows; then no step yields.
+        was_cut: Whether a limit ended the answer, and not the model.
     """
 
     def __init__(self) -> None:
-        self.has_ended = False
+        self.has_ended = self.was_cut = False
         self._text = ""
         self._at = 0
         self._record: list[str] | None = None
@@ -69,6 +75,12 @@ class ParserInput:
         """Append the next piece."""
         self._text = self._text[self._at :] + text
         self._at = 0
+
+    def end(self, *, is_cut: bool = False) -> None:
+        """End the text. What a step of a cut text still holds back is the beginning of a tag, and is dropped."""
+        self.has_ended, self.was_cut = True, is_cut
+        if is_cut:
+            self._text = self._text[: self._at]
 
     # --- taken text, which comes back if it turns out to be no call
 
@@ -85,10 +97,22 @@ class ParserInput:
         """Whether taken text is kept."""
         return self._record is not None
 
-    def recorded(self) -> str | None:
-        """Return the kept text, and keep no more; None if it was dropped."""
+    @property
+    def has_text(self) -> bool:
+        """Whether the kept text, or text that was not taken yet, has more than white space."""
+        return any(map(str.strip, self._record or ())) or bool(self._text[self._at :].strip())
+
+    def restore(self) -> None:
+        """Put the kept text back, so that it is taken again, and keep no more."""
+        if self._record:
+            self._text = "".join(self._record) + self._text[self._at :]
+            self._at = 0
+        self._record = None
+
+    def recorded(self) -> str:
+        """Return the kept text, and keep no more."""
         pieces, self._record = self._record, None
-        return None if pieces is None else "".join(pieces)
+        return "".join(pieces or ())
 
     # --- steps
 
@@ -138,23 +162,22 @@ class ParserInput:
             yield
 
     def short_until(self, markers: Markers) -> Steps[tuple[str, str]]:
-        """Return a short text and the marker after it.
+        """Return a short text and the marker after it. Nothing is taken of any other text.
 
         Raises:
             BrokenCallError: The text is longer than `NAME_LIMIT`, or the answer ends before a marker.
         """
-        text = ""
-
-        def keep(piece: str) -> None:
-            nonlocal text
-            text += piece
-            if len(text) > NAME_LIMIT:
+        while True:
+            limit = self._at + NAME_LIMIT + markers.longest
+            if found := markers.find(self._text, self._at, limit):
+                if found.start() - self._at > NAME_LIMIT:
+                    raise BrokenCallError
+                text = self._text[self._at : found.start()]
+                self._take(found.end())
+                return text, found.group()
+            if self.has_ended or len(self._text) >= limit:
                 raise BrokenCallError
-
-        marker = yield from self.until(markers, keep)
-        if not marker:
-            raise BrokenCallError
-        return text, marker
+            yield
 
     def scanned(self, scan: Scan, show: Show) -> Steps[None]:
         """Show and take what `scan` accepts, until it is complete.

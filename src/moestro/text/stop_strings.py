@@ -48,8 +48,10 @@ class StopFinder:
         return shown
 
     def flush(self) -> str:
-        """Return the held-back text at the end of the answer."""
+        """Return the held-back text at the end of a stretch of text, within which alone a stop may lie."""
         shown, self._held = self._held, ""
+        for search in self._searches:
+            search.num_matched = 0
         return shown
 
 

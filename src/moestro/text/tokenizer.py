@@ -14,6 +14,7 @@ from tokenizers.decoders import ByteLevel, DecodeStream
 
 from moestro.core.checkpoint_files import MAX_CONFIG_BYTES, check_files, read_bytes
 from moestro.core.native_panic import as_exception
+from moestro.core.text_files import text_of
 from moestro.errors import ConfigError, RequestError, shown
 from moestro.text.chat_history import as_system_messages, template_variables
 from moestro.text.chat_template import Renderers
@@ -29,6 +30,7 @@ PreTrainedTokenizerFast = import_part("transformers.tokenization_utils_tokenizer
 # on the thread that asks. The library reads the variable at each call.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+_MARK = "\ufeff"  # byte order mark, which editors of Windows put before a text
 _UNFINISHED = "\ufffd"  # a decoder's replacement for bytes that are no character (yet)
 # A character has at most four bytes, so of so many tokens without a character the first ones are none.
 _HELD_TOKENS = 8
@@ -88,7 +90,7 @@ class Tokenizer:
 
     def _load(self, path: Path) -> None:
         self._fast = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
-        _check_template(self._fast.chat_template)
+        self._fast.chat_template = _checked_template(self._fast.chat_template)
         # The fast tokenizer's own call would set truncation on this shared object, and two threads at once would fail
         # with "Already borrowed".
         self.backend: Backend = self._fast.backend_tokenizer
@@ -219,15 +221,19 @@ def template_text(given: str) -> str:
     if "{" in given or "\n" in given:  # as in vLLM: no name of a file has these
         return given
     try:
-        return read_bytes(Path(given), MAX_CONFIG_BYTES).decode("utf-8")
+        return text_of(read_bytes(Path(given), MAX_CONFIG_BYTES))
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"--chat-template {given!r} is neither a readable file nor a template: {error}") from None
 
 
-def _check_template(template: object) -> None:
+def _checked_template(template: object) -> str | dict[str, str] | None:
+    """Return the template of a checkpoint, or its templates by name, without the byte order marks of their files."""
     texts = template.values() if isinstance(template, dict) else (template,)
     if template is not None and not all(isinstance(text, str) for text in texts):
         raise ConfigError(f"the chat template must be a text, or texts by name, got {shown(repr(template))}")
+    if isinstance(template, dict):
+        return {name: text.removeprefix(_MARK) for name, text in template.items()}
+    return template.removeprefix(_MARK) if isinstance(template, str) else None
 
 
 def _one_line(error: Exception) -> str:

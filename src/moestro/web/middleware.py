@@ -7,8 +7,10 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from aiohttp import web
+from yarl import URL
 
 from moestro.errors import RequestError, shown
 from moestro.web.access import UNLIMITED, Access
@@ -44,8 +46,12 @@ class HttpMiddleware:
         self._max_body_bytes = max_body_bytes
         self._faults = faults
 
-    async def runner(self, app: web.Application, *, shutdown_timeout: float) -> web.AppRunner:
-        """Return a runner of `app` that is set up, with this middleware in front."""
+    async def runner(self, app: web.Application, *, shutdown_timeout: float, root_path: str = "") -> web.AppRunner:
+        """Return a runner of `app` that is set up, with this middleware in front.
+
+        Args:
+            root_path: Prefix that a proxy leaves in front of every path; empty means none.
+        """
         app.on_response_prepare.append(self._add_headers)
         # The disconnect of a client cancels its handler, which frees its sequence.
         # aiohttp would unpack every body, on the event loop and before this middleware; `Bodies` does it instead.
@@ -61,6 +67,8 @@ class HttpMiddleware:
         assert server is not None, "the runner is set up"
         # Wraps the whole application, because aiohttp answers `Expect` before its middlewares run.
         server.request_handler = partial(self._handle, server.request_handler)
+        if root_path:
+            server.request_factory = partial(_below_root, server.request_factory, root_path)
         return runner
 
     async def _handle(self, handler: Handler, http: web.BaseRequest) -> web.StreamResponse:
@@ -121,6 +129,19 @@ class HttpMiddleware:
         response.headers["Server"] = "moestro"
         if self._cors is not None:
             response.headers.update(self._cors.answer_headers(http.headers.get("Origin")))
+
+
+def _below_root(
+    make: Callable[..., web.BaseRequest], root_path: str, message: Any, *rest: Any, **others: Any
+) -> web.BaseRequest:
+    """Return the request without the prefix of its path, so that no check or handler sees it."""
+    path = message.path
+    if path.startswith(root_path) and path[len(root_path) :][:1] in ("", "/", "?"):
+        below = path[len(root_path) :]
+        below = below if below.startswith("/") else f"/{below}"
+        plain, _, query = below.partition("?")
+        message = message._replace(path=below, url=URL.build(path=plain, query_string=query, encoded=True))
+    return make(message, *rest, **others)
 
 
 def _has_left(http: web.BaseRequest) -> bool:

@@ -7,6 +7,7 @@ fingerprint of the key, so that parts and records under one key can be joined.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import logging
 import os
@@ -84,7 +85,7 @@ def _kept(path: Path) -> RecordKey:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"the record's key {path} is no regular file: give another --record-key-file")
-        text = os.read(file, _MAX_BYTES + 1).strip()
+        text = os.read(file, _MAX_BYTES + 1).removeprefix(codecs.BOM_UTF8).strip()
     finally:
         os.close(file)
     if not _LEAST_BYTES <= len(text) <= _MAX_BYTES:

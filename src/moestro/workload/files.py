@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, TextIO
 import msgspec
 import zstandard
 
+from moestro.core.text_files import decoded
 from moestro.errors import ConfigError
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -26,12 +26,12 @@ def open_lines(path: Path) -> Iterator[TextIO]:
     """
     try:
         if path.suffix != ".zst":
-            with path.open(encoding="utf-8", newline="") as lines:
-                yield lines
+            with path.open("rb") as file:
+                yield decoded(file)
             return
         with path.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as unpacked:
-            yield io.TextIOWrapper(unpacked, encoding="utf-8", newline="")
-    except (OSError, UnicodeDecodeError, zstandard.ZstdError, csv.Error) as error:
+            yield decoded(unpacked)
+    except (OSError, UnicodeError, zstandard.ZstdError, csv.Error) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from moestro.core.text_files import encoding_of, text_of
 from moestro.errors import ConfigError
 from moestro.workload.expert_profile import ExpertProfile
 from moestro.workload.expert_traces import read_routing
@@ -129,7 +130,7 @@ def _form_of(path: Path) -> str:
         raise ConfigError(f"{path} is empty or cut off")
     if start.startswith(_NPY):
         return "array"
-    if start.lstrip()[:1] in (b"{", b"["):
+    if start.decode(encoding_of(start), "ignore").lstrip().startswith(("{", "[")):
         return "json"
     raise ConfigError(f"{path} is of no form that Moestro reads: expected {_KNOWN}")
 
@@ -263,7 +264,10 @@ def _of_json(paths: Sequence[Path], reading: ProfileReading) -> ExpertProfile:
 
 def _objects(path: Path) -> list[dict[str, Any]]:
     """Read one JSON object, an array of them, or one a line."""
-    data = _contents(path)
+    try:
+        data = text_of(_contents(path))
+    except UnicodeError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     try:
         found = msgspec.json.decode(data)
     except msgspec.DecodeError:

@@ -56,6 +56,7 @@ class Rows:
         is_ls: bool[n], latency-sensitive (true) or best-effort; None means that all are latency-sensitive.
         is_generated: whether a generator made the rows. Every result made from such rows says so.
         num_left_out: requests of the file that are not among the rows because they had failed.
+        ignored_fields: fields of the file that other forms of traces have, and that this one does not use.
     """
 
     num_prompt_tokens: Int64s
@@ -72,6 +73,18 @@ class Rows:
     is_ls: Bools | None = None
     is_generated: bool = False
     num_left_out: int = 0
+    ignored_fields: frozenset[str] = frozenset()
+
+    @property
+    def notes(self) -> list[str]:
+        """What of the file is not in the rows, in sentences."""
+        notes = []
+        if self.num_left_out:
+            notes.append(f"entries of the file without an answered request, which are left out: {self.num_left_out:,}")
+        if self.ignored_fields:
+            names = ", ".join(sorted(self.ignored_fields))
+            notes.append(f"fields of the file that have no effect beside its other fields: {names}")
+        return notes
 
     def __len__(self) -> int:
         return len(self.num_output_tokens)

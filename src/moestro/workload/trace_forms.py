@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from moestro.core.clock import NS_PER_S
+from moestro.core.clock import NS_PER_MS, NS_PER_S
 from moestro.errors import ConfigError
 from moestro.workload.rows import Int64s, Rows
 
@@ -22,49 +22,16 @@ _BLOCK_SIZES = (512, 16, 32, 64, 128, 256, 1024)
 
 
 class TraceEntry(msgspec.Struct, kw_only=True):
-    """One request in Moestro's field names, as far as its format tells."""
+    """One request in Moestro's field names, as far as its file tells."""
 
     timestamp_ns: int | None = None
-    num_prompt_tokens: int = 0
-    num_output_tokens: int | None = None
-    hash_ids: list[int] | None = None
-    prompt: str | None = None
+    num_prompt_tokens: Count | None = None
+    num_output_tokens: Count | None = None
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**48)]] | None = None
+    prompt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     session: str | None = None
     chat: int | None = None
     parent: int | None = None
-
-
-class LengthsEntry(TraceEntry, kw_only=True):
-    """A request with both lengths."""
-
-    num_prompt_tokens: Count
-    num_output_tokens: Count
-
-
-class Timed(LengthsEntry, kw_only=True):
-    """A request with lengths and time."""
-
-    timestamp_ns: int
-
-
-class Hashed(Timed, kw_only=True):
-    """A request with lengths, time and block hashes."""
-
-    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**48)]]
-
-
-class Turn(Hashed, kw_only=True):
-    """A request that names its predecessor in its conversation; -1 means that it is the first."""
-
-    chat: int
-    parent: int
-
-
-class Text(TraceEntry, kw_only=True):
-    """A request with its prompt as text."""
-
-    prompt: Annotated[str, msgspec.Meta(min_length=1)]
-    num_output_tokens: Count | None = None
 
 
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?\d\d)?")
@@ -104,71 +71,79 @@ class Form:
 
     Attributes:
         needs: fields that identify the format.
-        expected: the same fields, described for people.
-        entry: the struct that a row must convert to.
+        expected: all fields, described for people.
         names: Moestro's field names by the format's.
         time_ns: conversion of its time to `timestamp_ns`, where it has one.
+        sparse: fields that a row may lack. A file has any other field in all rows, or in none.
         failed: field that is 0 where a request failed. Such rows are counted and left out.
     """
 
     name: str
     needs: frozenset[str]
     expected: str
-    entry: type[TraceEntry]
     names: dict[str, str]
     time_ns: Callable[[Any], int] | None = None
+    sparse: frozenset[str] = frozenset()
     failed: str | None = None
+
+    def columns_of(self, fields: dict[str, Any]) -> frozenset[str]:
+        """Return the fields of a file whose first row is `fields`; each of its rows has them all."""
+        return frozenset(name for name in self.names.keys() - self.sparse if fields.get(name) is not None) | self.needs
 
     def has_failed(self, fields: dict[str, Any]) -> bool:
         """Whether the row is a failed request."""
         return self.failed is not None and str(fields.get(self.failed)) in {"0", "0.0"}
 
-    def read(self, fields: dict[str, Any]) -> TraceEntry:
+    def read(self, fields: dict[str, Any], columns: frozenset[str]) -> TraceEntry:
         """Convert one row; a null field counts as missing.
 
+        Args:
+            fields: the row.
+            columns: fields of the file's first row.
+
         Raises:
-            ValueError: the row does not fit the format; the text uses the format's field names.
+            ValueError: the row does not fit the format or the first row; the text uses the format's field names.
         """
-        ours = {our: fields[name] for name, our in self.names.items() if fields.get(name) is not None}
+        given = {name for name in self.names if fields.get(name) is not None}
+        if missing := columns - given:
+            raise ValueError(f"missing required field `{min(missing)}`")
+        if added := given - columns - self.sparse:
+            raise ValueError(f"field `{min(added)}`, which the first request lacks: give it in each line, or in none")
+        ours = {our: fields[name] for name, our in self.names.items() if name in given}
         if self.time_ns is not None and "timestamp_ns" in ours:
             ours["timestamp_ns"] = self.time_ns(ours["timestamp_ns"])
         try:
-            return msgspec.convert(ours, self.entry, strict=False)
+            return msgspec.convert(ours, TraceEntry, strict=False)
         except msgspec.ValidationError as error:
-            text = str(error)
+            text = str(error).replace(" | null", "")
             for name, our in self.names.items():
                 text = text.replace(our, name)
             raise ValueError(text.replace("$.", "")) from None
 
 
-_HASHED = {
-    "timestamp": "timestamp_ns",
-    "input_length": "num_prompt_tokens",
-    "output_length": "num_output_tokens",
-    "hash_ids": "hash_ids",
-}
+_LENGTHS = {"input_length": "num_prompt_tokens", "output_length": "num_output_tokens"}
+_HASHED = {"timestamp": "timestamp_ns", **_LENGTHS, "hash_ids": "hash_ids"}
+_EXPECTED = "input_length, output_length (at least 1), hash_ids (whole numbers)"
+_EITHER = "each in all lines or in none"
 FORMS = (
     Form(
         "Bailian",
-        frozenset({*_HASHED, "chat_id", "parent_chat_id"}),
-        "timestamp (seconds), input_length, output_length (at least 1), hash_ids, chat_id, parent_chat_id (-1: none)",
-        Turn,
+        frozenset({*_LENGTHS, "chat_id", "parent_chat_id"}),
+        f"chat_id, parent_chat_id (-1: none), timestamp (seconds), {_EXPECTED}; timestamp and hash_ids {_EITHER}",
         _HASHED | {"chat_id": "chat", "parent_chat_id": "parent"},
         _number_ns(NS_PER_S),
     ),
     Form(
         "Mooncake",
-        frozenset(_HASHED),
-        "timestamp (milliseconds), input_length, output_length (at least 1), hash_ids (whole numbers)",
-        Hashed,
+        frozenset({*_LENGTHS, "hash_ids"}),
+        f"timestamp (milliseconds; {_EITHER.removeprefix('each ')}), {_EXPECTED}",
         _HASHED,
-        _number_ns(1_000_000),
+        _number_ns(NS_PER_MS),
     ),
     Form(
         "BurstGPT",
         frozenset({"Timestamp", "Request tokens", "Response tokens"}),
         "Timestamp (seconds), Request tokens, Response tokens (0: it failed), Session ID (may be missing)",
-        Timed,
         {
             "Timestamp": "timestamp_ns",
             "Request tokens": "num_prompt_tokens",
@@ -176,51 +151,67 @@ FORMS = (
             "Session ID": "session",
         },
         _number_ns(NS_PER_S),
+        sparse=frozenset({"Session ID"}),
         failed="Response tokens",
     ),
     Form(
         "LLMServingSim",
         frozenset({"arrival_time", "input_toks", "output_toks"}),
         "arrival_time (seconds), input_toks, output_toks (at least 1)",
-        Timed,
         {"arrival_time": "timestamp_ns", "input_toks": "num_prompt_tokens", "output_toks": "num_output_tokens"},
         _number_ns(NS_PER_S),
     ),
     Form(
         "custom",
         frozenset({"prompt"}),
-        "prompt (a text), output_tokens (at least 1; may be missing)",
-        Text,
-        {"prompt": "prompt", "output_tokens": "num_output_tokens"},
+        "prompt (a text), output_tokens or output_length (at least 1; may be missing), timestamp (milliseconds; in all"
+        " lines or in none)",
+        {
+            "prompt": "prompt",
+            "timestamp": "timestamp_ns",
+            "output_length": "num_output_tokens",
+            "output_tokens": "num_output_tokens",
+        },
+        _number_ns(NS_PER_MS),
+        sparse=frozenset({"output_length", "output_tokens"}),
     ),
     Form(
         "Azure",
         frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}),
         "TIMESTAMP (date and time), ContextTokens, GeneratedTokens (at least 1)",
-        Timed,
         {"TIMESTAMP": "timestamp_ns", "ContextTokens": "num_prompt_tokens", "GeneratedTokens": "num_output_tokens"},
         _date_ns,
     ),
     Form(
         "lengths",
-        frozenset({"input_length", "output_length"}),
-        "input_length, output_length (at least 1)",
-        LengthsEntry,
-        {"input_length": "num_prompt_tokens", "output_length": "num_output_tokens"},
+        frozenset(_LENGTHS),
+        "input_length, output_length (at least 1), timestamp (milliseconds; in all lines or in none)",
+        {"timestamp": "timestamp_ns", **_LENGTHS},
+        _number_ns(NS_PER_MS),
     ),
 )
+KNOWN_FIELDS = frozenset[str]().union(*(form.names for form in FORMS))
 
 
-def rows_of(path: Path, entries: Sequence[TraceEntry], form: Form, default_output_tokens: int) -> Rows:
-    """Convert entries to columns, in order of time where there are times (stable: ties keep the file's order)."""
-    is_hashed = issubclass(form.entry, Hashed)
+def rows_of(
+    path: Path, entries: Sequence[TraceEntry], form: Form, columns: frozenset[str], default_output_tokens: int
+) -> Rows:
+    """Convert entries to columns, in order of time where there are times (stable: ties keep the file's order).
+
+    Args:
+        path: the file, for messages.
+        columns: fields that each row of the file has.
+        default_output_tokens: answer length where a row names none.
+    """
+    found = {form.names[name] for name in columns}
+    is_hashed = "hash_ids" in found
     rows = Rows(
-        num_prompt_tokens=np.array([entry.num_prompt_tokens for entry in entries], np.int64),
+        num_prompt_tokens=np.array([entry.num_prompt_tokens or 0 for entry in entries], np.int64),
         num_output_tokens=np.array([entry.num_output_tokens or default_output_tokens for entry in entries], np.int64),
-        timestamp_ns=_times(entries) if issubclass(form.entry, Timed) else None,
+        timestamp_ns=_times(entries) if "timestamp_ns" in found else None,
         hash_ids=_chained([entry.hash_ids or [] for entry in entries]) if is_hashed else None,
         block_size=_block_size(path, entries) if is_hashed else 0,
-        texts=tuple(entry.prompt or "" for entry in entries) if form.entry is Text else None,
+        texts=tuple(entry.prompt or "" for entry in entries) if "prompt" in found else None,
         session=_sessions(entries),
     )
     return rows if rows.timestamp_ns is None else rows.select(np.argsort(rows.timestamp_ns, kind="stable"))

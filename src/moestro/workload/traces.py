@@ -2,21 +2,23 @@
 
 | form | fields | what it gives |
 |---|---|---|
-| Mooncake | timestamp (ms), input_length, output_length, hash_ids | times, lengths, shared blocks |
-| Bailian (Qwen) | the same with timestamp in s, chat_id, parent_chat_id | times, lengths, shared blocks, sessions |
+| Mooncake | timestamp (ms; may be missing), input_length, output_length, hash_ids | times, lengths, shared blocks |
+| Bailian (Qwen) | chat_id, parent_chat_id, and Mooncake's with timestamp in s | times, lengths, blocks, sessions |
 | BurstGPT | Timestamp (s), Request tokens, Response tokens, Session ID (may be missing) | times, lengths, sessions |
 | LLMServingSim | arrival_time (s), input_toks, output_toks | times, lengths |
-| custom (vLLM bench) | prompt, output_tokens (may be missing) | texts |
+| custom (vLLM bench) | prompt, output_tokens and timestamp (ms; may be missing) | times, texts |
 | Azure | TIMESTAMP (date and time), ContextTokens, GeneratedTokens | times, lengths |
-| lengths | input_length, output_length | lengths |
+| lengths | input_length, output_length, timestamp (ms; may be missing) | times, lengths |
 | ShareGPT (`.json`) | conversations of from, value | texts: what each conversation begins with |
+
+A field that may be missing is in all lines or in none. Fields of one form in a file of another are named in the notes.
 """
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,7 +26,7 @@ from moestro.errors import ConfigError
 from moestro.workload.files import open_lines, read_jsonl
 from moestro.workload.rows import Rows
 from moestro.workload.sharegpt import first_turns
-from moestro.workload.trace_forms import FORMS, Form, TraceEntry, rows_of
+from moestro.workload.trace_forms import FORMS, KNOWN_FIELDS, Form, TraceEntry, rows_of
 
 
 def read_trace(path: Path, limit: int | None = None, default_output_tokens: int = 64) -> Rows:
@@ -40,31 +42,49 @@ def read_trace(path: Path, limit: int | None = None, default_output_tokens: int 
     with open_lines(path) as lines:
         if kind.endswith(".json"):
             return first_turns(path, lines.read(), limit)
-        entries, form, num_failed = _entries(path, (_csv if kind.endswith(".csv") else read_jsonl)(path, lines), limit)
-    return replace(rows_of(path, entries, form, default_output_tokens), num_left_out=num_failed)
+        found = _entries(path, (_csv if kind.endswith(".csv") else read_jsonl)(path, lines), limit)
+    rows = rows_of(path, found.entries, found.form, found.columns, default_output_tokens)
+    return replace(rows, num_left_out=found.num_failed, ignored_fields=frozenset(found.ignored))
 
 
-def _entries(
-    path: Path, numbered: Iterator[tuple[int, dict[str, Any]]], limit: int | None
-) -> tuple[list[TraceEntry], Form, int]:
-    form: Form | None = None
-    entries: list[TraceEntry] = []
-    num_failed = 0
+@dataclass(slots=True)
+class _Found:
+    """What a file holds.
+
+    Attributes:
+        form, columns: format, and fields that each row has.
+        ignored: fields of other formats, which this one does not use.
+        num_failed: number of rows that are left out.
+    """
+
+    form: Form
+    columns: frozenset[str]
+    entries: list[TraceEntry] = field(default_factory=list)
+    ignored: set[str] = field(default_factory=set)
+    num_failed: int = 0
+
+
+def _entries(path: Path, numbered: Iterator[tuple[int, dict[str, Any]]], limit: int | None) -> _Found:
+    found: _Found | None = None
     for number, fields in numbered:
-        form = form or _form_of(path, number, fields)
+        if found is None:
+            form = _form_of(path, number, fields)
+            found = _Found(form, form.columns_of(fields))
+        form = found.form
+        found.ignored |= (fields.keys() & KNOWN_FIELDS) - form.names.keys()
         if form.has_failed(fields):
-            num_failed += 1
+            found.num_failed += 1
             continue
         try:
-            entries.append(form.read(fields))
+            found.entries.append(form.read(fields, found.columns))
         except ValueError as error:
             text = f"{path}, line {number}: {error}; expected {form.name}'s fields: {form.expected}"
             raise ConfigError(text) from None
-        if len(entries) == limit:
+        if len(found.entries) == limit:
             break
-    if form is None or not entries:
+    if found is None or not found.entries:
         raise ConfigError(f"{path} holds no requests")
-    return entries, form, num_failed
+    return found
 
 
 def _form_of(path: Path, number: int, fields: dict[str, Any]) -> Form:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from moestro.core.text_files import read_text
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_from_config, network_named
 from moestro.cost.links import link_named
@@ -75,7 +76,7 @@ def _network(given: str) -> NetworkShape:
         path /= "config.json"
     if not path.is_file():
         return network_named(given)
-    return network_from_config(given, json.loads(path.read_text()))
+    return network_from_config(given, json.loads(read_text(path)))
 
 
 def _steps(name: str, given: Mapping[str, str]) -> int:

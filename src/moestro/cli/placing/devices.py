@@ -12,6 +12,7 @@ import numpy as np
 
 from moestro.cli.placing.settings import MOST_DEVICES, MOST_SLOTS, DeviceSettings
 from moestro.core.expert_load import ExpertLoad
+from moestro.core.text_files import read_text
 from moestro.errors import ConfigError
 from moestro.placement.devices import Devices, even_devices
 
@@ -75,10 +76,10 @@ def _dead(text: str | None, num_devices: int) -> list[int]:
 
 def _from_file(path: Path) -> Devices:
     try:
-        found = msgspec.yaml.decode(path.read_bytes(), type=_Topology)
+        found = msgspec.yaml.decode(read_text(path), type=_Topology)
     except OSError as error:
         raise ConfigError(f"--topology {path} cannot be read: {error}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeError) as error:
         raise ConfigError(f"--topology {path}: {error}") from None
     rows = [row for row in found.devices for _ in range(row.count)]
     if len(rows) > MOST_DEVICES:

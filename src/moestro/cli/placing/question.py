@@ -15,6 +15,7 @@ from moestro.cli.placing.placements import first_table, read_current
 from moestro.cli.placing.settings import DEFAULT_TOKENS_PER_STEP, PlaceSettings, PriceSettings
 from moestro.core.expert_load import ExpertLoad
 from moestro.core.expert_table import ExpertTable
+from moestro.core.text_files import text_of
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import CONFIGS, known_name, network_named
 from moestro.cost.links import link_named
@@ -179,8 +180,8 @@ def _current(settings: PlaceSettings, devices: Devices, profile: ExpertProfile) 
     try:
         data = path.read_bytes()
         is_tensors = data.startswith(b"PK")
-        contents = None if is_tensors else msgspec.json.decode(data)
-    except (OSError, msgspec.DecodeError) as error:
+        contents = None if is_tensors else msgspec.json.decode(text_of(data))
+    except (OSError, UnicodeError, msgspec.DecodeError) as error:
         raise ConfigError(f"--current {path} cannot be read: {error}") from error
     if is_tensors:
         read_tensors = _reading(settings, None).read_tensors

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from moestro.cli.admin_port import ask_admin
 from moestro.cli.recorded.levels import tell_levels
+from moestro.core.text_files import open_utf8
 from moestro.errors import ConfigError, MoestroError
 from moestro.routing.decision_record import decode_entry, is_entry
 from moestro.routing.request_trace import Attempt, RequestTrace
@@ -61,7 +62,7 @@ def _from_file(request_id: str, record: Path) -> RequestTrace:
     wanted, ids = request_id.encode(), {request_id, f"{request_id}-0"}
     found: RequestTrace | None = None
     try:
-        with record.open("rb") as lines:
+        with open_utf8(record) as lines:
             for number, line in enumerate(lines, 1):
                 if wanted in line:
                     try:

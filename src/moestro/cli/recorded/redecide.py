@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moestro.cli.recorded.replay import describe_decision, recorded_policy_of
+from moestro.core.text_files import open_utf8
 from moestro.errors import ConfigError
 from moestro.routing.decision_record import PolicyText, Submitted
 from moestro.routing.registry import policy_from
@@ -105,7 +106,7 @@ def print_redecisions(record: Path, policies: Iterable[str], console: Console) -
     for name in policies:
         policy = policy_from(name)
         try:
-            with record.open("rb") as lines:
+            with open_utf8(record) as lines:
                 found = redecide(lines, PolicyText(name))
         except OSError as error:
             raise ConfigError(f"{record} cannot be read: {error.strerror}") from None

@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from moestro.core.text_files import open_utf8
 from moestro.engine.decision_replay import DecisionReplay, ReplayedDecision
 from moestro.errors import ConfigError
 from moestro.routing.decision_record import Decision, Gap, Head, ScheduledOn, Submitted, decode_entry, is_entry
@@ -32,9 +33,9 @@ def replay_record(record: Path, console: Console) -> bool:
     """
     regrets: list[float] = []
     try:
-        with record.open("rb") as lines:
+        with open_utf8(record) as lines:
             routed = _compare(_routing_decisions(lines, regrets))
-        with record.open("rb") as lines:
+        with open_utf8(record) as lines:
             scheduled = _compare(_scheduling_decisions(lines))
     except OSError as error:
         raise ConfigError(f"{record} cannot be read: {error.strerror}") from None
@@ -118,7 +119,7 @@ def recorded_policy_of(record: Path) -> str:
         ConfigError: the file cannot be read, or is no record of decisions.
     """
     try:
-        with record.open("rb") as lines:
+        with open_utf8(record) as lines:
             for line in lines:
                 if line.startswith(_HEAD):
                     head = decode_entry(line)

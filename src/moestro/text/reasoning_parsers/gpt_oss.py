@@ -23,7 +23,7 @@ class GptOssReasoningParser(ReasoningParser):
 
     def steps(self) -> Steps[None]:
         """Parse all messages."""
-        yield from HarmonyReader(self, self._input, lambda _recipient: False).messages()
+        yield from HarmonyReader(self, self._input).messages()
 
     def thought(self, special: Container[str]) -> str:
         """Return the rules of an analysis, if there is one, and of the head of the final message."""

@@ -6,8 +6,9 @@ from collections.abc import Container
 from typing import ClassVar
 
 from moestro.text.answer_grammars import thought_rules
+from moestro.text.answer_parts import CallStart
 from moestro.text.output_parser import ReasoningParser
-from moestro.text.parser_input import Markers, Steps
+from moestro.text.parser_input import BrokenCallError, Markers, Steps
 from moestro.text.parser_registry import REASONING_PARSERS
 
 
@@ -39,12 +40,45 @@ class ThinkTagsParser(ReasoningParser):
             self.show(before or "")
             return
         self.begin_text(is_reasoning=True)
-        starts = self.call_starts if self.ENDS_AT_CALLS else ()
-        marker = yield from self._input.until(Markers(end, *starts), self.show)
+        calls = self.new_calls() if self.new_calls is not None and self.ENDS_AT_CALLS else None
+        marks = Markers(end, *(calls.STARTS if calls is not None else ()))
+        while (marker := (yield from self._input.until(marks, self.show))) not in ("", end):
+            if (yield from self._has_ended_after(marker)):
+                return
         if marker:
             self.begin_text(is_reasoning=False)
-            if marker != end:
-                self.show(marker)  # It begins a call, which the next parser reads.
+
+    def _has_ended_after(self, marker: str) -> Steps[bool]:
+        """Read what follows a call's marker within the reasoning, and return whether the reasoning has ended.
+
+        A marker before anything else is quoted. A call may be quoted too, until the answer ends without an end tag.
+        """
+        assert self.new_calls is not None, "markers come from its parser"
+        calls, is_call = self.new_calls(), False
+
+        def judge(text: str) -> None:
+            nonlocal is_call
+            if not is_call and (parts := calls.feed(text)):
+                is_call = isinstance(parts[0], CallStart)
+                if not is_call:
+                    raise BrokenCallError
+
+        self._input.record()
+        try:
+            judge(marker)
+            has_end_tag = yield from self._input.until(Markers(self.MARKERS[1]), judge)
+        except BrokenCallError:
+            self._input.restore()
+            self.show(marker)
+            return False
+        text = marker + self._input.recorded().removesuffix(has_end_tag)
+        if is_call and not has_end_tag and not self._input.was_cut:
+            self.begin_text(is_reasoning=False)
+            self.show(text)  # The next parser reads the call.
+            return True
+        self.show(text)
+        self.begin_text(is_reasoning=False)
+        return True
 
     def thought(self, special: Container[str]) -> str:
         """Return the rules of the reasoning that the parser expects."""

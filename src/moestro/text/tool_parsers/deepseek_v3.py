@@ -68,7 +68,8 @@ class DeepSeekV31Parser(ToolParser):
         name, _ = yield from self._input.short_until(_SEPARATORS)
         self.begin_call(name)
         yield from self._input.skip_space()
-        yield from self._input.until(_ENDS, self.add_arguments)
+        if not (yield from self._input.until(_ENDS, self.add_arguments)):
+            raise BrokenCallError
 
 
 @TOOL_PARSERS.register_function(
@@ -88,4 +89,5 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
         if (yield from self._input.take_if("```")):
             yield from self._input.take_if("json")
         yield from self._input.skip_space()
-        yield from self._input.until(_FENCED_ENDS, self.add_arguments)
+        if not (yield from self._input.until(_FENCED_ENDS, self.add_arguments)):
+            raise BrokenCallError

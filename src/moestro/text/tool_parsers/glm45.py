@@ -49,8 +49,9 @@ class Glm45Parser(ToolParser):
                 raise BrokenCallError
             writer.begin(key.strip())
             if not (yield from self._input.until(_VALUE_ENDS, writer.add)):
-                return
+                raise BrokenCallError
             writer.end()
             marker = yield from self._input.until(_NEXT, self.show)
-        if marker == _END:
-            writer.close()
+        if not marker:
+            raise BrokenCallError
+        writer.close()

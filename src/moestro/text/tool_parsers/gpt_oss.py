@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moestro.text.harmony import CHANNEL, FUNCTIONS, MARKERS, MESSAGE, HarmonyReader
+from moestro.text.harmony import CHANNEL, MARKERS, MESSAGE, HarmonyReader
 from moestro.text.output_parser import ToolParser
 from moestro.text.parser_input import Steps
 from moestro.text.parser_registry import TOOL_PARSERS
@@ -18,11 +18,9 @@ class GptOssToolParser(ToolParser):
     MARKERS = MARKERS
     TEMPLATE = (CHANNEL, MESSAGE)
     STARTS = (CHANNEL,)
+    ENDS_WITH_ANSWER = True
     SEPARATES_REASONING = True
 
     def steps(self) -> Steps[None]:
         """Parse all messages."""
-        yield from HarmonyReader(self, self._input, self._is_tool).messages()
-
-    def _is_tool(self, recipient: str) -> bool:
-        return recipient.startswith(FUNCTIONS) or recipient in self.tools
+        yield from HarmonyReader(self, self._input, self).messages()

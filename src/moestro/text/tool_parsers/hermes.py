@@ -15,7 +15,7 @@ _STARTS, _ENDS = Markers(_START), Markers(_END)
     "hermes", "Hermes, Qwen 2.5 and Qwen 3: JSON objects in `<tool_call>` tags.", source="Qwen3's chat template"
 )
 class HermesParser(ToolParser):
-    """Parses JSON objects in tags. A call whose JSON breaks keeps its text up to the end tag as arguments."""
+    """Parses JSON objects in tags. A call whose JSON breaks ends at its end tag."""
 
     MARKERS = (_START, _END)
     TEMPLATE = (_START, "arguments")
@@ -33,7 +33,8 @@ class HermesParser(ToolParser):
         except BrokenCallError:
             if self.may_be_content:
                 raise
-            yield from self._input.until(_ENDS, self.add_arguments)
+            if not (yield from self._input.until(_ENDS, self.add_arguments)):
+                raise
         else:
             yield from self._input.skip_space()
             yield from self._input.take_if(_END)

@@ -32,7 +32,7 @@ class Llama3JsonParser(ToolParser):
             yield from self._calls(_TAG)
 
     def _calls(self, marker: str) -> Steps[None]:
-        while (yield from self.or_content(self._call(), marker)):
+        while (yield from self.or_content(self._call(), marker, shows_cut=marker != _TAG)):
             yield from self._input.skip_space()
             marker = yield from self._input.take_if(";", ",")
             if not marker:
@@ -40,4 +40,4 @@ class Llama3JsonParser(ToolParser):
 
     def _call(self) -> Steps[None]:
         yield from self._input.skip_space()
-        yield from JsonCallReader(self, self._input, self.tools.__contains__).call()
+        yield from JsonCallReader(self, self._input).call()

@@ -25,6 +25,7 @@ class MistralParser(ToolParser):
     MARKERS = (_START, _ARGUMENTS, _ID)
     TEMPLATE = (_START,)
     STARTS = (_START,)
+    ENDS_WITH_ANSWER = True
     ID_CHARS = 9  # its chat templates refuse ids of another length
 
     def steps(self) -> Steps[None]:

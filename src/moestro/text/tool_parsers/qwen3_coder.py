@@ -43,11 +43,14 @@ class Qwen3CoderParser(ToolParser):
             raise BrokenCallError
         self.begin_call(name)
         writer = ArgumentsWriter(self.tools.get(name.strip()), self.add_arguments, is_framed=True)
-        if (yield from self._arguments(writer)) == _FUNCTION_END:
+        marker = yield from self._parameters(writer)
+        if not marker:
+            raise BrokenCallError
+        if marker == _FUNCTION_END:
             yield from self._input.skip_space()
             yield from self._input.take_if(_END)
 
-    def _arguments(self, writer: ArgumentsWriter) -> Steps[str]:
+    def _parameters(self, writer: ArgumentsWriter) -> Steps[str]:
         """Write the arguments, and return the tag that ended them; "" if the answer ended first."""
         marker = yield from self._input.until(_NEXT, self.show)
         while marker == _PARAMETER:

@@ -53,6 +53,7 @@ class ToolDefinition(msgspec.Struct):
     input_schema: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b'{"type":"object"}'))
     description: str | None = None
     type: str | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -268,7 +269,12 @@ def _tool(place: str, in_chat: str, tool: ToolDefinition, places: FieldPlaces) -
     places.add(in_chat, place)
     places.add(f"{in_chat}.function", place)
     places.add(f"{in_chat}.function.parameters", f"{place}.input_schema")
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
     return {"type": "function", "function": _given(function)}
 
 
@@ -308,7 +314,7 @@ def _output(fields: CountFields, places: FieldPlaces) -> dict[str, Any]:
         if wanted.type != "json_schema":
             raise _invalid(f"{place}.type", f"must be json_schema, got {shown(wanted.type)}")
         places.add("response_format.json_schema", place)
-        schema = {"name": "answer", "schema": wanted.schema, "strict": True}
+        schema = {"name": "answer", "schema": wanted.schema}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     return chat
 

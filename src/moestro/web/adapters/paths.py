@@ -10,7 +10,8 @@ from moestro.web.adapters.field_places import TranslatedChat
 from moestro.web.adapters.messages_request import CountFields, MessagesFields, chat_of_count, chat_of_message
 from moestro.web.adapters.responses_request import ResponsesFields, chat_of_response
 
-MESSAGES, COUNT_TOKENS, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+RESPONSES, INPUT_TOKENS = "/v1/responses", "/v1/responses/input_tokens"
 
 _decode_message = msgspec.json.Decoder(MessagesFields).decode
 _decode_count = msgspec.json.Decoder(CountFields).decode
@@ -19,6 +20,7 @@ _TO_CHAT: dict[str, Callable[[bytes], TranslatedChat]] = {
     MESSAGES: lambda body: chat_of_message(_decode_message(body)),
     COUNT_TOKENS: lambda body: chat_of_count(_decode_count(body)),
     RESPONSES: lambda body: chat_of_response(_decode_response(body)).chat,
+    INPUT_TOKENS: lambda body: chat_of_response(_decode_response(body)).chat,
 }
 
 

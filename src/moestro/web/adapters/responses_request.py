@@ -16,6 +16,7 @@ from moestro.web.adapters.responses_tools import (
     arguments_of_text,
     choice_of,
     function_name,
+    invalid,
     unsupported,
 )
 
@@ -31,6 +32,7 @@ _PLACES = {
     "verbosity": "text.verbosity",
 }
 _LOGPROBS = "message.output_text.logprobs"
+_PARTS = frozenset({"content", "reasoning_content", "tool_calls", "tool_call_id"})  # of a message that says something
 # Values of `include` that add nothing which this server could have.
 _WITHOUT_EFFECT = ("reasoning.encrypted_content", "web_search_call.action.sources")
 
@@ -91,6 +93,10 @@ class ReasoningConfig(msgspec.Struct):
     summary: str | None = None
 
 
+class ResponseStreamOptions(msgspec.Struct):
+    """Options of a streamed response, all without effect here."""
+
+
 class ResponsesFields(msgspec.Struct, kw_only=True):
     """Body of `POST /v1/responses`. The last fields, from `seed` on, are those of chat completions.
 
@@ -113,7 +119,7 @@ class ResponsesFields(msgspec.Struct, kw_only=True):
     reasoning: ReasoningConfig | None = None
     metadata: dict[str, str] | None = None
     stream: bool | None = None
-    stream_options: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
+    stream_options: ResponseStreamOptions | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
     store: bool | None = None
@@ -142,8 +148,14 @@ def chat_of_response(fields: ResponsesFields) -> TranslatedResponse:
     """
     places = FieldPlaces(_PLACES)
     offered = _offered(fields, places)
+    messages = _messages(fields, places)
+    # Without a limit of tokens, the answer to nothing would go on to the end of the context.
+    if not any(
+        message[part] for message in messages[bool(fields.instructions) :] for part in message if part in _PARTS
+    ):
+        raise invalid("input", "is empty; send a text, or items with a text, a call or its output")
     chat: dict[str, Any] = {
-        "messages": _messages(fields, places),
+        "messages": messages,
         "max_completion_tokens": fields.max_output_tokens,
         "tool_choice": choice_of(fields.tool_choice, offered),
         "tools": offered.functions or None,

@@ -1,0 +1,36 @@
+"""Calls as Granite 3 writes them: a list of JSON objects, usually after `<|tool_call|>`."""
+
+from __future__ import annotations
+
+from moestro.text.json_calls import JsonCallReader
+from moestro.text.output_parser import ToolParser
+from moestro.text.parser_input import Markers, Steps
+from moestro.text.parser_registry import TOOL_PARSERS
+
+_TOKEN, _TAG = "<|tool_call|>", "<tool_call>"
+_STARTS = Markers(_TOKEN, _TAG)
+
+
+@TOOL_PARSERS.register_function(
+    "granite",
+    "Granite 3.0 to 3.3: a list of JSON objects, at the start or after `<|tool_call|>`.",
+    source="Granite 3's chat template",
+)
+class GraniteParser(ToolParser):
+    """Parses lists of calls. A list without a marker counts at the start of the answer alone."""
+
+    MARKERS = (_TOKEN,)
+    TEMPLATE = (_TOKEN, "<|start_of_role|>")
+    STARTS = (_TOKEN, _TAG)
+
+    def steps(self) -> Steps[None]:
+        """Parse content and lists of calls in turn."""
+        yield from self._input.skip_space()
+        if (yield from self._input.next_char()) == "[":
+            yield from self.or_content(self._calls(), shows_cut=True)
+        while marker := (yield from self._input.until(_STARTS, self.show)):
+            yield from self.or_content(self._calls(), marker)
+
+    def _calls(self) -> Steps[None]:
+        yield from self._input.skip_space()
+        yield from JsonCallReader(self, self._input).array()
