@@ -92,6 +92,7 @@ _OF_BOTH: Mapping[str, Mapping[str, Schema]] = {
     "cache_salt": {"string": _chars(1, MAX_SALT_CHARS)},
     "user": {"string": {"maxLength": MAX_USER_CHARS}},
     "request_id": {"string": {"pattern": rf"^[!-~]{{1,{MAX_ID_CHARS}}}$"}},
+    "truncation_side": {"string": {"enum": ["left", "right"]}},
     "service_class": {"string": {"enum": [each.value for each in ServiceClass]}},
 }
 _BOUNDS: Mapping[str, Mapping[str, Mapping[str, Schema]]] = {
