@@ -33,13 +33,11 @@ from moestro.web.access import UNLIMITED, Access
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError
 from moestro.web.log_limit import LogLimit
 from moestro.web.packed_bodies import coding_in, unpacked
-from moestro.web.page import PAGE_PATHS
 from moestro.web.pauses import PauseMeter
-from moestro.web.probes import PROBES, probe_status
+from moestro.web.probes import PROBES, PUBLIC, probe_status
 
 logger = logging.getLogger(__name__)
 
-_KEYLESS = PROBES | PAGE_PATHS
 
 
 class Proxy:
@@ -78,7 +76,7 @@ class Proxy:
 
     def refuses(self, head: RequestHead) -> RequestError | None:
         """Return an authentication error for a request without a valid key, otherwise None."""
-        if head.path in _KEYLESS or (self._access.cors is not None and _is_preflight(head)):
+        if head.path in PUBLIC or (self._access.cors is not None and _is_preflight(head)):
             return None
         if self._has_come_back(head):
             return None  # `handle` refuses it: a check for loops has no client's key.
