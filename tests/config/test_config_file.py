@@ -163,6 +163,21 @@ def test_a_queue_that_holds_nothing_is_refused(capsys):
     assert "--max-num-queued-reqs must be at least 1" in refused(capsys, "--max-num-queued-reqs", "0")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--port", "1", "--port", "2"), "port: 2"),
+        (("--port=2", "--host", "a", "--port=3"), "port: 3"),
+        (("--no-enable-prefix-caching", "--enable-prefix-caching"), "enable_prefix_caching: true"),
+        (("--enable-prefix-caching", "--no-enable-prefix-caching"), "enable_prefix_caching: false"),
+        (("--chat-template", "a.jinja", "--chat-template", "b.jinja"), 'chat_template: "b.jinja"'),
+        (("--served-model-name", "a", "b", "--served-model-name", "c"), 'served_model_name: ["a", "b", "c"]'),
+    ],
+)
+def test_a_flag_that_is_given_twice_takes_the_last(capsys, arguments, line):
+    assert f"{line}  # command line" in printed(capsys, *arguments)
+
+
 def test_an_unknown_flag_is_told_which_one_was_meant(capsys):
     assert "Did you mean --max-num-seqs?" in refused(capsys, "--max-num-sqs", "1")
 

@@ -35,6 +35,19 @@ def test_requests_are_drawn_from_servegens_clients(tmp_path):
         make_rows(RequestSettings(dataset_name="servegen", dataset_path=path, num_prompts=500))
 
 
+def test_sharegpt_is_read_by_its_name_and_no_more_than_usual(tmp_path):
+    path = tmp_path / "ShareGPT_V3.json.part"
+    turns = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b" * 40}]
+    path.write_text(json.dumps([{"conversations": turns}] * 300))
+    rows = make_rows(RequestSettings(dataset_name="sharegpt", dataset_path=path))
+    assert (rows.texts, set(rows.num_output_tokens)) == (("a?",) * 200, {10})
+    assert len(make_rows(RequestSettings(dataset_name="sharegpt", dataset_path=path, num_prompts=7))) == 7
+    with pytest.raises(ConfigError, match="holds 300 requests: lower --num-prompts"):
+        make_rows(RequestSettings(dataset_name="sharegpt", dataset_path=path, num_prompts=301))
+    with pytest.raises(ConfigError, match="--dataset-name sharegpt needs --dataset-path FILE"):
+        RequestSettings(dataset_name="sharegpt")
+
+
 def test_a_length_shape_is_drawn_from_the_whole_trace(tmp_path):
     path = tmp_path / "lengths.csv"
     path.write_text("input_length,output_length\n" + "".join(f"{length},5\n" for length in range(1, 3001)))

@@ -25,5 +25,6 @@ app = App(
         SuffixedNumbers(),
         ORIGINS,
     ),
-    default_parameter=Parameter(show_env_var=False, negative_iterable=()),
+    # A flag that is given twice takes the last value, as in other programs; a flag of several values takes them all.
+    default_parameter=Parameter(show_env_var=False, negative_iterable=(), allow_repeating=True),
 )

@@ -12,7 +12,7 @@ from moestro.cli.app import app
 @app.command
 def chat(
     *serve_flags: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
-    url: str | None = None,
+    url: Annotated[str | None, Parameter(name=("--url", "--base-url"))] = None,
     api_key: Annotated[str | None, Parameter(show_default=False)] = None,
     model_name: str | None = None,
     system_prompt: Annotated[str, Parameter(name=("--system-prompt", "--system"))] = "",

@@ -16,7 +16,7 @@ def run_batch(
     *serve_flags: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     input_file: Annotated[Path, Parameter(name=("--input-file", "-i"))],
     output_file: Annotated[Path, Parameter(name=("--output-file", "-o"))],
-    url: str | None = None,
+    url: Annotated[str | None, Parameter(name=("--url", "--base-url"))] = None,
     api_key: Annotated[str | None, Parameter(show_default=False)] = None,
 ) -> None:
     """Answer the requests of a file in OpenAI's batch format; each line gets one line of answer or error.

@@ -67,7 +67,7 @@ class _RouteServer:
         allow_open_files(2 * front.max_connections + MAX_OPERATOR_CONNECTIONS, len(urls))
         with (
             bound_socket(front.host, front.port) as listener,
-            bound_socket(admin.admin_host, admin.admin_port) as admin_listener,
+            bound_socket(admin.admin_host, admin.admin_port, "--admin-host or --admin-port") as admin_listener,
         ):
             app = assemble(self._settings, self._prompt_reader, self._lifecycle.faults)
             app.statistics.clients_port = listener.getsockname()[1]

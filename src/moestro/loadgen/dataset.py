@@ -21,7 +21,7 @@ from moestro.workload.rows import Rows, equal_rows
 from moestro.workload.servegen import Span, draw_requests, read_clients
 from moestro.workload.session_generator import steady_rows
 from moestro.workload.session_shapes import SHAPES
-from moestro.workload.traces import read_trace
+from moestro.workload.traces import read_sharegpt, read_trace
 
 _USUAL_PROMPTS = 200
 _WARM_UP_RUN = 0
@@ -50,6 +50,8 @@ def _read_rows(settings: RequestSettings, path: Path) -> Rows:
     if settings.dataset_name == "servegen":
         rows = draw_requests(read_clients(path), Span(), settings.seed)
         wanted = wanted or _USUAL_PROMPTS
+    elif settings.dataset_name == "sharegpt":
+        rows = read_sharegpt(path, wanted or _USUAL_PROMPTS)
     elif settings.length_shape is not None:
         rows = read_trace(path, None, settings.random_output_len)
         rng = np.random.default_rng(settings.seed)

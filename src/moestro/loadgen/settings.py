@@ -18,7 +18,8 @@ from moestro.errors import ConfigError
 from moestro.workload.length_shapes import Shape
 
 EndpointType = Literal["completions", "chat"]
-DatasetName = Literal["random", "trace", "servegen", "chat", "api_agent", "coder", "tool_agent"]
+DatasetName = Literal["random", "trace", "sharegpt", "servegen", "chat", "api_agent", "coder", "tool_agent"]
+_OF_FILES = ("trace", "sharegpt", "servegen")
 ArrivalKind = Literal["auto", "poisson", "gamma", "weibull", "constant", "trace"]
 
 _ENDPOINT = Group.create_ordered("Endpoint", help="Which server is measured.")
@@ -39,7 +40,7 @@ _RESULTS = Group.create_ordered("Results", help="Files for the figures, besides 
 class EndpointSettings(CheckedSettings):
     """The server that is measured."""
 
-    base_url: Annotated[str, Parameter(group=_ENDPOINT)] = "http://127.0.0.1:8000"
+    base_url: Annotated[str, Parameter(name=("--base-url", "--url"), group=_ENDPOINT)] = "http://127.0.0.1:8000"
     "Address of the server, with or without /v1."
     model: Annotated[str | None, Parameter(group=_ENDPOINT)] = None
     "Name of the model on the server; unset: the first that /v1/models lists."
@@ -68,13 +69,14 @@ class RequestSettings(CheckedSettings):
 
     dataset_name: Annotated[DatasetName, Parameter(group=_REQUESTS)] = "random"
     (
-        "random: prompts of equal length, of random tokens. trace: as --dataset-path recorded them. servegen: from the"
-        " clients in --dataset-path. chat, api_agent, coder, tool_agent: generated sessions (docs/workloads.md)."
+        "random: prompts of equal length, of random tokens. trace: as --dataset-path recorded them. sharegpt: the first"
+        " questions of the conversations in --dataset-path. servegen: from the clients in --dataset-path. chat,"
+        " api_agent, coder, tool_agent: generated sessions (docs/workloads.md)."
     )
     dataset_path: Annotated[Path | None, Parameter(group=_REQUESTS)] = None
     "A trace (.jsonl, .csv, ShareGPT's .json; also .zst), its form recognised by its fields, or ServeGen's clients."
     num_prompts: Annotated[int | None, at_least(1), Parameter(group=_REQUESTS)] = None
-    "Number of requests; unset: 200, or the whole trace."
+    "Number of requests; unset: 200, or the whole trace of --dataset-name trace."
     length_shape: Annotated[Shape | None, Parameter(group=_REQUESTS)] = None
     "Draw --num-prompts of the trace's lengths so that their prompts have one of Gimbal's five shapes."
     random_input_len: Annotated[int, at_least(1), Parameter(group=_REQUESTS)] = 256
@@ -96,9 +98,10 @@ class RequestSettings(CheckedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.dataset_name in {"trace", "servegen"}) != (self.dataset_path is not None):
+        if (self.dataset_name in _OF_FILES) != (self.dataset_path is not None):
             raise ConfigError(
-                "--dataset-name trace (or servegen) and --dataset-path FILE go together: give both or neither"
+                f"--dataset-name {self.dataset_name} {'needs' if self.dataset_path is None else 'takes no'}"
+                f" --dataset-path FILE; those of a file are {', '.join(_OF_FILES)}"
             )
         if self.length_shape is not None and self.dataset_name != "trace":
             raise ConfigError("--length-shape draws from a trace's lengths: give --dataset-name trace too")

@@ -8,7 +8,7 @@ import hashlib
 import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -180,11 +180,12 @@ class _ServeProcess:
         self._lifecycle = lifecycle
         self._clock = StartClock()
         self._migration: EpMigration | None = None
+        self._admin_listener: socket.socket | None = None
         self._recording = Recording(settings)
 
     async def run(self) -> None:
         self._allow_open_files()
-        with bound_socket(self._settings.server.host, self._settings.server.port) as listener:
+        with self._bound_ports() as (listener, self._admin_listener):
             async with self._cluster() as cluster:
                 try:
                     model, infos = await self._load(cluster)
@@ -195,6 +196,17 @@ class _ServeProcess:
                 workers = self._expert_workers(cluster)
                 async with self._recording.running(cluster.engines, infos[0], workers, table):
                     await self._serve(cluster, model, listener, infos)
+
+    @contextlib.contextmanager
+    def _bound_ports(self) -> Iterator[tuple[socket.socket, socket.socket | None]]:
+        """Bind the ports of clients and of operators before anything is loaded, and close them with the block."""
+        settings = self._settings.server
+        with contextlib.ExitStack() as ports:
+            clients = ports.enter_context(bound_socket(settings.host, settings.port))
+            operators = None
+            if settings.admin_port is not None:
+                operators = ports.enter_context(bound_socket(ADMIN_HOST, settings.admin_port, "--admin-port"))
+            yield clients, operators
 
     def _allow_open_files(self) -> None:
         settings = self._settings
@@ -435,7 +447,7 @@ class _ServeProcess:
     ) -> OperatorsPort | None:
         """Serve the plane of operators, if a port is given."""
         settings = self._settings.server
-        if settings.admin_port is None:
+        if self._admin_listener is None:
             return None
         half_life = self._settings.expert_load.expert_load_half_life
         routes = ExpertAdmin(cluster.engines.expert_loads, info, half_life, cluster.signals).routes()
@@ -445,9 +457,8 @@ class _ServeProcess:
         if self._recording.log is not None:
             routes += ExplainAdmin(self._recording.log).routes()
         runner = await admin_runner(routes, settings.admin_api_key, self._lifecycle.faults)
-        listener = bound_socket(ADMIN_HOST, settings.admin_port)
-        front = self._front(Port.OPERATORS, runner, listener, MAX_OPERATOR_CONNECTIONS)
-        return OperatorsPort(runner, listener, front.open())
+        front = self._front(Port.OPERATORS, runner, self._admin_listener, MAX_OPERATOR_CONNECTIONS)
+        return OperatorsPort(runner, self._admin_listener, front.open())
 
     def _expert_workers(self, cluster: _Cluster) -> list[str]:
         """Return the names of the workers over which experts are spread; empty where each engine has all."""

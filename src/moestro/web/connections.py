@@ -40,8 +40,17 @@ OnLost = Callable[[], None]
 ProtocolFactory = Callable[[OnLost], asyncio.Protocol]  # The protocol calls its argument when its connection is lost.
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a bound socket. A server binds before it loads anything, so that a taken port is known at once."""
+def bound_socket(host: str, port: int, flags: str = "--host or --port") -> socket.socket:
+    """Return a bound socket. A server binds before it loads anything, so that a taken port is known at once.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 means any free one.
+        flags: flags that choose the two, for the error.
+
+    Raises:
+        ConfigError: the address does not exist, or another program has the port.
+    """
     listener = None
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -51,7 +60,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         if listener is not None:
             listener.close()
-        text = f"cannot listen on {host}:{port} ({error.strerror}): give another --host or --port"
+        text = f"cannot listen on {host}:{port} ({error.strerror}): give another {flags}"
         raise ConfigError(text) from error
     return listener
 

@@ -39,12 +39,22 @@ def read_trace(path: Path, limit: int | None = None, default_output_tokens: int 
         ConfigError: the file is no trace; the text names the file, the line and the expected fields.
     """
     kind = path.name.removesuffix(".zst")
+    if kind.endswith(".json"):
+        return read_sharegpt(path, limit)
     with open_lines(path) as lines:
-        if kind.endswith(".json"):
-            return first_turns(path, lines.read(), limit)
         found = _entries(path, (_csv if kind.endswith(".csv") else read_jsonl)(path, lines), limit)
     rows = rows_of(path, found.entries, found.form, found.columns, default_output_tokens)
     return replace(rows, num_left_out=found.num_failed, ignored_fields=frozenset(found.ignored))
+
+
+def read_sharegpt(path: Path, limit: int | None = None) -> Rows:
+    """Read the first questions of ShareGPT's conversations, whatever the file's name.
+
+    Raises:
+        ConfigError: the file has another form.
+    """
+    with open_lines(path) as lines:
+        return first_turns(path, lines.read(), limit)
 
 
 @dataclass(slots=True)
