@@ -87,6 +87,17 @@ def huge(name: str, num_bytes: int) -> Lie:
     return tell
 
 
+def bomb(part: str, steps: str) -> Lie:
+    """Return the lie whose tokenizer makes 10^9 letters of one."""
+
+    def tell(directory: Path) -> None:
+        path = directory / "tokenizer.json"
+        many = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}] * 9
+        path.write_text(json.dumps(json.loads(path.read_text()) | {part: {"type": "Sequence", steps: many}}))
+
+    return tell
+
+
 def kind(name: str, make: Callable[[Path], object]) -> Lie:
     """Return the lie that puts another kind of file in place of `name`."""
 
@@ -105,6 +116,8 @@ LIES: dict[str, tuple[Lie, tuple[str, ...]]] = {
     "-1 layers": (config(num_hidden_layers=-1), ()),
     "0 heads": (config(num_attention_heads=0), ()),
     "5,000 experts": (config(num_local_experts=5000), ()),
+    "10^9 letters of one, encoded": (bomb("normalizer", "normalizers"), ()),
+    "10^9 letters of one, decoded": (bomb("decoder", "decoders"), ()),
     "10^12 labels": (config(num_labels=10**12), ()),
     "17 of 16 experts": (config(num_experts_per_tok=17), ()),
     "vocabulary of 10^6": (config(vocab_size=10**6), ()),

@@ -69,6 +69,7 @@ def refuse_sizes(fields: Fields, file: Path) -> None:
         for name, (least_number, is_above) in _NUMBERS.items():
             _refuse_number(file, name, part.get(name), least_number, is_above=is_above)
         _refuse_lists(file, part)
+        _refuse_token_ids(file, part)
         _refuse_heads(file, part)
         _refuse_top_k(file, part)
 
@@ -148,6 +149,16 @@ def _refuse_lists(file: Path, part: Fields) -> None:
     if kinds is not None and num_layers is not None and len(kinds) < num_layers:
         raise UnsupportedModelError(
             f"{file}: layer_types must name the kind of each of the {num_layers} layers, got {len(kinds)} kinds."
+        )
+
+
+def _refuse_token_ids(file: Path, part: Fields) -> None:
+    """Refuse ids of the end that are no whole numbers, which transformers reports as a TypeError of its own."""
+    value = part.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if wrong := [each for each in ids if type(each) is not int]:
+        raise UnsupportedModelError(
+            f"{file}: eos_token_id must be a whole number or a list of them, got {shown(repr(wrong[0]))}."
         )
 
 

@@ -22,6 +22,7 @@ from moestro.text.efforts import EFFORT_VARIABLE, THINKING_VARIABLE, nearest_eff
 from moestro.text.render_job import RenderJob
 from moestro.text.token_text import ANY_TEXT, TokenTexts
 from moestro.text.tokenizer_library import InvalidPrefixError, TokenizerLibrary
+from moestro.text.tokenizer_trial import refuse_growth
 from moestro.text.transformers_part import import_part
 
 PreTrainedTokenizerFast = import_part("transformers.tokenization_utils_tokenizers").PreTrainedTokenizerFast
@@ -67,8 +68,8 @@ class Tokenizer:
         chat_template: template instead of the directory's: the name of a file, or the text itself.
 
     Raises:
-        ConfigError: there is no readable tokenizer.json, or a file is a link out of the directory; or the template is
-            neither a file nor a text.
+        ConfigError: there is no readable tokenizer.json, or a file is a link out of the directory; or the tokenizer
+            makes much of little; or the template is neither a file nor a text.
     """
 
     def __init__(self, path: Path, chat_template: str | None = None) -> None:
@@ -79,6 +80,7 @@ class Tokenizer:
             )
         check_files(path)
         self.path = path
+        refuse_growth(path, lambda: _fast_tokenizer(path).backend_tokenizer)
         try:
             self._load(path)
         except BaseException as error:  # each reader of a broken file raises errors of its own, and Rust panics
@@ -89,7 +91,7 @@ class Tokenizer:
         self._efforts: tuple[str, ...] | None = None  # None: not tried yet
 
     def _load(self, path: Path) -> None:
-        self._fast = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+        self._fast = _fast_tokenizer(path)
         self._fast.chat_template = _checked_template(self._fast.chat_template)
         # The fast tokenizer's own call would set truncation on this shared object, and two threads at once would fail
         # with "Already borrowed".
@@ -210,6 +212,11 @@ class Tokenizer:
     def detokenizer(self, prompt_ids: Sequence[int], shown_special: frozenset[int] = frozenset()) -> Detokenizer:
         """Make a detokenizer for the tokens generated after `prompt_ids`."""
         return Detokenizer(self, prompt_ids, shown_special)
+
+
+def _fast_tokenizer(path: Path) -> Any:
+    """Load transformers' tokenizer."""
+    return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
 
 
 def template_text(given: str) -> str:

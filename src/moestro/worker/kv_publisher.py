@@ -25,6 +25,9 @@ from moestro.worker.wake_pipe import WakePipe
 _MEDIUM = "GPU"  # vLLM's name of a cache's first tier
 _LINGER_MS = 500  # for the last batches, if a listener does not keep up
 _SEQ_BYTES = 8
+_MAX_FRAME_BYTES = 4096  # of what a listener sends: a subscription, or a request for a replay
+_HANDSHAKE_MS = 5000  # for a peer's handshake
+_MAX_REQUESTS = 8  # held for each peer
 
 
 class KvPublisher:
@@ -72,6 +75,9 @@ class KvPublisher:
 
     def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        socket.setsockopt(zmq.RCVHWM, _MAX_REQUESTS)
         address = of_rank(endpoint, self._rank)
         try:
             socket.bind(address)
