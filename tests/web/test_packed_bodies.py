@@ -8,7 +8,6 @@ import gzip
 import io
 import json
 import zlib
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 from typing import Any
@@ -237,7 +236,7 @@ def test_a_body_that_no_handler_reads_is_never_unpacked(counted):
     async def test() -> None:
         app = web.Application()
         app.add_routes([web.post("/ignore", ignore)])
-        runner = await HttpMiddleware(Access.of(()), Counter(), LIMIT, Faults()).runner(app, shutdown_timeout=1)
+        runner = await HttpMiddleware(Access.of(()), Refusals(), LIMIT, Faults()).runner(app, shutdown_timeout=1)
         async with serving(runner) as url:
             assert (await post(f"{url}/ignore", BOMB, Content_Encoding="gzip"))[0] == 200
             assert (await post(f"{url}/ignore", b"junk", Content_Encoding="gzip"))[0] == 200
@@ -256,7 +255,7 @@ def test_a_request_behind_a_body_that_its_handler_does_not_read_is_answered():
 
         app = web.Application()
         app.add_routes([web.post("/wait", wait), web.get("/ignore", ignore)])
-        runner = await HttpMiddleware(Access.of(()), Counter(), LIMIT, Faults()).runner(app, shutdown_timeout=1)
+        runner = await HttpMiddleware(Access.of(()), Refusals(), LIMIT, Faults()).runner(app, shutdown_timeout=1)
         async with serving(runner) as url:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
             writer.write(b"POST /wait HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n")
@@ -276,7 +275,7 @@ def test_two_content_encodings_are_400():
     async def test() -> None:
         app = web.Application()
         app.add_routes([web.post("/read", read)])
-        runner = await HttpMiddleware(Access.of(()), Counter(), LIMIT, Faults()).runner(app, shutdown_timeout=1)
+        runner = await HttpMiddleware(Access.of(()), Refusals(), LIMIT, Faults()).runner(app, shutdown_timeout=1)
         async with serving(runner) as url, aiohttp.ClientSession() as session:
             headers = [("Content-Encoding", "gzip"), ("Content-Encoding", "gzip"), ("Content-Type", "application/json")]
             async with session.post(f"{url}/read", data=BOMB, headers=headers) as got:
