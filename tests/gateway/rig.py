@@ -344,7 +344,7 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
         for caller in made.callers:
             caller.hang_up()
         await made.until_idle()  # whatever happened, nothing is left counted
-        assert app.clients.num_held_bytes == 0
+        assert app.clients.memory.num_bytes == 0
     finally:
         sweeper.cancel()
         door.close()

@@ -132,17 +132,17 @@ async def test_a_chat_of_half_a_million_messages_does_not_hold_up_the_others():
 @looped
 async def test_all_bodies_together_have_a_bound_too():
     async with rig(FakeEngine("e")) as it:
-        it.app.clients.limits = type(it.app.clients.limits)(max_held_bytes=300_000)
+        it.app.clients.memory.max_bytes = 500_000
         holding = await it.caller()
         whole = request_bytes(body=b"x" * 300_000)
         holding.send(whole[:-1])
-        await it.until(lambda: it.app.clients.num_held_bytes > 200_000)
+        await it.until(lambda: it.app.clients.memory.num_bytes > 200_000)
         refused = await it.call(body=b"x" * 300_000)
         assert (refused.status, refused.code, refused.headers["retry-after"]) == (503, "overloaded", "1")
         assert (await it.call(body=b"x" * 1000)).status == 200
         holding.send(whole[-1:])
         assert (await holding.answer()).status == 200
-        assert it.app.clients.num_held_bytes == 0
+        assert it.app.clients.memory.num_bytes == 0
 
 
 @looped
@@ -392,7 +392,7 @@ async def test_ordinary_chunks_make_one_body_that_takes_little_more_memory_than_
         caller.send(b"0\r\n\r\n")
         assert (await caller.answer()).status == 200
         assert engine.received[0].body == body
-        assert it.app.clients.num_held_bytes == 0
+        assert it.app.clients.memory.num_bytes == 0
 
 
 BAD_ANSWERS = {

@@ -13,8 +13,6 @@ class ClientLimits:
 
     Attributes:
         max_body_bytes: largest request body, bytes.
-        max_held_bytes: limit of bytes held for all requests without a response yet, not counting the first 64 KiB of
-            each.
         idle_s: time after which a connection without a request, or with an incomplete head, is closed, seconds.
         body_s: time for a request body to arrive, seconds.
         write_s: time that a client may leave its response unread, seconds.
@@ -22,7 +20,6 @@ class ClientLimits:
     """
 
     max_body_bytes: int = 32 << 20
-    max_held_bytes: int = 256 << 20
     idle_s: float = IDLE_S
     body_s: float = 60.0
     write_s: float = WRITE_S

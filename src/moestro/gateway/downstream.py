@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol, cast
 
 from moestro.errors import RequestError
@@ -13,6 +13,7 @@ from moestro.gateway.client_limits import ClientLimits
 from moestro.gateway.header_cache import HeaderCache
 from moestro.gateway.http_headers import Incoming, RequestHead, own_head
 from moestro.gateway.request_reader import RequestReader
+from moestro.web.body_limits import BodyDeadline, BodyMemory
 from moestro.web.cors import Cors
 from moestro.web.errors import BodyTimeoutError, error_body, error_json
 from moestro.web.faults import Fault, Faults, Port
@@ -29,6 +30,9 @@ class ClientHandler(Protocol):
     def refuses(self, head: RequestHead) -> RequestError | None:
         """Return the error for a request whose body has not arrived; None admits every head with the same bytes."""
 
+    def client_of(self, head: RequestHead, address: str) -> Hashable:
+        """Return the name of a request's client."""
+
     def refused(self, error: RequestError, address: str) -> None:
         """Count a request from `address` that is refused before it is complete."""
 
@@ -44,7 +48,7 @@ class ClientConnections:
         cors: Source of CORS headers for every answer; None means no CORS headers.
         faults: Counter of faults of connections.
         known: Cached heads of requests, which need no parsing.
-        num_held_bytes: Bytes of bodies beyond the first 64 KiB of each.
+        memory: Memory of all bodies of requests without a response yet.
         is_closing: Whether each connection closes after its answer.
     """
 
@@ -55,21 +59,20 @@ class ClientConnections:
         self.limits = limits
         self.open: set[ClientConnection] = set()
         self.known: HeaderCache[RequestHead] = HeaderCache(_MAX_KNOWN)
-        self.num_held_bytes = 0
+        self.memory = BodyMemory()
         self.is_closing = False
 
     def __call__(self, on_lost: Callable[[], None]) -> ClientConnection:
         """Return a protocol for a new connection, which calls `on_lost` when it has ended."""
         return ClientConnection(self, on_lost)
 
-    @property
-    def num_open(self) -> int:
-        """Number of open connections."""
-        return len(self.open)
-
     def refuses(self, head: RequestHead) -> RequestError | None:
         """Return the handler's error for a request whose body has not arrived."""
         return self.handler.refuses(head)
+
+    def client_of(self, head: RequestHead, address: str) -> Hashable:
+        """Return the handler's name of a request's client."""
+        return self.handler.client_of(head, address)
 
     def sweep(self, now_s: float) -> None:
         """Close connections whose deadline has passed; called periodically."""
@@ -79,7 +82,7 @@ class ClientConnections:
     def paused(self, pause_s: float) -> None:
         """Extend the clients' deadlines by the time for which the router itself stood still."""
         for client in self.open:
-            client.deadline_s += pause_s
+            client.paused(pause_s)
 
     def close_idle(self) -> None:
         """Close connections without a request now, and the others after their answer."""
@@ -120,6 +123,7 @@ class ClientConnection(asyncio.Protocol):
         self.has_begun = False
         self.deadline_s = self._idle_until_s = time.monotonic() + clients.limits.idle_s
         self._unread_until_s = float("inf")  # Deadline for the client to read the unsent data.
+        self._arrival: BodyDeadline | None = None  # Of the newest body.
 
     @property
     def max_body_bytes(self) -> int:
@@ -176,7 +180,7 @@ class ClientConnection(asyncio.Protocol):
             if incoming := self._reader.find_known(data):
                 self._answer(incoming)
                 return
-            self._reader.feed(data, is_one_read=True)
+            self._feed(data, is_one_read=True)
             self._go_on()
             return
         self._early += data
@@ -247,7 +251,10 @@ class ClientConnection(asyncio.Protocol):
         elif is_over:
             self._close()
         else:
-            self._wait(self._clients.limits.idle_s)
+            if reader.is_in_head:
+                self._wait(self._clients.limits.idle_s)
+            else:
+                self._on_head()  # The body was not read while the answer was under way.
             if reader.ready or has_more or reader.wants_continue:
                 self._go_on()
 
@@ -272,6 +279,12 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._transport.close()
 
+    def paused(self, pause_s: float) -> None:
+        """Extend the deadlines by the time for which the router itself stood still."""
+        self.deadline_s += pause_s
+        if self._arrival is not None:
+            self._arrival.paused(pause_s)
+
     def abort(self) -> None:
         """Close the connection now and drop what is unsent."""
         if self._transport is not None:
@@ -293,7 +306,16 @@ class ClientConnection(asyncio.Protocol):
 
     def _on_head(self) -> None:
         """Give the client time to send the body."""
-        self._wait(self._clients.limits.body_s)
+        now_s = time.monotonic()
+        self._arrival = BodyDeadline(now_s, self._clients.limits.body_s)
+        self._wait(self._arrival.due_s - now_s)
+
+    def _feed(self, data: bytes, *, is_one_read: bool) -> None:
+        """Parse `data`, and move the deadline of a body that has not ended."""
+        self._reader.feed(data, is_one_read=is_one_read)
+        if not self._reader.is_in_head and self._arrival is not None:
+            now_s = time.monotonic()
+            self._wait(self._arrival.arrived(len(data), now_s) - now_s)
 
     def _go_on(self) -> None:
         """Answer received requests, one per turn of the loop, because one read may contain thousands."""
@@ -316,7 +338,7 @@ class ClientConnection(asyncio.Protocol):
                 break
             early, self._early = self._early, b""
             self._transport.resume_reading()
-            reader.feed(early, is_one_read=False)
+            self._feed(early, is_one_read=False)
         self._is_going_on = is_more and bool(reader.ready or self._early or reader.refusal or reader.wants_continue)
         if self._is_going_on:
             asyncio.get_running_loop().call_soon(self._go_on_now)  # Data that arrives before that turn is early.

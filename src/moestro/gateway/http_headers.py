@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from moestro.gateway.paths import plain_path
+from moestro.web.body_limits import BodyHold
 from moestro.web.errors import HttpError
 from moestro.web.heads import HOST_PATTERN
 
@@ -80,6 +81,7 @@ class Incoming:
     client: str = ""
     request_id: str = ""
     on_over: Callable[[], None] | None = None  # called when the response has ended; None means no callback
+    hold: BodyHold | None = None  # memory of the body; None for a small body
 
 
 @dataclass(frozen=True, slots=True, eq=False)

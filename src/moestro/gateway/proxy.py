@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -85,6 +86,11 @@ class Proxy:
         except AuthenticationError as error:
             return error
         return None
+
+    def client_of(self, head: RequestHead, address: str) -> Hashable:
+        """Return the name under which a client's bodies count together."""
+        named = head.named
+        return self._access.client_of(named.get(b"authorization", b""), named.get(b"x-api-key", b""), address)
 
     def refused(self, error: RequestError, address: str) -> None:
         """Count a request that is refused before it is complete, and log the refusal at a bounded rate."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from moestro.errors import BusyError, RequestError
+from moestro.errors import RequestError
 from moestro.gateway.client_limits import ClientLimits
 from moestro.gateway.header_cache import HeaderCache
 from moestro.gateway.http_headers import Headers, Incoming, RequestHead, fault_of, size_of
+from moestro.web.body_limits import SMALL_BYTES, BodiesFullError, BodyHold, BodyMemory
 from moestro.web.errors import HttpError, too_large
 from moestro.web.framing import MAX_HEAD_BYTES, MAX_HEADERS, FramingCount, head_too_large
 
-_SMALL_BYTES = (
-    64 << 10
-)  # Part of each body that is not counted, so that large bodies never crowd out ordinary requests.
 # Heads with one of these are not cached: each is unique, or needs more than reading.
 _ONCE_ONLY = frozenset({b"x-request-id", b"traceparent", b"transfer-encoding", b"expect"})
 _UNREADABLE = RequestHead(b"GET", b"", [], {}, is_last=True)
@@ -29,16 +27,15 @@ class ReaderHost(Protocol):
     Attributes:
         limits: Limits of every connection.
         known: Cached heads of requests, which need no parsing.
-        num_held_bytes: Bytes of bodies beyond the first 64 KiB of each.
+        memory: Memory of all bodies of requests without a response yet.
     """
 
     limits: ClientLimits
     known: HeaderCache[RequestHead]
-    num_held_bytes: int
+    memory: BodyMemory
 
-    @property
-    def num_open(self) -> int:
-        """Number of open connections."""
+    def client_of(self, head: RequestHead, address: str) -> Hashable:
+        """Return the name of a request's client."""
 
     def refuses(self, head: RequestHead) -> RequestError | None:
         """Return the error for a request whose body has not arrived; None admits every head with the same bytes."""
@@ -64,13 +61,14 @@ class RequestReader:
     def __init__(self, host: ReaderHost, on_head: Callable[[], None]) -> None:
         self._host = host
         self._on_head = on_head
-        self._small_bytes = min(_SMALL_BYTES, host.limits.max_body_bytes)
+        self._small_bytes = min(SMALL_BYTES, host.limits.max_body_bytes)
         self._parser = HttpRequestParser(self)
         self._headers: Headers = []
         self._target = b""
         self._body: bytes | bytearray = b""  # A single piece is kept as received.
         self._first_read = b""  # First read of the current request, if the request began it.
-        self._num_held_bytes = 0
+        self._hold: BodyHold | None = None  # Of the body being read; None while it is small.
+        self._holds: set[BodyHold] = set()  # Of all bodies of this connection.
         self._framing = FramingCount()
         self._num_trailer_bytes = 0
         self.address = ""
@@ -112,21 +110,24 @@ class RequestReader:
 
     def release(self, incoming: Incoming) -> None:
         """Drop the body of a request that no longer needs it."""
-        body, incoming.body = incoming.body, b""
-        if len(body) > _SMALL_BYTES:
-            self._release_bytes(len(body) - _SMALL_BYTES)
+        incoming.body = b""
+        if incoming.hold is not None:
+            incoming.hold.release()
+            self._holds.discard(incoming.hold)
 
     def release_all(self) -> None:
         """Drop the body being read, and stop counting all bodies of this connection."""
         self._body = b""
-        self._release_bytes(self._num_held_bytes)
+        for hold in self._holds:
+            hold.release()
+        self._holds.clear()
 
     # --- called by the parser
 
     def on_message_begin(self) -> None:
         """Begin a new request."""
         self.is_between = False
-        self._headers, self._target, self._body = [], b"", b""
+        self._headers, self._target, self._body, self._hold = [], b"", b"", None
         if self.refusal is None:
             self.head = _UNREADABLE
         self._framing.num_body_bytes = self._num_trailer_bytes = 0
@@ -158,7 +159,7 @@ class RequestReader:
         before = self._framing.num_body_bytes
         self._framing.body(len(piece))
         after = before + len(piece)
-        if after <= self._small_bytes or self._has_room(before, after):
+        if after <= self._small_bytes or self._has_room(after):
             if before and not isinstance(self._body, bytearray):
                 self._body = bytearray(self._body)
             self._body += piece
@@ -177,7 +178,7 @@ class RequestReader:
                 has_length = b"content-length" in head.named
                 self._host.known.learn(self._first_read, head, has_length=has_length)
             self._first_read = b""  # The rest of the same read belongs to another request.
-        self.ready.append(Incoming(head, bytes(body), self.address))
+        self.ready.append(Incoming(head, bytes(body), self.address, hold=self._hold))
 
     # --- inside
 
@@ -204,20 +205,17 @@ class RequestReader:
         self.wants_continue = b"expect" in named and not is_old
         return None
 
-    def _has_room(self, before: int, after: int) -> bool:
-        """Return whether a body may grow from `before` to `after` bytes, beyond the uncounted part."""
-        host, limits = self._host, self._host.limits
-        growth = after - max(before, _SMALL_BYTES)
-        if after > limits.max_body_bytes:
-            self.refusal = too_large(limits.max_body_bytes)
-        elif host.num_held_bytes + growth > limits.max_held_bytes:
-            self.refusal = BusyError(host.num_open)
-        else:
-            host.num_held_bytes += growth
-            self._num_held_bytes += growth
-            return True
-        return False
-
-    def _release_bytes(self, num_bytes: int) -> None:
-        self._host.num_held_bytes -= num_bytes
-        self._num_held_bytes -= num_bytes
+    def _has_room(self, num_bytes: int) -> bool:
+        """Return whether a body may grow to `num_bytes`, more than the uncounted part."""
+        host = self._host
+        if num_bytes > host.limits.max_body_bytes:
+            self.refusal = too_large(host.limits.max_body_bytes)
+            return False
+        if self._hold is None:
+            self._hold = BodyHold(host.memory, host.client_of(self.head, self.address))
+            self._holds.add(self._hold)
+        try:
+            self._hold.resize(num_bytes)
+        except BodiesFullError as error:
+            self.refusal = error
+        return self.refusal is None

@@ -59,11 +59,10 @@ class Access:
         return key
 
     def client_of(self, authorization: str | bytes, x_api_key: str | bytes, address: str) -> Hashable:
-        """Return the name under which the failures of a client's requests count together.
+        """Return the name under which a client's failures, retries and bodies count together.
 
         It is the key where several keys tell clients apart, otherwise the network. A key that this server does not
         check would let one client be many.
         """
-        if self.keys.num_keys > 1:
-            return self.keys.find(authorization, x_api_key)
-        return network_of(address)
+        key = self.keys.find(authorization, x_api_key) if self.keys.num_keys > 1 else None
+        return network_of(address) if key is None else key

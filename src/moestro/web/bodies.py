@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 
 from aiohttp import web
 
-from moestro.errors import BusyError, shown
+from moestro.errors import shown
+from moestro.web.access import Access
+from moestro.web.body_limits import MAX_HELD_BYTES, BodyDeadline, BodyHold, BodyMemory
 from moestro.web.errors import BodyTimeoutError, HttpError, too_large
 from moestro.web.packed_bodies import Unpacker, coding_in
 
 MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 60.0
-MAX_HELD_BYTES = 256 << 20
-_SMALL_BYTES = 64 << 10  # Uncounted bytes of each body, so that large bodies never crowd out ordinary requests.
+ACCESS = web.RequestKey("access", Access)  # The middleware adds it to each request; it names the request's client.
 
 
 class Bodies:
@@ -24,13 +25,14 @@ class Bodies:
     Args:
         max_held_bytes: Most bytes of all bodies at once, not counting the first 64 KiB of each.
         max_body_bytes: Most bytes of one body, packed and unpacked.
+
+    Attributes:
+        memory: Memory of all bodies.
     """
 
     def __init__(self, max_held_bytes: int = MAX_HELD_BYTES, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        self._max_held_bytes = max_held_bytes
+        self.memory = BodyMemory(max_held_bytes)
         self._max_body_bytes = max_body_bytes
-        self._num_bytes = 0
-        self._num_bodies = 0
 
     @contextlib.asynccontextmanager
     async def reading(self, http: web.Request) -> AsyncIterator[bytes]:
@@ -53,43 +55,47 @@ class Bodies:
             RequestError: The body is too slow or too large, cannot be unpacked, or other bodies hold too much.
         """
         coding = coding_in(http.headers.get("Content-Encoding", ""))
-        body = bytearray()
-        self._num_bodies += 1
+        hold = BodyHold(self.memory, _client_of(http))
         try:
-            await self._read(http, body, None if coding is None else Unpacker(coding, self._max_body_bytes))
+            body = await self._read(http, hold)
+            if coding is not None:
+                body = await self._unpack(body, Unpacker(coding, self._max_body_bytes), hold)
+                hold.resize(len(body))
             yield bytes(body)
         finally:
-            self._num_bodies -= 1
-            self._num_bytes -= _counted(len(body))
+            hold.release()
 
-    async def _read(self, http: web.Request, body: bytearray, unpacker: Unpacker | None) -> None:
+    async def _read(self, http: web.Request, hold: BodyHold) -> bytearray:
+        """Return the body as it came."""
+        body, loop = bytearray(), asyncio.get_running_loop()
+        deadline = BodyDeadline(loop.time(), BODY_TIMEOUT_S)
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
+            async with asyncio.timeout_at(deadline.due_s) as timeout:
                 while part := await http.content.readany():
-                    if unpacker is None:
-                        self._take(body, part)
-                        continue
-                    for piece in unpacker.pieces(part):
-                        self._take(body, piece)
-                        await asyncio.sleep(0)  # Other requests are served between two pieces.
+                    timeout.reschedule(deadline.arrived(len(part), loop.time()))
+                    if len(body) + len(part) > self._max_body_bytes:
+                        raise too_large(self._max_body_bytes)
+                    hold.resize(len(body) + len(part))
+                    body += part
         except TimeoutError:
             raise BodyTimeoutError(BODY_TIMEOUT_S) from None
         except web.RequestPayloadError:
             text = "The request body does not match its Transfer-Encoding."
             raise HttpError(400, text, "bad_request") from None
-        if unpacker is not None:
-            unpacker.end()
+        return body
 
-    def _take(self, body: bytearray, part: bytes) -> None:
-        size = len(body) + len(part)
-        if size > self._max_body_bytes:
-            raise too_large(self._max_body_bytes)
-        growth = _counted(size) - _counted(len(body))
-        if growth and self._num_bytes + growth > self._max_held_bytes:
-            raise BusyError(self._num_bodies)
-        self._num_bytes += growth
-        body += part
+    async def _unpack(self, packed: bytearray, unpacker: Unpacker, hold: BodyHold) -> bytearray:
+        """Return what a complete body unpacks to. An unfinished one would hold up to a hundred times its size."""
+        body = bytearray()
+        for piece in unpacker.pieces(packed):
+            hold.resize(len(packed) + len(body) + len(piece))
+            body += piece
+            await asyncio.sleep(0)  # Other requests are served between two pieces.
+        unpacker.end()
+        return body
 
 
-def _counted(num_bytes: int) -> int:
-    return max(0, num_bytes - _SMALL_BYTES)
+def _client_of(http: web.Request) -> Hashable:
+    headers = http.headers
+    authorization, x_api_key = headers.get("Authorization", ""), headers.get("X-Api-Key", "")
+    return http[ACCESS].client_of(authorization, x_api_key, http.remote or "")

@@ -49,7 +49,10 @@ class BodyTimeoutError(RequestError):
     http_status = 408
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"The request body did not arrive within {seconds:g} s.", code="request_timeout")
+        super().__init__(
+            f"The request body did not arrive within {seconds:g} s, or came too slowly. Send it faster, or send less.",
+            code="request_timeout",
+        )
 
 
 class GenerationError(RequestError):

@@ -14,6 +14,7 @@ from yarl import URL
 
 from moestro.errors import RequestError, shown
 from moestro.web.access import UNLIMITED, Access
+from moestro.web.bodies import ACCESS
 from moestro.web.cors import Cors
 from moestro.web.errors import HttpError, InternalError, error_body, too_large
 from moestro.web.faults import Faults
@@ -73,6 +74,7 @@ class HttpMiddleware:
 
     async def _handle(self, handler: Handler, http: web.BaseRequest) -> web.StreamResponse:
         http[REQUEST_ID] = _request_id(http)
+        http[ACCESS] = self._access
         try:
             check_head(http)
             if self._cors is not None and _is_preflight(http):

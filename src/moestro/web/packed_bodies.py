@@ -60,14 +60,14 @@ class Unpacker:
         self._num_packed = self._num_unpacked = self._num_members = 0
         self._inflater: _Inflater | None = None  # Of the current member.
 
-    def pieces(self, packed: bytes) -> Iterator[bytes]:
+    def pieces(self, packed: bytes | bytearray) -> Iterator[bytes]:
         """Yield what the next part of the body unpacks to. Each piece is one step of bounded work; it may be empty.
 
         Raises:
             HttpError: The body is not of this coding, or exceeds a limit.
         """
         for start in range(0, len(packed), _PIECE_BYTES):  # Each step copies the rest of its input.
-            yield from self._steps(packed[start : start + _PIECE_BYTES])
+            yield from self._steps(bytes(packed[start : start + _PIECE_BYTES]))
 
     def end(self) -> None:
         """Raise HttpError if the body ends too early."""
