@@ -40,7 +40,6 @@ from moestro.web.probes import PROBES, PUBLIC, probe_status
 logger = logging.getLogger(__name__)
 
 
-
 class Proxy:
     """Handles clients' requests.
 
