@@ -31,7 +31,11 @@ def test_a_completion_is_whole(fake):
     assert answer["system_fingerprint"].startswith("fp_")
     [choice] = answer["choices"]
     assert "def f(x):".startswith(choice.pop("text"))
-    assert choice == {"index": 0, "finish_reason": "length", "logprobs": None, "stop_reason": None}
+    assert {name: value for name, value in choice.items() if value is not None} == {
+        "index": 0,
+        "finish_reason": "length",
+    }
+    assert choice.keys() >= {"logprobs", "stop_reason", "prompt_logprobs", "prompt_token_ids", "token_ids"}
     assert answer["usage"]["completion_tokens"] == 4
     assert answer["usage"]["total_tokens"] == 4 + answer["usage"]["prompt_tokens"]
 
@@ -67,7 +71,7 @@ def test_tokens_that_show_nothing_yet_have_a_chunk_too_so_that_a_client_sees_whe
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
     opening, first, *_ = chat(fake, max_tokens=4, stop=[held_back], stream=True).events
     assert opening["choices"][0]["delta"]["role"] == "assistant"
-    assert first["choices"][0]["delta"] == {"content": ""}
+    assert first["choices"][0]["delta"] == {"content": "", "reasoning": None}
 
 
 def test_a_chat_stream_begins_with_the_role_and_may_end_with_the_usage(fake):
@@ -75,7 +79,7 @@ def test_a_chat_stream_begins_with_the_role_and_may_end_with_the_usage(fake):
         fake, max_tokens=9, ignore_eos=True, stream=True, stream_options={"include_usage": True}
     ).events
     assert first["object"] == "chat.completion.chunk"
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "", "reasoning": None}
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 9
     assert done == "[DONE]"
