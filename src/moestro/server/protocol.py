@@ -138,8 +138,8 @@ class CallField(msgspec.Struct):
 class Message(msgspec.Struct):
     """One message of a chat. `reasoning` and `reasoning_content` are two names of one field.
 
-    A refusal is what the assistant wrote in place of its content. The last three fields are those of earlier answers,
-    and say nothing to a template.
+    A refusal is what the assistant wrote in place of its content. Annotations are those of earlier answers, and say
+    nothing to a template.
     """
 
     role: str
@@ -151,8 +151,6 @@ class Message(msgspec.Struct):
     reasoning_content: str | None = None
     refusal: str | None = None
     annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
 
 
 class ToolFunction(msgspec.Struct):
