@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.running import MOESTRO, Running, call, chat, complete
+from support.running import call, chat, complete
 
 WIDE = {
     "type": "object",
@@ -22,19 +21,6 @@ WIDE = {
 COMPACT = {"whitespace_flexible": False, "whitespace_pattern": None}
 USER = [{"role": "user", "content": "x"}]
 FORCED = {"type": "function", "function": {"name": "f"}}
-
-
-@pytest.fixture(scope="module")
-def routed(server, tmp_path_factory) -> Iterator[Running]:
-    command = (MOESTRO, "route", "--engine", server.url, "--admin-port", "0")
-    router = Running(command, tmp_path_factory.mktemp("route"))
-    yield router
-    router.kill()
-
-
-@pytest.fixture(params=["direct", "routed"])
-def place(request, server) -> Running:
-    return server if request.param == "direct" else request.getfixturevalue("routed")
 
 
 def ignored(reply) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.running import MOESTRO, Running, call
+from support.running import call
 
 from moestro.errors import RequestError
 from moestro.server.unsupported import HARMLESS_BELOW
@@ -20,19 +20,6 @@ FUNCTION = {"name": "f", "parameters": SCHEMA}
 USER = {"role": "user", "content": "x"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 HISTORY = [USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "c", "content": "y"}]
-
-
-@pytest.fixture(scope="module")
-def routed(server, tmp_path_factory) -> Iterator[Running]:
-    command = (MOESTRO, "route", "--engine", server.url, "--admin-port", "0")
-    router = Running(command, tmp_path_factory.mktemp("route"))
-    yield router
-    router.kill()
-
-
-@pytest.fixture(params=["direct", "routed"])
-def place(request, server) -> Running:
-    return server if request.param == "direct" else request.getfixturevalue("routed")
 
 
 BODIES: dict[str, dict[str, Any]] = {

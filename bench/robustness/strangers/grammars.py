@@ -4,8 +4,8 @@
     python bench/robustness/strangers/grammars.py --source OTHER/src
 
 Each kind of grammar comes from `CLIENTS` clients at once, each time with other letters: repeats of repeats, repeats
-behind a cheap start, long literals, long lists of choices, and deep schemas. In each round honest clients run beside
-nobody, beside as many clients that send as many bytes without a grammar, and beside the grammars. Requests without a
+behind a cheap start, long literals, long lists of choices, and deep schemas. In each round honest clients run alone,
+beside as many clients that send as many bytes without a grammar, and beside the grammars. Requests without a
 grammar must keep 1.3 times the median that they have beside the harmless clients, those with a small schema must all be
 answered, and the memory of the server's processes must stay bounded. `--seconds` is the time of each kind.
 """
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from shared.server import Server
 
 CLIENTS, ROUNDS, NUM_TOKENS = 16, 5, 12
-BESIDE = ("nobody", "harmless", "grammars")
+BESIDE = ("alone", "harmless", "grammars")
 JSON = {"Content-Type": "application/json"}
 SMALL = {
     "type": "object",
@@ -139,7 +139,7 @@ async def period(server: Server, seconds: float, kind: str, beside: str) -> dict
     ends, is_over = Counter[str](), asyncio.Event()
     watch = asyncio.create_task(largest_mb(server, is_over))
     strangers = attacking(server.url, kind, ends, is_harmless=beside == "harmless")
-    async with contextlib.nullcontext() if beside == "nobody" else strangers:
+    async with contextlib.nullcontext() if beside == "alone" else strangers:
         await asyncio.gather(plain.for_(seconds), schema.for_(seconds))
     is_over.set()
     return {

@@ -58,15 +58,15 @@ class VllmFlag:
 
 
 def _switches(text: str, *names: str, is_taken: bool = True) -> dict[str, VllmFlag]:
-    return dict.fromkeys(names, VllmFlag(text, is_taken, "none"))
+    return dict.fromkeys(names, VllmFlag(text, is_taken=is_taken, values="none"))
 
 
 def _taken(text: str, *names: str, values: Literal["one", "many"] = "one") -> dict[str, VllmFlag]:
-    return dict.fromkeys(names, VllmFlag(text, True, values))  # noqa: FBT003 the field is named above
+    return dict.fromkeys(names, VllmFlag(text, is_taken=True, values=values))
 
 
 def _refused(text: str, *names: str, neutral: Iterable[str] = ()) -> dict[str, VllmFlag]:
-    return dict.fromkeys(names, VllmFlag(text, False, neutral=frozenset(neutral)))  # noqa: FBT003 as above
+    return dict.fromkeys(names, VllmFlag(text, is_taken=False, neutral=frozenset(neutral)))
 
 
 # Names as in vLLM 0.33, and some that it has dropped and that start scripts still have.

@@ -29,15 +29,7 @@ class JsonCallReader:
         if not (yield from self._input.take_if("[")):
             yield from self.call()
             return
-        while True:
-            yield from self._input.skip_space()
-            yield from self.call()
-            self._input.record()  # What follows may be no call.
-            yield from self._input.skip_space()
-            if not (yield from self._input.take_if(",")):
-                break
-        if not (yield from self._input.take_if("]")):
-            raise BrokenCallError
+        yield from self._input.items(self.call)
 
     def call(self) -> Steps[None]:
         """Read one call object.

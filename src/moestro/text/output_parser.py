@@ -22,7 +22,7 @@ from moestro.text.answer_parts import (
     ToolSpec,
 )
 from moestro.text.object_text import ObjectText
-from moestro.text.parser_input import BrokenCallError, ParserInput, Steps
+from moestro.text.parser_input import BrokenCallError, Markers, ParserInput, Steps
 
 SPACE_LIMIT = 64  # characters of white space that count as framing before a marker
 
@@ -182,6 +182,14 @@ class ToolParser(OutputParser):
         return parts + self._given()
 
     # --- for subclasses
+
+    def lists_of_calls(self, starts: Markers, calls: Callable[[], Steps[None]]) -> Steps[None]:
+        """Parse content and lists of calls in turn: a list at the start of the answer, and behind each of `starts`."""
+        yield from self._input.skip_space()
+        if (yield from self._input.next_char()) == "[":
+            yield from self.or_content(calls(), shows_cut=True)
+        while marker := (yield from self._input.until(starts, self.show)):
+            yield from self.or_content(calls(), marker)
 
     def begin_call(self, name: str, call_id: str = "") -> None:
         """Start a call, which can no longer become content.

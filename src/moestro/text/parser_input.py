@@ -139,6 +139,22 @@ class ParserInput:
             pieces.append(self._take(found.end()))
         return "".join(pieces)
 
+    def items(self, item: Callable[[], Steps[None]]) -> Steps[None]:
+        """Take the rest of a list, `item, item, ...]`, whose items `item` takes.
+
+        Raises:
+            BrokenCallError: The list does not end with a bracket.
+        """
+        while True:
+            yield from self.skip_space()
+            yield from item()
+            self.record()  # What follows may be no call.
+            yield from self.skip_space()
+            if not (yield from self.take_if(",")):
+                break
+        if not (yield from self.take_if("]")):
+            raise BrokenCallError
+
     def take_if(self, *literals: str) -> Steps[str]:
         """Take the literal that follows, as soon as it is certain; "" if none does. None may begin with another one."""
         while True:

@@ -25,11 +25,7 @@ class GraniteParser(ToolParser):
 
     def steps(self) -> Steps[None]:
         """Parse content and lists of calls in turn."""
-        yield from self._input.skip_space()
-        if (yield from self._input.next_char()) == "[":
-            yield from self.or_content(self._calls(), shows_cut=True)
-        while marker := (yield from self._input.until(_STARTS, self.show)):
-            yield from self.or_content(self._calls(), marker)
+        yield from self.lists_of_calls(_STARTS, self._calls)
 
     def _calls(self) -> Steps[None]:
         yield from self._input.skip_space()
