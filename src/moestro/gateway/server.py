@@ -8,13 +8,14 @@ import gc
 import socket
 from collections.abc import AsyncIterator
 
+from moestro.config.idle_flags import warn_of_idle_flags
 from moestro.errors import DrainingError
 from moestro.gateway.admin import Admin
 from moestro.gateway.app import RouterApp, assemble
 from moestro.gateway.banner import RouteSummary, route_banner
 from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.proxy import sweep_forever
-from moestro.gateway.settings import EngineUrl, RouteSettings
+from moestro.gateway.settings import ROUTE_NEEDS, EngineUrl, RouteSettings
 from moestro.gateway.statline import RouteLines
 from moestro.web.banner import print_banner
 from moestro.web.connections import (
@@ -62,6 +63,7 @@ class _RouteServer:
         self._lifecycle = lifecycle
 
     async def run(self) -> None:
+        warn_of_idle_flags(self._settings, ROUTE_NEEDS)
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
         # Each client may need a connection to an engine.
         allow_open_files(2 * front.max_connections + MAX_OPERATOR_CONNECTIONS, len(urls))

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from cyclopts import Group, Parameter
 
+from moestro.config.idle_flags import Need
 from moestro.core.hosts import in_address
 from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, between
 from moestro.errors import ConfigError
@@ -307,6 +308,22 @@ class RouteSettings:
     def __post_init__(self) -> None:
         if self.engines.kv_sources and self.routing.tokenizer is None:
             raise ConfigError("--kv-events describes blocks of tokens: give --tokenizer, and the engines' --block-size")
+
+
+ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
+    Need("leave --tokenizer out", lambda settings: settings.routing.tokenizer is None, ("text_block_bytes",)),
+    Need("leave --route-score out", lambda settings: settings.policy.route_score is None, ("route_policy",)),
+    Need("needs --kv-events", lambda settings: bool(settings.engines.kv_events), ("kv_tiers",)),
+    Need(
+        "leave --max-retries 0 out", lambda settings: settings.reliability.max_retries > 0, ("retry_on", "retry_share")
+    ),
+    Need("needs --record", lambda settings: settings.record.record is not None, ("record_key_file",)),
+    Need(
+        "needs --allowed-origins",
+        lambda settings: bool(settings.access.allowed_origins),
+        ("allowed_methods", "allowed_headers"),
+    ),
+)
 
 
 def is_loopback(host: str) -> bool:

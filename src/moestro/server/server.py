@@ -17,6 +17,7 @@ from aiohttp import web
 
 from moestro import __version__
 from moestro.config.cores import cores_of
+from moestro.config.idle_flags import SERVE_NEEDS, warn_of_idle_flags
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
@@ -184,6 +185,7 @@ class _ServeProcess:
         self._recording = Recording(settings)
 
     async def run(self) -> None:
+        warn_of_idle_flags(self._settings, SERVE_NEEDS)
         self._allow_open_files()
         with self._bound_ports() as (listener, self._admin_listener):
             async with self._cluster() as cluster:
