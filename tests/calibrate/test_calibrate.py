@@ -27,12 +27,12 @@ from moestro.calibrate.shapes import (
     spread_contexts,
 )
 from moestro.calibrate.timing import mean_and_spread, times_ns
+from moestro.config.checkpoint_directory import locate_model
 from moestro.core.work import StepResult
 from moestro.cost.model import Batch
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.errors import ConfigError
 from moestro.model.settings import DEMO_MODEL
-from moestro.server.checkpoint import locate_model
 
 
 def limits(**changes) -> Limits:

@@ -6,7 +6,6 @@ import io
 import math
 import typing
 from dataclasses import is_dataclass
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -121,7 +120,7 @@ def test_a_launch_spec_arrives_as_it_was_sent(max_be_wait):
         address="ipc:///tmp/moestro-\n/ranks",
         launched_ns=2**62,
         log_level="info",
-        model=ModelSettings(model="m", tokenizer=Path("/t"), kv_offloading_size=0.1),
+        model=ModelSettings(model="m", tokenizer="/t", kv_offloading_size=0.1),
         scheduler=SchedulerOptions(),
         stepping=SteppingSettings(mode="preemptive", max_be_wait=max_be_wait),
     )

@@ -24,7 +24,7 @@ def warnings(text: str) -> list[str]:
 
 def settings_of(*flags: str) -> ServeSettings:
     _, bound, _ = app.parse_args(["serve", *flags], print_error=False, exit_on_error=False)
-    return with_derived(bound.arguments.get("settings", ServeSettings()), Path)
+    return with_derived(bound.arguments.get("settings", ServeSettings()), Path, Path)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import inspect
 import typing
 from collections import Counter
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import pytest
 
@@ -98,12 +99,12 @@ def test_a_message_names_the_flag_or_the_key(kind):
 
 
 def test_what_follows_from_the_settings_is_worked_out_once(tmp_path):
-    found = with_derived(ServeSettings(), lambda name: tmp_path / name)
+    found = with_derived(ServeSettings(), lambda name: tmp_path / name, Path)
     assert found.model.model == str(tmp_path / "moestro-demo")
     assert found.server.served_model_name == ("moestro-demo",)
     assert found.paced is None
     paced = ServeSettings(model=ModelSettings("mixtral-8x7b", device="paced:h20"))
-    found = with_derived(paced, lambda name: tmp_path / name)
+    found = with_derived(paced, lambda name: tmp_path / name, Path)
     assert found.paced is not None
     assert (found.paced.device, found.paced.network) == ("paced:h20", "mixtral-8x7b")
     assert (found.model.model, found.model.device) == (str(tmp_path / "moestro-demo"), "cpu")

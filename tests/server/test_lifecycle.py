@@ -210,7 +210,8 @@ def test_ranks_do_not_outlive_an_api_server_that_was_killed(fake_command, tmp_pa
 
 
 def test_the_api_server_and_the_command_do_not_load_torch():
-    code = "import sys, moestro.cli, moestro.server.server, moestro.server.checkpoint; sys.exit('torch' in sys.modules)"
+    imports = "moestro.cli, moestro.server.server, moestro.config.checkpoint_directory"
+    code = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 from support.fake_rank import INFO
 
-import moestro.server.checkpoint
+import moestro.config.checkpoint_directory
+from moestro.config.checkpoint_directory import locate_model
 from moestro.config.server_settings import ServerSettings
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
 from moestro.server.banner import serve_banner
-from moestro.server.checkpoint import locate_model
 from moestro.server.request_builder import ServedModel
 from moestro.server.start_clock import StartClock
 from moestro.text.chat_format import chat_format
@@ -45,7 +45,7 @@ def test_a_hub_id_is_fetched_without_pickles_and_code(tmp_path, monkeypatch):
         (tmp_path / "config.json").write_text("{}")
         return str(tmp_path)
 
-    monkeypatch.setattr(moestro.server.checkpoint, "snapshot_download", fetch)
+    monkeypatch.setattr(moestro.config.checkpoint_directory, "snapshot_download", fetch)
     assert locate_model("org/name") == tmp_path
     assert "*.safetensors" in asked["org/name"]
     assert not {"*.bin", "*.pt", "*.py", "*"} & set(asked["org/name"])
@@ -56,7 +56,7 @@ def test_a_hub_id_that_cannot_be_fetched_is_the_operators_to_put_right(model, mo
     def fetch(name: str, allow_patterns: list[str]) -> str:
         raise OSError("no route\nto host")
 
-    monkeypatch.setattr(moestro.server.checkpoint, "snapshot_download", fetch)
+    monkeypatch.setattr(moestro.config.checkpoint_directory, "snapshot_download", fetch)
     with pytest.raises(ConfigError, match="HF_TOKEN") as caught:
         locate_model(model)
     assert "\n" not in str(caught.value)

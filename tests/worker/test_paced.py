@@ -285,7 +285,7 @@ def test_a_table_of_whole_steps_has_no_prices_for_the_preemptive_mode():
 def test_a_gate_override_replaces_the_popularity_of_a_paced_gpu():
     def popularity(device: str, override: str | None) -> PopularityForm | None:
         model = ModelSettings(device=device, gate_override=override, seed=5)
-        paced = with_derived(ServeSettings(model=model), Path).paced
+        paced = with_derived(ServeSettings(model=model), Path, Path).paced
         assert paced is not None
         return paced.popularity
 

@@ -25,8 +25,8 @@ import psutil
 from frame import Place, run
 from shared.server import MOESTRO, free_port
 
+from moestro.config.checkpoint_directory import locate_model
 from moestro.model.settings import DEMO_MODEL
-from moestro.server.checkpoint import locate_model
 
 MEMORY_BYTES = 8 << 30  # address space of each process, so that the machine survives
 PATIENCE_S = 60.0

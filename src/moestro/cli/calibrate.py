@@ -47,7 +47,7 @@ def calibrate(
     with loading("the engine"):
         from moestro.calibrate.runner import CalibrateSettings
         from moestro.calibrate.runner import calibrate as run
-        from moestro.server.checkpoint import locate_model
+        from moestro.config.checkpoint_directory import locate_model
 
     settings = CalibrateSettings(
         checkpoint=str(locate_model(model)),

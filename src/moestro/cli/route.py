@@ -35,7 +35,8 @@ def route(
     else:  # the tokenizer's libraries take seconds to load
         require_extra("tokenizer", "--tokenizer")
         with loading("the tokenizer"):
+            from moestro.config.checkpoint_directory import locate_tokenizer
             from moestro.gateway.tokenized_blocks import tokenized_prompt_reader
 
-        reading = tokenized_prompt_reader(routing.tokenizer, routing.block_size)
+        reading = tokenized_prompt_reader(locate_tokenizer(routing.tokenizer), routing.block_size)
     run(flags, reading)

@@ -39,10 +39,10 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[str], None] | None = 
     if settings.launching.launcher == "ray":
         require_extra("ray", "--launcher ray")
     with loading("the server"):
-        from moestro.server.checkpoint import locate_model
+        from moestro.config.checkpoint_directory import locate_model, locate_tokenizer
         from moestro.server.server import serve as run
 
-    derived = with_derived(settings, locate_model)
+    derived = with_derived(settings, locate_model, locate_tokenizer)
     if on_ready is None:
         run(derived)
     else:

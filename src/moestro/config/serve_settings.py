@@ -151,15 +151,18 @@ class ServeSettings:
         return kv_events_from(self.processes.kv_events_config)
 
 
-def with_derived(settings: ServeSettings, locate: Callable[[str], Path]) -> ServeSettings:
-    """Complete `settings` with the paced device, the checkpoint's directory, and the served name.
+def with_derived(
+    settings: ServeSettings, locate: Callable[[str], Path], locate_tokenizer: Callable[[str], Path]
+) -> ServeSettings:
+    """Complete `settings` with the paced device, the directories of model and tokenizer, and the served name.
 
     Args:
         settings: settings as given.
         locate: function that finds the directory of a model by name.
+        locate_tokenizer: function that does the same for a tokenizer.
 
     Raises:
-        ConfigError: settings contradict each other, or the model does not exist.
+        ConfigError: settings contradict each other, or the model or the tokenizer does not exist.
     """
     model, pacing = settings.model, settings.pacing
     name = model.model
@@ -175,9 +178,10 @@ def with_derived(settings: ServeSettings, locate: Callable[[str], Path]) -> Serv
     elif pacing.paced_arithmetic == "none":
         raise ConfigError("--paced-arithmetic none needs --device paced:GPU: only paced devices answer without torch")
     served = settings.server.served_model_name or (name,)
+    tokenizer = None if model.tokenizer is None else str(locate_tokenizer(model.tokenizer))
     return replace(
         settings,
-        model=replace(model, model=str(locate(model.model))),
+        model=replace(model, model=str(locate(model.model)), tokenizer=tokenizer),
         pacing=pacing,
         server=replace(settings.server, served_model_name=served),
     )

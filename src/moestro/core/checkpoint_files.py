@@ -15,7 +15,8 @@ from moestro.core.text_files import UTF16_MARKS, encoding_of, text_of
 from moestro.errors import UnsupportedModelError, shown
 
 # Files that Moestro and transformers read. Weights are safetensors only, because the other formats are pickles.
-READ_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+WEIGHTS_PATTERN = "*.safetensors"
+READ_PATTERNS = (WEIGHTS_PATTERN, "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 _TEMPLATES = "additional_chat_templates"
 MAX_CONFIG_BYTES = 4 << 20  # published files have some KiB
 MAX_INDEX_BYTES = 64 << 20  # the index of a checkpoint with 100,000 tensors has 10 MiB

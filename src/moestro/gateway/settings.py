@@ -159,8 +159,11 @@ class EngineSettings(CheckedSettings):
 class RoutingSettings(CheckedSettings):
     """Settings of prompt comparison and its memory."""
 
-    tokenizer: Annotated[Path | None, Parameter(group=_ROUTING)] = None
-    "Directory with the model's tokenizer.json and chat template; prompts are then compared by tokens, not text."
+    tokenizer: Annotated[str | None, Parameter(group=_ROUTING)] = None
+    (
+        "A directory with the model's tokenizer.json and chat template, or the model's name on the Hugging Face hub;"
+        " prompts are then compared by tokens, not text."
+    )
     block_size: Annotated[int, at_least(1), Parameter(group=_ROUTING)] = 16
     (
         "Tokens of one KV block of the engines (vLLM's --block-size), unless their /metrics say otherwise; a hit is"

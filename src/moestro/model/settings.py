@@ -31,8 +31,8 @@ class NetworkSettings(CheckedSettings):
 
     model: str = field(default=DEMO_MODEL, kw_only=False)
     "A checkpoint directory, or a name on the Hugging Face hub; moestro-demo is the small one that comes with Moestro."
-    tokenizer: Path | None = None
-    "Directory with tokenizer.json and the chat template, if it is not the model's own."
+    tokenizer: str | None = None
+    "A directory with tokenizer.json and the chat template, or a name on the hub, if they are not the model's own."
     dtype: Dtype = "auto"
     "Data type of weights, activations and KV cache; auto: what the checkpoint was saved in."
     device: str = "auto"
@@ -62,6 +62,11 @@ class NetworkSettings(CheckedSettings):
             raise ConfigError(f"--device {self.device!r} is unknown: give one of {known}, or paced:GPU")
         if self.gate_override is not None:
             check_spec(self.gate_override)
+
+    @property
+    def tokenizer_directory(self) -> Path:
+        """The directory of the tokenizer, once all names are directories."""
+        return Path(self.tokenizer or self.model)
 
 
 @dataclass(frozen=True, kw_only=True)

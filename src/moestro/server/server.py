@@ -357,7 +357,7 @@ class _ServeProcess:
         server, model = self._settings.server, self._settings.model
         startup_timeout = self._settings.processes.startup_timeout
         chat = self._settings.chat
-        tokenizer = await asyncio.to_thread(Tokenizer, model.tokenizer or Path(model.model), chat.chat_template)
+        tokenizer = await asyncio.to_thread(Tokenizer, model.tokenizer_directory, chat.chat_template)
         tokenizer.warm_chats()
         progress = asyncio.create_task(log_forever(lambda _: [_describe_start(cluster)]))
         try:

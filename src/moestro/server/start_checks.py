@@ -25,7 +25,7 @@ def check_start(settings: ServeSettings) -> None:
         ConfigError: A file is refused, or there are too many workers; the text says what to do.
     """
     if settings.model.tokenizer is not None:
-        check_files(settings.model.tokenizer)
+        check_files(settings.model.tokenizer_directory)
     if settings.paced is not None:
         return  # A paced device has the memory and the network of another machine.
     has_weights = settings.model.load_format != "dummy"

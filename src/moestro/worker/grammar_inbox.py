@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from moestro.config.launch_spec import LaunchSpec
 from moestro.core.model_info import ModelInfo
@@ -107,7 +106,7 @@ def following_grammars(spec: LaunchSpec, rank: Rank, info: ModelInfo, inbox: Ran
     if not info.has_logits:
         yield inbox
         return
-    tokenizer = spec.model.tokenizer or Path(spec.model.model)
+    tokenizer = spec.model.tokenizer_directory
     backend = MaskBackend(VocabularySource(tokenizer, info.vocab_size, info.eos_token_ids))
     backend.start()
     rank.scheduler.use_grammars(backend)

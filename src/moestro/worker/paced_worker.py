@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from moestro.config.launch_spec import LaunchSpec
 from moestro.core.model_info import ModelInfo
 from moestro.engine.rank import Rank
@@ -18,7 +16,7 @@ from moestro.worker.rank_process import leave, run_process
 def _build(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple[Rank, ModelInfo]:
     assert spec.paced is not None, "started for a paced device"
     on_phase("price")
-    words, vocab_size = read_words(spec.model.tokenizer or Path(spec.model.model))
+    words, vocab_size = read_words(spec.model.tokenizer_directory)
     num_ep_ranks = 1 if spec.lock_step is None else spec.lock_step.num_ranks
     num_blocks = num_blocks_of(spec.paced, spec.model, num_ep_ranks)
     assert num_blocks is not None, "a table goes with the demo network"
@@ -33,7 +31,7 @@ def _load_part(spec: LaunchSpec, sizes: WorkerSizes, on_phase: OnPhase) -> Worke
     on_phase("price")
     if not sizes.num_rows:
         return load_paced_part(spec, sizes, None, None)
-    words, vocab_size = read_words(spec.model.tokenizer or Path(spec.model.model))
+    words, vocab_size = read_words(spec.model.tokenizer_directory)
     info = paced_info(spec.paced, spec.model, vocab_size, num_part_blocks(spec, spec.paced))
     return load_paced_part(spec, sizes, FixedAnswers(words), info)
 
