@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,6 +20,7 @@ from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, hash_text, s
 from moestro.core.json_elements import MAX_ELEMENTS
 from moestro.gateway import request_body
 from moestro.gateway.http_headers import Incoming, RequestHead
+from moestro.gateway.paths import BATCH_PATH, CHAT_PATH
 from moestro.gateway.request_body import NOTHING, plain_text, prompt_key, read, request_from_text
 from moestro.gateway.tokenized_blocks import TokenizedReader
 from moestro.server.request_builder import ServedModel, chat_prompt
@@ -36,7 +38,7 @@ def incoming(body: object, **named: str) -> Incoming:
 
 def request(body: object, block_bytes: int = 64, **named: str):
     arrived = incoming(body, **named)
-    return request_from_text(read(arrived.body), arrived, 7, block_bytes)
+    return request_from_text(read(arrived.body, CHAT_PATH), arrived, 7, block_bytes)
 
 
 def shared_blocks(first: object, second: object) -> int:
@@ -118,7 +120,7 @@ def test_what_cannot_be_read_is_routed_by_its_length(body):
 
 def test_nulls_are_as_if_they_were_not_there():
     body = dict.fromkeys(("model", "messages", "prompt", "tools", "system", "user", "max_tokens", "cache_salt"))
-    assert plain_text(read(json.dumps(body).encode())) == b""
+    assert plain_text(read(json.dumps(body).encode(), CHAT_PATH)) == b""
     assert request({**body, "messages": [{"role": "user", "content": None, "tool_calls": None}]}).num_prompt_tokens >= 1
 
 
@@ -180,7 +182,7 @@ class TestExact:
 
     def test_a_prompts_blocks_are_those_of_its_tokens(self, reader, tokenizer):
         arrived = incoming({"model": "m", "prompt": LONG, "cache_salt": "s"})
-        asked = reader(read(arrived.body), arrived, 0)
+        asked = reader(read(arrived.body, CHAT_PATH), arrived, 0)
         ids = tokenizer.encode(LONG, add_special_tokens=True)
         assert asked.num_prompt_tokens == len(ids)
         assert asked.block_hashes == hash_blocks(prompt_key("m", "s"), np.array(ids, np.int32), 16)
@@ -188,7 +190,7 @@ class TestExact:
     def test_token_ids_and_the_first_of_several_prompts_are_taken_as_they_are(self, reader, tokenizer):
         ids = tokenizer.encode(LONG, add_special_tokens=True)
         names = {
-            reader(read(arrived.body), arrived, 0).block_hashes
+            reader(read(arrived.body, CHAT_PATH), arrived, 0).block_hashes
             for prompt in (LONG, ids, [ids], [LONG, "other"])
             for arrived in [incoming({"prompt": prompt})]
         }
@@ -200,7 +202,7 @@ class TestExact:
         normalizer = {"type": "Replace", "pattern": {"Regex": "(?=zqzq)"}, "content": "x"}
         path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer}))
         arrived = incoming({"prompt": "zqzq"})
-        asked = TokenizedReader(Tokenizer(directory), 16)(read(arrived.body), arrived, 0)
+        asked = TokenizedReader(Tokenizer(directory), 16)(read(arrived.body, CHAT_PATH), arrived, 0)
         assert asked.num_prompt_tokens
         assert not asked.block_hashes
 
@@ -208,7 +210,7 @@ class TestExact:
         messages = [turn("user", [{"type": "text", "text": LONG}])]
         arrived = incoming({"messages": messages})
         text = tokenizer.render_chat([turn("user", LONG)])
-        asked = reader(read(arrived.body), arrived, 0)
+        asked = reader(read(arrived.body, CHAT_PATH), arrived, 0)
         assert asked.num_prompt_tokens == len(tokenizer.encode(text, add_special_tokens=False))
         assert asked.block_hashes
 
@@ -236,7 +238,7 @@ class TestExact:
         text = chat_prompt(parse_chat(json.dumps(body).encode()), model).prompt
         ids = tokenizer.encode(text, add_special_tokens=False)
         arrived = incoming(body)
-        asked = TokenizedReader(tokenizer, 16)(read(arrived.body), arrived, 0)
+        asked = TokenizedReader(tokenizer, 16)(read(arrived.body, CHAT_PATH), arrived, 0)
         tokenizer.close()
         assert asked.num_prompt_tokens == len(ids)
         assert asked.block_hashes == hash_blocks(prompt_key(None, None), np.array(ids, np.int32), 16)
@@ -255,7 +257,7 @@ class TestExact:
     ):
         data = json.dumps({"model": "m", "max_tokens": 3} | body).encode()
         arrived = Incoming(RequestHead(b"POST", path.encode(), [], {}), data, request_id="r")
-        asked = reader(read(data), arrived, 0)
+        asked = reader(read(data, path), arrived, 0)
         text = tokenizer.render_chat([turn("system", LONG), turn("user", "hi")])
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert asked.num_prompt_tokens == len(ids)
@@ -265,13 +267,13 @@ class TestExact:
         for content in ([{"type": "image"}], 5, "[" * 10):
             data = json.dumps({"messages": [turn("user", content)]}).encode()
             arrived = Incoming(RequestHead(b"POST", b"/v1/messages", [], {}), data, request_id="r")
-            assert reader(read(data), arrived, 0).block_hashes == b""
+            assert reader(read(data, CHAT_PATH), arrived, 0).block_hashes == b""
 
     def test_a_truncated_prompt_has_the_blocks_of_what_is_left(self, reader, tokenizer):
         ids = tokenizer.encode(LONG, add_special_tokens=True)
         for side, kept in ((None, ids[-40:]), ("left", ids[-40:]), ("right", ids[:40])):
             arrived = incoming({"prompt": LONG, "truncate_prompt_tokens": 40, "truncation_side": side, "model": "m"})
-            asked = reader(read(arrived.body), arrived, 0)
+            asked = reader(read(arrived.body, CHAT_PATH), arrived, 0)
             assert asked.block_hashes == hash_blocks(prompt_key("m", None), np.array(kept, np.int32), 16)
 
     @pytest.mark.parametrize(
@@ -284,7 +286,7 @@ class TestExact:
     )  # fmt: skip
     def test_what_has_no_tokens_here_is_routed_by_its_length(self, reader, body):
         arrived = incoming(body)
-        asked = reader(read(arrived.body), arrived, 0)
+        asked = reader(read(arrived.body, CHAT_PATH), arrived, 0)
         assert asked.num_prompt_tokens >= 1
         assert asked.block_hashes == b"" or body == {"messages": []}
 
@@ -300,26 +302,28 @@ def test_calls_and_results_of_tools_tell_prompts_apart():
             ]
         }
 
-    texts = {plain_text(read(json.dumps(each).encode())) for each in (body("a"), body("b"), body("a", "Bonn"))}
+    texts = {
+        plain_text(read(json.dumps(each).encode(), CHAT_PATH)) for each in (body("a"), body("b"), body("a", "Bonn"))
+    }
     assert len(texts) == 3
     assert shared_blocks(body("a" * 500), body("b" * 500)) > 10
 
 
 def test_nothing_is_read_of_nothing():
-    assert read(b"") is NOTHING
+    assert read(b"", CHAT_PATH) is NOTHING
 
 
 def test_a_large_body_is_read_as_a_small_one():
     small = {"model": "m", "max_tokens": 7, "messages": [turn("system", LONG), turn("user", "hello")], "tools": [1]}
     padded = small | {"unknown": "x" * MAX_ELEMENTS}
-    assert read(json.dumps(padded).encode()) == read(json.dumps(small).encode())
-    assert read(json.dumps({"model": "m", "prompt": "x" * MAX_ELEMENTS}).encode()).model == "m"
-    assert read(json.dumps({"messages": [1], "unknown": "x" * MAX_ELEMENTS}).encode()) is NOTHING
+    assert read(json.dumps(padded).encode(), CHAT_PATH) == read(json.dumps(small).encode(), CHAT_PATH)
+    assert read(json.dumps({"model": "m", "prompt": "x" * MAX_ELEMENTS}).encode(), CHAT_PATH).model == "m"
+    assert read(json.dumps({"messages": [1], "unknown": "x" * MAX_ELEMENTS}).encode(), CHAT_PATH) is NOTHING
 
 
 def test_a_chat_of_too_many_elements_is_compared_as_it_is_spelt_and_keeps_its_model():
     body = {"model": "m", "messages": [turn("user", "x")] * MAX_ELEMENTS}
-    asked = read(json.dumps(body).encode())
+    asked = read(json.dumps(body).encode(), CHAT_PATH)
     assert (asked.model, asked.messages) == ("m", None)
     assert plain_text(asked) == json.dumps(body["messages"]).encode()
     assert shared_blocks(body, {"model": "m", "messages": [*body["messages"], turn("user", "y")]}) > 1000
@@ -337,11 +341,27 @@ def test_law_any_json_has_a_request_by_which_the_router_decides():
 def test_several_chats_are_read_as_the_first_one():
     chats = [[turn("system", LONG), turn("user", "hello")], [turn("user", "other")]]
     one, several = {"model": "m", "user": "u", "messages": chats[0]}, {"model": "m", "user": "u", "messages": chats}
-    assert read(json.dumps(several).encode()) == read(json.dumps(one).encode())
+    expected = read(json.dumps(one).encode(), CHAT_PATH)
+    assert read(json.dumps(several).encode(), BATCH_PATH) == expected
     padded = several | {"unknown": "x" * MAX_ELEMENTS}
-    assert read(json.dumps(padded).encode()) == read(json.dumps(one).encode())
-    assert read(json.dumps({"model": "m", "messages": [[], []]}).encode()).messages == []
-    assert read(json.dumps({"messages": [[1]]}).encode()) is NOTHING
+    assert read(json.dumps(padded).encode(), BATCH_PATH) == expected
+    assert read(json.dumps({"model": "m", "messages": [[], []]}).encode(), BATCH_PATH).messages == []
+    for wrong in ([[1]], [turn("user", "x")], [[turn("user", "x")], turn("user", "x")], "x"):
+        assert read(json.dumps({"messages": wrong}).encode(), BATCH_PATH) is NOTHING
+    assert read(json.dumps(several).encode(), CHAT_PATH) is NOTHING
+
+
+def test_a_body_of_a_wrong_type_is_decoded_once(monkeypatch):
+    bodies = []
+
+    def decode(body: bytes) -> None:
+        bodies.append(body)
+        raise msgspec.ValidationError
+
+    monkeypatch.setattr(request_body, "_decode", decode)
+    monkeypatch.setattr(request_body, "_decode_but_messages", decode)
+    assert read(b'{"messages": 1}', CHAT_PATH) is NOTHING
+    assert len(bodies) == 1
 
 
 def test_long_names_of_models_and_salts_are_not_kept():

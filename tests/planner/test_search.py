@@ -323,6 +323,17 @@ def test_a_trace_supplies_the_lengths(tmp_path):
     assert (lengths.mean_prompt, lengths.mean_output, lengths.longest) == (20, 30, 70)
 
 
+def test_the_verb_shows_what_of_a_trace_has_no_effect(tmp_path, capsys):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("Timestamp,Request tokens,Response tokens,chat_id\n0,32,32,1\n1,32,0,2\n")
+    flags = ["--gpu", "a100-80g", "--num-gpus", "2", "--dataset-path", str(trace), "--time", "1"]
+    run_verb(["plan", "qwen3-30b-a3b", *flags])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "- --dataset-path: entries of the file without an answered request, which are left out: 1" in text
+    assert "- --dataset-path: arrivals and common prefixes of the file have no effect on a plan" in text
+    assert "- --dataset-path: fields of the file that have no effect beside its other fields: chat_id" in text
+
+
 def test_every_named_network_can_be_asked_for():
     for name in CONFIGS:
         question = make_question(PlanSettings(model=name))

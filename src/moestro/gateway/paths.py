@@ -31,14 +31,15 @@ OWN_PATHS: dict[str, Methods] = {
     **dict.fromkeys(PAGE_PATHS, _READ),
     "/v1/models": _READ,
 }
+CHAT_PATH, BATCH_PATH = "/v1/chat/completions", "/v1/chat/completions/batch"
 MODELS = "/v1/models/"  # prefix of the model cards, which the router answers too
 # Paths of vLLM, SGLang and Moestro that answer prompts or describe the model. Paths that change, stop, trace or
 # describe the process are left out.
 _ENGINE_PATHS: dict[str, Methods] = {
     **dict.fromkeys(
         (
-            *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-            "/v1/chat/completions/batch",
+            *(CHAT_PATH, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+            BATCH_PATH,
             *("/v1/chat/completions/render", "/v1/completions/render", "/v1/embeddings", "/v2/embed", "/v1/classify"),
             *("/v1/score", "/v1/rerank", "/v2/rerank", "/v1/tokenize", "/v1/detokenize", "/inference/v1/generate"),
             *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech"),

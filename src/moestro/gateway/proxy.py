@@ -174,7 +174,7 @@ class Proxy:
 
     def _read(self, incoming: Incoming, now_ns: int) -> tuple[Request, str | None]:
         """Return the request by which the router decides, and the model that the body names."""
-        asked = read(incoming.body)
+        asked = read(incoming.body, incoming.head.path)
         return self._prompt_reader.prepare(asked, incoming, now_ns), asked.model
 
     async def _read_and_start(self, exchange: Exchange, incoming: Incoming, max_bytes: int) -> None:

@@ -13,6 +13,7 @@ from moestro.core.hashing import hash_key, hash_text
 from moestro.core.json_elements import MAX_ELEMENTS, has_many_elements
 from moestro.core.request import Request, SamplingParams
 from moestro.gateway.http_headers import Incoming
+from moestro.gateway.paths import BATCH_PATH
 from moestro.web.session_names import session_in
 
 BYTES_PER_TOKEN = 4  # typical for English text; a unit of load and hits, not a measurement
@@ -77,8 +78,15 @@ class RequestBody(msgspec.Struct):
     truncation_side: str | None = None
 
 
+class BatchBody(RequestBody):
+    """The same fields of a body with several chats."""
+
+    messages: list[list[BodyMessage]] | None = None  # type: ignore[assignment]
+
+
 NOTHING = RequestBody()
 _decode = msgspec.json.Decoder(RequestBody).decode
+_decode_batch = msgspec.json.Decoder(BatchBody).decode
 _decode_messages = msgspec.json.Decoder(list[BodyMessage]).decode
 _decode_chats = msgspec.json.Decoder(list[list[BodyMessage]]).decode
 _decode_but_messages = msgspec.json.Decoder(
@@ -92,27 +100,33 @@ _decode_but_messages = msgspec.json.Decoder(
 ).decode
 
 
-def read(body: bytes) -> RequestBody:
-    """Parse the fields of a body; `NOTHING` for an unreadable body."""
+def read(body: bytes, path: str) -> RequestBody:
+    """Parse the fields of a body; `NOTHING` for an unreadable body.
+
+    Of several chats only the first is read, as of several prompts.
+
+    Args:
+        path: path of the request, by which a body has one chat or several.
+    """
     if not body:
         return NOTHING
+    is_batch = path == BATCH_PATH
     try:
-        try:
-            return _decode(body) if len(body) <= MAX_ELEMENTS else _read_large(body)
-        except msgspec.ValidationError:
-            return _read_batch(body)
+        if len(body) > MAX_ELEMENTS:
+            return _read_large(body, is_batch=is_batch)
+        if not is_batch:
+            return _decode(body)
+        fields = msgspec.structs.asdict(_decode_batch(body))
+        return RequestBody(**fields | {"messages": _first(fields["messages"])})
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return NOTHING
 
 
-def _read_batch(body: bytes) -> RequestBody:
-    """Read a body of several chats as that of the first one, as of several prompts only the first is read."""
-    fields = msgspec.structs.asdict(_decode_but_messages(body))
-    chats = _decode_chats(fields.pop("messages"))
-    return RequestBody(**fields, messages=chats[0] if chats else [])
+def _first(chats: list[list[BodyMessage]] | None) -> list[BodyMessage] | None:
+    return chats[0] if chats else None
 
 
-def _read_large(body: bytes) -> RequestBody:
+def _read_large(body: bytes, *, is_batch: bool) -> RequestBody:
     """Read a body that may have more elements than can be decoded quickly.
 
     A chat with too many elements counts as a prompt of its raw JSON, because decoding it would stop all streams.
@@ -123,7 +137,7 @@ def _read_large(body: bytes) -> RequestBody:
         return RequestBody(**fields)
     if has_many_elements(messages):
         return RequestBody(**fields | {"prompt": messages})
-    return RequestBody(**fields, messages=_decode_messages(messages))
+    return RequestBody(**fields, messages=_first(_decode_chats(messages)) if is_batch else _decode_messages(messages))
 
 
 def is_given(raw: msgspec.Raw) -> bool:

@@ -18,6 +18,7 @@ from moestro.core.json_elements import has_many_elements
 from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.gateway.http_headers import Incoming
+from moestro.gateway.paths import CHAT_PATH
 from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.request_body import (
     BodyMessage,
@@ -117,7 +118,7 @@ def _as_chat(asked: RequestBody, incoming: Incoming) -> RequestBody:
     if has_many_elements(incoming.body):
         return asked
     chat = chat_body(incoming.head.path, incoming.body)
-    return asked if chat is None else read(chat)
+    return asked if chat is None else read(chat, CHAT_PATH)
 
 
 def _message(said: BodyMessage) -> dict[str, Any]:

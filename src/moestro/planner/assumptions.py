@@ -53,5 +53,6 @@ def assumptions_of(question: PlanQuestion, simulated: Sequence[FittingDivision])
             "Not modelled: the API server, pipeline parallelism, tensor parallelism inside ep and async, speculative"
             " decoding, separate prefill GPUs, failures."
         ),
+        *question.notes,
     ]
     return lines

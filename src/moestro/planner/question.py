@@ -26,6 +26,7 @@ class PlanQuestion:
         network, gpu: the network, and each GPU.
         within, across: links inside a machine and between machines.
         lengths: lengths of the requests.
+        notes: what of --dataset-path is not in the lengths, in sentences.
         family, skew: family of the experts' popularity, and its exponent or rate.
         groups_experts: whether modes in lock-step compute the experts of a layer as one grouped product.
         launch_ahead: items with a device at once, in `async`.
@@ -37,6 +38,7 @@ class PlanQuestion:
     within: Link
     across: Link
     lengths: LengthSample
+    notes: tuple[str, ...] = ()
     family: str
     skew: float
     groups_experts: bool = True
@@ -62,13 +64,15 @@ def make_question(settings: PlanSettings) -> PlanQuestion:
     """
     hardware, gpu = settings.hardware, gpu_named(settings.hardware.gpu)
     family, skew = _popularity(settings.traffic.popularity)
+    lengths, notes = _lengths(settings.traffic)
     return PlanQuestion(
         settings=settings,
         network=read_network(settings.model),
         gpu=gpu,
         within=link_within(hardware.link_within, gpu),
         across=link_named(hardware.link_across),
-        lengths=_lengths(settings.traffic),
+        lengths=lengths,
+        notes=notes,
         family=family,
         skew=skew,
     )
@@ -86,13 +90,18 @@ def _popularity(text: str) -> tuple[str, float]:
     return family, skew
 
 
-def _lengths(traffic: TrafficSettings) -> LengthSample:
+def _lengths(traffic: TrafficSettings) -> tuple[LengthSample, tuple[str, ...]]:
+    """Return the lengths of the requests, and notes on what of a trace is not in them."""
     if traffic.dataset_path is None:
-        return LengthSample(np.array([traffic.isl], np.int64), np.array([traffic.osl], np.int64))
+        return LengthSample(np.array([traffic.isl], np.int64), np.array([traffic.osl], np.int64)), ()
     rows = read_trace(traffic.dataset_path)
     if rows.texts is not None:
         raise ConfigError(f"--dataset-path {traffic.dataset_path} holds texts, whose tokens are unknown: give lengths")
     answered = (rows.num_output_tokens >= 1) & (rows.num_prompt_tokens >= 1)
     if not answered.any():
         raise ConfigError(f"--dataset-path {traffic.dataset_path} has no request with a prompt and an answer")
-    return LengthSample(rows.num_prompt_tokens[answered], rows.num_output_tokens[answered])
+    notes = rows.notes
+    if rows.timestamp_ns is not None or rows.hash_ids is not None:
+        notes.append("arrivals and common prefixes of the file have no effect on a plan, which reads lengths alone")
+    sample = LengthSample(rows.num_prompt_tokens[answered], rows.num_output_tokens[answered])
+    return sample, tuple(f"--dataset-path: {note}" for note in notes)
