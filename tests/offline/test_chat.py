@@ -35,12 +35,49 @@ def chat(lines: str, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def chat_bytes(data: bytes, *flags: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([MOESTRO, "chat", *flags], input=data, capture_output=True, timeout=120, check=False)
+
+
 def said(server, *messages: tuple[str, str]) -> str:
     """What the server answers."""
     asked = {"messages": [{"role": role, "content": text} for role, text in messages], "temperature": 0}
     return call(server, "POST", "/v1/chat/completions", asked | {"max_tokens": 8}).json["choices"][0]["message"][
         "content"
     ]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-8"])
+def test_piped_lines_may_begin_with_a_byte_order_mark(server, encoding):
+    done = chat_bytes("Write é.\r\n/what\r\n".encode(encoding), "--url", server.url, *LIMITS)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.decode().replace("\r", "")
+    assert shown.startswith(said(server, ("user", "Write é.")) + "\n[")
+    assert shown.endswith("unknown command /what: /help shows all\n")
+
+
+def test_a_piped_command_may_begin_with_a_byte_order_mark(server):
+    done = chat_bytes(b"\xef\xbb\xbf/exit\nWrite.\n", "--url", server.url, *LIMITS)
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
+def test_piped_bytes_that_are_no_text_are_refused(server):
+    done = chat_bytes(b"Write.\n\xff\xfa\xc3\n", "--url", server.url, *LIMITS)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"moestro: standard input is no text in UTF-8 or UTF-16: ")
+
+
+def test_a_piped_line_is_answered_before_the_next_one_comes(server):
+    command = [MOESTRO, "chat", "--url", server.url, *LIMITS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdin.write(b"/what\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == b"unknown command /what: /help shows all\n"
+        process.stdin.close()
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_chat_over_pipes_says_what_the_server_says_and_obeys_commands(server):

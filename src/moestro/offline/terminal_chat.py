@@ -7,9 +7,12 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
+from typing import TextIO
 
 from rich.console import Console
 
+from moestro.core.text_files import decoded
 from moestro.errors import ConfigError, MoestroError, RequestError
 from moestro.offline.any_server import AnyServer
 from moestro.offline.api_client import UnreachableServerError
@@ -142,9 +145,29 @@ def first_model(server: AnyServer) -> str:
 
 
 def line_reader() -> Callable[[], str]:
-    """Return the function that reads a line of standard input; a terminal has a prompt and can edit the line."""
+    """Return the function that reads a line of standard input; a terminal has a prompt and can edit the line.
+
+    A pipe or a file may begin with a byte order mark, or be UTF-16, as programs of Windows write it.
+    """
     if not sys.stdin.isatty():
-        return input
+        return _piped_line
     with contextlib.suppress(ImportError):  # Some builds of Python lack it.
         importlib.import_module("readline")  # `input` then edits lines, and has a history.
     return lambda: input(">>> ")
+
+
+@cache
+def _input() -> TextIO:
+    # The unbuffered file, because a buffer around another waits until it is full, and a program may await an answer.
+    return decoded(open(sys.stdin.fileno(), "rb", buffering=0, closefd=False))
+
+
+def _piped_line() -> str:
+    """Return the next line of standard input; EOFError at its end, ConfigError if it is no text."""
+    try:
+        line = _input().readline()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is no text in UTF-8 or UTF-16: {error}") from None
+    if not line:
+        raise EOFError
+    return line
