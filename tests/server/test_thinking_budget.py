@@ -60,3 +60,39 @@ def test_no_sequence_is_left_when_budgets_have_ended_several_choices(place):
 
 def test_the_engines_are_idle_at_the_end(direct):
     assert is_idle(direct)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_anthropics_budget_ends_the_thinking_as_the_chats_does(place, claude, is_streamed):
+    variables = {"enable_thinking": True, "thinking": True}
+    expected = chat(place, "def f(x):", **ASKED, chat_template_kwargs=variables).json["choices"][0]["message"]
+    fields = {
+        "model": "moestro-demo", "max_tokens": LENGTH, "extra_body": {"temperature": 0},
+        "thinking": {"type": "enabled", "budget_tokens": BUDGET},
+        "messages": [{"role": "user", "content": "def f(x):"}],
+    }  # fmt: skip
+    if is_streamed:
+        with claude.messages.stream(**fields) as stream:
+            answer = stream.get_final_message()
+    else:
+        answer = claude.messages.create(**fields)
+    thought, text = answer.content
+    assert (thought.thinking, text.text) == (expected["reasoning"], expected["content"])
+    unlimited = claude.messages.create(**fields | {"thinking": {"type": "disabled", "budget_tokens": BUDGET}})
+    assert [block.type for block in unlimited.content] == ["thinking"]  # Its template ignores the wish.
+
+
+@pytest.mark.parametrize("budget", [0, -1, -(2**40)])
+def test_anthropics_budget_is_refused_by_its_name(place, budget):
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    reply = call(place, "POST", "/v1/messages", body | {"thinking": {"type": "enabled", "budget_tokens": budget}})
+    assert reply.status == 400
+    assert reply.json["error"]["message"].startswith("thinking.budget_tokens must be at least 1, got")
+
+
+def test_a_budget_on_a_model_without_reasoning_is_named_and_changes_nothing(server):
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    reply = call(server, "POST", "/v1/messages", body | {"thinking": {"type": "enabled", "budget_tokens": 2000}})
+    assert (reply.status, reply.headers["warning"]) == (
+        200, '299 moestro "fields were ignored: thinking.budget_tokens"',
+    )  # fmt: skip

@@ -164,8 +164,16 @@ class AgentApi:
 
 def _message(body: bytes, model: ServedModel, arrival: Arrival) -> _Adapted:
     fields, unknown = _decode_message(body)
-    chat = chat_of_message(fields)
+    chat = _without_vain_budget(chat_of_message(fields), model)
     return _Adapted(_prepared(chat, unknown, model, arrival), MessageEncoding(), chat.places)
+
+
+def _without_vain_budget(chat: TranslatedChat, model: ServedModel) -> TranslatedChat:
+    """Leave out a budget of thinking that cannot be enforced: clients send one whether or not the model thinks."""
+    if model.chat.reasoning_end is not None or "thinking_token_budget" not in chat.fields:
+        return chat
+    fields = {name: value for name, value in chat.fields.items() if name != "thinking_token_budget"}
+    return replace(chat, fields=fields, left_out=(*chat.left_out, "thinking.budget_tokens"))
 
 
 def _response(body: bytes, model: ServedModel, arrival: Arrival) -> _Adapted:

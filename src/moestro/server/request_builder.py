@@ -236,7 +236,7 @@ def _thinking(ask: ChatAsk, model: ServedModel) -> ThinkingBudget | None:
     """Return the limit of the reasoning; RequestError if this model's reasoning cannot be ended from outside."""
     if ask.thinking_budget is None:
         return None
-    end = None if model.chat.reasoning is None else model.chat.reasoning.end_tag()
+    end = model.chat.reasoning_end
     if end is None:
         raise RequestError(
             "thinking_token_budget needs a model whose reasoning ends with a tag, such as </think>, and this server"

@@ -108,6 +108,11 @@ class ChatFormat:
     special: frozenset[str] = frozenset()
     choices: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def reasoning_end(self) -> str | None:
+        """The tag that ends the reasoning. None means that no tag does, or that the model does not reason."""
+        return None if self.reasoning is None else self.reasoning.end_tag()
+
     def check(self, use: ToolUse) -> None:
         """Refuse a choice of tools that this server cannot honour.
 

@@ -18,6 +18,7 @@ _PLACES = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "prompt": "messages",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
     "stop": "stop_sequences",
     "user": "metadata.user_id",
 }
@@ -65,7 +66,7 @@ class ToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """Whether the model thinks first. A budget is a target that the model may miss, and has no effect here."""
+    """Whether the model thinks first, and the most tokens of its thinking."""
 
     type: str
     budget_tokens: int | None = None
@@ -147,6 +148,8 @@ def chat_of_message(fields: MessagesFields) -> TranslatedChat:
     }
     for name in ("temperature", "top_p", "top_k", "cache_salt", "priority", "service_class"):
         sampling[name] = getattr(fields, name)
+    if fields.thinking is not None and fields.thinking.type != "disabled":
+        sampling["thinking_token_budget"] = _budget(fields.thinking)
     if fields.stream:
         # The first event has the tokens of the prompt, and the last one those of the answer.
         sampling |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -301,6 +304,13 @@ def _thinking(thinking: Thinking | None) -> dict[str, Any]:
         raise _invalid("thinking.type", text)
     is_on = thinking.type == "enabled"
     return {"chat_template_kwargs": {"enable_thinking": is_on, "thinking": is_on}}  # Qwen's and GLM's, DeepSeek's name.
+
+
+def _budget(thinking: Thinking) -> int | None:
+    budget = thinking.budget_tokens
+    if budget is not None and budget < 1:
+        raise _invalid("thinking.budget_tokens", f"must be at least 1, got {budget}")
+    return budget
 
 
 def _output(fields: CountFields, places: FieldPlaces) -> dict[str, Any]:

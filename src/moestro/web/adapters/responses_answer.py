@@ -71,13 +71,27 @@ def response_of_chat(answer: dict[str, Any], settings: dict[str, Any], tools: Of
         function = call["function"]
         tool = tools.called(function["name"])
         item_id = _item_id(answer, _call_kind(tool), len(output))
-        output.append(_call_item(item_id, call["id"], tool, function["arguments"]) | {"status": _COMPLETE})
-    output[-1]["status"] = status  # A limit cuts only the last item.
+        arguments = function["arguments"]
+        output.append(_call_item(item_id, call["id"], tool, arguments) | {"status": _status_of_call(arguments)})
+    if not calls:
+        output[-1]["status"] = status  # A limit cuts only the last item.
     return _response(answer, settings, status, output, answer.get("usage"))
 
 
 def _status(choice: dict[str, Any]) -> str:
     return _CUT if choice.get("finish_reason") == "length" else _COMPLETE
+
+
+def _status_of_call(arguments: str) -> str:
+    """Return the status of a call: it is complete with its arguments, even if a limit cuts what follows.
+
+    A call in which the model or a limit ended the answer has no arguments that a client could use.
+    """
+    try:
+        _decode_names(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return _CUT
+    return _COMPLETE
 
 
 def _response(
@@ -254,7 +268,8 @@ class ResponseStream:
             return
         text = "".join(self._texts)
         if self._kind in _CALL_KINDS:
-            done = _call_item(self._item["id"], self._item["call_id"], self._tool, text) | {"status": status}
+            done = _call_item(self._item["id"], self._item["call_id"], self._tool, text)
+            done["status"] = _status_of_call(text)
             yield from self._end_of_call(done)
         else:
             is_message = self._kind == "msg"
