@@ -24,6 +24,7 @@ from moestro.server.validation import (
     MAX_COPIES,
     MAX_ID_CHARS,
     MAX_LOGPROBS,
+    MAX_PROMPTS,
     MAX_SALT_CHARS,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
@@ -31,6 +32,8 @@ from moestro.server.validation import (
     MAX_USER_CHARS,
 )
 from moestro.text.efforts import EFFORTS
+from moestro.web.adapters.messages_request import MAX_BUDGET, THINKING_TYPES
+from moestro.web.adapters.responses_request import INCLUDED
 
 Schema = dict[str, Any]
 
@@ -95,6 +98,23 @@ _OF_BOTH: Mapping[str, Mapping[str, Schema]] = {
     "truncation_side": {"string": {"enum": ["left", "right"]}},
     "service_class": {"string": {"enum": [each.value for each in ServiceClass]}},
 }
+_OF_CHATS: Mapping[str, Mapping[str, Schema]] = {
+    **_OF_BOTH,
+    "max_completion_tokens": {"integer": _COUNT},
+    "top_logprobs": {"integer": _between(0, MAX_LOGPROBS)},
+    "messages": {"array": {"minItems": 1}},
+    "tools": {"array": {"maxItems": MAX_TOOLS}},
+    "tool_choice": {"string": {"enum": ["none", "auto", "required"]}, "object": _NAMED_FUNCTION},
+    "reasoning_effort": {"string": {"enum": list(EFFORTS)}},
+    "verbosity": {"string": {"enum": list(VERBOSITIES)}},
+    "thinking_token_budget": {"integer": _between(-1, 2**31 - 1)},
+}
+_HAS_NAME: Schema = {"required": ["name"], "properties": {"name": {"type": "string"}}}
+_OWN = ("cache_salt", "priority", "service_class")  # Fields of Moestro alone in the APIs of agents.
+_OF_COUNTS: Mapping[str, Mapping[str, Schema]] = {
+    "messages": {"array": {"minItems": 1}},
+    "tools": {"array": {"maxItems": MAX_TOOLS}},
+}
 _BOUNDS: Mapping[str, Mapping[str, Mapping[str, Schema]]] = {
     "CompletionFields": {
         **_OF_BOTH,
@@ -102,30 +122,72 @@ _BOUNDS: Mapping[str, Mapping[str, Mapping[str, Schema]]] = {
         "logprobs": {"integer": _between(0, MAX_LOGPROBS)},
         "prompt": {"string": {"minLength": 1}, "array": {"minItems": 1}},
     },
-    "ChatFields": {
-        **_OF_BOTH,
-        "max_completion_tokens": {"integer": _COUNT},
-        "top_logprobs": {"integer": _between(0, MAX_LOGPROBS)},
-        "messages": {"array": {"minItems": 1}},
-        "tools": {"array": {"maxItems": MAX_TOOLS}},
-        "tool_choice": {"string": {"enum": ["none", "auto", "required"]}, "object": _NAMED_FUNCTION},
-        "reasoning_effort": {"string": {"enum": list(EFFORTS)}},
-        "verbosity": {"string": {"enum": list(VERBOSITIES)}},
+    "ChatFields": _OF_CHATS,
+    "BatchChatFields": {**_OF_CHATS, "messages": {"array": {"minItems": 1, "maxItems": MAX_PROMPTS}}},
+    "CountFields": _OF_COUNTS,
+    "MessagesFields": {
+        **_OF_COUNTS,
+        **{name: _OF_BOTH[name] for name in ("temperature", "top_p", "top_k", *_OWN)},
+        "max_tokens": {"integer": _COUNT},
+        "stop_sequences": _OF_BOTH["stop"],
     },
+    "ConversationTurn": {"role": {"string": {"enum": ["user", "assistant", "system"]}}},
+    "SenderMetadata": {"user_id": _OF_BOTH["user"]},
+    "Thinking": {
+        "type": {"string": {"enum": list(THINKING_TYPES)}},
+        "budget_tokens": {"integer": _between(1, MAX_BUDGET)},
+    },
+    "ToolChoice": {"type": {"string": {"enum": ["auto", "any", "tool", "none"]}}},
+    "ResponsesFields": {
+        **{name: _OF_BOTH[name] for name in ("temperature", "top_p", "top_k", "seed", "stop", "user", *_OWN)},
+        "input": {"string": {"minLength": 1}, "array": {"minItems": 1}},
+        "max_output_tokens": {"integer": _COUNT},
+        "top_logprobs": {"integer": _between(0, MAX_LOGPROBS)},
+        "include": {"array": {"items": {"enum": list(INCLUDED)}}},
+        "tools": {"array": {"maxItems": MAX_TOOLS, "items": {"type": "object", "required": ["type"]}}},
+        "tool_choice": {"string": {"enum": ["none", "auto", "required"]}},
+        "truncation": {"string": {"enum": ["auto", "disabled"]}},
+    },
+    "ChoiceField": {"type": {"string": {"enum": ["function", "custom", "allowed_tools"]}}},
+    "TextConfig": {"verbosity": {"string": {"enum": list(VERBOSITIES)}}},
+    "TextFormat": {"type": {"string": {"enum": ["text", "json_object", "json_schema"]}}},
+    "ReasoningConfig": {"effort": {"string": {"enum": list(EFFORTS)}}},
     "Message": {"role": {"string": {"enum": list(ROLES)}}},
     "ResponseFormat": {"type": {"string": {"enum": ["text", "json_object", "json_schema"]}}},
 }
 _NEUTRAL: Mapping[str, Neutral] = {
     "CompletionFields": IN_COMPLETIONS,
     "ChatFields": IN_CHAT,
+    "BatchChatFields": IN_CHAT,
     "MessagesFields": IN_MESSAGES,
     "CountFields": IN_COUNTS,
     "ResponsesFields": IN_RESPONSES,
 }
-# A completion without new tokens is possible only where the prompt is the answer.
-_SCORING = {
-    "if": {"not": {"required": ["echo"], "properties": {"echo": {"const": True}}}},
-    "then": {"properties": {"max_tokens": {"not": {"const": 0}}}},
+# A batch of chats is not possible with other values of these.
+_ONLY: Mapping[str, Mapping[str, list[object]]] = {
+    "BatchChatFields": {
+        "prompt_logprobs": [None],
+        "return_token_ids": [None, False],
+        "stream": [None, False],
+        "tool_choice": [None, "none", "auto"],
+        "tools": [None, []],
+    }
+}
+
+
+def _if_given(field: str, values: list[str], then: Schema) -> Schema:
+    return {"if": {"required": [field], "properties": {field: {"enum": values}}}, "then": then}
+
+
+# What one field of a struct demands of its others.
+_TOGETHER: Mapping[str, Schema] = {
+    # A completion without new tokens is possible only where the prompt is the answer.
+    "CompletionFields": {
+        "if": {"not": {"required": ["echo"], "properties": {"echo": {"const": True}}}},
+        "then": {"properties": {"max_tokens": {"not": {"const": 0}}}},
+    },
+    "ToolChoice": _if_given("type", ["tool"], _HAS_NAME),
+    "ChoiceField": _if_given("type", ["function", "custom"], _HAS_NAME),
 }
 
 
@@ -139,6 +201,11 @@ def add_bounds(components: dict[str, Schema], *, is_strict: bool) -> None:
     for name, fields in _BOUNDS.items():
         for field, bounds in fields.items():
             _bound(components[name]["properties"][field], bounds)
+    for name, allowed in _ONLY.items():
+        for field, only in allowed.items():
+            components[name]["properties"][field] = {"enum": only, "description": "Not possible for several chats."}
+    for name, together in _TOGETHER.items():
+        components[name]["allOf"] = [together]
     for name, neutral in _NEUTRAL.items():
         properties = components[name]["properties"]
         for field, values in neutral.items():
@@ -148,7 +215,6 @@ def add_bounds(components: dict[str, Schema], *, is_strict: bool) -> None:
             for field in WITHOUT_EFFECT:
                 properties.setdefault(field, {"description": "Accepted without effect."})
             components[name]["additionalProperties"] = False
-    components["CompletionFields"]["allOf"] = [_SCORING]
 
 
 def _bound(schema: Schema, bounds: Mapping[str, Schema]) -> None:

@@ -155,7 +155,8 @@ def parse_chats(body: bytes) -> list[ChatAsk]:
     """Return the validated chats of a batch; RequestError says what is wrong with the body."""
     fields, unknown = decode_chats(body)
     for name in ("stream", "tools", "prompt_logprobs", "return_token_ids"):
-        if (given := getattr(fields, name)) is not None and given not in (False, []):
+        given = getattr(fields, name)
+        if not (given is None or given is False or given == []):
             raise invalid(name, "is not possible for several chats; send each to /v1/chat/completions")
     conversations = fields.messages
     if not 1 <= len(conversations) <= MAX_PROMPTS:

@@ -22,6 +22,8 @@ _PLACES = {
     "stop": "stop_sequences",
     "user": "metadata.user_id",
 }
+THINKING_TYPES = ("enabled", "disabled", "adaptive", "between_tools")
+MAX_BUDGET = 2**31 - 1  # Tokens of thinking.
 _Said = tuple[dict[str, Any], dict[str, str]]  # A chat message, and its places in the client's body by its own.
 _HOSTED = ("web_search_", "web_fetch_")  # Tools of Anthropic's servers that clients offer whether or not one has them.
 
@@ -148,7 +150,7 @@ def chat_of_message(fields: MessagesFields) -> TranslatedChat:
     }
     for name in ("temperature", "top_p", "top_k", "cache_salt", "priority", "service_class"):
         sampling[name] = getattr(fields, name)
-    if fields.thinking is not None and fields.thinking.type != "disabled":
+    if fields.thinking is not None:
         sampling["thinking_token_budget"] = _budget(fields.thinking)
     if fields.stream:
         # The first event has the tokens of the prompt, and the last one those of the answer.
@@ -299,8 +301,8 @@ def _thinking(thinking: Thinking | None) -> dict[str, Any]:
     """Return the arguments of templates that can think or not. Without a wish, the template's default holds."""
     if thinking is None or thinking.type in ("adaptive", "between_tools"):
         return {}
-    if thinking.type not in ("enabled", "disabled"):
-        text = f"must be enabled, disabled, adaptive or between_tools, got {shown(thinking.type)}"
+    if thinking.type not in THINKING_TYPES:
+        text = f"must be one of {', '.join(THINKING_TYPES)}, got {shown(thinking.type)}"
         raise _invalid("thinking.type", text)
     is_on = thinking.type == "enabled"
     return {"chat_template_kwargs": {"enable_thinking": is_on, "thinking": is_on}}  # Qwen's and GLM's, DeepSeek's name.
@@ -308,9 +310,9 @@ def _thinking(thinking: Thinking | None) -> dict[str, Any]:
 
 def _budget(thinking: Thinking) -> int | None:
     budget = thinking.budget_tokens
-    if budget is not None and budget < 1:
-        raise _invalid("thinking.budget_tokens", f"must be at least 1, got {budget}")
-    return budget
+    if budget is not None and not 1 <= budget <= MAX_BUDGET:
+        raise _invalid("thinking.budget_tokens", f"must be between 1 and {MAX_BUDGET}, got {budget}")
+    return None if thinking.type == "disabled" else budget
 
 
 def _output(fields: CountFields, places: FieldPlaces) -> dict[str, Any]:

@@ -32,9 +32,9 @@ _PLACES = {
     "verbosity": "text.verbosity",
 }
 _LOGPROBS = "message.output_text.logprobs"
+# Values of `include`; the last two add nothing which this server could have.
+INCLUDED = (_LOGPROBS, "reasoning.encrypted_content", "web_search_call.action.sources")
 _PARTS = frozenset({"content", "reasoning_content", "tool_calls", "tool_call_id"})  # of a message that says something
-# Values of `include` that add nothing which this server could have.
-_WITHOUT_EFFECT = ("reasoning.encrypted_content", "web_search_call.action.sources")
 
 
 _decode_tool = msgspec.json.Decoder(FunctionTool).decode
@@ -289,7 +289,7 @@ def _format(wanted: TextFormat | None) -> dict[str, Any] | None:
 
 def _logprobs(fields: ResponsesFields) -> dict[str, Any]:
     for each in fields.include or ():
-        if each not in (_LOGPROBS, *_WITHOUT_EFFECT):
+        if each not in INCLUDED:
             raise unsupported("include", f"{shown(each)} is not supported")
     if _LOGPROBS not in (fields.include or ()) and not fields.top_logprobs:
         return {}
