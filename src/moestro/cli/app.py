@@ -7,6 +7,7 @@ from cyclopts.config import Env
 
 from moestro import __version__
 from moestro.config.config_sources import ConfigFile, Origins
+from moestro.config.vllm_values import VllmValues
 from moestro.config.whole_numbers import SuffixedNumbers
 
 ORIGINS = Origins()
@@ -23,6 +24,7 @@ app = App(
         Env("MOESTRO_", command=False),  # keeps API keys out of the process list
         ConfigFile(),
         SuffixedNumbers(),
+        VllmValues(),
         ORIGINS,
     ),
     # A flag that is given twice takes the last value, as in other programs; a flag of several values takes them all.

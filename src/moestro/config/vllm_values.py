@@ -1,0 +1,74 @@
+"""Values of vLLM for flags that Moestro has too: some mean one of its own, and others need what is missing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cyclopts import App, ArgumentCollection
+
+from moestro.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignValues:
+    """Values that vLLM has for a flag, and Moestro has not.
+
+    Attributes:
+        same: Own value with the same meaning, by vLLM's.
+        taken: Own value in place of one whose difference changes nothing here; one warning says so.
+        why_taken: Why it changes nothing; part of a sentence.
+        refused: What to do in place of a value that needs what is missing; part of a sentence.
+    """
+
+    same: Mapping[str, str] = field(default_factory=dict)
+    taken: Mapping[str, str] = field(default_factory=dict)
+    why_taken: str = ""
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+_LOADERS = ("safetensors", "hf", "fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded")
+_PICKLES = "weights are read from safetensors files alone: convert the checkpoint to them"
+_OTHER_FILES = "give a checkpoint in Hugging Face's layout, with safetensors files"
+
+VLLM_VALUES: Mapping[str, ForeignValues] = {
+    "dtype": ForeignValues(same={"half": "float16", "float": "float32"}),
+    "load_format": ForeignValues(
+        taken=dict.fromkeys(_LOADERS, "auto"),
+        why_taken="weights are always read from safetensors files, by one loader",
+        refused={
+            **dict.fromkeys(("pt", "npcache"), _PICKLES),
+            **dict.fromkeys(("gguf", "mistral", "modelexpress", "sharded_state", "tensorizer"), _OTHER_FILES),
+            "bitsandbytes": "give a checkpoint in FP8, MXFP4 or without quantization",
+        },
+    ),
+    "tool_call_parser": ForeignValues(same={"glm47": "glm45", "qwen3_xml": "qwen3_coder"}),
+    "reasoning_parser": ForeignValues(same={"deepseek_v3": "qwen3"}),
+}
+
+
+class VllmValues:
+    """Replaces values of vLLM by Moestro's own, for cyclopts, in flags, environment variables and files alike.
+
+    It adds no settings and must come after the sources that do.
+    """
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Replace the tokens of `arguments`; an error names the flag and what to do."""
+        for argument in arguments:
+            if argument.tokens and (values := VLLM_VALUES.get(argument.field_info.name)) is not None:
+                argument.tokens[:] = [
+                    token.evolve(value=_own(argument.name, token.value, values)) for token in argument.tokens
+                ]
+
+
+def _own(flag: str, given: str, values: ForeignValues) -> str:
+    if given in values.refused:
+        raise ConfigError(f"{flag} {given} is a value of vLLM and not supported: {values.refused[given]}")
+    if given in values.taken:
+        logger.warning("%s %s is a value of vLLM that changes nothing here: %s", flag, given, values.why_taken)
+        return values.taken[given]
+    return values.same.get(given, given)
