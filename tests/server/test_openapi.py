@@ -56,6 +56,7 @@ FIELDS_OF = {
     "ResponsesFields": (
         "input", "max_output_tokens", "temperature", "top_p", "top_logprobs", "include", "tools", "tool_choice",
         "text", "reasoning", "user", "truncation", "seed", "stop", "top_k", "cache_salt", "priority", "service_class",
+        "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
     ),
 }  # fmt: skip
 # What another field has to be, so that a field is judged alone.

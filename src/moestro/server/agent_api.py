@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from moestro.errors import RequestError
-from moestro.server.protocol import Answer
+from moestro.server.protocol import Answer, StructuredOutputs
 from moestro.server.request_builder import Arrival, Prepared, ServedModel, chat_prompt, prepare_chat
 from moestro.server.request_fields import BodyDecoder, ignored_warning, refuse_unknown
 from moestro.server.request_runner import RequestRunner
@@ -29,7 +29,9 @@ from moestro.web.errors import HttpError, anthropic_error_json, error_json
 
 _decode_message = BodyDecoder(MessagesFields, IN_MESSAGES)
 _decode_count = BodyDecoder(CountFields, IN_COUNTS)
-_decode_response = BodyDecoder(ResponsesFields, IN_RESPONSES, shapes={"tools": list[FunctionTool]})
+_decode_response = BodyDecoder(
+    ResponsesFields, IN_RESPONSES, shapes={"tools": list[FunctionTool], "structured_outputs": StructuredOutputs}
+)
 _encode = msgspec.json.Encoder().encode
 
 

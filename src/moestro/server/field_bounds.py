@@ -33,6 +33,7 @@ from moestro.server.validation import (
 )
 from moestro.text.efforts import EFFORTS
 from moestro.web.adapters.messages_request import MAX_BUDGET, THINKING_TYPES
+from moestro.web.adapters.messages_request import ROLES as MESSAGE_ROLES
 from moestro.web.adapters.responses_request import INCLUDED
 
 Schema = dict[str, Any]
@@ -131,7 +132,7 @@ _BOUNDS: Mapping[str, Mapping[str, Mapping[str, Schema]]] = {
         "max_tokens": {"integer": _COUNT},
         "stop_sequences": _OF_BOTH["stop"],
     },
-    "ConversationTurn": {"role": {"string": {"enum": ["user", "assistant", "system"]}}},
+    "ConversationTurn": {"role": {"string": {"enum": list(MESSAGE_ROLES)}}},
     "SenderMetadata": {"user_id": _OF_BOTH["user"]},
     "Thinking": {
         "type": {"string": {"enum": list(THINKING_TYPES)}},
@@ -139,7 +140,7 @@ _BOUNDS: Mapping[str, Mapping[str, Mapping[str, Schema]]] = {
     },
     "ToolChoice": {"type": {"string": {"enum": ["auto", "any", "tool", "none"]}}},
     "ResponsesFields": {
-        **{name: _OF_BOTH[name] for name in ("temperature", "top_p", "top_k", "seed", "stop", "user", *_OWN)},
+        **{name: _OF_BOTH[name] for name in (*SAMPLING_RANGES, "logit_bias", "seed", "stop", "user", *_OWN)},
         "input": {"string": {"minLength": 1}, "array": {"minItems": 1}},
         "max_output_tokens": {"integer": _COUNT},
         "top_logprobs": {"integer": _between(0, MAX_LOGPROBS)},

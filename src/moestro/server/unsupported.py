@@ -132,7 +132,6 @@ IN_RESPONSES: Neutral = {
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
-    "logit_bias": ({},),
     "max_tokens": (),
     "max_completion_tokens": (),
     "max_tool_calls": (),
@@ -175,9 +174,9 @@ REMEDIES_BELOW = {"function_call": "Send tool_calls.", "partial": _CONTINUE, "pr
 # Keys that name, annotate, cache or repeat what is beside them, wherever they stand below the top level.
 HARMLESS_BELOW = frozenset(
     {
-        *("annotations", "cache_control", "caller", "citations", "created_at", "data", "display"),
+        *("annotations", "cache_control", "caller", "citations", "created_at", "data", "defer_loading", "display"),
         *("eager_input_streaming", "encrypted_content", "id", "include_obfuscation", "index", "logprobs", "metadata"),
-        *("parsed", "parsed_arguments", "phase", "signature", "status", "timestamp"),
+        *("page_age", "parsed", "parsed_arguments", "phase", "signature", "status", "timestamp"),
     }
 )
 

@@ -24,12 +24,29 @@ _PLACES = {
 }
 THINKING_TYPES = ("enabled", "disabled", "adaptive", "between_tools")
 MAX_BUDGET = 2**31 - 1  # Tokens of thinking.
+# Roles of Claude Code, from 2.1.154 on, for context and messages of its own, as vLLM reads them.
+_ROLES = {"ctx": "user", "msg": "user"}
+ROLES = ("user", "assistant", "system", *_ROLES)
 _Said = tuple[dict[str, Any], dict[str, str]]  # A chat message, and its places in the client's body by its own.
 _HOSTED = ("web_search_", "web_fetch_")  # Tools of Anthropic's servers that clients offer whether or not one has them.
 
 
+class DocumentSource(msgspec.Struct):
+    """Contents of a document: a text, or blocks of text."""
+
+    type: str
+    data: str | None = None
+    content: str | list[Block] | None = None
+    media_type: str | None = None
+
+
 class Block(msgspec.Struct):
-    """One content block of a message, of the system prompt, or of a tool's result."""
+    """One content block of a message, of the system prompt, of a tool's result, or a result of a search.
+
+    Attributes:
+        source: Contents of a document, or the origin of a search result.
+        tool_name: Tool that a search for tools has found.
+    """
 
     type: str
     text: str | None = None
@@ -38,7 +55,13 @@ class Block(msgspec.Struct):
     name: str | None = None
     input: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[Block] | Block | None = None
+    source: str | DocumentSource | None = None
+    title: str | None = None
+    context: str | None = None
+    url: str | None = None
+    tool_name: str | None = None
+    error_code: str | None = None
     is_error: bool | None = None  # Templates have no place for it; the text of the result says it.
 
 
@@ -119,6 +142,7 @@ class CountFields(msgspec.Struct, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # Older name of `output_config.format`.
     context_management: ContextManagement | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # A field of vLLM.
 
 
 class MessagesFields(CountFields, kw_only=True):
@@ -179,8 +203,13 @@ def chat_of_count(fields: CountFields) -> TranslatedChat:
         chat["tools"] = [_tool(place, f"tools[{i}]", tool, places) for i, (place, tool) in enumerate(offered.items())]
     if fields.tool_choice is not None:
         chat |= _choice(fields.tool_choice)
+    variables = _thinking(fields.thinking)
+    if fields.chat_template_kwargs is not None:
+        places.add("chat_template_kwargs", "chat_template_kwargs")
+        variables |= fields.chat_template_kwargs
+    chat["chat_template_kwargs"] = variables or None
     left_out = tuple(f"{place} ({kind})" for place, kind in hosted.items())
-    return TranslatedChat(_given(chat | _thinking(fields.thinking) | _output(fields, places)), places, left_out)
+    return TranslatedChat(_given(chat | _output(fields, places)), places, left_out)
 
 
 def _refuse_edits(management: ContextManagement | None) -> None:
@@ -206,10 +235,11 @@ def _turn(place: str, turn: ConversationTurn) -> Iterator[_Said]:
     if turn.role == "assistant":
         yield _assistant(place, turn)
         return
-    if turn.role not in ("user", "system"):
+    role = _ROLES.get(turn.role, turn.role)
+    if role not in ("user", "system"):
         raise _invalid(f"{place}.role", f"must be user or assistant, got {shown(turn.role)}")
-    if isinstance(turn.content, str):
-        yield {"role": turn.role, "content": turn.content}, {"": place}
+    if isinstance(turn.content, str) or not turn.content:
+        yield {"role": role, "content": turn.content or ""}, {"": place}
         return
     texts: list[str] = []
     for i, block in enumerate(turn.content):
@@ -218,13 +248,13 @@ def _turn(place: str, turn: ConversationTurn) -> Iterator[_Said]:
             texts.append(_block_text(where, block))
             continue
         if texts:
-            yield {"role": turn.role, "content": "\n".join(texts)}, {"": place}
+            yield {"role": role, "content": "\n".join(texts)}, {"": place}
             texts = []
-        content = "" if block.content is None else _text(f"{where}.content", block.content)
+        content = _text(f"{where}.content", block.content)
         said = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
         yield said, {"": where, ".tool_call_id": f"{where}.tool_use_id"}
     if texts:
-        yield {"role": turn.role, "content": "\n".join(texts)}, {"": place}
+        yield {"role": role, "content": "\n".join(texts)}, {"": place}
 
 
 def _assistant(place: str, turn: ConversationTurn) -> _Said:
@@ -246,6 +276,10 @@ def _assistant(place: str, turn: ConversationTurn) -> _Said:
                 thoughts.append(block.thinking or "")
             case "redacted_thinking":
                 pass  # Encrypted by another server, so that no text of it is left.
+            case "server_tool_use":
+                texts.append(f"[used {block.name}: {bytes(block.input).decode()}]")
+            case "web_search_tool_result":
+                texts.append(f"[found: {_text(f'{where}.content', block.content)}]")
             case _:
                 texts.append(_block_text(where, block))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
@@ -256,16 +290,40 @@ def _assistant(place: str, turn: ConversationTurn) -> _Said:
     return message, own_places
 
 
-def _text(place: str, content: str | list[Block]) -> str:
-    if isinstance(content, str):
-        return content
+def _text(place: str, content: str | list[Block] | Block | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Block):
+        return _block_text(place, content)
     return "\n".join([_block_text(f"{place}[{i}]", block) for i, block in enumerate(content)])
 
 
 def _block_text(place: str, block: Block) -> str:
-    if block.type != "text" or block.text is None:
-        raise _unsupported(place, f"only text is supported here, got a block of type {shown(block.type)}")
-    return block.text
+    """Return the text of a block for the model."""
+    match block:
+        case Block(type="text", text=str(text)):
+            return text
+        case Block(type="document", source=DocumentSource() as source):
+            return _lines(block.title, block.context, _document(f"{place}.source", source))
+        case Block(type="search_result", source=str(origin)):
+            return _lines(block.title, origin, _text(f"{place}.content", block.content))
+        case Block(type="web_search_result"):
+            return " ".join(each for each in (block.title, block.url) if each)
+        case Block(type="web_search_tool_result_error"):
+            return f"error {block.error_code}"
+        case Block(type="tool_reference", tool_name=str(name)):
+            return f"The tool {name} can be called."
+    raise _unsupported(place, f"only text is supported here, got a block of type {shown(block.type)}")
+
+
+def _document(place: str, source: DocumentSource) -> str:
+    if source.type not in ("text", "content"):
+        raise _unsupported(place, f"only text is supported here, got a document of type {shown(source.type)}")
+    return source.data or _text(f"{place}.content", source.content)
+
+
+def _lines(*texts: str | None) -> str:
+    return "\n".join(text for text in texts if text)
 
 
 def _tool(place: str, in_chat: str, tool: ToolDefinition, places: FieldPlaces) -> dict[str, Any]:
@@ -298,14 +356,14 @@ def _choice(choice: ToolChoice) -> dict[str, Any]:
 
 
 def _thinking(thinking: Thinking | None) -> dict[str, Any]:
-    """Return the arguments of templates that can think or not. Without a wish, the template's default holds."""
+    """Return the variables of templates that can think or not. Without a wish, the template's default holds."""
     if thinking is None or thinking.type in ("adaptive", "between_tools"):
         return {}
     if thinking.type not in THINKING_TYPES:
         text = f"must be one of {', '.join(THINKING_TYPES)}, got {shown(thinking.type)}"
         raise _invalid("thinking.type", text)
     is_on = thinking.type == "enabled"
-    return {"chat_template_kwargs": {"enable_thinking": is_on, "thinking": is_on}}  # Qwen's and GLM's, DeepSeek's name.
+    return {"enable_thinking": is_on, "thinking": is_on}  # Qwen's and GLM's, DeepSeek's name.
 
 
 def _budget(thinking: Thinking) -> int | None:

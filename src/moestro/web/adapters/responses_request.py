@@ -35,7 +35,12 @@ _LOGPROBS = "message.output_text.logprobs"
 # Values of `include`; the last two add nothing which this server could have.
 INCLUDED = (_LOGPROBS, "reasoning.encrypted_content", "web_search_call.action.sources")
 _PARTS = frozenset({"content", "reasoning_content", "tool_calls", "tool_call_id"})  # of a message that says something
-
+_SAME_IN_CHATS = (
+    *("model", "temperature", "top_p", "parallel_tool_calls", "user", "prompt_cache_key", "seed", "stop", "top_k"),
+    *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos"),
+    *("skip_special_tokens", "include_stop_str_in_output", "chat_template_kwargs"),
+    *("cache_salt", "priority", "service_class"),
+)
 
 _decode_tool = msgspec.json.Decoder(FunctionTool).decode
 
@@ -127,6 +132,16 @@ class ResponsesFields(msgspec.Struct, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    structured_outputs: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
     cache_salt: str | None = None
     priority: int | None = None
     service_class: str | None = None
@@ -161,11 +176,10 @@ def chat_of_response(fields: ResponsesFields) -> TranslatedResponse:
         "tools": offered.functions or None,
         "truncate_prompt_tokens": _truncation(fields.truncation),
     }
-    for name in (
-        *("model", "temperature", "top_p", "parallel_tool_calls", "user", "prompt_cache_key", "seed", "stop"),
-        *("top_k", "cache_salt", "priority", "service_class"),
-    ):
+    for name in _SAME_IN_CHATS:
         chat[name] = getattr(fields, name)
+    if bytes(fields.structured_outputs) != b"null":
+        chat["structured_outputs"] = fields.structured_outputs
     if fields.text is not None:
         chat |= {"verbosity": fields.text.verbosity, "response_format": _format(fields.text.format)}
     if fields.reasoning is not None:
