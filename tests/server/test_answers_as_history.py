@@ -225,3 +225,23 @@ def test_an_unmodified_client_reads_the_reasoning_of_any_answer(server, openai):
 def test_the_list_of_models_shows_no_path_of_the_machine(server):
     for card in call(server, "GET", "/v1/models").json["data"]:
         assert card["root"] == card["id"]
+
+
+def test_a_stop_of_white_space_ends_the_answer_with_its_own_token(server):
+    text = "First line.\n\nSecond line."
+    count = call(server, "POST", "/tokenize", {"prompt": "First line.\n\n", "add_special_tokens": False}).json["count"]
+    for stream in (False, True):
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        reply = say(server, text, tools=TOOLS, stop=["\n\n"], **options)
+        assert (joined if stream else whole)(reply)["content"] == "First line."
+        usage = reply.events[-2]["usage"] if stream else reply.json["usage"]
+        assert usage["completion_tokens"] == count
+
+
+def test_a_stop_that_ends_in_the_first_tokens_does_not_end_the_answer_later(server):
+    """The parser holds `<tool` back until the token behind `min_tokens`."""
+    text = "a <toolbox> b"
+    held = call(server, "POST", "/tokenize", {"prompt": "a <tool", "add_special_tokens": False}).json["count"]
+    message = whole(say(server, text, tools=TOOLS, stop=["<to"], min_tokens=held))
+    assert message["content"] == text
+    assert whole(say(server, text, tools=TOOLS, stop=["<to"]))["content"] == "a "

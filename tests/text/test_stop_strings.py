@@ -6,6 +6,9 @@ import random
 
 import pytest
 
+from moestro.text.answer_parser import AnswerParser
+from moestro.text.answer_parts import ContentText, ToolSpec
+from moestro.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 from moestro.text.stop_strings import StopFinder
 
 
@@ -97,3 +100,63 @@ def test_the_cost_of_a_character_is_bounded_whatever_the_stop(stop, text):
 
     assert cost(4000) <= 5 * 4000 * len(text)
     assert cost(8000) <= 2.2 * cost(4000)
+
+
+# --- behind parsers, which hold text back
+
+
+def pieces_of(parser: AnswerParser, pieces: list[str], num_early: int) -> tuple[str, int]:
+    """The content of an answer whose first pieces hold no stop, and the number of pieces that it took."""
+    content = ""
+    for i, piece in enumerate(pieces):
+        parts = parser.feed(piece, may_stop=i >= num_early)
+        content += "".join(part.text for part in parts if isinstance(part, ContentText))
+        if parser._stops.found is not None:
+            return content, i + 1
+    parts = parser.finish()
+    return content + "".join(part.text for part in parts if isinstance(part, ContentText)), len(pieces)
+
+
+def parser_with(stops: list[str], *, reasons: bool = False) -> AnswerParser:
+    reasoning = REASONING_PARSERS.make("qwen3")("x") if reasons else None
+    return AnswerParser(reasoning, TOOL_PARSERS.make("hermes")([ToolSpec("f", {})]), StopFinder(stops))
+
+
+@pytest.mark.parametrize("reasons", [False, True])
+@pytest.mark.parametrize(
+    ("pieces", "num_early", "stop", "content", "num_taken"),
+    [
+        # The parser holds "<tool" back until the next piece; all of it is early.
+        (["a <tool", "x b", " c"], 1, "<tool", "a <toolx b c", 3),
+        (["a <tool", "x b", " c"], 0, "<tool", "a ", 2),
+        (["a <tool", "x b", " c"], 1, "<toolx", "a ", 2),
+        (["a <tool", "x b", " c"], 1, "b", "a <toolx ", 2),
+        (["a <too", "l", "x"], 2, "<tool", "a <toolx", 3),
+        (["a <too", "l", "x"], 1, "<tool", "a ", 3),
+        (["a <tool", "x", "<tool", "y"], 1, "<tool", "a <toolx", 4),
+        (["a <tool"], 1, "<tool", "a <tool", 1),
+        # White space that may precede a call ends the answer with its own token.
+        (["a", "\n\n", "b"], 0, "\n\n", "a", 2),
+        (["a", " \n", "\n", "b"], 0, "\n\n", "a ", 3),
+        (["a", ".", "\n", "b"], 0, ".\n", "a", 3),
+        (["a", "\n\n", "b"], 2, "\n\n", "a\n\nb", 3),
+        (["a", "\n", "\n", "b"], 2, "\n\n", "a", 3),
+        (["a", "\n\n", "\n", "b"], 2, "\n", "a\n\n", 3),
+    ],
+)
+def test_a_stop_behind_a_parser_ends_where_the_text_has_it(reasons, pieces, num_early, stop, content, num_taken):
+    assert pieces_of(parser_with([stop], reasons=reasons), pieces, num_early) == (content, num_taken)
+
+
+def test_law_a_parser_that_finds_nothing_changes_no_stop():
+    """Text without markers has its stops where the finder alone has them, whatever parts a parser holds back."""
+    rng = random.Random(5)
+    for _ in range(3000):
+        pieces = ["".join(rng.choices("ab \n<t", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 8))]
+        pieces[0] = "a" + pieces[0]  # White space at the start may precede a call.
+        stops = ["".join(rng.choices("ab \n<t", k=rng.randint(1, 3))) for _ in range(rng.randint(1, 2))]
+        num_early = rng.randint(0, len(pieces))
+        plain = StopFinder(stops)
+        text = "".join(plain.push(piece, look=i >= num_early) for i, piece in enumerate(pieces)) + plain.flush()
+        parser = parser_with(stops, reasons=rng.random() < 0.5)
+        assert (pieces_of(parser, pieces, num_early)[0], parser._stops.found) == (text, plain.found), (pieces, stops)

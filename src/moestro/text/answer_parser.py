@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moestro.text.answer_parts import AnswerPart, CallArguments, CallEnd, CallStart, ContentText, ReasoningText
-from moestro.text.output_parser import ReasoningParser, ToolParser
+from moestro.text.output_parser import OutputParser, ReasoningParser, ToolParser
 from moestro.text.stop_strings import StopFinder
 
 _OPENAI_ID_CHARS = 24  # after "call_", as OpenAI's ids have
@@ -70,6 +70,8 @@ class AnswerParser:
         self._shows_reasoning = shows_reasoning
         self._is_parallel = is_parallel
         self._reports_calls = reports_calls
+        # Characters of the answer in which no stop may end, and all until the first part behind them; 0: no longer.
+        self._num_early = self._num_fed = 0
 
     @property
     def is_reasoning(self) -> bool:
@@ -80,11 +82,22 @@ class AnswerParser:
         """Return the parts that are certain after the next piece of the answer.
 
         Args:
-            may_stop: Whether a stop string may end in these parts.
+            may_stop: Whether a stop string may end in `text`. Once it may, it always may.
         """
-        if self._reasoning is None:
-            return self._numbered(self._parsed_calls([ContentText(text)]), may_stop=may_stop)
-        return self._numbered(self._parsed_calls(self._reasoning.feed(text)), may_stop=may_stop)
+        if not may_stop:
+            self._num_early = self._num_fed = self._num_fed + len(text)
+            return self._numbered(self._parsed(text))
+        if not self._num_early:
+            return self._numbered(self._parsed(text)) + self._stop_in_space()
+        found: list[ChatPart] = []
+        for i, char in enumerate(text):  # One at a time, so that the end of each part in the answer is known.
+            self._num_fed += 1
+            parts = self._parsed(char)
+            found += self._numbered(parts) + self._stop_in_space()
+            if parts and self._num_certain >= self._num_early:
+                self._num_early = self._num_fed = 0  # All that follows lies behind.
+                return found + self.feed(text[i + 1 :])
+        return found
 
     def finish(self, *, is_cut: bool = False) -> list[ChatPart]:
         """Return the remaining parts at the end of the answer.
@@ -93,6 +106,8 @@ class AnswerParser:
             is_cut: Whether a limit ended the answer, and not the model.
         """
         parts: list[AnswerPart] = []
+        if is_cut:  # What waits is dropped.
+            self._num_fed -= sum(each.num_waiting for each in self._parsers)
         if self._reasoning is not None:
             parts += self._parsed_calls(self._reasoning.finish(is_cut=is_cut))
         if self._calls is not None:
@@ -104,6 +119,51 @@ class AnswerParser:
         has_called = bool(self.num_calls) and not self.is_within_call
         return "tool_calls" if has_called and reason == "stop" and self._reports_calls else reason
 
+    @property
+    def _num_certain(self) -> int:
+        """Characters of the answer up to the end of the last certain part; valid while there are early ones."""
+        return self._num_fed - sum(each.num_waiting + len(each.held_space) for each in self._parsers)
+
+    @property
+    def _parsers(self) -> list[OutputParser]:
+        return [each for each in (self._calls, self._reasoning) if each is not None]
+
+    def _split(self, text: str, end: int) -> tuple[str, str]:
+        """Divide text that ends at `end` in the answer into that in which no stop may end, and the rest."""
+        at = len(text) - max(0, min(len(text), end - self._num_early)) if self._num_early else 0
+        return text[:at], text[at:]
+
+    def _pushed(self, text: str) -> str:
+        """Return the content that can be shown after `text`."""
+        if not self._num_early:
+            return self._stops.push(text)
+        early, late = self._split(text, self._num_certain)
+        shown = self._stops.push(early, look=False) if early else ""
+        return shown + (self._stops.push(late) if late else "")
+
+    def _held_space(self) -> str:
+        """Return white space of the content that parsers hold back, because a call may follow it directly."""
+        space = ""
+        for parser in self._parsers:  # Text passes the later one first.
+            space += "" if parser.is_reasoning else parser.held_space
+            if parser.num_waiting:
+                break
+        return space
+
+    def _stop_in_space(self) -> list[ChatPart]:
+        """Return the content before a stop that ends in white space which a parser holds back, without waiting on."""
+        space = self._held_space()
+        early, late = self._split(space, self._num_certain + len(space))
+        if not late or self._stops.found is not None or not self._stops.completes(early, late):
+            return []
+        shown = self._stops.push(early, look=False) + self._stops.push(late)
+        return [ContentText(shown)] if shown else []
+
+    def _parsed(self, text: str) -> list[AnswerPart]:
+        if self._reasoning is None:
+            return self._parsed_calls([ContentText(text)])
+        return self._parsed_calls(self._reasoning.feed(text))
+
     def _parsed_calls(self, parts: Sequence[AnswerPart]) -> list[AnswerPart]:
         if self._calls is None:
             return list(parts)
@@ -112,14 +172,14 @@ class AnswerParser:
             found += self._calls.feed(part.text) if isinstance(part, ContentText) else [part]
         return found
 
-    def _numbered(self, parts: Iterable[AnswerPart], *, may_stop: bool = True) -> list[ChatPart]:
+    def _numbered(self, parts: Iterable[AnswerPart]) -> list[ChatPart]:
         """Return the parts as the client gets them, up to a stop string."""
         numbered: list[ChatPart] = []
         for part in parts:
             if self._stops.found is not None:
                 break
             if isinstance(part, ContentText):
-                if text := self._stops.push(part.text, look=may_stop):
+                if text := self._pushed(part.text):
                     numbered.append(ContentText(text))
                 continue
             numbered += self._held_content()

@@ -68,7 +68,18 @@ class OutputParser(ABC):
         next(self._run, None)
         if self._space:  # no call followed
             self._parts.append(self._text_part(self._space))
+            self._space = ""
         return self._given()
+
+    @property
+    def num_waiting(self) -> int:
+        """Characters of the answer whose kind is not certain yet."""
+        return self._input.num_waiting
+
+    @property
+    def held_space(self) -> str:
+        """White space of the present kind that is dropped if a call follows."""
+        return self._space
 
     @abstractmethod
     def steps(self) -> Steps[None]:

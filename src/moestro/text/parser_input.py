@@ -84,6 +84,11 @@ class ParserInput:
         if is_cut:
             self._text = self._text[: self._at]
 
+    @property
+    def num_waiting(self) -> int:
+        """Characters that have come and are not certain yet: not taken, or kept because they may come back."""
+        return len(self._text) - self._at + sum(map(len, self._record or ()))
+
     # --- taken text, which comes back if it turns out to be no call
 
     def record(self) -> None:

@@ -47,6 +47,10 @@ class StopFinder:
         shown, self._held = self._held[:certain], self._held[certain:]
         return shown
 
+    def completes(self, early: str, late: str) -> bool:
+        """Return whether a stop would end in `late`, if `early` and then `late` came next; nothing is taken."""
+        return any(search.would_end(early, late) for search in self._searches)
+
     def flush(self) -> str:
         """Return the held-back text at the end of a stretch of text, within which alone a stop may lie."""
         shown, self._held = self._held, ""
@@ -92,6 +96,14 @@ class _StopSearch:
                 matched = borders[matched]
         self.num_matched = matched
         return 0
+
+    def would_end(self, early: str, late: str) -> bool:
+        """Return whether the stop would end in `late`, behind `early`."""
+        before = self.num_matched
+        self.feed(early, look=False)
+        ends = self.feed(late, look=True) > 0
+        self.num_matched = before
+        return ends
 
 
 def _first_and_longest(found: tuple[int, str]) -> tuple[int, int]:
