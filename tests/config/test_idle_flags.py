@@ -68,7 +68,7 @@ def test_a_router_names_flags_without_effect_at_its_start(tmp_path):
     running = Running((MOESTRO, "route", "--engine", "http://127.0.0.1:9", "--admin-port", "0", *flags), tmp_path)
     running.kill()
     (found,) = warnings(running.text)
-    for each in ("--kv-tiers (needs --kv-events)", "--retry-share (needs --max-", "--record-key-file (needs --record)"):
+    for each in ("--kv-tiers (needs --kv-events)", "--retry-share (leave --max-", "--record-key-file (needs --record)"):
         assert each in found
 
 
