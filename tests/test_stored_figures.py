@@ -20,6 +20,7 @@ from moestro.repro.amoe.parts import SIXTEEN, TOP_1, panel
 from moestro.repro.amoe.systems import ASYNC, COLOCATED, EP, EP_STALLS, OVERLAP, PING_PONG_NAME, REPLICAS, build
 from moestro.repro.gimbal.findings import GimbalFindings
 from moestro.repro.gimbal.parts import whole as gimbal_parts
+from moestro.repro.modes.findings import ModesFindings
 from moestro.repro.qllm.engines import EXPERT, FCFS, FCFS_64
 from moestro.repro.qllm.findings import QllmFindings, ls_ttft
 from moestro.repro.qllm.sweep import ratios as qllm_ratios
@@ -218,6 +219,31 @@ def preemption_shares() -> list[str]:
     )
 
 
+def decisions(*, has_kv_events: bool) -> list[str]:
+    """Microseconds of a decision of `lmetric` with 16 and 4,096 engines."""
+    rows = stored("micro/router_decision.json")["rows"]
+    taken = [row for row in rows if row.get("policy") == "lmetric" and row["kv_events"] == has_kv_events]
+    return [f"{row['submit_us']['median']:.0f}" for row in taken if row["engines"] != 256]
+
+
+def loops(device: str) -> list[str]:
+    """Microseconds of a rank's loop for a step with 1, 8, 32 and 256 sequences."""
+    rows = stored("micro/step_parts_avx512.json")["rows"]
+    return [f"{row['loop_us']['median']:.0f}" for row in rows if row.get("device") == device]
+
+
+def loop_of_a_loaded_machine() -> list[str]:
+    rows = stored("micro/step_parts.json")["rows"]
+    return [f"{next(row for row in rows if row['part'] == 'rank loop')['loop_us']['median']:.0f}"]
+
+
+def amoe_sized(system: str, *others: str) -> list[str]:
+    """Throughput of a mode over that of the best of others within 250 ms, with 16 experts on 16 GPUs."""
+    runs = findings("modes", ModesFindings)
+    most = {name: runs.most("experts_top-1_of_16_on_16_GPUs", name, 250).mean() for name in (system, *others)}
+    return ratios([most[system] / max(most[name] for name in others)])
+
+
 # By page: a sentence with gaps, and the figures that stand in them.
 SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "repro.md": {
@@ -251,6 +277,20 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "| `gimbal_v1` | {} |": partial(gimbal_changes, "gimbal_v1"),
         "| `gimbal_v2` | {} |": partial(gimbal_changes, "gimbal_v2"),
         "| `moestro` | {} |": partial(gimbal_changes, "moestro"),
+    },
+    "architecture.md": {
+        "of `lmetric` takes {} and {} µs with 16 and 4,096": partial(decisions, has_kv_events=False),
+        "With an index that KV events fill it takes {} and {} µs": partial(decisions, has_kv_events=True),
+        "with up to 8 sequences ({} and {} µs)": lambda: loops("awake")[:2],
+        "With 32 and 256 a step takes {} and {} µs": lambda: loops("awake")[2:],
+        "1 to 256 sequences take {} to {} µs": lambda: loops("asleep")[::3],
+        "whose loop took {} µs with one sequence": loop_of_a_loaded_machine,
+    },
+    "modes.md": {
+        "which AMoE does not have, has {} times the best other mode": partial(
+            amoe_sized, COLOCATED, EP, OVERLAP, PING_PONG_NAME, REPLICAS
+        ),
+        "AMoE's own division (`async`) has {} times ping-pong there": partial(amoe_sized, ASYNC, PING_PONG_NAME),
     },
     "flow.md": {
         "the factor at 40 tokens is {}, of which most is waiting for a place: with as many places as QLLM it is {}":
