@@ -21,6 +21,7 @@ from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_m
 from mutants import stored_table
 from repro_tables import amoe_throughputs, claims_of_paper, qllm_readings
 from scope_tables import refused_fields, vllm_flags
+from stored_results import results_table
 
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
 from moestro.flow.registry import STEP_POLICIES
@@ -57,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"claims of {paper}": partial(claims_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
     "throughputs of amoe": amoe_throughputs,
     "readings of qllm": qllm_readings,
+    "stored results": results_table,
 }
 
 _MARKED = re.compile(r"(<!-- generated: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
