@@ -237,6 +237,19 @@ def loop_of_a_loaded_machine() -> list[str]:
     return [f"{next(row for row in rows if row['part'] == 'rank loop')['loop_us']['median']:.0f}"]
 
 
+def vllm_pair(policy: str) -> list[str]:
+    """Hit ratio, mean TTFT in ms, and that over round robin with the least and the most."""
+    found = stored("routing/vllm_pair.json")["policies"][policy]
+    over = found["over_round_robin"]["ttft_mean_ms"]
+    shares = [f"{over[which]:.2f}" for which in ("median", "min", "max")]
+    return [f"{found['hit_ratio']['median']:.2f}", f"{found['ttft_mean_ms']['median']:.0f}", *shares]
+
+
+def vllm_kill() -> list[str]:
+    ends = stored("routing/vllm_pair.json")["kill"]["ends"]
+    return [str(ends["answered"]), str(sum(ends.values()))]
+
+
 def amoe_sized(system: str, *others: str) -> list[str]:
     """Throughput of a mode over that of the best of others within 250 ms, with 16 experts on 16 GPUs."""
     runs = findings("modes", ModesFindings)
@@ -285,6 +298,12 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "With 32 and 256 a step takes {} and {} µs": lambda: loops("awake")[2:],
         "1 to 256 sequences take {} to {} µs": lambda: loops("asleep")[::3],
         "whose loop took {} µs with one sequence": loop_of_a_loaded_machine,
+    },
+    "route.md": {
+        "| `round_robin` | {} | {} | 1 |": lambda: vllm_pair("round_robin")[:2],
+        "| `lmetric` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "lmetric"),
+        "| `moestro` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "moestro"),
+        "in mid-run, {} of {} requests were answered": vllm_kill,
     },
     "modes.md": {
         "which AMoE does not have, has {} times the best other mode": partial(

@@ -104,8 +104,9 @@ def results_table() -> str:
         found = conditions(result)
         load = found.get("load_average")
         cells = (
-            f"[{result}](../bench/results/{result})", commit_of(result)[:7] or "unknown", (found.get("started_at") or "unknown")[:10],
-            _processor(found.get("machine")), "unknown" if load is None else f"{load:g}",
+            f"[{result}](../bench/results/{result})", commit_of(result)[:7] or "unknown",
+            (found.get("started_at") or "unknown")[:10], _processor(found.get("machine")),
+            "unknown" if load is None else f"{load:g}",
             "yes" if result in kept() else "no",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
