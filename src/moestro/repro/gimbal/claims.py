@@ -114,15 +114,15 @@ def _v1_remarks(findings: GimbalFindings, loads: list[str], place: str, engine: 
             source=f"v1, V-B2, {place}", paper="throughput comparable to vLLM's", ours=f"at most {most:+.1%}",
             holds=abs(most) <= MARGIN,
         )  # fmt: skip
-    means, said = _on_equal_seeds(findings, loads, (DPLB, SJFS, EDR, GIMBAL_V1))
+    means, text = _on_equal_seeds(findings, loads, (DPLB, SJFS, EDR, GIMBAL_V1))
     if means:
         alone = {name: means[name] for name in (DPLB, SJFS, EDR)}
         yield Claim(
-            source=f"v1, V-B1, {place}", paper="Gimbal has a lower TTFT than each part alone", ours=said,
+            source=f"v1, V-B1, {place}", paper="Gimbal has a lower TTFT than each part alone", ours=text,
             holds=bool(means[GIMBAL_V1] < min(alone.values()) and means[GIMBAL_V1] < -MARGIN), why=engine,
         )  # fmt: skip
         yield Claim(
-            source=f"v1, V-B1, {place}", paper="DPLB gives most of the gain in TTFT", ours=said,
+            source=f"v1, V-B1, {place}", paper="DPLB gives most of the gain in TTFT", ours=text,
             holds=bool(min(alone, key=lambda name: alone[name]) == DPLB and alone[DPLB] < -MARGIN), why=engine,
         )  # fmt: skip
     yield from _beside_balancer(findings, loads, place, engine)
