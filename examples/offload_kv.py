@@ -2,9 +2,9 @@
 
     moestro serve --kv-offloading-size 4 --scheduling-policy qllm --evict-policy examples/offload_kv.py:OffloadKV
 
-The policies that come with Moestro give up whoever has computed least, for that is what would be lost. Here nothing is
-lost, so whoever holds most goes: one copy makes the most room. Short ones
-compute again: that is little, and leaves the room to others.
+The policies that come with Moestro evict the request that has computed least, because that is what would be lost. Here
+nothing is lost, so the request that holds most goes: one copy makes the most room. Short requests compute again, which
+is little, and leave the room to others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moestro.engine.policies.eviction import LeastComputedBeFirst
 
 @dataclass(frozen=True)
 class OffloadKV:
-    """Chooses who frees its KV, and whether host memory keeps it.
+    """Chooses the request that frees its KV, and whether host memory keeps it.
 
     Args:
         min_tokens: with fewer a request computes them again.
@@ -30,7 +30,7 @@ class OffloadKV:
     makes_way: bool = True
 
     def __call__(self, view: EvictView) -> Victim:
-        """The largest best-effort request that fits into host memory; if there is none, who loses least."""
+        """The largest best-effort request that fits into host memory; if there is none, the one that loses least."""
         num_tokens = view.num_computed_tokens
         fits = (num_tokens >= self.min_tokens) & (num_tokens <= view.num_free_host_tokens)
         rows = np.flatnonzero(fits & (view.service_class == BE))

@@ -19,7 +19,9 @@ from client_tables import agents_table, clients_table
 from flag_lists import flags_of
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
 from mutants import stored_table
+from repro_tables import amoe_throughputs, claims_of_paper, qllm_readings
 from scope_tables import refused_fields, vllm_flags
+from stored_results import results_table
 
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
 from moestro.flow.registry import STEP_POLICIES
@@ -53,6 +55,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "clients": clients_table,
     "agents": agents_table,
     "mutants": stored_table,
+    **{f"claims of {paper}": partial(claims_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
+    "throughputs of amoe": amoe_throughputs,
+    "readings of qllm": qllm_readings,
+    "stored results": results_table,
 }
 
 _MARKED = re.compile(r"(<!-- generated: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.fake_device import make_request
 from support.fake_stages import FakeStages, expected_tokens, make_shape
+from support.running import REAL, Running, complete
 
 from moestro.config.user_code import read_user_code
 from moestro.core.policy_registry import PolicyKind
@@ -20,7 +21,8 @@ from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.policies.basic import in_order
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +125,26 @@ def test_offloaded_kv_makes_way_comes_back_and_is_not_computed_again(num_host_bl
     else:
         assert stats.num_kept_tokens == 0
         assert computed > least * device.shape.num_chosen
+
+
+def command_of(name: str) -> list[str]:
+    """The flags of the command in the docstring of an example."""
+    [line] = [
+        line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if line.startswith("    moestro serve")
+    ]
+    return [str(ROOT / word) if word.startswith("examples/") else word for word in line.split()[2:]]
+
+
+@pytest.mark.parametrize("name", ["offload_kv", "selective_experts"])
+def test_the_command_of_an_example_starts_a_server_that_answers(name, tmp_path):
+    server = Running((*REAL, "--dtype", "float32", *command_of(name)), tmp_path)
+    try:
+        answer = complete(server, prompt="def read_file(path):\n", max_tokens=8, temperature=0)
+        assert answer.status == 200, answer.body
+        assert answer.json["usage"]["completion_tokens"] == 8
+        assert server.stop() == 0
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize("name", ["offload_kv", "selective_experts"])

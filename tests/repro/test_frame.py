@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from moestro.cli.main import main
 from moestro.errors import ConfigError
 from moestro.repro.grid import GridPlan, PlannedLoad, plan_for
 from moestro.repro.papers import papers
+from moestro.repro.results import StoredClaim
 from moestro.repro.runner import reproduce, save_pictures
 from moestro.repro.settings import ReproSettings
 
@@ -54,6 +56,34 @@ def test_kept_loads_of_an_equal_plan_are_not_made_again(tmp_path):
     assert again.parts == first.parts
     other = GridPlan(loads=PLAN.loads, systems=PLAN.systems, seeds=(5,))
     assert run(tmp_path, other)[1].num_loads_made == 2
+
+
+def test_a_quick_run_judges_nothing_and_shows_the_stored_verdicts(tmp_path):
+    stored = [StoredClaim(source="here", paper="faster", ours="9,999 runs", holds=False)]
+    console = Console(file=io.StringIO(), width=200)
+    result = reproduce(console, "small", SmallPaper(PLAN), tmp_path, stored=stored)
+    [row] = [line for line in console.file.getvalue().splitlines() if "faster" in line]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["here", "faster", "12 runs", "9,999 runs", "does not"]
+    assert [claim.holds for claim in result.claims] == [None]
+    assert json.loads((tmp_path / "small.json").read_text())["claims"][0]["holds"] is None
+    assert run(tmp_path)[0].claims[0].holds is True, "the same run is judged when it is no quick one"
+
+
+def test_a_quick_run_says_where_the_stored_run_has_no_such_claim():
+    console = Console(file=io.StringIO(), width=200)
+    reproduce(console, "small", SmallPaper(PLAN), None, stored=[])
+    assert "no such claim" in console.file.getvalue()
+    assert "holds" not in console.file.getvalue()
+
+
+@pytest.mark.parametrize("paper", papers(), ids=lambda paper: paper.name)
+def test_each_verb_passes_the_stored_claims_to_a_quick_run_alone(paper, monkeypatch):
+    given = []
+    monkeypatch.setattr("moestro.repro.runner.reproduce", lambda *arguments: given.append(arguments[-1]))
+    for flags in (["--quick"], []):
+        with pytest.raises(SystemExit):
+            main(["repro", paper.name, *flags])
+    assert given == [paper.stored_claims(), None]
 
 
 def test_processes_share_the_loads_and_find_the_same(tmp_path):

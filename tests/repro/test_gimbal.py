@@ -25,6 +25,7 @@ from moestro.repro.gimbal.systems import (
     DPLB,
     EDR,
     GIMBAL_V1,
+    GIMBAL_V2,
     MOESTRO,
     PLACE,
     SJFS,
@@ -33,6 +34,7 @@ from moestro.repro.gimbal.systems import (
     V1_NO_USERS,
     VLLM,
     VLLM_EPLB,
+    VLLM_LEAST,
 )
 from moestro.repro.results import merged
 from moestro.repro.testbed import Latency
@@ -146,6 +148,23 @@ def test_changes_are_those_of_equal_seeds():
     base = [cell("x", VLLM, 100.0), cell("x", VLLM, 500.0, seed=2)]
     assert findings.change("TTFT", ours, base) == pytest.approx(-0.1)
     assert findings.change("TTFT", ours[1:], base) is None
+
+
+def test_systems_are_compared_on_the_seeds_that_all_have():
+    parts = [cell("slow_random", name, 95.0) for name in (DPLB, SJFS, EDR, VLLM_LEAST)]
+    whole = [
+        cell("slow_random", name, ttft, seed=seed)
+        for seed, ttft in ((0, 90.0), (1, 20.0))
+        for name in (GIMBAL_V1, GIMBAL_V2, MOESTRO)
+    ]
+    base = [cell("slow_random", VLLM, 100.0, seed=seed) for seed in (0, 1)]
+    claims = {claim.paper: claim for claim in claims_of(GimbalFindings(cells=[*parts, *whole, *base]))}
+    alone = claims["Gimbal has a lower TTFT than each part alone"]
+    assert alone.ours == "dplb -5.0%, sjfs -5.0%, edr -5.0%, gimbal_v1 -10.0%; 1 equal seed"
+    balancer = claims["TTFT is lower than vLLM's; here with the balancer of vLLM's code"]
+    assert balancer.ours.startswith("vllm_least -5.0%, gimbal_v1 -10.0%")
+    assert balancer.holds is True
+    assert "1 of 5 shapes, 2 seeds" in claims["gimbal_v1: TTFT -17.76% from vLLM"].ours
 
 
 def test_memory_is_judged_only_where_the_threshold_binds():

@@ -120,6 +120,21 @@ def test_figure_2_needs_answers_that_are_neither_short_nor_long():
     assert not claims_of(swept({"answers_60": (2.0, 100.0)}))[0].holds
 
 
+def test_both_readings_of_the_baseline_are_judged_by_their_own_runs():
+    findings = swept({"answers_60": (2.0, 140.0)})
+    findings.cells = [
+        cell_of(each.load, each.rate, FCFS, 2.5, 60) if each.system == FCFS else each for each in findings.cells
+    ]
+    holds = {claim.paper.rpartition("baseline: ")[2]: claim.holds for claim in claims_of(findings)[:2]}
+    assert holds == {"run-to-completion (Q1)": True, "continuous batching (2.3, 3.2, Fig. 1a)": False}
+    factors = [claim for claim in claims_of(findings) if claim.source == "abstract, answers_60"]
+    assert [claim.holds for claim in factors] == [True, False]
+    assert [claim.ours.partition(" ")[0] for claim in factors] == ["70.0x", "1.2x"]
+    assert "with as many places as QLLM 70.0x" in factors[1].ours
+    held = [claim for claim in claims_of(findings) if "not below 3 s" in claim.paper]
+    assert [claim.holds for claim in held] == [True, False]
+
+
 def test_claims_are_judged_at_the_papers_rates_only():
     beyond = swept({"answers_60": (2.0, 140.0)}, rates=(*PAPER_RATES, 10))
     beyond.cells += [cell_of("answers_60", 20, engine, 99.0, 60) for engine in (EXPERT, FCFS, RUN_TO_COMPLETION)]

@@ -230,6 +230,27 @@ def test_every_answer_says_that_it_is_paced(paced):
     assert (choice["text"] in WORDS * 2) == (paced.arithmetic == "none")
 
 
+def test_token_ids_are_those_of_the_network_that_the_server_names(paced):
+    """The demo network's tokenizer has 4,096 ids; a load generator draws them from the named network's 151,936."""
+    num_ids = network_named("qwen3-30b-a3b").vocab_size if paced.arithmetic == "none" else 4096
+    answer = complete(paced, prompt=[5, num_ids - 1, 7], max_tokens=3, ignore_eos=True, stop_token_ids=[num_ids - 1])
+    assert answer.status == 200, answer.body
+    assert answer.json["usage"] == answer.json["usage"] | {"prompt_tokens": 3, "completion_tokens": 3}
+    assert answer.json["choices"][0]["text"]
+    echoed = complete(paced, prompt=[5, num_ids - 1, 7], max_tokens=1, echo=True, logprobs=1, ignore_eos=True)
+    assert echoed.status == 200, echoed.body
+    assert len(echoed.json["choices"][0]["logprobs"]["tokens"]) == 4
+    refused = complete(paced, prompt=[5, num_ids], max_tokens=3)
+    assert refused.status == 400
+    assert f"must be between 0 and {num_ids - 1}, got {num_ids}" in refused.json["error"]["message"]
+
+
+def test_a_tokenizer_larger_than_the_network_keeps_its_ids():
+    paced, model = PacedSettings(device="paced:h20", network="mixtral-8x7b"), ModelSettings(model="demo")
+    assert paced_info(paced, model, 4096, 77).vocab_size == network_named("mixtral-8x7b").vocab_size
+    assert paced_info(paced, model, 200_000, 77).vocab_size == 200_000
+
+
 def test_fixed_words_are_ordinary_tokens_that_read_as_text(demo_dir, tokenizer):
     words, vocab_size = read_words(demo_dir)
     assert not set(words) & tokenizer.special_ids

@@ -26,7 +26,8 @@ def _add_verb(paper: Paper) -> None:
 
         assert isinstance(settings, paper.settings)
         console, experiment = Console(), paper.experiment(settings)
-        result = reproduce(console, paper.name, experiment, settings.out, settings.jobs)
+        stored = paper.stored_claims() if settings.quick else None
+        result = reproduce(console, paper.name, experiment, settings.out, settings.jobs, stored)
         if settings.out is None:
             return
         if not is_installed("plots"):

@@ -6,10 +6,14 @@ import importlib
 import inspect
 import pkgutil
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
+
 import moestro.repro
+from moestro.repro.results import StoredClaim
 from moestro.repro.settings import ReproSettings
 
 
@@ -21,15 +25,24 @@ class Paper:
         name: the folder and the verb.
         about: the verb's help.
         settings: the dataclass of the verb's flags.
+        claims_path: file with the claims of the stored run, which `tools/judge_claims.py` writes. A paper without a
+            stored run has none.
     """
 
     name: str
     about: str
     settings: type[ReproSettings]
+    claims_path: Path
 
     def experiment(self, settings: ReproSettings) -> Any:
         """Import the paper's code and return its `Experiment` under these settings."""
         return importlib.import_module(f"{moestro.repro.__name__}.{self.name}.experiment").make_experiment(settings)
+
+    def stored_claims(self) -> list[StoredClaim]:
+        """The claims of the stored run. They are empty where there is none."""
+        if not self.claims_path.exists():
+            return []
+        return msgspec.json.decode(self.claims_path.read_bytes(), type=list[StoredClaim])
 
 
 def papers() -> list[Paper]:
@@ -39,4 +52,9 @@ def papers() -> list[Paper]:
 
 
 def _declared(name: str, folder: ModuleType) -> Paper:
-    return Paper(name=name, about=inspect.getdoc(folder) or "", settings=getattr(folder, "SETTINGS", ReproSettings))
+    return Paper(
+        name=name,
+        about=inspect.getdoc(folder) or "",
+        settings=getattr(folder, "SETTINGS", ReproSettings),
+        claims_path=Path(folder.__path__[0]) / "stored_claims.json",
+    )

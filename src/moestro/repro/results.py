@@ -72,6 +72,19 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
 
 
+class StoredClaim(msgspec.Struct, frozen=True, kw_only=True):
+    """One claim of the stored run, as the package keeps it.
+
+    Attributes:
+        source, paper, ours, holds: those of its `Claim`.
+    """
+
+    source: str
+    paper: str
+    ours: str
+    holds: bool | None
+
+
 class LoadPart(msgspec.Struct, frozen=True):
     """Findings of one load, kept so that a long run can be stopped and go on, or be spread over processes.
 

@@ -15,8 +15,8 @@ from moestro import __version__
 from moestro.config.process_pool import num_cores, run_jobs
 from moestro.config.run_record import RunRecord, run_record
 from moestro.repro.experiment import Experiment, show_no_step
-from moestro.repro.results import FindingsT, LoadPart, Reproduced, merged, write_result
-from moestro.repro.tables import claims_table
+from moestro.repro.results import FindingsT, LoadPart, Reproduced, StoredClaim, merged, write_result
+from moestro.repro.tables import claims_table, quick_claims_table
 from moestro.workload.progress import progress_bar
 
 
@@ -41,6 +41,7 @@ def reproduce(
     experiment: Experiment[FindingsT],
     out: Path | None,
     num_processes: int | None = 1,
+    stored: Sequence[StoredClaim] | None = None,
 ) -> Reproduced[FindingsT]:
     """Run an experiment, print its tables and claims, and write them to files.
 
@@ -51,6 +52,8 @@ def reproduce(
         out: directory of the result and of each load's findings, which are kept as soon as they are made. Findings of
             an equal plan and version are not made again; the console names those that another commit may have made.
             None means that nothing is written.
+        stored: claims of the stored run, which are shown beside those of a quick run. A quick run is too small to
+            judge a paper, so none of its own claims is judged. None means that the run is not quick.
 
     Raises:
         ConfigError: nothing can be written to `out`.
@@ -62,15 +65,16 @@ def reproduce(
     ]
     parts = _parts(console, jobs, num_cores() if num_processes is None else num_processes)
     findings = merged([msgspec.json.decode(part.findings, type=experiment.findings_type) for part in parts.values()])
+    claims = experiment.claims(findings)
     result = Reproduced(
         conditions=conditions,
         parts={load: part.conditions for load, part in parts.items()},
         findings=findings,
-        claims=experiment.claims(findings),
+        claims=claims if stored is None else [msgspec.structs.replace(claim, holds=None) for claim in claims],
     )
     for table in experiment.tables(findings):
         console.print(table, highlight=False)
-    console.print(claims_table(result.claims))
+    console.print(claims_table(result.claims) if stored is None else quick_claims_table(result.claims, stored))
     if out is not None:
         _warn(console, name, result, out)
         write_result(result, out / f"{name}.json")

@@ -16,7 +16,8 @@ class ReproSettings(CheckedSettings):
     """Settings of the frame. A paper with flags of its own extends them."""
 
     quick: Annotated[bool, Parameter(negative=())] = False
-    "Run a small plan that takes less than a minute and shows what the experiment does."
+    """Run a small plan that takes less than a minute and shows what the experiment does. It judges no claim: the
+    verdicts of the stored run stand beside its figures."""
     loads: tuple[str, ...] | None = None
     "Run only these loads. Unset: all of them."
     jobs: Annotated[int | None, at_least(1)] = None

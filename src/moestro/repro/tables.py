@@ -8,7 +8,7 @@ from typing import Generic
 
 from rich.table import Table
 
-from moestro.repro.results import CellT, Claim, Findings
+from moestro.repro.results import CellT, Claim, Findings, StoredClaim
 
 _VERDICTS = {True: "[green]holds[/]", False: "[red]does not[/]", None: "[dim]not judged[/]"}
 
@@ -53,4 +53,17 @@ def claims_table(claims: Sequence[Claim]) -> Table:
     for claim in claims:
         ours = f"{claim.ours}\n[dim]{claim.why}[/]" if claim.why and claim.holds is False else claim.ours
         table.add_row(claim.source, claim.paper, ours, _VERDICTS[claim.holds])
+    return table
+
+
+def quick_claims_table(claims: Sequence[Claim], stored: Sequence[StoredClaim]) -> Table:
+    """The figures of a quick run, which are not judged, beside those of the stored run with its verdicts."""
+    columns = ("where", "the paper", "this quick run (not judged)", "the stored run", "verdict of the stored run")
+    title = "A quick run shows that the machinery works; the stored run, which is larger, judges the paper"
+    table = Table(*columns, title=title, caption="simulated")
+    by_claim = {(claim.source, claim.paper): claim for claim in stored}
+    for claim in claims:
+        kept = by_claim.get((claim.source, claim.paper))
+        judged = ("no such claim", "") if kept is None else (kept.ours, _VERDICTS[kept.holds])
+        table.add_row(claim.source, claim.paper, claim.ours, *judged)
     return table

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 QUIET_NS = NS_PER_S // 2  # For homes to read that they send a removed worker no more tokens.
 DRAIN_NS = 30 * NS_PER_S  # For which a worker that is removed may compute what it has.
 # Wait before the restart of a worker whose tokens go to copies: its load would take cores from them while they take
-# over. On two cores the P99 gap after a kill fell from 0.42 to 0.31 s (docs/operations.md). Not swept.
+# over. On two cores the P99 gap after a kill fell from 0.42 to 0.31 s (docs/failures.md). Not swept.
 COVERED_DELAY_S = 0.5
 
 

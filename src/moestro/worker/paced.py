@@ -288,7 +288,8 @@ def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int, num_
     """Model information where no network is loaded.
 
     Args:
-        vocab_size: vocabulary of the tokenizer for which the answers are made.
+        vocab_size: vocabulary of the tokenizer for which the answers are made. Clients may send every id of the
+            tokenizer and every id of the modelled network.
         num_blocks: KV blocks of the modelled device.
     """
     network = network_named(paced.network)
@@ -296,7 +297,7 @@ def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int, num_
     return ModelInfo(
         model_id=paced.network,
         max_model_len=model.max_model_len or fitting,
-        vocab_size=vocab_size,
+        vocab_size=max(vocab_size, network.vocab_size),
         eos_token_ids=(),
         block_size=model.block_size,
         num_blocks=num_blocks,

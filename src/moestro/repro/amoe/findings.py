@@ -84,6 +84,11 @@ class AmoeFindings(Findings[AmoeCell], kw_only=True):
         cells = [cell for cell in self.cells if (cell.load, cell.system) == (load, system)]
         return max(cells, key=lambda cell: cell.tokens_per_s, default=None)
 
+    def capacity(self, load: str, system: str) -> ClosedRun | None:
+        """The run of a system with a constant number of requests that has the highest throughput. None means no run."""
+        runs = [run for run in self.closed if (run.load, run.system) == (load, system)]
+        return max(runs, key=lambda run: run.tokens_per_s, default=None)
+
     def closed_at(self, load: str, system: str, itl_ms: float) -> float | None:
         """The throughput of a system at a mean ITL, between runs with constant numbers of requests.
 

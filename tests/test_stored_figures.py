@@ -1,0 +1,357 @@
+"""Figures in README.md and docs/ are those of the stored files, and README.md stays short."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from moestro.repro.amoe.beds import Bed
+from moestro.repro.amoe.findings import AmoeFindings, mean_stall, most_stall
+from moestro.repro.amoe.loads import LENGTHS
+from moestro.repro.amoe.parts import SIXTEEN, TOP_1, panel
+from moestro.repro.amoe.systems import ASYNC, COLOCATED, EP, EP_STALLS, OVERLAP, PING_PONG_NAME, REPLICAS, build
+from moestro.repro.gimbal.findings import GimbalFindings
+from moestro.repro.gimbal.parts import whole as gimbal_parts
+from moestro.repro.modes.findings import ModesFindings
+from moestro.repro.qllm.engines import EXPERT, FCFS, FCFS_64
+from moestro.repro.qllm.findings import QllmFindings, ls_ttft
+from moestro.repro.qllm.sweep import ratios as qllm_ratios
+from moestro.repro.qllm.sweep import sweep_point
+from moestro.repro.results import Reproduced
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+README = (ROOT / "README.md").read_text()
+KINDS = ("*measured*", "*paced*", "*simulated*")
+
+
+def stored(name: str) -> dict:
+    return json.loads((RESULTS / name).read_text())
+
+
+def vllm_ratios(*names: str) -> list[float]:
+    """Medians of vLLM's tokens per second over Moestro's, in order."""
+    rows = [row for name in names for row in stored(f"serving/{name}.json")["rows"] if row["system"] == "vllm"]
+    return sorted(row["output_tokens_per_s_over_moestro"]["median"] for row in rows)
+
+
+def span(values: list[float]) -> str:
+    return f"{values[0]:.2f} to {values[-1]:.2f}"
+
+
+def kills() -> str:
+    ways = [stored("robustness/failures.json")["ways"][way] for way in ("expert_worker", "expert_worker_two_copies")]
+    assert all(len(way["kills"]) == 100 for way in ways)
+    num_answers = sum(sum(way["answers"].values()) for way in ways)
+    return f"{num_answers - sum(way['answers']['equal'] for way in ways)} of {num_answers}"
+
+
+def preemption(over: str) -> str:
+    (row,) = [
+        row
+        for row in stored("serving/preemption_640m_kernels.json")["summary"]
+        if row["system"] == "expert-level preemption"
+    ]
+    return f"{row[f'over {over}']['ls_ttft_ms_mean']['median']:.2f}"
+
+
+def poison() -> str:
+    runs = stored("robustness/strangers.json")["poison"]
+    return "; ".join(
+        f"{runs[when]['num_honest_failed']:,} of {runs[when]['num_honest']:,}" for when in ("before", "after")
+    )
+
+
+def near_best() -> str:
+    """Cells of four latencies in which `moestro` is within 5 % of the best policy of those that ran at all rates."""
+    groups: dict[tuple[str, float], dict[str, dict]] = {}
+    for cell in stored("repro/lmetric.json")["findings"]["cells"]:
+        if cell["network"] == "qwen3-30b-a3b":
+            groups.setdefault((cell["load"], cell["rate"]), {})[cell["policy"]] = cell["measured"]
+    policies = set.intersection(*(set(group) for group in groups.values()))
+    assert len(policies) == 7
+    cells = [
+        {policy: group[policy][figure][statistic] for policy in policies}
+        for group in groups.values()
+        for figure in ("ttft_ms", "tpot_ms")
+        for statistic in ("mean", "p99")
+    ]
+    return f"{sum(cell['moestro'] <= 1.05 * min(cell.values()) for cell in cells)} of {len(cells)}"
+
+
+# What a row's claim contains, and what its figure is.
+FIGURES: dict[str, Callable[[], str]] = {
+    "1 to 32 users, AMD": lambda: span(vllm_ratios("engine_cpu_demo", "engine_cpu_640m")),
+    "Intel CPU with AVX-512": lambda: span(vllm_ratios("engine_avx512_demo", "engine_avx512_640m")),
+    "100 kills of expert workers": kills,
+    "as a multiple of FCFS": lambda: preemption("continuous, FCFS"),
+    "iteration-level priority": lambda: preemption("iteration-level priority"),
+    "whose requests poison engines": poison,
+    "LMetric's set-up": near_best,
+}
+
+
+@cache
+def findings(paper: str, kind: Any) -> Any:
+    return msgspec.json.decode((RESULTS / "repro" / f"{paper}.json").read_bytes(), type=Reproduced[kind]).findings
+
+
+def capacity(part: str, system: str) -> float:
+    return findings("amoe", AmoeFindings).capacity(part, system).tokens_per_s
+
+
+def over_others(part: str, system: str = ASYNC) -> float:
+    """A capacity over the best one of the systems that AMoE's paper does not propose and that no stalls slow down."""
+    return capacity(part, system) / max(capacity(part, name) for name in (EP, OVERLAP, PING_PONG_NAME, REPLICAS))
+
+
+def panels(top_k: int, popularity: str) -> list[str]:
+    return [panel(lengths, top_k, popularity) for lengths in ("short", "medium", "reasonable")]
+
+
+def ratios(values: Iterable[float]) -> list[str]:
+    return [f"{value:.2f}" for value in values]
+
+
+def ends(values: Iterable[float]) -> list[str]:
+    low, *_, high = sorted(ratios(values))
+    return [low, high]
+
+
+def stalls() -> list[str]:
+    cell = findings("amoe", AmoeFindings).best("stalls", EP)
+    return [f"{mean_stall(cell):.0%}".replace("%", " %"), f"{most_stall(cell):.0%}".replace("%", " %")]
+
+
+def scaling() -> list[str]:
+    two = "two_nodes_permuted"
+    return ratios([over_others(two), capacity(two, ASYNC) / capacity("one_node_permuted", ASYNC)])
+
+
+def colocated() -> list[str]:
+    return ends(over_others(part, COLOCATED) for top_k in (1, 2) for part in panels(top_k, "permuted"))
+
+
+def bounds_of_same() -> list[str]:
+    """Bounds of AMoE's division where all layers have the same hot experts, in thousands of tokens a second."""
+    lengths = LENGTHS["medium"]
+    return [
+        f"{build(ASYNC, bed, (lengths.mean_context, lengths.longest), 0).bound() / 1e3:.1f}"
+        for bed in (
+            Bed(network=TOP_1, gpu="a100-40g", popularity="same"),
+            Bed(network=SIXTEEN, gpu="a100-40g", num_gpus=16, popularity="same"),
+        )
+    ]
+
+
+def most_over_closed() -> list[str]:
+    """By how much a run at a rate exceeds the closed-loop maximum of its system at most."""
+    all_runs = findings("amoe", AmoeFindings)
+    excess = max(
+        cell.tokens_per_s / run.tokens_per_s - 1
+        for cell in all_runs.cells
+        if (run := all_runs.capacity(cell.load, cell.system)) is not None
+    )
+    return [f"{excess:.0%}".replace("%", " %")]
+
+
+def lmetric_lowest(figure: str) -> list[str]:
+    """Of the claim rows of the paper's main claim: loads with the lowest figure, at 50, 90 and 120 %."""
+    by_rate = [
+        claim["ours"] for claim in stored("repro/lmetric.json")["claims"] if f"section 6, {figure}" in claim["source"]
+    ]
+    return [re.findall(r"on (\d) of 6 loads", text)[0] for text in by_rate]
+
+
+def lmetric_comparisons() -> list[str]:
+    texts = [c["ours"] for c in stored("repro/lmetric.json")["claims"] if "section 6, TTFT mean" in c["source"]]
+    return [re.findall(rf"(\d+) {word}", text)[0] for word in ("better", "undecided", "worse") for text in texts]
+
+
+def gimbal_change(system: str, *, seeds: tuple[int, ...]) -> str:
+    """Mean change of TTFT from `vllm` over the five scarce shapes at the highest rate."""
+    runs = findings("gimbal", GimbalFindings)
+    changes = []
+    for load in (load for load in runs.loads if load.startswith("scarce_")):
+        cells = [cell for cell in runs.of(load, runs.rates(load)[-1], system) if cell.seed in seeds]
+        assert {cell.seed for cell in cells} == set(seeds)
+        changes.append(runs.change("TTFT", cells, runs.of(load, runs.rates(load)[-1], "vllm")))
+    assert len(changes) == 5
+    return f"{sum(changes) / 5:+.1%}"
+
+
+def gimbal_changes(*systems: str, seeds: tuple[int, ...] = (0,)) -> list[str]:
+    return [gimbal_change(system, seeds=seeds) for system in systems]
+
+
+def gimbal_blocks() -> list[str]:
+    (bed,) = {part.bed for part in gimbal_parts(200) if part.name.startswith("scarce_")}
+    of_a100 = replace(bed, num_blocks=None).kv_blocks
+    return [f"{bed.kv_blocks / of_a100:.1%}".replace("%", " %"), f"{of_a100:,}"]
+
+
+def qllm_at_40() -> list[str]:
+    runs = findings("qllm", QllmFindings)
+    places = qllm_ratios(runs, "answers_40", (FCFS_64, EXPERT), ls_ttft)
+    return [f"{sweep_point(runs, 'answers_40', FCFS).mean_factor:.1f}", f"{sum(places.values()) / len(places):.1f}"]
+
+
+def preemption_shares() -> list[str]:
+    """TTFT of LS: FCFS over vLLM, priority over FCFS, preemption over priority; throughput of vLLM over FCFS."""
+    rows = {row["system"]: row for row in stored("serving/preemption_640m_kernels.json")["summary"]}
+    fcfs, priority = "continuous, FCFS", "iteration-level priority"
+    vllm = rows["vLLM, priority"][f"over {fcfs}"]
+    return ratios(
+        [
+            1 / vllm["ls_ttft_ms_mean"]["median"],
+            rows[priority][f"over {fcfs}"]["ls_ttft_ms_mean"]["median"],
+            rows["expert-level preemption"][f"over {priority}"]["ls_ttft_ms_mean"]["median"],
+            vllm["tokens_per_s"]["median"],
+        ]
+    )
+
+
+def decisions(*, has_kv_events: bool) -> list[str]:
+    """Microseconds of a decision of `lmetric` with 16 and 4,096 engines."""
+    rows = stored("micro/router_decision.json")["rows"]
+    taken = [row for row in rows if row.get("policy") == "lmetric" and row["kv_events"] == has_kv_events]
+    return [f"{row['submit_us']['median']:.0f}" for row in taken if row["engines"] != 256]
+
+
+def loops(device: str) -> list[str]:
+    """Microseconds of a rank's loop for a step with 1, 8, 32 and 256 sequences."""
+    rows = stored("micro/step_parts_avx512.json")["rows"]
+    return [f"{row['loop_us']['median']:.0f}" for row in rows if row.get("device") == device]
+
+
+def loop_of_a_loaded_machine() -> list[str]:
+    rows = stored("micro/step_parts.json")["rows"]
+    return [f"{next(row for row in rows if row['part'] == 'rank loop')['loop_us']['median']:.0f}"]
+
+
+def vllm_pair(policy: str) -> list[str]:
+    """Hit ratio, mean TTFT in ms, and that over round robin with the least and the most."""
+    found = stored("routing/vllm_pair.json")["policies"][policy]
+    over = found["over_round_robin"]["ttft_mean_ms"]
+    shares = [f"{over[which]:.2f}" for which in ("median", "min", "max")]
+    return [f"{found['hit_ratio']['median']:.2f}", f"{found['ttft_mean_ms']['median']:.0f}", *shares]
+
+
+def vllm_kill() -> list[str]:
+    ends = stored("routing/vllm_pair.json")["kill"]["ends"]
+    return [str(ends["answered"]), str(sum(ends.values()))]
+
+
+def amoe_sized(system: str, *others: str) -> list[str]:
+    """Throughput of a mode over that of the best of others within 250 ms, with 16 experts on 16 GPUs."""
+    runs = findings("modes", ModesFindings)
+    most = {name: runs.most("experts_top-1_of_16_on_16_GPUs", name, 250).mean() for name in (system, *others)}
+    return ratios([most[system] / max(most[name] for name in others)])
+
+
+# By page: a sentence with gaps, and the figures that stand in them.
+SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
+    "repro.md": {
+        "lowest mean TTFT on {}, {} and {} of 6 loads": partial(lmetric_lowest, "TTFT"),
+        "lowest mean TPOT on {}, {} and {}.": partial(lmetric_lowest, "TPOT"),
+        "lower in {}, {} and {} of 24 comparisons, undecided in {}, {} and {}, and higher in {}, {} and {}.":
+        lmetric_comparisons,
+        "AMoE's division is {} thousand tokens/s on one machine and {} thousand on two": bounds_of_same,
+        "exceed the closed-loop maximum, by up to {}": most_over_closed,
+        "{}, {} and {} times its capacity with short, medium and reasonable lengths": lambda: ratios(
+            capacity(part, ASYNC) / capacity(part, EP_STALLS) for part in panels(1, "permuted")
+        ),
+        "figure 4 stalls for {} in the mean and {} on its idlest GPU": stalls,
+        "has {}, {} and {} of the best other capacity in these three panels": lambda: ratios(
+            map(over_others, panels(1, "permuted"))
+        ),
+        "and {}, {} and {} with top-2. With even": lambda: ratios(map(over_others, panels(2, "permuted"))),
+        "it has {} to {} with top-1 and": lambda: ends(map(over_others, panels(1, "uniform"))),
+        "with top-1 and {} to {} with top-2.": lambda: ends(map(over_others, panels(2, "uniform"))),
+        "`async` has {} times the best other capacity on one machine": lambda: ratios(
+            [over_others("kernels_permuted")]
+        ),
+        "(`async_colocated`) has {} to {} times": colocated,
+        "has {} times the best other capacity there, and {} times its own on one machine": scaling,
+        "That is {} of the {} blocks": gimbal_blocks,
+        "{} with `gimbal_v1` (the paper: -17.8 %), {} with `gimbal_v2` (-42.9 %) and {} with `moestro`.": partial(
+            gimbal_changes, "gimbal_v1", "gimbal_v2", "moestro", seeds=(0, 1, 2)
+        ),
+        "the balancer that vLLM's code has | {} |": partial(gimbal_changes, "vllm_least"),
+        "`dplb`, `sjfs`, `edr` alone | {}, {}, {} |": partial(gimbal_changes, "dplb", "sjfs", "edr"),
+        "| `gimbal_v1` | {} |": partial(gimbal_changes, "gimbal_v1"),
+        "| `gimbal_v2` | {} |": partial(gimbal_changes, "gimbal_v2"),
+        "| `moestro` | {} |": partial(gimbal_changes, "moestro"),
+    },
+    "architecture.md": {
+        "of `lmetric` takes {} and {} µs with 16 and 4,096": partial(decisions, has_kv_events=False),
+        "With an index that KV events fill it takes {} and {} µs": partial(decisions, has_kv_events=True),
+        "with up to 8 sequences ({} and {} µs)": lambda: loops("awake")[:2],
+        "With 32 and 256 a step takes {} and {} µs": lambda: loops("awake")[2:],
+        "1 to 256 sequences take {} to {} µs": lambda: loops("asleep")[::3],
+        "whose loop took {} µs with one sequence": loop_of_a_loaded_machine,
+    },
+    "route.md": {
+        "| `round_robin` | {} | {} | 1 |": lambda: vllm_pair("round_robin")[:2],
+        "| `lmetric` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "lmetric"),
+        "| `moestro` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "moestro"),
+        "in mid-run, {} of {} requests were answered": vllm_kill,
+    },
+    "modes.md": {
+        "which AMoE does not have, has {} times the best other mode": partial(
+            amoe_sized, COLOCATED, EP, OVERLAP, PING_PONG_NAME, REPLICAS
+        ),
+        "AMoE's own division (`async`) has {} times ping-pong there": partial(amoe_sized, ASYNC, PING_PONG_NAME),
+    },
+    "flow.md": {
+        "the factor at 40 tokens is {}, of which most is waiting for a place: with as many places as QLLM it is {}":
+        qllm_at_40,
+        "priority scheduling | {} |": lambda: preemption_shares()[:1],
+        "priority over FCFS | {} |": lambda: preemption_shares()[1:2],
+        "over iteration-level priority | {} (": lambda: preemption_shares()[2:3],
+        "it has {} of the tokens/s of FCFS": lambda: preemption_shares()[3:],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [(page, text) for page, texts in SENTENCES.items() for text in texts],
+    ids=lambda text: text[:60],
+)
+def test_a_sentence_of_a_page_has_the_stored_figures(page, sentence):
+    expected = sentence.format(*SENTENCES[page][sentence]())
+    assert expected in (ROOT / "docs" / page).read_text()
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """Claim, figure and kind of each row of the table of figures."""
+    found = []
+    (table,) = re.findall(r"<!-- figures.*?-->\n(.*?)<!-- end -->", README, re.DOTALL)
+    for line in table.splitlines()[2:]:
+        claim, figure, kind = (part.strip() for part in line.strip("|").split("|"))
+        found.append((claim, figure, kind))
+    return found
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0][:60])
+def test_each_figure_is_the_stored_one_and_names_its_kind(row):
+    claim, figure, kind = row
+    (compute,) = [compute for part, compute in FIGURES.items() if part in claim]
+    assert figure == compute()
+    assert kind in KINDS
+
+
+def test_readme_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    bullets = [line for line in lines if line.startswith("* ")]
+    assert [line for line in bullets if len(line.split()) > 40] == []

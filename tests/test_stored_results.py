@@ -1,0 +1,71 @@
+"""Stored results that are older than the code that they measure are named as such in docs/bench.md."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import stored_results  # noqa: E402 (its folder is no package)
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A repository with one commit, one room and one result of that commit."""
+    (tmp_path / "src/moestro/routing").mkdir(parents=True)
+    (tmp_path / "src/moestro/routing/router.py").write_text("first\n")
+    (tmp_path / "bench/results/micro").mkdir(parents=True)
+    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
+        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    monkeypatch.setattr(stored_results, "ROOT", tmp_path)
+    monkeypatch.setattr(stored_results, "RESULTS", tmp_path / "bench/results")
+    monkeypatch.setattr(stored_results, "OLDER", tmp_path / "bench/results/older_than_code.txt")
+    store(tmp_path, head.strip())
+    return tmp_path
+
+
+def store(clone, commit):
+    (clone / "bench/results/micro/router_decision.json").write_text(f'{{"conditions": {{"commit": "{commit}"}}}}')
+
+
+def test_a_result_is_older_once_its_room_has_changed_and_not_by_another_room(clone):
+    assert stored_results.older() == []
+    (clone / "src/moestro/engine").mkdir()
+    (clone / "src/moestro/engine/scheduler.py").write_text("new\n")
+    subprocess.run(["git", "add", "."], cwd=clone, check=True)
+    assert stored_results.older() == []
+    (clone / "src/moestro/routing/router.py").write_text("second\n")
+    assert stored_results.older() == ["micro/router_decision.json"]
+
+
+@pytest.mark.parametrize("commit", ["", "0123456789ab"])
+def test_a_result_of_an_unknown_commit_counts_as_older(clone, commit):
+    store(clone, commit)
+    assert stored_results.older() == ["micro/router_decision.json"]
+
+
+def test_an_outdated_list_is_named(clone, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["stored_results.py"])
+    assert stored_results.main() == 0
+    monkeypatch.setattr(sys, "argv", ["stored_results.py", "--check"])
+    assert stored_results.main() == 0
+    (clone / "src/moestro/routing/router.py").write_text("second\n")
+    assert stored_results.main() == 1
+    assert "micro/router_decision.json is older than its code" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("result", stored_results.results())
+def test_each_result_names_rooms_that_exist(result):
+    assert all((ROOT / folder).is_dir() for folder in stored_results.folders_of(result))
+
+
+@pytest.mark.skipif(not stored_results.has_history(), reason="the commits of the results are not here")
+def test_the_list_of_older_results_is_that_of_the_history():
+    check = [sys.executable, ROOT / "tools" / "stored_results.py", "--check"]
+    found = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr

@@ -1,0 +1,122 @@
+"""Tables of docs/ that are made from the stored runs of papers, in bench/results/repro/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moestro.repro.amoe.findings import AmoeFindings
+from moestro.repro.amoe.loads import LENGTHS
+from moestro.repro.amoe.parts import WHOLE
+from moestro.repro.amoe.systems import ASYNC, BASELINES, COLOCATED
+from moestro.repro.qllm.engines import EXPERT, FCFS, FCFS_64, RUN_TO_COMPLETION
+from moestro.repro.qllm.findings import QllmFindings, ls_ttft
+from moestro.repro.qllm.sweep import MEAN_FACTOR, TURNAROUND_FACTOR, SweepPoint, at_rates, ratios, sweep_point
+from moestro.repro.results import Claim, Reproduced
+
+RESULTS = Path(__file__).parents[1] / "bench" / "results" / "repro"
+_VERDICTS = {True: "holds", False: "**does not**", None: "not judged"}
+_AMOE_SYSTEMS = (ASYNC, COLOCATED, *BASELINES)
+# Parts of figures 9 and 10 that compare the systems, with their names in the table.
+_AMOE_NAMES = {
+    "kernels_permuted": "medium, top-1, permuted, the roofline's kernels, our host",
+    "one_node_permuted": "8 experts, one machine, permuted",
+    "two_nodes_permuted": "16 experts, two machines, permuted",
+}
+_POPULARITIES = {"uniform": "even experts", "permuted": "permuted", "same": "same hot experts"}
+
+
+def stored(paper: str, findings: Any = Any) -> Reproduced[Any]:
+    """The stored run of a paper."""
+    return msgspec.json.decode((RESULTS / f"{paper}.json").read_bytes(), type=Reproduced[findings])
+
+
+def claims_of_paper(paper: str) -> str:
+    """The claims of a paper beside our figures; what decides them is listed below the table, by number."""
+    claims, reasons = stored(paper).claims, {}
+    lines = ["| where | the paper | simulated here | | decided by |", "|---|---|---|---|---|"]
+    for claim in claims:
+        number = str(reasons.setdefault(claim.why, len(reasons) + 1)) if claim.why else ""
+        cells = (claim.source, claim.paper, claim.ours, _VERDICTS[claim.holds], number)
+        lines.append("| " + " | ".join(_cell(text) for text in cells) + " |")
+    lines += ["", *(f"{number}. {why}" for why, number in reasons.items())]
+    return "\n".join([_counts(claims), "", *lines])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _counts(claims: list[Claim]) -> str:
+    num = {verdict: sum(claim.holds is verdict for claim in claims) for verdict in _VERDICTS}
+    return f"Of {len(claims)} claims {num[True]} hold, {num[False]} do not, {num[None]} are not judged."
+
+
+def amoe_throughputs() -> str:
+    """By part and system: the closed-loop maximum, and the most over the offered rates with its ITL."""
+    findings = stored("amoe", AmoeFindings).findings
+    lines = [
+        "| part | offered, at most | " + " | ".join(f"`{name}`" for name in _AMOE_SYSTEMS) + " |",
+        "|---|---|" + "---|" * len(_AMOE_SYSTEMS),
+    ]
+    for part in WHOLE:
+        if part.figure not in ("9", "9b", "10"):
+            continue
+        most = max(run.tokens_per_s for name in _AMOE_SYSTEMS if (run := findings.capacity(part.name, name)))
+        cells = [_throughput(findings, part.name, name, most) for name in _AMOE_SYSTEMS]
+        offered = max(findings.rates(part.name)) * LENGTHS[part.lengths].mean_output / 1e3
+        lines.append(f"| {_part_name(part.name)} | {offered:.1f} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _part_name(part: str) -> str:
+    if part in _AMOE_NAMES:
+        return _AMOE_NAMES[part]
+    lengths, top, popularity = part.split("_")
+    return f"{lengths}, {top.replace('top', 'top-')}, {_POPULARITIES[popularity]}"
+
+
+def _throughput(findings: AmoeFindings, part: str, system: str, most: float) -> str:
+    closed, offered = findings.capacity(part, system), findings.best(part, system)
+    if closed is None or offered is None:
+        return ""
+    capacity = f"{closed.tokens_per_s / 1e3:.1f}"
+    if closed.tokens_per_s == most:
+        capacity = f"**{capacity}**"
+    return f"{capacity} / {offered.tokens_per_s / 1e3:.1f} ({offered.itl_ms:.0f})"
+
+
+def qllm_readings() -> str:
+    """By length of answers: the paper's figures under each reading of its baseline."""
+    findings = stored("qllm", QllmFindings).findings
+    heads = (
+        "load", "QLLM holds 3 s", "run to completion: TTFT of LS, x lower", "it holds 3 s", "throughput",
+        "LS turnaround, at most x lower", "continuous batching: TTFT of LS, x lower", "it holds 3 s", "throughput",
+        "with as many places: TTFT of LS, x lower",
+    )  # fmt: skip
+    paper = ("the paper", "up to 7/s", f"{MEAN_FACTOR:g} (up to 101.6)", "at no rate", "comparable or slightly higher",
+             f"{TURNAROUND_FACTOR:g}", "", "", "", "")  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", f"| {' | '.join(paper)} |"]
+    for load in findings.loads:
+        whole, continuous = (sweep_point(findings, load, baseline) for baseline in (RUN_TO_COMPLETION, FCFS))
+        places = ratios(findings, load, (FCFS_64, EXPERT), ls_ttft)
+        cells = (
+            f"`{load}`, {whole.num_answer_tokens:.0f} tokens", at_rates(whole.held), _factors(whole.ttft),
+            at_rates(whole.held_by_baseline), _throughput_change(whole), f"{max(whole.turnaround.values()):.1f}",
+            _factors(continuous.ttft), at_rates(continuous.held_by_baseline), _throughput_change(continuous),
+            _factors(places),
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _factors(by_rate: dict[float, float]) -> str:
+    values = list(by_rate.values())
+    return f"{sum(values) / len(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+def _throughput_change(point: SweepPoint) -> str:
+    shares = point.throughput.values()
+    return f"{min(shares) - 1:+.0%} to {max(shares) - 1:+.0%}"

@@ -1,0 +1,137 @@
+"""Which stored results are older than the code that they measure.
+
+    python tools/stored_results.py            # write bench/results/older_than_code.txt
+    python tools/stored_results.py --check    # exit status 1 if it is out of date
+
+A result stores the commit of the package that it measured. It is older than its code if a folder that it measures has
+changed since then, or if its commit is unknown. docs/bench.md shows the list; run tools/reference_tables.py after this.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+OLDER = RESULTS / "older_than_code.txt"
+# Rooms of src/moestro that results measure, by the beginning of the result's path; the longest beginning counts.
+MEASURES: dict[str, tuple[str, ...]] = {
+    "micro/": ("model",),
+    "micro/expert_window": ("flow", "worker"),
+    "micro/flow_overhead": ("flow",),
+    "micro/grammar": ("grammar",),
+    "micro/group_items": ("flow", "worker"),
+    "micro/link": ("wire",),
+    "micro/pricing": ("cost",),
+    "micro/request_record": ("workload", "server"),
+    "micro/router_decision": ("routing",),
+    "micro/scheduler": ("engine",),
+    "micro/step_parts": ("engine", "model", "server", "wire", "worker"),
+    "micro/step_policies": ("flow",),
+    "repro/amoe": ("cost", "engine", "flow", "sim", "repro/amoe"),
+    "repro/gimbal": ("cost", "engine", "placement", "routing", "sim", "repro/gimbal"),
+    "repro/lmetric": ("cost", "engine", "routing", "sim", "repro/lmetric"),
+    "repro/modes": ("cost", "engine", "flow", "sim", "repro/modes"),
+    "repro/qllm": ("cost", "engine", "flow", "sim", "repro/qllm"),
+    "robustness/": ("engine", "gateway", "server", "web", "worker"),
+    "robustness/mutants": ("",),
+    "routing/": ("gateway", "routing"),
+    "serving/": ("engine", "flow", "model", "server", "worker"),
+    "simulator/": ("cost", "engine", "routing", "sim"),
+    "simulator/placement": ("placement",),
+    "simulator/source_placement": ("placement",),
+    "simulator/workloads": ("workload",),
+}
+NO_COMMIT = ""
+
+
+def results() -> list[str]:
+    """The stored results, as paths below bench/results/."""
+    return sorted(str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.json"))
+
+
+def conditions(result: str) -> dict[str, Any]:
+    """The conditions of a result. Old ones have some of them at the top level."""
+    stored = json.loads((RESULTS / result).read_text())
+    return stored.get("conditions", stored)
+
+
+def commit_of(result: str) -> str:
+    """The commit of the package that a result measured, or NO_COMMIT."""
+    return (conditions(result).get("commit") or NO_COMMIT).removesuffix("-dirty")
+
+
+def folders_of(result: str) -> list[str]:
+    """The folders of the package that a result measures, as paths below the repository."""
+    beginning = max((text for text in MEASURES if result.startswith(text)), key=len)
+    return [f"src/moestro/{room}" for room in MEASURES[beginning]]
+
+
+def is_older(result: str) -> bool:
+    """Whether the code that a result measures has changed since its commit, or that commit is unknown."""
+    commit = commit_of(result)
+    return commit == NO_COMMIT or _git("diff", "--quiet", commit, "--", *folders_of(result)).returncode != 0
+
+
+def has_history() -> bool:
+    """Whether this is a clone with all commits, without which no age is known."""
+    found = _git("rev-parse", "--is-shallow-repository")
+    return found.returncode == 0 and found.stdout.strip() == "false"
+
+
+def _git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def older() -> list[str]:
+    """The results that are older than the code that they measure."""
+    return [result for result in results() if is_older(result)]
+
+
+def kept() -> list[str]:
+    """The list as it is stored."""
+    return OLDER.read_text().split()
+
+
+def results_table() -> str:
+    """The stored results with their conditions, for docs/bench.md."""
+    lines = ["| result | commit | day | processor | load average | older than its code |", "|---|---|---|---|---|---|"]
+    for result in results():
+        found = conditions(result)
+        load = found.get("load_average")
+        cells = (
+            f"[{result}](../bench/results/{result})", commit_of(result)[:7] or "unknown",
+            (found.get("started_at") or "unknown")[:10], _processor(found.get("machine")),
+            "unknown" if load is None else f"{load:g}",
+            "yes" if result in kept() else "no",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _processor(machine: object) -> str:
+    """The processor at the end of a run's machine. Old results have another form, without one."""
+    has_processor = isinstance(machine, str) and machine.startswith("Linux-")
+    return machine.rpartition(", ")[2] if has_processor else "unknown"
+
+
+def main() -> int:
+    """Write or check the list; returns the exit status."""
+    if not has_history():
+        print("the ages of results need git and a clone with all commits")
+        return 0
+    found = older()
+    if "--check" not in sys.argv[1:]:
+        OLDER.write_text("".join(f"{result}\n" for result in found))
+        return 0
+    for result in sorted(set(found) ^ set(kept())):
+        print(f"{result} is {'not ' * (result not in found)}older than its code; run: python tools/stored_results.py")
+    return int(found != kept())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
