@@ -10,7 +10,7 @@ import pytest
 from support.kv_listener import free_ports
 
 from moestro.config.kv_events_settings import KvEventsSettings
-from moestro.worker.kv_publisher import KvPublisher
+from moestro.worker.kv_events.publisher import KvPublisher
 
 
 class NoEvents:
