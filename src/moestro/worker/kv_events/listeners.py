@@ -138,6 +138,10 @@ class KvListener(ABC):
         writes = EVENT_WRITE if self._unsent or self.owes else 0
         return writes | (EVENT_READ if self._may_read(now_s) else 0)
 
+    def has_input(self, now_s: float) -> bool:
+        """Whether `serve` can handle something that it has already read."""
+        return self._may_read(now_s) and not self._reader.wants_more
+
     def serve(self, now_s: float) -> bool:
         """Send a piece and read a piece. Returns whether another call can do more at once.
 
@@ -149,7 +153,7 @@ class KvListener(ABC):
         goes_on = self._send(now_s)
         if self._may_read(now_s):
             self._receive(now_s)
-        return goes_on or (self._may_read(now_s) and not self._reader.wants_more)
+        return goes_on or self.has_input(now_s)
 
     def check(self, now_s: float) -> None:
         """Raise ListenerError if its handshake or its next read takes too long."""

@@ -197,12 +197,14 @@ class KvServer:
 
     def _check(self, now_s: float) -> None:
         """End connections that take too long, and wake those whose pause is over."""
-        for listener in list(self._port_of):
+        for listener, port in list(self._port_of.items()):
             try:
                 listener.check(now_s)
             except MoestroError:
                 self._drop(listener)
             else:
+                if listener.has_input(now_s):
+                    port.queue[listener] = None
                 self._watch(listener, now_s)
 
     def _watch(self, listener: KvListener, now_s: float) -> None:
@@ -242,7 +244,7 @@ def _bound(endpoint: str) -> socket.socket:
         listener = socket.create_server(
             (address, int(port)), family=family, backlog=_BACKLOG, dualstack_ipv6=family == socket.AF_INET6
         )
-    except (OSError, OverflowError) as error:  # a port above 65,535 overflows
+    except OSError as error:
         raise OSError(0, str(error), endpoint) from error
     listener.settimeout(0)
     for option, num_bytes in ((socket.SO_SNDBUF, _SEND_BUFFER_BYTES), (socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)):
