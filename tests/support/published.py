@@ -38,11 +38,11 @@ class Published:
 
     def subscriber(self, topic: bytes = TOPIC, **options: int) -> zmq.Socket:
         """Return a SUB socket whose subscription the server knows."""
-        num_before = self.num_subscribed
+        before = self.subscribed
         found = self._connected(zmq.SUB, self.events, options)
         found.subscribe(topic)
         if TOPIC.startswith(topic):
-            wait_until(lambda: self.num_subscribed > num_before)
+            wait_until(lambda: self.subscribed - before)
         return found
 
     def replayer(self, kind: int = zmq.DEALER) -> zmq.Socket:
@@ -58,8 +58,12 @@ class Published:
         return list(self.server._port_of)
 
     @property
+    def subscribed(self) -> set[KvListener]:
+        return {each for each in self.listeners if getattr(each, "_num_of", None)}
+
+    @property
     def num_subscribed(self) -> int:
-        return sum(bool(getattr(each, "_num_of", None)) for each in self.listeners)
+        return len(self.subscribed)
 
     @property
     def num_held_bytes(self) -> int:
