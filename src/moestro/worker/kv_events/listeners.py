@@ -18,12 +18,12 @@ from moestro.wire.kv_events import END_OF_REPLAY
 from moestro.wire.zmtp import CANCEL, SUBSCRIBE, ZmtpReader, greeting, message_head, ready
 
 MAX_REQUEST_BYTES = 4096  # of a message: a subscription is a topic, and a request for a replay has eight bytes
+READ_BYTES = 4096  # that one call reads
 SEND_BYTES = 64 << 10  # of batches that one call sends, and the end of the last one; few calls fill a fast network
 HANDSHAKE_S = 5.0  # for greeting and READY, which take two round trips
 STALLED_S = 30.0  # for taking anything of what waits; a router reads within milliseconds
 REPLAY_PAUSE_S = 0.5  # from a replay's end to the next on one connection, so that the network carries little else
 
-_READ_BYTES = 1024  # that one call reads
 _FRAMES_AT_ONCE = 16  # that one call handles
 _BATCHES_AT_ONCE = 256  # that one call sends; two buffers each, and the system takes 1,024
 _SEQ_BYTES = 8
@@ -181,7 +181,7 @@ class KvListener(ABC):
     def _receive(self, now_s: float) -> None:
         if self._reader.wants_more:
             try:
-                data = self._connection.recv(_READ_BYTES)
+                data = self._connection.recv(READ_BYTES)
             except BlockingIOError:
                 return
             if not data:
