@@ -254,9 +254,8 @@ def _bound(endpoint: str) -> socket.socket:
     try:
         address = _address_of(host.strip("[]"))
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server(
-            (address, int(port)), family=family, backlog=_BACKLOG, dualstack_ipv6=family == socket.AF_INET6
-        )
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        listener = socket.create_server((address, int(port)), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
     except OSError as error:
         raise OSError(0, str(error), endpoint) from error
     listener.settimeout(0)
