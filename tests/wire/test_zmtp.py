@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moestro.wire.zmtp import ZmtpError, ZmtpReader, greeting, message, ready
+from moestro.wire.zmtp import ZmtpError, ZmtpReader, greeting, message, message_head, ready
 
 MOST = 1000
 PEERS = frozenset({b"PUB", b"XPUB"})
@@ -68,6 +68,24 @@ def test_a_ping_is_answered_with_its_context():
     _, messages, answers = read(HANDSHAKE + frame(4, b"\x04PING\x00\x0acontext") + message((b"x",)))
     assert messages == [[b"x"]]
     assert answers == b"\x04\x0c\x04PONGcontext"
+
+
+@pytest.mark.parametrize("size", [0, 255, 256, 70_000])
+def test_a_message_is_its_head_and_its_last_frame(size):
+    frames = (b"kv", bytes(300), bytes(size))
+    assert message(frames) == message_head(frames[:-1], size) + frames[-1]
+    assert read(HANDSHAKE + message((b"x", bytes(min(size, 900)))))[1] == [[b"x", bytes(min(size, 900))]]
+
+
+def test_a_subscription_is_a_message_or_a_command():
+    reader = ZmtpReader(frozenset({b"SUB"}), MOST)
+    reader.add(greeting() + ready(b"SUB") + message((b"\x01kv",)))
+    reader.add(frame(4, b"\x09SUBSCRIBEkv") + frame(4, b"\x06CANCELkv") + frame(4, b"\x07UNKNOWN"))
+    found = []
+    while not reader.wants_more:
+        found.append(reader.take())
+    assert [frames for frames, _ in found if frames] == [[b"\x01kv"], [b"\x01kv"], [b"\x00kv"]]
+    assert read(HANDSHAKE + frame(4, b"\x09SUBSCRIBEkv"))[1] == []  # a publisher does not subscribe
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from moestro.core.setting_checks import CheckedSettings, at_least
 from moestro.errors import ConfigError
 
+_MAX_PORT = 65_535
 _ENDPOINT = re.compile(r"tcp://([^:/\[\]]+|\[[^\[\]]+\]):[1-9][0-9]{0,4}")
 
 
@@ -22,8 +23,8 @@ class KvEventsSettings(CheckedSettings):
         publisher: `zmq`, or `null` to publish nothing.
         endpoint: tcp://HOST:PORT on which engine 0 listens; engine r listens on PORT + r.
         replay_endpoint: the same for the replay of missed events. None means no replay.
-        buffer_steps: number of batches kept for a replay.
-        hwm: number of batches queued for a slow subscriber; further batches are dropped.
+        buffer_steps: number of batches kept for a replay and for slow subscribers.
+        hwm: number of batches that a subscriber may be behind before it is disconnected. 0 means all that are kept.
         topic: first frame of every batch.
     """
 
@@ -45,15 +46,18 @@ class KvEventsSettings(CheckedSettings):
                 raise ConfigError(f"--kv-events-config: {name} must be tcp://HOST:PORT, as tcp://*:5557, got {given!r}")
 
     def check_ports(self, num_engines: int) -> None:
-        """Raise ConfigError if the port ranges of the engines overlap."""
-        if self.replay_endpoint is None:
-            return
-        first, second = (int(each.rpartition(":")[2]) for each in (self.endpoint, self.replay_endpoint))
-        if abs(first - second) < num_engines:
-            raise ConfigError(
-                f"--kv-events-config: {num_engines} engines listen on {num_engines} ports from {first} and from"
-                f" {second} on. The port ranges overlap: choose another port for replay_endpoint"
-            )
+        """Raise ConfigError if an engine's port is above the highest, or the port ranges of the engines overlap."""
+        endpoints = [each for each in (self.endpoint, self.replay_endpoint) if each is not None]
+        first, *others = ports = [int(each.rpartition(":")[2]) for each in endpoints]
+        last = max(ports) + num_engines - 1
+        if last > _MAX_PORT:
+            raise ConfigError(f"--kv-events-config: engine {num_engines - 1} has port {last}, above {_MAX_PORT}")
+        for second in others:
+            if abs(first - second) < num_engines:
+                raise ConfigError(
+                    f"--kv-events-config: {num_engines} engines listen on {num_engines} ports from {first} and from"
+                    f" {second} on. The port ranges overlap: choose another port for replay_endpoint"
+                )
 
 
 def kv_events_from(text: str | None) -> KvEventsSettings | None:

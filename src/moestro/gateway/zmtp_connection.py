@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import cast
 
+from moestro.wire.keep_alive import keep_alive
 from moestro.wire.kv_events import MAX_MESSAGE_BYTES
 from moestro.wire.zmtp import ZmtpError, ZmtpReader, greeting, ready
 
@@ -17,8 +18,6 @@ _ANSWER_BYTES = 64 << 10  # answers to a peer that does not read them
 _FRAMES_AT_ONCE = 64  # limit of what one call reads, be it complete messages or not
 _TCP = "tcp://"
 _IPC = "ipc://"
-# Detects a machine that vanished without closing the connection: after 5 s of silence, within 15 s.
-_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3))
 
 
 class ZmtpConnection(asyncio.Protocol):
@@ -98,7 +97,9 @@ class ZmtpConnection(asyncio.Protocol):
         if self.is_over:
             connected.abort()
             return
-        _keep_alive(connected)
+        raw = connected.get_extra_info("socket")
+        if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
+            keep_alive(raw)
         connected.write(greeting() + ready(self._socket_type))
 
     def data_received(self, data: bytes) -> None:
@@ -150,13 +151,3 @@ class ZmtpConnection(asyncio.Protocol):
 def _unix_path(path: str) -> str:
     """Return a path as the system takes it; libzmq writes an abstract one with a leading @."""
     return "\0" + path[1:] if path.startswith("@") else path
-
-
-def _keep_alive(transport: asyncio.Transport) -> None:
-    raw = transport.get_extra_info("socket")
-    if raw is None or raw.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE:
-        if hasattr(socket, name):
-            raw.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

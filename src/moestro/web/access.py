@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+from moestro.core.hosts import network_of
 from moestro.errors import ConfigError
 from moestro.web.access_settings import AccessSettings
 from moestro.web.api_keys import ApiKeys
@@ -12,7 +13,7 @@ from moestro.web.cors import Cors
 from moestro.web.errors import AuthenticationError
 from moestro.web.page import PAGE_PATHS
 from moestro.web.probes import PROBES
-from moestro.web.rate_limits import RequestLimits, network_of
+from moestro.web.rate_limits import RequestLimits
 
 # Requested by the operator's machines, and by the page at `/`, once a second.
 UNLIMITED = PROBES | PAGE_PATHS | {"/metrics", "/statistics"}

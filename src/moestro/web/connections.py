@@ -15,13 +15,13 @@ from ipaddress import ip_address
 
 from aiohttp import web
 
-from moestro.core.hosts import in_address
+from moestro.core.hosts import in_address, network_of
 from moestro.errors import ConfigError
 from moestro.web.errors import ConnectionsFullError, error_json
 from moestro.web.faults import Fault, Faults, Port, PortFaults
 from moestro.web.framing import WRITE_S
 from moestro.web.http_connection import HttpConnection
-from moestro.web.rate_limits import AtATime, network_of
+from moestro.web.rate_limits import AtATime
 
 logger = logging.getLogger(__name__)
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
-from functools import lru_cache
 
+from moestro.core.hosts import network_of
 from moestro.errors import RequestError
 from moestro.web.access_settings import AccessSettings
 
 MAX_SUBJECTS = 1 << 16  # Most remembered addresses, about 10 MB; the least recently seen ones are forgotten.
 _MINUTE_S = 60.0
-_IPV6_PREFIX = 64  # Prefix of the smallest network of one customer, who can use all of its addresses.
 
 
 class RateLimitError(RequestError):
@@ -144,17 +142,3 @@ class RequestLimits:
             yield
         finally:
             self.leave(key)
-
-
-@lru_cache(maxsize=4096)
-def network_of(address: str) -> str:
-    """Return the name under which an address counts: an IPv4 address, or the /64 network of an IPv6 address."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address  # The address of a Unix socket.
-    if isinstance(found, ipaddress.IPv4Address):
-        return str(found)
-    if found.ipv4_mapped is not None:
-        return str(found.ipv4_mapped)
-    return str(ipaddress.ip_network((found, _IPV6_PREFIX), strict=False))

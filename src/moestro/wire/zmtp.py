@@ -1,9 +1,10 @@
-"""ZMTP 3.0, the protocol of ZeroMQ's sockets, for one client of one publisher: sans-IO, bounded in bytes.
+"""ZMTP 3.0, the protocol of ZeroMQ's sockets, for one end of one connection: sans-IO, bounded in bytes.
 
 libzmq counts what it holds in messages and bounds a frame (`ZMQ_MAXMSGSIZE`). It bounds neither the frames of a message
-nor the bytes of a queue: a peer whose message never ends fills the memory of the process. The listener to KV events
-reads from servers that it does not trust, so it speaks the protocol itself, with a bound on what a peer can make it
-hold. It is the small part without security and without reconnection. Source: https://rfc.zeromq.org/spec/23/.
+nor the bytes of a queue: a peer whose message never ends fills the memory of the process. Publishers of KV events and
+their listeners do not trust each other, so both speak the protocol themselves, with a bound on what a peer can make
+them hold. It is the small part without security and without reconnection. Sources: https://rfc.zeromq.org/spec/23/ and
+https://rfc.zeromq.org/spec/37/ (subscriptions that are commands).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 _MAX_COMMAND_BYTES = 4096  # of READY and PING; libzmq's own have less than 100
 _MAX_FRAMES = 16  # of one message; a replayed batch has five
 
-SUBSCRIBE_TO_ALL = (b"\x01",)
+SUBSCRIBE, CANCEL = b"\x01", b"\x00"  # first byte of a subscription; a topic follows
+SUBSCRIBE_TO_ALL = (SUBSCRIBE,)
+_SUBSCRIPTIONS = {b"SUBSCRIBE": SUBSCRIBE, b"CANCEL": CANCEL}  # commands, of peers that speak ZMTP 3.1
 
 
 class ZmtpError(MoestroError):
@@ -27,7 +30,7 @@ class ZmtpError(MoestroError):
 
 
 def greeting() -> bytes:
-    """Return what a client sends first."""
+    """Return what each end sends first."""
     return b"\xff" + bytes(8) + b"\x7f" + bytes([_MAJOR, _MINOR]) + _MECHANISM + bytes(32)
 
 
@@ -39,7 +42,17 @@ def ready(socket_type: bytes) -> bytes:
 
 def message(frames: tuple[bytes, ...]) -> bytes:
     """Encode one message."""
-    return b"".join([_frame(_MORE if at < len(frames) else 0, frame) for at, frame in enumerate(frames, 1)])
+    return message_head(frames[:-1], len(frames[-1])) + frames[-1]
+
+
+def message_head(frames: tuple[bytes, ...], last_bytes: int) -> bytes:
+    """Encode a message up to the body of its last frame, which the caller sends without copying it.
+
+    Args:
+        frames: frames before the last one.
+        last_bytes: size of the last frame.
+    """
+    return b"".join([_frame(_MORE, each) for each in frames]) + _frame_head(0, last_bytes)
 
 
 class ZmtpReader:
@@ -102,7 +115,7 @@ class ZmtpReader:
         body = bytes(memoryview(self._held)[begin : begin + size])
         self._drop(begin + size)
         if flags & _COMMAND:
-            return None, self._obey(body)
+            return self._obey(body)
         return self._completed(body, is_last=not flags & _MORE), b""
 
     def _head(self) -> tuple[int, int, int]:
@@ -136,8 +149,8 @@ class ZmtpReader:
         frames, self._frames, self._num_frame_bytes = self._frames, [], 0
         return frames
 
-    def _obey(self, body: bytes) -> bytes:
-        """Handle a command, and return the answer."""
+    def _obey(self, body: bytes) -> tuple[list[bytes] | None, bytes]:
+        """Handle a command, and return the message that it stands for, if any, and the answer."""
         name, rest = _taken(body)
         if not self.is_made:
             if name != b"READY":
@@ -148,8 +161,10 @@ class ZmtpReader:
                 raise ZmtpError(f"the peer is a socket of type {kind[:16]!r}; expected {expected}")
             self.is_made = True
         elif name == b"PING":  # two bytes of time to live, and a context that the answer repeats
-            return _frame(_COMMAND, _named(b"PONG") + rest[2:18])
-        return b""
+            return None, _frame(_COMMAND, _named(b"PONG") + rest[2:18])
+        elif b"SUB" in self._peers and name in _SUBSCRIPTIONS:
+            return [_SUBSCRIPTIONS[name] + rest], b""
+        return None, b""
 
     def _check_greeting(self, given: bytes) -> None:
         first, last = _SIGNATURE_AT
@@ -166,9 +181,13 @@ class ZmtpReader:
 
 
 def _frame(flags: int, body: bytes) -> bytes:
-    if len(body) < 256:
-        return bytes([flags, len(body)]) + body
-    return bytes([flags | _LONG]) + len(body).to_bytes(8, "big") + body
+    return _frame_head(flags, len(body)) + body
+
+
+def _frame_head(flags: int, num_bytes: int) -> bytes:
+    if num_bytes < 256:
+        return bytes([flags, num_bytes])
+    return bytes([flags | _LONG]) + num_bytes.to_bytes(8, "big")
 
 
 def _named(name: bytes) -> bytes:

@@ -28,6 +28,7 @@ from moestro.wire.hop_frames import (
     encode_hop,
     encode_notice,
 )
+from moestro.wire.messages import MAX_MESSAGE_BYTES
 from moestro.wire.readable import is_readable
 from moestro.worker.paced_links import LinkPace
 from moestro.worker.two_phase import TwoPhase, TwoPhaseLinks
@@ -99,6 +100,9 @@ class PeerLinks:
         self._context = zmq.Context()
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
+        # libzmq holds frames of this size for peers that have not proved the keys yet. Rows beside a tensor are small.
+        largest = 2 * tensors.num_bytes(max(limits.num_places, limits.num_guests))
+        self._inbox.setsockopt(zmq.MAXMSGSIZE, max(largest, MAX_MESSAGE_BYTES))
         self._keys = endpoint.keys
         self._doorkeeper = None if endpoint.keys is None else Doorkeeper(self._inbox, endpoint.keys)
         allow_ipv6(self._inbox, endpoint.address)

@@ -20,7 +20,7 @@ from moestro.wire.layer_messages import DropLayer, MoveLayer
 from moestro.wire.messages import FromRank
 from moestro.worker.expert_collection import ExpertCollection
 from moestro.worker.group_rank import Home
-from moestro.worker.kv_publisher import KvPublisher
+from moestro.worker.kv_events.publisher import KvPublisher
 from moestro.worker.rank_loop import SideJobs
 
 OnPhase = Callable[[str], None]  # called when a phase of the start begins

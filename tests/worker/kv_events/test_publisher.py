@@ -134,3 +134,10 @@ def test_ports_of_several_engines_may_not_meet():
     settings.check_ports(1)
     with pytest.raises(ConfigError, match="2 engines listen on 2 ports from 5557 and from 5558"):
         settings.check_ports(2)
+
+
+@pytest.mark.parametrize(("name", "port"), [("endpoint", 65_535), ("replay_endpoint", 99_999)])
+def test_ports_end_at_65535(name, port):
+    settings = KvEventsSettings(**{"replay_endpoint": "tcp://*:1"} | {name: f"tcp://*:{port}"})
+    with pytest.raises(ConfigError, match=f"engine 1 has port {port + 1}, above 65535"):
+        settings.check_ports(2)

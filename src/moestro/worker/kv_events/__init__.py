@@ -1,0 +1,1 @@
+"""Publication of a rank's KV events: the encoding, the ports, and the listeners at them."""
