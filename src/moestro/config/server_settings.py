@@ -50,7 +50,10 @@ class ServerSettings(CheckedSettings):
     write_timeout: Annotated[float, at_least(1)] = 60.0
     "Seconds that a client may leave its stream unread before it is disconnected."
     max_connections: Annotated[int, at_least(1)] = 4096
-    "Maximum number of connected clients; a further one is refused with 503 and Retry-After."
+    (
+        "Maximum number of connected clients. A further one takes the place of an idle one, or is refused with 503 and"
+        " Retry-After."
+    )
 
     admin_port: Annotated[int | None, PORT] = None
     "Port on 127.0.0.1 for operators: /admin/experts, /admin/placement, and in async mode /admin/workers. Unset: none."
