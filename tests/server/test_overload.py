@@ -120,7 +120,7 @@ def test_a_thousand_requests_at_once_are_all_answered(start):
 
 def test_threads_refuse_work_beyond_their_bound():
     async def test() -> None:
-        threads, gate = PrepareThreads(max_preparing=3), threading.Event()
+        threads, gate = PrepareThreads(max_waiting=2, num_threads=1), threading.Event()
         waiting = [asyncio.create_task(threads.run(gate.wait)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(BusyError) as refused:

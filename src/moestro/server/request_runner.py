@@ -24,7 +24,7 @@ from moestro.server.structured_output import GrammarGate
 from moestro.server.traffic import Traffic
 from moestro.server.validation import Options
 from moestro.text.thread_pool import PrepareThreads
-from moestro.web.bodies import Bodies
+from moestro.web.bodies import Bodies, client_of
 from moestro.web.middleware import REQUEST_ID
 from moestro.web.session_names import session_in
 
@@ -85,7 +85,7 @@ class RequestRunner:
         # Before the body is decoded and tokenized, so that a refusal is cheap.
         self._engines.check_room(self.threads.num_preparing + self.chat_threads.num_preparing)
         async with self.bodies.reading(http) as body:
-            return await threads.run(lambda: prepare(body, self._model, arrival), len(body))
+            return await threads.run(lambda: prepare(body, self._model, arrival), len(body), client_of(http))
 
     async def answer(
         self, http: web.Request, prepared: Prepared, form: AnswerForm, encoding: AnswerEncoding
@@ -100,7 +100,7 @@ class RequestRunner:
             http[REQUEST_ID] = options.request_id
         jobs = prepared.jobs
         if options.grammar is not None:
-            jobs = following(await self._grammars.check(options.grammar), jobs)
+            jobs = following(await self._grammars.check(options.grammar, client_of(http)), jobs)
         with self.traffic.answering():
             return await self._generate(http, replace(prepared, jobs=jobs), form, encoding)
 
@@ -123,7 +123,7 @@ class RequestRunner:
 
             num_bytes = _size_of(pieces, options)
             is_small = num_bytes <= _INLINE_BYTES
-            body = build() if is_small else await self._answer_threads.run(build, num_bytes)
+            body = build() if is_small else await self._answer_threads.run(build, num_bytes, client_of(http))
             return web.Response(body=body, content_type="application/json", headers=headers)
 
 
