@@ -279,7 +279,7 @@ class Generation:
         return bool(self._held) and len(self._running) < self._model.max_choices_at_once
 
     def _submit_later(self) -> None:
-        """Submit held choices in place of ended ones while the engines have room; raises if they have none and none runs."""
+        """Submit held choices in place of ended ones while the engines have room; raise if none runs without it."""
         num_bytes, self._retry_at_s = 0, math.inf
         try:
             while self._may_submit and num_bytes <= _BYTES_AT_ONCE:
