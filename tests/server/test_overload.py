@@ -246,7 +246,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_sequences_are_freed(star
         wait_until(lambda: load(server)[0]["num_running"] == 16)
         assert complete(server, max_tokens=5).status == 200
         wait_until(lambda: is_idle(server))
-        assert "a client left its answer unread" in server.text or "does not read its answer" in server.text
+        assert "a client left its answer unread" in server.text
         with contextlib.suppress(ConnectionResetError):
             assert b"data: [DONE]" not in read_to_end(lazy)
 

@@ -21,7 +21,7 @@ from moestro.server.logprobs import Score, first_score, score_of
 from moestro.server.piece import Piece
 from moestro.server.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
 from moestro.server.request_builder import Job, ServedModel
-from moestro.server.request_state import Inbox, InboxEvent, Interrupted, PromptChoices
+from moestro.server.request_state import Inbox, InboxEvent, Interrupted, PromptChoices, UnreadEvents
 from moestro.text.answer_parser import ChatPart
 from moestro.text.stop_strings import StopFinder
 from moestro.text.thread_pool import PrepareThreads
@@ -306,6 +306,10 @@ class Generation:
         """
         self._pass_on = pass_on
         self._inbox.intercept = self._take_at_once
+
+    def count_unread_with(self, unread: UnreadEvents) -> None:
+        """Let `unread` count the outputs that wait because the client reads too slowly."""
+        self._inbox.unread = unread
 
     def _take_at_once(self, event: InboxEvent) -> InboxEvent | None:
         """Pass an output on, and return what is left for `next_piece`."""

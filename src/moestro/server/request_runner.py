@@ -22,6 +22,7 @@ from moestro.server.responses import AnswerForm
 from moestro.server.sse import AnswerEncoding, EventStream, UsageWanted, stream
 from moestro.server.structured_output import GrammarGate
 from moestro.server.traffic import Traffic
+from moestro.server.unread import UnreadMemory, UnreadStream
 from moestro.server.validation import Options
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.bodies import Bodies, client_of
@@ -45,6 +46,7 @@ class RequestRunner:
         threads: Threads that prepare completions.
         chat_threads: Threads that prepare chats. A chat template may take seconds; completions do not wait for it.
         traffic: Generation requests without a complete response.
+        unread: Memory of what streams have for clients that do not read.
     """
 
     def __init__(self, engines: EngineClient, model: ServedModel, write_timeout_s: float) -> None:
@@ -55,6 +57,7 @@ class RequestRunner:
         self.threads = PrepareThreads()
         self.chat_threads = PrepareThreads()
         self.traffic = Traffic()
+        self.unread = UnreadMemory()
         self._answer_threads = PrepareThreads(num_threads=1)
         self._grammars = GrammarGate(grammar_checker(model))
 
@@ -115,7 +118,9 @@ class RequestRunner:
             if options.stream:
                 wanted = UsageWanted(options.include_usage, options.continuous_usage)
                 events = EventStream(http, self._write_timeout_s, encoding, headers)
-                return await stream(events, generation, form, wanted)
+                with UnreadStream(self.unread, client_of(http), events.cut) as unread:
+                    generation.count_unread_with(unread)
+                    return await stream(events, generation, form, wanted)
             pieces, usage = await generation.all_pieces(), generation.usage()
 
             def build() -> bytes:

@@ -129,6 +129,12 @@ class HttpConnection(web.RequestHandler):
         self._check_framing(is_new=self._request_count > num_first)
         self._look_for_complete()
 
+    def cut_unread(self) -> None:
+        """Close the connection at once, because its client does not read its answer."""
+        if self._wire is not None:
+            self._faults.count(Fault.UNREAD)
+            self._wire.abort()
+
     async def start(self) -> None:
         """Answer the connection's requests. Afterwards the client has a limited time to read the last answer."""
         try:
@@ -256,17 +262,12 @@ class HttpConnection(web.RequestHandler):
     def _start_cut(self) -> None:
         self._stop_cut()
         if self._wire is not None:
-            self._cut = self._loop.call_later(self._write_s, self._abort)
+            self._cut = self._loop.call_later(self._write_s, self.cut_unread)
 
     def _stop_cut(self) -> None:
         if self._cut is not None:
             self._cut.cancel()
             self._cut = None
-
-    def _abort(self) -> None:
-        if self._wire is not None:
-            self._faults.count(Fault.UNREAD)
-            self._wire.abort()
 
 
 class _Overrun:
