@@ -109,9 +109,9 @@ async def until(condition) -> None:
 def test_the_client_with_most_unread_outputs_is_cut_and_others_lose_nothing(tokenizer):
     async def test() -> None:
         engines, faults = Engines(), Faults()
-        async with streaming(tokenizer, engines, faults) as (runner, port):
-            strangers = [ask(port, f"stranger-{n}", "127.0.0.2") for n in range(4)]
-            honest = ask(port, "honest", "127.0.0.1")
+        async with streaming(tokenizer, engines, faults) as (runner, port), contextlib.AsyncExitStack() as stack:
+            strangers = [stack.enter_context(ask(port, f"stranger-{n}", "127.0.0.2")) for n in range(4)]
+            honest = stack.enter_context(ask(port, "honest", "127.0.0.1"))
             await until(lambda: len(engines.inboxes) == 5)
             num_honest = 0
             while faults.counts[Port.CLIENTS, Fault.UNREAD] < 3:
