@@ -10,7 +10,8 @@ The stranger has the address 127.0.0.2, and the honest clients have 127.0.0.1. K
 - `connections`: 4,096 connections with half a head, to each of the two products. All honest requests must be answered.
 - `grammars`: 96 clients with a new grammar in each request. Honest clients, each with a new small schema, wait for
   their turn alone, and none is refused.
-- `choices`: 32 requests of 128 long choices each. Figures only: honest requests wait for a free sequence.
+- `choices`: 32 requests of 128 long choices each. First come, first served, honest requests wait behind all of them;
+  with the flags of fair shares they wait for the next free sequence. An older checkout may lack these flags.
 - `unread`: four streams of 1,024 choices with 20 log probabilities, which are not read. The memory of the API server
   must stay bounded; `--seconds` should exceed a minute to see the time limit too.
 """
@@ -36,6 +37,7 @@ STRANGER = "127.0.0.2"
 NUM_CONNECTIONS = 4096
 PATH = "/v1/completions"
 LONG = {"max_tokens": 1900, "ignore_eos": True, "stream": True}
+FAIR = ("--scheduling-policy", "weighted_fair", "--users-are-clients")
 Body = Callable[[int], dict[str, object]]
 
 
@@ -128,7 +130,11 @@ async def grammars(place: Place) -> dict[str, object]:
 
 
 async def choices(place: Place) -> dict[str, object]:
-    with place.serving() as server:
+    return {"fcfs": await many_choices(place), "weighted_fair": await many_choices(place, *FAIR)}
+
+
+async def many_choices(place: Place, *flags: str) -> dict[str, object]:
+    with place.serving(*flags) as server:
         alone = await Neighbours(server.url, 3).for_(place.seconds / 4)
         async with flooding(server.url, 32, lambda _: {"prompt": "def f(x):", "n": 128, **LONG}) as ends:
             await asyncio.sleep(2)

@@ -41,6 +41,11 @@ class ServerSettings(CheckedSettings):
     "GiB that the file of --record does not exceed; lines beyond are lost and counted. A request takes about 5 kB."
     strict_fields: bool = False
     "Refuse a request with an unknown field with a 400. Unset: the answer has a Warning header that names the field."
+    users_are_clients: bool = False
+    (
+        "The user of a request is its API key, where there are several, or its address, whatever its field user says:"
+        " then --scheduling-policy weighted_fair divides each engine between clients."
+    )
     enable_force_include_usage: bool = False
     "End each stream with its usage, as if it had asked for stream_options.include_usage."
     enable_tokenizer_info_endpoint: bool = False

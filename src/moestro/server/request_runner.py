@@ -83,12 +83,14 @@ class RequestRunner:
         Raises:
             RequestError: No engine takes requests, or the body is refused.
         """
-        arrival = Arrival(f"{kind}{uuid.uuid4().hex}", time.monotonic_ns(), session_in(http.headers.get))
+        client = client_of(http)
+        answer_id, session_id = f"{kind}{uuid.uuid4().hex}", session_in(http.headers.get)
+        arrival = Arrival(answer_id, time.monotonic_ns(), session_id, str(client))
         self.traffic.check_open()
         # Before the body is decoded and tokenized, so that a refusal is cheap.
         self._engines.check_room(self.threads.num_preparing + self.chat_threads.num_preparing)
         async with self.bodies.reading(http) as body:
-            return await threads.run(lambda: prepare(body, self._model, arrival), len(body), client_of(http))
+            return await threads.run(lambda: prepare(body, self._model, arrival), len(body), client)
 
     async def answer(
         self, http: web.Request, prepared: Prepared, form: AnswerForm, encoding: AnswerEncoding

@@ -382,6 +382,7 @@ class _ServeProcess:
             resumes_streams=self._settings.processes.resume_streams,
             has_strict_fields=server.strict_fields,
             forces_usage=server.enable_force_include_usage,
+            users_are_clients=server.users_are_clients,
             shows_tokenizer=server.enable_tokenizer_info_endpoint,
             max_choices_at_once=_choices_at_once(self._settings),
             chat=chat_format(chat, tokenizer.chat_template, tokenizer.special_texts),
