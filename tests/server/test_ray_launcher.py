@@ -310,6 +310,25 @@ async def test_room_is_asked_for_anew_when_the_nodes_change():
 
 
 @in_loop
+async def test_a_cluster_whose_nodes_are_all_slow_gets_more_time_until_an_agent_answers():
+    cluster = FakeCluster(room=1)
+    launcher = launcher_on(cluster, 1)
+    await launcher.open()
+    process = await launcher.spawn(("experts", "0"))
+    cluster.delays_s = (0.3,)  # six times what an agent has
+    cluster.agents[-1].die()
+    await process.wait()
+    num_silent = 0
+    while True:
+        try:
+            await launcher.spawn(("experts", "0"))
+            break
+        except OSError:
+            num_silent += 1
+    assert num_silent == 3  # with twice, four times and eight times as long
+
+
+@in_loop
 async def test_the_only_node_is_used_again_although_it_did_not_answer():
     cluster = FakeCluster(room=1)
     cluster.alive = {"id-0"}

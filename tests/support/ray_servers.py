@@ -16,6 +16,7 @@ def ray_token() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", "a token of Moestro's tests")
+        patch.setenv("RAY_worker_niceness", "0")  # By default 15: other tests would then leave workers no time.
         yield
 
 

@@ -144,6 +144,14 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
             "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}},
         },
     ),
+    "/v1/chat/completions/batch": (
+        _GENERATION | {"messages": [_MESSAGES, _MESSAGES[:2]], "prompt_logprobs": None},
+        {
+            "messages": [_MESSAGES[:2]],
+            "max_tokens": 2,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}},
+        },
+    ),
     "/v1/messages": (
         _COUNT | {"max_tokens": 2, "stop_sequences": ["x"], "metadata": {"user_id": "u"}},
         _COUNT | {"max_tokens": 2, "stream": True, "tool_choice": {"type": "any"}},

@@ -37,7 +37,7 @@ from moestro.wire.messages import (
     WorkerFigures,
 )
 
-START_S = 60.0  # from the start of a process to its first message
+START_S = 300.0  # from the start of a process to its first message: imports take minutes from a slow disk
 CONNECT_S = 20.0  # from a worker's arrival in the group until it serves; a worker itself gives up after half of it
 
 

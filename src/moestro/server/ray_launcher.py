@@ -46,6 +46,7 @@ _SPARE_S = 2.0  # Time in which there must be room for a process on standby.
 _ANSWER_S = 5.0  # An agent answers in milliseconds; one that does not may be on a machine that has gone.
 _SIGKILL_S = 1.0  # Time in which a killed process's end must be reported; its node is else taken for dead.
 _ELSEWHERE_S = 2.0  # Time for which a process looks for room on other nodes than those that did not answer.
+_MAX_PATIENCE = 16  # Factor of the times above after silences in a row: all nodes of a busy cluster may just be slow.
 _SILENT_S = 60.0  # Time for which a node that did not answer is avoided: by then, Ray has found whether it is gone.
 _ACTOR_THREADS = 4  # of one agent: one waits for the end of the process, the others answer.
 
@@ -299,6 +300,7 @@ class RayLauncher:
         self._bundle: dict[str, float] = {"CPU": float(needs.options.ray_worker_cpus)}
         self._standby: RayProcess | None = None
         self._silent: dict[str, float] = {}  # Ids of nodes that did not answer, and when.
+        self._patience = 1  # Factor of the times in which an agent must answer, which silences in a row double.
         self._is_preparing = False  # whether a process on standby is being started
 
     async def open(self) -> None:
@@ -373,15 +375,20 @@ class RayLauncher:
             raise ConfigError(text)
 
     async def _ask(self, seat: _Seat, reply: Awaitable[T], timeout_s: float) -> T:
-        """Return the answer of a seat's agent; its node is silent when none comes.
+        """Return the answer of a seat's agent; its node is silent when none comes in time.
+
+        Args:
+            timeout_s: Time for the answer where the last one came in time. Each
+                silence in a row doubles it, until a process starts.
 
         Raises:
             EngineDiedError: None came in time, or the node has gone.
         """
         try:
-            return await _answer(reply, timeout_s)
+            return await _answer(reply, timeout_s * self._patience)
         except EngineDiedError:
             self._note_silence(seat)
+            self._patience = min(2 * self._patience, _MAX_PATIENCE)
             raise
 
     def _note_silence(self, seat: _Seat) -> None:
@@ -451,6 +458,7 @@ class RayLauncher:
             if isinstance(error, ConfigError | EngineDiedError):
                 raise OSError(str(error)) from error
             raise
+        self._patience = 1
         return RayProcess(seat, self._give_back, self._note_silence)
 
     def _give_back(self, seat: _Seat) -> None:
