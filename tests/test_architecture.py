@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "sim": {"core", "wire", "cost", "workload", "config", *LEVELS},
     "repro": {"sim", "core", "wire", "cost", "workload", "config", *LEVELS},
     "planner": {"sim", "core", "wire", "cost", "workload", "config", *LEVELS},
-    "worker": {"core", "wire", "grammar", "model", "cost", "config", *LEVELS},
+    "worker": {"core", "wire", "text", "grammar", "model", "cost", "config", *LEVELS},
     "server": {"core", "wire", "routing", "placement", "cost", "text", "grammar", "web", "workload", "config"},
     "gateway": {"core", "wire", "routing", "text", "web", "workload", "config"},
     "loadgen": {"core", "workload", "cost", "web", "config"},

@@ -19,7 +19,7 @@ A `RequestError` is what a client sees: `http_status`, OpenAI's `type` and `code
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 _SHOWN_CHARS = 200
@@ -132,6 +132,20 @@ class InvariantError(MoestroError):
 
 def shown(value: object) -> str:
     """What the client sent, fit to be repeated to it: printable, short, and without surrogates, which UTF-8 lacks."""
-    text = str(value)
+    return _fit_to_show(str, value)
+
+
+def shown_literal(value: object) -> str:
+    """As `shown`, with the quotes and brackets of a literal: `'1'` for a text, `1` for a number."""
+    return _fit_to_show(repr, value)
+
+
+def _fit_to_show(spell: Callable[[object], str], value: object) -> str:
+    try:
+        text = spell(value)
+    except ValueError:  # Python spells no integers of more than 4,300 digits, because that takes long.
+        text = "a value with too many digits to show"
+    except RecursionError:
+        text = "a value with too many levels to show"
     printable = re.sub(r"[^\x20-\x7e\xa0-\ud7ff\ue000-\uffff]", "?", text[:_SHOWN_CHARS])
     return printable if len(text) <= _SHOWN_CHARS else printable + "..."

@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 from gateway.rig import CHAT, FakeEngine, Received, Wire, looped, request_bytes, rig
 
+from moestro.web.faults import Fault, Port
 from moestro.web.framing import MAX_HEAD_BYTES
 
 MALFORMED = {
@@ -167,17 +168,34 @@ async def test_a_connection_without_a_request_is_closed_after_a_while_and_so_is_
 
 
 @looped
-async def test_one_connection_too_many_hears_so():
+async def test_one_connection_too_many_is_refused_if_all_others_carry_requests():
+    async with rig(FakeEngine("e", hold), max_connections=2) as it:
+        kept = [await it.caller(), await it.caller()]
+        for caller in kept:
+            caller.ask()
+        await it.until(lambda: len(it.app.shared.active) == 2)
+        refused = await (await it.caller()).answer()
+        assert (refused.status, refused.code, refused.headers["retry-after"]) == (503, "too_many_connections", "1")
+        assert len(it.app.shared.active) == 2
+        for caller in kept:
+            caller.hang_up()
+        await it.until_idle()
+
+
+async def hold(engine: FakeEngine, wire: Wire, request: Received) -> None:
+    await asyncio.sleep(60)
+
+
+@looped
+async def test_an_idle_connection_gives_way_to_one_connection_too_many():
     async with rig(FakeEngine("e"), max_connections=2) as it:
         kept = [await it.caller(), await it.caller()]
         for caller in kept:
             caller.ask()
             assert (await caller.answer()).status == 200
-        refused = await (await it.caller()).answer()
-        assert (refused.status, refused.code, refused.headers["retry-after"]) == (503, "too_many_connections", "1")
-        kept[0].hang_up()
-        await it.until(lambda: len(it.app.clients.open) == 1)
         assert (await it.call()).status == 200
+        assert await kept[0].is_closed()
+        assert it.faults.counts[Port.CLIENTS, Fault.DISPLACED] == 1
 
 
 @looped

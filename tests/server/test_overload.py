@@ -14,7 +14,18 @@ from typing import ClassVar
 import aiohttp
 import pytest
 from support.fake_rank import SLOW
-from support.running import Running, call, complete, is_idle, load, metrics, read_to_end, stream_request, wait_until
+from support.running import (
+    Running,
+    call,
+    complete,
+    is_idle,
+    load,
+    metrics,
+    open_stream,
+    read_to_end,
+    stream_request,
+    wait_until,
+)
 
 from moestro.errors import BusyError
 from moestro.text.thread_pool import PrepareThreads
@@ -109,7 +120,7 @@ def test_a_thousand_requests_at_once_are_all_answered(start):
 
 def test_threads_refuse_work_beyond_their_bound():
     async def test() -> None:
-        threads, gate = PrepareThreads(max_preparing=3), threading.Event()
+        threads, gate = PrepareThreads(max_waiting=2, num_threads=1), threading.Event()
         waiting = [asyncio.create_task(threads.run(gate.wait)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(BusyError) as refused:
@@ -205,12 +216,12 @@ def test_a_body_of_the_largest_size_does_not_hold_up_the_others(start):
 
 def test_one_connection_too_many_is_refused_and_the_others_are_served(start):
     server = start("--max-connections", "8")
-    idle = [socket.create_connection(server.address) for _ in range(8)]
+    streams = [open_stream(server, max_tokens=4000) for _ in range(8)]
     assert refusal(server).startswith(b"HTTP/1.1 503 ")
     assert b"Retry-After: 1\r\n" in refusal(server)
     assert json.loads(refusal(server).partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
-    for connection in idle:
-        connection.close()
+    for each in streams:
+        each.close()
     wait_until(lambda: not refusal(server))
     assert call(server, "GET", "/health").status == 200
 
@@ -235,7 +246,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_sequences_are_freed(star
         wait_until(lambda: load(server)[0]["num_running"] == 16)
         assert complete(server, max_tokens=5).status == 200
         wait_until(lambda: is_idle(server))
-        assert "a client left its answer unread" in server.text or "does not read its answer" in server.text
+        assert "a client left its answer unread" in server.text
         with contextlib.suppress(ConnectionResetError):
             assert b"data: [DONE]" not in read_to_end(lazy)
 

@@ -15,7 +15,7 @@ from support.fake_rank import INFO
 from moestro.core.request import FinishReason, Output, PackedLogprobs, Request, SamplingParams, TokenLogprobs
 from moestro.errors import PromptTooLongError, QueueFullError, RequestError
 from moestro.server import request_builder
-from moestro.server.generation import Generation
+from moestro.server.generation import RETRY_S, Generation
 from moestro.server.request_builder import Arrival, Job, ServedModel, completion_jobs, prepare_chat_ask
 from moestro.server.validation import MAX_BAD_WORDS, parse_chat, parse_completion
 from moestro.text.thread_pool import PrepareThreads
@@ -186,7 +186,8 @@ def test_choices_are_submitted_in_pieces_with_turns_for_others_between(tokenizer
         assert sum(at_once) <= 2 << 20
 
 
-def test_choices_beyond_a_share_follow_the_end_of_earlier_ones_and_wait_anew(tokenizer):
+@pytest.mark.parametrize("follows_end", [True, False])
+def test_choices_beyond_a_share_follow_the_end_of_earlier_ones_and_wait_anew(tokenizer, follows_end):
     """One request with many choices never takes all places of the engines, nor the front of their queues."""
 
     async def run() -> None:
@@ -214,8 +215,18 @@ def test_choices_beyond_a_share_follow_the_end_of_earlier_ones_and_wait_anew(tok
             engines.inbox.put_nowait(msgspec.structs.replace(end, request_id="0"))
             await generation.next_piece()
             assert len(arrivals) == 5, "a full queue holds the choice back"
+            engines.inbox.put_nowait(msgspec.structs.replace(end, request_id="1"))
+            await generation.next_piece()
+            assert len(arrivals) == 5, "a full queue holds this choice back too"
             is_full = False
-            for number in (1, 3, 4, 5, 6, 7):
+            await asyncio.sleep(2 * RETRY_S)
+            if follows_end:
+                engines.inbox.put_nowait(msgspec.structs.replace(end, request_id="3"))
+            else:
+                engines.inbox.put_nowait(Output(request_id="3", token_ids=(70,)))
+            assert (await generation.next_piece()).index == 3
+            assert len(arrivals) == 7 + follows_end, "all of them follow at once"
+            for number in (4, 5, 6, 7) if follows_end else (3, 4, 5, 6, 7):
                 engines.inbox.put_nowait(msgspec.structs.replace(end, request_id=str(number)))
                 assert (await generation.next_piece()).index == number
             assert await generation.next_piece() is None

@@ -8,7 +8,7 @@ import re
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from threading import Event, Semaphore
 
 import jsonschema
 import pytest
@@ -17,10 +17,16 @@ from support.running import Running, chat, complete, metrics
 from moestro.core.grammar import Grammar
 from moestro.core.request import FinishReason
 from moestro.errors import RequestError
-from moestro.grammar.checker import GrammarVerdict
+from moestro.grammar.checker import MAX_TRIES, GrammarVerdict
 from moestro.grammar.host_messages import CHECK, TRY
 from moestro.server.generation import _failure
-from moestro.server.structured_output import MAX_GRAMMAR_BYTES, MAX_WAITING_CHECKS, AskedGrammar, GrammarGate
+from moestro.server.structured_output import (
+    MAX_GRAMMAR_BYTES,
+    MAX_WAITING_CHECKS,
+    MAX_WAITING_TRIES,
+    AskedGrammar,
+    GrammarGate,
+)
 from moestro.server.validation import parse_chat, parse_completion
 
 SCHEMA = {
@@ -336,7 +342,7 @@ def test_slow_grammars_delay_no_light_one_and_too_many_are_sent_away():
         def ask(text: str) -> asyncio.Task[Grammar]:
             return asyncio.create_task(gate.check(AskedGrammar(Grammar("regex", text), "guided_regex")))
 
-        slow = [ask(f"slow {i}") for i in range(MAX_WAITING_CHECKS + 3)]
+        slow = [ask(f"slow {i}") for i in range(1 + MAX_WAITING_CHECKS + 3)]  # One of them runs.
         assert (await ask("light")).is_light
         refused, _ = await asyncio.wait(slow, return_when=asyncio.FIRST_EXCEPTION)
         while len(refused) < 3:
@@ -344,8 +350,54 @@ def test_slow_grammars_delay_no_light_one_and_too_many_are_sent_away():
         assert [(each.exception().http_status, each.exception().retry_after_s) for each in refused] == [(503, 1)] * 3
         checker.may_end.set()
         found = [each for each in await asyncio.gather(*slow, return_exceptions=True) if isinstance(each, Grammar)]
-        assert [each.is_light for each in found] == [False] * MAX_WAITING_CHECKS
-        assert Counter(checker.roles) == {TRY: len(slow) + 1, CHECK: MAX_WAITING_CHECKS}
+        assert [each.is_light for each in found] == [False] * (1 + MAX_WAITING_CHECKS)
+        assert Counter(checker.roles) == {TRY: len(slow) + 1, CHECK: 1 + MAX_WAITING_CHECKS}
+        gate.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("has_same_grammars", [False, True])
+def test_grammars_of_one_client_neither_refuse_nor_delay_those_of_another(has_same_grammars):
+    """Also where the other client asks for a grammar that waits among them."""
+
+    class Checker:
+        """A check takes as long as the test wants."""
+
+        turns, checked = Semaphore(0), list[str]()
+
+        def known(self, _grammar):
+            return None
+
+        def check(self, grammar, role):
+            self.turns.acquire()
+            self.checked.append(grammar.text)
+            return GrammarVerdict(None, is_light=True)
+
+        def close(self):
+            pass
+
+    async def test() -> None:
+        checker = Checker()
+        gate = GrammarGate(checker)
+
+        def ask(text: str, client: str) -> asyncio.Task[Grammar]:
+            asked = AskedGrammar(Grammar("regex", text), "guided_regex")
+            return asyncio.create_task(gate.check(asked, client))
+
+        flood = [ask(f"{i}", "stranger") for i in range(3 * MAX_WAITING_TRIES)]
+        await asyncio.sleep(0)
+        own = ask(f"{MAX_WAITING_TRIES - 1}" if has_same_grammars else "own", "honest")
+        await asyncio.sleep(0.01)
+        assert not own.done()
+        for _ in range(MAX_TRIES + 2):
+            checker.turns.release()
+        assert (await asyncio.wait_for(own, 30)).is_light
+        refused = [each for each in flood if each.done() and each.exception() is not None]
+        assert len(refused) == 2 * MAX_WAITING_TRIES - MAX_TRIES + 1
+        for _ in flood:
+            checker.turns.release()
+        await asyncio.gather(*flood, return_exceptions=True)
         gate.close()
 
     asyncio.run(test())

@@ -7,14 +7,18 @@ import contextlib
 import errno
 import logging
 import socket
+from collections.abc import Iterator
 
 import pytest
 import uvloop
 from aiohttp import web
-from support.running import Running, call, call_admin, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+from support.running import MOESTRO, Running, call, call_admin, free_port
 
 from moestro.errors import ConfigError
 from moestro.web.access import Access
+from moestro.web.connection_table import ConnectionSlot, ConnectionTable
 from moestro.web.connections import (
     MAX_OPERATOR_CONNECTIONS,
     Front,
@@ -31,13 +35,16 @@ SECRET = "do-not-repeat-me"
 
 
 class Quiet(asyncio.Protocol):
-    """A connection that says nothing."""
+    """A connection that says nothing. Its request is complete with the first byte."""
 
-    def __init__(self, on_lost) -> None:
-        self._on_lost = on_lost
+    def __init__(self, slot: ConnectionSlot) -> None:
+        self._slot = slot
+
+    def data_received(self, data: bytes) -> None:
+        self._slot.begins()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._on_lost()
+        self._slot.release()
 
 
 async def until(condition) -> None:
@@ -58,17 +65,119 @@ async def opened(limits: FrontLimits, listener: socket.socket | None = None):
         listener.close()
 
 
+def from_address(address: str, port: int, request: bytes = b"") -> socket.socket:
+    """A connection from a local address, and what it sends."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=30, source_address=(address, 0))
+    client.sendall(request)
+    return client
+
+
 def test_a_burst_never_opens_more_than_the_budget_and_each_place_returns():
     async def burst() -> None:
         async with opened(FrontLimits(4)) as (front, port, faults):
             with contextlib.ExitStack() as stack:
-                clients = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(50)]
-                await until(lambda: front.num_open + faults.counts[Port.CLIENTS, Fault.TOO_MANY] == 50)
+                first = [stack.enter_context(from_address("127.0.0.1", port, b"x")) for _ in range(4)]
+                await until(lambda: front.num_open == 4)
+                await asyncio.sleep(0.1)
+                clients = [stack.enter_context(from_address("127.0.0.1", port)) for _ in range(46)]
+                await until(lambda: faults.counts[Port.CLIENTS, Fault.TOO_MANY] == 46)
                 assert front.num_open == 4
-                assert [client.recv(12) for client in clients[4:]] == [b"HTTP/1.1 503"] * 46
+                assert [client.recv(12) for client in clients] == [b"HTTP/1.1 503"] * 46
+                assert {is_closed(client) for client in first} == {False}
             await until(lambda: front.num_open == 0)
 
     uvloop.run(burst())
+
+
+def is_closed(client: socket.socket) -> bool:
+    client.settimeout(0.05)
+    with contextlib.suppress(TimeoutError):
+        try:
+            return not client.recv(1)
+        except ConnectionResetError:
+            return True
+    return False
+
+
+def test_the_oldest_idle_connection_of_the_address_with_most_gives_way():
+    async def full() -> None:
+        async with opened(FrontLimits(4)) as (front, port, faults):
+            with contextlib.ExitStack() as stack:
+                few = stack.enter_context(from_address("127.0.0.3", port))
+                many = [stack.enter_context(from_address("127.0.0.2", port)) for _ in range(3)]
+                await until(lambda: front.num_open == 4)
+                many[0].sendall(b"x")
+                await asyncio.sleep(0.1)
+                newcomer = stack.enter_context(from_address("127.0.0.1", port))
+                await until(lambda: faults.counts[Port.CLIENTS, Fault.DISPLACED] == 1)
+                assert [is_closed(each) for each in (few, *many, newcomer)] == [False, False, True, False, False]
+                assert front.num_open == 4
+
+    uvloop.run(full())
+
+
+def test_an_address_with_all_connections_busy_leaves_spare_ones_to_others():
+    async def full() -> None:
+        async with opened(FrontLimits(32)) as (front, port, faults):
+            with contextlib.ExitStack() as stack:
+                many = [stack.enter_context(from_address("127.0.0.2", port, b"x")) for _ in range(32)]
+                await until(lambda: front.num_open == 32)
+                await asyncio.sleep(0.1)
+                more = [stack.enter_context(from_address(f"127.0.0.{last}", port, b"x")) for last in (2, 3, 3, 4, 5)]
+                await until(lambda: faults.counts[Port.CLIENTS, Fault.TOO_MANY] >= 2)
+                await until(lambda: front.num_open == 34)
+                assert [is_closed(each) for each in (*many, *more)] == [False] * 37  # Refused ones have their answer.
+                assert faults.counts[Port.CLIENTS, Fault.DISPLACED] <= 1
+
+    uvloop.run(full())
+
+
+@given(st.lists(st.tuples(st.sampled_from(["enter", "begin", "end", "leave"]), st.integers(0, 3)), max_size=80))
+def test_law_only_idle_connections_of_addresses_with_more_give_way(steps):
+    table, slots = ConnectionTable(), {address: [] for address in "abcd"}
+    busy: set[ConnectionSlot] = set()
+    for what, number in steps:
+        address = "abcd"[number]
+        if what == "enter":
+            slots[address].append(table.enter(address))
+            slots[address][-1].opened(Drained())
+        elif slots[address]:
+            slot = slots[address][0]
+            if what == "leave":
+                slots[address].remove(slot)
+                busy.discard(slot)
+                slot.release()
+                slot.release()
+            elif what == "begin":
+                busy.add(slot)
+                slot.begins()
+            else:
+                if slot in busy:
+                    slots[address].sort(key=lambda each: each is slot)  # It is the newest idle one from now on.
+                busy.discard(slot)
+                slot.ends()
+        assert table.num_open == sum(map(len, slots.values()))
+        sizes = {each: len(own) for each, own in slots.items()}
+        for newcomer in "abcde":
+            idle = {each: [slot for slot in own if slot not in busy] for each, own in slots.items()}
+            allowed = [
+                each for each in idle if idle[each] and (each == newcomer or sizes[each] > sizes.get(newcomer, 0))
+            ]
+            found = table.giving_way_to(newcomer)
+            if not allowed:
+                assert found is None
+                continue
+            most = max(sizes[each] for each in allowed)
+            assert found in [idle[each][0] for each in allowed if sizes[each] == most]
+
+
+class Drained:
+    """A transport whose client has read everything."""
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def abort(self) -> None: ...
 
 
 def test_each_address_has_a_budget_of_its_own():
@@ -112,15 +221,49 @@ def test_more_connections_than_open_files_are_refused_at_the_start():
         allow_open_files(1 << 31)
 
 
-def test_idle_connections_to_the_operators_port_leave_the_clients_port_alone(fake: Running):
+def test_idle_connections_to_the_operators_port_leave_both_ports_alone(fake: Running):
     idle = [socket.create_connection(("127.0.0.1", fake.admin_port)) for _ in range(MAX_OPERATOR_CONNECTIONS + 50)]
-    assert b"too_many_connections" in idle[-1].recv(4096)
     assert call(fake, "GET", "/health").status == 200
+    assert call_admin(fake, "GET", "/statistics").status == 200
+    text = call(fake, "GET", "/metrics").body.decode()
+    assert 'moestro:connection_faults_total{kind="displaced",port="operators"}' in text
     for each in idle:
         each.close()
-    wait_until(lambda: call_admin(fake, "GET", "/statistics").status == 200)
-    text = call(fake, "GET", "/metrics").body.decode()
-    assert 'moestro:connection_faults_total{kind="too_many_connections",port="operators"}' in text
+
+
+BEGUN = {
+    "nothing": b"",
+    "head": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n",
+    "body": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
+    "kept": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("begun", BEGUN)
+@pytest.mark.parametrize("product", ["serve", "route"])
+def test_one_address_with_all_connections_of_a_port_leaves_it_open_to_others(small_ports, product, begun):
+    server: Running = small_ports[product]
+    stranger = [from_address("127.0.0.2", server.address[1], BEGUN[begun]) for _ in range(40)]
+    operators = [from_address("127.0.0.2", server.admin_port) for _ in range(MAX_OPERATOR_CONNECTIONS)]
+    for _ in range(5):
+        assert call(server, "GET", "/health").status == 200
+        body = {"prompt": "hi", "max_tokens": 1}
+        assert call(server, "POST", "/v1/completions", body).status == 200
+        assert call_admin(server, "GET", "/health").status in (200, 404)  # There is no such path everywhere.
+    for each in (*stranger, *operators):
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def small_ports(fake_command, tmp_path_factory) -> Iterator[dict[str, Running]]:
+    """A server and a router before it, whose ports have 16 connections each."""
+    command = (*fake_command, "--max-connections", "16")
+    serving = Running(command, tmp_path_factory.mktemp("serve"), admin_port=free_port())
+    command = (MOESTRO, "route", "--engine", serving.url, "--max-connections", "16")
+    routing = Running(command, tmp_path_factory.mktemp("route"), admin_port=free_port())
+    yield {"serve": serving, "route": routing}
+    routing.kill()
+    serving.kill()
 
 
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])

@@ -272,6 +272,14 @@ def test_a_tokenizer_that_cannot_be_read_or_has_no_words_is_refused(tmp_path):
         read_words(tmp_path)
 
 
+def test_a_tokenizer_whose_texts_grow_is_refused(demo_dir, tmp_path):
+    growing = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 1000}
+    given = json.loads((demo_dir / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(given | {"normalizer": growing}))
+    with pytest.raises(ConfigError, match="may make 1e\\+03 characters of one"):
+        read_words(tmp_path)
+
+
 def test_the_kv_cache_is_what_the_gpu_has_beside_the_weights_unless_told_otherwise():
     network, model = network_named("qwen3-30b-a3b"), ModelSettings(model="demo")
     assert num_blocks_of(PacedSettings(device="paced:h20"), model) == kv_blocks(network, H20, 16)

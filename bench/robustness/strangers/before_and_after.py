@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 THIS = HERE.parents[2] / "src"
 ATTACKS = (
     "poison", "gzip_bomb", "grammars", "heavy_requests", "kv_events", "any_json", "raw_http", "hung_engine",
-    "worker_and_standby", "loops", "lying_checkpoint", "record", "kv_publisher",
+    "worker_and_standby", "loops", "lying_checkpoint", "record", "kv_publisher", "shares",
 )  # fmt: skip
 LIMIT_S = 600.0
 

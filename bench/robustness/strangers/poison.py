@@ -31,13 +31,13 @@ _ENGINE = Path(__file__).with_name("poisoned_engine.py")
 
 
 @contextlib.contextmanager
-def engines(num: int) -> Iterator[list[Server]]:
+def engines(num: int, *flags: str) -> Iterator[list[Server]]:
     """Start fake engines in processes of their own."""
     with contextlib.ExitStack() as stack:
         servers = []
         for _ in range(num):
             port = free_port()
-            process = subprocess.Popen([sys.executable, str(_ENGINE), str(port)])
+            process = subprocess.Popen([sys.executable, str(_ENGINE), str(port), *flags])
             stack.callback(process.wait)
             stack.callback(process.kill)
             servers.append(Server(process, f"http://127.0.0.1:{port}"))

@@ -1,8 +1,14 @@
-"""An engine that fails poisoned requests and serves the others: `poisoned_engine.py PORT`; its own process."""
+"""An engine that fails poisoned requests and serves the others; its own process.
+
+    poisoned_engine.py PORT [--busy]
+
+With `--busy` it refuses every fourth of the other requests with 503, as an engine does whose queue is full at times.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 
@@ -10,11 +16,14 @@ from aiohttp import web
 
 _EVENT = b'data: {"choices":[{"text":"x"}]}\n\n'
 _ERROR_EVENT = b'data: {"error":{"message":"poison","type":"server_error","param":null,"code":500}}\n\n'
+_serial = itertools.count()
 _REFUSAL = {"error": {"message": "poison", "type": "server_error", "param": None, "code": None}}
 
 
 async def _complete(http: web.Request) -> web.StreamResponse:
     words = str(json.loads(await http.read()).get("prompt")).split()
+    if "--busy" in sys.argv and words[:1] != ["poison"] and not next(_serial) % 4:
+        return web.json_response(_REFUSAL, status=503)
     if words[:1] != ["poison"]:
         return web.json_response({"choices": [{"text": "x"}]})
     kind = words[1]

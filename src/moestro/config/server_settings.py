@@ -41,6 +41,11 @@ class ServerSettings(CheckedSettings):
     "GiB that the file of --record does not exceed; lines beyond are lost and counted. A request takes about 5 kB."
     strict_fields: bool = False
     "Refuse a request with an unknown field with a 400. Unset: the answer has a Warning header that names the field."
+    users_are_clients: bool = False
+    (
+        "The user of a request is its API key, where there are several, or its address, whatever its field user says:"
+        " then --scheduling-policy weighted_fair divides each engine between clients."
+    )
     enable_force_include_usage: bool = False
     "End each stream with its usage, as if it had asked for stream_options.include_usage."
     enable_tokenizer_info_endpoint: bool = False
@@ -50,7 +55,10 @@ class ServerSettings(CheckedSettings):
     write_timeout: Annotated[float, at_least(1)] = 60.0
     "Seconds that a client may leave its stream unread before it is disconnected."
     max_connections: Annotated[int, at_least(1)] = 4096
-    "Maximum number of connected clients; a further one is refused with 503 and Retry-After."
+    (
+        "Maximum number of connected clients. A further one takes the place of an idle one, or is refused with 503 and"
+        " Retry-After."
+    )
 
     admin_port: Annotated[int | None, PORT] = None
     "Port on 127.0.0.1 for operators: /admin/experts, /admin/placement, and in async mode /admin/workers. Unset: none."

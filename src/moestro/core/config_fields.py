@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moestro.core.tensor_headers import TensorHeader
-from moestro.errors import UnsupportedModelError, shown
+from moestro.errors import UnsupportedModelError, shown, shown_literal
 
 Fields = Mapping[str, Any]
 
@@ -117,7 +117,7 @@ def layer_of_name(name: str) -> int | None:
 def _refuse_count(file: Path, name: str, value: object, least: int, most: int) -> None:
     if value is not None and (type(value) is not int or not least <= value <= most):
         raise UnsupportedModelError(
-            f"{file}: {name} must be a whole number from {least} to {most}, got {shown(repr(value))}."
+            f"{file}: {name} must be a whole number from {least} to {most}, got {shown_literal(value)}."
         )
 
 
@@ -127,24 +127,24 @@ def _refuse_number(file: Path, name: str, value: object, least: float, *, is_abo
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or value < least or (is_above and value == least):  # type: ignore[operator]
         bound = f"above {least:g}" if is_above else f"at least {least:g}"
-        raise UnsupportedModelError(f"{file}: {name} must be a number {bound}, got {shown(repr(value))}.")
+        raise UnsupportedModelError(f"{file}: {name} must be a number {bound}, got {shown_literal(value)}.")
 
 
 def _refuse_objects(file: Path, fields: Fields) -> None:
     for name in ("text_config", "quantization_config"):
         value = fields.get(name)
         if value is not None and not isinstance(value, dict):
-            raise UnsupportedModelError(f"{file}: {name} must be an object, got {shown(repr(value))}.")
+            raise UnsupportedModelError(f"{file}: {name} must be an object, got {shown_literal(value)}.")
     bits = (fields.get("quantization_config") or {}).get("bits")
     if bits is not None and (type(bits) is not int or not 1 <= bits <= 16):
-        raise UnsupportedModelError(f"{file}: bits must be a whole number from 1 to 16, got {shown(repr(bits))}.")
+        raise UnsupportedModelError(f"{file}: bits must be a whole number from 1 to 16, got {shown_literal(bits)}.")
 
 
 def _refuse_lists(file: Path, part: Fields) -> None:
     for name, kind, noun in (("layer_types", str, "names"), ("mlp_only_layers", int, "numbers of layers")):
         value = part.get(name)
         if value is not None and not (isinstance(value, list) and all(type(each) is kind for each in value)):
-            raise UnsupportedModelError(f"{file}: {name} must be a list of {noun}, got {shown(repr(value))}.")
+            raise UnsupportedModelError(f"{file}: {name} must be a list of {noun}, got {shown_literal(value)}.")
     kinds, num_layers = part.get("layer_types"), _first(part, _LAYER_KEYS)
     if kinds is not None and num_layers is not None and len(kinds) < num_layers:
         raise UnsupportedModelError(
@@ -158,7 +158,7 @@ def _refuse_token_ids(file: Path, part: Fields) -> None:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if wrong := [each for each in ids if type(each) is not int]:
         raise UnsupportedModelError(
-            f"{file}: eos_token_id must be a whole number or a list of them, got {shown(repr(wrong[0]))}."
+            f"{file}: eos_token_id must be a whole number or a list of them, got {shown_literal(wrong[0])}."
         )
 
 

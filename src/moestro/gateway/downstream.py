@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Protocol, cast
 
 from moestro.errors import RequestError
@@ -14,6 +14,7 @@ from moestro.gateway.header_cache import HeaderCache
 from moestro.gateway.http_headers import Incoming, RequestHead, own_head
 from moestro.gateway.request_reader import RequestReader
 from moestro.web.body_limits import BodyDeadline, BodyMemory
+from moestro.web.connection_table import ConnectionSlot
 from moestro.web.cors import Cors
 from moestro.web.errors import BodyTimeoutError, error_body, error_json
 from moestro.web.faults import Fault, Faults, Port
@@ -62,9 +63,9 @@ class ClientConnections:
         self.memory = BodyMemory()
         self.is_closing = False
 
-    def __call__(self, on_lost: Callable[[], None]) -> ClientConnection:
-        """Return a protocol for a new connection, which calls `on_lost` when it has ended."""
-        return ClientConnection(self, on_lost)
+    def __call__(self, slot: ConnectionSlot) -> ClientConnection:
+        """Return a protocol for a new connection, which has `slot` at its port."""
+        return ClientConnection(self, slot)
 
     def refuses(self, head: RequestHead) -> RequestError | None:
         """Return the handler's error for a request whose body has not arrived."""
@@ -105,9 +106,9 @@ class ClientConnection(asyncio.Protocol):
         has_begun: Whether the head of the current answer is written.
     """
 
-    def __init__(self, clients: ClientConnections, on_lost: Callable[[], None]) -> None:
+    def __init__(self, clients: ClientConnections, slot: ConnectionSlot) -> None:
         self._clients = clients
-        self._on_lost = on_lost
+        self._slot = slot
         self._handler = clients.handler
         self._reader = RequestReader(clients, self._on_head)
         self._transport: asyncio.Transport | None = None
@@ -143,7 +144,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the current answer. Called when either side closes; a half-close counts as a disconnect."""
         self._clients.open.discard(self)
-        self._on_lost()
+        self._slot.release()
         self._transport = None
         self._reader.release_all()
         answering, self._answering = self._answering, None
@@ -240,6 +241,7 @@ class ClientConnection(asyncio.Protocol):
         self._flush()
         current, self._current = self._current, None
         self._answering = None
+        self._slot.ends()
         if self._transport is None or current is None:
             return
         reader = self._reader
@@ -348,6 +350,7 @@ class ClientConnection(asyncio.Protocol):
         self._go_on()
 
     def _answer(self, incoming: Incoming) -> None:
+        self._slot.begins()
         self._current = incoming
         self._is_last = incoming.head.is_last
         self.deadline_s = float("inf")

@@ -135,7 +135,7 @@ class Exchange:
         if self._stage == _OVER:
             return  # The client disconnected while the request was read.
         self._request, self._model = request, model
-        self._shared.budget.request()
+        self._shared.budget.request(self._client_name())
         self._shared.counts.num_requests += 1
         try:
             self._choose()
@@ -319,7 +319,7 @@ class Exchange:
             connection.close()  # An engine that awakes finds its client gone.
         self._num_lost += 1
         if self._try_elsewhere("stopped answering"):
-            shared.budget.charge(time.monotonic_ns())
+            shared.budget.charge(self._client_name(), time.monotonic_ns())
         else:
             self.refuse(_unavailable("it stopped answering"))
 
@@ -334,7 +334,7 @@ class Exchange:
         self._connection = self._head = None
         self._num_lost += was_sent
         if self._num_lost <= _MAX_LOST and self._try_elsewhere("lost" if was_sent else "unreachable"):
-            self._shared.budget.charge(now_ns)
+            self._shared.budget.charge(self._client_name(), now_ns)
             return
         self.refuse(_unavailable(cause))
 
@@ -354,7 +354,7 @@ class Exchange:
             return False
         if not shared.fleet.has_other(self._tried, self._model):
             return False
-        if not shared.budget.grant(now_ns):
+        if not shared.budget.grant(self._client_name(), now_ns):
             shared.counts.num_retries_denied += 1
             return False
         is_moved = self._leave_answer(f"answered {status}")

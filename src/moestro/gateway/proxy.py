@@ -187,7 +187,9 @@ class Proxy:
         size = max_bytes if b"content-encoding" in incoming.head.named else len(incoming.body)
 
         try:
-            exchange.start(*await self._prompt_reader.threads.run(work, size))
+            exchange.start(
+                *await self._prompt_reader.threads.run(work, size, self.client_of(incoming.head, incoming.client))
+            )
         except RequestError as error:
             exchange.refuse(error)
         except Exception:

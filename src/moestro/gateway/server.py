@@ -24,6 +24,7 @@ from moestro.web.connections import (
     FrontLimits,
     allow_open_files,
     bound_socket,
+    files_of_port,
     http_front,
     url_of,
     warn_if_open,
@@ -66,7 +67,7 @@ class _RouteServer:
         warn_of_idle_flags(self._settings, ROUTE_NEEDS)
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
         # Each client may need a connection to an engine.
-        allow_open_files(2 * front.max_connections + MAX_OPERATOR_CONNECTIONS, len(urls))
+        allow_open_files(2 * files_of_port(front.max_connections) + files_of_port(MAX_OPERATOR_CONNECTIONS), len(urls))
         with (
             bound_socket(front.host, front.port) as listener,
             bound_socket(admin.admin_host, admin.admin_port, "--admin-host or --admin-port") as admin_listener,

@@ -235,7 +235,7 @@ class FrontSettings(CheckedSettings):
     max_body_bytes: Annotated[int, at_least(1024), Parameter(group=_SERVER)] = 32 << 20
     "Bytes of the largest request body."
     max_connections: Annotated[int, at_least(1), Parameter(group=_SERVER)] = 4096
-    "Clients connected at a time; a further one is refused with 503 and Retry-After."
+    "Clients connected at a time. A further one takes the place of an idle one, or is refused with 503 and Retry-After."
     body_timeout: Annotated[float, above(0), Parameter(group=_SERVER)] = 60.0
     "Seconds in which a request's body must arrive."
     write_timeout: Annotated[float, above(0), Parameter(group=_SERVER)] = 60.0

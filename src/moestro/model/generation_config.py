@@ -7,7 +7,7 @@ from typing import Any
 
 from moestro.core.checkpoint_files import read_json_object
 from moestro.core.request import SAMPLING_RANGES, SamplingDefaults
-from moestro.errors import UnsupportedModelError, shown
+from moestro.errors import UnsupportedModelError, shown_literal
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
@@ -30,12 +30,14 @@ def eos_token_ids(fields: dict[str, Any], config: Any) -> tuple[int, ...]:
     for given in (fields.get("eos_token_id"), config.eos_token_id, config.get_text_config().eos_token_id):
         ids += given if isinstance(given, list | tuple) else [] if given is None else [given]
     if wrong := [each for each in ids if type(each) is not int]:
-        raise UnsupportedModelError(f"eos_token_id must be an integer or a list of them, got {shown(repr(wrong[0]))}.")
+        raise UnsupportedModelError(
+            f"eos_token_id must be an integer or a list of them, got {shown_literal(wrong[0])}."
+        )
     vocab_size = config.get_text_config().vocab_size
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise UnsupportedModelError(
             f"eos_token_id must be from 0 to {vocab_size - 1}, the vocabulary's last token, got"
-            f" {shown(repr(next(each for each in ids if not 0 <= each < vocab_size)))}."
+            f" {shown_literal(next(each for each in ids if not 0 <= each < vocab_size))}."
         )
     return tuple(sorted(set(ids)))
 
@@ -51,7 +53,7 @@ def sampling_defaults(fields: dict[str, Any]) -> SamplingDefaults:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or value not in SAMPLING_RANGES[name] or (name == "top_k" and value != int(value)):
             raise UnsupportedModelError(
-                f"generation_config.json: {name} must be {SAMPLING_RANGES[name]}, got {shown(repr(value))}:"
+                f"generation_config.json: {name} must be {SAMPLING_RANGES[name]}, got {shown_literal(value)}:"
                 " correct it, or give --generation-config vllm to ignore the file's sampling values."
             )
     if "top_k" in given:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from moestro.core.text_files import open_utf8
-from moestro.errors import ConfigError, RequestError, shown
+from moestro.errors import ConfigError, RequestError, shown, shown_literal
 from moestro.offline.any_server import AnyServer
 from moestro.offline.api_client import ApiClient, UnreachableServerError
 
@@ -171,7 +171,9 @@ def _refuse_equal_ids(path: Path, lines: Iterable[NumberedLine]) -> None:
                 numbers_of.setdefault(custom_id, []).append(number)
     equal = [(custom_id, numbers) for custom_id, numbers in numbers_of.items() if len(numbers) > 1]
     if equal:
-        named = "; ".join(f"{shown(repr(custom_id))}: {_lines(numbers)}" for custom_id, numbers in equal[:_MOST_NAMED])
+        named = "; ".join(
+            f"{shown_literal(custom_id)}: {_lines(numbers)}" for custom_id, numbers in equal[:_MOST_NAMED]
+        )
         further = f"; and {len(equal) - _MOST_NAMED:,} more" if len(equal) > _MOST_NAMED else ""
         raise ConfigError(
             f"{path} has lines with equal custom_id, by which answers are found ({named}{further}):"

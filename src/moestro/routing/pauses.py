@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 
+from moestro.core.client_table import MAX_CLIENTS, ClientTable
 from moestro.routing.evidence import Evidence, Origin
 
-MAX_CLIENTS = 4096  # Most remembered clients, about 1 MB an engine; a forgotten one is refused once more.
 _NUM_WITNESSES = 2  # Refused clients, with no success between them, that make an engine busy.
 
 
@@ -20,8 +19,7 @@ class Pauses:
 
     def __init__(self, silence_ns: int, max_clients: int = MAX_CLIENTS) -> None:
         self._silence_ns = silence_ns
-        self._max_clients = max_clients
-        self._until_ns: OrderedDict[Hashable, int] = OrderedDict()
+        self._until_ns = ClientTable(int, max_clients)  # A forgotten client is refused once more.
         self._last_ns = 0  # End of the longest pause.
         self._evidence = Evidence(_NUM_WITNESSES)
 
@@ -30,10 +28,8 @@ class Pauses:
 
     def refused(self, client: Hashable, until_ns: int) -> None:
         """Record that the engine refused a request of `client`, which leaves it alone until `until_ns`."""
-        self._until_ns[client] = max(self._until_ns.pop(client, 0), until_ns)
+        self._until_ns[client] = max(self._until_ns[client], until_ns)
         self._last_ns = max(self._last_ns, until_ns)
-        if len(self._until_ns) > self._max_clients:
-            self._until_ns.popitem(last=False)
 
     def overloaded(self, client: Hashable, now_ns: int) -> bool:
         """Record that a refusal of `client` named the engine's own load.
@@ -50,7 +46,7 @@ class Pauses:
 
     def concern(self, client: Hashable, now_ns: int) -> bool:
         """Return whether `client` should leave the engine alone now."""
-        return self._until_ns.get(client, 0) > now_ns
+        return (self._until_ns.get(client) or 0) > now_ns
 
     def last(self, now_ns: int) -> bool:
         """Return whether any client should leave the engine alone now; forgets all pauses once none does."""

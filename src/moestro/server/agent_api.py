@@ -25,6 +25,7 @@ from moestro.web.adapters.paths import COUNT_TOKENS, INPUT_TOKENS, MESSAGES, RES
 from moestro.web.adapters.responses_answer import ResponseStream, response_of_chat, settings_of
 from moestro.web.adapters.responses_request import ResponsesFields, chat_of_response
 from moestro.web.adapters.responses_tools import FunctionTool, OfferedTools
+from moestro.web.bodies import client_of
 from moestro.web.errors import HttpError, anthropic_error_json, error_json
 
 _decode_message = BodyDecoder(MessagesFields, IN_MESSAGES)
@@ -146,12 +147,16 @@ class AgentApi:
     async def count_tokens(self, http: web.Request) -> web.Response:
         """Handle POST /v1/messages/count_tokens."""
         async with self._runner.bodies.reading(http) as body:
-            return await self._runner.chat_threads.run(lambda: _message_count(body, self._model), len(body))
+            return await self._runner.chat_threads.run(
+                lambda: _message_count(body, self._model), len(body), client_of(http)
+            )
 
     async def count_input_tokens(self, http: web.Request) -> web.Response:
         """Handle POST /v1/responses/input_tokens."""
         async with self._runner.bodies.reading(http) as body:
-            return await self._runner.chat_threads.run(lambda: _response_count(body, self._model), len(body))
+            return await self._runner.chat_threads.run(
+                lambda: _response_count(body, self._model), len(body), client_of(http)
+            )
 
     async def stored_response(self, http: web.Request) -> web.Response:
         """Refuse requests for an earlier response."""

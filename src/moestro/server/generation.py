@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from array import array
 from collections import deque
@@ -20,7 +21,7 @@ from moestro.server.logprobs import Score, first_score, score_of
 from moestro.server.piece import Piece
 from moestro.server.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
 from moestro.server.request_builder import Job, ServedModel
-from moestro.server.request_state import Inbox, InboxEvent, Interrupted, PromptChoices
+from moestro.server.request_state import Inbox, InboxEvent, Interrupted, PromptChoices, UnreadEvents
 from moestro.text.answer_parser import ChatPart
 from moestro.text.stop_strings import StopFinder
 from moestro.text.thread_pool import PrepareThreads
@@ -30,6 +31,7 @@ from moestro.web.errors import GenerationError
 SCORE_BYTES = 64  # of one log probability in an answer, which decide the lane of its work
 _BYTES_AT_ONCE = 1 << 20  # of jobs that are submitted without a pause: less than a millisecond
 _JOB_BYTES = 64 << 10  # of a job beside its prompt: 16 jobs without a pause
+RETRY_S = 0.05  # until choices for which the engines' queues were full are tried again
 
 
 class _Choice:
@@ -209,7 +211,8 @@ class Generation:
     """Runs the sequences of one HTTP request: submits `jobs` on entry, and aborts those that still run on exit.
 
     At most `ServedModel.max_choices_at_once` are submitted at once. Each further one follows the end of an earlier one,
-    behind the requests that came meanwhile, so that one request never takes all places of the engines.
+    behind the requests that came meanwhile, so that one request never takes all places of the engines. Choices for
+    which the engines' queues were full follow with the next output after `RETRY_S`.
 
     When the engine of a choice ends, another engine continues the choice. If that is impossible and the client has
     nothing of the answer, another engine begins the choice again. Either way, a single engine could have given that
@@ -236,6 +239,7 @@ class Generation:
         self._collected: list[list[Piece]] = [[] for _ in jobs]
         self._running: dict[str, _Choice] = {}
         self._held: deque[_Held] = deque()
+        self._retry_at_s = math.inf  # Time of the next try to submit choices for which the queues were full.
 
     async def __aenter__(self) -> Generation:
         """Submit the jobs, and serve others between some of them: a request may have a thousand large ones."""
@@ -247,7 +251,7 @@ class Generation:
             siblings.num_choices += 1
             self._held.append(_Held(index, job, siblings))
         try:
-            while self._held and len(self._running) < self._model.max_choices_at_once:
+            while self._may_submit:
                 job = self._held[0].job
                 self._submit(job)
                 num_bytes += _JOB_BYTES + len(job.request.token_ids or b"")
@@ -269,16 +273,25 @@ class Generation:
         self._choices.append(choice)
         self._running[request.request_id] = choice
 
+    @property
+    def _may_submit(self) -> bool:
+        """Whether a held choice may join those that run."""
+        return bool(self._held) and len(self._running) < self._model.max_choices_at_once
+
     def _submit_later(self) -> None:
-        """Submit the next held choice in place of one that has ended, if the engines have room or none is left."""
-        if not self._held:
-            return
-        job = self._held[0].job
+        """Submit held choices in place of ended ones while the engines have room; raise if none runs without it."""
+        num_bytes, self._retry_at_s = 0, math.inf
         try:
-            self._submit(replace(job, request=msgspec.structs.replace(job.request, arrival_ns=time.monotonic_ns())))
+            while self._may_submit and num_bytes <= _BYTES_AT_ONCE:
+                job = self._held[0].job
+                arrived = msgspec.structs.replace(job.request, arrival_ns=time.monotonic_ns())
+                self._submit(replace(job, request=arrived))
+                num_bytes += _JOB_BYTES + len(arrived.token_ids or b"")
         except RequestError:
             if not self._running:
                 raise
+        if self._may_submit:
+            self._retry_at_s = time.monotonic() + RETRY_S
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -293,6 +306,10 @@ class Generation:
         """
         self._pass_on = pass_on
         self._inbox.intercept = self._take_at_once
+
+    def count_unread_with(self, unread: UnreadEvents) -> None:
+        """Let `unread` count the outputs that wait because the client reads too slowly."""
+        self._inbox.unread = unread
 
     def _take_at_once(self, event: InboxEvent) -> InboxEvent | None:
         """Pass an output on, and return what is left for `next_piece`."""
@@ -344,6 +361,8 @@ class Generation:
 
     def _taken(self, choice: _Choice, output: Output) -> Piece:
         """Convert an output, and count its tokens: a chunk that reports the usage does not add up all choices."""
+        if time.monotonic() > self._retry_at_s:
+            self._submit_later()
         self._uncount(choice)
         piece = choice.take(output)
         if piece.finish_reason is None and choice.exceeds_budget:

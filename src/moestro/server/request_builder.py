@@ -58,6 +58,7 @@ class ServedModel:
         resumes_streams: Whether another engine continues a stream even if its next tokens may differ.
         has_strict_fields: Whether a request with an unknown field is refused.
         forces_usage: Whether each stream ends with its usage.
+        users_are_clients: Whether the user of a request is its client, whatever its field `user` says.
         shows_tokenizer: Whether clients may read the tokenizer's settings.
         max_choices_at_once: Choices of one request that engines have at once.
         chat: Formats of the model's answers to chats.
@@ -72,6 +73,7 @@ class ServedModel:
     resumes_streams: bool = False
     has_strict_fields: bool = False
     forces_usage: bool = False
+    users_are_clients: bool = False
     shows_tokenizer: bool = False
     max_choices_at_once: int = 1024
     chat: ChatFormat = field(default_factory=ChatFormat)
@@ -91,11 +93,13 @@ class Arrival:
         answer_id: Id of its response.
         now_ns: Time of the arrival.
         session_id: Conversation that its headers name; None means that the body may name one.
+        client: Name of the client, which its body cannot choose.
     """
 
     answer_id: str
     now_ns: int
     session_id: str | None = None
+    client: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +346,8 @@ def _truncated(ids: Sequence[int], options: Options, info: ModelInfo) -> Sequenc
 def _jobs(prompts: Sequence[_Prompt], options: Options, model: ServedModel, arrival: Arrival) -> list[Job]:
     refuse_unknown(options.unknown_fields, is_strict=model.has_strict_fields)
     _refuse_vain_priority(options.priority, model)
+    if model.users_are_clients:
+        options = replace(options, user=arrival.client)
     if arrival.session_id is not None:
         options = replace(options, session_id=arrival.session_id)
     refuse_foreign_ids("allowed_token_ids", options.allowed_token_ids, model.info.vocab_size)

@@ -22,9 +22,10 @@ from moestro.server.responses import AnswerForm
 from moestro.server.sse import AnswerEncoding, EventStream, UsageWanted, stream
 from moestro.server.structured_output import GrammarGate
 from moestro.server.traffic import Traffic
+from moestro.server.unread import UnreadMemory, UnreadStream
 from moestro.server.validation import Options
 from moestro.text.thread_pool import PrepareThreads
-from moestro.web.bodies import Bodies
+from moestro.web.bodies import Bodies, client_of
 from moestro.web.middleware import REQUEST_ID
 from moestro.web.session_names import session_in
 
@@ -45,6 +46,7 @@ class RequestRunner:
         threads: Threads that prepare completions.
         chat_threads: Threads that prepare chats. A chat template may take seconds; completions do not wait for it.
         traffic: Generation requests without a complete response.
+        unread: Memory of what streams have for clients that do not read.
     """
 
     def __init__(self, engines: EngineClient, model: ServedModel, write_timeout_s: float) -> None:
@@ -55,6 +57,7 @@ class RequestRunner:
         self.threads = PrepareThreads()
         self.chat_threads = PrepareThreads()
         self.traffic = Traffic()
+        self.unread = UnreadMemory()
         self._answer_threads = PrepareThreads(num_threads=1)
         self._grammars = GrammarGate(grammar_checker(model))
 
@@ -80,12 +83,14 @@ class RequestRunner:
         Raises:
             RequestError: No engine takes requests, or the body is refused.
         """
-        arrival = Arrival(f"{kind}{uuid.uuid4().hex}", time.monotonic_ns(), session_in(http.headers.get))
+        client = client_of(http)
+        answer_id, session_id = f"{kind}{uuid.uuid4().hex}", session_in(http.headers.get)
+        arrival = Arrival(answer_id, time.monotonic_ns(), session_id, str(client))
         self.traffic.check_open()
         # Before the body is decoded and tokenized, so that a refusal is cheap.
         self._engines.check_room(self.threads.num_preparing + self.chat_threads.num_preparing)
         async with self.bodies.reading(http) as body:
-            return await threads.run(lambda: prepare(body, self._model, arrival), len(body))
+            return await threads.run(lambda: prepare(body, self._model, arrival), len(body), client)
 
     async def answer(
         self, http: web.Request, prepared: Prepared, form: AnswerForm, encoding: AnswerEncoding
@@ -100,7 +105,7 @@ class RequestRunner:
             http[REQUEST_ID] = options.request_id
         jobs = prepared.jobs
         if options.grammar is not None:
-            jobs = following(await self._grammars.check(options.grammar), jobs)
+            jobs = following(await self._grammars.check(options.grammar, client_of(http)), jobs)
         with self.traffic.answering():
             return await self._generate(http, replace(prepared, jobs=jobs), form, encoding)
 
@@ -115,7 +120,9 @@ class RequestRunner:
             if options.stream:
                 wanted = UsageWanted(options.include_usage, options.continuous_usage)
                 events = EventStream(http, self._write_timeout_s, encoding, headers)
-                return await stream(events, generation, form, wanted)
+                with UnreadStream(self.unread, client_of(http), events.cut) as unread:
+                    generation.count_unread_with(unread)
+                    return await stream(events, generation, form, wanted)
             pieces, usage = await generation.all_pieces(), generation.usage()
 
             def build() -> bytes:
@@ -123,7 +130,7 @@ class RequestRunner:
 
             num_bytes = _size_of(pieces, options)
             is_small = num_bytes <= _INLINE_BYTES
-            body = build() if is_small else await self._answer_threads.run(build, num_bytes)
+            body = build() if is_small else await self._answer_threads.run(build, num_bytes, client_of(http))
             return web.Response(body=body, content_type="application/json", headers=headers)
 
 

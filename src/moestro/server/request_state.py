@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from moestro.core.hashing import name_key
 from moestro.core.request import Output, Request
@@ -32,6 +33,23 @@ class Interrupted:
 InboxEvent = Output | Piece | Interrupted | Exception
 
 
+class UnreadEvents(Protocol):
+    """Counts the events that wait for a slow reader."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is counted any more, because the reader's connection is closed."""
+        ...
+
+    def waits(self, event: InboxEvent) -> None:
+        """Count an event that waits."""
+        ...
+
+    def taken(self, event: InboxEvent) -> None:
+        """Stop counting an event."""
+        ...
+
+
 class Inbox:
     """Events of one HTTP request for its only reader, which stops at the first error.
 
@@ -42,20 +60,22 @@ class Inbox:
         intercept: Callable that gets each event for which the reader waits, and returns the event that the reader gets
             instead; None lets the reader wait on. Events that the reader has not taken yet are never overtaken. The
             reader gets an exception of the callable as its event, because the caller of `put_nowait` serves all.
+        unread: Counter of the events that wait for a reader; None means that they are not counted.
     """
 
-    __slots__ = ("_events", "_waiter", "intercept")
+    __slots__ = ("_events", "_waiter", "intercept", "unread")
 
     def __init__(self) -> None:
         self._events: deque[InboxEvent] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self.intercept: Callable[[InboxEvent], InboxEvent | None] | None = None
+        self.unread: UnreadEvents | None = None
 
     def put_nowait(self, event: InboxEvent) -> None:
         """Append an event, and wake the reader."""
         waiter = self._waiter
         if waiter is None or waiter.done():
-            self._events.append(event)
+            self._append(event)
             return
         left: InboxEvent | None = event
         if self.intercept is not None:
@@ -64,19 +84,33 @@ class Inbox:
             except Exception as error:
                 left = error
         if left is not None:
-            self._events.append(left)
+            self._append(left)
             waiter.set_result(None)
 
     def get_nowait(self) -> InboxEvent | None:
         """Return the next event; None means that there is none yet."""
-        return self._events.popleft() if self._events else None
+        return self._pop() if self._events else None
 
     async def get(self) -> InboxEvent:
         """Wait for the next event."""
         while not self._events:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self._events.popleft()
+        return self._pop()
+
+    def _append(self, event: InboxEvent) -> None:
+        unread = self.unread
+        if unread is not None:
+            if unread.is_over:
+                self._events.clear()  # The connection is closed, and so the reader ends.
+            unread.waits(event)
+        self._events.append(event)
+
+    def _pop(self) -> InboxEvent:
+        event = self._events.popleft()
+        if self.unread is not None:
+            self.unread.taken(event)
+        return event
 
 
 @dataclass(slots=True)

@@ -70,6 +70,7 @@ from moestro.web.connections import (
     FrontLimits,
     allow_open_files,
     bound_socket,
+    files_of_port,
     http_front,
     url_of,
     warn_if_open,
@@ -215,8 +216,8 @@ class _ServeProcess:
         num_processes = settings.num_engines
         if settings.stepping.mode == "async":
             num_processes = settings.group.num_places
-        num_operators = 0 if settings.server.admin_port is None else MAX_OPERATOR_CONNECTIONS
-        allow_open_files(settings.server.max_connections + num_operators, num_processes)
+        num_operators = 0 if settings.server.admin_port is None else files_of_port(MAX_OPERATOR_CONNECTIONS)
+        allow_open_files(files_of_port(settings.server.max_connections) + num_operators, num_processes)
 
     def _front(self, port: Port, runner: web.AppRunner, listener: socket.socket, max_connections: int) -> Front:
         """Return the front of one of the two ports."""
@@ -383,6 +384,7 @@ class _ServeProcess:
             resumes_streams=self._settings.processes.resume_streams,
             has_strict_fields=server.strict_fields,
             forces_usage=server.enable_force_include_usage,
+            users_are_clients=server.users_are_clients,
             shows_tokenizer=server.enable_tokenizer_info_endpoint,
             max_choices_at_once=_choices_at_once(self._settings),
             chat=chat_format(chat, tokenizer.chat_template, tokenizer.special_texts),

@@ -21,6 +21,7 @@ from moestro.server.piece import Piece
 from moestro.server.protocol import Answer, Usage
 from moestro.server.responses import AnswerForm
 from moestro.web.errors import InternalError, error_json
+from moestro.web.http_connection import HttpConnection
 from moestro.web.middleware import REQUEST_ID
 
 logger = logging.getLogger(__name__)
@@ -202,10 +203,11 @@ class EventStream:
 
     def cut(self) -> None:
         """Close the connection at once, and drop unread data, including the kernel's."""
-        if self._http.transport is not None:
-            connection = self._http.transport.get_extra_info("socket")
+        transport, protocol = self._http.transport, self._http.protocol
+        if transport is not None and isinstance(protocol, HttpConnection):
+            connection = transport.get_extra_info("socket")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self._http.transport.abort()
+            protocol.cut_unread()
 
 
 async def stream(
@@ -237,8 +239,7 @@ async def stream(
     except ConnectionError:
         logger.debug("%s: the client disconnected", events.request_id)
     except TimeoutError:
-        logger.warning("%s: disconnected, because the client does not read its answer", events.request_id)
-        events.cut()
+        events.cut()  # The connection counts it.
     except RequestError as error:
         await events.break_off(error)
     except Exception:

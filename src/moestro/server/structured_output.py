@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import msgspec
 from moestro.core.grammar import Grammar
 from moestro.core.json_elements import MAX_DEPTH, is_too_deep
 from moestro.errors import RequestError, shown
-from moestro.grammar.checker import GrammarChecker, GrammarVerdict
+from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
 from moestro.grammar.host_messages import CHECK, TRY
 from moestro.server.protocol import GenerationFields, ResponseFormat, StructuredOutputs
 from moestro.text.enforced_schemas import enforced_schema
@@ -21,6 +21,7 @@ from moestro.text.thread_pool import PrepareThreads
 MAX_GRAMMAR_BYTES = 128 << 10  # A schema of a hundred tools has half of it.
 MAX_GRAMMAR_CHOICES = 4096
 # New grammars that wait for a try, which takes 0.03 s at most, and slow ones that wait for a check, which takes 2 s.
+# Where more come, the client that has most waiting loses its newest.
 MAX_WAITING_TRIES, MAX_WAITING_CHECKS = 64, 16
 # No whitespace between the elements of JSON; llguidance reads it in the schema.
 _NO_SPACE: dict[str, object] = {"whitespace_flexible": False, "whitespace_pattern": None}
@@ -182,46 +183,56 @@ class GrammarGate:
 
     def __init__(self, checker: GrammarChecker | None) -> None:
         self._checker = checker
-        self._try_threads = PrepareThreads(MAX_WAITING_TRIES)
-        self._check_threads = PrepareThreads(MAX_WAITING_CHECKS)  # Slow grammars delay other slow ones alone.
-        self._checks: dict[Grammar, asyncio.Future[GrammarVerdict]] = {}
+        self._try_threads = PrepareThreads(MAX_WAITING_TRIES, MAX_TRIES)
+        self._check_threads = PrepareThreads(MAX_WAITING_CHECKS, MAX_CHECKS)  # Slow ones delay other slow ones alone.
+        self._checks: dict[tuple[Hashable, Grammar], asyncio.Future[GrammarVerdict]] = {}
 
-    async def check(self, asked: AskedGrammar) -> Grammar:
+    async def check(self, asked: AskedGrammar, client: Hashable = None) -> Grammar:
         """Return the grammar, if it can be used, with what the check has found of it.
+
+        Args:
+            client: Name of the client. Clients take turns.
 
         Raises:
             RequestError: It cannot; the text says why and names the field.
-            BusyError: Too many grammars wait for a check.
+            BusyError: Too many grammars wait for a check, and no client has more of them than this one.
         """
         checker = self._checker
         if checker is None:
             text = f"{asked.param} is not supported by these engines, which compute no logits. Leave it out."
             raise RequestError(text, param=asked.param, code="unsupported_parameter")
         grammar = asked.grammar
-        verdict = checker.known(grammar) or await self._check_new(checker, grammar)
+        verdict = checker.known(grammar) or await self._check_new(checker, grammar, client)
         if verdict.error is not None:
             text = f"{asked.param} cannot be used as a grammar: {shown(verdict.error)}."
             raise RequestError(text, param=asked.param, code="invalid_grammar")
         return replace(grammar, is_light=verdict.is_light)
 
-    async def _check_new(self, checker: GrammarChecker, grammar: Grammar) -> GrammarVerdict:
-        """Check a grammar once for all requests that ask for it meanwhile, whichever of them ends."""
-        check = self._checks.get(grammar)
+    async def _check_new(self, checker: GrammarChecker, grammar: Grammar, client: Hashable) -> GrammarVerdict:
+        """Check a grammar once for all requests of a client that ask for it meanwhile, whichever of them ends.
+
+        Another client's check of the same grammar may wait long behind other grammars of that client.
+        """
+        name = client, grammar
+        check = self._checks.get(name)
         if check is None:
-            check = asyncio.ensure_future(self._try_and_check(checker, grammar))
-            self._checks[grammar] = check
-            check.add_done_callback(lambda done: self._end_check(grammar, done))
+            check = asyncio.ensure_future(self._try_and_check(checker, grammar, client))
+            self._checks[name] = check
+            check.add_done_callback(lambda done: self._end_check(name, done))
         return await asyncio.shield(check)
 
-    async def _try_and_check(self, checker: GrammarChecker, grammar: Grammar) -> GrammarVerdict:
-        verdict = await self._try_threads.run(lambda: checker.check(grammar, TRY))
+    async def _try_and_check(self, checker: GrammarChecker, grammar: Grammar, client: Hashable) -> GrammarVerdict:
+        def check(role: str) -> GrammarVerdict | None:
+            return checker.known(grammar) or checker.check(grammar, role)  # Another client's check may have ended.
+
+        verdict = await self._try_threads.run(lambda: check(TRY), client=client)
         if verdict is None:
-            verdict = await self._check_threads.run(lambda: checker.check(grammar, CHECK))
+            verdict = await self._check_threads.run(lambda: check(CHECK), client=client)
         assert verdict is not None, "a check has a result"
         return verdict
 
-    def _end_check(self, grammar: Grammar, check: asyncio.Future[GrammarVerdict]) -> None:
-        del self._checks[grammar]
+    def _end_check(self, name: tuple[Hashable, Grammar], check: asyncio.Future[GrammarVerdict]) -> None:
+        del self._checks[name]
         if not check.cancelled():
             check.exception()  # An exception that nobody reads would be logged.
 

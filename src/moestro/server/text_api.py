@@ -20,7 +20,7 @@ from moestro.server.unsupported import IN_CHAT
 from moestro.server.validation import chat_ask
 from moestro.text.thread_pool import PrepareThreads
 from moestro.text.tokenizer import Tokenizer
-from moestro.web.bodies import Bodies
+from moestro.web.bodies import Bodies, client_of
 from moestro.web.errors import HttpError
 
 
@@ -108,12 +108,12 @@ class TextApi:
     async def tokenize(self, http: web.Request) -> web.Response:
         """Handle POST /tokenize."""
         async with self._bodies.reading(http) as body:
-            return await self._threads.run(lambda: _json(*tokenized(body, self._model)), len(body))
+            return await self._threads.run(lambda: _json(*tokenized(body, self._model)), len(body), client_of(http))
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """Handle POST /detokenize."""
         async with self._bodies.reading(http) as body:
-            return await self._threads.run(lambda: _json(*detokenized(body, self._model)), len(body))
+            return await self._threads.run(lambda: _json(*detokenized(body, self._model)), len(body), client_of(http))
 
 
 def tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tokenizers.decoders import ByteLevel, DecodeStream
 from moestro.core.checkpoint_files import MAX_CONFIG_BYTES, check_files, read_bytes
 from moestro.core.native_panic import as_exception
 from moestro.core.text_files import text_of
-from moestro.errors import ConfigError, RequestError, shown
+from moestro.errors import ConfigError, RequestError, shown, shown_literal
 from moestro.text.chat_history import as_system_messages, template_variables
 from moestro.text.chat_template import Renderers
 from moestro.text.efforts import EFFORT_VARIABLE, THINKING_VARIABLE, nearest_effort, taken_efforts
@@ -237,7 +237,7 @@ def _checked_template(template: object) -> str | dict[str, str] | None:
     """Return the template of a checkpoint, or its templates by name, without the byte order marks of their files."""
     texts = template.values() if isinstance(template, dict) else (template,)
     if template is not None and not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"the chat template must be a text, or texts by name, got {shown(repr(template))}")
+        raise ConfigError(f"the chat template must be a text, or texts by name, got {shown_literal(template)}")
     if isinstance(template, dict):
         return {name: text.removeprefix(_MARK) for name, text in template.items()}
     return template.removeprefix(_MARK) if isinstance(template, str) else None

@@ -55,7 +55,7 @@ class Bodies:
             RequestError: The body is too slow or too large, cannot be unpacked, or other bodies hold too much.
         """
         coding = coding_in(http.headers.get("Content-Encoding", ""))
-        hold = BodyHold(self.memory, _client_of(http))
+        hold = BodyHold(self.memory, client_of(http))
         try:
             body = await self._read(http, hold)
             if coding is not None:
@@ -95,7 +95,8 @@ class Bodies:
         return body
 
 
-def _client_of(http: web.Request) -> Hashable:
+def client_of(http: web.Request) -> Hashable:
+    """Return the name of a request's client (`Access.client_of`)."""
     headers = http.headers
     authorization, x_api_key = headers.get("Authorization", ""), headers.get("X-Api-Key", "")
     return http[ACCESS].client_of(authorization, x_api_key, http.remote or "")

@@ -10,18 +10,17 @@ import resource
 import socket
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from ipaddress import ip_address
 
 from aiohttp import web
 
 from moestro.core.hosts import in_address, network_of
 from moestro.errors import ConfigError
+from moestro.web.connection_table import ConnectionSlot, ConnectionTable
 from moestro.web.errors import ConnectionsFullError, error_json
 from moestro.web.faults import Fault, Faults, Port, PortFaults
 from moestro.web.framing import WRITE_S
 from moestro.web.http_connection import HttpConnection
-from moestro.web.rate_limits import AtATime
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +34,11 @@ _RETRY_S = 1.0  # Time until a port tries again after the system has refused ano
 _OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _OTHER_FILES = 128  # Other open files of the process: libraries, records, the event loop.
 _FILES_PER_PROCESS = 8  # Open files for each child process and engine: pipes, sockets, probes.
+# Connections beyond a port's limit, as a part of it, for addresses that have few: a sixteenth of the limit, of which an
+# address may have a 32nd. They matter where all others carry requests, which never give way.
+_SPARE_PART, _SPARE_ADDRESSES = 16, 32
 
-OnLost = Callable[[], None]
-ProtocolFactory = Callable[[OnLost], asyncio.Protocol]  # The protocol calls its argument when its connection is lost.
+ProtocolFactory = Callable[[ConnectionSlot], asyncio.Protocol]  # The protocol releases its slot with its connection.
 
 
 def bound_socket(host: str, port: int, flags: str = "--host or --port") -> socket.socket:
@@ -83,7 +84,7 @@ class FrontLimits:
     """Limits of a port's connections.
 
     Attributes:
-        max_connections: Most concurrent connections.
+        max_connections: Most concurrent connections, apart from spare ones for addresses that have few.
         max_per_address: Most concurrent connections of one client address; None means no limit.
         write_s: Time that a client may leave its answer unread, in seconds.
     """
@@ -92,22 +93,33 @@ class FrontLimits:
     max_per_address: int | None = None
     write_s: float = WRITE_S
 
+    @property
+    def num_spare(self) -> int:
+        """Connections beyond the limit, for addresses that have few."""
+        return max(1, self.max_connections // _SPARE_PART)
+
+    def has_spare(self, table: ConnectionTable, address: str) -> bool:
+        """Return whether an address may have one of the spare connections of a full port."""
+        most = max(1, self.num_spare // _SPARE_ADDRESSES)
+        return table.num_of(address) < most and table.num_open < self.max_connections + self.num_spare
+
 
 class Front:
     """Accepts the connections of one port.
 
-    The port never has more open files than its limit and one: a connection beyond the limit is refused and closed
-    before the next one is accepted. uvloop's own server accepts without a bound, and closes its listening socket for
-    good when the process has no file left.
+    On a full port, connections without a complete request give way to new ones, those of the address that has most
+    first (`ConnectionTable.giving_way_to`). So one address may have all connections, as a proxy does, and keeps none
+    from others. Where all connections carry requests, an address that has few gets a spare one; all else is refused.
+
+    The number of open files is bounded (`files_of_port`): a connection is refused or displaced before the next one is
+    accepted. uvloop's own server accepts without a bound, and closes its listening socket for good when the process has
+    no file left.
 
     The caller has raised the limit of open files before it loaded anything (`allow_open_files`).
 
     Args:
         listener: Bound socket, which `close` closes.
         make: Makes the protocol of a connection.
-
-    Attributes:
-        num_open: Open connections.
     """
 
     def __init__(
@@ -118,10 +130,14 @@ class Front:
         self._make = make
         self._limits = limits
         self._faults = faults
-        self._of_address = None if limits.max_per_address is None else AtATime(limits.max_per_address)
+        self._table = ConnectionTable()
         self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
-        self.num_open = 0
+
+    @property
+    def num_open(self) -> int:
+        """Open connections."""
+        return self._table.num_open
 
     def open(self) -> Front:
         """Accept connections from now on. Returns the front itself."""
@@ -163,35 +179,43 @@ class Front:
 
     def _admit(self, connection: socket.socket, address: str) -> None:
         """Open a connection, or refuse it."""
-        network = network_of(address)
-        if self.num_open >= self._limits.max_connections:
-            self._refuse(connection, Fault.TOO_MANY)
-        elif self._of_address is not None and not self._of_address.enter(network):
+        limits, table, network = self._limits, self._table, network_of(address)
+        if limits.max_per_address is not None and table.num_of(network) >= limits.max_per_address:
             self._refuse(connection, Fault.TOO_MANY_OF_ADDRESS)
-        else:
-            self.num_open += 1
-            slot = _Slot(partial(self._leave, network))
-            task = asyncio.get_running_loop().create_task(self._open(connection, slot.release))
+        elif self._has_place(network):
+            task = asyncio.get_running_loop().create_task(self._open(connection, table.enter(network)))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
+        else:
+            self._refuse(connection, Fault.TOO_MANY)
 
-    async def _open(self, connection: socket.socket, on_lost: OnLost) -> None:
+    def _has_place(self, network: str) -> bool:
+        """Return whether there is a place for a connection of `network`, for which another one may have to give way."""
+        table = self._table
+        if table.num_open < self._limits.max_connections:
+            return True
+        slot = table.giving_way_to(network)
+        if slot is None:
+            return self._limits.has_spare(table, network)
+        slot.displace()
+        self._faults.count(self._port, Fault.DISPLACED)
+        return True
+
+    async def _open(self, connection: socket.socket, slot: ConnectionSlot) -> None:
         try:
             connection.settimeout(0)
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: self._make(on_lost), connection)
+            transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self._make(slot), connection
+            )
+            slot.opened(transport)
         except (OSError, RuntimeError):  # The client has left before its connection was open.
             self._faults.count(self._port, Fault.CLIENT_LEFT)
-            on_lost()
+            slot.release()
             connection.close()
         except BaseException:
-            on_lost()
+            slot.release()
             connection.close()
             raise
-
-    def _leave(self, network: str) -> None:
-        self.num_open -= 1
-        if self._of_address is not None:
-            self._of_address.leave(network)
 
     def _refuse(self, connection: socket.socket, fault: Fault) -> None:
         """Answer before a request is read, and close at once."""
@@ -203,19 +227,6 @@ class Front:
             connection.recv(1 << 16)  # A close with unread data would reset the connection, and lose the answer.
 
 
-class _Slot:
-    """Releases a connection's place in its port's budget, once."""
-
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self._leave = leave
-        self._is_taken = True
-
-    def release(self) -> None:
-        if self._is_taken:
-            self._is_taken = False
-            self._leave()
-
-
 def http_front(
     port: Port, runner: web.AppRunner, listener: socket.socket, limits: FrontLimits, faults: Faults
 ) -> Front:
@@ -223,17 +234,22 @@ def http_front(
     server = runner.server
     assert server is not None, "the runner is not set up"
 
-    def make(on_lost: OnLost) -> asyncio.Protocol:
-        return HttpConnection(server, PortFaults(faults, port), limits.write_s, on_lost)
+    def make(slot: ConnectionSlot) -> asyncio.Protocol:
+        return HttpConnection(server, PortFaults(faults, port), limits.write_s, slot)
 
     return Front(port, listener, make, limits, faults)
+
+
+def files_of_port(max_connections: int) -> int:
+    """Return the most open files of a port, with spare connections and those that close because they gave way."""
+    return max_connections + FrontLimits(max_connections).num_spare + _MAX_ACCEPTED
 
 
 def allow_open_files(num_connections: int, num_processes: int = 0) -> None:
     """Raise the limit of open files so that it covers the connections of all ports and the process's other files.
 
     Args:
-        num_connections: Most connections of all ports together, those to engines included.
+        num_connections: Most open files of all ports together (`files_of_port`), those to engines included.
         num_processes: Child processes and engines.
 
     Raises:

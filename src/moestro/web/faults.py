@@ -38,6 +38,7 @@ class Fault(StrEnum):
     UNREAD = "unread"
     TOO_MANY = "too_many_connections"
     TOO_MANY_OF_ADDRESS = "too_many_connections_of_address"
+    DISPLACED = "displaced"
     OUT_OF_FILES = "out_of_files"
 
 
@@ -47,6 +48,7 @@ _SENTENCES = {
     Fault.UNREAD: "a client left its answer unread, and its connection was cut",
     Fault.TOO_MANY: "a connection was refused, because the port has its maximum number",
     Fault.TOO_MANY_OF_ADDRESS: "a connection was refused, because its address has its maximum number",
+    Fault.DISPLACED: "the port is full, and a connection without a complete request gave way to a new one",
     Fault.OUT_OF_FILES: "no connection could be accepted, because the limit of open files is reached",
 }
 

@@ -7,7 +7,7 @@ at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from aiohttp import web
@@ -23,6 +23,7 @@ from aiohttp.http_exceptions import (
 from aiohttp.streams import StreamReader
 
 from moestro.errors import RequestError
+from moestro.web.connection_table import ConnectionSlot
 from moestro.web.errors import HttpError, InternalError, error_json
 from moestro.web.faults import Fault, PortFaults
 from moestro.web.framing import (
@@ -48,20 +49,21 @@ class HttpConnection(web.RequestHandler):
     """Serves one connection of `server`.
 
     aiohttp offers no hook for the parser's errors. This class alone uses its private names `_parser`, `_messages`,
-    `_max_msg_queue_size` and `_request_count`. `tests/web/test_http_edges.py` fails when their meaning changes.
+    `_max_msg_queue_size`, `_request_count`, `_current_request` and `_handle_request`. `test_http_edges.py` and
+    `test_connections.py` in `tests/web` fail when their meaning changes.
 
     Args:
         faults: Faults of the connection's port.
         write_s: Time that the client may leave its answer unread, in seconds.
-        on_lost: Callback after the connection has ended.
+        slot: Place of the connection at its port.
     """
 
-    def __init__(self, server: web.Server, faults: PortFaults, write_s: float, on_lost: Callable[[], None]) -> None:
+    def __init__(self, server: web.Server, faults: PortFaults, write_s: float, slot: ConnectionSlot) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, keepalive_timeout=IDLE_S, lingering_time=LINGER_S, access_log=None)  # type: ignore[arg-type]
         self._faults = faults
         self._write_s = write_s
-        self._on_lost = on_lost
+        self._slot = slot
         self._wire: asyncio.Transport | None = None  # The transport, also while it closes.
         self._cut: asyncio.TimerHandle | None = None  # Runs while the client leaves its answer unread.
         self._framing = FramingCount()
@@ -95,7 +97,7 @@ class HttpConnection(web.RequestHandler):
         self._wire = None
         self._stop_cut()
         super().connection_lost(exc)
-        self._on_lost()
+        self._slot.release()
 
     def pause_writing(self) -> None:
         """Give the client a limited time to read."""
@@ -125,6 +127,13 @@ class HttpConnection(web.RequestHandler):
             if len(self._messages) >= self._max_msg_queue_size:
                 break
         self._check_framing(is_new=self._request_count > num_first)
+        self._look_for_complete()
+
+    def cut_unread(self) -> None:
+        """Close the connection at once, because its client does not read its answer."""
+        if self._wire is not None:
+            self._faults.count(Fault.UNREAD)
+            self._wire.abort()
 
     async def start(self) -> None:
         """Answer the connection's requests. Afterwards the client has a limited time to read the last answer."""
@@ -133,6 +142,20 @@ class HttpConnection(web.RequestHandler):
         finally:
             if self._cut is None:
                 self._start_cut()
+
+    async def _handle_request(
+        self,
+        request: web.BaseRequest,
+        start_time: float | None,
+        request_handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+    ) -> tuple[web.StreamResponse, bool]:
+        """Answer a request. Its connection gives way to none from the end of its body to the end of its response."""
+        if request.content.is_eof():
+            self._slot.begins()
+        try:
+            return await super()._handle_request(request, start_time, request_handler)
+        finally:
+            self._slot.ends()
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -200,6 +223,13 @@ class HttpConnection(web.RequestHandler):
         if body is not None and body.exception() is not None and not body.is_eof():
             body.feed_eof()  # No further data can arrive for this body.
 
+    def _look_for_complete(self) -> None:
+        """Keep the connection's place as long as a complete request waits for its answer."""
+        current = self._current_request
+        bodies = [current.content] if current is not None else [body for _, body in self._messages]
+        if bodies and bodies[0].is_eof():
+            self._slot.begins()
+
     def _check_framing(self, *, is_new: bool) -> None:
         """End the connection if heads, trailers or the framing of chunks exceed their limits."""
         framing, body = self._framing, self._body
@@ -232,17 +262,12 @@ class HttpConnection(web.RequestHandler):
     def _start_cut(self) -> None:
         self._stop_cut()
         if self._wire is not None:
-            self._cut = self._loop.call_later(self._write_s, self._abort)
+            self._cut = self._loop.call_later(self._write_s, self.cut_unread)
 
     def _stop_cut(self) -> None:
         if self._cut is not None:
             self._cut.cancel()
             self._cut = None
-
-    def _abort(self) -> None:
-        if self._wire is not None:
-            self._faults.count(Fault.UNREAD)
-            self._wire.abort()
 
 
 class _Overrun:

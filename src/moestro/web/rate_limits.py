@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Iterator
 
+from moestro.core.client_table import ClientTable
 from moestro.core.hosts import network_of
 from moestro.errors import RequestError
 from moestro.web.access_settings import AccessSettings
@@ -36,8 +37,7 @@ class RequestRate:
 
     def __init__(self, per_minute: int, max_subjects: int = MAX_SUBJECTS) -> None:
         self._interval_s = _MINUTE_S / per_minute
-        self._max_subjects = max_subjects
-        self._full_at_s: OrderedDict[Hashable, float] = OrderedDict()  # Time at which each bucket is full again.
+        self._full_at_s = ClientTable(float, max_subjects)  # Time at which each bucket is full again.
 
     def __len__(self) -> int:
         return len(self._full_at_s)
@@ -48,15 +48,11 @@ class RequestRate:
         Returns:
             Seconds until a request is available; 0 means that one was taken.
         """
-        full_at_s = max(self._full_at_s.get(subject, now_s), now_s) + self._interval_s
+        full_at_s = max(self._full_at_s[subject], now_s) + self._interval_s
         wait_s = full_at_s - now_s - _MINUTE_S
         if wait_s > 1e-6:  # More than the rounding error of added intervals.
-            self._full_at_s.move_to_end(subject)
             return wait_s
         self._full_at_s[subject] = full_at_s
-        self._full_at_s.move_to_end(subject)
-        if len(self._full_at_s) > self._max_subjects:
-            self._full_at_s.popitem(last=False)
         return 0.0
 
 

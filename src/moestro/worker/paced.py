@@ -39,6 +39,7 @@ from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError, InvariantError
 from moestro.model.settings import ModelSettings
+from moestro.text.tokenizer_trial import refuse_growth
 from moestro.worker.rank_builder import make_preemptive_rank, make_rank
 from moestro.worker.request_keys import RequestKeys
 
@@ -343,10 +344,13 @@ def read_words(tokenizer: Path) -> tuple[list[int], int]:
         tokenizer: directory with tokenizer.json.
 
     Raises:
-        ConfigError: tokenizer.json is missing or unreadable, or has no token for any of the words.
+        ConfigError: tokenizer.json is missing, unreadable or refused by a trial, or has no token for any of the words.
     """
+    path = str(tokenizer / "tokenizer.json")
+    if Path(path).is_file():
+        refuse_growth(tokenizer, lambda: Tokenizer.from_file(path))
     try:
-        backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+        backend = Tokenizer.from_file(path)
         encoded: list[int] = backend.encode(WORDS, add_special_tokens=False).ids
     except BaseException as error:  # the library raises bare exceptions, and panics
         cause = as_exception(error)
