@@ -265,7 +265,7 @@ def test_what_has_not_ended_in_time_hears_why(fake, tmp_path):
         (("--engine", "localhost"), "NAME=http://HOST:PORT"),
         (("--engine", "http://a:1", "--engine", "x=http://a:1"), "exists already"),
         (("--engine", "http://a:1", "--route-policy", "nearest"), "unknown route policy"),
-        (("--engine", "http://a:1", "--tokenizer", "/missing"), "tokenizer.json"),
+        (("--engine", "http://a:1", "--tokenizer", "/missing"), "no directory /missing"),
         (("--engine", "http://a:1", "--record", "/missing/x"), "cannot be written"),
         (("--engine", "http://a:1", "--admin-host", "0.0.0.0"), "--admin-api-key"),
     ],

@@ -130,7 +130,14 @@ def test_a_last_message_of_the_assistant_is_continued():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": [user([{"type": "image", "source": {}}])]}, "messages[0].content[0]"),
+        (
+            {
+                "messages": [
+                    user([{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}])
+                ]
+            },
+            "messages[0].content[0]",
+        ),
         ({"messages": [user("x"), {"role": "tool", "content": "x"}]}, "messages[1].role"),
         ({"messages": [user("x")], "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
         (
