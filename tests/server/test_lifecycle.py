@@ -84,7 +84,7 @@ def test_a_rank_that_is_never_ready_is_exit_1_at_the_deadline(fake_command, tmp_
 def test_a_missing_tokenizer_is_exit_2_and_the_ranks_are_ended(fake_command, tmp_path):
     code, line = start_and_fail((*fake_command, "--tokenizer", "/nonexistent"), tmp_path)
     assert code == 2
-    assert "--tokenizer DIR" in line
+    assert "there is no directory /nonexistent" in line
 
 
 def start_in_here(capsys, *arguments: str) -> tuple[int, str]:

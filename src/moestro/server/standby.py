@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from moestro.config.launch_spec import STANDBY
@@ -151,8 +151,7 @@ class Standby:
             if template.process.has_ended or template.process.is_stopped:
                 await self._drop(template)
         if not self._templates:
-            control, theirs = _control_pair()
-            with theirs:
+            with _control_pair() as (control, theirs):
                 process = await asyncio.create_subprocess_exec(
                     *self._command, *STANDBY, stdin=theirs.fileno(), env=self._environment, start_new_session=True
                 )
@@ -184,8 +183,7 @@ class Standby:
             with contextlib.suppress(OSError):
                 template = await self._usable()
                 while len(self._templates) < _KEPT:
-                    control, theirs = _control_pair()
-                    with theirs:
+                    with _control_pair() as (control, theirs):
                         pid, _ = await template.fork(STANDBY[-1], (theirs.fileno(),))
                     process = ForkedProcess(pid, os.dup(control.fileno()), "", None)
                     self._add(_Template(process, control, is_loaded=True))
@@ -210,8 +208,17 @@ class Standby:
             await self._drop(template)
 
 
-def _control_pair() -> tuple[socket.socket, socket.socket]:
-    """Return the sockets of this process and of a template, between which messages keep their borders."""
+@contextlib.contextmanager
+def _control_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Give the sockets of this process and of a template that is started, between which messages keep their borders.
+
+    The template's socket is closed at the end here, and this process's if the template does not start.
+    """
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.settimeout(0)  # The event loop waits for it.
-    return control, theirs
+    try:
+        with theirs:
+            yield control, theirs
+    except BaseException:
+        control.close()
+        raise
