@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.running import MOESTRO, Running, call
+from support.running import Running, call, routing
 
 CORPUS = sorted(Path(__file__).parent.glob("*.json"))
 # Fields and tools without effect here that an agent always sends; the answer's header names them.
@@ -35,10 +35,8 @@ def direct(fake_command, tmp_path_factory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def routed(direct, tmp_path_factory) -> Iterator[Running]:
-    command = (MOESTRO, "route", "--engine", direct.url, "--admin-port", "0")
-    router = Running(command, tmp_path_factory.mktemp("route"))
-    yield router
-    router.kill()
+    with routing(direct, tmp_path_factory.mktemp("route")) as router:
+        yield router
 
 
 @pytest.fixture(params=["direct", "routed"])

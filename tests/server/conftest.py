@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.running import MOESTRO, Running
+from support.running import Running, routing
 
 
 @pytest.fixture(scope="module")
 def routed(server, tmp_path_factory) -> Iterator[Running]:
     """A router before the real server."""
-    command = (MOESTRO, "route", "--engine", server.url, "--admin-port", "0")
-    router = Running(command, tmp_path_factory.mktemp("route"))
-    yield router
-    router.kill()
+    with routing(server, tmp_path_factory.mktemp("route")) as router:
+        yield router
 
 
 @pytest.fixture(params=["direct", "routed"])

@@ -10,7 +10,7 @@ import pytest
 from support.interrupted_answers import running
 from support.model_outputs import hermes
 from support.parroting_server import FLAGS, WEATHER_TOOL
-from support.running import MOESTRO, Running, call
+from support.running import Running, call, routing
 
 CALL = hermes("get_weather", '{"city": "Paris"}')
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER_TOOL["function"]["parameters"]}
@@ -25,9 +25,8 @@ def direct(fake_command, tmp_path_factory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def routed(direct, tmp_path_factory) -> Iterator[Running]:
-    router = Running((MOESTRO, "route", "--engine", direct.url, "--admin-port", "0"), tmp_path_factory.mktemp("route"))
-    yield router
-    router.kill()
+    with routing(direct, tmp_path_factory.mktemp("route")) as router:
+        yield router
 
 
 @pytest.fixture(params=["direct", "routed"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.interrupted_answers import running
 from support.parroting_server import FLAGS
-from support.running import MOESTRO, Running, call
+from support.running import Running, call, routing
 
 USER = {"role": "user", "content": "hi"}
 
@@ -21,10 +21,8 @@ def direct(fake_command, tmp_path_factory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def routed(direct, demo_dir, tmp_path_factory) -> Iterator[Running]:
-    command = (MOESTRO, "route", "--engine", direct.url, "--admin-port", "0", "--tokenizer", str(demo_dir))
-    router = Running(command, tmp_path_factory.mktemp("route"))
-    yield router
-    router.kill()
+    with routing(direct, tmp_path_factory.mktemp("route"), "--tokenizer", str(demo_dir)) as router:
+        yield router
 
 
 @pytest.fixture(params=["direct", "routed"])

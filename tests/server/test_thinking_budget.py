@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.running import MOESTRO, Running, call, chat, complete, is_idle
+from support.running import Running, call, chat, complete, is_idle, routing
 
 BUDGET, LENGTH = 5, 30
 ASKED = {"temperature": 0, "max_tokens": LENGTH, "thinking_token_budget": BUDGET, "return_token_ids": True}
@@ -21,10 +21,8 @@ def direct(real_command, tmp_path_factory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def routed(direct, tmp_path_factory) -> Iterator[Running]:
-    command = (MOESTRO, "route", "--engine", direct.url, "--admin-port", "0")
-    router = Running(command, tmp_path_factory.mktemp("route"))
-    yield router
-    router.kill()
+    with routing(direct, tmp_path_factory.mktemp("route")) as router:
+        yield router
 
 
 @pytest.fixture(params=["direct", "routed"])

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,16 @@ class Running:
 
 _RENDERER = "moestro.text.template_worker"
 _NO_RANKS = (_RENDERER, "moestro.grammar.host_process", STANDBY[0])
+
+
+@contextlib.contextmanager
+def routing(server: Running, directory: Path, *flags: str) -> Iterator[Running]:
+    """Run `moestro route` before a server while the block runs."""
+    router = Running((MOESTRO, "route", "--engine", server.url, "--admin-port", "0", *flags), directory)
+    try:
+        yield router
+    finally:
+        router.kill()
 
 
 def has_ended(process: psutil.Process) -> bool:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -74,6 +75,19 @@ class Place:
         return started([MOESTRO, verb, "--port", str(port), *flags], port, log, **there)
 
 
+@contextlib.asynccontextmanager
+async def sending(send: Callable[[aiohttp.ClientSession, int], Awaitable[None]], num_clients: int, **options: Any):
+    """Run `send(session, number)` for each of several clients while the block runs; `options` are the session's."""
+    async with aiohttp.ClientSession(**options) as session:
+        tasks = [asyncio.create_task(send(session, number)) for number in range(num_clients)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
 @dataclass(slots=True)
 class Neighbours:
     """Honest clients: each sends one small request after the other, and counts how they end and how long they take.
@@ -101,15 +115,8 @@ class Neighbours:
     @contextlib.asynccontextmanager
     async def busy(self):
         """Send requests while the block runs."""
-        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            tasks = [asyncio.create_task(self._forever(session)) for _ in range(self.num_clients)]
-            try:
-                yield self
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        async with sending(self._forever, self.num_clients, timeout=aiohttp.ClientTimeout(total=ANSWER_S)):
+            yield self
 
     async def for_(self, seconds: float) -> Neighbours:
         """Send requests for `seconds`."""
@@ -125,7 +132,7 @@ class Neighbours:
             found |= {"p50_s": round(statistics.median(ordered), 4), "max_s": round(ordered[-1], 4)}
         return found
 
-    async def _forever(self, session: aiohttp.ClientSession) -> None:
+    async def _forever(self, session: aiohttp.ClientSession, _: int) -> None:
         method = "GET" if self.body is None else "POST"
         while True:
             began = time.monotonic()

@@ -22,7 +22,7 @@ from typing import Any
 import aiohttp
 
 sys.path.insert(0, str(Path(__file__).parent))
-from frame import Neighbours, Place, run
+from frame import Neighbours, Place, run, sending
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from shared.server import Server
@@ -119,16 +119,14 @@ class Strangers:
     @contextlib.asynccontextmanager
     async def busy(self, body: Body):
         """Send `body` while the block runs."""
-        timeout = aiohttp.ClientTimeout(total=60)
         data = json.dumps(body).encode()  # Once: the honest clients live in this process too.
-        async with aiohttp.ClientSession(timeout=timeout, headers={"Content-Type": "application/json"}) as session:
-            tasks = [asyncio.create_task(self._forever(session, data)) for _ in range(NUM_STRANGERS)]
-            try:
-                yield self
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+
+        async def send(session: aiohttp.ClientSession, _: int) -> None:
+            await self._forever(session, data)
+
+        options = {"timeout": aiohttp.ClientTimeout(total=60), "headers": {"Content-Type": "application/json"}}
+        async with sending(send, NUM_STRANGERS, **options):
+            yield self
 
     async def _forever(self, session: aiohttp.ClientSession, data: bytes) -> None:
         while True:

@@ -10,7 +10,6 @@ honest clients. What must hold: every request of the honest clients ends with 20
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import subprocess
@@ -20,7 +19,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
-from frame import Neighbours, Place, Server, free_port, run
+from frame import Neighbours, Place, Server, free_port, run, sending
 
 KINDS = ("500", "cut", "cut-late", "hang", "error-event", "429", "503")
 NUM_STRANGERS = 8
@@ -61,14 +60,8 @@ async def strangers(url: str, kind: str, keys: tuple[str, ...]) -> AsyncIterator
             except (aiohttp.ClientError, OSError) as error:
                 ends[type(error).__name__] += 1
 
-    async with aiohttp.ClientSession() as session:
-        tasks = [asyncio.create_task(send_forever(session, number)) for number in range(NUM_STRANGERS)]
-        try:
-            yield ends
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async with sending(send_forever, NUM_STRANGERS):
+        yield ends
 
 
 async def on_router(place: Place, num_engines: int, who: str) -> dict[str, dict[str, object]]:

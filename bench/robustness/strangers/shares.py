@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
-from frame import Neighbours, Place, resident_bytes, run
+from frame import Neighbours, Place, resident_bytes, run, sending
 from poison import engines
 
 STRANGER = "127.0.0.2"
@@ -47,7 +47,7 @@ async def flooding(url: str, num_clients: int, body: Body) -> AsyncIterator[Coun
     ends: Counter[str] = Counter()
     serial = itertools.count()
 
-    async def forever(session: aiohttp.ClientSession) -> None:
+    async def forever(session: aiohttp.ClientSession, _: int) -> None:
         while True:
             try:
                 async with session.post(url + PATH, json=body(next(serial))) as got:
@@ -59,14 +59,8 @@ async def flooding(url: str, num_clients: int, body: Body) -> AsyncIterator[Coun
             await asyncio.sleep(0.01)
 
     connector = aiohttp.TCPConnector(limit=0, local_addr=(STRANGER, 0))
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
-        tasks = [asyncio.create_task(forever(session)) for _ in range(num_clients)]
-        try:
-            yield ends
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async with sending(forever, num_clients, connector=connector, timeout=aiohttp.ClientTimeout(total=600)):
+        yield ends
 
 
 async def retries(place: Place) -> dict[str, object]:
@@ -169,7 +163,7 @@ KINDS = {
 
 
 async def attack(place: Place) -> dict[str, object]:
-    """Run the kinds one after the other, each on servers of its own."""
+    """Run each kind in turn, on new servers."""
     return {name: await KINDS[name](place) for name in place.only or KINDS}
 
 

@@ -18,7 +18,7 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, slots=True)
 class Need(Generic[Settings]):
-    """What some flags need, without which they have no effect.
+    """A condition without which some flags have no effect.
 
     Attributes:
         text: what to add or to leave out; part of a sentence.

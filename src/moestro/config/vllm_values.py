@@ -1,4 +1,4 @@
-"""Values of vLLM for flags that Moestro has too: some mean one of its own, and others need what is missing."""
+"""Values that vLLM takes and Moestro does not, for flags that both have: their equivalents, or why they are refused."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ForeignValues:
     """Values that vLLM has for a flag, and Moestro has not.
 
     Attributes:
-        same: Own value with the same meaning, by vLLM's.
-        taken: Own value in place of one whose difference changes nothing here; one warning says so.
+        same: Moestro's values with the same meaning, by vLLM's.
+        taken: Moestro's values, by vLLM's, where the difference changes nothing here; one warning names each.
         why_taken: Why it changes nothing; part of a sentence.
         refused: What to do in place of a value that needs what is missing; part of a sentence.
     """

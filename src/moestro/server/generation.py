@@ -361,7 +361,7 @@ class Generation:
 
     def _taken(self, choice: _Choice, output: Output) -> Piece:
         """Convert an output, and count its tokens: a chunk that reports the usage does not add up all choices."""
-        if time.monotonic() > self._retry_at_s:
+        if self._held and time.monotonic() > self._retry_at_s:
             self._submit_later()
         self._uncount(choice)
         piece = choice.take(output)

@@ -24,7 +24,7 @@ _PLACES = {
 }
 THINKING_TYPES = ("enabled", "disabled", "adaptive", "between_tools")
 MAX_BUDGET = 2**31 - 1  # Tokens of thinking.
-# Roles of Claude Code, from 2.1.154 on, for context and messages of its own, as vLLM reads them.
+# Roles that Claude Code (from 2.1.154 on) gives to its context and messages, read as vLLM does.
 _ROLES = {"ctx": "user", "msg": "user"}
 ROLES = ("user", "assistant", "system", *_ROLES)
 _Said = tuple[dict[str, Any], dict[str, str]]  # A chat message, and its places in the client's body by its own.

@@ -1,4 +1,4 @@
-"""The ports of a KV publisher, on a thread of their own that takes at most a tenth of the engine's time."""
+"""The ports of a KV publisher. One thread serves them, in at most a tenth of one core's time."""
 
 from __future__ import annotations
 
