@@ -46,6 +46,24 @@ class PackedExperts(Protocol):
         ...
 
 
+class ExpertsInPlace(Protocol):
+    """Computes experts whole from a module's own weights, which stay where they are."""
+
+    def weighted_sum(
+        self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, counts: Tensor, stream: Tensor | None = None
+    ) -> Tensor:
+        """Compute the sums of `routed_experts`, added to `stream` where there is one; arguments as there.
+
+        Args:
+            counts: int64[experts or more], to which the tokens of each expert are added.
+        """
+        ...
+
+    def answers(self, batches: Sequence[tuple[int, int]], inputs: Tensor, out: Tensor, start: int = 0) -> int:
+        """Write what some experts answer, not weighted; arguments and result as `run_batches`."""
+        ...
+
+
 _MAX_SAMPLED_TOKENS = 32  # of a step whose choices are kept; their pairs cost time in proportion
 
 
@@ -110,6 +128,7 @@ class ExpertLayer:
         logical_of: int32[slots], logical expert in each slot; EMPTY means none. None means that the module has all
             experts, each in the slot of its number.
         packed: packed weights of the slots; None if the weights are not packed.
+        in_place: computes the experts whole from the module's own weights; None means that nothing does.
     """
 
     layer: int
@@ -120,6 +139,7 @@ class ExpertLayer:
     layout: tuple[tuple[torch.Size, torch.dtype] | None, ...]
     logical_of: NDArray[np.int32] | None = None
     packed: PackedSlots | None = None
+    in_place: ExpertsInPlace | None = None
 
 
 def tag_experts(modules: list[tuple[int, nn.Module]], routing: Routing) -> None:
@@ -150,7 +170,9 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
 
 
-def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def routed_experts(
+    module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, stream: Tensor | None = None
+) -> Tensor:
     """Compute the weighted sum of each token's experts, and count the tokens of each expert.
 
     Args:
@@ -158,6 +180,7 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
         hidden: [tokens, hidden size].
         top_k_index: int64[tokens, k], distinct in a row, in any order.
         top_k_weights: [tokens, k].
+        stream: [tokens, hidden size], to which the sums are added; None means that they are returned alone.
 
     Returns:
         [tokens, hidden size], with the dtype of `hidden`.
@@ -167,8 +190,13 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
         top_k_index = tag.routing.chosen[tag.place]
     tag.routing.keep(top_k_index)
     if tag.routing.stand_in is not None:
-        return tag.routing.stand_in(module, hidden, top_k_index, top_k_weights)
-    return sum_experts(module, hidden, top_k_index, top_k_weights, tag.routing.counts[tag.layer])
+        total = tag.routing.stand_in(module, hidden, top_k_index, top_k_weights)
+    elif tag.in_place is not None and tag.logical_of is None:
+        counts = tag.routing.counts[tag.layer]
+        return tag.in_place.weighted_sum(hidden, top_k_index, top_k_weights, counts, stream)
+    else:
+        total = sum_experts(module, hidden, top_k_index, top_k_weights, tag.routing.counts[tag.layer])
+    return total if stream is None else stream + total
 
 
 def sum_experts(module: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, counts: Tensor) -> Tensor:
@@ -180,6 +208,8 @@ def sum_experts(module: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_weight
     """
     tag = tag_of(module)
     assert tag.logical_of is None, "some experts of this module are elsewhere"
+    if tag.in_place is not None:
+        return tag.in_place.weighted_sum(hidden, topk_ids, topk_weights, counts)
     if tag.packed is not None and tag.packed.whole is not None:
         return tag.packed.whole.weighted_sum(hidden, topk_ids, topk_weights, counts)
     by_expert, rows, own_counts = sort_by_expert(module, hidden, topk_ids)

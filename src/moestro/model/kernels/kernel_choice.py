@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from moestro.errors import ConfigError
+from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.network import Network
 from moestro.model.settings import ModelSettings
@@ -49,7 +50,7 @@ def choose_kernels(network: Network, build: KernelBuild | None, settings: ModelS
         return ("CPU kernels: torch's (--kernels eager).",)
     library = build.wait(None if settings.kernels == "own" else _PATIENCE_S)
     if library is not None:
-        network.use_kernels(library)
+        network.use_kernels(KernelExchange(library))
         return ()
     if not build.is_over:
         network.await_kernels(build)
