@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
+from torch import Tensor
 
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import SamplingDefaults
@@ -34,6 +35,14 @@ from moestro.model.step import PagedStep
 from moestro.model.worker_share import WorkerShare
 
 
+class RecordedSteps(Protocol):
+    """Steps that were recorded and are replayed."""
+
+    def logits(self, step: PagedStep) -> Tensor | None:
+        """Compute the result of `Network.logits`, which the next step overwrites; None if no record fits the step."""
+        ...
+
+
 class TorchDevice:
     """Computes `Forward` items.
 
@@ -50,8 +59,21 @@ class TorchDevice:
     def __init__(self, network: Network, pools: KVPools) -> None:
         self.network = network
         self.pools = pools
+        self._graphs: RecordedSteps | None = None
         self._launched: deque[Forward] = deque()
         self._running: deque[PendingResult] = deque()
+
+    def record_graphs(self, max_rows: int, max_model_len: int) -> None:
+        """Record steps of up to so many rows as CUDA graphs, where the network is on a GPU's own kernels.
+
+        Args:
+            max_rows: sequences of a step.
+            max_model_len: tokens of the longest sequence.
+        """
+        if self.network.device.type == "cuda" and self.network.exchange is not None:
+            from moestro.model.cuda.graphs import record_graphs  # noqa: PLC0415 - it needs Triton
+
+            self._graphs = record_graphs(self.network, self.pools, max_rows, max_model_len)
 
     @property
     def works_when_polled(self) -> bool:
@@ -74,7 +96,9 @@ class TorchDevice:
         while self._launched:
             self.network.adopt_kernels()
             step = PagedStep(self._launched.popleft().units, self.pools, self.network.device)
-            logits = self.network.logits(step)
+            logits = None if self._graphs is None else self._graphs.logits(step)
+            if logits is None:
+                logits = self.network.logits(step)
             routing = self.network.routing
             counts, choices = (None, None) if routing is None else (routing.counts, routing.choices())
             visits = None if routing is None or routing.visits is None else routing.visits.read()

@@ -63,6 +63,10 @@ class ExpertsInPlace(Protocol):
         """Write what some experts answer, not weighted; arguments and result as `run_batches`."""
         ...
 
+    def chosen_answers(self, hidden: Tensor, topk_ids: Tensor) -> Tensor:
+        """[tokens * k, hidden size], what each token's experts answer, not weighted."""
+        ...
+
 
 _MAX_SAMPLED_TOKENS = 32  # of a step whose choices are kept; their pairs cost time in proportion
 
@@ -78,6 +82,7 @@ class Routing:
     Attributes:
         counts: int64[num_layers, num_experts], tokens that each expert computed since `begin`.
         sample_interval: one step in so many keeps choices; 0 means none.
+        keeps_all: whether each step keeps the choices of all its tokens.
         stand_in: function called in place of all experts, with their arguments; None means that the experts compute.
             An override of the gate is already applied.
         visits: counts the workers of each unit's experts, which `stand_in` tells it. None means that nothing does.
@@ -88,6 +93,7 @@ class Routing:
         self.stand_in: Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor] | None = None
         self.visits: ExpertVisitCounter | None = None
         self.sample_interval = self._num_steps = 0
+        self.keeps_all = False
         self._choices: list[Tensor] | None = None
         self.begin(None)
 
@@ -101,12 +107,24 @@ class Routing:
         self.chosen = chosen
         self._num_steps += 1
         is_sampled = self.sample_interval and self._num_steps % self.sample_interval == 0
-        self._choices = [] if is_sampled else None
+        self._choices = [] if is_sampled or self.keeps_all else None
+
+    def resume(self, counts: Tensor, choices: list[Tensor], num_tokens: int) -> None:
+        """Take over what a step has computed that was recorded with `keeps_all`, and had so many tokens this time."""
+        self.begin(None)
+        self.counts = counts
+        if self._choices is not None:
+            for each in choices:
+                self.keep(each[:num_tokens])
+
+    def kept(self) -> list[Tensor]:
+        """Choices of all tokens in each layer, in a step with `keeps_all`."""
+        return self._choices or []
 
     def keep(self, top_k_index: Tensor) -> None:
         """Keep the experts of some tokens of a layer, evenly spread, if the step is sampled. Layers come in order."""
         if self._choices is not None:
-            stride = -(-len(top_k_index) // _MAX_SAMPLED_TOKENS)
+            stride = 1 if self.keeps_all else -(-len(top_k_index) // _MAX_SAMPLED_TOKENS)
             self._choices.append(top_k_index[:: max(stride, 1)])
 
     def choices(self) -> Tensor | None:
@@ -240,6 +258,9 @@ def run_slots(module: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         counts: int64[slots], rows of each.
     """
     experts = cast(PackedExperts, module)
+    in_place = tag_of(module).in_place
+    if in_place is not None:
+        return in_place.chosen_answers(rows, _expert_of_row(counts, len(rows))[:, None])
     if rows.is_cuda and can_group(experts, rows):
         return run_grouped(experts, rows, counts)
     return run_each(experts, rows, counts, tag_of(module).packed)
@@ -280,8 +301,9 @@ def run_batches(
     Returns:
         The row behind the last.
     """
-    if packed is not None and packed.whole is not None:
-        return packed.whole.answers(batches, rows, out, start)
+    whole = in_place_of(experts) or (None if packed is None else packed.whole)
+    if whole is not None:
+        return whole.answers(batches, rows, out, start)
     plain = torch.matmul if experts.is_transposed else functional.linear
     multiply = plain if packed is None else packed.packing.linear
     up, up_bias, down, down_bias = weights_of(experts)  # once: a module finds its parameters slowly
@@ -316,7 +338,7 @@ def add_contributions(contributions: Tensor, weights: Tensor) -> Tensor:
 def run_grouped(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
     """Compute the result of `run_each` in two grouped products. No count reaches the host: no accelerator waits."""
     ends = counts.cumsum(0).to(torch.int32)
-    of_row = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=torch.int32), right=True)
+    of_row = _expert_of_row(counts, len(rows))
     up, up_bias, down, down_bias = weights_of(experts)
     if not experts.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
@@ -327,6 +349,18 @@ def run_grouped(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
     if down_bias is not None:
         outer = outer + down_bias[of_row]
     return _normalize(experts, outer)
+
+
+def _expert_of_row(counts: Tensor, num_rows: int) -> Tensor:
+    """int64[rows], expert of each row, of which each expert has so many, those of expert 0 first."""
+    rows = torch.arange(num_rows, device=counts.device)
+    return torch.searchsorted(counts.cumsum(0), rows, right=True)
+
+
+def in_place_of(experts: Any) -> ExpertsInPlace | None:
+    """What computes the experts of a module, tagged or not, from its own weights."""
+    tag = getattr(experts, _TAG, None)
+    return tag.in_place if isinstance(tag, ExpertLayer) else None
 
 
 def register_experts() -> None:

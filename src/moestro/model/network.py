@@ -232,6 +232,12 @@ class Network:
         Raises:
             UnsupportedModelError: the network does something that a paged step does not support.
         """
+        logits = self.stored_logits(step)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    @torch.inference_mode()
+    def stored_logits(self, step: PagedStep) -> Tensor:
+        """Do what `logits` does, and return the logits in the network's dtype."""
         if self.routing is not None:
             self.routing.begin(self.choose_experts(step))
             if self.routing.visits is not None:
@@ -244,9 +250,9 @@ class Network:
             **{STEP_ARGUMENT: step},
         )
         logits: Tensor = answer.logits[0]
-        if len(logits) != len(step.logit_rows):
+        if len(logits) != len(step.logit_row_ids):
             raise UnsupportedModelError(f"{type(self.model).__name__} cannot compute logits of chosen tokens alone.")
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits
 
     def probe(self, block_size: int, num_tokens: int = 1) -> tuple[KVPools, int]:
         """Run a prompt to learn the shapes of K and V, and how many experts a token visits (0 for a dense model).

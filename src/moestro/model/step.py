@@ -158,15 +158,19 @@ class PagedStep:
         """int64[rows], `logit_rows` on the device."""
         return self._find(3, lambda: self.logit_rows)
 
+    def place(self, columns: list[Tensor], kernel_units: Any) -> None:
+        """Let `row_columns` and what the kernels keep of the step be in memory that is already on the device."""
+        self._uploaded, self.kernel_units = columns, kernel_units
+
     def row_columns(self) -> tuple[Int64s, Int64s, Int64s, Int64s]:
         """Token ids, positions, slots to write and rows with requested logits, on the host."""
         return self.token_ids.astype(np.int64), self.positions, self._slots_to_write(), self.logit_rows
 
     def _find(self, place: int, make: Callable[[], Int64s]) -> Tensor:
         """Upload one of `row_columns`: on a CPU by itself, to an accelerator with all others in one copy."""
-        if self._device.type == "cpu":
-            return self.upload(make())
         if self._uploaded is None:
+            if self._device.type == "cpu":
+                return self.upload(make())
             self._uploaded = upload_all(self.row_columns(), self._device)
         return self._uploaded[place]
 

@@ -56,6 +56,10 @@ def build_network_rank(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple
     device, info = open_device(model, on_phase, spec.rank)
     if spec.paced is None:
         device.network.sample_choices(PAIR_INTERVAL)
+        if not device.works_when_polled:
+            on_phase("record graphs")
+            device.record_graphs(spec.scheduler.max_num_seqs, info.max_model_len)
+            on_phase("ready")
     if spec.paced is not None:
         answers = NetworkAnswers(device)
         info = _paced(info, spec.paced)

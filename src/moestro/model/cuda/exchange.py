@@ -13,6 +13,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
 
 from moestro.model.attention import ATTENTION_FORM, OWN_ATTENTION, AttentionForm, Scoring, attend_paged
 from moestro.model.cuda.experts import CudaExperts, ExpertWeightTable
@@ -20,7 +22,8 @@ from moestro.model.cuda.front import CudaFront
 from moestro.model.cuda.functions import CudaKernels, GateForm, Norm
 from moestro.model.cuda.units import Walk
 from moestro.model.experts import PackedExperts, Routing, is_experts, retag, run_each, tag_of, weights_of
-from moestro.model.kernels.matching import MISFITS, NUM_CHECK_ROWS, is_close, random_rows
+from moestro.model.kernels.matching import MISFITS as _MODULE_MISFITS
+from moestro.model.kernels.matching import NUM_CHECK_ROWS, is_close, random_rows
 from moestro.model.kernels.paged import CHECK_BLOCK_SIZE, make_check_units
 from moestro.model.kernels.plan import make_forward, try_layer
 from moestro.model.kernels.rows import NORM_EPSILON
@@ -28,6 +31,8 @@ from moestro.model.layer_stages import LAYER_FRONT
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
 
+# A kernel of an unforeseen shape may not compile, or need more memory than a multiprocessor has.
+MISFITS = (*_MODULE_MISFITS, CompilationError, OutOfResources)
 _MOST_EXPERTS, _MOST_CHOSEN = 1024, 32  # of a gate: one program has the scores of all
 _LEAST_SAME_CHOICES = 0.6  # of the check's rows; in half precision two experts may tie for the last place
 
@@ -121,7 +126,7 @@ class CudaExchange:
         if form is None:
             return False
         original = layer.forward
-        with suppress(AttributeError, ValueError, TypeError, RuntimeError, KeyError, IndexError):
+        with suppress(*MISFITS, KeyError, IndexError):
             wanted, pools = try_layer(layer, form, original, routing)
             front = CudaFront(layer, form, self.kernels)
             forward = make_forward(layer, front, original)
@@ -221,25 +226,22 @@ def exchange_gate(module: nn.Module, kernels: CudaKernels) -> bool:
     if len(weight) > _MOST_EXPERTS or num_chosen > _MOST_CHOSEN:
         return False
     rows = _rows_for(kernels, weight.shape[1])
-    try:
+    with suppress(*MISFITS):
         _, wanted, ids = module(rows)
-    except MISFITS:
-        return False
-    for normalizes in (True, False):
-        bias = module._parameters.get("bias")
-        gate = GateForm(num_chosen, weight.dtype, is_sigmoid=False, normalizes=normalizes, bias=bias)
-        found_ids, found = kernels.choose(kernels.product(rows, weight), gate)
-        if _is_same_choice((found_ids, found), (ids, wanted)):
-            module.__dict__["forward"] = _GateForward(kernels, weight, gate, wanted.dtype)
-            return True
+        for normalizes in (True, False):
+            bias = module._parameters.get("bias")
+            gate = GateForm(num_chosen, weight.dtype, is_sigmoid=False, normalizes=normalizes, bias=bias)
+            if _is_same_choice(kernels.choose(kernels.product(rows, weight), gate), (ids, wanted)):
+                module.__dict__["forward"] = _GateForward(kernels, weight, gate)
+                return True
     return False
 
 
 class _GateForward:
     """The forward of an exchanged gate."""
 
-    def __init__(self, kernels: CudaKernels, weight: Tensor, gate: GateForm, dtype: torch.dtype) -> None:
-        self._kernels, self._weight, self._gate, self._dtype = kernels, weight, gate, dtype
+    def __init__(self, kernels: CudaKernels, weight: Tensor, gate: GateForm) -> None:
+        self._kernels, self._weight, self._gate = kernels, weight, gate
 
     def __call__(self, hidden_states: Tensor) -> tuple[None, Tensor, Tensor]:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -265,24 +267,39 @@ def exchange_experts(module: nn.Module, kernels: CudaKernels) -> bool:
     tag, experts = tag_of(module), cast(PackedExperts, module)
     if tag.dtype is not kernels.dtype or getattr(experts, "has_post_expert_norm", False) or not experts.has_gate:
         return False
+    is_relaid = experts.is_transposed or _clamp_of(experts) is not None
+    if is_relaid and tag.logical_of is not None:
+        return False  # experts that move are read and written in the layout of the module
     table = _relay(experts)
     own = CudaExperts(kernels, table)
     rows = _rows_for(kernels, table.hidden)
     counts = torch.zeros(len(table.up), dtype=torch.int64)
     counts[0] = len(rows)
     found = torch.empty_like(rows)
-    own.answers([(0, len(rows))], rows, found)
-    if not is_close(found, run_each(experts, rows, counts)):
+    try:
+        own.answers([(0, len(rows))], rows, found)
+        is_right = is_close(found, run_each(experts, rows, counts))
+    except MISFITS:
+        is_right = False
+    if not is_right:
         return False
+    if is_relaid:  # only the kernels read the weights from here on
+        for weight in (weights_of(experts)[0], experts.down_proj):
+            weight.data = weight.data.new_empty(0)
     retag(module, in_place=own)
     return True
 
 
-def _relay(experts: PackedExperts) -> ExpertWeightTable:
-    """Weights in the kernels' layout. A module of another layout keeps views of the new one."""
-    up, up_bias, down, down_bias = weights_of(experts)
+def _clamp_of(experts: Any) -> tuple[float, float] | None:
+    """(limit, alpha) of GPT-OSS's activation, whose gates and ups alternate; None for any other."""
     limit, alpha = getattr(experts, "limit", None), getattr(experts, "alpha", None)
-    clamp = (float(limit), float(alpha)) if limit is not None and alpha is not None else None
+    return None if limit is None or alpha is None else (float(limit), float(alpha))
+
+
+def _relay(experts: PackedExperts) -> ExpertWeightTable:
+    """Weights in the kernels' layout: those of the module where they have it."""
+    up, up_bias, down, down_bias = weights_of(experts)
+    clamp = _clamp_of(experts)
     is_interleaved = clamp is not None
     if experts.is_transposed or is_interleaved:
         first = up.data.transpose(1, 2) if experts.is_transposed else up.data

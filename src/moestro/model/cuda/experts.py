@@ -16,7 +16,7 @@ from moestro.model.cuda.source import products, rows
 from moestro.model.cuda.tiles import Tile, expert_tile
 from moestro.model.upload import upload
 
-_MOST_SORTED = 1024  # pairs that `sort_pairs` reads at once
+_MOST_SORTED = 4096  # pairs that `sort_pairs` reads at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,25 +88,34 @@ class CudaExperts:
             stream: [rows, hidden size].
         """
         num_rows, num_chosen = topk_ids.shape
-        num_pairs, tile = num_rows * num_chosen, expert_tile(num_rows * num_chosen / self.num_experts, hidden.dtype)
-        num_tiles = min(num_pairs, self.num_experts + num_pairs // tile.tokens)
-        present = self._kernels.count_of(topk_ids)
-        pairs = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
-        tiles = torch.empty(1 + 3 * num_tiles, dtype=torch.int32, device=hidden.device)
-        launch(
-            products.sort_pairs, (self.num_experts,), topk_ids, present, pairs, tiles, counts, topk_ids.stride(0),
-            CHOSEN=num_chosen, EXPERTS=self.num_experts, BINS=power_of_two(self.num_experts), TOKENS=tile.tokens,
-            CHUNK=min(power_of_two(num_pairs), _MOST_SORTED), num_warps=4,
-        )  # fmt: skip
-        answers = self._multiply(hidden.contiguous(), num_pairs, num_chosen, _Tiles(pairs, tiles, num_tiles, tile))
+        answers = self._chosen(hidden, topk_ids, counts)
         out, columns = torch.empty_like(answers[:num_rows]), expert_columns(self._weights.hidden)
         launch(
             rows.add_answers, (num_rows, -(-self._weights.hidden // columns)), answers, topk_ids,
-            topk_weights.to(torch.float32).contiguous(), out if stream is None else stream, out, present,
+            topk_weights.to(torch.float32).contiguous(), out if stream is None else stream, out,
+            self._kernels.count_of(topk_ids),
             topk_ids.stride(0), CHOSEN=num_chosen, WIDE=power_of_two(num_chosen), HIDDEN=self._weights.hidden,
-            COLUMNS=columns, HAS_STREAM=stream is not None, num_warps=4,
+            COLUMNS=columns, HAS_STREAM=stream is not None, num_warps=2,
         )  # fmt: skip
         return out
+
+    def chosen_answers(self, hidden: Tensor, topk_ids: Tensor) -> Tensor:
+        """[rows * k, hidden size], what each row's experts answer, not weighted."""
+        return self._chosen(hidden, topk_ids, torch.zeros(self.num_experts, dtype=torch.int64, device=hidden.device))
+
+    def _chosen(self, hidden: Tensor, topk_ids: Tensor, counts: Tensor) -> Tensor:
+        num_rows, num_chosen = topk_ids.shape
+        num_pairs, tile = num_rows * num_chosen, expert_tile(num_rows * num_chosen / self.num_experts, hidden.dtype)
+        num_tiles = min(num_pairs, self.num_experts + num_pairs // tile.tokens)
+        pairs = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
+        tiles = torch.empty(1 + 3 * num_tiles, dtype=torch.int32, device=hidden.device)
+        launch(
+            products.sort_pairs, (self.num_experts,), topk_ids, self._kernels.count_of(topk_ids), pairs, tiles, counts,
+            topk_ids.stride(0), CHOSEN=num_chosen, EXPERTS=self.num_experts, BINS=power_of_two(self.num_experts),
+            TOKENS=tile.tokens, CHUNK=min(power_of_two(num_pairs), _MOST_SORTED),
+            num_warps=8 if num_pairs > _MOST_SORTED // 4 else 4,
+        )  # fmt: skip
+        return self._multiply(hidden.contiguous(), num_pairs, num_chosen, _Tiles(pairs, tiles, num_tiles, tile))
 
     def answers(self, batches: Sequence[tuple[int, int]], inputs: Tensor, out: Tensor, start: int = 0) -> int:
         """Write what some experts answer, not weighted; arguments and result as `experts.run_batches`."""

@@ -26,8 +26,9 @@ from moestro.model.upload import upload_all
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 _MOST_ROWS = 1 << 17  # rows of a step whose number is kept on the device
-_MOST_PROGRAMS = 4096  # of an attention; each takes every so many-th item
-_ADD_COLUMNS = 1024
+_MOST_PROGRAMS = 512  # of an attention, for each group of heads; each takes every so many-th item
+_ADD_COLUMNS = 256
+_HEAD_ROWS = 4  # rows of a program of `heads`
 
 
 class Product(NamedTuple):
@@ -164,11 +165,12 @@ class CudaKernels:
         num_rows = qkv.numbers.shape[-2]
         query = cos.new_empty(num_rows, form.num_heads, size)
         q_weight, k_weight, epsilon = (cos, cos, 0.0) if norms is None else norms
+        grid = (-(-num_rows // _HEAD_ROWS), form.num_heads + 2 * form.num_kv_heads)
         launch(
-            rows.heads, (num_rows, form.num_heads + 2 * form.num_kv_heads), qkv.numbers, cos, sin, q_weight, k_weight,
+            rows.heads, grid, qkv.numbers, cos, sin, q_weight, k_weight,
             query, *places, self.count_of(query), num_rows * qkv.numbers.shape[-1], cos.stride(0), epsilon,
             HEADS_Q=form.num_heads, HEADS_KV=form.num_kv_heads, SIZE=size, HALF=size // 2, WIDE=power_of_two(size // 2),
-            HAS_NORM=norms is not None, SEGMENTS=qkv.segments, num_warps=1,
+            ROWS=_HEAD_ROWS, HAS_NORM=norms is not None, SEGMENTS=qkv.segments, num_warps=1,
         )  # fmt: skip
         return query
 
@@ -247,7 +249,7 @@ class _AttentionCall(NamedTuple):
         taken = self.walk.heads_of(num_rows)
         groups = form.num_kv_heads * -(-self.walk.num_shared // taken)
         size, wide_v = form.key_size, max(power_of_two(form.value_size), 16)
-        head = 1 << (size.bit_length() - 1)
+        head = max(1 << (size.bit_length() - 1), 16)
         rest = max(power_of_two(size - head), 16) if size > head else 0
         num_parts = len(items) if needs_parts else 0
         part_acc = query.new_empty(num_parts, groups, num_rows, form.value_size, dtype=torch.float32)

@@ -51,7 +51,10 @@ def _reduce_keys(
         exists = key_at < length
         slot = tl.load(table + key_at // BLOCK, exists, 0).to(tl.int64) * BLOCK + key_at % BLOCK
         k_at = keys + slot[None, :] * key_stride + head * SIZE_K
-        scores = tl.dot(q, tl.load(k_at + dk[:, None], exists[None, :], 0.0), input_precision="ieee")
+        is_k = exists[None, :]
+        if HEAD_K > SIZE_K:
+            is_k = is_k & (dk < SIZE_K)[:, None]
+        scores = tl.dot(q, tl.load(k_at + dk[:, None], is_k, 0.0), input_precision="ieee")
         if REST_K:
             k_rest = tl.load(k_at + dr[:, None], exists[None, :] & (dr < SIZE_K)[:, None], 0.0)
             scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
@@ -84,7 +87,7 @@ def attend(
     Args:
         items: int32[items, 4]: unit, its first query, split (-1: all, and `out` is written), begin of its table.
         part_acc, part_ml: float32[items, groups of heads, ROWS, SIZE_V or 2], reductions of splits.
-        HEAD_K, REST_K: SIZE_K as two powers of two, the second 0 or filled up. WIDE_V: SIZE_V filled up.
+        HEAD_K, REST_K: SIZE_K as two powers of two, the last filled up, the second may be 0. WIDE_V: SIZE_V filled up.
         Row r of a tile is query r // TAKEN, head r % TAKEN.
     """
     group = tl.program_id(1)
@@ -103,7 +106,7 @@ def attend(
         is_row = is_head & (at < num_new)
         position, row = length - num_new + at, (begin_row + at).to(tl.int64)
         q_at = query + row[:, None] * query_stride + q_head[:, None] * SIZE_K
-        q = tl.load(q_at + dk[None], is_row[:, None], 0.0)
+        q = tl.load(q_at + dk[None], is_row[:, None] & (dk < SIZE_K)[None], 0.0)
         q_rest = q
         if REST_K:
             q_rest = tl.load(q_at + dr[None], is_row[:, None] & (dr < SIZE_K)[None], 0.0)

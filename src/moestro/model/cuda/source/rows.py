@@ -45,9 +45,9 @@ def add_norm(
 def heads(
     qkv, cos, sin, q_weight, k_weight, query, keys, values, slots, num_rows, part_stride, angle_stride, epsilon,
     HEADS_Q: tl.constexpr, HEADS_KV: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
-    HAS_NORM: tl.constexpr, SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr, HAS_NORM: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate one query or key head of a token, or store one value head. K and V go to the token's slot.
+    """Norm and rotate a query or key head of ROWS rows, or store a value head. K and V go to the rows' slots.
 
     Args:
         qkv: A product [rows, (HEADS_Q + 2 * HEADS_KV) * SIZE], or its segments.
@@ -55,33 +55,33 @@ def heads(
         slots: int64[rows].
         HALF: SIZE / 2. WIDE: HALF filled up to a power of two.
     """
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if token >= tl.load(num_rows):
-        return
+    row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    is_row = row < tl.load(num_rows)
     kind: tl.constexpr = query.dtype.element_ty
-    i = tl.arange(0, WIDE)
-    known = i < HALF
-    at = token * ((HEADS_Q + 2 * HEADS_KV) * SIZE) + head * SIZE + i
+    i = tl.arange(0, WIDE)[None, :]
+    known = (i < HALF) & is_row[:, None]
+    wide_row = row.to(tl.int64)[:, None]
+    at = wide_row * ((HEADS_Q + 2 * HEADS_KV) * SIZE) + head * SIZE + i
     x = _read(qkv, at, part_stride, known, SEGMENTS, kind)
     y = _read(qkv, at + HALF, part_stride, known, SEGMENTS, kind)
-    slot = tl.load(slots + token)
+    slot = tl.load(slots + row, is_row, 0)[:, None]
     if head >= HEADS_Q + HEADS_KV:
         place = values + (slot * HEADS_KV + head - HEADS_Q - HEADS_KV) * SIZE + i
         tl.store(place, x.to(kind), known)
         tl.store(place + HALF, y.to(kind), known)
     else:
         if HAS_NORM:
-            scale = 1.0 / tl.sqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / SIZE + epsilon)
+            scale = 1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / SIZE + epsilon)
             w = q_weight if head < HEADS_Q else k_weight
-            first_w, second_w = tl.load(w + i, known, 0.0), tl.load(w + HALF + i, known, 0.0)
-            x = ((x * scale).to(kind).to(tl.float32) * first_w.to(tl.float32)).to(kind).to(tl.float32)
-            y = ((y * scale).to(kind).to(tl.float32) * second_w.to(tl.float32)).to(kind).to(tl.float32)
-        c = tl.load(cos + token * angle_stride + i, known, 0.0).to(tl.float32)
-        s = tl.load(sin + token * angle_stride + i, known, 0.0).to(tl.float32)
+            first_w, second_w = tl.load(w + i, i < HALF, 0.0), tl.load(w + HALF + i, i < HALF, 0.0)
+            x = ((x * scale[:, None]).to(kind).to(tl.float32) * first_w.to(tl.float32)).to(kind).to(tl.float32)
+            y = ((y * scale[:, None]).to(kind).to(tl.float32) * second_w.to(tl.float32)).to(kind).to(tl.float32)
+        c = tl.load(cos + wide_row * angle_stride + i, known, 0.0).to(tl.float32)
+        s = tl.load(sin + wide_row * angle_stride + i, known, 0.0).to(tl.float32)
         first = ((x * c).to(kind).to(tl.float32) + (-y * s).to(kind).to(tl.float32)).to(kind)
         second = ((y * c).to(kind).to(tl.float32) + (x * s).to(kind).to(tl.float32)).to(kind)
         if head < HEADS_Q:
-            place = query + (token * HEADS_Q + head) * SIZE + i
+            place = query + (wide_row * HEADS_Q + head) * SIZE + i
         else:
             place = keys + (slot * HEADS_KV + head - HEADS_Q) * SIZE + i
         tl.store(place, first, known)
@@ -153,7 +153,7 @@ def add_answers(
     j, known = tl.arange(0, WIDE), column < HIDDEN
     chosen = tl.load(ids + row * id_stride + j, j < CHOSEN, 1 << 30).to(tl.int32)
     total = tl.zeros([COLUMNS], tl.float32)
-    for _ in range(CHOSEN):
+    for _ in tl.static_range(CHOSEN):
         least = tl.min(chosen, 0)
         choice = tl.sum(tl.where(chosen == least, j, 0))
         chosen = tl.where(chosen == least, 1 << 30, chosen)
