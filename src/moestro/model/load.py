@@ -11,7 +11,8 @@ from transformers.utils import logging as hf_logging
 
 from moestro.core.checkpoint import read_checkpoint
 from moestro.core.config_fields import refuse_sizes, refuse_unbacked
-from moestro.errors import ConfigError, MoestroError, UnsupportedModelError, shown
+from moestro.errors import MoestroError, UnsupportedModelError, shown
+from moestro.model.accelerator import open_device_of
 from moestro.model.attention import PAGED, register_attention
 from moestro.model.experts import EXPERTS, register_experts
 from moestro.model.network import Network
@@ -66,7 +67,7 @@ def load_network(settings: ModelSettings, config: Any, rank: int = 0) -> tuple[N
     register_attention()
     register_experts()
     hf_logging.disable_progress_bar()
-    device = choose_device(settings, rank)
+    device = open_device_of(settings, rank)
     for part in (config, config.get_text_config()):
         part.output_router_logits = False  # a training loss, which every step would compute
     if settings.load_format == "dummy":
@@ -74,23 +75,6 @@ def load_network(settings: ModelSettings, config: Any, rank: int = 0) -> tuple[N
     else:
         model, note = _read_weights(settings, config)
     return Network(model.to(device).eval()), (note,) if note else ()
-
-
-def choose_device(settings: ModelSettings, rank: int = 0) -> torch.device:
-    """Choose the device that the settings name; of several accelerators, the rank's own.
-
-    Args:
-        rank: number of the rank. Ranks take the accelerators in turn; with more ranks than accelerators they share.
-
-    Raises:
-        ConfigError: the settings name `cuda`, and torch finds no CUDA device.
-    """
-    present = torch.cuda.is_available()
-    if settings.device == "cuda" and not present:
-        raise ConfigError("--device cuda: torch finds no CUDA device. Give --device cpu, or install a CUDA torch.")
-    if not present or settings.device == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def build_skeleton(config: Any) -> Any:

@@ -16,10 +16,10 @@ from moestro.core.move_agreement import MoveAction, MoveAgreement
 from moestro.core.table_message import ExpertLayers, TableMessage
 from moestro.core.work import Units
 from moestro.errors import ConfigError
+from moestro.model.accelerator import choose_device
 from moestro.model.device import TorchDevice, open_device
 from moestro.model.expert_exchange import GroupExchange, GroupPlace
 from moestro.model.layer_mover import LayerMover, layer_move_of
-from moestro.model.load import choose_device
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
 from moestro.model.settings import ModelSettings
