@@ -22,7 +22,7 @@ from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
 from moestro.model.load import build_skeleton
 from moestro.model.network import Network, find_experts
-from moestro.model.settings import ModelSettings
+from moestro.model.settings import LocalRank, ModelSettings
 from moestro.model.staged_device import ExpertTorchDevice
 from moestro.model.worker_share import WorkerShare
 
@@ -38,7 +38,8 @@ def open_expert_device(
     Args:
         settings: as for `open_device`; the sizes of the KV cache are not used.
         share: experts to keep, and the number of guests.
-        on_phase, rank: as for `open_device`.
+        on_phase: as for `open_device`.
+        rank: number of the process, by which it takes an accelerator.
 
     Raises:
         ConfigError: as `open_device`.
@@ -98,7 +99,7 @@ def _load_share(
 
 
 def _load_whole(settings: ModelSettings, share: WorkerShare, rank: int) -> tuple[Network, int]:
-    checked = open_network(settings, rank=rank)
+    checked = open_network(settings, local=LocalRank(rank=rank))
     share.cut(checked.network, keeps_attention=False)
     checked.network.pack_experts()
     return checked.network, checked.num_chosen

@@ -89,7 +89,7 @@ class KVPools:
         except RuntimeError as error:  # torch raises this on either kind of device
             raise ConfigError(
                 f"A KV cache of {num_blocks} blocks ({num_blocks * self.bytes_per_block} bytes) cannot be allocated:"
-                f" lower --kv-cache-memory-bytes. ({error})"
+                f" lower --kv-cache-memory-bytes or --gpu-memory-utilization. ({error})"
             ) from error
         return larger
 
@@ -165,9 +165,9 @@ def choose_num_host_blocks(settings: ModelSettings, bytes_per_block: int) -> int
     return num_blocks
 
 
-def choose_num_blocks(settings: ModelSettings, bytes_per_block: int) -> int:
-    """Number of blocks that the settings' memory holds, or the operator's override."""
-    return settings.num_gpu_blocks_override or settings.kv_cache_bytes // bytes_per_block
+def choose_num_blocks(settings: ModelSettings, kv_bytes: int, bytes_per_block: int) -> int:
+    """Number of blocks that the memory holds, or the operator's override. `kv_bytes`: memory of the KV cache."""
+    return settings.num_gpu_blocks_override or kv_bytes // bytes_per_block
 
 
 def choose_max_model_len(settings: ModelSettings, config_len: int | None) -> int:
@@ -192,8 +192,13 @@ def choose_max_model_len(settings: ModelSettings, config_len: int | None) -> int
     return chosen
 
 
-def fit_max_model_len(settings: ModelSettings, wanted: int, num_blocks: int, bytes_per_block: int) -> int:
+def fit_max_model_len(
+    settings: ModelSettings, wanted: int, num_blocks: int, bytes_per_block: int, *, is_measured: bool = False
+) -> int:
     """Lower `wanted` to the tokens that the KV cache holds, unless the operator named a length.
+
+    Args:
+        is_measured: whether the KV cache is what a share of a card's memory leaves.
 
     Raises:
         ConfigError: the cache holds no block, or less than the operator's length.
@@ -204,8 +209,10 @@ def fit_max_model_len(settings: ModelSettings, wanted: int, num_blocks: int, byt
     if num_blocks and settings.max_model_len is None:
         return num_blocks * size
     needed = -(-wanted // size) if settings.max_model_len is not None else 1
+    remedy = f"set --kv-cache-memory-bytes to at least {needed * bytes_per_block}"
+    if is_measured:
+        remedy = "raise --gpu-memory-utilization, lower --max-num-batched-tokens"
     raise ConfigError(
         f"The KV cache holds {num_blocks} blocks of {size} tokens ({bytes_per_block} bytes a block), but {needed} are"
-        f" needed for {min(wanted, needed * size)} tokens: set --kv-cache-memory-bytes to at least"
-        f" {needed * bytes_per_block}, or lower --max-model-len."
+        f" needed for {min(wanted, needed * size)} tokens: {remedy}, or lower --max-model-len."
     )
