@@ -95,11 +95,12 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.1f}"
 
 
-def read_card(network: Network, local: LocalRank, step_bytes: int) -> CardUse | None:
+def read_card(network: Network, local: LocalRank, step_bytes: int, staging_bytes: int) -> CardUse | None:
     """Read what the network's card holds, before its KV cache is allocated; None on a CPU.
 
     Args:
         step_bytes: the result of `measure_step`.
+        staging_bytes: memory that host pools will take on the card.
     """
     device = network.device
     if device.type == "cpu":
@@ -111,7 +112,7 @@ def read_card(network: Network, local: LocalRank, step_bytes: int) -> CardUse | 
         total_bytes=total,
         num_sharing=num_sharing,
         weight_bytes=weights,
-        other_bytes=total - free - weights if num_sharing == 1 else _CONTEXT_BYTES,
+        other_bytes=staging_bytes + (total - free - weights if num_sharing == 1 else _CONTEXT_BYTES),
         step_bytes=step_bytes,
         graph_bytes=network.graph_bytes,
     )

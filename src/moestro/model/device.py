@@ -19,6 +19,7 @@ from moestro.model.card_memory import choose_kv_bytes, is_share_of_card, measure
 from moestro.model.check import check_network
 from moestro.model.gate_override import make_override
 from moestro.model.generation_config import eos_token_ids, read_generation_config, sampling_defaults
+from moestro.model.host_pools import staging_bytes
 from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
 from moestro.model.load import load_network, read_config
 from moestro.model.network import Network
@@ -169,7 +170,8 @@ class CheckedNetwork:
         Raises:
             ConfigError: the settings are impossible.
         """
-        card = read_card(self.network, self.local, self.step_bytes)
+        staging = staging_bytes(self.probe.bytes_per_block) if settings.kv_offloading_size else 0
+        card = read_card(self.network, self.local, self.step_bytes, staging)
         kv_bytes = choose_kv_bytes(settings, card, self.probe)
         if parked_bytes >= kv_bytes and settings.num_gpu_blocks_override is None:
             raise ConfigError(

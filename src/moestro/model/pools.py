@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moestro.core.work import BlockMoves
 from moestro.errors import ConfigError, UnsupportedModelError
+from moestro.model.host_pools import HostPools, make_host_pools
 from moestro.model.settings import ModelSettings
 
 
@@ -29,7 +30,7 @@ class KVPools:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._by_layer: dict[int, tuple[Tensor, Tensor]] = {}
-        self._host: _HostPools | None = None
+        self._host: HostPools | None = None
 
     @property
     def scratch_slot(self) -> int:
@@ -100,7 +101,7 @@ class KVPools:
             ConfigError: the memory does not suffice.
         """
         try:
-            self._host = _HostPools(self, num_blocks)
+            self._host = make_host_pools(list(self.blocks()), num_blocks)
         except RuntimeError as error:
             raise ConfigError(
                 f"Host memory for {num_blocks} KV blocks ({num_blocks * self.bytes_per_block} bytes) cannot be"
@@ -108,7 +109,7 @@ class KVPools:
             ) from error
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Copy between these pools and host memory. On an accelerator this waits for earlier launches."""
+        """Copy between these pools and host memory, after earlier launches and before later ones. No host waits."""
         assert self._host is not None, "moves without host memory"
         self._host.move(moves)
 
@@ -120,34 +121,6 @@ class KVPools:
 
     def _empty(self, like: Tensor) -> Tensor:
         return torch.zeros(self.zero_slot + 1, *like.shape[1:], dtype=like.dtype, device=like.device)
-
-
-class _HostPools:
-    """Blocks of host memory beside a device's pools.
-
-    Args:
-        pools: pools of the device, with every layer written.
-        num_blocks: number of blocks to allocate.
-    """
-
-    def __init__(self, pools: KVPools, num_blocks: int) -> None:
-        self._of_device = list(pools.blocks())
-        shapes = [(blocks.shape[1:], blocks.dtype) for blocks in self._of_device]
-        self._of_host = [torch.zeros(num_blocks, *shape, dtype=dtype) for shape, dtype in shapes]
-
-    def move(self, moves: BlockMoves) -> None:
-        """Copy blocks as `KVPools.move_blocks` does."""
-        where = self._of_device[0].device
-        if moves.kept.size:
-            from_device, to_host = torch.from_numpy(moves.kept)
-            from_device = from_device.to(where)
-            for device, host in zip(self._of_device, self._of_host, strict=True):
-                host.index_copy_(0, to_host, device.index_select(0, from_device).to(host.device))
-        if moves.restored.size:
-            from_host, to_device = torch.from_numpy(moves.restored)
-            to_device = to_device.to(where)
-            for device, host in zip(self._of_device, self._of_host, strict=True):
-                device.index_copy_(0, to_device, host.index_select(0, from_host).to(where))
 
 
 def choose_num_host_blocks(settings: ModelSettings, bytes_per_block: int) -> int:
