@@ -338,8 +338,9 @@ def add_contributions(contributions: Tensor, weights: Tensor) -> Tensor:
 def run_grouped(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
     """Compute the result of `run_each` in two grouped products. No count reaches the host: no accelerator waits."""
     ends = counts.cumsum(0).to(torch.int32)
-    of_row = _expert_of_row(counts, len(rows))
     up, up_bias, down, down_bias = weights_of(experts)
+    if up_bias is not None:
+        of_row = _expert_of_row(counts, len(rows))
     if not experts.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     inner = functional.grouped_mm(rows, up, offs=ends)

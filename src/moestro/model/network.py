@@ -75,6 +75,7 @@ class Network:
         routing: shared state of its experts; None for a dense model.
         override: replacement of its gates' choices; None means that the gates choose.
         experts: (layer, experts module), ascending.
+        graph_bytes: memory that recorded steps will take on an accelerator.
         exchange: exchange of its modules for own kernels; None while torch computes all.
         on_exchanged: called when all modules are exchanged while the network serves: KV of before is of other kernels.
     """
@@ -92,6 +93,7 @@ class Network:
         self.num_experts = max((int(module.num_experts) for _, module in self.experts), default=0)
         self.num_slots = self.num_experts
         self.layer_bytes = _bytes_of_layers(model, self.num_layers, self.experts)
+        self.graph_bytes = 0
         self.exchange: ModuleExchange | None = None
         self._awaited: KernelBuild | None = None
         self._exchanging: Iterator[int] | None = None
