@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moestro.core.work import LOGITS_NONE, LOGITS_PROMPT, Int32s, Slots, Units
+from moestro.core.work import FROM_STEP_BEFORE, LOGITS_LAST, LOGITS_NONE, LOGITS_PROMPT, Int32s, Slots, Units
 from moestro.engine.sequences import SequenceTable
 
 _BYTES = np.dtype(np.uint8)  # a view as a type object takes three times as long
@@ -41,6 +41,29 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
         token_ids=None if is_hashed else _token_ids(table, slots, start, num_tokens),
         next_token_ids=following,
         edits=edits,
+    )
+
+
+def make_next_units(table: SequenceTable, slots: Slots) -> Units:
+    """Make the units of a plan that follows the one in flight, and mark them as behind it.
+
+    Args:
+        slots: sequences whose units in flight sample a token each; they have blocks for it.
+    """
+    num, start = len(slots), table.num_tokens[slots]
+    table.behind = slots
+    fixed = table.fixed_columns(slots)
+    return Units(
+        slot=slots,
+        serial=fixed.serial,
+        service_class=fixed.service_class,
+        start=start,
+        num_tokens=np.ones(num, np.int32),
+        write_start=start,  # the plan in flight goes beyond all shared blocks
+        logits=np.full(num, LOGITS_LAST, np.uint8),
+        block_tables=_block_tables(table, slots),
+        sampling=fixed.sampling,
+        token_ids=np.full(num, FROM_STEP_BEFORE, np.int32),
     )
 
 
