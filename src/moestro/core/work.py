@@ -147,7 +147,7 @@ class PlanWanted(NamedTuple):
     Attributes:
         max_tokens: most tokens of the plan. None means no bound but the scheduler's.
         service_class: class of its units. None means all classes.
-        follows: whether it continues the sequences of the step in flight, with FROM_STEP_BEFORE as their tokens.
+        follows: whether it is launched behind the step in flight, with FROM_STEP_BEFORE for the tokens of that step.
     """
 
     max_tokens: int | None = None

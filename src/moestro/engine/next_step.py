@@ -5,17 +5,22 @@ An accelerator then finds its next step launched when it ends one, and the host 
 
 from __future__ import annotations
 
-from moestro.core.columns import ONE, all_true
-from moestro.core.work import Plan, Slots
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.columns import ONE, all_nonzero, all_true, has_true
+from moestro.core.work import FROM_STEP_BEFORE, Int32s, Plan, Slots
 from moestro.engine.scheduler import Scheduler
-from moestro.engine.units import make_next_units
+from moestro.engine.units import make_units
+from moestro.engine.waiting_admission import AdmissionCandidate
 
 
 class NextStep:
-    """Plans the decodes that follow the step in flight, where nothing but their tokens is unknown.
+    """Plans the step that follows the one in flight, where nothing but sampled tokens is unknown.
 
-    A sequence that ends with the step in flight by a stop token or an abort, which the host learns later, costs one row
-    of the next step. `Scheduler.update` drops that row, and releases the sequence's blocks with it.
+    The policies see the sequences as they will be when the step in flight is done, without those that reach their last
+    token in it. A sequence that ends with it by a stop token or an abort, which the host learns later, costs one row of
+    the next step. `Scheduler.update` drops that row, and releases the sequence's blocks with it.
 
     Args:
         scheduler: whose plan is in flight. Its executor launches plans in order.
@@ -26,69 +31,71 @@ class NextStep:
         self._table, self._pool, self._waiting = scheduler.table, scheduler.pool, scheduler.waiting
 
     def plan(self, now_ns: int) -> Plan | None:
-        """Plan one token of each sequence in flight that goes on. None means that the step in flight has to end first.
+        """Plan the next step, or return None where the step in flight has to end first.
 
-        It has to where a unit in flight samples no token, a sequence edits its logits or wants log probabilities of its
-        prompt, a waiting sequence may find a place, the batch policy leaves a decode out, or blocks are too few.
+        It has to where a sequence needs its token on the host, where a waiting sequence may preempt others, and where
+        blocks are too few.
         """
-        slots = self._going_on()
-        if slots is None or self._could_admit(slots, now_ns) or not self._takes_all(slots, now_ns):
+        scheduler = self._scheduler
+        if self._needs_tokens() or self._may_preempt():
             return None
+        slots = self._going_on()
+        view, num_free = scheduler.views.running(slots, now_ns), self._pool.num_free
+        candidates: list[AdmissionCandidate] = []
+        if len(self._waiting):
+            if scheduler.state.recorder is not None:
+                scheduler.state.recorder.look(self._waiting, now_ns)
+            room = scheduler.batch_policy.room(view, scheduler.limits)
+            candidates = scheduler.admission.candidates(room, scheduler.limits, now_ns)
+            view = scheduler.views.with_candidates(view, candidates, now_ns) if candidates else view
+        chunk = scheduler.batch_policy.plan(view, scheduler.limits)
+        num_tokens = chunk[: len(slots)]
+        if not all_nonzero(num_tokens):
+            slots, num_tokens = slots[num_tokens > 0], num_tokens[num_tokens > 0]
         if not self._allocate_blocks(slots):
             return None
-        self._scheduler.decode_run.end()
-        return self._scheduler.plan_of(make_next_units(self._table, slots))
+        if candidates:
+            slots, num_tokens = scheduler.with_admitted(candidates, slots, num_tokens, chunk, num_free, now_ns)
+        return self._plan_of(slots, num_tokens) if len(slots) else None
 
-    def _going_on(self) -> Slots | None:
-        """Slots of all running sequences that have a token after the step in flight, as far as the host knows.
-
-        None means that there is none, or that one needs the host before its next token.
-        """
+    def _needs_tokens(self) -> bool:
+        """Whether a running sequence needs the token that it samples now on the host before its next one."""
         table, running = self._table, self._table.running
-        if table.num_editing or table.num_wanting_prompt_logprobs or table.num_hashed or table.num_scoring:
-            return None
-        if table.num_units_in_flight < len(running):
-            return None
-        known = table.num_tokens[running]
-        if not all_true(table.num_computed[running] + table.num_in_flight[running] == known):
-            return None  # a prompt has further chunks
-        goes_on = known + ONE < table.last_num_tokens[running]
+        if table.num_wanting_prompt_logprobs or table.num_hashed or table.num_sitting_out:
+            return True
+        return table.num_editing > 0 and has_true(self._samples(running) & table.edits_logits[running])
+
+    def _samples(self, slots: Slots) -> NDArray[np.bool_]:
+        """bool[n], which of `slots` have all their known tokens computed by the step in flight."""
+        samples: NDArray[np.bool_] = self._table.progress(slots)[0] == self._table.num_tokens[slots]
+        return samples
+
+    def _may_preempt(self) -> bool:
+        """Whether a waiting sequence may preempt a best-effort one, which has to be idle for that."""
+        return self._scheduler.preemption.makes_way and self._table.num_be > 0 and len(self._waiting) > 0
+
+    def _going_on(self) -> Slots:
+        """Slots of the running sequences that have more to compute after the step in flight, as far as is known."""
+        table, running = self._table, self._table.running
+        goes_on = ~self._samples(running) | (table.num_tokens[running] + ONE < table.last_num_tokens[running])
         if self._scheduler.state.num_leaving:
             goes_on &= ~table.are_leaving(running)
-        if all_true(goes_on):
-            return running if len(running) else None
-        return running[goes_on] if goes_on.any() else None
-
-    def _could_admit(self, slots: Slots, now_ns: int) -> bool:
-        """Whether a waiting sequence may be admitted when the step in flight ends.
-
-        Args:
-            slots: sequences that go on.
-        """
-        scheduler = self._scheduler
-        if not len(self._waiting):
-            return False
-        if len(slots) < len(self._table.running):
-            return True  # one leaves its slot and its blocks
-        if scheduler.preemption.makes_way and self._table.num_be and self._waiting.num_ls:
-            return True
-        if not self._table.num_free_slots:
-            return False
-        room = scheduler.batch_policy.room(scheduler.views.decodes(slots, now_ns), scheduler.limits)
-        return bool(scheduler.admission.candidates(room, scheduler.limits, now_ns))
-
-    def _takes_all(self, slots: Slots, now_ns: int) -> bool:
-        """Whether the batch policy plans a decode of each sequence."""
-        scheduler = self._scheduler
-        planned = scheduler.batch_policy.plan(scheduler.views.decodes(slots, now_ns), scheduler.limits)
-        return all_true(planned == ONE)
+        return running if all_true(goes_on) else running[goes_on]
 
     def _allocate_blocks(self, slots: Slots) -> bool:
         """Give a block to each sequence that lacks one. Returns False, and changes nothing, if the pool has too few."""
         table = self._table
-        takers: list[int] = slots[table.num_tokens[slots] >= table.capacity[slots]].tolist()
+        takers: list[int] = slots[table.progress(slots)[1] > table.capacity[slots]].tolist()
         if len(takers) > self._pool.num_free:
             return False
         if takers:
             table.add_blocks(takers, self._pool.allocate_many(len(takers)))
         return True
+
+    def _plan_of(self, slots: Slots, num_tokens: Int32s) -> Plan:
+        """Make the plan. `Scheduler.update` replaces FROM_STEP_BEFORE in the table by the tokens."""
+        table = self._table
+        following = slots[self._samples(slots)]
+        table.token_ids[following, table.num_tokens[following]] = FROM_STEP_BEFORE
+        self._scheduler.decode_run.end()
+        return self._scheduler.plan_of(make_units(table, slots, num_tokens))

@@ -27,19 +27,14 @@ class PolicyViews:
         self._num_slots = len(table.sequences)
         self._is_waiting = np.arange(2 * self._num_slots) >= self._num_slots
         self._all_ls = np.full(self._num_slots, LS, np.uint8)
-        self._ones = np.ones(self._num_slots, np.int32)
 
     def running(self, slots: Slots, now_ns: int) -> BatchView:
-        """View of the running sequences in `slots`, none of which has a unit in flight."""
+        """View of the running sequences in `slots`, as they will be when their units in flight are done."""
         table = self._table
-        num_left = table.num_tokens[slots] - table.num_computed[slots]
+        computed, known = table.progress(slots)
+        num_left = known - computed
         classes, nobody_waits = self.classes(slots, now_ns), self._is_waiting[: len(slots)]
         return BatchView(num_left, nobody_waits, classes, table.num_units_in_flight)
-
-    def decodes(self, slots: Slots, now_ns: int) -> BatchView:
-        """View of the running sequences in `slots` as it will be when their units in flight have sampled a token."""
-        num = len(slots)
-        return BatchView(self._ones[:num], self._is_waiting[:num], self.classes(slots, now_ns), 0)
 
     def with_candidates(self, view: BatchView, candidates: list[AdmissionCandidate], now_ns: int) -> BatchView:
         """Append a row for each candidate to `view`. There are at most as many as free slots."""

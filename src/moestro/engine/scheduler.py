@@ -201,7 +201,7 @@ class Scheduler:
 
         # 4. Candidates are admitted, unless blocks were so scarce that a sequence was preempted.
         if candidates and not has_preempted:
-            slots, num_tokens = self._with_admitted(candidates, slots, num_tokens, chunk, num_free, now_ns)
+            slots, num_tokens = self.with_admitted(candidates, slots, num_tokens, chunk, num_free, now_ns)
 
         # 5. The plan takes its units, and the KV copies that preemptions and admissions have asked for.
         if len(slots) == 0:
@@ -289,7 +289,7 @@ class Scheduler:
                 )
             )
 
-    def _with_admitted(
+    def with_admitted(
         self,
         candidates: list[AdmissionCandidate],
         slots: Slots,

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.columns import ONE, SHORT, ZERO
+from moestro.core.columns import SHORT, ZERO, has_true
 from moestro.core.grammar import GrammarBackend
 from moestro.core.hashing import HASH_BYTES, name_key, split_hashes
 from moestro.core.request import Request, SamplingParams, ServiceClass, TokenLogprobs
@@ -179,7 +179,7 @@ class SequenceTable:
         next_full_at: int32[slots], tokens with KV at which the next block is full and enters the prefix cache. NEVER
             where the hash of that block cannot be known.
         num_in_flight: int32[slots], tokens of the unit in flight; 0 means idle. Of two units, those of the first.
-        behind: int64, slots with a second unit in flight, of one token, in the plan that follows the one in flight.
+        behind, num_behind: int64[n], int32[n], slots with a second unit in flight, behind the first, and its tokens.
         wants_prompt_logprobs, edits_logits: bool[slots].
         block_table: int32[slots, max blocks]. Rows of hashed traces are not written, because no device reads them.
         token_ids: int32[slots, max_model_len].
@@ -211,7 +211,7 @@ class SequenceTable:
         self.arrival_ns = np.zeros(num_slots, np.int64)
         self.write_start = column()
         self.num_in_flight = column()
-        self.behind = _NO_SLOTS
+        self.behind, self.num_behind = _NO_SLOTS, _NOTHING
         self.wants_prompt_logprobs = np.zeros(num_slots, np.bool_)
         self.edits_logits = np.zeros(num_slots, np.bool_)
         self.block_table = column(-(-max_model_len // block_size))
@@ -445,6 +445,26 @@ class SequenceTable:
         self.num_sitting_out -= self.sits_out.item(slot)
         self.sits_out[slot] = False
 
+    def progress(self, slots: Slots) -> tuple[Int32s, Int32s]:
+        """Tokens with KV, and known tokens, of `slots` as they will be when their units in flight are done.
+
+        Returns:
+            int32[n], int32[n]. The token that a unit in flight samples counts as known.
+        """
+        computed, known = self.num_computed[slots], self.num_tokens[slots]
+        if self.num_units_in_flight:
+            computed = computed + self.num_in_flight[slots]
+            known = known + (computed == known)
+        return computed, known
+
+    def begin_units(self, slots: Slots, num_tokens: Int32s) -> None:
+        """Mark units as in flight, behind those that are in flight already."""
+        if self.num_units_in_flight and has_true(is_second := self.num_in_flight[slots] > ZERO):
+            self.behind, self.num_behind = slots[is_second], num_tokens[is_second]
+            slots, num_tokens = slots[~is_second], num_tokens[~is_second]
+        self.num_in_flight[slots] = num_tokens
+        self.num_units_in_flight += len(slots)
+
     def end_units(self, slots: Slots) -> Int32s:
         """Mark the units of `slots` as done, so that those behind them are the units in flight.
 
@@ -455,9 +475,9 @@ class SequenceTable:
         self.num_in_flight[slots] = ZERO
         self.num_units_in_flight -= len(slots)
         if len(self.behind):
-            self.num_in_flight[self.behind] = ONE
+            self.num_in_flight[self.behind] = self.num_behind
             self.num_units_in_flight += len(self.behind)
-            self.behind = _NO_SLOTS
+            self.behind, self.num_behind = _NO_SLOTS, _NOTHING
         return num_done
 
     def in_flight(self, service_class: int) -> Slots:

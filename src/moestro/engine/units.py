@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moestro.core.work import FROM_STEP_BEFORE, LOGITS_LAST, LOGITS_NONE, LOGITS_PROMPT, Int32s, Slots, Units
+from moestro.core.work import LOGITS_NONE, LOGITS_PROMPT, Int32s, Slots, Units
 from moestro.engine.sequences import SequenceTable
 
 _BYTES = np.dtype(np.uint8)  # a view as a type object takes three times as long
@@ -12,10 +12,10 @@ _NO_TABLES = np.empty((1 << 20, 0), np.int32)  # takes no memory
 
 
 def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
-    """Make the units of a plan, and mark their tokens as in flight."""
-    start = table.num_computed[slots]
+    """Make the units of a plan, and mark their tokens as in flight, behind units that are in flight already."""
+    start, known = table.progress(slots)
     # LOGITS_LAST is 1, so the comparison itself is the column.
-    logits = (start + num_tokens == table.num_tokens[slots]).view(_BYTES)
+    logits = (start + num_tokens == known).view(_BYTES)
     if table.num_scoring:
         logits[table.last_num_tokens[slots] == table.num_prompt[slots]] = LOGITS_NONE
     following = None
@@ -25,8 +25,7 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
         if not table.num_hashed:
             following = _token_ids(table, slots[asks], start[asks] + 1, num_tokens[asks])
     edits = table.logit_edits(slots, logits) if table.num_editing else None
-    table.num_in_flight[slots] = num_tokens
-    table.num_units_in_flight += len(slots)
+    table.begin_units(slots, num_tokens)
     fixed, is_hashed = table.fixed_columns(slots), table.num_hashed > 0
     return Units(
         slot=slots,
@@ -41,29 +40,6 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
         token_ids=None if is_hashed else _token_ids(table, slots, start, num_tokens),
         next_token_ids=following,
         edits=edits,
-    )
-
-
-def make_next_units(table: SequenceTable, slots: Slots) -> Units:
-    """Make the units of a plan that follows the one in flight, and mark them as behind it.
-
-    Args:
-        slots: sequences whose units in flight sample a token each; they have blocks for it.
-    """
-    num, start = len(slots), table.num_tokens[slots]
-    table.behind = slots
-    fixed = table.fixed_columns(slots)
-    return Units(
-        slot=slots,
-        serial=fixed.serial,
-        service_class=fixed.service_class,
-        start=start,
-        num_tokens=np.ones(num, np.int32),
-        write_start=start,  # the plan in flight goes beyond all shared blocks
-        logits=np.full(num, LOGITS_LAST, np.uint8),
-        block_tables=_block_tables(table, slots),
-        sampling=fixed.sampling,
-        token_ids=np.full(num, FROM_STEP_BEFORE, np.int32),
     )
 
 
