@@ -34,7 +34,7 @@ from moestro.model.pools import (
 from moestro.model.refuse import TESTED_FAMILIES
 from moestro.model.results import PendingResult, compute_result
 from moestro.model.settings import ALONE, LocalRank, ModelSettings
-from moestro.model.step import PagedStep
+from moestro.model.step import PagedStep, SampledTokens
 from moestro.model.worker_share import WorkerShare
 
 
@@ -65,6 +65,7 @@ class TorchDevice:
         self._graphs: RecordedSteps | None = None
         self._launched: deque[Forward] = deque()
         self._running: deque[PendingResult] = deque()
+        self._sampled: SampledTokens | None = None  # by the step launched last
 
     def record_graphs(self, max_rows: int, max_model_len: int) -> None:
         """Record steps of up to so many rows as CUDA graphs, where the network is on a GPU's own kernels.
@@ -83,6 +84,14 @@ class TorchDevice:
         """Whether polling does the work: true on a CPU."""
         return self.network.device.type == "cpu"
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step gains from a launch before the host has the tokens of the step before (FROM_STEP_BEFORE).
+
+        On a CPU it would not. A gate override chooses experts by token ids on the host.
+        """
+        return not self.works_when_polled and self.network.override is None
+
     def launch(self, item: Forward, now_ns: int) -> None:
         """Start `item`. Items that touch the same blocks run in launch order."""
         self._launched.append(item)
@@ -99,13 +108,17 @@ class TorchDevice:
         while self._launched:
             self.network.adopt_kernels()
             step = PagedStep(self._launched.popleft().units, self.pools, self.network.device)
+            if self._sampled is not None:
+                step.fill_tokens(self._sampled)
             logits = None if self._graphs is None else self._graphs.logits(step)
             if logits is None:
                 logits = self.network.logits(step)
             routing = self.network.routing
             counts, choices = (None, None) if routing is None else (routing.counts, routing.choices())
             visits = None if routing is None or routing.visits is None else routing.visits.read()
-            self._running.append(compute_result(step, logits, counts, choices, visits))
+            result = compute_result(step, logits, counts, choices, visits)
+            self._sampled = result.on_device
+            self._running.append(result)
 
     def poll(self, now_ns: int) -> list[StepResult]:
         """Return results that are ready, in launch order: all of them on a CPU. On an accelerator it never blocks."""

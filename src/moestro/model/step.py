@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, Units
+from moestro.core.work import FROM_STEP_BEFORE, LOGITS_LAST, LOGITS_PROMPT, Units
 from moestro.model.pools import KVPools
 from moestro.model.upload import upload, upload_all
 
@@ -84,6 +84,27 @@ class StepView:
     pieces: tuple[PieceView, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledTokens:
+    """Tokens of a launched step, on its device.
+
+    Attributes:
+        slots: int64[n], slots of the units that sampled them.
+        tokens: int64[n], negative where there is none.
+    """
+
+    slots: Int64s
+    tokens: Tensor
+
+    def of(self, slots: Int64s, device: torch.device) -> Tensor:
+        """Return the tokens of `slots`, int64[m], without waiting on the host. Where there is none, any token id."""
+        if not np.array_equal(slots, self.slots):  # else these are all in order, as in most steps
+            in_order = self.slots.argsort()
+            rows = in_order[self.slots.searchsorted(slots, sorter=in_order)]
+            return self.tokens[upload(rows, device)].clamp_(min=0)
+        return self.tokens.clamp(min=0)
+
+
 class StepLayout:
     """A step's units as kernels read them. All arrays are contiguous.
 
@@ -135,13 +156,34 @@ class PagedStep:
             self.positions = np.arange(self.end_row_of[-1]) + first_positions
         self.kernel_units: Any = None
         self._uploaded: list[Tensor] | None = None
+        self._from_before: tuple[Int64s, Tensor] | None = None
         self._views: dict[Reach, StepView] = {}
+
+    def fill_tokens(self, before: SampledTokens) -> None:
+        """Take FROM_STEP_BEFORE among the token ids from the step launched before, without waiting on the host."""
+        rows = np.flatnonzero(self.token_ids == FROM_STEP_BEFORE)
+        if not len(rows):
+            return
+        unit = rows if self._is_decode else np.searchsorted(self.end_row_of, rows, side="right")
+        self._from_before = rows, before.of(self.units.slot[unit], self._device)
+
+    def write_tokens(self, ids: Tensor) -> None:
+        """Write the tokens of `fill_tokens` to their places in `ids`, int64[tokens or more]."""
+        if self._from_before is None:
+            return
+        rows, tokens = self._from_before
+        if len(rows) == len(self.token_ids):
+            ids[: len(rows)].copy_(tokens)
+        else:
+            ids.index_copy_(0, self.upload(rows), tokens)
 
     # Cached properties: the front part alone reads the ids, and the sampler's stage needs no slots.
     @cached_property
     def input_ids(self) -> Tensor:
         """int64[1, tokens]."""
-        return self._find(0, lambda: self.token_ids.astype(np.int64))[None]
+        ids = self._find(0, lambda: self.token_ids.astype(np.int64))
+        self.write_tokens(ids)
+        return ids[None]
 
     @cached_property
     def position_ids(self) -> Tensor:

@@ -66,7 +66,7 @@ def build_network_rank(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple
         if lock_step is not None:
             return build_paced_group_rank(spec, lock_step, answers, info, send), info
         return make_paced_rank(spec, spec.paced, answers, info), info
-    rank = make_rank(spec, device, info)
+    rank = make_rank(spec, device, info, runs_ahead=device.runs_ahead)
     device.network.on_exchanged = rank.forget_cache
     return rank, info
 

@@ -68,6 +68,7 @@ class _Recorded:
     Attributes:
         graph: replays all launches.
         memory: uint8, what a step uploads.
+        ids: int64[rows], the token ids among it.
         begins: where each column begins there.
         sizes: entries for which each column has room.
         counts: int64[layers, experts] of the replayed step; None for a dense network.
@@ -76,6 +77,7 @@ class _Recorded:
 
     graph: Any
     memory: Tensor
+    ids: Tensor
     begins: list[int]
     sizes: list[int]
     counts: Tensor | None
@@ -131,6 +133,7 @@ class StepGraphs:
         packed = torch.empty(end, dtype=torch.uint8, pin_memory=self._network.device.type != "cpu")
         pack(columns, graph.begins, packed.numpy())
         graph.memory[:end].copy_(packed, non_blocking=True)
+        step.write_tokens(graph.ids)
         graph.graph.replay()
         if self._network.routing is not None:
             assert graph.counts is not None
@@ -162,7 +165,7 @@ class StepGraphs:
                 self._run(step, size)
         counts, choices = (None, []) if routing is None else (routing.counts, routing.kept())
         sizes = [int(np.prod(shape)) for shape, _ in shapes]
-        return _Recorded(graph, memory, begins, sizes, counts, choices)
+        return _Recorded(graph, memory, columns[0], begins, sizes, counts, choices)
 
     def _run(self, step: PagedStep, size: int) -> None:
         assert self._logits is not None
