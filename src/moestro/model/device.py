@@ -67,17 +67,9 @@ class TorchDevice:
         self._running: deque[PendingResult] = deque()
         self._sampled: SampledTokens | None = None  # by the step launched last
 
-    def record_graphs(self, max_rows: int, max_model_len: int) -> None:
-        """Record steps of up to so many rows as CUDA graphs, where the network is on a GPU's own kernels.
-
-        Args:
-            max_rows: sequences of a step.
-            max_model_len: tokens of the longest sequence.
-        """
-        if self.network.device.type == "cuda" and self.network.exchange is not None:
-            from moestro.model.cuda.graphs import record_graphs  # noqa: PLC0415 - it needs Triton
-
-            self._graphs = record_graphs(self.network, self.pools, max_rows, max_model_len)
+    def replay(self, steps: RecordedSteps | None) -> None:
+        """Replay recorded steps from now on, wherever one fits."""
+        self._graphs = steps
 
     @property
     def works_when_polled(self) -> bool:
@@ -312,8 +304,24 @@ def open_device(
         on_phase("cut weights")
         share.cut(checked.network)
     on_phase("pack weights")
-    checked.network.pack()
+    network = checked.network
+    network.pack()
     on_phase("allocate KV cache")
+    graphs = _plan_graphs(checked) if local.records_steps and not settings.enforce_eager else None
+    network.graph_bytes = 0 if graphs is None else graphs.num_bytes
     pools, info = checked.allocate(settings)
+    device = TorchDevice(network, pools)
+    if graphs is not None:
+        on_phase("record graphs")
+        device.replay(graphs.record(network, pools))
     on_phase("ready")
-    return TorchDevice(checked.network, pools), info
+    return device, info
+
+
+def _plan_graphs(checked: CheckedNetwork) -> Any:
+    """Plan the graphs of a network whose steps can be recorded; None for others, among them all on a CPU."""
+    if checked.network.device.type == "cpu" or checked.network.exchange is None:
+        return None
+    from moestro.model.cuda.graphs import plan_graphs  # noqa: PLC0415 - it imports Triton
+
+    return plan_graphs(checked.network, checked.local.max_seqs, checked.facts.max_model_len, checked.probe.block_size)

@@ -53,13 +53,9 @@ def build_network_rank(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple
     if spec.paced is not None:  # the demo network computes, with as many blocks as the modelled device has
         num_ep_ranks = 1 if lock_step is None else lock_step.num_ranks
         model = replace(model, num_gpu_blocks_override=num_blocks_of(spec.paced, model, num_ep_ranks))
-    device, info = open_device(model, on_phase, local_rank_of(spec))
+    device, info = open_device(model, on_phase, replace(local_rank_of(spec), records_steps=True))
     if spec.paced is None:
         device.network.sample_choices(PAIR_INTERVAL)
-        if not device.works_when_polled:
-            on_phase("record graphs")
-            device.record_graphs(spec.scheduler.max_num_seqs, info.max_model_len)
-            on_phase("ready")
     if spec.paced is not None:
         answers = NetworkAnswers(device)
         info = _paced(info, spec.paced)

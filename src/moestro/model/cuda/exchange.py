@@ -125,12 +125,16 @@ class CudaExchange:
         form = getattr(layer, "self_attn", layer).__dict__.get(ATTENTION_FORM)
         if form is None:
             return False
+        # Most families repeat the cosines of half a head, GPT-OSS does not. Others rotate only a part of a head.
+        return any(self._try_front(layer, form, routing, width) for width in (form.key_size, form.key_size // 2))
+
+    def _try_front(self, layer: Any, form: AttentionForm, routing: Routing | None, angle_width: int) -> bool:
         original = layer.forward
         with suppress(*MISFITS, KeyError, IndexError):
-            wanted, pools = try_layer(layer, form, original, routing)
-            front = CudaFront(layer, form, self.kernels)
+            wanted, pools = try_layer(layer, form, original, routing, angle_width)
+            front = CudaFront(layer, form, self.kernels, angle_width)
             forward = make_forward(layer, front, original)
-            found, own_pools = try_layer(layer, form, forward, routing)
+            found, own_pools = try_layer(layer, form, forward, routing, angle_width)
             pairs = zip(own_pools.blocks(), pools.blocks(), strict=True)
             if is_close(found, wanted) and all(is_close(mine, theirs) for mine, theirs in pairs):
                 layer.__dict__["forward"] = forward

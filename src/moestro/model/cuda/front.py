@@ -25,13 +25,14 @@ class CudaFront:
         layer: The layer, whose modules are exchanged.
         form: Form of its attention.
         kernels: The kernels.
+        angle_width: Cosines of a token: as many as a head has numbers, or half of them.
 
     Raises:
         AttributeError: The layer has other parts.
         ValueError: A part has no kernel, or another size.
     """
 
-    def __init__(self, layer: Any, form: AttentionForm, kernels: CudaKernels) -> None:
+    def __init__(self, layer: Any, form: AttentionForm, kernels: CudaKernels, angle_width: int) -> None:
         attention = layer.self_attn
         size = form.key_size
         if form.value_size != size or size % 2:
@@ -45,6 +46,7 @@ class CudaFront:
         if attention.o_proj.weight.shape != (hidden, widths[0]):
             raise ValueError("the output projection has another size")
         self._kernels, self._form, self._place = kernels, form, attention.layer_idx
+        self._angle_width = angle_width
         self._before = _norm_of(layer.input_layernorm, hidden)
         self._between = _norm_of(layer.post_attention_layernorm, hidden)
         self._norms = _head_norms(attention, size)
@@ -60,9 +62,7 @@ class CudaFront:
         if not isinstance(step, PagedStep) or not isinstance(angles, tuple) or hidden.dtype is not self._kernels.dtype:
             return None
         cos, sin = angles
-        if cos.dtype is not hidden.dtype or cos.shape != sin.shape or cos.shape[:2] != (1, len(hidden)):
-            return None
-        if cos.shape[2] not in {self._form.key_size, self._form.key_size // 2}:
+        if cos.dtype is not hidden.dtype or not cos.shape == sin.shape == (1, len(hidden), self._angle_width):
             return None
         kernels, form, hidden = self._kernels, self._form, hidden.contiguous()
         pools = step.pools.find(self._place) or step.pools.of_layer(self._place, self._heads, self._heads)

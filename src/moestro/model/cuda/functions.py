@@ -17,6 +17,7 @@ from moestro.model.cuda.tiles import (
     SPLIT,
     WIDE_ROWS,
     attention_keys,
+    attention_options,
     dense_tile,
     num_segments,
 )
@@ -25,6 +26,7 @@ from moestro.model.step import PagedStep
 from moestro.model.upload import upload_all
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+_SPACING = 4  # int32 in 16 bytes
 _MOST_ROWS = 1 << 17  # rows of a step whose number is kept on the device
 _MOST_PROGRAMS = 512  # of an attention, for each group of heads; each takes every so many-th item
 _ADD_COLUMNS = 256
@@ -73,7 +75,8 @@ class CudaKernels:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.walks: list[Walk] = []
-        self._numbers = torch.arange(_MOST_ROWS + 1, dtype=torch.int32, device=device)
+        # Each number has 16 bytes, because the compiler makes another kernel for addresses that are no multiples.
+        self._numbers = torch.arange(_MOST_ROWS + 1, dtype=torch.int32, device=device).repeat_interleave(_SPACING)
         self._present: Tensor | None = None
 
     def add_walk(self, walk: Walk) -> None:
@@ -95,7 +98,11 @@ class CudaKernels:
 
     def count_of(self, tensor: Tensor) -> Tensor:
         """int32[1], rows of `tensor` [rows, ...] to compute."""
-        return self._numbers[len(tensor) : len(tensor) + 1] if self._present is None else self._present
+        return self._number(len(tensor)) if self._present is None else self._present
+
+    def _number(self, number: int) -> Tensor:
+        """int32[1], a number on the device."""
+        return self._numbers[number * _SPACING : number * _SPACING + 1]
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute `functional.linear`. `inputs`: [..., in]."""
@@ -138,7 +145,7 @@ class CudaKernels:
     def _add_norm(self, stream: Tensor, update: Product | None, norm: Norm, results: tuple[Tensor, Tensor]) -> None:
         size, wide = len(norm.weight), power_of_two(len(norm.weight))
         # Rows that are no tokens, such as heads, all count.
-        present = self._numbers[len(stream) : len(stream) + 1] if update is None else self.count_of(stream)
+        present = self._number(len(stream)) if update is None else self.count_of(stream)
         launch(
             rows.add_norm, (len(stream),), stream, stream if update is None else update.numbers, norm.weight, *results,
             present, stream.numel(), norm.epsilon, SIZE=size, WIDE=wide, HAS_UPDATE=update is not None,
@@ -264,7 +271,7 @@ class _AttentionCall(NamedTuple):
             SIZE_K=size, HEAD_K=head, REST_K=rest, SIZE_V=form.value_size, WIDE_V=wide_v,
             BLOCK=self.block_size, QUERIES=self.walk.queries_of(num_rows), ROWS=num_rows,
             TILE=attention_keys(size, query.dtype), SPLIT=SPLIT, WINDOW=self.walk.window or 0,
-            HAS_SINK=sinks is not None, num_warps=4, num_stages=2,
+            HAS_SINK=sinks is not None, **attention_options(num_rows, len(query), size, query.dtype),
         )  # fmt: skip
         return part_acc, part_ml
 

@@ -37,6 +37,9 @@ _MOST_ITEMS = 4096  # of an attention in a graph, whose partial results take mem
 # Keys that chunks may read in a graph, counted once for each tile of NARROW_ROWS rows. More are faster in wide tiles,
 # outside of a graph.
 _MOST_CHUNK_KEYS = 1 << 17
+# One step for each kind of tile that graphs do not have.
+_LONGER_STEPS = (200, 400, 800, 1600)
+_OTHER_BYTES = 1 << 30  # partial results of attention, experts' answers, and what the driver keeps of all launches
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -47,18 +50,51 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [size for before, size in zip([0, *sizes], sizes, strict=False) if before < most]
 
 
-def record_graphs(network: Network, pools: KVPools, max_rows: int, max_model_len: int) -> StepGraphs | None:
-    """Record the graphs of a network; arguments as for `StepGraphs`. None means that its steps cannot be recorded."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphPlan:
+    """Which graphs a network gets.
+
+    Attributes:
+        sizes: numbers of rows, ascending.
+        max_model_len: tokens of the longest sequence.
+        num_bytes: memory that they will take.
+    """
+
+    sizes: tuple[int, ...]
+    max_model_len: int
+    num_bytes: int
+
+    def record(self, network: Network, pools: KVPools) -> StepGraphs | None:
+        """Record the graphs. None means that a step of this network cannot be recorded."""
+        assert isinstance(network.exchange, CudaExchange)
+        graphs = StepGraphs(network, network.exchange.kernels, pools, self)
+        try:
+            graphs.record()
+        except RuntimeError as error:  # torch's, of whatever a network may do that a graph cannot
+            logger.warning("CUDA graphs: none, because a step of this network cannot be recorded: %s", error)
+            return None
+        return graphs
+
+
+def plan_graphs(network: Network, max_rows: int, max_model_len: int, block_size: int) -> GraphPlan | None:
+    """Plan the graphs of a network.
+
+    Args:
+        network: The network.
+        max_rows: Sequences of a step.
+        max_model_len: Tokens of the longest sequence.
+        block_size: Tokens of a block.
+
+    Returns:
+        None for a network whose experts are not on own kernels: those of padded rows would be computed.
+    """
     exchange = network.exchange
     if not isinstance(exchange, CudaExchange) or any(in_place_of(experts) is None for _, experts in network.experts):
         return None
-    graphs = StepGraphs(network, exchange.kernels, pools, max_rows, max_model_len)
-    try:
-        graphs.record()
-    except RuntimeError as error:  # torch's, of whatever a network may do that a graph cannot
-        logger.warning("CUDA graphs: none, because a step of this network cannot be recorded: %s", error)
-        return None
-    return graphs
+    sizes = graph_sizes(max_rows)
+    logits = sizes[-1] * network.config.vocab_size * (4 + network.dtype.itemsize)
+    tables = sum(sizes) * -(-max_model_len // block_size) * 4
+    return GraphPlan(sizes=tuple(sizes), max_model_len=max_model_len, num_bytes=logits + tables + _OTHER_BYTES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,28 +127,32 @@ class StepGraphs:
         network: The network, on own kernels alone.
         kernels: Its kernels.
         pools: Its KV cache.
-        max_rows: Rows of the largest step that is worth a graph, such as the number of sequences.
-        max_model_len: Tokens of the longest sequence.
+        plan: Which graphs to record.
     """
 
-    def __init__(
-        self, network: Network, kernels: CudaKernels, pools: KVPools, max_rows: int, max_model_len: int
-    ) -> None:
+    def __init__(self, network: Network, kernels: CudaKernels, pools: KVPools, plan: GraphPlan) -> None:
         self._network, self._kernels, self._pools = network, kernels, pools
-        self._sizes = graph_sizes(max_rows)
-        self._table_width = -(-max_model_len // pools.block_size)
-        self._splits_of_unit = -(-max_model_len // SPLIT)
+        self._sizes = plan.sizes
+        self._table_width = -(-plan.max_model_len // pools.block_size)
+        self._splits_of_unit = -(-plan.max_model_len // SPLIT)
         self._graphs: dict[int, _Recorded] = {}
         self._logits: Tensor | None = None
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record all graphs, the largest first, so that smaller ones fit in its memory."""
-        shape = (self._sizes[-1], self._network.config.vocab_size)
-        self._logits = torch.empty(shape, dtype=torch.float32, device=self._network.device)
+        """Record all graphs, the largest first, so that smaller ones fit in its memory.
+
+        Longer steps run once, so that no request waits while a kernel is compiled for them.
+        """
+        shape, device = (self._sizes[-1], self._network.config.vocab_size), self._network.device
+        self._logits = torch.empty(shape, dtype=torch.float32, device=device)
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
             self._graphs[size] = self._record(size, pool)
+        room = min(self._pools.num_blocks * self._pools.block_size, self._table_width * self._pools.block_size)
+        for num_tokens in _LONGER_STEPS:
+            if num_tokens <= room:
+                self._network.logits(PagedStep(_one_prompt(num_tokens, self._pools.block_size), self._pools, device))
 
     @torch.inference_mode()
     def logits(self, step: PagedStep) -> Tensor | None:
@@ -208,16 +248,26 @@ def _pad(step: PagedStep, size: int) -> list[NDArray[np.int64]]:
 
 def _some_units(size: int) -> Units:
     """One-token units, of which only the number counts: a graph's step is in the graph's memory."""
-    one = np.ones(size, np.int32)
+    return _units(np.ones(size, np.int32), np.zeros((size, 1), np.int32))
+
+
+def _one_prompt(num_tokens: int, block_size: int) -> Units:
+    """A prompt in the first blocks."""
+    return _units(np.array([num_tokens], np.int32), np.arange(-(-num_tokens // block_size), dtype=np.int32)[None])
+
+
+def _units(num_tokens: NDArray[np.int32], tables: NDArray[np.int32]) -> Units:
+    count = len(num_tokens)
+    zeros = np.zeros(count, np.int32)
     return Units(
-        slot=np.arange(size, dtype=np.int64),
-        serial=np.arange(size),
-        service_class=np.full(size, LS, np.uint8),
-        start=0 * one,
-        num_tokens=one,
-        write_start=0 * one,
-        logits=np.full(size, LOGITS_LAST, np.uint8),
-        block_tables=np.zeros((size, 1), np.int32),
-        sampling=np.zeros(size, SAMPLING_ROW),
-        token_ids=0 * one,
+        slot=np.arange(count, dtype=np.int64),
+        serial=np.arange(count),
+        service_class=np.full(count, LS, np.uint8),
+        start=zeros,
+        num_tokens=num_tokens,
+        write_start=zeros,
+        logits=np.full(count, LOGITS_LAST, np.uint8),
+        block_tables=tables,
+        sampling=np.zeros(count, SAMPLING_ROW),
+        token_ids=np.zeros(num_tokens.sum(), np.int32),
     )

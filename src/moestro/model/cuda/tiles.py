@@ -13,9 +13,9 @@ import torch
 SPLIT = 256  # keys that are reduced by themselves
 NARROW_ROWS, WIDE_ROWS = 16, 64  # rows (queries times heads) of a tile of attention: of decodes, and of chunks
 WIDE_QUERIES = 16  # new tokens from which a unit is a chunk
-MOST_PARTS_ROWS = 32  # rows up to which the segments of a product have programs of their own
+MOST_PARTS_ROWS = 128  # rows up to which the segments of a product have programs of their own
 
-_SEGMENT_PROGRAMS = 264  # two for each multiprocessor of an H100
+_SEGMENT_PROGRAMS = 132  # one for each multiprocessor of an H100
 _LEAST_SEGMENT = 128  # numbers of k
 
 
@@ -36,17 +36,19 @@ class Tile:
 
 
 _DENSE = (
-    (16, Tile(16, 64, 256, 4, 3)),
+    (16, Tile(16, 64, 128, 4, 5)),
     (32, Tile(32, 64, 128, 4, 4)),
-    (64, Tile(64, 64, 128, 4, 3)),
-    (0, Tile(128, 128, 64, 8, 3)),
+    (64, Tile(64, 64, 64, 4, 4)),
+    (256, Tile(128, 64, 64, 8, 4)),
+    (0, Tile(128, 128, 64, 8, 4)),
 )
 _EXPERTS = (
     (16, Tile(16, 64, 128, 4, 4)),
-    (32, Tile(32, 64, 128, 4, 3)),
+    (32, Tile(32, 64, 64, 4, 5)),
     (64, Tile(64, 64, 64, 4, 3)),
     (0, Tile(128, 128, 64, 8, 3)),
 )
+_FEW_QUERIES = 8  # of a step: the programs of attention do not fill the device, and each should be fast
 
 
 def dense_tile(num_rows: int, dtype: torch.dtype) -> Tile:
@@ -72,6 +74,13 @@ def attention_keys(key_size: int, dtype: torch.dtype) -> int:
     if dtype.itemsize > 2 or key_size > 256:
         return 32
     return 64
+
+
+def attention_options(num_rows: int, num_queries: int, key_size: int, dtype: torch.dtype) -> dict[str, int]:
+    """Options of a launch with tiles of so many rows, in a step of so many queries."""
+    if num_rows == NARROW_ROWS and dtype.itemsize <= 2 and key_size <= 128:
+        return {"num_warps": 4 if num_queries <= _FEW_QUERIES else 2, "num_stages": 3}
+    return {"num_warps": 4, "num_stages": 2}
 
 
 def num_segments(num_out: int, num_in: int) -> int:

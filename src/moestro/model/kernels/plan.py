@@ -215,9 +215,22 @@ def make_forward(layer: Any, front: LayerFront, original: Callable[..., Tensor])
 
 
 def try_layer(
-    layer: Any, form: AttentionForm, forward: Callable[..., Tensor], routing: Routing | None
+    layer: Any,
+    form: AttentionForm,
+    forward: Callable[..., Tensor],
+    routing: Routing | None,
+    angle_width: int | None = None,
 ) -> tuple[Tensor, KVPools]:
-    """Run a layer on random rows without its experts. Returns its output, and K and V."""
+    """Run a layer on random rows without its experts.
+
+    Args:
+        layer, form, routing: As for `plan_layer`.
+        forward: The layer's forward, or one that may replace it.
+        angle_width: Cosines of a token; None means those of a whole head, whose halves are equal.
+
+    Returns:
+        Its output, and K and V.
+    """
     weight = layer.input_layernorm.weight
     device, dtype = weight.device, weight.dtype
     units = make_check_units(form.scoring.window)
@@ -226,6 +239,7 @@ def try_layer(
     step = PagedStep(units, pools, device)
     hidden = random_rows(1, num_tokens, weight.numel()).to(device, dtype)
     angles = random_rows(1, num_tokens, form.key_size // 2, seed=1).to(torch.float32).repeat(1, 1, 2)
+    angles = angles[..., :angle_width]
     tables = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
     before = None if routing is None else routing.stand_in
     if routing is not None:
