@@ -1,7 +1,7 @@
 """An imitated CUDA graph: operations and launches are kept with their tensors while it is recorded, and run again.
 
-A replay runs nothing of the code that was recorded. What an operation makes anew is poisoned before each replay, so that
-nothing may count on what an earlier step left there.
+A replay runs nothing of the code that was recorded. Fresh memory is poisoned when it is recorded, so that nothing may
+count on it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from moestro.model.experts import Routing, is_experts, tag_experts
 from moestro.model.gate_override import GateOverride, GateShape
 from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
-from moestro.model.packing import can_pack, pack_linears
+from moestro.model.packing import can_pack, leave_files, pack_linears
 from moestro.model.pools import KVPools
 from moestro.model.sampler import find_peaks
 from moestro.model.step import PagedStep
@@ -161,6 +161,10 @@ class Network:
     @torch.inference_mode()
     def pack_linears(self) -> None:
         """Do the part of `pack` that concerns everything but routed experts."""
+        if self.device.type == "cpu":
+            packs = self.exchange is not None or self._awaited is not None or can_pack(self.device, self.dtype)
+            if packs or self.experts:  # else the files hold all weights, which several engines share
+                leave_files(self.model, packs_linears=packs)
         if self.exchange is not None:
             for _ in self.exchange.exchange_modules(self.model, self.routing):
                 pass

@@ -23,16 +23,17 @@ def launch(kernel: Any, grid: Grid, *args: Any, **options: Any) -> None:
     _launcher(kernel, grid, args, options)
 
 
-def _launch_now(kernel: Any, grid: Grid, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def launch_now(kernel: Any, grid: Grid, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Launch a kernel, as `launch` does unless another function replaces it."""
     kernel[grid](*args, enable_fp_fusion=False, **options)
 
 
 Launcher = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
-_launcher: Launcher = _launch_now
+_launcher: Launcher = launch_now
 
 
 def replace_launcher(launcher: Launcher | None) -> Launcher:
     """Let another function launch kernels, such as one that counts. Returns the one before; None restores the first."""
     global _launcher
-    before, _launcher = _launcher, launcher or _launch_now
+    before, _launcher = _launcher, launcher or launch_now
     return before
