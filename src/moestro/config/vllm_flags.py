@@ -98,7 +98,6 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     **_switches("/metrics has all figures", "--kv-cache-metrics", "--enable-mfu-metrics", "--cudagraph-metrics"),
     **_taken("/metrics has all figures", "--show-hidden-metrics-for-version", "--kv-cache-metrics-sample"),
     **_switches("one log has the lines of all engines", "--aggregate-engine-logging"),
-    **_taken(_MEMORY, "--gpu-memory-utilization"),
     **_taken("--kv-offloading-size keeps the KV of preempted requests in host memory", "--swap-space"),
     **_taken("the KV of preempted requests is computed again", "--preemption-mode"),
     **_switches("the KV cache has the model's dtype", "--calculate-kv-scales"),
