@@ -230,6 +230,17 @@ def test_chunks_of_a_prompt_follow_each_other():
     assert (device.num_mixed, device.num_ahead) == (7, rank.num_steps - 1)
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_request_finds_the_prefix_that_a_step_in_flight_computes(runs_ahead):
+    rank = build_rank(SchedulerSettings(**SIZES), KvDevice(40, BLOCK_SIZE, 2), runs_ahead=runs_ahead)
+    first, same = (make_request(name, range(30), max_tokens=4) for name in ("first", "same"))
+    rank.add(first, 0)
+    rank.step(0)
+    assert rank.scheduler.table.num_units_in_flight
+    assert run(rank, [same])["same"] == expected_tokens(same)
+    assert rank.scheduler.counts.num_hit_tokens == 28
+
+
 def test_a_waiting_request_may_preempt_best_effort_ones_when_the_steps_in_flight_are_done():
     def best_effort(name: str):
         return msgspec.structs.replace(decoding(name, 40), service_class=ServiceClass.BE)

@@ -456,6 +456,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "device_count": lambda: 1,
         "current_device": lambda: DEVICE.index,
         "set_device": _set_device,
+        "get_device_capability": lambda _device=None: (0, 0),  # no kernel of Triton runs there
         "Event": FarEvent,
         "Stream": lambda _device=None: FarStream(),
         "stream": _use_stream,

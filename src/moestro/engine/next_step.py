@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.columns import ONE, all_nonzero, all_true, has_true
+from moestro.core.columns import ONE, all_nonzero, all_true, has_true, true_rows
 from moestro.core.work import FROM_STEP_BEFORE, Int32s, Plan, Slots
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.units import make_units
@@ -33,8 +33,8 @@ class NextStep:
     def plan(self, now_ns: int) -> Plan | None:
         """Plan the next step, or return None where the step in flight has to end first.
 
-        It has to where a sequence needs its token on the host, where a waiting sequence may preempt others, and where
-        blocks are too few.
+        It has to where a sequence needs its token on the host, where a waiting sequence may preempt others or gets its
+        prefix from the step in flight, and where blocks are too few.
         """
         scheduler = self._scheduler
         if self._needs_tokens() or self._may_preempt():
@@ -47,6 +47,8 @@ class NextStep:
                 scheduler.state.recorder.look(self._waiting, now_ns)
             room = scheduler.batch_policy.room(view, scheduler.limits)
             candidates = scheduler.admission.candidates(room, scheduler.limits, now_ns)
+            if candidates and self._fills_prefix(candidates):
+                return None
             view = scheduler.views.with_candidates(view, candidates, now_ns) if candidates else view
         chunk = scheduler.batch_policy.plan(view, scheduler.limits)
         num_tokens = chunk[: len(slots)]
@@ -73,6 +75,21 @@ class NextStep:
     def _may_preempt(self) -> bool:
         """Whether a waiting sequence may preempt a best-effort one, which has to be idle for that."""
         return self._scheduler.preemption.makes_way and self._table.num_be > 0 and len(self._waiting) > 0
+
+    def _fills_prefix(self, candidates: list[AdmissionCandidate]) -> bool:
+        """Whether the step in flight fills a prompt's block that a candidate lacks, and would find afterwards."""
+        table, running, size = self._table, self._table.running, self._table.block_size
+        computed, after = table.num_computed[running], table.progress(running)[0]
+        filled = set[bytes]()
+        if self._scheduler.settings.enable_prefix_caching:
+            for row in true_rows((after - computed > ONE) & (after // size > computed // size)):
+                first, end = computed.item(row) // size, after.item(row) // size
+                filled.update(table.at(running.item(row)).hashes[first:end])
+        for candidate in candidates if filled else ():
+            hashes, num_shared = candidate.sequence.readable_hashes(), len(candidate.needs.shared)
+            if num_shared < len(hashes) and hashes[num_shared] in filled:
+                return True
+        return False
 
     def _going_on(self) -> Slots:
         """Slots of the running sequences that have more to compute after the step in flight, as far as is known."""

@@ -53,8 +53,9 @@ class Scheduler:
         decode_run: makes plans and applies results while the batch stays the same.
         num_steps: plans made so far.
 
-    Invariants: a sequence with a unit in flight is neither scheduled nor, unless the unit is recalled, preempted; a
-    shared block is never written; blocks are conserved (`check`); a sequence whose token mask is late delays no other.
+    Invariants: a sequence with a unit in flight is not preempted unless the unit is recalled, and `NextStep` alone
+    schedules it; a shared block is never written; blocks are conserved (`check`); a sequence whose token mask is late
+    delays no other.
     """
 
     def __init__(self, settings: SchedulerSettings, recall: Recall | None = None) -> None:
