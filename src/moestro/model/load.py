@@ -14,6 +14,7 @@ from moestro.core.config_fields import refuse_sizes, refuse_unbacked
 from moestro.errors import ConfigError, MoestroError, UnsupportedModelError, shown
 from moestro.model.attention import PAGED, register_attention
 from moestro.model.experts import EXPERTS, register_experts
+from moestro.model.latent import compress_attention
 from moestro.model.network import Network
 from moestro.model.pools import choose_max_model_len
 from moestro.model.refuse import refuse_config, refuse_config_file, refuse_dtypes, refuse_shapes, refuse_skeleton
@@ -73,7 +74,8 @@ def load_network(settings: ModelSettings, config: Any, rank: int = 0) -> tuple[N
         model, note = draw_weights(settings, config, device), "Weights are random (--load-format dummy)."
     else:
         model, note = _read_weights(settings, config)
-    return Network(model.to(device).eval()), (note,) if note else ()
+    network = Network(model.to(device).eval())
+    return network, tuple(each for each in (note, compress_attention(network.model)) if each)
 
 
 def choose_device(settings: ModelSettings, rank: int = 0) -> torch.device:
