@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from parity import drive, tiny
+from support.quantized_checkpoints import fp8_twins
 
 from moestro.cost.hf_config import network_from_config
 from moestro.model.attention import LATENT, PAGED, PLAIN
@@ -97,6 +98,14 @@ def test_compressed_and_expanded_networks_agree_to_the_last_digits(family, atten
         assert one.tokens == other.tokens
         for position, logits in one.logits.items():
             torch.testing.assert_close(logits, other.logits[position], rtol=1e-12, atol=1e-12)
+
+
+def test_fp8_weights_of_the_up_projection_are_dequantized_and_compressed(tmp_path):
+    networks = [tiny.load(directory) for directory in fp8_twins(tmp_path, "deepseek_v3")]
+    for network in networks:
+        assert all(LATENT in layer.self_attn.__dict__ for layer in network.model.model.layers)
+    packed, plain = (_sequences(network) for network in networks)
+    assert [each.tokens for each in packed] == [each.tokens for each in plain]
 
 
 # Families of transformers that have DeepSeek's attention and are not tested ones.
