@@ -10,6 +10,7 @@ Here the first product is (W_UK(h)^T q_nope(h)) . c instead, and W_UV(h) multipl
 in another order, at any length and in any chunk.
 
 The module's forward stays transformers': only its `expand_kv` is replaced, and only for Moestro's attention functions.
+A query's products with K and V take 2 (2 r + rope) operations a head and key in place of 2 (nope + rope + v).
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moestro.model.attention import LATENT, PAGED, PLAIN
+from moestro.model.attention import LATENT
 from moestro.model.kernels.matching import MISFITS, NUM_CHECK_ROWS, is_close, random_rows
 
+_THEIRS = ("eager", "sdpa")  # attention functions of transformers', which take expanded K and V
 HeadProduct = Callable[[Tensor], Tensor]  # [1, heads, tokens, in] -> [1, heads, tokens, out], a weight for each head
 
 
@@ -41,7 +43,7 @@ class LatentProjection(nn.Module):
 
     def __init__(self, linear: nn.Linear, num_heads: int, key_size: int) -> None:
         super().__init__()
-        self.weight = linear.weight
+        self.weight: Tensor = linear.weight
         self._num_heads, self._key_size = num_heads, key_size
         self._of_queries: HeadProduct | None = None
         self._of_values: HeadProduct | None = None
@@ -54,7 +56,9 @@ class LatentProjection(nn.Module):
     def use(self, of_queries: HeadProduct, of_values: HeadProduct) -> None:
         """Let other products multiply with the two weights from here on, and drop the weight."""
         self._of_queries, self._of_values = of_queries, of_values
-        self.weight = nn.Parameter(torch.empty_like(self.weight.data, device="meta"), requires_grad=False)
+        shape = torch.empty_like(self.weight.data, device="meta")
+        del self.weight
+        self.weight = shape  # no parameter
 
     def forward(self, latents: Tensor) -> Tensor:
         """[..., heads * (K size + V size)] of latents, for transformers' own attention functions."""
@@ -111,7 +115,7 @@ def _compress(module: Any) -> bool:
 
     def join(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Return rows of the pools, and their values. `latents`, `rotated`: [1, 1, tokens, size]."""
-        if module.config._attn_implementation not in (PAGED, PLAIN):
+        if module.config._attn_implementation in _THEIRS:
             return expand(latents, rotated)
         rows = torch.cat((latents, rotated), dim=-1)
         return rows, rows[..., :size]
