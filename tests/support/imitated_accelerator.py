@@ -479,7 +479,6 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("transformers.modeling_utils.caching_allocator_warmup", lambda *_: None)
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # a mode of torch's functions holds in one thread alone
     torch.backends.cuda.enable_cudnn_sdp(enabled=True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
     triton_interpreter.correct()
     before = replace_launcher(_launch)
     try:
