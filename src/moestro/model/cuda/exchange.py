@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,7 @@ from moestro.model.kernels.matching import NUM_CHECK_ROWS, is_close, random_rows
 from moestro.model.kernels.paged import CHECK_BLOCK_SIZE, make_check_units
 from moestro.model.kernels.plan import make_forward, try_layer
 from moestro.model.kernels.rows import NORM_EPSILON
+from moestro.model.latent import HeadProduct, LatentProjection
 from moestro.model.layer_stages import LAYER_FRONT
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
@@ -88,6 +90,8 @@ class CudaExchange:
             done = self._exchange_linear(module)
         elif type(module).__name__.endswith("RMSNorm"):
             done = exchange_norm(module, self.kernels)
+        elif isinstance(module, LatentProjection):
+            done = exchange_projection(module, self.kernels)
         elif is_experts(module) or isinstance(module, nn.Embedding) or weight is None or weight.dim() != 2:
             return 0
         else:
@@ -159,13 +163,14 @@ class CudaAttention:
 
     def __init__(self, kernels: CudaKernels, form: AttentionForm) -> None:
         self._kernels, self._form = kernels, form
-        self.walk = Walk(form.scoring.window, form.num_heads // form.num_kv_heads)
+        self.walk = Walk.of(form)
 
     def __call__(
         self, step: PagedStep, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> Tensor:
         """Implement `OwnAttention`."""
-        pools = step.pools.write(layer, step.write_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        new = (each[0].transpose(0, 1) for each in (key, value))
+        pools = step.pools.write(layer, step.write_slots, *new, values_in_keys=scoring.values_in_keys)
         rows, units = query[0].transpose(0, 1), self._kernels.units_of(step)
         return self._kernels.attend(rows, pools, units, self._form, step.pools.block_size)[None]
 
@@ -182,9 +187,12 @@ class CudaAttention:
         ]
         results = []
         query, key, value = rows
+        if form.scoring.values_in_keys:
+            value = key[..., : form.value_size]
         for attend in (self.__call__, attend_paged):
             pools = KVPools(int(units.block_tables.max()) + 1, CHECK_BLOCK_SIZE)
-            for pool in pools.of_layer(0, key[0].transpose(0, 1), value[0].transpose(0, 1)):
+            new = (each[0].transpose(0, 1) for each in (key, value))
+            for pool in pools.of_layer(0, *new, values_in_keys=form.scoring.values_in_keys):
                 pool[: pools.scratch_slot] = random_rows(*pool[: pools.scratch_slot].shape, seed=3).to(device, dtype)
             results.append(attend(PagedStep(units, pools, device), 0, query, key, value, form.scoring))
         return is_close(results[0], results[1])
@@ -220,6 +228,29 @@ def _exchange_forward(module: nn.Module, forward: Callable[[Tensor], Tensor], ro
     if is_exchanged:
         module.__dict__["forward"] = forward
     return is_exchanged
+
+
+def exchange_projection(projection: LatentProjection, kernels: CudaKernels) -> bool:
+    """Give a projection of latents the kernel for both of its products. Returns whether they agree with torch's."""
+    weights = tuple(weight.contiguous() for weight in projection.head_weights())
+    if projection.weight.dtype is not kernels.dtype:
+        return False
+    products: list[HeadProduct] = []
+    for weight in weights:
+        rows = random_rows(1, len(weight), NUM_CHECK_ROWS, weight.shape[2]).to(kernels.device, kernels.dtype)
+        try:
+            is_right = is_close(kernels.linear_heads(rows, weight), torch.matmul(rows, weight.transpose(1, 2)))
+        except MISFITS:
+            is_right = False
+        if not is_right:
+            return False
+        products.append(partial(_multiply_heads, kernels, weight))
+    projection.use(*products)
+    return True
+
+
+def _multiply_heads(kernels: CudaKernels, weight: Tensor, rows: Tensor) -> Tensor:
+    return kernels.linear_heads(rows, weight)
 
 
 def exchange_gate(module: nn.Module, kernels: CudaKernels) -> bool:

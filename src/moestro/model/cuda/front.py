@@ -35,7 +35,7 @@ class CudaFront:
     def __init__(self, layer: Any, form: AttentionForm, kernels: CudaKernels, angle_width: int) -> None:
         attention = layer.self_attn
         size = form.key_size
-        if form.value_size != size or size % 2:
+        if form.value_size != size or size % 2 or form.scoring.values_in_keys:
             raise ValueError("its heads of queries, keys and values have several sizes")
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         widths = (form.num_heads * size, form.num_kv_heads * size, form.num_kv_heads * size)
@@ -54,7 +54,7 @@ class CudaFront:
         self._output, self._output_bias = attention.o_proj.weight, attention.o_proj.bias
         self._qkv = _join_weights(projections)
         self._heads = self._qkv.new_empty(0, form.num_kv_heads, size)
-        kernels.add_walk(Walk(form.scoring.window, form.num_heads // form.num_kv_heads))
+        kernels.add_walk(Walk.of(form))
 
     def __call__(self, hidden: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
         """Implement `LayerFront`."""

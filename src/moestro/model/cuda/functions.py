@@ -15,7 +15,6 @@ from moestro.model.cuda.tiles import (
     MOST_PARTS_ROWS,
     NARROW_ROWS,
     SPLIT,
-    WIDE_ROWS,
     attention_keys,
     attention_options,
     dense_tile,
@@ -123,11 +122,26 @@ class CudaKernels:
         grid = (-(-num_out // tile.outs), -(-num_rows // tile.tokens), 1 if is_whole else segments)
         launch(
             products.linear, grid, inputs, weight, weight if bias is None else bias, out, self.count_of(inputs),
-            inputs.stride(0), weight.stride(0), num_rows * num_out,
-            OUT=num_out, IN=num_in, SEGMENTS=segments, IS_WHOLE=is_whole, HAS_BIAS=bias is not None,
+            inputs.stride(0), weight.stride(0), num_rows * num_out, 0,
+            OUT=num_out, IN=num_in, SEGMENTS=segments, IS_WHOLE=is_whole, HAS_BIAS=bias is not None, HAS_HEADS=False,
             TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth, **tile.launch_options,
         )  # fmt: skip
         return Product(out, 1 if is_whole else segments)
+
+    def linear_heads(self, inputs: Tensor, weights: Tensor) -> Tensor:
+        """[1, heads, rows, out], products of each head's rows [1, heads, rows, in] with its weight [heads, out, in]."""
+        _, num_heads, num_rows, num_in = inputs.shape
+        num_out, tile = weights.shape[1], dense_tile(num_rows, self.dtype)
+        inputs = inputs if inputs.stride(3) == 1 else inputs.contiguous()
+        out = inputs.new_empty(1, num_heads, num_rows, num_out)
+        grid = (-(-num_out // tile.outs), -(-num_rows // tile.tokens), num_heads)
+        launch(
+            products.linear, grid, inputs, weights, weights, out, self.count_of(inputs[0, 0]), inputs.stride(2),
+            weights.stride(1), num_rows * num_out, inputs.stride(1),
+            OUT=num_out, IN=num_in, SEGMENTS=1, IS_WHOLE=True, HAS_BIAS=False, HAS_HEADS=True,
+            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth, **tile.launch_options,
+        )  # fmt: skip
+        return out
 
     def rms_norm(self, inputs: Tensor, norm: Norm) -> Tensor:
         """Compute weight * rows / root mean square of each row. `inputs`: [..., size]."""
@@ -193,7 +207,7 @@ class CudaKernels:
             form: Form of the attention.
             block_size: Tokens of a block.
         """
-        walk = Walk(form.scoring.window, form.num_heads // form.num_kv_heads)
+        walk = Walk.of(form)
         work = units.walks[walk]
         out = query.new_empty(len(query), form.num_heads, form.value_size)
         query = query if query.stride()[1:] == (form.key_size, 1) else query.contiguous()
@@ -202,7 +216,7 @@ class CudaKernels:
         if work.has_narrow:
             parts = call.attend(work.narrow, work.counts[0:1], NARROW_ROWS, needs_parts=work.has_merges)
         if work.has_wide:
-            call.attend(work.wide, work.counts[1:2], WIDE_ROWS, needs_parts=False)
+            call.attend(work.wide, work.counts[1:2], walk.widest, needs_parts=False)
         if work.has_merges:
             assert parts is not None
             call.merge(parts)

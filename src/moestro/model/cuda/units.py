@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moestro.model.attention import AttentionForm
 from moestro.model.cuda.tiles import NARROW_ROWS, SPLIT, WIDE_QUERIES, WIDE_ROWS
 from moestro.model.step import Int64s, PagedStep
 
 Int32s = NDArray[np.int32]
+_LONGEST_WIDE_VALUE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +24,18 @@ class Walk:
     Attributes:
         window: Tokens that a query attends to, itself included; None means all before it.
         num_shared: Query heads of a KV head.
+        widest: Rows of the tiles of chunks.
     """
 
     window: int | None
     num_shared: int
+    widest: int = WIDE_ROWS
+
+    @classmethod
+    def of(cls, form: AttentionForm) -> Walk:
+        """Return the walk of an attention. Where values are long, a wide tile's sums would not fit the registers."""
+        widest = WIDE_ROWS if form.value_size <= _LONGEST_WIDE_VALUE else NARROW_ROWS
+        return cls(form.scoring.window, form.num_heads // form.num_kv_heads, widest)
 
     def heads_of(self, num_rows: int) -> int:
         """Query heads of a KV head that a tile of so many rows takes."""
@@ -41,7 +51,7 @@ class WalkPlan:
     """Work of the programs of one walk.
 
     Attributes:
-        narrow, wide: int32[items, 4], as in `attend`: of tiles of NARROW_ROWS and WIDE_ROWS rows.
+        narrow, wide: int32[items, 4], as in `attend`: of tiles of NARROW_ROWS and `Walk.widest` rows.
         merges: int32[merges, 3], as in `merge_splits`, over the narrow items.
     """
 
@@ -58,7 +68,7 @@ def plan_walk(walk: Walk, num_new: Int64s, length: Int64s, table: Int64s, *, can
         num_new: int64[units], tokens of the step.
         length: int64[units], tokens of the sequence, those of the step included.
         table: int64[units], where the unit's block table begins.
-        can_be_wide: Whether chunks get tiles of WIDE_ROWS rows.
+        can_be_wide: Whether chunks get their own tiles.
     """
     unit = np.arange(len(num_new))
     oldest = np.zeros_like(length) if walk.window is None else np.maximum(length - walk.window, 0)
@@ -75,7 +85,7 @@ def plan_walk(walk: Walk, num_new: Int64s, length: Int64s, table: Int64s, *, can
     ends = num_splits.cumsum()
     merges = np.stack([split_units, ends - num_splits, num_splits], axis=1)
     whole = _queries(unit[~is_split & ~is_wide], num_new, table, walk.queries_of(NARROW_ROWS))
-    wide = _queries(unit[is_wide], num_new, table, walk.queries_of(WIDE_ROWS))
+    wide = _queries(unit[is_wide], num_new, table, walk.queries_of(walk.widest))
     narrow = np.concatenate([splits, whole])
     return WalkPlan(narrow.astype(np.int32), wide.astype(np.int32), merges.astype(np.int32))
 

@@ -13,12 +13,19 @@ import triton.language as tl
 
 @triton.jit
 def linear(
-    rows, weight, bias, out, num_rows, row_stride, weight_stride, part_stride,
+    rows, weight, bias, out, num_rows, row_stride, weight_stride, part_stride, head_stride,
     OUT: tl.constexpr, IN: tl.constexpr, SEGMENTS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_HEADS: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out = rows @ weight.T + bias. Without IS_WHOLE, `out` is float32[SEGMENTS, rows, OUT], the sums of segments."""
+    """out = rows @ weight.T + bias. Without IS_WHOLE, `out` is float32[SEGMENTS, rows, OUT], the sums of segments.
+
+    HAS_HEADS: each head has rows, `head_stride` apart, a weight [OUT, IN] and an output, `part_stride` apart.
+    """
     block, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if HAS_HEADS:
+        rows += part.to(tl.int64) * head_stride
+        weight += part.to(tl.int64) * OUT * weight_stride
+        out += part.to(tl.int64) * part_stride
     count = tl.load(num_rows)
     if tile * TOKENS >= count:
         return
