@@ -434,6 +434,8 @@ def _use_stream(stream: FarStream) -> Iterator[None]:
 
 
 def _reset_peak(_device: object = None) -> None:
+    if not _STATE.streams[0].so_far()[0]:
+        raise RuntimeError("Invalid device argument: did you call init?")  # nothing is there yet
     _STATE.peak_bytes = _STATE.used_bytes
 
 
