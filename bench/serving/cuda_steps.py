@@ -7,24 +7,24 @@ downloaded. `--layers`, `--experts` and `--vocabulary` make it smaller. A whole 
 less than six minutes; that is an estimate, because none has run yet. Each part is stored when it is done: with the same
 --json, settings and commit, another run does the missing ones.
 
-- `ceilings`: bytes that a device-to-device copy reads and writes, bytes that a sum reads, and FLOPs of a bfloat16 product
-  of square matrices.
-- `moestro`: torch's kernels: a decode of N sequences with so much context (`--decode NxCONTEXT`), and prompts (`--prefill TOKENS`).
-  Each step is another batch: lengths lie between half and one and a half of the given one, with the given one as mean,
-  because a server hardly ever repeats a shape, and torch may keep a plan for each.
+- `ceilings`: bytes that a device-to-device copy reads and writes, bytes that a sum reads, and FLOPs of a bfloat16
+  product of square matrices.
+- `moestro`: a decode of N sequences with so much context (`--decode NxCONTEXT`), and prompts (`--prefill TOKENS`), on
+  torch's kernels. Each step is another batch: lengths lie between half and one and a half of the given one, with the
+  given one as mean, because a server hardly ever repeats a shape, and torch may keep a plan for each.
   `step_ms` is launch to result. `launch_ms` is the host's part: while it lasts the device may idle. `queued_ms` is a
   step of several that are launched at once: the device's time, unless the host takes longer.
 - `transformers`: the plain forward of transformers with sdpa and its grouped experts, on the same weights. For decodes
   it has a dynamic cache with random K and V, as `generate` would use. All its lengths are the given one.
 - `continuous batching`: transformers' scheduler with its paged cache, from `transformers_cb.py`. `step_ms` is the time
   from one token of a request to the next.
-- `own kernels`: as `moestro`, on Moestro's own kernels, with decodes recorded as CUDA graphs. `equal_bits`: whether units
-  of the batch get the same bits alone, and from the graph the same as without one. Other parts cannot follow.
+- `own kernels`: as `moestro`, on Moestro's own kernels, with decodes recorded as CUDA graphs. `equal_bits`: whether
+  units of the batch get the same bits alone, and from the graph. No other part can follow.
 - `profile`: the operations that take most of the device's time in one step of `moestro`.
 
-`floor_ms` is the larger of two times: bytes that a step has to read, over the larger of both measured rates; and its FLOPs, over
-the measured rate. The bytes are all weights but those of experts that no token chose, and K and V. `peak_bytes` is the
-most memory that torch had reserved. A part that fails has a row with the error.
+`floor_ms` is the larger of two times: bytes that a step has to read, over the larger of the two rates; and its FLOPs,
+over theirs. The bytes are all weights but those of experts that no token chose, and K and V. `peak_bytes` is the most
+memory that torch had reserved. A part that fails has a row with the error.
 """
 
 from __future__ import annotations
