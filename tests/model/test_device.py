@@ -35,8 +35,8 @@ def test_opening_says_what_it_does_and_what_it_found(checkpoint):
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (256, tiny.VOCAB, (2,))
     assert (info.num_layers, info.num_experts, info.num_experts_per_token) == (3, 8, 3)
     assert (info.num_blocks, info.block_size) == (96, 4)
-    # MLA, expanded: 4 heads of 24 for K and 12 for V, 3 layers, float32.
-    assert device.pools.bytes_per_block == 4 * 4 * (24 + 12) * 3 * 4
+    # MLA: a latent of 16 and 8 rotated entries for all heads, 3 layers, float32.
+    assert device.pools.bytes_per_block == 4 * (16 + 8) * 3 * 4
     unpacked = tiny.load(checkpoint("deepseek_v3")).model
     assert info.num_parameters == sum(p.numel() for p in unpacked.parameters())
     assert info.notes == ()

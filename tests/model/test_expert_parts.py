@@ -10,6 +10,7 @@ from support.own_kernels import kernels
 from moestro.model.expert_parts import split_experts
 from moestro.model.expert_pieces import PIECE_S, READ_RATES, PieceMeter
 from moestro.model.experts import sum_experts
+from moestro.model.kernels.exchange import KernelExchange
 
 NUM_TOKENS = 9
 
@@ -18,7 +19,7 @@ NUM_TOKENS = 9
 def network(request, checkpoint):
     network = tiny.load(checkpoint("qwen3_moe"), dtype="float32" if request.param == "float32" else "bfloat16")
     if request.param == "own kernels":
-        network.use_kernels(kernels())
+        network.use_kernels(KernelExchange(kernels()))
     network.pack()
     return network
 

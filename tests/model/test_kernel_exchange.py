@@ -15,7 +15,7 @@ from moestro.model.attention import OWN_ATTENTION
 from moestro.model.experts import tag_of
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.matching import random_rows
-from moestro.model.kernels.rows import RowwiseWeight, exchange_norm
+from moestro.model.kernels.rows import RowwiseWeight, exchange_norm, is_rotation_rowwise
 from moestro.model.layer_stages import LAYER_FRONT
 from moestro.model.packing import TORCH_PACKING, PackedLinear, can_pack
 
@@ -244,16 +244,20 @@ def test_an_activation_with_two_formulas_is_named(activation, kept, checkpoints)
     assert own_kernels.use_own(network).exchange.kept == kept
 
 
-@pytest.mark.parametrize(("rope_size", "is_invariant"), [(16, True), (8, False)])
+@pytest.mark.parametrize(("rope_size", "is_invariant"), [(32, True), (16, True), (8, False)])
 def test_a_complex_rotation_that_ends_a_vector_by_another_formula_is_named(rope_size, is_invariant, tmp_path):
-    sizes = own_kernels.SIZES["deepseek_v2"] | {"qk_rope_head_dim": rope_size, "qk_nope_head_dim": 32 - rope_size}
+    sizes = own_kernels.SIZES["deepseek_v2"] | {"qk_rope_head_dim": rope_size}
     config = tiny.make_config("deepseek_v2", **sizes)
     network = own_kernels.use_own(tiny.load(tiny.save_checkpoint(tmp_path, config), dtype="bfloat16"))
-    rotate = sys.modules[type(network.model.model.layers[0].self_attn).__module__].apply_rotary_emb
+    attention = network.model.model.layers[0].self_attn
+    rotate = sys.modules[type(attention).__module__].apply_rotary_emb
     found = [rotate(*rotated(5, rope_size, slice(first, end)))[0] for first, end in ((0, 5), (2, 3))]
     # What torch's loops do with the end of a vector depends on the instruction set.
-    assert network.is_batch_invariant or not is_invariant
-    assert network.is_batch_invariant == torch.equal(found[0][:, :, 2:3], found[1])
+    is_equal = torch.equal(found[0][:, :, 2:3], found[1])
+    assert is_equal or not is_invariant
+    assert is_rotation_rowwise(attention) == is_equal
+    # The attention kernel itself reads rows of whole 32 entries.
+    assert network.is_batch_invariant == (is_equal and rope_size == 32)
     assert network.exchange.kept == ({} if network.is_batch_invariant else {"DeepseekV2Attention": 3})
 
 

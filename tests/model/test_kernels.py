@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +49,20 @@ def test_a_packed_product_is_that_of_torch_and_no_row_knows_the_others(library, 
     assert (whole - exact).abs().max() <= (exact.abs() / 250 + 1e-5).max()
     for first, end in ((0, 1), (1, 7), (5, 17), (32, 33)):
         assert torch.equal(packing.linear(rows[first:end], packed, bias), whole[first:end])
+
+
+@pytest.mark.parametrize(("num_heads", "num_out", "num_in"), [(1, 64, 64), (5, 100, 38), (16, 32, 160)])
+def test_a_product_by_heads_is_that_of_torch_and_no_row_knows_the_others(library, num_heads, num_out, num_in):
+    weights = random_rows(num_heads, num_out, num_in) * num_in**-0.5
+    packed = KernelPacking(library).pack_heads(weights.transpose(1, 2).contiguous().transpose(1, 2))
+    rows = random_rows(1, 33, num_heads, num_in + 8, seed=2).transpose(1, 2)[..., :num_in]
+    whole = library.linear_heads(rows, packed, num_out)
+    assert is_close(whole, rows @ weights.transpose(1, 2))
+    for first, end in ((0, 1), (1, 7), (5, 17), (32, 33)):
+        assert torch.equal(library.linear_heads(rows[:, :, first:end], packed, num_out), whole[:, :, first:end])
+    for head, weight in enumerate(weights):
+        alone = library.linear(rows[0, head], KernelPacking(library).pack(weight))
+        assert torch.equal(alone, whole[0, head])
 
 
 @pytest.mark.parametrize("num_in", [3, 64, 200])
@@ -127,6 +143,8 @@ FORMS = {
     "window and sinks": AttentionForm(8, 2, 32, 96, Scoring(0.2, 7, random_rows(8))),
     "a window within a block": AttentionForm(2, 2, 32, 32, Scoring(None, 1, None)),
     "many to one": AttentionForm(40, 1, 192, 128, Scoring(None, 20, None)),
+    "values in keys": AttentionForm(16, 1, 96, 64, Scoring(0.1, 9, random_rows(16), values_in_keys=True)),
+    "DeepSeek-V3": AttentionForm(128, 1, 576, 512, Scoring(192**-0.5, None, None, values_in_keys=True)),
 }
 
 
@@ -140,7 +158,8 @@ def make_step(
     pools = KVPools(num_blocks, block_size)
     heads = torch.empty(1, form.num_kv_heads, 1, dtype=dtype)
     shapes = (heads.expand(1, -1, size) for size in (form.key_size, form.value_size))
-    for seed, pool in enumerate(pools.of_layer(0, *shapes)):
+    joint = form.scoring.values_in_keys
+    for seed, pool in enumerate(pools.of_layer(0, *shapes, values_in_keys=joint)):
         pool[: pools.scratch_slot] = random_rows(*pool[: pools.scratch_slot].shape, seed=seed).to(dtype)
     tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(len(units), -1)
     return PagedStep(drive.make_units([(at, [0] * n) for at, n in units], tables), pools, torch.device("cpu")), pools
@@ -148,7 +167,8 @@ def make_step(
 
 def make_rows(form: AttentionForm, num_tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
     sizes = (form.num_heads, form.key_size), (form.num_kv_heads, form.key_size), (form.num_kv_heads, form.value_size)
-    return [random_rows(1, n, num_tokens, size, seed=7 + i).to(dtype) for i, (n, size) in enumerate(sizes)]
+    rows = [random_rows(1, n, num_tokens, size, seed=7 + i).to(dtype) for i, (n, size) in enumerate(sizes)]
+    return [*rows[:2], rows[1][..., : form.value_size]] if form.scoring.values_in_keys else rows
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
@@ -159,7 +179,7 @@ def test_attention_is_that_of_torch_in_float32(library, form, block_size):
     for dtype in (torch.bfloat16, torch.float32):
         step, pools = make_step(units, form, dtype, block_size)
         sinks = None if form.scoring.sinks is None else form.scoring.sinks.to(dtype)
-        scoring = Scoring(form.scoring.scaling, form.scoring.window, sinks)
+        scoring = replace(form.scoring, sinks=sinks)
         attend = KernelAttention(library, sinks) if dtype is torch.bfloat16 else attend_paged
         out = attend(step, 0, *make_rows(form, 60, dtype), scoring)
         results.append((out.to(torch.bfloat16), pools.find(0)))

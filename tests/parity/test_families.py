@@ -88,16 +88,25 @@ def test_the_comparison_detects_what_is_broken(name, how, checkpoint, oracles, m
 
 
 @pytest.mark.parametrize(
-    ("name", "attention"),
-    [("qwen3_moe", "sdpa"), ("mixtral", "sdpa"), ("mixtral-window", "sdpa"), ("gpt_oss", "eager")],
+    ("name", "attention", "bound"),
+    [
+        ("qwen3_moe", "sdpa", 1e-12),
+        ("mixtral", "sdpa", 1e-12),
+        ("mixtral-window", "sdpa", 1e-12),
+        ("gpt_oss", "eager", 1e-12),
+        # DeepSeek's gates compute in float32; `model/test_latent.py` compares its attention alone.
+        ("deepseek_v2", "sdpa", 2e-6),
+        ("deepseek_v2-lite", "sdpa", 2e-6),
+        ("deepseek_v3", "sdpa", 2e-6),
+    ],
 )
-def test_in_float64_the_logits_agree_to_the_last_digits(name, attention, checkpoint):
+def test_in_float64_the_logits_agree_to_the_last_digits(name, attention, bound, checkpoint):
     network = tiny.load(checkpoint(name), dtype="float64")
     oracle = tiny.load_oracle(checkpoint(name), torch.float64, attention)
     found = difference(network, oracle, name, seed=2)
     print(f"{name}: largest difference in float64 {found.largest:.1e}")
     assert found.wrong_tokens == 0
-    assert found.largest < 1e-12
+    assert found.largest < bound
 
 
 def test_prompt_logprobs_are_those_of_the_oracle(checkpoint, oracles):

@@ -28,9 +28,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import triton_interpreter
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from moestro.model.cuda.launch import launch_now, replace_launcher
 
 DEVICE = torch.device("cuda", 0)
 _POISON = 77  # in host memory whose copy has not arrived
@@ -440,6 +443,12 @@ def set_card(total_bytes: int, other_bytes: int = 0) -> None:
     _STATE.total_bytes, _STATE.other_bytes = total_bytes, other_bytes
 
 
+def _launch(kernel: Any, grid: Any, args: Any, options: Any) -> None:
+    """Launch a kernel in Triton's interpreter on the numbers of its tensors."""
+    with np.errstate(all="ignore"):  # a GPU computes infinity and NaN in rows that are masked, without a warning
+        launch_now(kernel, grid, tuple(_near(each) for each in args), options)
+
+
 @contextmanager
 def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let torch find one accelerator."""
@@ -449,6 +458,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "device_count": lambda: 1,
         "current_device": lambda: DEVICE.index,
         "set_device": _set_device,
+        "get_device_capability": lambda _device=None: (0, 0),  # no kernel of Triton runs there
         "Event": FarEvent,
         "Stream": lambda _device=None: FarStream(),
         "stream": _use_stream,
@@ -471,10 +481,13 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("transformers.modeling_utils.caching_allocator_warmup", lambda *_: None)
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # a mode of torch's functions holds in one thread alone
     torch.backends.cuda.enable_cudnn_sdp(enabled=True)
+    triton_interpreter.correct()
+    before = replace_launcher(_launch)
     try:
         with _Everywhere():
             yield
     finally:
+        replace_launcher(before)
         torch.backends.cuda.enable_cudnn_sdp(enabled=True)
 
 

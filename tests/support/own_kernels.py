@@ -11,27 +11,30 @@ import torch
 from parity import tiny
 
 from moestro.model.device import use_threads
+from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.library import KernelLibrary
 from moestro.model.network import Network
 from moestro.model.settings import ModelSettings
 
-# Families with heads of 32 and widths of whole 16s; what differs from `tiny.FAMILIES`.
+# Families with heads (of MLA: latents) of whole 32s and widths of whole 16s; what differs from `tiny.FAMILIES`.
 SIZES: dict[str, dict] = {
     "qwen3_moe": {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32},
     "qwen3_moe-window": {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 48, "intermediate_size": 40},
     "gpt_oss": {"hidden_size": 64, "head_dim": 32, "intermediate_size": 32},
     "deepseek_v3": {
         "hidden_size": 64,
+        "kv_lora_rank": 64,
         "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
+        "qk_rope_head_dim": 32,
         "v_head_dim": 32,
         "moe_intermediate_size": 32,
     },
     "deepseek_v2": {
         "hidden_size": 64,
+        "kv_lora_rank": 64,
         "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
+        "qk_rope_head_dim": 32,
         "v_head_dim": 32,
         "moe_intermediate_size": 32,
     },
@@ -77,7 +80,7 @@ def threads(count: int) -> Iterator[None]:
 def use_own(network: Network) -> Network:
     """Exchange all modules of a loaded network, as a start does after its check."""
     network.probe(4)
-    network.use_kernels(kernels())
+    network.use_kernels(KernelExchange(kernels()))
     network.pack()
     return network
 

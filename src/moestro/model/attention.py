@@ -7,7 +7,7 @@ purpose: transformers builds no mask for a name that it does not know.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ STEP_ARGUMENT = "paged_step"  # keyword of the network's call that carries the s
 # Attributes of an attention module, in its `__dict__` because modules look up others slowly.
 OWN_ATTENTION = "moestro_attention"  # an `OwnAttention` that replaces torch's
 ATTENTION_FORM = "moestro_form"  # its `AttentionForm`, from its first step
+LATENT = "moestro_latent"  # the `UpProjection` of its K and V, which its pools keep compressed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,11 +34,13 @@ class Scoring:
         scaling: factor of the dot product; None means 1 / sqrt(head size).
         window: tokens that a query attends to, itself included; None means all before it.
         sinks: [query heads], score of one extra key whose value is zero; None means no such key.
+        values_in_keys: whether a token's value is the first entries of its key, so that one pool holds both.
     """
 
     scaling: float | None
     window: int | None
     sinks: Tensor | None
+    values_in_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +58,18 @@ class AttentionForm:
     key_size: int
     value_size: int
     scoring: Scoring
+
+
+class UpProjection(Protocol):
+    """Up-projection of compressed K and V, applied to queries and results instead (multi-head latent attention)."""
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Map queries of K [1, query heads, tokens, K size] to queries of the rows that the pools keep."""
+        ...
+
+    def expand(self, attended: Tensor) -> Tensor:
+        """Map weighted sums of latents [1, tokens, query heads, latent size] to those of V."""
+        ...
 
 
 class OwnAttention(Protocol):
@@ -77,8 +92,8 @@ def paged_attention(
     Args:
         module: the attention module; `layer_idx` names its layer.
         query: [1, query heads, tokens, K size], after rotary, as key.
-        key: [1, KV heads, tokens, K size].
-        value: [1, KV heads, tokens, V size].
+        key: [1, KV heads, tokens, K size]; with an `UpProjection`, the rows that the pools keep.
+        value: [1, KV heads, tokens, V size]; with an `UpProjection`, the first entries of these rows.
         attention_mask: None; a network that builds its own mask is refused.
         kwargs: `paged_step`, and the interface's `scaling`, `sliding_window` and `s_aux` (sinks).
 
@@ -89,13 +104,16 @@ def paged_attention(
         UnsupportedModelError: a mask or softcapped scores.
     """
     step, scoring = _read_arguments(attention_mask, kwargs)
+    latent: UpProjection | None = module.__dict__.get(LATENT)
+    if latent is not None:
+        query, scoring = _absorb(latent, query, scoring)
     own: OwnAttention | None = module.__dict__.get(OWN_ATTENTION)
-    if own is not None:
-        return own(step, _layer_of(module), query, key, value, scoring), None
-    if ATTENTION_FORM not in module.__dict__:
+    if own is None and ATTENTION_FORM not in module.__dict__:
         sizes = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
         module.__dict__[ATTENTION_FORM] = AttentionForm(*sizes, scoring)
-    return attend_paged(step, _layer_of(module), query, key, value, scoring), None
+    attend = attend_paged if own is None else own
+    attended = attend(step, _layer_of(module), query, key, value, scoring)
+    return attended if latent is None else latent.expand(attended), None
 
 
 def attend_paged(step: PagedStep, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -107,7 +125,7 @@ def attend_paged(step: PagedStep, layer: int, query: Tensor, key: Tensor, value:
         query, key, value: as for `paged_attention`.
         scoring: how the layer scores keys.
     """
-    pools = step.pools.write(layer, step.write_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    pools = _write(step, layer, key, value, scoring)
     view = step.view(Reach(scoring.window, has_sink=scoring.sinks is not None))
     rows = query[0].transpose(0, 1)
     out = rows.new_empty(*rows.shape[:2], value.shape[-1])
@@ -126,7 +144,10 @@ def plain_attention(
 ) -> tuple[Tensor, None]:
     """Compute the result of `paged_attention` plainly, one call a unit, nothing shared between layers: its oracle."""
     step, scoring = _read_arguments(attention_mask, kwargs)
-    pools = step.pools.write(_layer_of(module), step.write_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    latent: UpProjection | None = module.__dict__.get(LATENT)
+    if latent is not None:
+        query, scoring = _absorb(latent, query, scoring)
+    pools = _write(step, _layer_of(module), key, value, scoring)
     size, window = step.pools.block_size, scoring.window or 1 << 40
     done = []
     for unit, (first, end) in enumerate(zip(step.first_row_of.tolist(), step.end_row_of.tolist(), strict=True)):
@@ -144,7 +165,8 @@ def plain_attention(
             bias = torch.cat([bias.expand(-1, query.shape[1], -1, -1), column], -1)
         out = _attend(query[:, :, first:end], k, v, bias, scoring.scaling)
         done.append(out[0].transpose(0, 1))
-    return torch.cat(done)[None], None
+    attended = torch.cat(done)[None]
+    return attended if latent is None else latent.expand(attended), None
 
 
 def register_attention() -> None:
@@ -164,6 +186,17 @@ def _read_arguments(attention_mask: Tensor | None, kwargs: dict[str, Any]) -> tu
     return step, Scoring(kwargs.get("scaling"), kwargs.get("sliding_window") or None, kwargs.get("s_aux"))
 
 
+def _absorb(latent: UpProjection, query: Tensor, scoring: Scoring) -> tuple[Tensor, Scoring]:
+    """Turn queries of K into queries of latents. The factor of their products stays that of K's size."""
+    scaling = query.shape[-1] ** -0.5 if scoring.scaling is None else scoring.scaling
+    return latent.absorb(query), replace(scoring, scaling=scaling, values_in_keys=True)
+
+
+def _write(step: PagedStep, layer: int, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    rows = (each[0].transpose(0, 1) for each in (key, value))
+    return step.pools.write(layer, step.write_slots, *rows, values_in_keys=scoring.values_in_keys)
+
+
 def _layer_of(module: nn.Module) -> int:
     layer = module.layer_idx
     assert isinstance(layer, int)
@@ -177,7 +210,7 @@ def _attend_decode(rows: Tensor, pools: tuple[Tensor, Tensor], view: DecodeView,
     on a CPU this is several times faster than `enable_gqa`.
     """
     (num_units, num_heads, size), width = rows.shape, view.slots.shape[1]
-    k, v = (pool.index_select(0, view.slots.view(-1)) for pool in pools)
+    k, v = _read(pools, view.slots.view(-1), scoring)
     k, v = (each.view(num_units, width, *each.shape[1:]).transpose(1, 2) for each in (k, v))
     num_kv_heads = k.shape[1]
     grouped = rows.reshape(num_units, num_kv_heads, num_heads // num_kv_heads, size)
@@ -188,9 +221,16 @@ def _attend_decode(rows: Tensor, pools: tuple[Tensor, Tensor], view: DecodeView,
 
 def _attend_piece(queries: Tensor, pools: tuple[Tensor, Tensor], view: PieceView, scoring: Scoring) -> Tensor:
     """[queries, query heads, V size], attention of consecutive queries of one unit."""
-    k, v = (pool.index_select(0, view.slots).transpose(0, 1)[None] for pool in pools)
+    k, v = (each.transpose(0, 1)[None] for each in _read(pools, view.slots, scoring))
     sinks = None if scoring.sinks is None else scoring.sinks.view(1, -1, 1, 1)
     return _attend(queries, k, v, _mask(view.allowed, sinks, queries.dtype), scoring.scaling)[0].transpose(0, 1)
+
+
+def _read(pools: tuple[Tensor, Tensor], slots: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Copy K and V of some slots out of the pools, once where they share rows."""
+    keys, values = pools
+    read = keys.index_select(0, slots)
+    return read, read[..., : values.shape[-1]] if scoring.values_in_keys else values.index_select(0, slots)
 
 
 def _mask(allowed: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -204,7 +244,12 @@ def _mask(allowed: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    grouped = queries.shape[1] != keys.shape[1]
-    return functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=grouped
+    shape = queries.shape
+    if shape[1] > 1 and keys.shape[1] == 1:
+        # All heads' queries as those of one: grouped heads would copy K and V for each. The mask is as large as scores.
+        queries = queries.reshape(shape[0], 1, -1, shape[3])
+        mask = mask.expand(-1, shape[1], -1, -1).reshape(shape[0], 1, -1, mask.shape[3])
+    attended = functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=queries.shape[1] != keys.shape[1]
     )
+    return attended.view(*shape[:3], -1)

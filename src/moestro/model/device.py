@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
+from torch import Tensor
 
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import SamplingDefaults
@@ -33,8 +34,16 @@ from moestro.model.pools import (
 from moestro.model.refuse import TESTED_FAMILIES
 from moestro.model.results import PendingResult, compute_result
 from moestro.model.settings import ALONE, LocalRank, ModelSettings
-from moestro.model.step import PagedStep
+from moestro.model.step import PagedStep, SampledTokens
 from moestro.model.worker_share import WorkerShare
+
+
+class RecordedSteps(Protocol):
+    """Steps that were recorded and are replayed."""
+
+    def logits(self, step: PagedStep) -> Tensor | None:
+        """Compute the result of `Network.logits`, which the next step overwrites; None if no record fits the step."""
+        ...
 
 
 class TorchDevice:
@@ -53,13 +62,27 @@ class TorchDevice:
     def __init__(self, network: Network, pools: KVPools) -> None:
         self.network = network
         self.pools = pools
+        self._graphs: RecordedSteps | None = None
         self._launched: deque[Forward] = deque()
         self._running: deque[PendingResult] = deque()
+        self._sampled: SampledTokens | None = None  # by the step launched last
+
+    def replay(self, steps: RecordedSteps | None) -> None:
+        """Replay recorded steps from now on, wherever one fits."""
+        self._graphs = steps
 
     @property
     def works_when_polled(self) -> bool:
         """Whether polling does the work: true on a CPU."""
         return self.network.device.type == "cpu"
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step gains from a launch before the host has the tokens of the step before (FROM_STEP_BEFORE).
+
+        On a CPU it would not. A gate override chooses experts by token ids on the host.
+        """
+        return not self.works_when_polled and self.network.override is None
 
     def launch(self, item: Forward, now_ns: int) -> None:
         """Start `item`. Items that touch the same blocks run in launch order."""
@@ -77,11 +100,17 @@ class TorchDevice:
         while self._launched:
             self.network.adopt_kernels()
             step = PagedStep(self._launched.popleft().units, self.pools, self.network.device)
-            logits = self.network.logits(step)
+            if self._sampled is not None:
+                step.fill_tokens(self._sampled)
+            logits = None if self._graphs is None else self._graphs.logits(step)
+            if logits is None:
+                logits = self.network.logits(step)
             routing = self.network.routing
             counts, choices = (None, None) if routing is None else (routing.counts, routing.choices())
             visits = None if routing is None or routing.visits is None else routing.visits.read()
-            self._running.append(compute_result(step, logits, counts, choices, visits))
+            result = compute_result(step, logits, counts, choices, visits)
+            self._sampled = result.on_device
+            self._running.append(result)
 
     def poll(self, now_ns: int) -> list[StepResult]:
         """Return results that are ready, in launch order: all of them on a CPU. On an accelerator it never blocks."""
@@ -275,8 +304,24 @@ def open_device(
         on_phase("cut weights")
         share.cut(checked.network)
     on_phase("pack weights")
-    checked.network.pack()
+    network = checked.network
+    network.pack()
     on_phase("allocate KV cache")
+    graphs = _plan_graphs(checked) if local.records_steps and not settings.enforce_eager else None
+    network.graph_bytes = 0 if graphs is None else graphs.num_bytes
     pools, info = checked.allocate(settings)
+    device = TorchDevice(network, pools)
+    if graphs is not None:
+        on_phase("record graphs")
+        device.replay(graphs.record(network, pools))
     on_phase("ready")
-    return TorchDevice(checked.network, pools), info
+    return device, info
+
+
+def _plan_graphs(checked: CheckedNetwork) -> Any:
+    """Plan the graphs of a network whose steps can be recorded; None for others, among them all on a CPU."""
+    if checked.network.device.type == "cpu" or checked.network.exchange is None:
+        return None
+    from moestro.model.cuda.graphs import plan_graphs  # noqa: PLC0415 - it imports Triton
+
+    return plan_graphs(checked.network, checked.local.max_seqs, checked.facts.max_model_len, checked.probe.block_size)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moestro.core.stages import Experts, StageItem, StageShape
 from moestro.model.arena import Arena, TokenForm
-from moestro.model.experts import can_group, run_batches, run_grouped, tag_of
+from moestro.model.experts import can_group, in_place_of, run_batches, run_grouped, tag_of
 from moestro.model.network import Network
 from moestro.model.results import PendingResult
 from moestro.model.upload import upload
@@ -168,7 +168,8 @@ class ExpertRunner:
 
     def is_grouped(self, layer: int, rows: Tensor) -> bool:
         """Whether all experts of a layer are one call that an accelerator computes."""
-        return rows.is_cuda and can_group(self._experts[layer], rows)
+        experts = self._experts[layer]
+        return in_place_of(experts) is not None or (rows.is_cuda and can_group(experts, rows))
 
     def _split(self, layer: int, rows: Tensor, pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """Split (slot, its rows) into pieces."""
@@ -180,7 +181,7 @@ class ExpertRunner:
     def _run_batch(self, layer: int, rows: Tensor, done: Tensor, begin: int, batch: list[tuple[int, int]]) -> int:
         """Fill `done` from `begin` with the answers of the batch's slots to `rows`. Returns the end of that part."""
         module = self._experts[layer]
-        if self.is_grouped(layer, rows):
+        if in_place_of(module) is None and self.is_grouped(layer, rows):
             counts = np.zeros(self.shape.num_experts, np.int64)
             counts[[slot for slot, _ in batch]] = [count for _, count in batch]
             end = begin + int(counts.sum())

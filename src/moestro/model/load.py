@@ -15,6 +15,7 @@ from moestro.errors import ConfigError, MoestroError, UnsupportedModelError, sho
 from moestro.model.accelerator import open_device_of
 from moestro.model.attention import PAGED, register_attention
 from moestro.model.experts import EXPERTS, register_experts
+from moestro.model.latent import compress_attention
 from moestro.model.network import Network
 from moestro.model.pools import choose_max_model_len
 from moestro.model.refuse import refuse_config, refuse_config_file, refuse_dtypes, refuse_shapes, refuse_skeleton
@@ -75,7 +76,8 @@ def load_network(settings: ModelSettings, config: Any, rank: int = 0) -> tuple[N
             model, note = draw_weights(settings, config, device), "Weights are random (--load-format dummy)."
         else:
             model, note = _read_weights(settings, config, device)
-        return Network(model.to(device).eval()), (note,) if note else ()
+        network = Network(model.to(device).eval())
+        return network, tuple(each for each in (note, compress_attention(network.model)) if each)
     except torch.OutOfMemoryError as error:
         free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(device))
         raise ConfigError(

@@ -1,5 +1,7 @@
 """Paged K and V: one pool of slots per layer and kind, in the shape that the layer's attention writes.
 
+A layer whose values are the first entries of its keys has one pool: its V is a view into K.
+
 Slot `block * block_size + i` holds the i-th token of a block. Two slots that no block owns follow the blocks: a scratch
 slot for K and V that must not be kept, and a slot that stays zero (see `step`).
 """
@@ -30,6 +32,7 @@ class KVPools:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._by_layer: dict[int, tuple[Tensor, Tensor]] = {}
+        self._joint: set[int] = set()  # layers whose values lie in their keys
         self._host: HostPools | None = None
 
     @property
@@ -50,32 +53,47 @@ class KVPools:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block's K and V in all layers that have written."""
-        pools = [pool for pair in self._by_layer.values() for pool in pair]
-        return sum(pool[: self.block_size].numel() * pool.element_size() for pool in pools)
+        return sum(pool[: self.block_size].numel() * pool.element_size() for pool in self._stored())
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def write(
+        self, layer: int, slots: Tensor, key: Tensor, value: Tensor, *, values_in_keys: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Store one step's K and V and return the layer's pools.
 
         Args:
             slots: int64[tokens].
             key, value: [tokens, heads, head size]; the sizes of K and V may differ.
+            values_in_keys: as for `of_layer`.
 
         Returns:
             K and V, each [slots, heads, head size].
         """
-        keys, values = self.of_layer(layer, key, value)
+        keys, values = self.of_layer(layer, key, value, values_in_keys=values_in_keys)
         keys.index_copy_(0, slots, key)
-        values.index_copy_(0, slots, value)
+        if layer not in self._joint:
+            values.index_copy_(0, slots, value)
         return keys, values
 
     def find(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """K and V of a layer, [slots, heads, head size]; None before its first write."""
         return self._by_layer.get(layer)
 
-    def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of a layer. `key`, `value`: [tokens, heads, head size], whose shapes a new pool gets."""
+    def of_layer(
+        self, layer: int, key: Tensor, value: Tensor, *, values_in_keys: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """K and V of a layer, which a first call allocates.
+
+        Args:
+            layer: the layer.
+            key, value: [tokens, heads, head size], whose shapes new pools get.
+            values_in_keys: whether a value is the first entries of its key. The layer then has one new pool, and V is a
+                view into it.
+        """
         if layer not in self._by_layer:
-            self._by_layer[layer] = (self._empty(key), self._empty(value))
+            keys = self._empty(key)
+            self._by_layer[layer] = (keys, keys[..., : value.shape[-1]] if values_in_keys else self._empty(value))
+            if values_in_keys:
+                self._joint.add(layer)
         return self._by_layer[layer]
 
     def allocate(self, num_blocks: int) -> KVPools:
@@ -86,7 +104,8 @@ class KVPools:
         """
         larger = KVPools(num_blocks, self.block_size)
         try:
-            larger._by_layer = {i: (larger._empty(k), larger._empty(v)) for i, (k, v) in self._by_layer.items()}
+            for layer, pair in self._by_layer.items():
+                larger.of_layer(layer, *pair, values_in_keys=layer in self._joint)
         except RuntimeError as error:  # torch raises this on either kind of device
             raise ConfigError(
                 f"A KV cache of {num_blocks} blocks ({num_blocks * self.bytes_per_block} bytes) cannot be allocated:"
@@ -114,10 +133,16 @@ class KVPools:
         self._host.move(moves)
 
     def blocks(self) -> Iterator[Tensor]:
-        """Yield views [num_blocks, block_size, heads, head size] of K and V of each layer that has written."""
-        for pair in self._by_layer.values():
-            for pool in pair:
-                yield pool[: self.scratch_slot].view(self.num_blocks, self.block_size, *pool.shape[1:])
+        """Yield views [num_blocks, block_size, heads, head size] of each pool of each layer that has written."""
+        for pool in self._stored():
+            yield pool[: self.scratch_slot].view(self.num_blocks, self.block_size, *pool.shape[1:])
+
+    def _stored(self) -> Iterator[Tensor]:
+        """Yield the pools that own memory."""
+        for layer, (keys, values) in self._by_layer.items():
+            yield keys
+            if layer not in self._joint:
+                yield values
 
     def _empty(self, like: Tensor) -> Tensor:
         return torch.zeros(self.zero_slot + 1, *like.shape[1:], dtype=like.dtype, device=like.device)

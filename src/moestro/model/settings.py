@@ -41,7 +41,9 @@ class NetworkSettings(CheckedSettings):
     device: str = "auto"
     "cpu, cuda, auto (an accelerator if there is one), or paced:h20 (modelled durations of MODEL on that GPU)."
     kernels: KernelKind = "auto"
-    "CPU kernels for bfloat16; auto: Moestro's own once compiled; own: the start waits for them; eager: torch's."
+    "auto: Moestro's own kernels where they can be had (a CPU serves meanwhile); own: nothing else; eager: torch's."
+    enforce_eager: bool = False
+    "On a GPU, launch every kernel of a step by itself, instead of replaying steps recorded as CUDA graphs."
     threads: Annotated[int | None, between(1, 1024)] = None
     "CPU threads with which each engine computes. Unset: OMP_NUM_THREADS, or the machine's cores over the engines."
     load_format: LoadFormat = "auto"
@@ -111,12 +113,14 @@ class LocalRank:
         rank: number of the process, by which it takes an accelerator.
         num_ranks: processes that take accelerators in turn.
         max_tokens, max_seqs: tokens and sequences of the largest step.
+        records_steps: whether a GPU's steps are recorded as CUDA graphs.
     """
 
     rank: int = 0
     num_ranks: int = 1
     max_tokens: int = 2048
     max_seqs: int = 64
+    records_steps: bool = False
 
     def num_sharing(self, num_accelerators: int) -> int:
         """Count the processes, this one included, that use its accelerator."""

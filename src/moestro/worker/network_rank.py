@@ -53,7 +53,7 @@ def build_network_rank(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple
     if spec.paced is not None:  # the demo network computes, with as many blocks as the modelled device has
         num_ep_ranks = 1 if lock_step is None else lock_step.num_ranks
         model = replace(model, num_gpu_blocks_override=num_blocks_of(spec.paced, model, num_ep_ranks))
-    device, info = open_device(model, on_phase, local_rank_of(spec))
+    device, info = open_device(model, on_phase, replace(local_rank_of(spec), records_steps=True))
     if spec.paced is None:
         device.network.sample_choices(PAIR_INTERVAL)
     if spec.paced is not None:
@@ -62,7 +62,7 @@ def build_network_rank(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple
         if lock_step is not None:
             return build_paced_group_rank(spec, lock_step, answers, info, send), info
         return make_paced_rank(spec, spec.paced, answers, info), info
-    rank = make_rank(spec, device, info)
+    rank = make_rank(spec, device, info, runs_ahead=device.runs_ahead)
     device.network.on_exchanged = rank.forget_cache
     return rank, info
 

@@ -28,9 +28,9 @@ OnPhase = Callable[[str], None]  # called when a phase of the start begins
 Send = Callable[[FromRank], None]  # sends a message to the API server
 
 
-def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo) -> Rank:
-    """Build the rank that `spec` describes in `fused` mode, on `device`."""
-    return build_rank(scheduler_settings(spec, info), device)
+def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo, *, runs_ahead: bool = False) -> Rank:
+    """Build the rank that `spec` describes in `fused` mode, on `device`. `runs_ahead`: as in `FusedExecutor`."""
+    return build_rank(scheduler_settings(spec, info), device, runs_ahead=runs_ahead)
 
 
 def make_preemptive_rank(spec: LaunchSpec, device: StagedDevice, info: ModelInfo, launch_ahead: int = 1) -> Rank:

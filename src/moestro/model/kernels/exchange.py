@@ -15,6 +15,7 @@ from torch import nn
 
 from moestro.model.attention import ATTENTION_FORM, AttentionForm
 from moestro.model.experts import Routing, is_experts, tag_of
+from moestro.model.kernels.latent import exchange_projection
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.library import KernelLibrary
 from moestro.model.kernels.matching import (
@@ -29,6 +30,7 @@ from moestro.model.kernels.paged import exchange_attention
 from moestro.model.kernels.plan import plan_layer
 from moestro.model.kernels.routed import exchange_experts
 from moestro.model.kernels.rows import exchange_gate, exchange_norm, exchange_rotary, is_rotation_rowwise
+from moestro.model.latent import LatentProjection
 from moestro.model.packing import PackedLinear
 
 
@@ -89,28 +91,33 @@ class KernelExchange:
 
     def _exchange_child(self, parent: nn.Module, name: str, child: nn.Module) -> int:
         """Exchange one module. Returns the bytes of its weight."""
-        weight = child._parameters.get("weight")
         if type(child) is nn.Linear or isinstance(child, PackedLinear):
-            if not self._exchange_linear(parent, name, child):
-                self._keep(child)
-            return 2 * child.weight.numel()
-        if type(child).__name__.endswith("RMSNorm"):
-            is_exchanged = exchange_norm(child, self.library) or _is_rowwise_norm(child)
-        elif is_experts(child) or isinstance(child, nn.Embedding):
-            return 0  # experts follow, and rows of an embedding are copied
-        elif not child._parameters:
-            is_exchanged = next(child.children(), None) is not None or self._is_elementwise(child)
-        elif isinstance(child, nn.LayerNorm):
-            is_exchanged = _is_rowwise_norm(child)
-        elif weight is not None and weight.dim() == 2:
-            is_exchanged = exchange_gate(child, self._pack, self.library)
+            num_bytes, is_exchanged = 2 * child.weight.numel(), self._exchange_linear(parent, name, child)
+        elif isinstance(child, LatentProjection):
+            num_bytes = 2 * child.weight.numel()
+            is_exchanged = exchange_projection(child, self.library, self._packing)
         else:
-            # An attention has its sinks, and is exchanged with them; what else is added is added entry by entry.
-            is_added = all(each is None or "bias" in name for name, each in child._parameters.items())
-            is_exchanged = is_added or ATTENTION_FORM in child.__dict__
+            num_bytes, is_exchanged = 0, self._exchange_in_place(child)
         if not is_exchanged:
             self._keep(child)
-        return 0
+        return num_bytes
+
+    def _exchange_in_place(self, child: nn.Module) -> bool:
+        """Exchange what a module computes. Returns whether the batch changes no bit of its results."""
+        weight = child._parameters.get("weight")
+        if type(child).__name__.endswith("RMSNorm"):
+            return exchange_norm(child, self.library) or _is_rowwise_norm(child)
+        if is_experts(child) or isinstance(child, nn.Embedding):
+            return True  # experts follow, and rows of an embedding are copied
+        if not child._parameters:
+            return next(child.children(), None) is not None or self._is_elementwise(child)
+        if isinstance(child, nn.LayerNorm):
+            return _is_rowwise_norm(child)
+        if weight is not None and weight.dim() == 2:
+            return exchange_gate(child, self._pack, self.library)
+        # An attention has its sinks, and is exchanged with them; what else is added is added entry by entry.
+        is_added = all(each is None or "bias" in name for name, each in child._parameters.items())
+        return is_added or ATTENTION_FORM in child.__dict__
 
     def _exchange_linear(self, parent: nn.Module, name: str, child: nn.Linear | PackedLinear) -> bool:
         if child.weight.dtype is not torch.bfloat16 or child.weight.shape[1] % 2:

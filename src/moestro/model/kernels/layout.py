@@ -36,6 +36,15 @@ class KernelPacking:
         self._pack(weight.data_ptr(), memory.data_ptr(), num_out, num_in)
         return memory[: num_out * num_in].view(num_out, num_in)
 
+    def pack_heads(self, weights: Tensor) -> Tensor:
+        """Convert the weights [heads, out, in] of `KernelLibrary.linear_heads` to [heads, out in whole blocks, in]."""
+        num_heads, num_out, num_in = weights.shape
+        memory = weights.new_empty(num_heads, -(-num_out // _BLOCK) * _BLOCK, num_in)
+        for weight, packed in zip(weights, memory, strict=True):
+            dense = weight.contiguous()
+            self._pack(dense.data_ptr(), packed.data_ptr(), num_out, num_in)
+        return memory
+
     def unpack(self, packed: Tensor) -> Tensor:
         """Implement `WeightPacking.unpack`."""
         weight = torch.empty_like(packed)

@@ -18,13 +18,14 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "pack": (POINTER, POINTER, INT, INT),
     "unpack": (POINTER, POINTER, INT, INT),
     "linear": (*[POINTER] * 4, *[INT] * 3),
+    "linear_heads": (POINTER, INT, INT, *[POINTER] * 3, *[INT] * 4),
     "linear_float": (*[POINTER] * 4, *[INT] * 3),
     "expert_answers": (*[POINTER] * 3, INT, *[POINTER] * 3, *[INT] * 2),
     "chosen_answers": (*[POINTER] * 6, *[INT] * 7),
     "add_answers": (*[POINTER] * 4, *[INT] * 3),
     "routed_experts": (*[POINTER] * 7, *[INT] * 5),
     "write_slots": (POINTER, INT, INT, POINTER, *[INT] * 3, POINTER),
-    "attend": (POINTER, INT, INT, *[POINTER] * 7, *[INT] * 8, FLOAT),
+    "attend": (POINTER, INT, INT, *[POINTER] * 7, *[INT] * 9, FLOAT),
     "rms_norm": (*[POINTER] * 3, *[INT] * 2, FLOAT),
     "sigmoid": (POINTER, POINTER, INT),
     "layer_front": (POINTER,) * 9,
@@ -55,12 +56,40 @@ class KernelLibrary:
             raise OSError("this process may not use AMX")
         self.function = load_functions(path, _ARGUMENTS, _RESULTS)
         self._linear, self._linear_float = self.function["linear"], self.function["linear_float"]
+        self._linear_heads = self.function["linear_heads"]
         self._rms_norm, self._rotate = self.function["rms_norm"], self.function["rotate"]
         self.function["set_threads"](torch.get_num_threads())
 
     def linear(self, rows: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute `functional.linear` with a packed weight [out, in]. `rows`: bfloat16 [..., in]."""
         return _multiply(self._linear, rows, packed, bias)
+
+    def linear_heads(self, rows: Tensor, packed: Tensor, num_out: int) -> Tensor:
+        """Multiply the rows of each head with the head's own weight.
+
+        Args:
+            rows: bfloat16 [1, heads, tokens, in] in any layout whose last dimension is dense.
+            packed: weights [out, in] of the heads from `KernelPacking.pack_heads`.
+            num_out: number of outputs.
+
+        Returns:
+            [1, heads, tokens, out], in memory [tokens, heads, out].
+        """
+        _, num_heads, num_tokens, num_in = rows.shape
+        out = rows.new_empty(1, num_tokens, num_heads, num_out)
+        self._linear_heads(
+            rows.data_ptr(),
+            rows.stride(2),
+            rows.stride(1),
+            packed.data_ptr(),
+            None,
+            out.data_ptr(),
+            num_tokens,
+            num_heads,
+            num_out,
+            num_in,
+        )
+        return out.transpose(1, 2)
 
     def linear_float(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute `functional.linear` in float32 with a contiguous weight that is not packed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,6 @@ from moestro.model.kernels.matching import is_close, random_rows
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
 
-_MOST_SHARED = 64  # query heads of one K and V head, as in `source/attention.cpp`
 CHECK_BLOCK_SIZE, _LONGEST_CHECK = 4, 64
 
 
@@ -40,11 +41,12 @@ class KernelAttention:
         """Implement `OwnAttention`."""
         pools = step.pools.find(layer)
         if pools is None:
-            pools = step.pools.of_layer(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+            new_rows = (each[0].transpose(0, 1) for each in (key, value))
+            pools = step.pools.of_layer(layer, *new_rows, values_in_keys=scoring.values_in_keys)
         keys, values = pools
         query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
         slots = step.write_slots.data_ptr()
-        for new, pool in ((key, keys), (value, values)):
+        for new, pool in ((key, keys),) if scoring.values_in_keys else ((key, keys), (value, values)):
             _, num_kv_heads, num_tokens, size = new.shape
             token_stride, head_stride = new.stride(2), new.stride(1)
             self._write(
@@ -71,6 +73,7 @@ class KernelAttention:
             key.shape[1],
             key_size,
             value_size,
+            values.stride(1),
             step.pools.block_size,
             scoring.window or 0,
             key_size**-0.5 if scoring.scaling is None else scoring.scaling,
@@ -81,7 +84,7 @@ class KernelAttention:
 def exchange_attention(module: nn.Module, form: AttentionForm, library: KernelLibrary) -> bool:
     """Give an attention module the kernel. Returns whether it computes what `attend_paged` does."""
     sizes = (form.key_size, form.value_size)
-    if any(size % HEAD_MULTIPLE for size in sizes) or form.num_heads > _MOST_SHARED * form.num_kv_heads:
+    if any(size % HEAD_MULTIPLE for size in sizes):
         return False
     attention = KernelAttention(library, form.scoring.sinks)
     if not _agrees(attention, form, make_check_units(form.scoring.window)):
@@ -103,16 +106,17 @@ def _agrees(attention: KernelAttention, form: AttentionForm, units: Units) -> bo
     for dtype in (torch.bfloat16, torch.float32):
         pools = KVPools(num_blocks, CHECK_BLOCK_SIZE)
         query, key, value = (each.to(dtype) for each in rows.values())
-        for pool in pools.of_layer(0, key[0].transpose(0, 1), value[0].transpose(0, 1)):
+        if form.scoring.values_in_keys:
+            value = key[..., : form.value_size]
+        new = (each[0].transpose(0, 1) for each in (key, value))
+        for pool in pools.of_layer(0, *new, values_in_keys=form.scoring.values_in_keys):
             pool[: pools.scratch_slot] = random_rows(*pool[: pools.scratch_slot].shape, seed=3).to(dtype)
         step = PagedStep(units, pools, query.device)
         if dtype is torch.bfloat16:
             results.append(attention(step, 0, query, key, value, form.scoring))
         else:
             sinks = form.scoring.sinks
-            scoring = Scoring(
-                form.scoring.scaling, form.scoring.window, None if sinks is None else sinks.detach().to(dtype)
-            )
+            scoring = replace(form.scoring, sinks=None if sinks is None else sinks.detach().to(dtype))
             results.append(attend_paged(step, 0, query, key, value, scoring).to(torch.bfloat16))
     return is_close(results[0], results[1])
 

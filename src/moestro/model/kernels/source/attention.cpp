@@ -12,7 +12,6 @@
 namespace moestro {
 
 constexpr int KEYS = 16;          // keys whose scores are computed together, from a multiple of it on
-constexpr int MOST_SHARED = 64;   // heads that share a KV head
 #if defined(__AMX_BF16__)
 constexpr int MOST_QUERIES = 16;  // queries (tokens * heads of one KV head) that read the same keys together
 #else
@@ -26,8 +25,8 @@ struct Queries {
 
 struct PagedPool {
     const bf16* keys;    // [slots][kv_heads][key_size]
-    const bf16* values;  // [slots][kv_heads][value_size]
-    i64 num_kv_heads, key_size, value_size, block_size;
+    const bf16* values;  // [slots][kv_heads], rows of value_size entries that are value_stride apart
+    i64 num_kv_heads, key_size, value_size, value_stride, block_size;
 };
 
 struct AttentionScores {
@@ -36,9 +35,10 @@ struct AttentionScores {
     const float* sinks;  // [heads], score of one more key of value zero; null means none
 };
 
-// Some consecutive tokens of a unit, and one KV head.
+// Some consecutive tokens of a unit, and some heads of one KV head.
 struct AttentionTile {
-    i64 unit, kv_head, first_row, num_rows, position;  // row in the step, and position in the sequence, of the first
+    i64 unit, kv_head, first_head, num_heads;
+    i64 first_row, num_rows, position;  // row in the step, and position in the sequence, of the first token
 };
 
 // Turn the scores of positions begin .. end - 1 into weights that add up to 1 with the sink's; zero for other positions.
@@ -72,10 +72,10 @@ static i64 begin_of(i64 position, i64 window) { return window > 0 ? std::max<i64
 // The queries of a tile, and where their results go. All see positions `begin` .. `end` - 1 or a part of them, whose keys
 // and values are listed from `first` to `last`, whole groups of KEYS; those around them are weighted with zero.
 struct TileQueries {
-    const bf16* query[MOST_SHARED];
-    const float* sink[MOST_SHARED];
-    i64 position[MOST_SHARED];
-    bf16* out[MOST_SHARED];
+    const bf16* query[MOST_QUERIES];
+    const float* sink[MOST_QUERIES];
+    i64 position[MOST_QUERIES];
+    bf16* out[MOST_QUERIES];
     int count;
     i64 begin, end, first, last;
     const bf16 *const *keys, *const *values;
@@ -310,10 +310,10 @@ static void attend_queries(const TileQueries& tile, const PagedPool& pool, const
 }
 #endif
 
-// Compute the heads of one KV head for the tile's tokens.
+// Compute the tile's heads for its tokens.
 static void attend_tile(const Queries& queries, const PagedPool& pool, const AttentionScores& how,
                         const AttentionTile& tile, const int32_t* table, bf16* out) {
-    const i64 group = queries.num_heads / pool.num_kv_heads, key_width = pool.num_kv_heads * pool.key_size;
+    const i64 key_width = pool.num_kv_heads * pool.key_size;
     TileQueries found;
     const i64 begin = found.begin = begin_of(tile.position, how.window), end = found.end = tile.position + tile.num_rows;
     const i64 first = found.first = begin / KEYS * KEYS, last = found.last = (end + KEYS - 1) / KEYS * KEYS;
@@ -324,7 +324,7 @@ static void attend_tile(const Queries& queries, const PagedPool& pool, const Att
     for (i64 i = begin - first; i < end - first; i++) {
         const i64 slot = table[block] * pool.block_size + inside;
         keys[i] = pool.keys + slot * key_width + tile.kv_head * pool.key_size;
-        values[i] = pool.values + (slot * pool.num_kv_heads + tile.kv_head) * pool.value_size;
+        values[i] = pool.values + (slot * pool.num_kv_heads + tile.kv_head) * pool.value_stride;
         if (++inside == pool.block_size) inside = 0, block++;
     }
     for (auto* list : {&keys, &values}) {
@@ -333,12 +333,12 @@ static void attend_tile(const Queries& queries, const PagedPool& pool, const Att
     }
     found.keys = keys.data();
     found.values = values.data();
-    found.count = static_cast<int>(tile.num_rows * group);
+    found.count = static_cast<int>(tile.num_rows * tile.num_heads);
     for (int q = 0; q < found.count; q++) {
-        const i64 row = tile.first_row + q / group, head = tile.kv_head * group + q % group;
+        const i64 row = tile.first_row + q / tile.num_heads, head = tile.first_head + q % tile.num_heads;
         found.query[q] = queries.data + row * queries.token_stride + head * queries.head_stride;
         found.sink[q] = how.sinks ? how.sinks + head : nullptr;
-        found.position[q] = tile.position + q / group;
+        found.position[q] = tile.position + q / tile.num_heads;
         found.out[q] = out + (row * queries.num_heads + head) * pool.value_size;
     }
     attend_queries(found, pool, how);
@@ -360,16 +360,17 @@ MOESTRO_KERNEL void moestro_write_slots(const bf16* from, i64 token_stride, i64 
 // out[tokens][heads][value_size]: each token attends to its unit's positions up to its own.
 //
 // Unit u has the tokens rows[u] .. rows[u + 1] - 1, of which the last is at position lengths[u] - 1; its block table is
-// tables + u * table_width. Key and value sizes are multiples of 32; at most 64 heads share a KV head.
+// tables + u * table_width. Key and value sizes are multiples of 32. Values may be parts of the keys' rows.
 MOESTRO_KERNEL void moestro_attend(const bf16* query, i64 token_stride, i64 head_stride, const bf16* keys,
                                    const bf16* values, const int32_t* tables, const i64* rows, const i64* lengths,
                                    const float* sinks, bf16* out, i64 num_units, i64 table_width, i64 num_heads,
-                                   i64 num_kv_heads, i64 key_size, i64 value_size, i64 block_size, i64 window,
-                                   float scaling) {
+                                   i64 num_kv_heads, i64 key_size, i64 value_size, i64 value_stride, i64 block_size,
+                                   i64 window, float scaling) {
     const Queries queries{query, token_stride, head_stride, num_heads};
-    const PagedPool pool{keys, values, num_kv_heads, key_size, value_size, block_size};
+    const PagedPool pool{keys, values, num_kv_heads, key_size, value_size, value_stride, block_size};
     const AttentionScores how{scaling, window, sinks};
-    const i64 most_rows = std::max<i64>(MOST_QUERIES * num_kv_heads / num_heads, 1);
+    const i64 group = num_heads / num_kv_heads, most_heads = std::min<i64>(group, MOST_QUERIES);
+    const i64 most_rows = MOST_QUERIES / most_heads;
     static thread_local std::vector<AttentionTile> tiles;
     tiles.clear();
     i64 work = 0;
@@ -377,9 +378,9 @@ MOESTRO_KERNEL void moestro_attend(const bf16* query, i64 token_stride, i64 head
         const i64 num_tokens = rows[unit + 1] - rows[unit];
         work += num_tokens * lengths[unit] * num_heads * key_size;
         for (i64 done = 0; done < num_tokens; done += most_rows)
-            for (i64 head = 0; head < num_kv_heads; head++)
-                tiles.push_back({unit, head, rows[unit] + done, std::min(most_rows, num_tokens - done),
-                                 lengths[unit] - num_tokens + done});
+            for (i64 head = 0; head < num_heads; head += std::min(most_heads, group - head % group))
+                tiles.push_back({unit, head / group, head, std::min(most_heads, group - head % group), rows[unit] + done,
+                                 std::min(most_rows, num_tokens - done), lengths[unit] - num_tokens + done});
     }
     const AttentionTile* list = tiles.data();
     parallel(static_cast<i64>(tiles.size()), work, [&](i64 i) {

@@ -17,5 +17,5 @@ MOESTRO_KERNEL void moestro_write_slots(const bf16* from, i64 token_stride, i64 
 MOESTRO_KERNEL void moestro_attend(const bf16* query, i64 token_stride, i64 head_stride, const bf16* keys,
                                    const bf16* values, const int32_t* tables, const i64* rows, const i64* lengths,
                                    const float* sinks, bf16* out, i64 num_units, i64 table_width, i64 num_heads,
-                                   i64 num_kv_heads, i64 key_size, i64 value_size, i64 block_size, i64 window,
-                                   float scaling);
+                                   i64 num_kv_heads, i64 key_size, i64 value_size, i64 value_stride, i64 block_size,
+                                   i64 window, float scaling);

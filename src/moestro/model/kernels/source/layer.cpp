@@ -73,7 +73,7 @@ MOESTRO_KERNEL void moestro_layer_front(const LayerFront* layer, const StepUnits
     attended.resize(tokens * query_width);
     moestro_attend(query.data(), query_width, size, keys, values, step->tables, step->rows, step->lengths, layer->sinks,
                    attended.data(), step->num_units, step->table_width, layer->num_heads, layer->num_kv_heads, size, size,
-                   step->block_size, layer->window, layer->scaling);
+                   size, step->block_size, layer->window, layer->scaling);
     multiply(layer->output, attended.data(), mixed, tokens, width, query_width);
     add_rows(hidden, mixed.data(), stream, tokens, width);
     moestro_rms_norm(stream, layer->between.weight, inputs, tokens, width, layer->between.epsilon);

@@ -174,25 +174,36 @@ MOESTRO_KERNEL void moestro_unpack(const bf16* packed, bf16* weight, i64 outputs
     }
 }
 
+// out[tokens][heads][outputs] = rows[tokens][heads][inputs] @ weight[heads].T, each head with a packed weight of its own.
+// The rows of token t and head h are rows + t * token_stride + h * head_stride.
+MOESTRO_KERNEL void moestro_linear_heads(const bf16* rows, i64 token_stride, i64 head_stride, const bf16* packed,
+                                         const bf16* bias, bf16* out, i64 num_tokens, i64 num_heads, i64 outputs,
+                                         i64 inputs) {
+    const i64 num_blocks = (outputs + BLOCK - 1) / BLOCK, num_tiles = (num_tokens + TILE_ROWS - 1) / TILE_ROWS;
+    const auto compute = [&](Multiplier& multiplier, i64 head, i64 b, i64 tile) {
+        const i64 first = tile * TILE_ROWS, count = std::min<i64>(BLOCK, outputs - b * BLOCK);
+        const int size = static_cast<int>(std::min<i64>(TILE_ROWS, num_tokens - first));
+        float sums[TILE_ROWS * BLOCK];
+        multiplier.multiply(size, rows + first * token_stride + head * head_stride, token_stride,
+                            packed + (head * num_blocks + b) * BLOCK * inputs, inputs, sums);
+        for (int r = 0; r < size; r++)
+            finish_row(sums + r * BLOCK, bias ? bias + b * BLOCK : nullptr,
+                       out + ((first + r) * num_heads + head) * outputs + b * BLOCK, count);
+    };
+    const i64 num_groups = (num_blocks + BLOCKS_A_TASK - 1) / BLOCKS_A_TASK;
+    parallel(num_heads * num_groups, num_heads * num_blocks * BLOCK * inputs * num_tokens, [&](i64 task) {
+        Multiplier multiplier;
+        const i64 head = task / num_groups, begin = task % num_groups * BLOCKS_A_TASK;
+        const i64 end = std::min<i64>(num_blocks, begin + BLOCKS_A_TASK);
+        for (i64 b = begin; b < end; b++)
+            for (i64 tile = 0; tile < num_tiles; tile++) compute(multiplier, head, b, tile);
+    });
+}
+
 // out[rows][outputs] = rows[rows][inputs] @ weight.T + bias; `bias` may be null.
 MOESTRO_KERNEL void moestro_linear(const bf16* rows, const bf16* packed, const bf16* bias, bf16* out, i64 num_rows,
                                    i64 outputs, i64 inputs) {
-    const i64 num_blocks = (outputs + BLOCK - 1) / BLOCK, num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
-    const auto compute = [&](Multiplier& multiplier, i64 b, i64 tile) {
-        const i64 first = tile * TILE_ROWS, count = std::min<i64>(BLOCK, outputs - b * BLOCK);
-        const int size = static_cast<int>(std::min<i64>(TILE_ROWS, num_rows - first));
-        float sums[TILE_ROWS * BLOCK];
-        multiplier.multiply(size, rows + first * inputs, inputs, packed + b * BLOCK * inputs, inputs, sums);
-        for (int r = 0; r < size; r++)
-            finish_row(sums + r * BLOCK, bias ? bias + b * BLOCK : nullptr, out + (first + r) * outputs + b * BLOCK, count);
-    };
-    const i64 num_groups = (num_blocks + BLOCKS_A_TASK - 1) / BLOCKS_A_TASK;
-    parallel(num_groups, num_blocks * BLOCK * inputs * num_rows, [&](i64 group) {
-        Multiplier multiplier;
-        const i64 end = std::min<i64>(num_blocks, (group + 1) * BLOCKS_A_TASK);
-        for (i64 b = group * BLOCKS_A_TASK; b < end; b++)
-            for (i64 tile = 0; tile < num_tiles; tile++) compute(multiplier, b, tile);
-    });
+    moestro_linear_heads(rows, inputs, 0, packed, bias, out, num_rows, 1, outputs, inputs);
 }
 
 // The same in float32 with a weight that is not packed: some gates compute in float32.
