@@ -212,4 +212,4 @@ def choose_kv_bytes(settings: ModelSettings, use: CardUse | None, probe: KVPools
     """
     if use is None or not is_share_of_card(settings):
         return settings.kv_cache_bytes
-    return use.kv_bytes(settings.gpu_memory_utilization, probe.bytes_per_block, 2 * len(probe.layers))
+    return use.kv_bytes(settings.gpu_memory_utilization, probe.bytes_per_block, sum(1 for _ in probe.blocks()))
