@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from support import triton_interpreter
 from support.running import FAKE, REAL, Running, free_port
 
 import moestro
@@ -22,6 +23,8 @@ import moestro
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The key of records is made once for each user; tests leave no file at home.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"moestro-tests-{os.getuid()}")
+# torch may import Triton in any test, and kernels run in the mode that it had then.
+triton_interpreter.interpret_without_gpu()
 # pytest-xdist sets a width of 80, which a console that is made then keeps.
 os.environ.pop("COLUMNS", None)
 

@@ -30,6 +30,7 @@ from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Units
 from moestro.model.attention import Scoring, attend_paged
 from moestro.model.experts import combine
+from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.library import KernelLibrary
@@ -206,7 +207,7 @@ def open_networks(directory: Path, library: KernelLibrary) -> dict[str, tuple[Ne
         network, _ = load_network(settings, read_config(settings))
         pools = network.probe(BLOCK_SIZE)[0].allocate(512)
         if name == "own":
-            network.use_kernels(library)
+            network.use_kernels(KernelExchange(library))
         network.pack()
         opened[name] = network, pools
     return opened

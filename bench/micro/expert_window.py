@@ -31,6 +31,7 @@ from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.model.device import TorchDevice
+from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.library import KernelLibrary
 from moestro.model.load import load_network, read_config
@@ -65,7 +66,7 @@ def make_rank(library: KernelLibrary | None) -> tuple[Rank, TorchDevice]:
     network, _ = load_network(settings, read_config(settings))
     device = TorchDevice(network, network.probe(16)[0].allocate(1024))
     if library is not None:
-        network.use_kernels(library)
+        network.use_kernels(KernelExchange(library))
     network.pack()
     limits = SchedulerSettings(
         num_blocks=1024, block_size=16, max_model_len=1024, max_num_batched_tokens=8192, enable_prefix_caching=False

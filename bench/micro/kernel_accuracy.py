@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from moestro.config.run_record import run_record
 from moestro.core.work import LOGITS_PROMPT
+from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.load import load_network, read_config
 from moestro.model.settings import ModelSettings
@@ -55,7 +56,7 @@ def scorer(dtype: str, *, own: bool) -> Score:
         library = KernelBuild().wait()
         if library is None:
             raise SystemExit("the kernels cannot be compiled here")
-        network.use_kernels(library)
+        network.use_kernels(KernelExchange(library))
     network.pack()
 
     def score(window: np.ndarray) -> torch.Tensor:

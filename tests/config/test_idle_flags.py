@@ -37,6 +37,17 @@ def settings_of(*flags: str) -> ServeSettings:
         (("--seed", "42"), ["--seed (needs --load-format dummy, --gate-override or --device paced:GPU"]),
         (("--seed", "42", "--load-format", "dummy"), []),
         (("--expert-credits", "4", "--step-policy", "fifo"), ["--step-policy (needs --mode preemptive)", "--expert-"]),
+        (("--gpu-memory-utilization", "0.8", "--device", "cpu"), ["--gpu-memory-utilization (needs a GPU"]),
+        (("--gpu-memory-utilization", "0.8", "--device", "cuda"), []),
+        ((*PACED, "--gpu-memory-utilization", "0.8"), []),
+        (
+            ("--gpu-memory-utilization", "0.8", "--device", "cuda", "--kv-cache-memory-bytes", "1G"),
+            ["--gpu-memory-utilization (leave --kv-cache-memory-bytes out"],
+        ),
+        (
+            ("--gpu-memory-utilization", "0.8", "--device", "cuda", "--num-gpu-blocks-override", "9"),
+            ["--gpu-memory-utilization (leave --num-gpu-blocks-override out"],
+        ),
         ((*PACED, "--dtype", "bfloat16", "--threads", "2"), ["--dtype, --threads (leave --paced-arithmetic none out"]),
         (("--route-policy", "lmetric", "--placement-interval", "9"), ["--route-policy (needs several engines)"]),
         (

@@ -53,8 +53,6 @@ def test_a_flag_that_would_change_answers_is_refused_in_every_spelling(arguments
         ["--no-enforce-eager"],
         ["--no-enable-lora"],
         ["--enforce_eager=true"],
-        ["--gpu-memory-utilization", "0.9"],
-        ["--gpu_memory_utilization=0.9"],
         ["-tp", "1"],
         ["--tensor-parallel-size=1"],
         ["-O3"],
@@ -101,6 +99,7 @@ def test_a_start_script_of_vllm_starts(capsys, caplog):
     out = capsys.readouterr().out
     assert 'model: "org/model"' in out
     assert "max_num_seqs: 256" in out
+    assert "gpu_memory_utilization: 0.92" in out
     assert "flags of vLLM that change nothing here: --trust-remote-code (" in caplog.text
 
 
@@ -124,9 +123,9 @@ def test_a_file_of_settings_is_refused_by_its_line(tmp_path: Path, capsys):
 
 def test_a_file_of_settings_may_have_what_changes_nothing(tmp_path: Path, capsys, caplog):
     file = tmp_path / "settings.yaml"
-    file.write_text("enforce-eager: true\ngpu_memory_utilization: 0.9\ntensor-parallel-size: 1\nenable-lora: false\n")
+    file.write_text("enforce-eager: true\nswap_space: 4\ntensor-parallel-size: 1\nenable-lora: false\n")
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--config", str(file), "--print-config"])
     assert ended.value.code == 0
-    assert "--gpu-memory-utilization (--kv-cache-memory-bytes gives" in caplog.text
+    assert "--swap-space (--kv-offloading-size keeps" in caplog.text
     assert len(caplog.records) == 1

@@ -15,6 +15,7 @@ import torch
 from parity.conftest import checkpoint
 from support import imitated_accelerator
 
+from moestro.model.accelerator import prepare
 from moestro.model.network import Network
 
 __all__ = ["checkpoint"]
@@ -51,7 +52,9 @@ def require_cuda() -> None:
 def accelerator(request, monkeypatch) -> Iterator[Accelerator]:
     if request.param == "cuda":
         require_cuda()
+        prepare(torch.device("cuda", 0))
         yield Accelerator(torch.device("cuda", 0), _forbid_waits)
     else:
         with imitated_accelerator.imitated(monkeypatch):
+            prepare(imitated_accelerator.DEVICE)
             yield Accelerator(imitated_accelerator.DEVICE, imitated_accelerator.forbid_waits, is_imitated=True)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from parity import drive, tiny
+from torch.overrides import TorchFunctionMode
 
 from moestro.model.experts import can_group, run_each, run_grouped, run_slots
 
@@ -54,6 +55,29 @@ def test_a_network_on_grouped_products_has_the_logits_of_the_cpu(name, checkpoin
     assert len(cpu) == 46
     errors = (there - cpu).abs().amax(-1) / cpu.std(-1)
     assert float(errors.median()) < MEDIAN_TOLERANCE
+
+
+class _Names(TorchFunctionMode):
+    """Keeps the names of torch's functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.found.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "has_bias"), [("qwen3_moe", False), ("gpt_oss", True)])
+def test_only_experts_with_biases_look_for_the_expert_of_each_row(name, has_bias, checkpoint, accelerator):
+    module = accelerator.place(tiny.load(checkpoint(name), dtype="bfloat16")).experts[0][1]
+    assert module.has_bias == has_bias
+    rows = torch.zeros(6, 32, dtype=torch.bfloat16, device=accelerator.device)
+    with torch.inference_mode(), _Names() as names:
+        run_grouped(module, rows, torch.ones(module.num_experts, dtype=torch.int64, device=accelerator.device))
+    assert ("searchsorted" in names.found, "arange" in names.found) == (has_bias, has_bias)
+    assert "cumsum" in names.found
 
 
 def test_no_rows_at_all_give_no_answers(checkpoint, accelerator):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from laws.test_schedule_never_changes_the_network import oracle_tokens, random_requests, serve
+from laws.test_steps_ahead_change_no_token import count_next_steps, without_wishes
 from parity import drive, tiny
 from parity.test_families import NUM_NEW, prompts
 from parity.test_non_finite import check_that_nan_ends_alone, poisoned_network
@@ -13,7 +15,7 @@ from support.fake_device import make_request
 from support.plain_grammar import PATTERNS, backend, light
 
 from moestro.core.grammar import MaskRequest
-from moestro.core.work import Forward, LogitEdits
+from moestro.core.work import Forward, LogitEdits, Units
 from moestro.model.device import open_device
 from moestro.model.results import to_host
 
@@ -47,6 +49,21 @@ def test_seeds_penalties_grammars_prefix_hits_and_host_memory_change_no_token(se
     for request in requests:
         assert answers[request.request_id][0] == oracle_tokens(oracle, request)
     assert rank.scheduler.counts.num_hit_tokens > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_ahead_change_no_token(seed, checkpoint, accelerator, monkeypatch):
+    """Prompts, stops, aborts, prefix hits and preemptions between steps whose tokens the host does not have yet."""
+    ours = accelerator.place(tiny.load(checkpoint("qwen3_moe"), dtype="float64"))
+    oracle = tiny.load_oracle(checkpoint("qwen3_moe"), torch.float64, "sdpa")
+    rng, counts = np.random.default_rng(seed), count_next_steps(monkeypatch)
+    requests = without_wishes(random_requests(rng, 8), 1 if seed % 3 else 0.9, rng)
+    bounds = {"num_blocks": 18, "max_num_seqs": 5, "budget": 24, "caching": True, "host": 20 if seed % 2 else 0}
+    answers, _ = serve(ours, requests, rng, runs_ahead=True, abort_share=0.1 if seed > 3 else 0.0, **bounds)
+    for request in requests:
+        if request.request_id in answers:
+            assert answers[request.request_id][0] == oracle_tokens(oracle, request)
+    assert counts
 
 
 def test_preempted_requests_continue_from_host_memory(checkpoint, accelerator):
@@ -111,6 +128,30 @@ def test_a_steady_decode_never_waits_at_its_launch(name, kind, checkpoint, accel
     while len(results) < 2:
         results += device.poll(0)
     assert all((result.token_ids >= 0).all() for result in results)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "drawn"])
+def test_a_step_ahead_waits_for_nothing_and_computes_what_it_would_have_computed_later(kind, checkpoint, accelerator):
+    """Its units are those of the step before, others of them, or in another order."""
+    device = drive.make_device(accelerator.place(tiny.load(checkpoint("qwen3_moe"), dtype="bfloat16")))
+    first = drive.run(device, _decode_units(5, 0, kind)).token_ids
+    for rows in ([0, 1, 2, 3, 4], [0, 2, 3], [4, 1]):
+        later, ahead = (_rows_of(_decode_units(5, 1, kind), rows) for _ in range(2))
+        wanted = drive.run(device, msgspec.structs.replace(later, token_ids=first[rows]))
+        with accelerator.forbid_waits():
+            device.launch(Forward(_decode_units(5, 0, kind)), 0)
+            device.launch(Forward(msgspec.structs.replace(ahead, token_ids=np.full(len(rows), -1, np.int32))), 0)
+        results = []
+        while len(results) < 2:
+            results += device.poll(0)
+        assert results[1].token_ids.tolist() == wanted.token_ids.tolist()
+
+
+def _rows_of(units: Units, rows: list[int]) -> Units:
+    """Some units of one token, in this order."""
+    names = ("slot", "serial", "service_class", "start", "num_tokens", "write_start", "logits", "block_tables")
+    columns = {name: getattr(units, name)[rows] for name in (*names, "sampling", "token_ids")}
+    return msgspec.structs.replace(units, **columns)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("qwen3_moe", "float32"), *((name, "bfloat16") for name in WAITING)])

@@ -9,9 +9,12 @@ from parity import drive
 from support.plain_grammar import PATTERNS, backend, light
 
 from moestro.core.grammar import MaskRequest
+from moestro.core.rng import stream_state, uniform
 from moestro.core.work import LogitEdits
+from moestro.model import sampler
 from moestro.model.logit_edits import edit_logits
 from moestro.model.sampler import find_peaks, measure_logprobs, sample
+from moestro.model.upload import upload
 
 ROWS = 48
 NOTHING = np.empty(0, np.int32)
@@ -46,6 +49,43 @@ def test_a_seed_draws_the_token_of_the_cpu(vocabulary, seed, accelerator):
         with accelerator.forbid_waits():
             tokens = sample(far, rows, positions)
         assert tokens.tolist() == sample(near, rows, positions).tolist()
+
+
+def test_noise_has_the_bits_of_the_cpu(accelerator):
+    extremes = [0, 1, 2**63 - 1, 2**63, 2**64 - 1]
+    seeds = np.array([*extremes, *np.random.default_rng(0).integers(2**64, size=100, dtype=np.uint64)], np.uint64)
+    streams = torch.from_numpy(stream_state(seeds).view(np.int64)).to(accelerator.device)
+    with accelerator.forbid_waits():
+        noise = sampler.uniform_there(streams, 809)
+    assert np.array_equal(noise.cpu().numpy(), uniform(seeds[:, None], np.arange(809, dtype=np.uint64)))
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**64 - 1])
+def test_the_largest_seeds_and_positions_draw_the_token_of_the_cpu(seed, accelerator):
+    logits, positions = random_logits(4096), np.linspace(1, 2**31 - 1, ROWS).astype(np.int64)
+    rows = drive.greedy(ROWS, temperature=1.0, seed=np.uint64(seed))
+    with torch.inference_mode():
+        near, far = logits.clone(), logits.to(accelerator.device)
+        assert sample(far, rows, positions).tolist() == sample(near, rows, positions).tolist()
+
+
+def test_a_random_token_uploads_a_few_bytes_a_row_and_sorts_nothing_without_a_filter(accelerator, monkeypatch):
+    num_bytes = []
+
+    def counting(array, device):
+        num_bytes.append(array.nbytes)
+        return upload(array, device)
+
+    def forbidden(*_args, **_kwargs):
+        raise AssertionError("the vocabulary is sorted")
+
+    monkeypatch.setattr(sampler, "upload", counting)
+    monkeypatch.setattr(torch.Tensor, "topk", forbidden)
+    monkeypatch.setattr(torch.Tensor, "sort", forbidden)
+    logits = random_logits(151_936).to(accelerator.device)
+    with torch.inference_mode(), accelerator.forbid_waits():
+        sample(logits, drive.greedy(ROWS, temperature=0.7, min_p=0.1, seed=np.arange(ROWS)), np.arange(ROWS))
+    assert sum(num_bytes) <= 40 * ROWS
 
 
 def test_peaks_of_numbers_that_are_not_finite_and_of_equal_ones(accelerator):

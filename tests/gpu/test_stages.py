@@ -75,3 +75,13 @@ def test_in_bfloat16_a_passage_is_whole_layers_of_grouped_experts(checkpoint, ac
     fused = drive.run(drive.make_device(network), drive.make_units([(0, [7, 8, 9, 10, 11])], np.array([[0, 1]])))
     assert result.token_ids.tolist() == fused.token_ids.tolist()
     assert result.expert_counts.sum() == 5 * 3 * 3
+
+
+def test_a_passage_of_a_small_network_is_one_piece_of_an_accelerator(checkpoint, accelerator):
+    """All weights take far less than the time of a piece, on an accelerator as on a core."""
+    network = accelerator.place(tiny.load(checkpoint("qwen3_moe")))
+    small = make_staged_device(network, drive.BLOCK_SIZE, 8, num_rows=8, num_places=8)
+    device = under_test.StagedTorchDevice(small.staged, small.pools, small.shape)
+    device.launch(_passage(device.shape, 0, 5), 0)
+    assert (_ahead(device), device._running[0].is_over) == (1, True)
+    assert device._runner._experts._piece_bytes > 1 << 29

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws.test_schedule_never_changes_tokens import BLOCK_SIZE, POLICIES, random_requests, serve
+from laws.test_steps_ahead_change_no_token import without_wishes
 from support.fake_device import KvDevice
 from support.policy_text import policy_text
 
@@ -26,8 +27,14 @@ from moestro.engine.rank import build_rank, recorder_of
 from moestro.engine.settings import SchedulerSettings
 
 
-def history(seed: int, policies: tuple[str, str, str], *, host: int = 0, is_recorded: bool = True):
-    """Serve random requests. Returns what `serve` returns, the events, and the number of preemptions."""
+def history(
+    seed: int, policies: tuple[str, str, str], *, host: int = 0, is_recorded: bool = True, runs_ahead: bool = False
+):
+    """Serve random requests, plain ones where it runs ahead.
+
+    Returns:
+        What `serve` returns, the events, and the number of preemptions.
+    """
     rng = np.random.default_rng(seed)
     order, batch, evict = policies
     num_blocks = int(rng.integers(8, 20))
@@ -46,9 +53,11 @@ def history(seed: int, policies: tuple[str, str, str], *, host: int = 0, is_reco
             evict_policy=evict,
         ),
         KvDevice(num_blocks, BLOCK_SIZE, 1, host),
+        runs_ahead=runs_ahead,
     )
     recorder = recorder_of(rank) if is_recorded else None
-    answers = serve(rank, random_requests(rng, 20, 30), rng, abort_share=0.1)
+    requests = without_wishes(random_requests(rng, 20, 30), 0.9 if runs_ahead else 0, rng)
+    answers = serve(rank, requests, rng, abort_share=0.1)
     assert recorder is None or not recorder.has_failed
     return answers, () if recorder is None else recorder.take(), rank.scheduler.counts.num_preemptions
 
@@ -59,10 +68,12 @@ def as_read(events) -> list[SchedulingEvent]:
 
 
 @settings(max_examples=40)
-@given(seed=st.integers(0, 2**32), policies=st.sampled_from(POLICIES), host=st.sampled_from([0, 10]))
-def test_recorded_decisions_are_made_again_and_nothing_else_changes(seed, policies, host):
-    answers, events, num_preemptions = history(seed, policies, host=host)
-    assert answers == history(seed, policies, host=host, is_recorded=False)[0]
+@given(
+    seed=st.integers(0, 2**32), policies=st.sampled_from(POLICIES), host=st.sampled_from([0, 10]), ahead=st.booleans()
+)
+def test_recorded_decisions_are_made_again_and_nothing_else_changes(seed, policies, host, ahead):
+    answers, events, num_preemptions = history(seed, policies, host=host, runs_ahead=ahead)
+    assert answers == history(seed, policies, host=host, is_recorded=False, runs_ahead=ahead)[0]
     replay = DecisionReplay()
     made = [decision for event in as_read(events) if (decision := replay.take(event)) is not None]
     assert all(each.recorded == each.replayed for each in made)
@@ -72,9 +83,9 @@ def test_recorded_decisions_are_made_again_and_nothing_else_changes(seed, polici
 
 
 @settings(max_examples=25)
-@given(seed=st.integers(0, 2**32), policies=st.sampled_from(POLICIES))
-def test_each_request_queues_then_is_admitted_then_leaves(seed, policies):
-    _, events, _ = history(seed, policies)
+@given(seed=st.integers(0, 2**32), policies=st.sampled_from(POLICIES), ahead=st.booleans())
+def test_each_request_queues_then_is_admitted_then_leaves(seed, policies, ahead):
+    _, events, _ = history(seed, policies, runs_ahead=ahead)
     state: dict[str, str] = {}
     for event in events:
         match event:

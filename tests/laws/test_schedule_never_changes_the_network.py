@@ -55,7 +55,9 @@ def random_requests(rng, num):
     return requests
 
 
-def serve(network, requests, rng, *, num_blocks, max_num_seqs, budget, caching, abort_share=0.0, host=0):
+def serve(
+    network, requests, rng, *, num_blocks, max_num_seqs, budget, caching, abort_share=0.0, host=0, runs_ahead=False
+):
     """Run `requests` to their ends; {id: (tokens, prompt logprobs)} of those that were not aborted, and the rank."""
     settings = SchedulerSettings(
         num_blocks=num_blocks,
@@ -66,7 +68,7 @@ def serve(network, requests, rng, *, num_blocks, max_num_seqs, budget, caching, 
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
     )
-    rank = build_rank(settings, drive.make_device(network, num_blocks, host))
+    rank = build_rank(settings, drive.make_device(network, num_blocks, host), runs_ahead=runs_ahead)
     rank.scheduler.use_grammars(backend(tiny.VOCAB))
     arriving, tokens, prompts, ended, aborted = list(requests), {}, {}, set(), set()
     for now_ns in range(5000):

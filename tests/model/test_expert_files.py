@@ -22,11 +22,13 @@ from moestro.model.settings import ModelSettings
 from moestro.model.slot_memory import TorchSlots
 from moestro.model.worker_share import WorkerShare
 
+CPU = torch.device("cpu")
+
 
 def check(settings: ModelSettings) -> None:
     network = tiny.load_settings(settings)
     for layer, module in network.experts:
-        found = read_experts(settings, layer, [4, 0, 5])
+        found = read_experts(settings, layer, [4, 0, 5], CPU)
         for expert, weights in zip([4, 0, 5], found, strict=True):
             for ours, theirs in zip(weights, read_expert(module, expert), strict=True):
                 assert (ours is None) == (theirs is None)
@@ -90,4 +92,4 @@ def test_a_layer_that_went_missing_is_refused(tmp_path):
     save_file(left, directory / "model.safetensors", {"format": "pt"})
     settings = tiny.settings_of(directory)
     with pytest.raises(UnsupportedModelError, match=r"lack model\.layers\.1\.mlp\.gate\.weight"):
-        read_experts(settings, 1, [0])
+        read_experts(settings, 1, [0], CPU)

@@ -8,8 +8,9 @@ from parity import tiny
 from support.own_kernels import kernels
 
 from moestro.model.expert_parts import split_experts
-from moestro.model.expert_pieces import PieceMeter
+from moestro.model.expert_pieces import PIECE_S, READ_RATES, PieceMeter
 from moestro.model.experts import sum_experts
+from moestro.model.kernels.exchange import KernelExchange
 
 NUM_TOKENS = 9
 
@@ -18,7 +19,7 @@ NUM_TOKENS = 9
 def network(request, checkpoint):
     network = tiny.load(checkpoint("qwen3_moe"), dtype="float32" if request.param == "float32" else "bfloat16")
     if request.param == "own kernels":
-        network.use_kernels(kernels())
+        network.use_kernels(KernelExchange(kernels()))
     network.pack()
     return network
 
@@ -51,7 +52,7 @@ def test_parts_give_the_bits_of_the_whole(network, max_experts):
 
 
 def test_a_piece_ends_when_its_weights_are_read():
-    meter = PieceMeter(100)
+    meter = PieceMeter(100, 8)
     assert meter.take(30, 2, 8) == 3, "three experts of one row each read 90 bytes"
     assert not meter.is_full
     meter.spend(10, 1)
@@ -67,3 +68,20 @@ def test_a_piece_ends_when_its_weights_are_read():
     assert meter.take(0, 8, 8) == 8
     assert meter.take(30, 2, 8, is_one_call=True) == 8
     assert meter.is_full
+
+
+def test_a_piece_of_each_kind_of_device_takes_the_same_time():
+    for kind, (least, most) in {"cpu": (15 << 20, 17 << 20), "cuda": (900 << 20, 1100 << 20)}.items():
+        rate = READ_RATES[kind]
+        assert least < rate.piece_bytes < most
+        assert rate.piece_bytes / rate.bytes_per_s == pytest.approx(PIECE_S, rel=1e-6)
+    # 128 experts of 9 MiB of a layer of Qwen3-30B-A3B, one row each.
+    counts = {
+        kind: PieceMeter(rate.piece_bytes, rate.rows).take(9 << 20, 128, 128) for kind, rate in READ_RATES.items()
+    }
+    assert counts == {"cpu": 1, "cuda": 114}
+    # A prompt's 128 rows an expert: an accelerator computes them while it reads the weights, and a core does not.
+    counts = {
+        kind: PieceMeter(rate.piece_bytes, rate.rows).take(1 << 20, 128 * 128, 128) for kind, rate in READ_RATES.items()
+    }
+    assert counts == {"cpu": 1, "cuda": 128}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from parity import drive, tiny
 from safetensors.torch import load_file, save_file
+from support import own_kernels
 from support.quantized_checkpoints import fp8_twins, mxfp4_twins
 
 from moestro.errors import UnsupportedModelError
@@ -116,3 +120,43 @@ def test_half_precision_runs_and_stays_near_float32(name, dtype, checkpoint):
     assert answers[1].dtype == torch.float32
     assert float((answers[0] - answers[1]).abs().median()) < 0.1
     assert np.isfinite(answers[1].numpy()).all()
+
+
+def _is_mapped(directory: Path) -> bool:
+    return f"{directory}/model.safetensors" in Path("/proc/self/maps").read_text()
+
+
+def _stored_in(directory: Path, dtype: str) -> None:
+    """Store a checkpoint's weights in the dtype in which they will be computed, so that reading them copies nothing."""
+    path = directory / "model.safetensors"
+    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(path).items()}
+    save_file(weights, path, {"format": "pt"})
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="not Linux")
+@pytest.mark.parametrize(("dtype", "kernels"), [("float32", "auto"), ("bfloat16", "eager"), ("bfloat16", "own")])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_a_packed_network_lets_the_files_of_its_checkpoint_go(family, dtype, kernels, tmp_path):
+    """A file that stays mapped keeps the pages of all weights, which were read to be packed."""
+    if kernels == "own":
+        own_kernels.kernels()
+    directory = own_kernels.save_checkpoint(tmp_path / "checkpoint", family)
+    _stored_in(directory, dtype)
+    settings = tiny.settings_of(directory, dtype=dtype, kernels=kernels)
+    network = tiny.load_settings(settings)
+    assert _is_mapped(directory), "weights are read from the mapped file"
+    del network
+    assert not _is_mapped(directory)
+    device, _ = open_device(settings)
+    assert not _is_mapped(directory)
+    units = drive.make_units([(0, [3, 4, 5])], [[0]])
+    assert drive.run(device, units).token_ids.min() >= 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="not Linux")
+def test_a_dense_network_that_is_not_packed_stays_in_the_files_that_engines_share(checkpoint, tmp_path):
+    directory = shutil.copytree(checkpoint("llama"), tmp_path / "llama")
+    _stored_in(directory, "float16")
+    device, _ = open_device(tiny.settings_of(directory, dtype="float16"))
+    assert _is_mapped(directory)
+    del device

@@ -11,6 +11,7 @@ from parity.drive import greedy
 from support import plain_sampling
 from transformers import MinPLogitsWarper
 
+from moestro.core.rng import stream_state, uniform
 from moestro.model import sampler
 from moestro.model.sampler import find_peaks, measure_logprobs, sample
 
@@ -162,6 +163,17 @@ def test_noise_at_its_ends_draws_a_token_that_has_a_probability(noise, monkeypat
         logits = torch.randn(1, size, generator=torch.Generator().manual_seed(size))
         logits[0, 0] = logits[0, -1] = float("-inf")
         assert 0 < sample(logits, greedy(1, temperature=1), np.zeros(1, np.int64)).item() < size - 1
+
+
+SEEDS = np.array(
+    [0, 1, 2**63 - 1, 2**63, 2**64 - 1, *np.random.default_rng(0).integers(2**64, size=251, dtype=np.uint64)], np.uint64
+)
+
+
+@pytest.mark.parametrize("count", [1, 3, 809])
+def test_torch_draws_the_bits_of_numpy(count):
+    noise = sampler.uniform_there(torch.from_numpy(stream_state(SEEDS).view(np.int64)), count)
+    assert np.array_equal(noise.numpy(), uniform(SEEDS[:, None], np.arange(count, dtype=np.uint64)))
 
 
 def test_logprobs_are_of_the_raw_distribution_with_ranks_and_alternatives():

@@ -7,12 +7,13 @@ import pytest
 import torch
 from parity import drive, tiny
 
-from moestro.core.work import LOGITS_LAST, LOGITS_NONE, LOGITS_PROMPT
+from moestro.core.work import FROM_STEP_BEFORE, LOGITS_LAST, LOGITS_NONE, LOGITS_PROMPT
 from moestro.model import step as step_module
 from moestro.model.attention import PLAIN
 from moestro.model.pools import KVPools
-from moestro.model.step import PagedStep, Reach
+from moestro.model.step import PagedStep, Reach, SampledTokens
 
+CPU = torch.device("cpu")
 WINDOWED = ["mixtral-window", "gpt_oss", "deepseek_v2"]
 
 
@@ -167,3 +168,17 @@ def test_a_step_of_decodes_alone_has_the_rows_that_it_has_beside_a_chunk(seed):
         assert getattr(alone, name).tolist() == getattr(beside, name)[:6].tolist(), name
     assert alone.logit_rows.tolist() == beside.logit_rows[beside.logit_rows < 6].tolist()
     assert alone.layout.rows.tolist() == beside.layout.rows[:7].tolist()
+
+
+@pytest.mark.parametrize("slots", [[4, 2, 7], [7, 4, 2], [7, 4], [2]])
+def test_tokens_of_the_step_before_go_to_their_slots(slots):
+    sampled = SampledTokens(np.array([4, 2, 7]), torch.tensor([40, 20, -1]))
+    token_of = {4: 40, 2: 20, 7: 0}  # where there is none, any token id
+    parts = [(8, [FROM_STEP_BEFORE]) for _ in slots]
+    alone = PagedStep(drive.make_units(parts, [[0, 1, 2]] * len(slots), slot=np.array(slots)), None, CPU)
+    alone.fill_tokens(sampled)
+    assert alone.input_ids.tolist() == [[token_of[slot] for slot in slots]]
+    units = drive.make_units([(0, [5, 6]), *parts], [[0, 1, 2]] * (len(slots) + 1), slot=np.array([9, *slots]))
+    mixed = PagedStep(units, None, CPU)
+    mixed.fill_tokens(sampled)
+    assert mixed.input_ids.tolist() == [[5, 6, *(token_of[slot] for slot in slots)]]

@@ -53,7 +53,7 @@ def test_a_prompt_that_leads_to_nan_ends_and_the_others_get_their_own_tokens(fam
 def check_that_nan_ends_alone(network, mode: str, launch_ahead: int = 1) -> None:
     def make_rank():
         if mode == "fused":
-            return build_rank(SETTINGS, drive.make_device(network, 64))
+            return build_rank(SETTINGS, drive.make_device(network, 64), runs_ahead=launch_ahead > 1)
         return build_preemptive_rank(SETTINGS, staged_device(network), in_order, launch_ahead)
 
     alone = run(make_rank(), *CLEAN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shlex
 
+import msgspec
 import pytest
 from rich.console import Console
 from support.fake_rank import INFO
@@ -12,6 +13,7 @@ from support.fake_rank import INFO
 import moestro.config.checkpoint_directory
 from moestro.config.checkpoint_directory import locate_model
 from moestro.config.server_settings import ServerSettings
+from moestro.core.model_info import CardMemory
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
 from moestro.server.banner import serve_banner
@@ -87,6 +89,22 @@ def test_the_phases_of_a_start_account_for_every_second_since_the_process_began(
     assert names == ["API server", "load", "check", "listen"]
     # The engines' seconds are made up here; what is left of the whole is the last phase's, negative or not.
     assert sum(phase.seconds for phase in clock.phases) == pytest.approx(process_age_s(), abs=0.2)
+
+
+def test_the_banner_says_what_the_memory_of_a_card_went_to(tokenizer):
+    gib = 1 << 30
+    card = CardMemory(total_bytes=80 * gib, num_sharing=2, weight_bytes=15 * gib, other_bytes=gib // 2,
+                      step_bytes=3 * gib, graph_bytes=0, kv_bytes=gib * 35 // 2)  # fmt: skip
+    model = ServedModel(
+        names=("m",), created=0, fingerprint="fp", info=INFO, tokenizer=tokenizer, chat=chat_format(ChatSettings(), ""),
+    )  # fmt: skip
+    rows = {}
+    for infos in ([INFO], [msgspec.structs.replace(INFO, card=card)] * 2):
+        rows[len(infos)] = dict(serve_banner(model, infos, [], "http://h:1", needs_key=False).rows)
+    assert "GPU memory" not in rows[1]
+    assert rows[2]["GPU memory"] == (
+        "80.0 GiB, shared by 2 processes: each weights 15.0, peak of a step 3.0, KV cache 17.5, other 0.5"
+    )
 
 
 def test_the_banner_says_what_the_operator_wants_to_know(tokenizer):

@@ -16,7 +16,7 @@ from support import plain_sampling
 
 from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.request import Request, SamplingParams, TokenLogprobs
-from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, StepResult
+from moestro.core.work import FROM_STEP_BEFORE, LOGITS_LAST, LOGITS_PROMPT, StepResult
 
 VOCAB_SIZE = 50
 NOTHING = -7
@@ -95,6 +95,7 @@ class KvDevice:
         self.num_launched_tokens = 0
         self.largest_step = 0
         self._pending: deque[list] = deque()
+        self._sampled: dict[int, int] = {}  # by slot, in the step launched last
 
     def launch(self, item, now_ns: int) -> None:
         units = item.units
@@ -103,8 +104,16 @@ class KvDevice:
         assert len(set(units.slot.tolist())) == len(units), "a sequence is twice in one plan"
         bounds = np.concatenate([[0], np.cumsum(units.num_tokens)])
         for i in range(len(units)):  # all writes come before all reads, as on a real device
-            self._write(units, i, units.token_ids[bounds[i] : bounds[i + 1]])
-        self._pending.append([self.delay, self._read_all(units)])
+            self._write(units, i, self._known(units, i, units.token_ids[bounds[i] : bounds[i + 1]]))
+        result = self._read_all(units)
+        self._sampled = dict(zip(units.slot.tolist(), result.token_ids.tolist(), strict=True))
+        self._pending.append([self.delay, result])
+
+    def _known(self, units, i: int, tokens) -> np.ndarray:
+        """The tokens of unit `i`, with the one that the step before has sampled."""
+        if tokens[0] != FROM_STEP_BEFORE:
+            return tokens
+        return np.array([max(self._sampled[int(units.slot[i])], 0)], np.int32)
 
     def move_blocks(self, moves, now_ns: int) -> None:
         copy_blocks(moves, self.kv, self.host)

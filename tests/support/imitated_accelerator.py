@@ -9,22 +9,31 @@ here, so results are right, and these rules are enforced:
   memory holds a number that no test expects.
 - An event passes at the second `query`, or when it is waited for.
 - Operations that wait for an accelerator count, and fail within `forbid_waits`.
+- Operations of different streams on the same memory, of which one writes, need an event or a wait between them.
+- Nothing may be allocated there, pinned or recorded before `torch.cuda.set_device`.
+- Masked attention fails while torch may choose cuDNN, which would build a plan for each shape.
+- Tensors there take the memory of a card, of which nothing more can be allocated when it is full.
 
-What it cannot show: kernels, their demands on alignment and their rounding, streams beside the current one, and time.
+What it cannot show: kernels, their demands on alignment and their rounding, temporary memory of kernels, and time.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import triton_interpreter
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from moestro.model.cuda.launch import launch_now, replace_launcher
 
 DEVICE = torch.device("cuda", 0)
 _POISON = 77  # in host memory whose copy has not arrived
@@ -40,25 +49,178 @@ class WaitedError(AssertionError):
     """Something waits for the accelerator where nothing may."""
 
 
+class RaceError(AssertionError):
+    """Two streams use the same memory, and no event orders them."""
+
+
+Clock = dict[int, int]  # operations of each stream, by its number, that have ended
+
+
+@dataclass
+class _Memory:
+    """Memory behind tensors of the device, or pinned memory of the host.
+
+    Attributes:
+        num_bytes: bytes of the card that it takes; 0 for the host's.
+        num_users: tensors that refer to it.
+        written: stream and number of the last operation that wrote it.
+        read: number of the last operation of each stream that read it.
+    """
+
+    num_bytes: int
+    num_users: int = 0
+    written: tuple[int, int] = (0, 0)
+    read: Clock = field(default_factory=dict)
+
+
+@dataclass
+class _Copy:
+    """A copy to pinned memory that has not arrived. `stream`, `number`: its operation."""
+
+    target: Tensor
+    source: Tensor
+    stream: int
+    number: int
+
+
 class _State:
-    """Copies that the imitated accelerator has not made yet, and the number of waits for it."""
+    """Copies that the imitated accelerator has not made yet, its streams and memory, and the number of waits for it."""
 
     def __init__(self) -> None:
-        self.under_way: list[tuple[Tensor, Tensor]] = []  # (pinned host memory, what will be there)
+        self.under_way: list[_Copy] = []
         self.num_waits, self.forbids = 0, False
+        self.device: torch.device | None = None
+        self.known_to_host: Clock = {}
+        self.streams: list[FarStream] = []
+        self.stream = FarStream(self)
+        self.memory: dict[int, _Memory] = {}
+        self.total_bytes, self.other_bytes = 1 << 40, 0
+        self.used_bytes = self.peak_bytes = 0
 
     def wait(self, name: str) -> None:
         if self.forbids:
             raise WaitedError(f"{name} waits for the accelerator")
         self.num_waits += 1
-        self.arrive(self.under_way)
+        self.pass_by(self.stream.so_far())
 
     @torch.inference_mode()
-    def arrive(self, copies: list[tuple[Tensor, Tensor]]) -> None:
-        for copy in list(copies):
-            if any(copy is each for each in self.under_way):
-                copy[0].copy_(copy[1])
-        self.under_way = [each for each in self.under_way if not any(each is copy for copy in copies)]
+    def pass_by(self, clock: Clock) -> None:
+        """Let the host know that the operations of `clock` have ended, so that their copies have arrived."""
+        _merge(self.known_to_host, clock)
+        for copy in list(self.under_way):
+            if copy.number <= clock.get(copy.stream, 0):
+                copy.target.copy_(copy.source)
+        self.under_way = [copy for copy in self.under_way if copy.number > clock.get(copy.stream, 0)]
+
+    def require_device(self, what: str) -> None:
+        assert self.device == DEVICE, f"{what} before torch.cuda.set_device: it would be on another device"
+
+    def hold(self, tensor: Tensor, near: Tensor, *, is_pinned: bool = False) -> bool:
+        """Count the memory of a new tensor, until it is gone. Returns whether the memory is new."""
+        storage = near.untyped_storage()
+        key, is_new = storage.data_ptr(), storage.data_ptr() not in self.memory
+        if not storage.nbytes():
+            return False
+        if is_new:
+            self.require_device("pinned memory" if is_pinned else "a tensor")
+            num_bytes = 0 if is_pinned else storage.nbytes()
+            if self.used_bytes + self.other_bytes + num_bytes > self.total_bytes:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
+            self.memory[key] = _Memory(num_bytes)
+            self.used_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self.memory[key].num_users += 1
+        weakref.finalize(tensor, self.release, key).atexit = False
+        return is_new
+
+    def release(self, key: int) -> None:
+        memory = self.memory[key]
+        memory.num_users -= 1
+        if not memory.num_users:
+            self.used_bytes -= memory.num_bytes
+            del self.memory[key]
+
+    def use(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+        """Note an operation of the current stream, and fail where another stream may be at the same memory."""
+        stream, number = self.stream.number, self.stream.begin()
+        known = self.stream.so_far()
+        _merge(known, self.known_to_host)
+
+        def check(other: int, number: int) -> None:
+            if other != stream and known.get(other, 0) < number:
+                raise RaceError(f"{name} of stream {stream} does not wait for stream {other}, which uses its memory")
+
+        for tensor in reads:
+            if memory := self.memory.get(_address(tensor)):
+                check(*memory.written)
+                memory.read[stream] = number
+        for tensor in writes:
+            if memory := self.memory.get(_address(tensor)):
+                check(*memory.written)
+                for each in memory.read.items():
+                    check(*each)
+                memory.written, memory.read = (stream, number), {}
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for stream, number in other.items():
+        clock[stream] = max(clock.get(stream, 0), number)
+
+
+def _address(tensor: Tensor) -> int:
+    return _near(tensor).untyped_storage().data_ptr()
+
+
+class FarStream:
+    """Implements what is used of `torch.cuda.Stream`."""
+
+    def __init__(self, state: _State | None = None) -> None:
+        self._state = state if isinstance(state, _State) else _STATE
+        self.number = len(self._state.streams)
+        self._state.streams.append(self)
+        self._known: Clock = {}
+        self._num_begun = 0
+
+    def begin(self) -> int:
+        """The number of the next operation."""
+        self._num_begun += 1
+        return self._num_begun
+
+    def so_far(self) -> Clock:
+        """Operations that have ended when those begun here have."""
+        return {**self._known, self.number: self._num_begun}
+
+    def wait_event(self, event: FarEvent) -> None:
+        _merge(self._known, event.clock)
+
+    def wait_stream(self, stream: FarStream) -> None:
+        _merge(self._known, stream.so_far())
+
+    def synchronize(self) -> None:
+        _STATE.wait("a stream")
+        _STATE.pass_by(self.so_far())
+
+
+class FarEvent:
+    """Implements what is used of `torch.cuda.Event`."""
+
+    def __init__(self) -> None:
+        self._num_queries = 0
+        self.clock: Clock = {}
+
+    def record(self, stream: FarStream | None = None) -> None:
+        _STATE.require_device("an event")
+        self.clock = (stream or _STATE.stream).so_far()
+
+    def query(self) -> bool:
+        self._num_queries += 1
+        if self._num_queries < 2:
+            return False
+        _STATE.pass_by(self.clock)
+        return True
+
+    def synchronize(self) -> None:
+        _STATE.pass_by(self.clock)
 
 
 _STATE = _State()
@@ -76,6 +238,8 @@ class FarTensor(Tensor):
             device=DEVICE,
         )  # fmt: skip
         made.near = near
+        if _STATE.hold(made, near):
+            _STATE.use("an allocation", [], [made])
         return made
 
     @classmethod
@@ -125,10 +289,42 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if name in {"tensor", "as_tensor"}:
             _STATE.wait("a tensor of Python numbers")
         kwargs["device"] = "cpu"
+    if name == "scaled_dot_product_attention" and to_far and torch.backends.cuda.cudnn_sdp_enabled():
+        raise AssertionError("torch may choose cuDNN for masked attention, which builds a plan for each shape")
     found = func(*tree_map(_near, args), **tree_map(_near, kwargs))
-    if is_pinned:
-        found.is_pinned_here = True
-    return tree_map(_far, found) if to_far else found
+    if of_far:
+        _note_use(name, tensors, _written(name, args, kwargs), found)
+    if to_far:
+        return tree_map(_far, found)
+    if is_pinned or (isinstance(found, Tensor) and _is_pinned_view(found, tensors)):
+        _hold_pinned(found)
+    return found
+
+
+def _written(name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Tensors that a function of this name writes to."""
+    is_in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    first = args[0] if args else kwargs.get("tensor")
+    return [each for each in (first if is_in_place else None, kwargs.get("out")) if isinstance(each, Tensor)]
+
+
+def _note_use(name: str, tensors: list[Tensor], writes: list[Tensor], found: Any) -> None:
+    """Note what an operation reads and writes. Views and properties of tensors are none."""
+    made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+    addresses = {_address(tensor) for tensor in tensors}
+    is_view = bool(made) and all(_address(each) in addresses for each in made)
+    if writes or (made and not is_view) or name in _WAITS:
+        _STATE.use(name, [each for each in tensors if not any(each is written for written in writes)], writes)
+
+
+def _hold_pinned(tensor: Tensor) -> Tensor:
+    tensor.is_pinned_here = True
+    _STATE.hold(tensor, tensor, is_pinned=True)
+    return tensor
+
+
+def _is_pinned_view(found: Tensor, tensors: list[Tensor]) -> bool:
+    return any(getattr(each, "is_pinned_here", False) and _address(each) == _address(found) for each in tensors)
 
 
 def _check(name: str, func: Any, args: Any, tensors: list[Tensor]) -> None:
@@ -165,31 +361,44 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return FarTensor(near) if is_far and near is not tensor.near else (tensor if is_far else near)
     if not (non_blocking and getattr(tensor, "is_pinned_here", False)):
         _STATE.wait("a copy between pageable memory and the device")
+    _STATE.use("to", [tensor], [])
     return FarTensor(near.clone()) if _is_far(device) else near.clone()
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     from_far, to_far = isinstance(source, FarTensor), isinstance(target, FarTensor)
     if from_far == to_far:
+        if from_far:
+            _STATE.use("copy_", [source], [target])
         _near(target).copy_(_near(source))
         return target
     host = target if from_far else source
     if not (non_blocking and getattr(host, "is_pinned_here", False)):
         _STATE.wait("a copy between pageable memory and the device")
         _near(target).copy_(_near(source))
-    elif from_far:
+        return target
+    _STATE.use("copy_", [source], [target])
+    if from_far:
         assert target.is_contiguous(), "torch copies to host memory with gaps before the data have arrived"
         target.fill_(_POISON)
-        _STATE.under_way.append((target, source.near.clone()))
+        stream = _STATE.stream
+        _STATE.under_way.append(_Copy(target, source.near.clone(), stream.number, stream.begin()))
     else:
-        target.near.copy_(source)
+        target.near.copy_(_arrived(source))
     return target
 
 
+def _arrived(source: Tensor) -> Tensor:
+    """What pinned memory holds once the copies to it have been made that the device makes before it reads there."""
+    found = source.clone()
+    for copy in _STATE.under_way:
+        if copy.target.data_ptr() == source.data_ptr() and copy.target.shape == source.shape:
+            found.copy_(copy.source)
+    return found
+
+
 def _pin(tensor: Tensor, *_: Any) -> Tensor:
-    pinned = tensor.clone()
-    pinned.is_pinned_here = True
-    return pinned
+    return _hold_pinned(tensor.clone())
 
 
 def _to_cpu(tensor: Tensor) -> Tensor:
@@ -205,45 +414,79 @@ _SPECIAL = {
 }
 
 
-class FarEvent:
-    """Implements what is used of `torch.cuda.Event`."""
-
-    def __init__(self) -> None:
-        self._num_queries = 0
-
-    def record(self, _stream: object) -> None:
-        self._before = list(_STATE.under_way)
-
-    def query(self) -> bool:
-        self._num_queries += 1
-        if self._num_queries < 2:
-            return False
-        _STATE.arrive(self._before)
-        return True
-
-    def synchronize(self) -> None:
-        _STATE.arrive(self._before)
+def _begin() -> None:
+    global _STATE  # noqa: PLW0603 - tensors of the test before count in their own state
+    _STATE = _State()
 
 
-class FarStream:
-    """Implements what is used of `torch.cuda.Stream`."""
+def _set_device(device: torch.device | int) -> None:
+    _STATE.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
-    def synchronize(self) -> None:
-        _STATE.wait("a stream")
+
+@contextmanager
+def _use_stream(stream: FarStream) -> Iterator[None]:
+    before, _STATE.stream = _STATE.stream, stream
+    try:
+        yield
+    finally:
+        _STATE.stream = before
+
+
+def _reset_peak(_device: object = None) -> None:
+    _STATE.peak_bytes = _STATE.used_bytes
+
+
+def set_card(total_bytes: int, other_bytes: int = 0) -> None:
+    """Give the card so much memory, of which so much is not torch's."""
+    _STATE.total_bytes, _STATE.other_bytes = total_bytes, other_bytes
+
+
+def _launch(kernel: Any, grid: Any, args: Any, options: Any) -> None:
+    """Launch a kernel in Triton's interpreter on the numbers of its tensors."""
+    with np.errstate(all="ignore"):  # a GPU computes infinity and NaN in rows that are masked, without a warning
+        launch_now(kernel, grid, tuple(_near(each) for each in args), options)
 
 
 @contextmanager
 def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let torch find one accelerator."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "Event", FarEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: FarStream())
+    _begin()
+    stands_in = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: DEVICE.index,
+        "set_device": _set_device,
+        "get_device_capability": lambda _device=None: (0, 0),  # no kernel of Triton runs there
+        "Event": FarEvent,
+        "Stream": lambda _device=None: FarStream(),
+        "stream": _use_stream,
+        "current_stream": lambda _device=None: _STATE.stream,
+        "mem_get_info": lambda _device=None: (
+            _STATE.total_bytes - _STATE.other_bytes - _STATE.used_bytes,
+            _STATE.total_bytes,
+        ),
+        "memory_allocated": lambda _device=None: _STATE.used_bytes,
+        "memory_reserved": lambda _device=None: _STATE.used_bytes,
+        "max_memory_reserved": lambda _device=None: _STATE.peak_bytes,
+        "reset_peak_memory_stats": _reset_peak,
+        "empty_cache": lambda: None,
+    }
+    for name, function in stands_in.items():
+        monkeypatch.setattr(torch.cuda, name, function)
     make_generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda _device=None: make_generator())
-    _STATE.__init__()
-    with _Everywhere():
-        yield
+    # It reserves memory ahead of the weights, for speed alone, and takes every card for larger than 1.2 GiB.
+    monkeypatch.setattr("transformers.modeling_utils.caching_allocator_warmup", lambda *_: None)
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # a mode of torch's functions holds in one thread alone
+    torch.backends.cuda.enable_cudnn_sdp(enabled=True)
+    triton_interpreter.correct()
+    before = replace_launcher(_launch)
+    try:
+        with _Everywhere():
+            yield
+    finally:
+        replace_launcher(before)
+        torch.backends.cuda.enable_cudnn_sdp(enabled=True)
 
 
 @contextmanager
@@ -259,3 +502,8 @@ def forbid_waits() -> Iterator[None]:
 def num_waits() -> int:
     """How often the imitated accelerator was waited for."""
     return _STATE.num_waits
+
+
+def current_device() -> torch.device | None:
+    """The device that `torch.cuda.set_device` has named."""
+    return _STATE.device

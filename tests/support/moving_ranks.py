@@ -24,6 +24,7 @@ from moestro.core.table_message import TableMessage
 from moestro.engine.lock_step import build_lock_step_rank
 from moestro.errors import GroupLostError
 from moestro.model.device import open_device
+from moestro.model.settings import LocalRank
 from moestro.model.spread_device import SpreadDevice
 from moestro.model.worker_share import WorkerShare
 from moestro.server.ep_migration import EpMigration
@@ -138,7 +139,7 @@ class MovingRanks:
 
     def _open(self, spec: LockStepSpec, checkpoint: Path, dtype: str, rank: int) -> SpreadDevice:
         share = WorkerShare(worker=rank, make_table=partial(table_of, spec))
-        alone, info = open_device(model_settings(checkpoint, dtype), lambda _: None, rank, share)
+        alone, info = open_device(model_settings(checkpoint, dtype), lambda _: None, LocalRank(rank=rank), share)
         table = table_of(spec, info.num_layers, info.num_experts)
         return SpreadDevice(alone.network, alone.pools, self.exchanges[rank], table)
 

@@ -11,6 +11,7 @@ import torch
 from parity import tiny
 
 from moestro.model.device import use_threads
+from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.library import KernelLibrary
 from moestro.model.network import Network
@@ -79,7 +80,7 @@ def threads(count: int) -> Iterator[None]:
 def use_own(network: Network) -> Network:
     """Exchange all modules of a loaded network, as a start does after its check."""
     network.probe(4)
-    network.use_kernels(kernels())
+    network.use_kernels(KernelExchange(kernels()))
     network.pack()
     return network
 

@@ -37,7 +37,7 @@ from moestro.cost.model import Batch
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, MeasuredCost, PrefillPoint, ShortChunksPoint, Table
 from moestro.errors import ConfigError
 from moestro.model.device import open_device
-from moestro.model.settings import ModelSettings
+from moestro.model.settings import LocalRank, ModelSettings
 from moestro.workload.progress import progress
 
 _NO_HOST = HostTimes(step_ns=0.0, sequence_ns=0.0)
@@ -85,7 +85,8 @@ def calibrate(settings: CalibrateSettings, console: Console) -> Table:
                 max_model_len=measured_range.max_model_len,
                 block_size=model.block_size,
                 kv_cache_memory_bytes=model.kv_cache_memory_bytes,
-            )
+            ),
+            local=LocalRank(max_tokens=measured_range.max_num_batched_tokens, max_seqs=measured_range.max_num_seqs),
         )
         device.network.finish_kernels()
     limits = Limits(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from moestro.config.config_sources import settings_in
+from moestro.config.linux_process import has_gpu
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.setting_checks import flag_of
 
@@ -54,6 +55,13 @@ def _runs(*modes: str) -> Callable[[ServeSettings], bool]:
 
 def _computes(settings: ServeSettings) -> bool:
     return settings.paced is None or settings.paced.paced_arithmetic != "none"
+
+
+def _has_gpu(settings: ServeSettings) -> bool:
+    """Whether there may be a GPU. Those of other machines are unknown here."""
+    if settings.paced is not None or settings.launching.launcher == "ray":
+        return True
+    return settings.model.device == "cuda" or (settings.model.device == "auto" and has_gpu())
 
 
 def _moves_experts(settings: ServeSettings) -> bool:
@@ -129,8 +137,14 @@ SERVE_NEEDS: tuple[Need[ServeSettings], ...] = (
     Need(
         "leave --num-gpu-blocks-override out, which sets the same",
         lambda settings: settings.model.num_gpu_blocks_override is None,
-        ("kv_cache_memory_bytes",),
+        ("kv_cache_memory_bytes", "gpu_memory_utilization"),
     ),
+    Need(
+        "leave --kv-cache-memory-bytes out, which gives the KV cache its exact size",
+        lambda settings: settings.model.kv_cache_memory_bytes is None,
+        ("gpu_memory_utilization",),
+    ),
+    Need("needs a GPU, real or paced", _has_gpu, ("gpu_memory_utilization",)),
     Need("needs --record", lambda settings: settings.server.record is not None, ("record_key_file", "record_max_size")),
     Need(
         "needs --allowed-origins",

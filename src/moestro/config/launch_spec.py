@@ -135,6 +135,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     idle_beat_ms: int = 500  # the same while the process has nothing to do
     # ZeroMQ address at which it listens to the other workers of its group; the port * lets the system choose one.
     peer_address: str = ""
+    num_local: int = 1  # processes that take the accelerators of this machine in turn, by their ranks
     cores: tuple[int, ...] = ()  # cores on which its threads run; () means all
     keys: CurveKeys | None = None  # None means that all processes run on the API server's machine
 

@@ -17,7 +17,7 @@ _MACHINES = "--launcher ray places the processes on several machines"
 _WORKERS = "in --mode async, workers are added and drained at /admin/workers"
 _PLACEMENT = "--placement-policy moves and copies experts while the server runs"
 _ALWAYS = "Moestro always does this"
-_EAGER = "Moestro always computes eagerly"
+_GRAPHS = "Moestro chooses which steps it records as CUDA graphs"
 _KERNELS = "Moestro chooses its kernels by the device"
 _LORA = "LoRA adapters are out of scope"
 _MEDIA = "input is text only"
@@ -72,11 +72,10 @@ def _refused(text: str, *names: str, neutral: Iterable[str] = ()) -> dict[str, V
 # Names as in vLLM 0.33, and some that it has dropped and that start scripts still have.
 VLLM_FLAGS: dict[str, VllmFlag] = {
     # What changes no answer and needs nothing that is missing.
-    **_switches(_EAGER, "--enforce-eager"),
-    **_taken(_EAGER, "--compilation-config", "--max-seq-len-to-capture", "--max-cudagraph-capture-size"),
-    **_taken(_EAGER, "--optimization-level", "--performance-mode"),
-    **_taken(_EAGER, "--max-context-len-to-capture"),
-    **_taken(_EAGER, "--cudagraph-capture-sizes", "--cuda-graph-sizes", values="many"),
+    **_taken(_GRAPHS, "--compilation-config", "--max-seq-len-to-capture", "--max-cudagraph-capture-size"),
+    **_taken(_GRAPHS, "--optimization-level", "--performance-mode"),
+    **_taken(_GRAPHS, "--max-context-len-to-capture"),
+    **_taken(_GRAPHS, "--cudagraph-capture-sizes", "--cuda-graph-sizes", values="many"),
     **_taken(_KERNELS, "--attention-backend", "--attention-config", "--kernel-config", "--moe-backend"),
     **_taken(_KERNELS, "--all2all-backend", "--linear-backend"),
     **_switches(_KERNELS, "--disable-cascade-attn", "--disable-custom-all-reduce", "--enable-flashinfer-autotune"),
@@ -98,7 +97,6 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     **_switches("/metrics has all figures", "--kv-cache-metrics", "--enable-mfu-metrics", "--cudagraph-metrics"),
     **_taken("/metrics has all figures", "--show-hidden-metrics-for-version", "--kv-cache-metrics-sample"),
     **_switches("one log has the lines of all engines", "--aggregate-engine-logging"),
-    **_taken(_MEMORY, "--gpu-memory-utilization"),
     **_taken("--kv-offloading-size keeps the KV of preempted requests in host memory", "--swap-space"),
     **_taken("the KV of preempted requests is computed again", "--preemption-mode"),
     **_switches("the KV cache has the model's dtype", "--calculate-kv-scales"),

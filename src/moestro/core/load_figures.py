@@ -223,6 +223,7 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         num_queried_tokens, num_hit_tokens: prompt tokens looked up, and found, in the prefix cache.
         num_kept_tokens: tokens whose KV preempted requests left in host memory.
         num_restored_tokens: tokens whose KV was copied back.
+        num_dropped_rows: computed units without use, because their requests had ended or were aborted meanwhile.
         pass_counts: plans that passed others, in `preemptive` mode.
         lock_step: steps of the engine's group, in `ep` mode.
         pace: items of a paced device; None in `async` mode, where workers report it.
@@ -353,6 +354,15 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             FigureUnit.TOKENS,
             "Tokens whose KV was copied back from host memory.",
             metric="kv_restored_tokens",
+        ),
+    ] = None
+    num_dropped_rows: Annotated[
+        int | None,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.TIMES,
+            "Units of steps computed for requests that had ended or were aborted meanwhile.",
+            metric="dropped_rows",
         ),
     ] = None
     pass_counts: PassCounts | None = None

@@ -7,6 +7,26 @@ import msgspec
 from moestro.core.request import SamplingDefaults
 
 
+class CardMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What the memory of an accelerator goes to, in bytes.
+
+    Attributes:
+        total_bytes: memory of the card.
+        num_sharing: processes of the server that use the card.
+        weight_bytes, other_bytes: weights of one process; libraries and other programs.
+        step_bytes, graph_bytes: the most that a step takes while it runs; recorded steps.
+        kv_bytes: KV cache of one process.
+    """
+
+    total_bytes: int
+    num_sharing: int
+    weight_bytes: int
+    other_bytes: int
+    step_bytes: int
+    graph_bytes: int
+    kv_bytes: int
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded network and its KV cache, for the scheduler and the API server.
 
@@ -29,6 +49,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         pace_dilation: factor on the modelled durations of a paced device; 1 without one.
         notes: notes for the operator, one sentence each.
         has_logits: whether a network computes logits; a paced device without arithmetic has none.
+        card: memory of the accelerator; None on a CPU and on a paced device.
         is_exact: whether batch and schedule never change tokens, so that another engine can continue an answer.
     """
 
@@ -50,4 +71,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     pace_dilation: float = 1.0
     notes: tuple[str, ...] = ()
     has_logits: bool = True
+    card: CardMemory | None = None
     is_exact: bool = False

@@ -10,17 +10,23 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+GAMMA = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply SplitMix64's finaliser elementwise: neighbouring inputs give unrelated outputs (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * _MIX_1
-        x = (x ^ (x >> np.uint64(27))) * _MIX_2
+        x = (x ^ (x >> np.uint64(30))) * MIX_1
+        x = (x ^ (x >> np.uint64(27))) * MIX_2
     return x ^ (x >> np.uint64(31))
+
+
+def stream_state(seed: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the part of `uniform` that depends on the seed alone; `model.sampler.uniform_there` has the rest."""
+    with np.errstate(over="ignore"):
+        return mix64(seed + GAMMA)
 
 
 def uniform(seed: NDArray[np.uint64], counter: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -30,7 +36,7 @@ def uniform(seed: NDArray[np.uint64], counter: NDArray[np.uint64]) -> NDArray[np
         seed, counter: uint64, shapes that broadcast. For sampling noise the counter is the position of the new token.
     """
     with np.errstate(over="ignore"):
-        state = mix64(mix64(seed + _GAMMA) + counter * _GAMMA)
+        state = mix64(stream_state(seed) + counter * GAMMA)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

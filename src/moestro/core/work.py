@@ -24,6 +24,10 @@ Slots = NDArray[np.int64]  # NumPy's index width; a narrower type would be conve
 # PROMPT means those of every token, to report the log probability of the prompt token after it.
 LOGITS_NONE, LOGITS_LAST, LOGITS_PROMPT = 0, 1, 2
 
+# Token id of a unit that computes the token which the step launched before it samples for the same slot. The device
+# knows the token; the host may not yet.
+FROM_STEP_BEFORE = -1
+
 _DEFAULTS = SamplingParams()
 # Sampling parameters of one sequence as a row; -1 in a logprobs column means that none are wanted.
 SAMPLING_ROW = np.dtype(
@@ -77,7 +81,8 @@ class Units(msgspec.Struct, frozen=True, eq=False, gc=False):
         block_tables: int32[n, width], block ids; columns past a sequence's last block are arbitrary valid ids. The
             width is 0 where a hashed trace is replayed.
         sampling: SAMPLING_ROW[n]. Rows are arbitrary where a hashed trace is replayed.
-        token_ids: int32[sum of num_tokens]. None means that a hashed trace is replayed.
+        token_ids: int32[sum of num_tokens], FROM_STEP_BEFORE in units of one token that follow a step in flight. None
+            means that a hashed trace is replayed.
         next_token_ids: int32, the token after each token of the LOGITS_PROMPT units, concatenated. The value is 0 after
             the last known token, whose entry the scheduler drops. None means that no unit has LOGITS_PROMPT.
         edits: changes to the logits. None means that no unit asks for any, as in the usual step.
@@ -142,10 +147,12 @@ class PlanWanted(NamedTuple):
     Attributes:
         max_tokens: most tokens of the plan. None means no bound but the scheduler's.
         service_class: class of its units. None means all classes.
+        follows: whether it is launched behind the step in flight, with FROM_STEP_BEFORE for the tokens of that step.
     """
 
     max_tokens: int | None = None
     service_class: int | None = None
+    follows: bool = False
 
 
 MOST_RANGES = 4  # of layers, for which the workers of a unit's experts are told apart

@@ -10,7 +10,7 @@ from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import PassCounts
 from moestro.core.work import Device, Forward, IsWanted, Plan, PlanWanted, Slots, StepResult, never_wanted
 
-_ANY_PLAN = PlanWanted()
+_ANY_PLAN, _NEXT_PLAN = PlanWanted(), PlanWanted(follows=True)
 
 
 class FusedExecutor:
@@ -18,6 +18,8 @@ class FusedExecutor:
 
     Args:
         device: computes the items.
+        runs_ahead: whether a plan that follows the one in flight is launched behind it, so that the device need not
+            wait for the host. The device then has to know `core.work.FROM_STEP_BEFORE`.
 
     Attributes:
         pass_counts: zeros, because no plan passes another.
@@ -26,15 +28,18 @@ class FusedExecutor:
 
     pass_counts = PassCounts()
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, runs_ahead: bool = False) -> None:
         self._device = device
+        self._runs_ahead = runs_ahead
         self._results: deque[StepResult] = deque()
         self._num_in_flight = 0
         self.num_pieces = 0
 
     def wanted_plan(self) -> PlanWanted | None:
-        """Want one plan at a time."""
-        return None if self._num_in_flight else _ANY_PLAN
+        """Want one plan at a time, and one that follows it."""
+        if self._num_in_flight == 0:
+            return _ANY_PLAN
+        return _NEXT_PLAN if self._runs_ahead and self._num_in_flight == 1 else None
 
     def submit(self, plan: Plan, now_ns: int) -> None:
         """Launch `plan`, after its KV copies."""

@@ -29,9 +29,10 @@ class PolicyViews:
         self._all_ls = np.full(self._num_slots, LS, np.uint8)
 
     def running(self, slots: Slots, now_ns: int) -> BatchView:
-        """View of the running sequences in `slots`, none of which has a unit in flight."""
+        """View of the running sequences in `slots`, as they will be when their units in flight are done."""
         table = self._table
-        num_left = table.num_tokens[slots] - table.num_computed[slots]
+        computed, known = table.progress(slots)
+        num_left = known - computed
         classes, nobody_waits = self.classes(slots, now_ns), self._is_waiting[: len(slots)]
         return BatchView(num_left, nobody_waits, classes, table.num_units_in_flight)
 

@@ -15,6 +15,7 @@ from moestro.core.views import BE, StepPolicy
 from moestro.core.work import Device, Executor, Int32s, IsWanted, Plan, PlanWanted, StepResult, never_wanted
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.fused import FusedExecutor
+from moestro.engine.next_step import NextStep
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.sequences import COMPUTED
 from moestro.engine.settings import SchedulerSettings
@@ -55,6 +56,7 @@ class Rank:
     def __init__(self, scheduler: Scheduler, executor: Executor, *, passes_decodes: bool = True) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self._next_step = NextStep(scheduler)
         self._passes_decodes = passes_decodes
         self._has_news = False  # something happened since the last plan for which more units might be scheduled
         self.expert_counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None
@@ -140,6 +142,8 @@ class Rank:
         wanted = self.executor.wanted_plan()
         if wanted is None or not self._is_worth_it(wanted, now_ns):
             return None
+        if wanted.follows:
+            return self._follow(now_ns)
         plan = self.scheduler.schedule(now_ns, wanted.service_class, wanted.max_tokens)
         self._has_news = False
         if plan is None:
@@ -153,6 +157,16 @@ class Rank:
             table = self.scheduler.table
             recorder.may_pass(table.at_all(plan.units.slot), table.at_all(table.in_flight(BE)))
         self.executor.submit(plan, now_ns)
+        next_wanted = self.executor.wanted_plan()
+        self._has_news |= next_wanted is not None and next_wanted.follows
+        return plan
+
+    def _follow(self, now_ns: int) -> Plan | None:
+        """Submit the plan that follows the one in flight, if nothing but its tokens is unknown."""
+        plan = self._next_step.plan(now_ns)
+        self._has_news = False
+        if plan is not None:
+            self.executor.submit(plan, now_ns)
         return plan
 
     def _is_worth_it(self, wanted: PlanWanted, now_ns: int) -> bool:
@@ -211,6 +225,7 @@ class Rank:
             num_hit_tokens=counts.num_hit_tokens,
             num_kept_tokens=counts.num_kept_tokens,
             num_restored_tokens=counts.num_restored_tokens,
+            num_dropped_rows=counts.num_dropped_rows,
             pass_counts=self.executor.pass_counts,
         )
 
@@ -229,9 +244,9 @@ def recorder_of(rank: Rank) -> EventRecorder:
     return recorder
 
 
-def build_rank(settings: SchedulerSettings, device: Device) -> Rank:
-    """A rank in `fused` mode on `device`."""
-    return Rank(Scheduler(settings), FusedExecutor(device))
+def build_rank(settings: SchedulerSettings, device: Device, *, runs_ahead: bool = False) -> Rank:
+    """Build a rank in `fused` mode on `device`. `runs_ahead`: as in `FusedExecutor`."""
+    return Rank(Scheduler(settings), FusedExecutor(device, runs_ahead=runs_ahead))
 
 
 def build_preemptive_rank(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moestro.core.columns import ONE, ZERO, all_nonzero, has_true
+from moestro.core.columns import ONE, all_nonzero, has_true
 from moestro.core.grammar import GrammarBackend
 from moestro.core.request import FinishReason, Request
 from moestro.core.scheduling_events import SequencePreempted
@@ -53,8 +53,9 @@ class Scheduler:
         decode_run: makes plans and applies results while the batch stays the same.
         num_steps: plans made so far.
 
-    Invariants: a sequence with a unit in flight is neither scheduled nor, unless the unit is recalled, preempted; a
-    shared block is never written; blocks are conserved (`check`); a sequence whose token mask is late delays no other.
+    Invariants: a sequence with a unit in flight is not preempted unless the unit is recalled, and `NextStep` alone
+    schedules it; a shared block is never written; blocks are conserved (`check`); a sequence whose token mask is late
+    delays no other.
     """
 
     def __init__(self, settings: SchedulerSettings, recall: Recall | None = None) -> None:
@@ -74,7 +75,6 @@ class Scheduler:
         self.decode_run = DecodeRun(self.state)
         self.num_steps = 0
         self._num_added = 0
-        self._num_aborted_in_flight = 0
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -123,27 +123,17 @@ class Scheduler:
     def abort(self, request_id: str, now_ns: int) -> bool:
         """Drop a request, and return whether its id was known; the request may just have ended.
 
-        A unit in flight that cannot be recalled runs to its end, because it may write to the sequence's blocks. Its
-        result is dropped.
+        A unit in flight runs to its end and its result is dropped, unless it is recalled. Only best effort is recalled.
         """
         sequence = self.by_id.pop(request_id, None)
         if sequence is None:
             return False
         if sequence.slot is None:
             self.waiting.remove(sequence)
-            self.state.leave(sequence)
-        elif self._can_leave_now(sequence, sequence.slot, now_ns):
-            self.state.leave(sequence)
-        else:
-            sequence.is_aborted = True
-            self._num_aborted_in_flight += 1
+        elif sequence.service_class == BE:
+            self.preemption.recall_unit(sequence.slot, now_ns)
+        self.state.leave(sequence)
         return True
-
-    def _can_leave_now(self, sequence: Sequence, slot: int, now_ns: int) -> bool:
-        """Whether the sequence has no unit in flight, if need be after recalling it. Only best effort is recalled."""
-        if not self.table.num_in_flight[slot]:
-            return True
-        return sequence.service_class == BE and self.preemption.recall_unit(slot, now_ns)
 
     @property
     def has_work(self) -> bool:
@@ -184,7 +174,7 @@ class Scheduler:
         limits = self.limits if max_tokens is None else self.limits.at_most(max_tokens)
         is_whole = service_class is None and limits is self.limits
         if is_whole and (units := self.decode_run.next_units()) is not None:
-            return self._plan_of(units)
+            return self.plan_of(units)
         self.decode_run.end()
         if self.state.recorder is not None and len(self.waiting):
             self.state.recorder.look(self.waiting, now_ns)
@@ -212,7 +202,7 @@ class Scheduler:
 
         # 4. Candidates are admitted, unless blocks were so scarce that a sequence was preempted.
         if candidates and not has_preempted:
-            slots, num_tokens = self._with_admitted(candidates, slots, num_tokens, chunk, num_free, now_ns)
+            slots, num_tokens = self.with_admitted(candidates, slots, num_tokens, chunk, num_free, now_ns)
 
         # 5. The plan takes its units, and the KV copies that preemptions and admissions have asked for.
         if len(slots) == 0:
@@ -222,9 +212,10 @@ class Scheduler:
         units = make_units(self.table, slots, num_tokens)
         if is_whole:
             self.decode_run.look_at(units)
-        return self._plan_of(units)
+        return self.plan_of(units)
 
-    def _plan_of(self, units: Units) -> Plan:
+    def plan_of(self, units: Units) -> Plan:
+        """Number the next plan. It takes the KV copies that preemptions and admissions have asked for."""
         self.num_steps += 1
         return Plan(self.num_steps, units, self.state.host.take_moves())
 
@@ -299,7 +290,7 @@ class Scheduler:
                 )
             )
 
-    def _with_admitted(
+    def with_admitted(
         self,
         candidates: list[AdmissionCandidate],
         slots: Slots,
@@ -362,30 +353,28 @@ class Scheduler:
 
         A sequence whose logits are not finite, or whose request excludes all tokens, ends here without one.
         """
-        if not self._num_aborted_in_flight and (output := self.decode_run.take(result)) is not None:
+        if not self.state.num_leaving and (output := self.decode_run.take(result)) is not None:
             return output
         self.decode_run.end()
-        # 1. The units are no longer in flight.
+        # 1. The units are no longer in flight, and their tokens have their KV in the pool.
         table = self.table
-        num_done = table.num_in_flight[result.slot]
+        num_done = table.end_units(result.slot)
         if not all_nonzero(num_done):
             raise InvariantError("a result for a unit that is not in flight")
-        table.num_units_in_flight -= len(num_done)
+        table.num_computed[result.slot] += num_done
 
-        # 2. Sequences that failed or were aborted leave.
+        # 2. Sequences that failed, or that had ended or were aborted before, leave.
         failed: list[tuple[Sequence, FinishReason]] = []
         if result.non_finite is not None:
             result, failed = self._remove_failed(result, result.non_finite)
-        if self._num_aborted_in_flight:
-            result = self._remove_aborted(result)
+        if self.state.num_leaving:
+            result = self._remove_leaving(result)
         slots = result.slot
-        if len(slots) < len(num_done):
-            num_done = table.num_in_flight[slots]
+        computed = table.num_computed[slots]
 
-        # 3. The tokens of the others have their KV in the pool, and full blocks enter the prefix cache.
-        computed = self._computed_after(result, num_done)
-        table.num_computed[slots] = computed
-        table.num_in_flight[slots] = ZERO
+        # 3. The others compute their last token again if its mask was late. Full blocks enter the prefix cache.
+        if result.unmasked is not None:
+            computed = self._without_unmasked(result, result.unmasked, computed)
         for index, entries in result.prompt_logprobs.items():
             table.add_prompt_logprobs(int(slots[index]), entries)
         for index, packed in result.block_hashes.items():
@@ -400,18 +389,22 @@ class Scheduler:
             output.add_failed(failed)
         return output
 
-    def _computed_after(self, result: StepResult, num_done: Int32s) -> Int32s:
-        """int32[n], tokens with KV of each row of the result.
+    def _without_unmasked(self, result: StepResult, unmasked: Slots, computed: Int32s) -> Int32s:
+        """Let the sequences sit out whose masks were not ready, the rows `unmasked` of the result.
 
-        Sequences whose masks were not ready sit out. Their last token counts as not computed, so that a later unit
-        computes its logits again.
+        Their last token counts as not computed, so that a later unit computes its logits again.
+
+        Args:
+            computed: int32[n], tokens with KV of each row of the result.
+
+        Returns:
+            The same without those tokens.
         """
-        computed: Int32s = self.table.num_computed[result.slot] + num_done
-        if result.unmasked is not None:
-            computed[result.unmasked] -= ONE
-            for row in result.unmasked.tolist():
-                result.logprobs.pop(row, None)
-            self.table.sit_out(result.slot[result.unmasked])
+        computed[unmasked] -= ONE
+        self.table.num_computed[result.slot] = computed
+        for row in unmasked.tolist():
+            result.logprobs.pop(row, None)
+        self.table.sit_out(result.slot[unmasked])
         return computed
 
     def _remove_failed(self, result: StepResult, rows: Slots) -> tuple[StepResult, list[tuple[Sequence, FinishReason]]]:
@@ -422,7 +415,7 @@ class Scheduler:
         computed from its first token.
 
         Returns:
-            The result of the other rows, and the removed sequences that were not aborted before, with the reasons.
+            The result of the other rows, and the removed sequences that were not leaving before, with the reasons.
         """
         failed = []
         is_excluded = np.isin(rows, () if result.excluded is None else result.excluded)
@@ -433,21 +426,19 @@ class Scheduler:
                 reason = FinishReason.GRAMMAR
             if reason is FinishReason.NON_FINITE:
                 self.pool.forget(sequence.hashes)
-            if sequence.is_aborted:
-                self._num_aborted_in_flight -= 1
-                self.state.leave(sequence)
+            if sequence.is_leaving:
+                self.state.drop_row(sequence)
             else:
                 failed.append((sequence, reason))
                 self.state.finish(sequence)
         return result.select(np.setdiff1d(np.arange(len(result.slot)), rows)), failed
 
-    def _remove_aborted(self, result: StepResult) -> StepResult:
-        """Remove sequences that were aborted while their unit was in flight. Returns the result of the others."""
-        is_aborted = np.array([self.table.at(slot).is_aborted for slot in result.slot.tolist()], np.bool_)
-        for slot in result.slot[is_aborted].tolist():
-            self._num_aborted_in_flight -= 1
-            self.state.leave(self.table.at(slot))
-        return result.select(np.flatnonzero(~is_aborted))
+    def _remove_leaving(self, result: StepResult) -> StepResult:
+        """Remove sequences that ended or were aborted while their unit was in flight. Returns the others' result."""
+        is_leaving = self.table.are_leaving(result.slot)
+        for slot in result.slot[is_leaving].tolist():
+            self.state.drop_row(self.table.at(slot))
+        return result.select(np.flatnonzero(~is_leaving))
 
     def record_with(self, recorder: EventRecorder) -> None:
         """Note what happens to requests from now on."""

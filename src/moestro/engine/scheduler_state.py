@@ -37,6 +37,7 @@ class SchedulerState:
         by_id: every sequence by request id, until it finishes or is aborted.
         block_contents: contents of filled blocks by hash, for a publisher that empties it. None means no publisher.
         recorder: notes what happens to requests. None means that nothing does.
+        num_leaving: sequences that leave when their unit in flight returns.
     """
 
     def __init__(self, settings: SchedulerSettings, order: OrderPolicy) -> None:
@@ -49,6 +50,7 @@ class SchedulerState:
         self.counts = SchedulerCounts()
         self.block_contents: dict[bytes, BlockContent] | None = None
         self.recorder: EventRecorder | None = None
+        self.num_leaving = 0
         self._order = order
 
     # --- -> waiting -------------------------------------------------------------------------------------------------
@@ -123,8 +125,15 @@ class SchedulerState:
             self.finish(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Release what a sequence holds whose request id is no longer known, and tell the order policy."""
+        """Release what a sequence holds whose request id is no longer known, and tell the order policy.
+
+        A unit in flight may write to the sequence's blocks, so they are released with its result (`drop_row`).
+        """
         if sequence.slot is not None:
+            if self.table.num_in_flight[sequence.slot]:
+                sequence.is_leaving = True
+                self.num_leaving += 1
+                return
             self._release_slot(sequence.slot)
         if sequence.host_blocks:
             self.host.forget(sequence)
@@ -134,6 +143,12 @@ class SchedulerState:
                 self.recorder.left(sequence, num_generated)
             if self._order.observes:
                 self.waiting.observe(Left(sequence.user, num_generated))
+
+    def drop_row(self, sequence: Sequence) -> None:
+        """Let a leaving sequence go whose unit has returned. The unit's result has no use."""
+        self.num_leaving -= 1
+        self.counts.num_dropped_rows += 1
+        self.leave(sequence)
 
     def _release_slot(self, slot: int) -> Sequence:
         """Free the slot and the blocks of a running sequence. Returns the sequence."""

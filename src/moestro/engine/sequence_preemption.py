@@ -127,7 +127,7 @@ class SequencePreemption:
         table = self._table
         if not table.num_in_flight[slot]:
             return True
-        if self._recall is None or table.at(slot).is_aborted:
+        if self._recall is None or table.at(slot).is_leaving:
             return False
         if len(self._recall(np.array([slot], np.int64), now_ns)) == 0:
             return False  # the device has begun it

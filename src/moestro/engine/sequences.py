@@ -16,16 +16,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.columns import SHORT
+from moestro.core.columns import SHORT, ZERO, has_true
 from moestro.core.grammar import GrammarBackend
 from moestro.core.hashing import HASH_BYTES, name_key, split_hashes
 from moestro.core.request import Request, SamplingParams, ServiceClass, TokenLogprobs
 from moestro.core.views import BE, LS
-from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, LogitEdits, Slots
+from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Int32s, LogitEdits, Slots
 from moestro.engine.logit_edits import SequenceEdits, join_edits
 
 _BE = ServiceClass.BE  # to find the member of an enumeration costs more than to compare with it
-_NOTHING = np.empty(0, np.int32)
+_NOTHING, _NO_SLOTS = np.empty(0, np.int32), np.empty(0, np.int64)
 NEVER = np.iinfo(np.int32).max
 
 
@@ -63,7 +63,7 @@ class Sequence:
         admitted_ns: time of its first admission.
         prompt_logprobs: entries collected so far. None means delivered or not wanted.
         num_preemptions: number of its preemptions.
-        is_aborted: whether the sequence is dropped when its unit in flight returns.
+        is_leaving: whether the sequence has ended or was aborted, and is dropped when its unit in flight returns.
         may_cache: whether its blocks may enter the prefix cache.
         is_told: whether the API server had an output of it, with its cached tokens and its admission.
         service_class: LS or BE, as given by the client.
@@ -71,7 +71,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "admitted_ns", "blocks", "edits", "generated", "hashes", "host_blocks", "is_aborted", "is_told",
+        "admitted_ns", "blocks", "edits", "generated", "hashes", "host_blocks", "is_leaving", "is_told",
         "last_num_tokens", "may_cache", "num_cached_tokens", "num_kept", "num_preemptions", "num_tokens",
         "prompt_logprobs", "request", "sampling_row", "serial", "service_class", "slot", "stop_token_ids", "user",
     )  # fmt: skip
@@ -95,7 +95,7 @@ class Sequence:
         self.num_cached_tokens: int | None = None
         self.admitted_ns = 0
         self.num_preemptions = 0
-        self.is_aborted = self.is_told = False
+        self.is_leaving = self.is_told = False
         self.may_cache = True
         self.service_class = BE if request.service_class is _BE else LS
         self.user = name_key(request.user)
@@ -178,7 +178,8 @@ class SequenceTable:
         write_start: int32[slots], positions below it lie in shared blocks and are never written.
         next_full_at: int32[slots], tokens with KV at which the next block is full and enters the prefix cache. NEVER
             where the hash of that block cannot be known.
-        num_in_flight: int32[slots], tokens of the unit in flight; 0 means idle.
+        num_in_flight: int32[slots], tokens of the unit in flight; 0 means idle. Of two units, those of the first.
+        behind, num_behind: int64[n], int32[n], slots with a second unit in flight, behind the first, and its tokens.
         wants_prompt_logprobs, edits_logits: bool[slots].
         block_table: int32[slots, max blocks]. Rows of hashed traces are not written, because no device reads them.
         token_ids: int32[slots, max_model_len].
@@ -210,6 +211,7 @@ class SequenceTable:
         self.arrival_ns = np.zeros(num_slots, np.int64)
         self.write_start = column()
         self.num_in_flight = column()
+        self.behind, self.num_behind = _NO_SLOTS, _NOTHING
         self.wants_prompt_logprobs = np.zeros(num_slots, np.bool_)
         self.edits_logits = np.zeros(num_slots, np.bool_)
         self.block_table = column(-(-max_model_len // block_size))
@@ -411,6 +413,10 @@ class SequenceTable:
             return False
         return self.grammars.failure(edits.matcher) is not None
 
+    def are_leaving(self, slots: Slots) -> NDArray[np.bool_]:
+        """bool[n], which sequences in `slots` leave when their unit in flight returns."""
+        return np.array([self.at(slot).is_leaving for slot in slots.tolist()], np.bool_)
+
     def idle(self, service_class: int | None = None) -> Slots:
         """Slots without a unit in flight, in order of admission. With `service_class`, only slots of that class."""
         slots = self.running if service_class is None else self._of_class(service_class)
@@ -438,6 +444,41 @@ class SequenceTable:
     def _go_on(self, slot: int) -> None:
         self.num_sitting_out -= self.sits_out.item(slot)
         self.sits_out[slot] = False
+
+    def progress(self, slots: Slots) -> tuple[Int32s, Int32s]:
+        """Tokens with KV, and known tokens, of `slots` as they will be when their units in flight are done.
+
+        Returns:
+            int32[n], int32[n]. The token that a unit in flight samples counts as known.
+        """
+        computed, known = self.num_computed[slots], self.num_tokens[slots]
+        if self.num_units_in_flight:
+            computed = computed + self.num_in_flight[slots]
+            known = known + (computed == known)
+        return computed, known
+
+    def begin_units(self, slots: Slots, num_tokens: Int32s) -> None:
+        """Mark units as in flight, behind those that are in flight already."""
+        if self.num_units_in_flight and has_true(is_second := self.num_in_flight[slots] > ZERO):
+            self.behind, self.num_behind = slots[is_second], num_tokens[is_second]
+            slots, num_tokens = slots[~is_second], num_tokens[~is_second]
+        self.num_in_flight[slots] = num_tokens
+        self.num_units_in_flight += len(slots)
+
+    def end_units(self, slots: Slots) -> Int32s:
+        """Mark the units of `slots` as done, so that those behind them are the units in flight.
+
+        Returns:
+            int32[n], tokens of the units; 0 where there was none.
+        """
+        num_done: Int32s = self.num_in_flight[slots]
+        self.num_in_flight[slots] = ZERO
+        self.num_units_in_flight -= len(slots)
+        if len(self.behind):
+            self.num_in_flight[self.behind] = self.num_behind
+            self.num_units_in_flight += len(self.behind)
+            self.behind, self.num_behind = _NO_SLOTS, _NOTHING
+        return num_done
 
     def in_flight(self, service_class: int) -> Slots:
         """Slots of `service_class` with a unit in flight, in order of admission."""

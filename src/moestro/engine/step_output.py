@@ -145,6 +145,7 @@ class SchedulerCounts:
         num_hit_tokens: those of them that the prefix cache held.
         num_kept_tokens: tokens of preempted sequences whose KV was copied to host memory.
         num_restored_tokens: tokens whose KV was copied back.
+        num_dropped_rows: computed units without use, because their sequences had ended or were aborted meanwhile.
     """
 
     num_preemptions: int = 0
@@ -152,3 +153,4 @@ class SchedulerCounts:
     num_hit_tokens: int = 0
     num_kept_tokens: int = 0
     num_restored_tokens: int = 0
+    num_dropped_rows: int = 0

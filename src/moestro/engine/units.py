@@ -12,10 +12,10 @@ _NO_TABLES = np.empty((1 << 20, 0), np.int32)  # takes no memory
 
 
 def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
-    """Make the units of a plan, and mark their tokens as in flight."""
-    start = table.num_computed[slots]
+    """Make the units of a plan, and mark their tokens as in flight, behind units that are in flight already."""
+    start, known = table.progress(slots)
     # LOGITS_LAST is 1, so the comparison itself is the column.
-    logits = (start + num_tokens == table.num_tokens[slots]).view(_BYTES)
+    logits = (start + num_tokens == known).view(_BYTES)
     if table.num_scoring:
         logits[table.last_num_tokens[slots] == table.num_prompt[slots]] = LOGITS_NONE
     following = None
@@ -25,8 +25,7 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
         if not table.num_hashed:
             following = _token_ids(table, slots[asks], start[asks] + 1, num_tokens[asks])
     edits = table.logit_edits(slots, logits) if table.num_editing else None
-    table.num_in_flight[slots] = num_tokens
-    table.num_units_in_flight += len(slots)
+    table.begin_units(slots, num_tokens)
     fixed, is_hashed = table.fixed_columns(slots), table.num_hashed > 0
     return Units(
         slot=slots,

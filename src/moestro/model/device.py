@@ -6,17 +6,21 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
+from torch import Tensor
 
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import SamplingDefaults
 from moestro.core.work import BlockMoves, Forward, StepResult
+from moestro.errors import ConfigError
+from moestro.model.card_memory import choose_kv_bytes, is_share_of_card, measure_step, read_card
 from moestro.model.check import check_network
 from moestro.model.gate_override import make_override
 from moestro.model.generation_config import eos_token_ids, read_generation_config, sampling_defaults
+from moestro.model.host_pools import staging_bytes
 from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
 from moestro.model.load import load_network, read_config
 from moestro.model.network import Network
@@ -29,9 +33,17 @@ from moestro.model.pools import (
 )
 from moestro.model.refuse import TESTED_FAMILIES
 from moestro.model.results import PendingResult, compute_result
-from moestro.model.settings import ModelSettings
-from moestro.model.step import PagedStep
+from moestro.model.settings import ALONE, LocalRank, ModelSettings
+from moestro.model.step import PagedStep, SampledTokens
 from moestro.model.worker_share import WorkerShare
+
+
+class RecordedSteps(Protocol):
+    """Steps that were recorded and are replayed."""
+
+    def logits(self, step: PagedStep) -> Tensor | None:
+        """Compute the result of `Network.logits`, which the next step overwrites; None if no record fits the step."""
+        ...
 
 
 class TorchDevice:
@@ -50,13 +62,27 @@ class TorchDevice:
     def __init__(self, network: Network, pools: KVPools) -> None:
         self.network = network
         self.pools = pools
+        self._graphs: RecordedSteps | None = None
         self._launched: deque[Forward] = deque()
         self._running: deque[PendingResult] = deque()
+        self._sampled: SampledTokens | None = None  # by the step launched last
+
+    def replay(self, steps: RecordedSteps | None) -> None:
+        """Replay recorded steps from now on, wherever one fits."""
+        self._graphs = steps
 
     @property
     def works_when_polled(self) -> bool:
         """Whether polling does the work: true on a CPU."""
         return self.network.device.type == "cpu"
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step gains from a launch before the host has the tokens of the step before (FROM_STEP_BEFORE).
+
+        On a CPU it would not. A gate override chooses experts by token ids on the host.
+        """
+        return not self.works_when_polled and self.network.override is None
 
     def launch(self, item: Forward, now_ns: int) -> None:
         """Start `item`. Items that touch the same blocks run in launch order."""
@@ -74,11 +100,17 @@ class TorchDevice:
         while self._launched:
             self.network.adopt_kernels()
             step = PagedStep(self._launched.popleft().units, self.pools, self.network.device)
-            logits = self.network.logits(step)
+            if self._sampled is not None:
+                step.fill_tokens(self._sampled)
+            logits = None if self._graphs is None else self._graphs.logits(step)
+            if logits is None:
+                logits = self.network.logits(step)
             routing = self.network.routing
             counts, choices = (None, None) if routing is None else (routing.counts, routing.choices())
             visits = None if routing is None or routing.visits is None else routing.visits.read()
-            self._running.append(compute_result(step, logits, counts, choices, visits))
+            result = compute_result(step, logits, counts, choices, visits)
+            self._sampled = result.on_device
+            self._running.append(result)
 
     def poll(self, now_ns: int) -> list[StepResult]:
         """Return results that are ready, in launch order: all of them on a CPU. On an accelerator it never blocks."""
@@ -146,6 +178,8 @@ class CheckedNetwork:
         probe: pools of one block, in the shapes of its K and V.
         num_chosen: experts that a token visits; 0 for a dense network.
         notes: sentences for the operator.
+        local: place of the process among those of its machine.
+        step_bytes: the most memory that a step takes on an accelerator.
     """
 
     facts: CheckpointFacts
@@ -153,19 +187,35 @@ class CheckedNetwork:
     probe: KVPools
     num_chosen: int
     notes: tuple[str, ...]
+    local: LocalRank
+    step_bytes: int
 
-    def allocate(self, settings: ModelSettings) -> tuple[KVPools, ModelInfo]:
+    def allocate(self, settings: ModelSettings, parked_bytes: int = 0) -> tuple[KVPools, ModelInfo]:
         """Allocate the KV cache that `settings` allow, and host memory if they name any.
+
+        Args:
+            parked_bytes: memory of the KV cache that tokens inside the network take.
 
         Raises:
             ConfigError: the settings are impossible.
         """
+        staging = staging_bytes(self.probe.bytes_per_block) if settings.kv_offloading_size else 0
+        card = read_card(self.network, self.local, self.step_bytes, staging)
+        kv_bytes = choose_kv_bytes(settings, card, self.probe)
+        if parked_bytes >= kv_bytes and settings.num_gpu_blocks_override is None:
+            raise ConfigError(
+                f"Tokens inside the network take {parked_bytes} bytes, as much as the KV cache of {kv_bytes} bytes:"
+                " raise --kv-cache-memory-bytes or --gpu-memory-utilization, or lower --max-num-batched-tokens."
+            )
         probe, notes, wanted_len = self.probe, self.notes, self.facts.max_model_len
         if self.network.exchange is not None:
             notes += (self.network.exchange.note,)
-        num_blocks = choose_num_blocks(settings, probe.bytes_per_block)
+        num_blocks = choose_num_blocks(settings, kv_bytes - parked_bytes, probe.bytes_per_block)
         num_host_blocks = choose_num_host_blocks(settings, probe.bytes_per_block)
-        max_model_len = fit_max_model_len(settings, wanted_len, num_blocks, probe.bytes_per_block)
+        is_measured = card is not None and is_share_of_card(settings)
+        max_model_len = fit_max_model_len(
+            settings, wanted_len, num_blocks, probe.bytes_per_block, is_measured=is_measured
+        )
         if max_model_len < wanted_len:
             held = f"the {max_model_len} tokens that the KV cache holds"
             notes += (f"max_model_len is lowered from {wanted_len} to {held}.",)
@@ -181,6 +231,7 @@ class CheckedNetwork:
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
             notes=notes,
+            card=card and card.described(num_blocks * probe.bytes_per_block),
         )
 
 
@@ -205,7 +256,7 @@ def use_threads(settings: ModelSettings) -> None:
 
 
 def open_network(
-    settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, rank: int = 0
+    settings: ModelSettings, on_phase: Callable[[str], None] = lambda _: None, local: LocalRank = ALONE
 ) -> CheckedNetwork:
     """Load a network and check it. Arguments and errors as `open_device`."""
     use_threads(settings)
@@ -213,39 +264,64 @@ def open_network(
     on_phase("read config")
     facts = read_facts(settings)
     on_phase("load weights")
-    network, notes = load_network(settings, facts.config, rank)
+    network, notes = load_network(settings, facts.config, local.rank)
     on_phase("check")
     probe, num_chosen = check_network(network, facts.max_model_len, settings.block_size)
+    step_bytes = measure_step(network, probe, local, facts.max_model_len)
     notes += choose_kernels(network, kernels, settings)
     if settings.gate_override is not None:
         network.override = make_override(settings.gate_override, network.gate_shape(num_chosen), settings.seed)
-    return CheckedNetwork(facts=facts, network=network, probe=probe, num_chosen=num_chosen, notes=notes)
+    return CheckedNetwork(
+        facts=facts,
+        network=network,
+        probe=probe,
+        num_chosen=num_chosen,
+        notes=notes,
+        local=local,
+        step_bytes=step_bytes,
+    )
 
 
 def open_device(
     settings: ModelSettings,
     on_phase: Callable[[str], None] = lambda _: None,
-    rank: int = 0,
+    local: LocalRank = ALONE,
     share: WorkerShare | None = None,
 ) -> tuple[TorchDevice, ModelInfo]:
     """Load a network and allocate its whole KV cache.
 
     Args:
         on_phase: called with a phase's name when the phase begins, and with `ready` at the end.
-        rank: number that selects one of several accelerators (see `choose_device`).
+        local: place among the processes of the machine, which selects the accelerator, and the largest step.
         share: part of the network to keep. None means all of it.
 
     Raises:
         ConfigError: the settings are impossible; the text says what to do.
         UnsupportedModelError: this checkpoint cannot run here; the text says why.
     """
-    checked = open_network(settings, on_phase, rank)
+    checked = open_network(settings, on_phase, local)
     if share is not None:
         on_phase("cut weights")
         share.cut(checked.network)
     on_phase("pack weights")
-    checked.network.pack()
+    network = checked.network
+    network.pack()
     on_phase("allocate KV cache")
+    graphs = _plan_graphs(checked) if local.records_steps and not settings.enforce_eager else None
+    network.graph_bytes = 0 if graphs is None else graphs.num_bytes
     pools, info = checked.allocate(settings)
+    device = TorchDevice(network, pools)
+    if graphs is not None:
+        on_phase("record graphs")
+        device.replay(graphs.record(network, pools))
     on_phase("ready")
-    return TorchDevice(checked.network, pools), info
+    return device, info
+
+
+def _plan_graphs(checked: CheckedNetwork) -> Any:
+    """Plan the graphs of a network whose steps can be recorded; None for others, among them all on a CPU."""
+    if checked.network.device.type == "cpu" or checked.network.exchange is None:
+        return None
+    from moestro.model.cuda.graphs import plan_graphs  # noqa: PLC0415 - it imports Triton
+
+    return plan_graphs(checked.network, checked.local.max_seqs, checked.facts.max_model_len, checked.probe.block_size)

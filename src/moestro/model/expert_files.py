@@ -12,6 +12,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from transformers.utils import logging as hf_logging
 
@@ -23,7 +24,6 @@ from moestro.model.expert_slots import ExpertWeights, pick_expert
 from moestro.model.experts import register_experts
 from moestro.model.load import (
     build_skeleton,
-    choose_device,
     choose_dtype,
     draw_weights,
     finish_dequantizing,
@@ -34,20 +34,23 @@ from moestro.model.network import find_experts
 from moestro.model.settings import ModelSettings
 
 
-def read_experts(settings: ModelSettings, layer: int, experts: Sequence[int]) -> list[ExpertWeights]:
+def read_experts(
+    settings: ModelSettings, layer: int, experts: Sequence[int], device: torch.device
+) -> list[ExpertWeights]:
     """Read experts of one layer, bit for bit as loading the whole network has them.
 
     Args:
         settings: those with which the network was loaded.
         layer: a layer with experts.
         experts: logical experts.
+        device: the network's device, where random weights are drawn: their numbers depend on its kind.
 
     Raises:
         UnsupportedModelError: the checkpoint cannot be loaded, or lacks the layer.
     """
     config = read_config(settings)
     if settings.load_format == "dummy":
-        model = draw_weights(settings, config, choose_device(settings))  # numbers depend on the kind of device
+        model = draw_weights(settings, config, device)
         module = dict(find_experts(model, config.get_text_config().num_hidden_layers))[layer]
     else:
         _, module = read_layer(settings, config, layer, type(build_skeleton(config)))

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from moestro.core.model_info import ModelInfo
 from moestro.core.stages import StageShape
+from moestro.model.accelerator import open_device_of
 from moestro.model.arena import TokenForm
 from moestro.model.device import CheckpointFacts, open_network, read_facts, use_threads
 from moestro.model.expert_files import read_layer
 from moestro.model.expert_pieces import ExpertRunner
 from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
-from moestro.model.load import build_skeleton, choose_device
+from moestro.model.load import build_skeleton
 from moestro.model.network import Network, find_experts
-from moestro.model.settings import ModelSettings
+from moestro.model.settings import LocalRank, ModelSettings
 from moestro.model.staged_device import ExpertTorchDevice
 from moestro.model.worker_share import WorkerShare
 
@@ -37,7 +38,8 @@ def open_expert_device(
     Args:
         settings: as for `open_device`; the sizes of the KV cache are not used.
         share: experts to keep, and the number of guests.
-        on_phase, rank: as for `open_device`.
+        on_phase: as for `open_device`.
+        rank: number of the process, by which it takes an accelerator.
 
     Raises:
         ConfigError: as `open_device`.
@@ -76,12 +78,13 @@ def _load_share(
     """A network that has the share's experts alone, and the number of experts that a token visits."""
     if settings.load_format == "dummy":  # random weights are drawn in the order of the whole network
         return _load_whole(settings, share, rank)
+    device = open_device_of(settings, rank)
     skeleton = build_skeleton(facts.config)
     layers = [layer for layer, _ in find_experts(skeleton, facts.config.get_text_config().num_hidden_layers)]
     if not layers:
-        return Network(skeleton, choose_device(settings, rank)), 0
+        return Network(skeleton, device), 0
     model, loaded = read_layer(settings, facts.config, layers[0], type(skeleton))
-    network = Network(model, choose_device(settings, rank))
+    network = Network(model, device)
     num_chosen = _count_chosen(network, loaded)
     if num_chosen is None:
         return _load_whole(settings, share, rank)
@@ -96,7 +99,7 @@ def _load_share(
 
 
 def _load_whole(settings: ModelSettings, share: WorkerShare, rank: int) -> tuple[Network, int]:
-    checked = open_network(settings, rank=rank)
+    checked = open_network(settings, local=LocalRank(rank=rank))
     share.cut(checked.network, keeps_attention=False)
     checked.network.pack_experts()
     return checked.network, checked.num_chosen

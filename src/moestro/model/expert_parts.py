@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from moestro.model.experts import PackedExperts, combine, run_batches, sort_by_expert, tag_of
+from moestro.model.experts import ExpertsInPlace, PackedExperts, combine, run_batches, sort_by_expert, tag_of
 from moestro.model.packing import WholeExperts
 
 
@@ -39,10 +40,37 @@ def split_experts(
     module: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, counts: Tensor
 ) -> ExpertParts:
     """Begin to compute experts in parts. Arguments as for `experts.sum_experts`; `counts` grows with each part."""
-    packed = tag_of(module).packed
+    tag = tag_of(module)
+    if tag.in_place is not None:
+        return _OnePart(tag.in_place, hidden, topk_ids, topk_weights, counts)
+    packed = tag.packed
     if packed is not None and packed.whole is not None:
         return _KernelParts(packed.whole, hidden, topk_ids, topk_weights, counts)
     return _SortedParts(module, hidden, topk_ids, topk_weights, counts)
+
+
+class _OnePart:
+    """All experts at once, so that no accelerator waits; implements `ExpertParts`."""
+
+    def __init__(
+        self, whole: ExpertsInPlace, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, counts: Tensor
+    ) -> None:
+        self._compute = partial(whole.weighted_sum, hidden, topk_ids, topk_weights, counts)
+        self._num_experts, self._total = len(counts), hidden
+        self.first_open, self.is_over = 0, False
+
+    def advance(self, max_experts: int) -> None:
+        """Implement `ExpertParts.advance`."""
+        self._total = self._compute()
+        self.first_open, self.is_over = self._num_experts, True
+
+    def total(self) -> Tensor:
+        """Implement `ExpertParts.total`."""
+        return self._total
+
+    def answers(self, pairs: Tensor) -> Tensor:
+        """Raise: nothing stops between two experts."""
+        raise AssertionError("all experts answer at once")
 
 
 class _KernelParts:

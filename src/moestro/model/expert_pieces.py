@@ -11,16 +11,37 @@ from torch import Tensor, nn
 
 from moestro.core.stages import Experts, StageItem, StageShape
 from moestro.model.arena import Arena, TokenForm
-from moestro.model.experts import can_group, run_batches, run_grouped, tag_of
+from moestro.model.experts import can_group, in_place_of, run_batches, run_grouped, tag_of
 from moestro.model.network import Network
 from moestro.model.results import PendingResult
 from moestro.model.upload import upload
 
-# A CPU core reads this many bytes in some 800 µs: for so long new work waits at most for the piece under way. Pieces of
-# 8 MiB made a step 3 to 4 % longer than one without pieces, these 1 to 3 % (640M model, docs/flow.md). An expert that
-# is larger is computed as one piece.
-PIECE_BYTES = 16 << 20
-_ROWS_A_READ = 8  # rows that a core computes in the time in which it reads their weights
+# New work waits at most for the piece under way. On a CPU pieces of half as long made a step 3 to 4 % longer than one
+# without pieces, these 1 to 3 % (640M model, docs/flow.md). An expert that takes longer is computed as one piece.
+PIECE_S = 800e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRate:
+    """How fast a kind of device goes through weights.
+
+    Attributes:
+        bytes_per_s: weights that it reads in a second.
+        rows: rows that it computes in the time in which it reads their weights; more rows take as much longer.
+    """
+
+    bytes_per_s: float
+    rows: int
+
+    @property
+    def piece_bytes(self) -> int:
+        """Weights that are read in the time of a piece."""
+        return int(self.bytes_per_s * PIECE_S)
+
+
+# A core; and an accelerator, of which slow ones read about so much and fast ones twice to three times that. A card that
+# is much slower has longer pieces, and one that is faster shorter ones, of which it still takes dozens a step.
+READ_RATES = {"cpu": ReadRate(21e9, 8), "cuda": ReadRate(1.35e12, 256)}
 
 Pieces = Generator[None, None, None]
 
@@ -30,10 +51,12 @@ class PieceMeter:
 
     Args:
         piece_bytes: bytes after which a piece ends.
+        rows_a_read: rows that one read of their weights suffices for.
     """
 
-    def __init__(self, piece_bytes: int) -> None:
+    def __init__(self, piece_bytes: int, rows_a_read: int) -> None:
         self._piece_bytes = self._left = piece_bytes
+        self._rows_a_read = rows_a_read
 
     @property
     def is_full(self) -> bool:
@@ -46,7 +69,7 @@ class PieceMeter:
 
     def spend(self, num_bytes: int, num_rows: int) -> None:
         """Count weights through which so many rows went."""
-        self._left -= _bytes_read(num_bytes, num_rows)
+        self._left -= self._bytes_read(num_bytes, num_rows)
 
     def take(self, expert_bytes: int, num_pairs: int, num_experts: int, *, is_one_call: bool = False) -> int:
         """Count the work of as many experts as fit in the piece, and at least of one.
@@ -60,14 +83,13 @@ class PieceMeter:
         Returns:
             The number of experts counted.
         """
-        each = max(_bytes_read(expert_bytes, num_pairs // num_experts), 1)
+        each = max(self._bytes_read(expert_bytes, num_pairs // num_experts), 1)
         taken = num_experts if is_one_call else min(max(self._left // each, 1), num_experts)
         self._left -= taken * each
         return taken
 
-
-def _bytes_read(num_bytes: int, num_rows: int) -> int:
-    return num_bytes * max(num_rows // _ROWS_A_READ, 1)
+    def _bytes_read(self, num_bytes: int, num_rows: int) -> int:
+        return num_bytes * max(num_rows // self._rows_a_read, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -101,17 +123,18 @@ class ExpertRunner:
         network: the network; of an expert worker, its experts alone.
         form: state of a token.
         shape: sizes of the device.
-        piece_bytes: as for `PieceMeter`.
+        piece_bytes: as for `PieceMeter`. None means what the device reads in `PIECE_S`.
 
     Attributes:
         network, shape: as above.
         arena: memory of the tokens.
     """
 
-    def __init__(self, network: Network, form: TokenForm, shape: StageShape, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, network: Network, form: TokenForm, shape: StageShape, piece_bytes: int | None = None) -> None:
         self.network, self.shape = network, shape
         self._experts = dict(network.experts)
-        self._piece_bytes = piece_bytes
+        rate = READ_RATES[network.device.type]
+        self._piece_bytes, self._rows_a_read = piece_bytes or rate.piece_bytes, rate.rows
         self.arena = Arena(shape, form, network.device)
 
     def pieces(self, progress: Progress) -> Pieces:
@@ -141,11 +164,12 @@ class ExpertRunner:
 
     def meter(self) -> PieceMeter:
         """Make a meter of pieces."""
-        return PieceMeter(self._piece_bytes)
+        return PieceMeter(self._piece_bytes, self._rows_a_read)
 
     def is_grouped(self, layer: int, rows: Tensor) -> bool:
         """Whether all experts of a layer are one call that an accelerator computes."""
-        return rows.is_cuda and can_group(self._experts[layer], rows)
+        experts = self._experts[layer]
+        return in_place_of(experts) is not None or (rows.is_cuda and can_group(experts, rows))
 
     def _split(self, layer: int, rows: Tensor, pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """Split (slot, its rows) into pieces."""
@@ -157,7 +181,7 @@ class ExpertRunner:
     def _run_batch(self, layer: int, rows: Tensor, done: Tensor, begin: int, batch: list[tuple[int, int]]) -> int:
         """Fill `done` from `begin` with the answers of the batch's slots to `rows`. Returns the end of that part."""
         module = self._experts[layer]
-        if self.is_grouped(layer, rows):
+        if in_place_of(module) is None and self.is_grouped(layer, rows):
             counts = np.zeros(self.shape.num_experts, np.int64)
             counts[[slot for slot, _ in batch]] = [count for _, count in batch]
             end = begin + int(counts.sum())

@@ -46,6 +46,28 @@ class PackedExperts(Protocol):
         ...
 
 
+class ExpertsInPlace(Protocol):
+    """Computes experts whole from a module's own weights, which stay where they are."""
+
+    def weighted_sum(
+        self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, counts: Tensor, stream: Tensor | None = None
+    ) -> Tensor:
+        """Compute the sums of `routed_experts`, added to `stream` where there is one; arguments as there.
+
+        Args:
+            counts: int64[experts or more], to which the tokens of each expert are added.
+        """
+        ...
+
+    def answers(self, batches: Sequence[tuple[int, int]], inputs: Tensor, out: Tensor, start: int = 0) -> int:
+        """Write what some experts answer, not weighted; arguments and result as `run_batches`."""
+        ...
+
+    def chosen_answers(self, hidden: Tensor, topk_ids: Tensor) -> Tensor:
+        """[tokens * k, hidden size], what each token's experts answer, not weighted."""
+        ...
+
+
 _MAX_SAMPLED_TOKENS = 32  # of a step whose choices are kept; their pairs cost time in proportion
 
 
@@ -60,6 +82,7 @@ class Routing:
     Attributes:
         counts: int64[num_layers, num_experts], tokens that each expert computed since `begin`.
         sample_interval: one step in so many keeps choices; 0 means none.
+        keeps_all: whether each step keeps the choices of all its tokens.
         stand_in: function called in place of all experts, with their arguments; None means that the experts compute.
             An override of the gate is already applied.
         visits: counts the workers of each unit's experts, which `stand_in` tells it. None means that nothing does.
@@ -70,6 +93,7 @@ class Routing:
         self.stand_in: Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor] | None = None
         self.visits: ExpertVisitCounter | None = None
         self.sample_interval = self._num_steps = 0
+        self.keeps_all = False
         self._choices: list[Tensor] | None = None
         self.begin(None)
 
@@ -83,12 +107,24 @@ class Routing:
         self.chosen = chosen
         self._num_steps += 1
         is_sampled = self.sample_interval and self._num_steps % self.sample_interval == 0
-        self._choices = [] if is_sampled else None
+        self._choices = [] if is_sampled or self.keeps_all else None
+
+    def resume(self, counts: Tensor, choices: list[Tensor], num_tokens: int) -> None:
+        """Take over what a step has computed that was recorded with `keeps_all`, and had so many tokens this time."""
+        self.begin(None)
+        self.counts = counts
+        if self._choices is not None:
+            for each in choices:
+                self.keep(each[:num_tokens])
+
+    def kept(self) -> list[Tensor]:
+        """Choices of all tokens in each layer, in a step with `keeps_all`."""
+        return self._choices or []
 
     def keep(self, top_k_index: Tensor) -> None:
         """Keep the experts of some tokens of a layer, evenly spread, if the step is sampled. Layers come in order."""
         if self._choices is not None:
-            stride = -(-len(top_k_index) // _MAX_SAMPLED_TOKENS)
+            stride = 1 if self.keeps_all else -(-len(top_k_index) // _MAX_SAMPLED_TOKENS)
             self._choices.append(top_k_index[:: max(stride, 1)])
 
     def choices(self) -> Tensor | None:
@@ -110,6 +146,7 @@ class ExpertLayer:
         logical_of: int32[slots], logical expert in each slot; EMPTY means none. None means that the module has all
             experts, each in the slot of its number.
         packed: packed weights of the slots; None if the weights are not packed.
+        in_place: computes the experts whole from the module's own weights; None means that nothing does.
     """
 
     layer: int
@@ -120,6 +157,7 @@ class ExpertLayer:
     layout: tuple[tuple[torch.Size, torch.dtype] | None, ...]
     logical_of: NDArray[np.int32] | None = None
     packed: PackedSlots | None = None
+    in_place: ExpertsInPlace | None = None
 
 
 def tag_experts(modules: list[tuple[int, nn.Module]], routing: Routing) -> None:
@@ -150,7 +188,9 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
 
 
-def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def routed_experts(
+    module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, stream: Tensor | None = None
+) -> Tensor:
     """Compute the weighted sum of each token's experts, and count the tokens of each expert.
 
     Args:
@@ -158,6 +198,7 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
         hidden: [tokens, hidden size].
         top_k_index: int64[tokens, k], distinct in a row, in any order.
         top_k_weights: [tokens, k].
+        stream: [tokens, hidden size], to which the sums are added; None means that they are returned alone.
 
     Returns:
         [tokens, hidden size], with the dtype of `hidden`.
@@ -167,8 +208,13 @@ def routed_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
         top_k_index = tag.routing.chosen[tag.place]
     tag.routing.keep(top_k_index)
     if tag.routing.stand_in is not None:
-        return tag.routing.stand_in(module, hidden, top_k_index, top_k_weights)
-    return sum_experts(module, hidden, top_k_index, top_k_weights, tag.routing.counts[tag.layer])
+        total = tag.routing.stand_in(module, hidden, top_k_index, top_k_weights)
+    elif tag.in_place is not None and tag.logical_of is None:
+        counts = tag.routing.counts[tag.layer]
+        return tag.in_place.weighted_sum(hidden, top_k_index, top_k_weights, counts, stream)
+    else:
+        total = sum_experts(module, hidden, top_k_index, top_k_weights, tag.routing.counts[tag.layer])
+    return total if stream is None else stream + total
 
 
 def sum_experts(module: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, counts: Tensor) -> Tensor:
@@ -180,6 +226,8 @@ def sum_experts(module: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_weight
     """
     tag = tag_of(module)
     assert tag.logical_of is None, "some experts of this module are elsewhere"
+    if tag.in_place is not None:
+        return tag.in_place.weighted_sum(hidden, topk_ids, topk_weights, counts)
     if tag.packed is not None and tag.packed.whole is not None:
         return tag.packed.whole.weighted_sum(hidden, topk_ids, topk_weights, counts)
     by_expert, rows, own_counts = sort_by_expert(module, hidden, topk_ids)
@@ -210,6 +258,9 @@ def run_slots(module: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         counts: int64[slots], rows of each.
     """
     experts = cast(PackedExperts, module)
+    in_place = tag_of(module).in_place
+    if in_place is not None:
+        return in_place.chosen_answers(rows, _expert_of_row(counts, len(rows))[:, None])
     if rows.is_cuda and can_group(experts, rows):
         return run_grouped(experts, rows, counts)
     return run_each(experts, rows, counts, tag_of(module).packed)
@@ -250,8 +301,9 @@ def run_batches(
     Returns:
         The row behind the last.
     """
-    if packed is not None and packed.whole is not None:
-        return packed.whole.answers(batches, rows, out, start)
+    whole = in_place_of(experts) or (None if packed is None else packed.whole)
+    if whole is not None:
+        return whole.answers(batches, rows, out, start)
     plain = torch.matmul if experts.is_transposed else functional.linear
     multiply = plain if packed is None else packed.packing.linear
     up, up_bias, down, down_bias = weights_of(experts)  # once: a module finds its parameters slowly
@@ -286,8 +338,9 @@ def add_contributions(contributions: Tensor, weights: Tensor) -> Tensor:
 def run_grouped(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
     """Compute the result of `run_each` in two grouped products. No count reaches the host: no accelerator waits."""
     ends = counts.cumsum(0).to(torch.int32)
-    of_row = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=torch.int32), right=True)
     up, up_bias, down, down_bias = weights_of(experts)
+    if up_bias is not None:
+        of_row = _expert_of_row(counts, len(rows))
     if not experts.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     inner = functional.grouped_mm(rows, up, offs=ends)
@@ -297,6 +350,18 @@ def run_grouped(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
     if down_bias is not None:
         outer = outer + down_bias[of_row]
     return _normalize(experts, outer)
+
+
+def _expert_of_row(counts: Tensor, num_rows: int) -> Tensor:
+    """int64[rows], expert of each row, of which each expert has so many, those of expert 0 first."""
+    rows = torch.arange(num_rows, device=counts.device)
+    return torch.searchsorted(counts.cumsum(0), rows, right=True)
+
+
+def in_place_of(experts: Any) -> ExpertsInPlace | None:
+    """What computes the experts of a module, tagged or not, from its own weights."""
+    tag = getattr(experts, _TAG, None)
+    return tag.in_place if isinstance(tag, ExpertLayer) else None
 
 
 def register_experts() -> None:

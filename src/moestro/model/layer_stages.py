@@ -121,6 +121,9 @@ class DirectLayer:
         layer: with `input_layernorm`, `self_attn`, `post_attention_layernorm`, and `mlp` with `gate` or `router`.
         finish: function of `mlp` after its routed experts.
         corrects: whether `mlp` keeps the gate's correction and passes it to the gate.
+
+    Attributes:
+        is_routed_alone: whether the routed experts' sum is the output of `mlp`.
     """
 
     keeps_mixed = False
@@ -128,6 +131,7 @@ class DirectLayer:
     def __init__(self, layer: Any, finish: Finish, *, corrects: bool) -> None:
         # Modules look up their children slowly, and each step uses several of them in each layer: look them up once.
         self._mlp, self._finish = layer.mlp, finish
+        self.is_routed_alone = finish is _routed_alone
         self._before, self._attention = layer.input_layernorm, layer.self_attn
         self._between = layer.post_attention_layernorm
         self._gate = layer.mlp.gate if hasattr(layer.mlp, "gate") else layer.mlp.router

@@ -12,6 +12,7 @@ from transformers.utils import logging as hf_logging
 from moestro.core.checkpoint import read_checkpoint
 from moestro.core.config_fields import refuse_sizes, refuse_unbacked
 from moestro.errors import ConfigError, MoestroError, UnsupportedModelError, shown
+from moestro.model.accelerator import open_device_of
 from moestro.model.attention import PAGED, register_attention
 from moestro.model.experts import EXPERTS, register_experts
 from moestro.model.latent import compress_attention
@@ -62,37 +63,27 @@ def load_network(settings: ModelSettings, config: Any, rank: int = 0) -> tuple[N
 
     Raises:
         UnsupportedModelError: weights are missing, torn, or differ from the config's shapes.
-        ConfigError: the device is absent.
+        ConfigError: the device is absent, or its memory does not hold the weights.
     """
     register_attention()
     register_experts()
     hf_logging.disable_progress_bar()
-    device = choose_device(settings, rank)
+    device = open_device_of(settings, rank)
     for part in (config, config.get_text_config()):
         part.output_router_logits = False  # a training loss, which every step would compute
-    if settings.load_format == "dummy":
-        model, note = draw_weights(settings, config, device), "Weights are random (--load-format dummy)."
-    else:
-        model, note = _read_weights(settings, config)
-    network = Network(model.to(device).eval())
-    return network, tuple(each for each in (note, compress_attention(network.model)) if each)
-
-
-def choose_device(settings: ModelSettings, rank: int = 0) -> torch.device:
-    """Choose the device that the settings name; of several accelerators, the rank's own.
-
-    Args:
-        rank: number of the rank. Ranks take the accelerators in turn; with more ranks than accelerators they share.
-
-    Raises:
-        ConfigError: the settings name `cuda`, and torch finds no CUDA device.
-    """
-    present = torch.cuda.is_available()
-    if settings.device == "cuda" and not present:
-        raise ConfigError("--device cuda: torch finds no CUDA device. Give --device cpu, or install a CUDA torch.")
-    if not present or settings.device == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", rank % torch.cuda.device_count())
+    try:
+        if settings.load_format == "dummy":
+            model, note = draw_weights(settings, config, device), "Weights are random (--load-format dummy)."
+        else:
+            model, note = _read_weights(settings, config, device)
+        network = Network(model.to(device).eval())
+        return network, tuple(each for each in (note, compress_attention(network.model)) if each)
+    except torch.OutOfMemoryError as error:
+        free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(device))
+        raise ConfigError(
+            f"The weights do not fit {device}, which has {total:.1f} GiB of memory and {free:.1f} GiB left: end other"
+            " programs there, take a smaller --dtype, or spread the experts over more cards (--mode ep or async)."
+        ) from error
 
 
 def build_skeleton(config: Any) -> Any:
@@ -106,7 +97,8 @@ def build_skeleton(config: Any) -> Any:
     return skeleton
 
 
-def _read_weights(settings: ModelSettings, config: Any) -> tuple[Any, str]:
+def _read_weights(settings: ModelSettings, config: Any, device: torch.device) -> tuple[Any, str]:
+    """Read the weights, tensor by tensor, to the device. Returns the model and a sentence for the operator, or ""."""
     is_quantized = getattr(config, "quantization_config", None) is not None
     dtype = choose_dtype(settings, config)
     try:
@@ -115,8 +107,12 @@ def _read_weights(settings: ModelSettings, config: Any) -> tuple[Any, str]:
             config=config,
             trust_remote_code=False,
             output_loading_info=True,
+            # On a CPU, tensors stay in the mapped files until they are packed.
+            device_map=None if device.type == "cpu" else {"": device},
             **pretrained_arguments(config, dtype),
         )
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # torn files, other shapes: each library below raises its own errors
         raise UnsupportedModelError(f"The weights in {settings.model} cannot be loaded: {_one_line(error)}") from error
     if missing := sorted(report["missing_keys"]):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +24,7 @@ from moestro.model.experts import Routing, is_experts, tag_experts
 from moestro.model.gate_override import GateOverride, GateShape
 from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
-from moestro.model.kernels.library import KernelLibrary
-from moestro.model.packing import can_pack, pack_linears
+from moestro.model.packing import can_pack, leave_files, pack_linears
 from moestro.model.pools import KVPools
 from moestro.model.sampler import find_peaks
 from moestro.model.step import PagedStep
@@ -33,6 +33,29 @@ logger = logging.getLogger(__name__)
 
 # Weights that change their layout between two steps while the network serves: about 20 ms of a core.
 _BYTES_A_STEP = 16 << 20
+
+
+class ModuleExchange(Protocol):
+    """An exchange of a network's modules for own kernels.
+
+    Attributes:
+        kept: number of modules of each class whose results may depend on the batch, because no kernel computes them.
+    """
+
+    kept: Counter[str]
+
+    @property
+    def note(self) -> str:
+        """A sentence for the operator."""
+        ...
+
+    def exchange_modules(self, model: Any, routing: Routing | None) -> Iterator[int]:
+        """Exchange everything but routed experts. Yields the bytes of weights of each module after its exchange."""
+        ...
+
+    def exchange_experts(self, modules: list[tuple[int, Any]]) -> Iterator[int]:
+        """Exchange routed experts. `modules`: as `Network.experts`. Yields as `exchange_modules`."""
+        ...
 
 
 class Network:
@@ -52,6 +75,7 @@ class Network:
         routing: shared state of its experts; None for a dense model.
         override: replacement of its gates' choices; None means that the gates choose.
         experts: (layer, experts module), ascending.
+        graph_bytes: memory that recorded steps will take on an accelerator.
         exchange: exchange of its modules for own kernels; None while torch computes all.
         on_exchanged: called when all modules are exchanged while the network serves: KV of before is of other kernels.
     """
@@ -69,7 +93,8 @@ class Network:
         self.num_experts = max((int(module.num_experts) for _, module in self.experts), default=0)
         self.num_slots = self.num_experts
         self.layer_bytes = _bytes_of_layers(model, self.num_layers, self.experts)
-        self.exchange: KernelExchange | None = None
+        self.graph_bytes = 0
+        self.exchange: ModuleExchange | None = None
         self._awaited: KernelBuild | None = None
         self._exchanging: Iterator[int] | None = None
         self.on_exchanged: Callable[[], None] = lambda: None
@@ -117,9 +142,9 @@ class Network:
         """Whether own kernels compute everything that may round by the batch, from the first step on."""
         return self.exchange is not None and self._awaited is None and not self.exchange.kept
 
-    def use_kernels(self, library: KernelLibrary) -> None:
-        """Let `pack` exchange modules for own kernels. The network is in bfloat16 on a CPU, and has run a step."""
-        self.exchange = KernelExchange(library)
+    def use_kernels(self, exchange: ModuleExchange) -> None:
+        """Let `pack` exchange modules for own kernels. The network has run a step."""
+        self.exchange = exchange
 
     def await_kernels(self, build: KernelBuild) -> None:
         """Let `adopt_kernels` exchange modules for own kernels when a search has found them."""
@@ -136,6 +161,10 @@ class Network:
     @torch.inference_mode()
     def pack_linears(self) -> None:
         """Do the part of `pack` that concerns everything but routed experts."""
+        if self.device.type == "cpu":
+            packs = self.exchange is not None or self._awaited is not None or can_pack(self.device, self.dtype)
+            if packs or self.experts:  # else the files hold all weights, which several engines share
+                leave_files(self.model, packs_linears=packs)
         if self.exchange is not None:
             for _ in self.exchange.exchange_modules(self.model, self.routing):
                 pass
@@ -209,6 +238,12 @@ class Network:
         Raises:
             UnsupportedModelError: the network does something that a paged step does not support.
         """
+        logits = self.stored_logits(step)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    @torch.inference_mode()
+    def stored_logits(self, step: PagedStep) -> Tensor:
+        """Do what `logits` does, and return the logits in the network's dtype."""
         if self.routing is not None:
             self.routing.begin(self.choose_experts(step))
             if self.routing.visits is not None:
@@ -217,13 +252,13 @@ class Network:
             input_ids=step.input_ids,
             position_ids=step.position_ids,
             use_cache=False,
-            logits_to_keep=step.upload(step.logit_rows),
+            logits_to_keep=step.logit_row_ids,
             **{STEP_ARGUMENT: step},
         )
         logits: Tensor = answer.logits[0]
-        if len(logits) != len(step.logit_rows):
+        if len(logits) != len(step.logit_row_ids):
             raise UnsupportedModelError(f"{type(self.model).__name__} cannot compute logits of chosen tokens alone.")
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits
 
     def probe(self, block_size: int, num_tokens: int = 1) -> tuple[KVPools, int]:
         """Run a prompt to learn the shapes of K and V, and how many experts a token visits (0 for a dense model).

@@ -110,6 +110,33 @@ def pack_linears(model: nn.Module) -> None:
                 setattr(parent, name, PackedLinear(child, TORCH_PACKING))
 
 
+def leave_files(model: nn.Module, *, packs_linears: bool) -> None:
+    """Copy weights out of the mapped files of a checkpoint, on a CPU, as far as no packing copies them.
+
+    A file stays mapped, with every page that was read once, while any tensor lies in it: a single norm keeps the pages
+    of all experts, which are copies since transformers has stacked them. Kernels keep the tensors that they get, so
+    this comes before they are exchanged.
+
+    Args:
+        model: the network. Its routed experts stay as they are.
+        packs_linears: whether linear layers will be packed. A weight that an embedding shares is copied all the same.
+    """
+    left: set[int] = set()
+    if packs_linears:
+        left = {id(child.weight) for child in model.modules() if type(child) is nn.Linear}
+        left -= {id(child.weight) for child in model.modules() if isinstance(child, nn.Embedding)}
+    for parent in model.modules():
+        if hasattr(parent, "is_transposed"):  # routed experts
+            continue
+        for parameter in parent.parameters(recurse=False):
+            if id(parameter) not in left:
+                parameter.data = parameter.data.clone()
+                left.add(id(parameter))
+        # A buffer may be a view, whose base would keep the file whatever its own data are.
+        for name, buffer in parent.named_buffers(recurse=False):
+            parent._buffers[name] = buffer.detach().clone()
+
+
 class WholeExperts(Protocol):
     """Computes experts of a module whole: both products and the activation between them.
 

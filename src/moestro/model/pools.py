@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moestro.core.work import BlockMoves
 from moestro.errors import ConfigError, UnsupportedModelError
+from moestro.model.host_pools import HostPools, make_host_pools
 from moestro.model.settings import ModelSettings
 
 
@@ -32,7 +33,7 @@ class KVPools:
         self.block_size = block_size
         self._by_layer: dict[int, tuple[Tensor, Tensor]] = {}
         self._joint: set[int] = set()  # layers whose values lie in their keys
-        self._host: _HostPools | None = None
+        self._host: HostPools | None = None
 
     @property
     def scratch_slot(self) -> int:
@@ -108,7 +109,7 @@ class KVPools:
         except RuntimeError as error:  # torch raises this on either kind of device
             raise ConfigError(
                 f"A KV cache of {num_blocks} blocks ({num_blocks * self.bytes_per_block} bytes) cannot be allocated:"
-                f" lower --kv-cache-memory-bytes. ({error})"
+                f" lower --kv-cache-memory-bytes or --gpu-memory-utilization. ({error})"
             ) from error
         return larger
 
@@ -119,7 +120,7 @@ class KVPools:
             ConfigError: the memory does not suffice.
         """
         try:
-            self._host = _HostPools(self, num_blocks)
+            self._host = make_host_pools(list(self.blocks()), num_blocks)
         except RuntimeError as error:
             raise ConfigError(
                 f"Host memory for {num_blocks} KV blocks ({num_blocks * self.bytes_per_block} bytes) cannot be"
@@ -127,7 +128,7 @@ class KVPools:
             ) from error
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Copy between these pools and host memory. On an accelerator this waits for earlier launches."""
+        """Copy between these pools and host memory, after earlier launches and before later ones. No host waits."""
         assert self._host is not None, "moves without host memory"
         self._host.move(moves)
 
@@ -147,34 +148,6 @@ class KVPools:
         return torch.zeros(self.zero_slot + 1, *like.shape[1:], dtype=like.dtype, device=like.device)
 
 
-class _HostPools:
-    """Blocks of host memory beside a device's pools.
-
-    Args:
-        pools: pools of the device, with every layer written.
-        num_blocks: number of blocks to allocate.
-    """
-
-    def __init__(self, pools: KVPools, num_blocks: int) -> None:
-        self._of_device = list(pools.blocks())
-        shapes = [(blocks.shape[1:], blocks.dtype) for blocks in self._of_device]
-        self._of_host = [torch.zeros(num_blocks, *shape, dtype=dtype) for shape, dtype in shapes]
-
-    def move(self, moves: BlockMoves) -> None:
-        """Copy blocks as `KVPools.move_blocks` does."""
-        where = self._of_device[0].device
-        if moves.kept.size:
-            from_device, to_host = torch.from_numpy(moves.kept)
-            from_device = from_device.to(where)
-            for device, host in zip(self._of_device, self._of_host, strict=True):
-                host.index_copy_(0, to_host, device.index_select(0, from_device).to(host.device))
-        if moves.restored.size:
-            from_host, to_device = torch.from_numpy(moves.restored)
-            to_device = to_device.to(where)
-            for device, host in zip(self._of_device, self._of_host, strict=True):
-                device.index_copy_(0, to_device, host.index_select(0, from_host).to(where))
-
-
 def choose_num_host_blocks(settings: ModelSettings, bytes_per_block: int) -> int:
     """Number of blocks that `kv_offloading_size` holds.
 
@@ -190,9 +163,9 @@ def choose_num_host_blocks(settings: ModelSettings, bytes_per_block: int) -> int
     return num_blocks
 
 
-def choose_num_blocks(settings: ModelSettings, bytes_per_block: int) -> int:
-    """Number of blocks that the settings' memory holds, or the operator's override."""
-    return settings.num_gpu_blocks_override or settings.kv_cache_bytes // bytes_per_block
+def choose_num_blocks(settings: ModelSettings, kv_bytes: int, bytes_per_block: int) -> int:
+    """Number of blocks that the memory holds, or the operator's override. `kv_bytes`: memory of the KV cache."""
+    return settings.num_gpu_blocks_override or kv_bytes // bytes_per_block
 
 
 def choose_max_model_len(settings: ModelSettings, config_len: int | None) -> int:
@@ -217,8 +190,13 @@ def choose_max_model_len(settings: ModelSettings, config_len: int | None) -> int
     return chosen
 
 
-def fit_max_model_len(settings: ModelSettings, wanted: int, num_blocks: int, bytes_per_block: int) -> int:
+def fit_max_model_len(
+    settings: ModelSettings, wanted: int, num_blocks: int, bytes_per_block: int, *, is_measured: bool = False
+) -> int:
     """Lower `wanted` to the tokens that the KV cache holds, unless the operator named a length.
+
+    Args:
+        is_measured: whether the KV cache is what a share of a card's memory leaves.
 
     Raises:
         ConfigError: the cache holds no block, or less than the operator's length.
@@ -229,8 +207,10 @@ def fit_max_model_len(settings: ModelSettings, wanted: int, num_blocks: int, byt
     if num_blocks and settings.max_model_len is None:
         return num_blocks * size
     needed = -(-wanted // size) if settings.max_model_len is not None else 1
+    remedy = f"set --kv-cache-memory-bytes to at least {needed * bytes_per_block}"
+    if is_measured:
+        remedy = "raise --gpu-memory-utilization, lower --max-num-batched-tokens"
     raise ConfigError(
         f"The KV cache holds {num_blocks} blocks of {size} tokens ({bytes_per_block} bytes a block), but {needed} are"
-        f" needed for {min(wanted, needed * size)} tokens: set --kv-cache-memory-bytes to at least"
-        f" {needed * bytes_per_block}, or lower --max-model-len."
+        f" needed for {min(wanted, needed * size)} tokens: {remedy}, or lower --max-model-len."
     )

@@ -18,7 +18,7 @@ from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, StepResult, StepVisits
 from moestro.model.expert_visits import VisitTensor
 from moestro.model.logit_edits import edit_logits, unmasked_units
 from moestro.model.sampler import LogprobTensors, find_peaks, measure_logprobs, sample
-from moestro.model.step import Int64s, PagedStep
+from moestro.model.step import Int64s, PagedStep, SampledTokens
 
 _NO_TOKEN = -1  # placeholder token of a row with non-finite logits
 _EXCLUDED = -2  # placeholder token of a row whose edits exclude all tokens
@@ -60,6 +60,7 @@ class PendingResult:
         units: units of the step.
         sampled_units: int64[n], units that request a token.
         tokens: int64[n], their tokens; `_NO_TOKEN` or `_EXCLUDED` where there is none.
+        on_device: the same, for the step after.
         sampled, prompt: log probabilities of sampled and of prompt tokens, where some unit requests them.
         expert_counts: int64[layers, experts]; None for a dense model.
         expert_choices, visits, unmasked: as in `StepResult`.
@@ -69,6 +70,7 @@ class PendingResult:
     units: Units
     sampled_units: Int64s
     tokens: Tensor
+    on_device: SampledTokens
     sampled: LogprobRows | None
     prompt: LogprobRows | None
     expert_counts: Tensor | None
@@ -150,9 +152,10 @@ def compute_result(
     sampled = _measure_sampled(step, sampled_units, last, tokens)
     prompt = _measure_prompts(step, logits)
     unmasked = unmasked_units(units.edits)
+    on_device = SampledTokens(units.slot[sampled_units], tokens)
     if logits.device.type == "cpu":
         return PendingResult(
-            units, sampled_units, tokens, sampled, prompt, expert_counts, expert_choices, visits, unmasked
+            units, sampled_units, tokens, on_device, sampled, prompt, expert_counts, expert_choices, visits, unmasked
         )
     tokens, sampled, prompt = to_host(tokens), _measured_to_host(sampled), _measured_to_host(prompt)
     expert_counts = None if expert_counts is None else to_host(expert_counts)
@@ -161,7 +164,7 @@ def compute_result(
     done = cast(Any, torch.cuda.Event)()
     done.record(torch.cuda.current_stream(logits.device))  # the process's current device may differ
     return PendingResult(
-        units, sampled_units, tokens, sampled, prompt, expert_counts, expert_choices, visits, unmasked, done
+        units, sampled_units, tokens, on_device, sampled, prompt, expert_counts, expert_choices, visits, unmasked, done
     )
 
 

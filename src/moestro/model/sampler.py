@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from moestro.core.request import TokenLogprobs
-from moestro.core.rng import mix64, uniform
+from moestro.core.rng import GAMMA, MIX_1, MIX_2, mix64, stream_state, uniform
 from moestro.model.upload import upload
 
 _FIRST_LOOK = 1024  # likeliest tokens that a CPU sorts at first, where top_p alone may keep any number of them
 _NUMBERS_AT_ONCE = 1 << 19  # logits that a CPU works on at once, so that they stay in its caches
+_GAMMA, _MIX_1, _MIX_2 = (int(constant.view(np.int64)) for constant in (GAMMA, MIX_1, MIX_2))  # as torch takes them
 _SHORTEST_WAIT = 2.0**-60  # replaces a waiting time of 0, which noise of 0 would give
 
 
@@ -79,10 +80,11 @@ def sample(
     num_at_once = max(_NUMBERS_AT_ONCE // vocabulary, 1) if is_cpu else max(len(drawn), 1)
     for first in range(0, len(drawn), num_at_once):
         part = drawn[first : first + num_at_once]
-        noise = _noise(sampling["seed"][part], positions[part], vocabulary)
+        waits = _waiting_times(sampling["seed"][part], positions[part], vocabulary, logits.device)
+        if len(part) == len(logits):
+            return tokens.copy_(_draw(_filter(_scale(logits, sampling), sampling), waits))
         rows = upload(part, logits.device)
-        wanted = logits if len(part) == len(logits) else logits[rows]
-        tokens[rows] = _draw(_filter(_scale(wanted, sampling[part]), sampling[part]), noise)
+        tokens[rows] = _draw(_filter(_scale(logits[rows], sampling[part]), sampling[part]), waits)
     return tokens
 
 
@@ -92,11 +94,50 @@ def _group_size(vocabulary: int) -> int:
     return size
 
 
-def _noise(seeds: NDArray[np.uint64], positions: NDArray[np.int64], vocabulary: int) -> NDArray[np.float64]:
-    """[n, groups + tokens of a group], uniform in [0, 1), a function of each row's seed and position alone."""
+def _waiting_times(
+    seeds: NDArray[np.uint64], positions: NDArray[np.int64], vocabulary: int, device: torch.device
+) -> Tensor:
+    """float64[n, groups + tokens of a group], exponential, a function of each row's seed and position alone.
+
+    An accelerator computes them from one number a row: on a host, they would take longer than all else of a step.
+    """
     size = _group_size(vocabulary)
+    num_waits = -(-vocabulary // size) + size
     keys = mix64(mix64(seeds) + positions.astype(np.uint64))
-    return uniform(keys[:, None], np.arange(-(-vocabulary // size) + size, dtype=np.uint64))
+    if device.type == "cpu":
+        noise = uniform(keys[:, None], np.arange(num_waits, dtype=np.uint64))
+        return torch.from_numpy(np.maximum(-np.log1p(-noise), _SHORTEST_WAIT))
+    streams = upload(stream_state(keys).view(np.int64), device)
+    return uniform_there(streams, num_waits).neg_().log1p_().neg_().clamp_(min=_SHORTEST_WAIT)
+
+
+def uniform_there(streams: Tensor, count: int) -> Tensor:
+    """Draw `core.rng.uniform` of the counters 0 .. count - 1 on the device of `streams`, bit for bit.
+
+    torch has no arithmetic of uint64. Sums and products of int64 wrap to the same bits, and a mask after a shift clears
+    the copies of the sign.
+
+    Args:
+        streams: int64[n], bits of `core.rng.stream_state` of each row's seed.
+
+    Returns:
+        float64[n, count].
+    """
+    counters = torch.arange(count, device=streams.device) * _GAMMA
+    state = _mix64_there(streams[:, None] + counters)
+    return _shifted(state, 11).to(torch.float64).mul_(2.0**-53)
+
+
+def _mix64_there(bits: Tensor) -> Tensor:
+    """`core.rng.mix64` of the bits of int64, in place."""
+    bits.bitwise_xor_(_shifted(bits, 30)).mul_(_MIX_1)
+    bits.bitwise_xor_(_shifted(bits, 27)).mul_(_MIX_2)
+    return bits.bitwise_xor_(_shifted(bits, 31))
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """int64, shifted to the right; zeros come from the left."""
+    return (bits >> by).bitwise_and_((1 << 64 - by) - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,7 +297,7 @@ def _cut_at(largest: Tensor, shares: Tensor, top_p: NDArray[np.float32]) -> tupl
     return largest.gather(1, count[:, None] - 1), reached[:, -1] >= wanted[:, 0]
 
 
-def _draw(scaled: Tensor, noise: NDArray[np.float64]) -> Tensor:
+def _draw(scaled: Tensor, waits: Tensor) -> Tensor:
     """int64[n], a token of each row drawn by its probability in two races: of groups of tokens, then inside the winner.
 
     In a race each runner has an exponential waiting time with its probability as rate, and the first to arrive wins.
@@ -266,12 +307,11 @@ def _draw(scaled: Tensor, noise: NDArray[np.float64]) -> Tensor:
 
     Args:
         scaled: [n, vocabulary], logarithms of weights.
-        noise: [n, groups + tokens of a group], uniform in [0, 1).
+        waits: float64[n, groups + tokens of a group], exponential waiting times of rate 1, in that order.
     """
     size = _group_size(scaled.shape[1])
     weights = functional.pad(scaled.softmax(-1), (0, -scaled.shape[1] % size))
     groups = weights.view(len(weights), -1, size)
-    waits = upload(np.maximum(-np.log1p(-noise), _SHORTEST_WAIT), scaled.device)
     num_groups = groups.shape[1]
     group = (groups.sum(-1, dtype=torch.float64) / waits[:, :num_groups]).argmax(-1)
     inside = groups[torch.arange(len(group), device=group.device), group] / waits[:, num_groups:]

@@ -1,4 +1,7 @@
-"""The settings of one rank's network and its KV cache. A docstring under a field is its text in `--help`. No torch."""
+"""The settings of one rank's network and its KV cache, and its place on the machine. No torch.
+
+A docstring under a field is its text in `--help`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Annotated, Literal, get_args
 
 from cyclopts import Group, Parameter
 
-from moestro.core.setting_checks import CheckedSettings, at_least, between
+from moestro.core.setting_checks import CheckedSettings, above, at_least, between
 from moestro.errors import ConfigError
 from moestro.model.gate_override import check_spec
 
@@ -38,7 +41,9 @@ class NetworkSettings(CheckedSettings):
     device: str = "auto"
     "cpu, cuda, auto (an accelerator if there is one), or paced:h20 (modelled durations of MODEL on that GPU)."
     kernels: KernelKind = "auto"
-    "CPU kernels for bfloat16; auto: Moestro's own once compiled; own: the start waits for them; eager: torch's."
+    "auto: Moestro's own kernels where they can be had (a CPU serves meanwhile); own: nothing else; eager: torch's."
+    enforce_eager: bool = False
+    "On a GPU, launch every kernel of a step by itself, instead of replaying steps recorded as CUDA graphs."
     threads: Annotated[int | None, between(1, 1024)] = None
     "CPU threads with which each engine computes. Unset: OMP_NUM_THREADS, or the machine's cores over the engines."
     load_format: LoadFormat = "auto"
@@ -85,14 +90,41 @@ class CacheSettings(CheckedSettings):
 class ModelSettings(CacheSettings, NetworkSettings):
     """One rank's network, its KV cache, and the memory that this may take."""
 
+    gpu_memory_utilization: Annotated[float, above(0, at_most=1), _MEMORY] = 0.9
+    "Share of a GPU's memory for weights, steps and KV cache together; engines on one GPU divide it."
     kv_cache_memory_bytes: Annotated[int | None, at_least(1), _MEMORY] = None
-    "Bytes of KV cache of each engine; more bytes hold more sequences. Unset: 1 GiB, or the rest of a paced GPU."
+    "Bytes of KV cache of each engine, exactly. Unset: what --gpu-memory-utilization leaves of a GPU; 1 GiB on a CPU."
     num_gpu_blocks_override: Annotated[int | None, at_least(1), _MEMORY] = None
-    "KV blocks of each engine, in place of the bytes above; for experiments with scarce memory."
+    "KV blocks of each engine, in place of the two above; for experiments with scarce memory."
     max_parked_bytes: Annotated[int | None, at_least(1), _MEMORY] = None
     "In preemptive mode, bytes of the KV cache's memory for what is inside the network; unset: two full steps."
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of all layers' K and V on a device that is not paced."""
+        """Bytes of all layers' K and V where no memory of a card is left to choose by."""
         return self.kv_cache_memory_bytes or _DEFAULT_KV_CACHE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRank:
+    """A process's place among those of its machine, and the largest step that it computes.
+
+    Attributes:
+        rank: number of the process, by which it takes an accelerator.
+        num_ranks: processes that take accelerators in turn.
+        max_tokens, max_seqs: tokens and sequences of the largest step.
+        records_steps: whether a GPU's steps are recorded as CUDA graphs.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    max_tokens: int = 2048
+    max_seqs: int = 64
+    records_steps: bool = False
+
+    def num_sharing(self, num_accelerators: int) -> int:
+        """Count the processes, this one included, that use its accelerator."""
+        return max(-(-(self.num_ranks - self.rank % num_accelerators) // num_accelerators), 1)
+
+
+ALONE = LocalRank()  # the only process of its machine, with the default bounds of steps

@@ -20,6 +20,7 @@ class TorchSlots:
 
     def __init__(self, network: Network, settings: ModelSettings) -> None:
         self._modules, self._settings = dict(network.experts), settings
+        self._device = network.device
         self.expert_bytes = network.bytes_per_expert
 
     def read(self, layer: int, experts: Sequence[int]) -> list[ExpertWeights | None]:
@@ -36,7 +37,7 @@ class TorchSlots:
         """
         num_experts = int(self._modules[layer].num_experts)
         present = [expert for expert in experts if expert < num_experts]
-        weights = dict(zip(present, read_experts(self._settings, layer, present), strict=True))
+        weights = dict(zip(present, read_experts(self._settings, layer, present, self._device), strict=True))
         return [weights.get(expert) for expert in experts]
 
     def write(self, layer: int, slot: int, expert: int, weights: ExpertWeights | None) -> None:

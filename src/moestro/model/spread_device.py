@@ -16,13 +16,13 @@ from moestro.core.move_agreement import MoveAction, MoveAgreement
 from moestro.core.table_message import ExpertLayers, TableMessage
 from moestro.core.work import Units
 from moestro.errors import ConfigError
+from moestro.model.accelerator import choose_device
 from moestro.model.device import TorchDevice, open_device
 from moestro.model.expert_exchange import GroupExchange, GroupPlace
 from moestro.model.layer_mover import LayerMover, layer_move_of
-from moestro.model.load import choose_device
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
-from moestro.model.settings import ModelSettings
+from moestro.model.settings import LocalRank, ModelSettings
 from moestro.model.spread_experts import SpreadExperts
 from moestro.model.worker_share import WorkerShare
 
@@ -136,6 +136,7 @@ def open_spread_device(
     make_table: Callable[[int, int], ExpertTable],
     meet: Callable[[], Store],
     on_phase: Callable[[str], None] = lambda _: None,
+    local: LocalRank | None = None,
 ) -> tuple[SpreadDevice, ModelInfo]:
     """Load a network, keep one worker's share of its experts, allocate its KV cache, and join the group.
 
@@ -143,13 +144,15 @@ def open_spread_device(
         make_table: function of (layers, experts of a layer) that returns the placement of the experts.
         meet: function that waits for the other workers and returns their common store.
         on_phase: as in `open_device`.
+        local: as in `open_device`. None means that of `place`.
 
     Raises:
         ConfigError: the settings are impossible, or the network has too few experts; the text says what to do.
         UnsupportedModelError: this checkpoint cannot run here; the text says why.
         GroupLostError: another worker did not join in time.
     """
-    device = choose_device(settings, place.worker)
+    local = local or LocalRank(rank=place.worker, num_ranks=place.num_workers)
+    device = choose_device(settings, local.rank)
     if device.type == "cuda" and torch.cuda.device_count() < place.num_workers:
         raise ConfigError(
             f"--mode ep needs one accelerator for each engine: --engines {place.num_workers}, and torch finds"
@@ -160,7 +163,7 @@ def open_spread_device(
         on_phase("join the group" if phase == "ready" else phase)
 
     share = WorkerShare(worker=place.worker, make_table=make_table)
-    alone, info = open_device(settings, on_load, place.worker, share)
+    alone, info = open_device(settings, on_load, local, share)
     table = make_table(info.num_layers, info.num_experts)
     exchange = GroupExchange(place, meet(), device)
     on_phase("ready")

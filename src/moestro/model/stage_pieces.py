@@ -29,7 +29,7 @@ class StageRunner:
         staged: the network.
         pools: its KV cache.
         shape: numbers of rows and places for tokens inside the network.
-        piece_bytes: as for `PieceMeter`.
+        piece_bytes: as for `ExpertRunner`.
 
     Attributes:
         network: the network.
@@ -37,7 +37,7 @@ class StageRunner:
         arena: memory of the tokens inside the network.
     """
 
-    def __init__(self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int) -> None:
+    def __init__(self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int | None) -> None:
         self._staged, self.network, self.shape = staged, staged.network, shape
         self._experts = ExpertRunner(staged.network, staged.token_form(shape.num_chosen), shape, piece_bytes)
         self.arena = self._experts.arena

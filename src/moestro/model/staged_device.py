@@ -26,7 +26,7 @@ from moestro.core.stages import (
     Stopped,
 )
 from moestro.core.work import BlockMoves, Int32s
-from moestro.model.expert_pieces import PIECE_BYTES, ExpertRunner, Pieces, Progress
+from moestro.model.expert_pieces import ExpertRunner, Pieces, Progress
 from moestro.model.pools import KVPools
 from moestro.model.stage_pieces import StageRunner
 from moestro.model.staged_network import StagedNetwork
@@ -162,11 +162,12 @@ class StagedTorchDevice(ExpertTorchDevice):
         staged: the network.
         pools: its KV cache.
         shape: numbers of rows and places for tokens inside the network.
-        piece_bytes: weight bytes below which several experts form one piece, which nothing interrupts.
+        piece_bytes: weight bytes below which several experts form one piece, which nothing interrupts. None means what
+            the device reads in `expert_pieces.PIECE_S`.
     """
 
     def __init__(
-        self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int = PIECE_BYTES
+        self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int | None = None
     ) -> None:
         super().__init__(StageRunner(staged, pools, shape, piece_bytes))
         self.pools = pools

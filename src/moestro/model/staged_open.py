@@ -9,7 +9,7 @@ from moestro.core.model_info import ModelInfo
 from moestro.core.stages import NUM_PLANS, StageShape
 from moestro.errors import ConfigError
 from moestro.model.device import CheckedNetwork, open_network
-from moestro.model.settings import ModelSettings
+from moestro.model.settings import LocalRank, ModelSettings
 from moestro.model.staged_device import StagedTorchDevice
 from moestro.model.staged_network import StagedNetwork
 from moestro.model.worker_share import WorkerShare
@@ -19,7 +19,7 @@ def open_staged_device(
     settings: ModelSettings,
     max_tokens: int,
     on_phase: Callable[[str], None] = lambda _: None,
-    rank: int = 0,
+    local: LocalRank | None = None,
     share: WorkerShare | None = None,
 ) -> tuple[StagedTorchDevice, ModelInfo]:
     """Open a device that works in stages; otherwise as `open_device`.
@@ -28,13 +28,14 @@ def open_staged_device(
         settings: `max_parked_bytes` is the memory for the tokens inside the network, taken from the KV cache's. With
             less than two plans take, a plan that passes another may have to wait until the other's layer is complete.
         max_tokens: tokens of one plan.
+        local: as for `open_device`. None means alone on the machine, with steps of `max_tokens` tokens.
         share: part of the network to keep, for an attention worker or a colocated one. None means all of it.
 
     Raises:
         ConfigError: as `open_device`; or the bytes do not hold one plan; or nothing remains for the KV cache.
         UnsupportedModelError: as `open_device`; or the network cannot run in stages.
     """
-    checked = open_network(settings, on_phase, rank)
+    checked = open_network(settings, on_phase, local or LocalRank(max_tokens=max_tokens))
     on_phase("pack weights")
     checked.network.pack_linears()
     staged = StagedNetwork(checked.network)  # whose check needs all experts
@@ -47,13 +48,7 @@ def open_staged_device(
     form = staged.token_form(checked.num_chosen)
     shape, parked_bytes = replace(shape, num_guests=num_guests), parked_bytes + num_guests * form.guest_bytes
     on_phase("allocate KV cache")
-    left = settings.kv_cache_bytes - parked_bytes
-    if left < 1 and settings.num_gpu_blocks_override is None:
-        raise ConfigError(
-            f"Tokens inside the network take {parked_bytes} bytes, as much as --kv-cache-memory-bytes"
-            f" {settings.kv_cache_bytes} has: raise it, or lower --max-num-batched-tokens."
-        )
-    pools, info = checked.allocate(replace(settings, kv_cache_memory_bytes=max(left, 1)))
+    pools, info = checked.allocate(settings, parked_bytes)
     device = StagedTorchDevice(staged, pools, shape)
     on_phase("ready")
     return device, info

@@ -6,7 +6,7 @@ reads, depend only on the block tables. They are computed once a step (once per 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, Units
+from moestro.core.work import FROM_STEP_BEFORE, LOGITS_LAST, LOGITS_PROMPT, Units
 from moestro.model.pools import KVPools
-from moestro.model.upload import upload
+from moestro.model.upload import upload, upload_all
 
 Int64s = NDArray[np.int64]
 _T = TypeVar("_T", bound=np.generic)
@@ -84,6 +84,27 @@ class StepView:
     pieces: tuple[PieceView, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledTokens:
+    """Tokens of a launched step, on its device.
+
+    Attributes:
+        slots: int64[n], slots of the units that sampled them.
+        tokens: int64[n], negative where there is none.
+    """
+
+    slots: Int64s
+    tokens: Tensor
+
+    def of(self, slots: Int64s, device: torch.device) -> Tensor:
+        """Return the tokens of `slots`, int64[m], without waiting on the host. Where there is none, any token id."""
+        if not np.array_equal(slots, self.slots):  # else these are all in order, as in most steps
+            in_order = self.slots.argsort()
+            rows = in_order[self.slots.searchsorted(slots, sorter=in_order)]
+            return self.tokens[upload(rows, device)].clamp_(min=0)
+        return self.tokens.clamp(min=0)
+
+
 class StepLayout:
     """A step's units as kernels read them. All arrays are contiguous.
 
@@ -134,23 +155,66 @@ class PagedStep:
             first_positions = np.repeat(units.start - self.first_row_of, self.num_tokens_of)
             self.positions = np.arange(self.end_row_of[-1]) + first_positions
         self.kernel_units: Any = None
+        self._uploaded: list[Tensor] | None = None
+        self._from_before: tuple[Int64s, Tensor] | None = None
         self._views: dict[Reach, StepView] = {}
+
+    def fill_tokens(self, before: SampledTokens) -> None:
+        """Take FROM_STEP_BEFORE among the token ids from the step launched before, without waiting on the host."""
+        rows = np.flatnonzero(self.token_ids == FROM_STEP_BEFORE)
+        if not len(rows):
+            return
+        unit = rows if self._is_decode else np.searchsorted(self.end_row_of, rows, side="right")
+        self._from_before = rows, before.of(self.units.slot[unit], self._device)
+
+    def write_tokens(self, ids: Tensor) -> None:
+        """Write the tokens of `fill_tokens` to their places in `ids`, int64[tokens or more]."""
+        if self._from_before is None:
+            return
+        rows, tokens = self._from_before
+        if len(rows) == len(self.token_ids):
+            ids[: len(rows)].copy_(tokens)
+        else:
+            ids.index_copy_(0, self.upload(rows), tokens)
 
     # Cached properties: the front part alone reads the ids, and the sampler's stage needs no slots.
     @cached_property
     def input_ids(self) -> Tensor:
         """int64[1, tokens]."""
-        return self.upload(self.token_ids.astype(np.int64))[None]
+        ids = self._find(0, lambda: self.token_ids.astype(np.int64))
+        self.write_tokens(ids)
+        return ids[None]
 
     @cached_property
     def position_ids(self) -> Tensor:
         """int64[1, tokens]."""
-        return self.upload(self.positions)[None]
+        return self._find(1, lambda: self.positions)[None]
 
     @cached_property
     def write_slots(self) -> Tensor:
         """int64[tokens], destination of each token's K and V."""
-        return self.upload(self._slots_to_write())
+        return self._find(2, self._slots_to_write)
+
+    @cached_property
+    def logit_row_ids(self) -> Tensor:
+        """int64[rows], `logit_rows` on the device."""
+        return self._find(3, lambda: self.logit_rows)
+
+    def place(self, columns: list[Tensor], kernel_units: Any) -> None:
+        """Let `row_columns` and what the kernels keep of the step be in memory that is already on the device."""
+        self._uploaded, self.kernel_units = columns, kernel_units
+
+    def row_columns(self) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+        """Token ids, positions, slots to write and rows with requested logits, on the host."""
+        return self.token_ids.astype(np.int64), self.positions, self._slots_to_write(), self.logit_rows
+
+    def _find(self, place: int, make: Callable[[], Int64s]) -> Tensor:
+        """Upload one of `row_columns`: on a CPU by itself, to an accelerator with all others in one copy."""
+        if self._uploaded is None:
+            if self._device.type == "cpu":
+                return self.upload(make())
+            self._uploaded = upload_all(self.row_columns(), self._device)
+        return self._uploaded[place]
 
     @cached_property
     def layout(self) -> StepLayout:

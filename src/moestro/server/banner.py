@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moestro import __version__
-from moestro.core.model_info import ModelInfo
+from moestro.core.model_info import CardMemory, ModelInfo
 from moestro.server.request_builder import ServedModel
 from moestro.web.banner import Banner, curl_line
 from moestro.wire.messages import Phase
+
+_GIB = 1 << 30
+_LEAST_SHOWN = _GIB // 20  # smaller parts would be shown as 0.0
 
 
 def serve_banner(
@@ -30,6 +33,7 @@ def serve_banner(
         ("engines", f"{count} x {info.device}, {info.dtype}"),
         ("context", f"{info.max_model_len:,} tokens"),
         ("KV cache", f"{tokens:,} tokens: {tokens / info.max_model_len:.1f} sequences of the full context at once"),
+        *(() if info.card is None else (("GPU memory", _card_text(info.card, count)),)),
         *zip(("tool calls", "reasoning"), map(": ".join, model.chat.choices), strict=False),
         ("ready in", f"{sum(phase.seconds for phase in phases):.1f} s ({durations})"),
         ("serving", f"{url} (OpenAI's API under /v1)"),
@@ -42,6 +46,16 @@ def serve_banner(
         notes=info.notes,
         example=curl_line(url, body, needs_key=needs_key),
     )
+
+
+def _card_text(card: CardMemory, num_engines: int) -> str:
+    """What a card's memory went to, in GiB of each engine."""
+    parts = [("weights", card.weight_bytes), ("peak of a step", card.step_bytes), ("graphs", card.graph_bytes)]
+    parts += [("KV cache", card.kv_bytes), ("other", card.other_bytes)]
+    listed = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts if size >= _LEAST_SHOWN)
+    shared = "" if card.num_sharing == 1 else f", shared by {card.num_sharing} processes"
+    each = "" if num_engines == 1 else "each "
+    return f"{card.total_bytes / _GIB:.1f} GiB{shared}: {each}{listed}"
 
 
 def _human(number: int) -> str:

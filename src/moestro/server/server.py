@@ -327,10 +327,19 @@ class _ServeProcess:
             reports_cache=self._follows_caches and rank < self._settings.num_engines,
             group=group,
             lock_step=None if listener is None else self._lock_step_spec(rank, listener),
+            num_local=self._num_local,
             cores=cores_of(self._settings, rank),
             beat_ms=self._expert_beat_ms if has_experts_alone else ENGINE_BEAT_MS,
             idle_beat_ms=self._expert_idle_beat_ms if has_experts_alone else ENGINE_BEAT_MS,
         )
+
+    @property
+    def _num_local(self) -> int:
+        """Processes that take this machine's accelerators in turn. Ray gives each process accelerators of its own."""
+        if self._settings.launching.launcher != "local":
+            return 1
+        has_experts_apart = self._settings.stepping.mode == "async"
+        return self._settings.num_engines + (self._settings.group.num_expert_workers if has_experts_apart else 0)
 
     def _lock_step_spec(self, rank: int, listener: socket.socket) -> LockStepSpec:
         processes, migration = self._settings.processes, self._migration

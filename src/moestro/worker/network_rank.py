@@ -26,7 +26,7 @@ from moestro.worker.group_process import WorkerPart, WorkerSizes
 from moestro.worker.paced import NetworkAnswers, make_paced_rank, num_blocks_of, paced_notes
 from moestro.worker.paced_group import build_paced_group_rank
 from moestro.worker.paced_part import load_paced_part, num_part_blocks
-from moestro.worker.rank_builder import OnPhase, Send, make_preemptive_rank, make_rank
+from moestro.worker.rank_builder import OnPhase, Send, local_rank_of, make_preemptive_rank, make_rank
 from moestro.worker.spread_rank import build_spread_rank
 
 _LOOPBACK = "127.0.0.1"
@@ -53,7 +53,7 @@ def build_network_rank(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple
     if spec.paced is not None:  # the demo network computes, with as many blocks as the modelled device has
         num_ep_ranks = 1 if lock_step is None else lock_step.num_ranks
         model = replace(model, num_gpu_blocks_override=num_blocks_of(spec.paced, model, num_ep_ranks))
-    device, info = open_device(model, on_phase, spec.rank)
+    device, info = open_device(model, on_phase, replace(local_rank_of(spec), records_steps=True))
     if spec.paced is None:
         device.network.sample_choices(PAIR_INTERVAL)
     if spec.paced is not None:
@@ -62,13 +62,15 @@ def build_network_rank(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple
         if lock_step is not None:
             return build_paced_group_rank(spec, lock_step, answers, info, send), info
         return make_paced_rank(spec, spec.paced, answers, info), info
-    rank = make_rank(spec, device, info)
+    rank = make_rank(spec, device, info, runs_ahead=device.runs_ahead)
     device.network.on_exchanged = rank.forget_cache
     return rank, info
 
 
 def _build_preemptive(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
-    device, info = open_staged_device(spec.model, spec.scheduler.max_num_batched_tokens, on_phase, spec.rank)
+    device, info = open_staged_device(
+        spec.model, spec.scheduler.max_num_batched_tokens, on_phase, local_rank_of(spec, num_classes=2)
+    )
     rank = make_preemptive_rank(spec, device, info, launch_ahead=1 if device.works_when_polled else 2)
     device.network.on_exchanged = rank.forget_cache
     return rank, info
@@ -89,7 +91,7 @@ def load_network_part(spec: LaunchSpec, sizes: WorkerSizes, on_phase: OnPhase) -
             return load_paced_part(spec, sizes, None, None)
         num_blocks = num_part_blocks(spec, spec.paced)
         model = replace(spec.model, num_gpu_blocks_override=num_blocks)
-        device, info = open_device(model, on_phase, spec.rank)
+        device, info = open_device(model, on_phase, local_rank_of(spec))
         info = _paced(info, spec.paced)
         return load_paced_part(spec, sizes, NetworkAnswers(device), info)
     group = spec.group
@@ -104,7 +106,7 @@ def load_network_part(spec: LaunchSpec, sizes: WorkerSizes, on_phase: OnPhase) -
         expert_device, info = open_expert_device(spec.model, share, on_phase, spec.rank)
         return _part(expert_device, info, None, spec)
     max_tokens = spec.scheduler.max_num_batched_tokens
-    home_device, info = open_staged_device(spec.model, max_tokens, on_phase, spec.rank, share)
+    home_device, info = open_staged_device(spec.model, max_tokens, on_phase, local_rank_of(spec, num_classes=2), share)
     return _part(home_device, info, info, spec)
 
 

@@ -281,8 +281,16 @@ def num_blocks_of(paced: PacedSettings, model: ModelSettings, num_ep_ranks: int 
     if model.kv_cache_memory_bytes is not None:
         return model.kv_cache_memory_bytes // (network.kv_bytes_per_token * model.block_size)
     if paced.device == PACED_QLLM:
-        return kv_blocks(in_4_bits(network), A100, model.block_size)
-    return kv_blocks(network, gpu_named(paced.gpu), model.block_size, num_ep_ranks=num_ep_ranks)
+        return kv_blocks(
+            in_4_bits(network), A100, model.block_size, gpu_memory_utilization=model.gpu_memory_utilization
+        )
+    return kv_blocks(
+        network,
+        gpu_named(paced.gpu),
+        model.block_size,
+        gpu_memory_utilization=model.gpu_memory_utilization,
+        num_ep_ranks=num_ep_ranks,
+    )
 
 
 def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int, num_blocks: int) -> ModelInfo:

@@ -41,7 +41,9 @@ def num_part_blocks(spec: LaunchSpec, paced: PacedSettings) -> int:
     if model.kv_cache_memory_bytes is not None:
         return model.kv_cache_memory_bytes // (network.kv_bytes_per_token * model.block_size)
     network, gpu = _modelled(paced)
-    return worker_kv_blocks(network, gpu, model.block_size, num_slots=num_slots)
+    return worker_kv_blocks(
+        network, gpu, model.block_size, num_slots=num_slots, gpu_memory_utilization=model.gpu_memory_utilization
+    )
 
 
 def load_paced_part(
@@ -60,7 +62,8 @@ def load_paced_part(
     assert spec.paced is not None, "loaded for a paced device"
     cost, num_slots = stage_cost_of(spec.paced), _num_slots(spec, spec.paced)
     if not spec.group.is_home:
-        check_experts_fit(*_modelled(spec.paced), num_slots)
+        utilization = spec.model.gpu_memory_utilization
+        check_experts_fit(*_modelled(spec.paced), num_slots, gpu_memory_utilization=utilization)
     shape = worker_shape(
         cost.network,
         num_rows=sizes.num_rows,

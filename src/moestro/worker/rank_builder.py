@@ -16,6 +16,7 @@ from moestro.engine.rank import Rank, build_preemptive_rank, build_rank, recorde
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.executor import FlowExecutor
+from moestro.model.settings import LocalRank
 from moestro.wire.layer_messages import DropLayer, MoveLayer
 from moestro.wire.messages import FromRank
 from moestro.worker.expert_collection import ExpertCollection
@@ -27,9 +28,9 @@ OnPhase = Callable[[str], None]  # called when a phase of the start begins
 Send = Callable[[FromRank], None]  # sends a message to the API server
 
 
-def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo) -> Rank:
-    """Build the rank that `spec` describes in `fused` mode, on `device`."""
-    return build_rank(scheduler_settings(spec, info), device)
+def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo, *, runs_ahead: bool = False) -> Rank:
+    """Build the rank that `spec` describes in `fused` mode, on `device`. `runs_ahead`: as in `FusedExecutor`."""
+    return build_rank(scheduler_settings(spec, info), device, runs_ahead=runs_ahead)
 
 
 def make_preemptive_rank(spec: LaunchSpec, device: StagedDevice, info: ModelInfo, launch_ahead: int = 1) -> Rank:
@@ -46,6 +47,16 @@ def make_home(spec: LaunchSpec, executor: FlowExecutor, info: ModelInfo) -> Home
 
 def _for_two_classes(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:
     return replace(scheduler_settings(spec, info), max_num_urgent_seqs=spec.scheduler.max_num_seqs)
+
+
+def local_rank_of(spec: LaunchSpec, num_classes: int = 1) -> LocalRank:
+    """Make the rank's place on its machine. `num_classes`: classes of requests that each have `max_num_seqs` places."""
+    return LocalRank(
+        rank=spec.rank,
+        num_ranks=spec.num_local,
+        max_tokens=spec.scheduler.max_num_batched_tokens,
+        max_seqs=num_classes * spec.scheduler.max_num_seqs,
+    )
 
 
 def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:

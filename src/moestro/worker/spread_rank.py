@@ -14,7 +14,7 @@ from moestro.model.spread_device import open_spread_device
 from moestro.placement.pair_window import PAIR_INTERVAL
 from moestro.wire.layer_messages import ExpertsPlaced, LayerMoving, LayerSettled
 from moestro.wire.messages import WakeGroup
-from moestro.worker.rank_builder import OnPhase, Send, scheduler_settings
+from moestro.worker.rank_builder import OnPhase, Send, local_rank_of, scheduler_settings
 
 
 def build_spread_rank(
@@ -38,6 +38,7 @@ def build_spread_rank(
         partial(table_of, lock_step),
         lambda: meet(place, lock_step.port, lock_step.listen_fd, lock_step.join_wait_s(time.monotonic_ns())),
         on_phase,
+        local_rank_of(spec),
     )
     device.network.sample_choices(PAIR_INTERVAL)
     if spec.records_events:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from moestro.errors import ConfigError
+from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.network import Network
 from moestro.model.settings import ModelSettings
@@ -12,6 +15,7 @@ from moestro.model.settings import ModelSettings
 # A compilation begins before the weights are read, and takes about 6 s of a core. A start waits for the rest of it so
 # long at most: the demo model, which loads in 5 s, is ready within 10 s.
 _PATIENCE_S = 3.0
+_LEAST_CAPABILITY = (8, 0)  # of a GPU: matrix units for bfloat16
 _AWAITED = (
     "CPU kernels: torch's for now. Moestro's own are being compiled, and replace them between two steps. Answers of"
     " that moment may differ from later ones (--kernels own waits)."
@@ -41,15 +45,21 @@ def choose_kernels(network: Network, build: KernelBuild | None, settings: ModelS
     Raises:
         ConfigError: The operator demands the own kernels, and they cannot be had.
     """
-    if network.device.type != "cpu" or network.dtype is not torch.bfloat16:
+    if network.device.type == "cuda":
+        return _choose_for_gpu(network, settings)
+    return _choose_for_cpu(network, build, settings)
+
+
+def _choose_for_cpu(network: Network, build: KernelBuild | None, settings: ModelSettings) -> tuple[str, ...]:
+    if network.dtype is not torch.bfloat16:
         if settings.kernels != "own":
             return ()
-        return ("--kernels own: the own kernels are for bfloat16 on a CPU, so torch computes all.",)
+        return ("--kernels own: the own kernels of a CPU are for bfloat16, so torch computes all.",)
     if build is None:
         return ("CPU kernels: torch's (--kernels eager).",)
     library = build.wait(None if settings.kernels == "own" else _PATIENCE_S)
     if library is not None:
-        network.use_kernels(library)
+        network.use_kernels(KernelExchange(library))
         return ()
     if not build.is_over:
         network.await_kernels(build)
@@ -57,3 +67,31 @@ def choose_kernels(network: Network, build: KernelBuild | None, settings: ModelS
     if settings.kernels == "own":
         raise ConfigError(f"--kernels own: {build.failure}. --kernels auto serves with torch's kernels instead.")
     return (f"CPU kernels: torch's, which are slower than Moestro's own: {build.failure}.",)
+
+
+def _choose_for_gpu(network: Network, settings: ModelSettings) -> tuple[str, ...]:
+    """Do `choose_kernels` on a GPU, where Triton compiles the kernels that a step needs."""
+    if settings.kernels == "eager":
+        return ("GPU kernels: torch's (--kernels eager).",)
+    why_not = _why_no_gpu_kernels(network)
+    if why_not is None:
+        # Triton is imported with them, and comes with a torch for CUDA.
+        from moestro.model.cuda.exchange import CudaExchange  # noqa: PLC0415
+        from moestro.model.cuda.functions import CudaKernels  # noqa: PLC0415
+
+        network.use_kernels(CudaExchange(CudaKernels(network.device, network.dtype)))
+        return ()
+    if settings.kernels == "own":
+        raise ConfigError(f"--kernels own: {why_not}. --kernels auto serves with torch's kernels instead.")
+    return (f"GPU kernels: torch's, which are slower than Moestro's own: {why_not}.",)
+
+
+def _why_no_gpu_kernels(network: Network) -> str | None:
+    """Why the own kernels cannot run a network; None if they can."""
+    if network.dtype not in (torch.bfloat16, torch.float32):
+        return f"there are own kernels for bfloat16 and float32, and the network is in {network.dtype}"
+    if torch.cuda.get_device_capability(network.device) < _LEAST_CAPABILITY:
+        return "they need a GPU of compute capability 8.0 or more"
+    if find_spec("triton") is None:
+        return "Triton is not installed, which comes with a torch for CUDA"
+    return None

@@ -21,7 +21,7 @@ from moestro.model.kernels.library import KernelLibrary
 from moestro.model.kernels.matching import random_rows
 from moestro.model.kernels.paged import CHECK_BLOCK_SIZE, KernelAttention, make_check_units
 from moestro.model.kernels.rows import NORM_EPSILON
-from moestro.model.layer_stages import LAYER_FRONT, direct_plans
+from moestro.model.layer_stages import LAYER_FRONT, LayerFront, direct_plans
 from moestro.model.packing import PackedLinear
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
@@ -181,16 +181,16 @@ def plan_layer(layer: Any, routing: Routing | None, library: KernelLibrary) -> b
         return False
     with suppress(AttributeError, ValueError, TypeError, RuntimeError, KeyError, IndexError):
         front, original = KernelFront(layer, form, library), layer.forward
-        forward = _make_forward(layer, front, original)
-        wanted = _try(layer, form, original, routing)
-        if _is_equal(wanted, _try(layer, form, forward, routing)):
+        forward = make_forward(layer, front, original)
+        wanted = try_layer(layer, form, original, routing)
+        if _is_equal(wanted, try_layer(layer, form, forward, routing)):
             layer.__dict__["forward"] = forward
             layer.__dict__[LAYER_FRONT] = front
             return True
     return False
 
 
-def _make_forward(layer: Any, front: KernelFront, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def make_forward(layer: Any, front: LayerFront, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make the forward of a layer around its front."""
     direct, mlp = next(iter(direct_plans(layer)), None), layer.mlp
 
@@ -206,23 +206,41 @@ def _make_forward(layer: Any, front: KernelFront, original: Callable[..., Tensor
         attended = direct.choose(stream, inputs)
         assert attended.topk_ids is not None
         assert attended.topk_weights is not None
-        total = routed_experts(mlp.experts, inputs, attended.topk_ids, attended.topk_weights)
-        return direct.complete(attended, total, arguments)[None]
+        chosen = (mlp.experts, inputs, attended.topk_ids, attended.topk_weights)
+        if direct.is_routed_alone:
+            return routed_experts(*chosen, stream)[None]
+        return direct.complete(attended, routed_experts(*chosen), arguments)[None]
 
     return forward
 
 
-def _try(
-    layer: Any, form: AttentionForm, forward: Callable[..., Tensor], routing: Routing | None
+def try_layer(
+    layer: Any,
+    form: AttentionForm,
+    forward: Callable[..., Tensor],
+    routing: Routing | None,
+    angle_width: int | None = None,
 ) -> tuple[Tensor, KVPools]:
-    """Run a layer on random rows without its experts. Returns its output, and K and V."""
+    """Run a layer on random rows without its experts.
+
+    Args:
+        layer, form, routing: As for `plan_layer`.
+        forward: The layer's forward, or one that may replace it.
+        angle_width: Cosines of a token; None means those of a whole head, whose halves are equal.
+
+    Returns:
+        Its output, and K and V.
+    """
+    weight = layer.input_layernorm.weight
+    device, dtype = weight.device, weight.dtype
     units = make_check_units(form.scoring.window)
     num_tokens = int(units.num_tokens.sum())
     pools = KVPools(int(units.block_tables.max()) + 1, CHECK_BLOCK_SIZE)
-    step = PagedStep(units, pools, torch.device("cpu"))
-    hidden = random_rows(1, num_tokens, layer.input_layernorm.weight.numel())
+    step = PagedStep(units, pools, device)
+    hidden = random_rows(1, num_tokens, weight.numel()).to(device, dtype)
     angles = random_rows(1, num_tokens, form.key_size // 2, seed=1).to(torch.float32).repeat(1, 1, 2)
-    tables = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+    angles = angles[..., :angle_width]
+    tables = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
     before = None if routing is None else routing.stand_in
     if routing is not None:
         routing.stand_in = lambda _module, rows, _ids, weights: rows * weights[:, :1]

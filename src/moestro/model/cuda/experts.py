@@ -1,0 +1,165 @@
+"""Routed experts on the kernels. Weights are found by their addresses, so that an expert may move to other memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moestro.model.cuda.functions import CudaKernels, expert_columns, power_of_two
+from moestro.model.cuda.launch import launch
+from moestro.model.cuda.source import products, rows
+from moestro.model.cuda.tiles import Tile, expert_tile
+from moestro.model.upload import upload
+
+_MOST_SORTED = 4096  # pairs that `sort_pairs` reads at once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeightTable:
+    """Weights of a layer's experts as the kernels read them.
+
+    Attributes:
+        up: [experts, 2 * inner, hidden size], gates before ups.
+        down: [experts, hidden size, inner].
+        up_bias, down_bias: [experts, ...], or None.
+        clamp: (limit, alpha) of the clamped activation; None means a gated SiLU.
+    """
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    clamp: tuple[float, float] | None = None
+
+    @property
+    def hidden(self) -> int:
+        """Hidden size."""
+        return self.up.shape[2]
+
+    @property
+    def inner(self) -> int:
+        """Numbers between the two products."""
+        return self.down.shape[2]
+
+
+class _Tiles(NamedTuple):
+    """Tiles of pairs, as in `products.sort_pairs`.
+
+    Attributes:
+        pairs: int32[pairs].
+        table: int32[1 + 3 * most], the tiles.
+        most: Tiles for which the table has room.
+        tile: Their size.
+    """
+
+    pairs: Tensor
+    table: Tensor
+    most: int
+    tile: Tile
+
+
+class CudaExperts:
+    """Computes the experts of one layer whole.
+
+    Args:
+        kernels: The kernels.
+        weights: The weights, whose memory stays where it is.
+    """
+
+    def __init__(self, kernels: CudaKernels, weights: ExpertWeightTable) -> None:
+        self._kernels, self._weights = kernels, weights
+        self.num_experts = len(weights.up)
+        self._up, self._down = _addresses(weights.up), _addresses(weights.down)
+
+    def weighted_sum(
+        self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, counts: Tensor, stream: Tensor | None = None
+    ) -> Tensor:
+        """[rows, hidden size], the sums of `experts.routed_experts`, added to `stream` where there is one.
+
+        Args:
+            hidden: [rows, hidden size].
+            topk_ids, topk_weights: [rows, k].
+            counts: int64[experts or more], to which the rows of each expert are added.
+            stream: [rows, hidden size].
+        """
+        num_rows, num_chosen = topk_ids.shape
+        answers = self._chosen(hidden, topk_ids, counts)
+        out, columns = torch.empty_like(answers[:num_rows]), expert_columns(self._weights.hidden)
+        launch(
+            rows.add_answers, (num_rows, -(-self._weights.hidden // columns)), answers, topk_ids,
+            topk_weights.to(torch.float32).contiguous(), out if stream is None else stream, out,
+            self._kernels.count_of(topk_ids),
+            topk_ids.stride(0), CHOSEN=num_chosen, WIDE=power_of_two(num_chosen), HIDDEN=self._weights.hidden,
+            COLUMNS=columns, HAS_STREAM=stream is not None, num_warps=2,
+        )  # fmt: skip
+        return out
+
+    def chosen_answers(self, hidden: Tensor, topk_ids: Tensor) -> Tensor:
+        """[rows * k, hidden size], what each row's experts answer, not weighted."""
+        return self._chosen(hidden, topk_ids, torch.zeros(self.num_experts, dtype=torch.int64, device=hidden.device))
+
+    def _chosen(self, hidden: Tensor, topk_ids: Tensor, counts: Tensor) -> Tensor:
+        num_rows, num_chosen = topk_ids.shape
+        num_pairs, tile = num_rows * num_chosen, expert_tile(num_rows * num_chosen / self.num_experts, hidden.dtype)
+        num_tiles = min(num_pairs, self.num_experts + num_pairs // tile.tokens)
+        pairs = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
+        tiles = torch.empty(1 + 3 * num_tiles, dtype=torch.int32, device=hidden.device)
+        launch(
+            products.sort_pairs, (self.num_experts,), topk_ids, self._kernels.count_of(topk_ids), pairs, tiles, counts,
+            topk_ids.stride(0), CHOSEN=num_chosen, EXPERTS=self.num_experts, BINS=power_of_two(self.num_experts),
+            TOKENS=tile.tokens, CHUNK=min(power_of_two(num_pairs), _MOST_SORTED),
+            num_warps=8 if num_pairs > _MOST_SORTED // 4 else 4,
+        )  # fmt: skip
+        return self._multiply(hidden.contiguous(), num_pairs, num_chosen, _Tiles(pairs, tiles, num_tiles, tile))
+
+    def answers(self, batches: Sequence[tuple[int, int]], inputs: Tensor, out: Tensor, start: int = 0) -> int:
+        """Write what some experts answer, not weighted; arguments and result as `experts.run_batches`."""
+        columns = np.array(batches, np.int64).reshape(-1, 2)
+        num_rows = int(columns[:, 1].sum())
+        if not num_rows:
+            return start
+        tile = expert_tile(num_rows / len(columns), inputs.dtype)
+        per_batch = -(-columns[:, 1] // tile.tokens)
+        batch = np.repeat(np.arange(len(columns)), per_batch)
+        skipped = (np.arange(len(batch)) - (per_batch.cumsum() - per_batch)[batch]) * tile.tokens
+        first = (columns[:, 1].cumsum() - columns[:, 1])[batch] + skipped
+        table = np.stack([columns[batch, 0], first, np.minimum(columns[batch, 1] - skipped, tile.tokens)], axis=1)
+        listed = np.concatenate([[len(batch)], table.ravel()]).astype(np.int32)
+        tiles = upload(listed, inputs.device)
+        end = start + num_rows
+        places = _Tiles(tiles, tiles, len(batch), tile)
+        out[start:end] = self._multiply(inputs[start:end].contiguous(), num_rows, 0, places)
+        return end
+
+    def _multiply(self, hidden: Tensor, num_pairs: int, num_chosen: int, tiles: _Tiles) -> Tensor:
+        """[pairs, hidden size], answers by pair; by place with `num_chosen` 0."""
+        weights, tile = self._weights, tiles.tile
+        inner, answers = (hidden.new_empty(num_pairs, size) for size in (weights.inner, weights.hidden))
+        limit, alpha = weights.clamp or (0.0, 0.0)
+        sizes = {"HIDDEN": weights.hidden, "INNER": weights.inner}
+        tiling = {"TOKENS": tile.tokens, "OUTS": tile.outs, "DEPTH": tile.depth, **tile.launch_options}
+        up_bias, down_bias = (answers if each is None else each for each in (weights.up_bias, weights.down_bias))
+        launch(
+            products.expert_up, (-(-weights.inner // tile.outs), tiles.most), hidden, self._up, up_bias, inner,
+            tiles.pairs, tiles.table, hidden.stride(0), limit, alpha, **sizes, CHOSEN=num_chosen,
+            HAS_BIAS=weights.up_bias is not None, CLAMPED=weights.clamp is not None, **tiling,
+        )  # fmt: skip
+        launch(
+            products.expert_down, (-(-weights.hidden // tile.outs), tiles.most), inner, self._down, down_bias, answers,
+            tiles.pairs, tiles.table, **sizes, SCATTERS=num_chosen > 0, HAS_BIAS=weights.down_bias is not None,
+            **tiling,
+        )  # fmt: skip
+        return answers
+
+
+def _addresses(weights: Tensor) -> Tensor:
+    """uint64[experts] on the weights' device, the address of each expert's."""
+    assert weights.is_contiguous(), "the kernel reads an expert's weights end to end"
+    step = weights.stride(0) * weights.element_size()
+    first = weights.data_ptr()
+    return upload(first + step * np.arange(len(weights), dtype=np.int64), weights.device)

@@ -1,0 +1,39 @@
+"""The one place where kernels are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Grid = tuple[int, ...]
+
+
+def launch(kernel: Any, grid: Grid, *args: Any, **options: Any) -> None:
+    """Queue a kernel on the current stream of the current device.
+
+    Products and sums stay separate instructions: a compiler would fuse them in one kernel and not in another, and a
+    request's bits would depend on which kernel computed it.
+
+    Args:
+        kernel: A function of `triton.jit`.
+        grid: Number of programs along each axis.
+        args: Its arguments in order. Tensors stand for their addresses.
+        options: Its compile-time arguments, and `num_warps` and `num_stages`.
+    """
+    _launcher(kernel, grid, args, options)
+
+
+def launch_now(kernel: Any, grid: Grid, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Launch a kernel, as `launch` does unless another function replaces it."""
+    kernel[grid](*args, enable_fp_fusion=False, **options)
+
+
+Launcher = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
+_launcher: Launcher = launch_now
+
+
+def replace_launcher(launcher: Launcher | None) -> Launcher:
+    """Let another function launch kernels, such as one that counts. Returns the one before; None restores the first."""
+    global _launcher
+    before, _launcher = _launcher, launcher or launch_now
+    return before

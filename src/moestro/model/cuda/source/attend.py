@@ -1,0 +1,168 @@
+"""Paged attention of a step, decodes and chunks alike, whose bits depend on a query's own sequence alone.
+
+Keys are cut at fixed positions into splits of SPLIT tokens. A split is reduced by itself, in tiles of TILE keys, and
+splits are merged in ascending order. Whether one program walks all splits of a query (a chunk), or each split has a
+program of its own and `merge_splits` joins them (a decode), the operations on a row are the same. The weights are
+summed by a product with ones, because the order of `tl.sum` depends on the tile's rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NEGATIVE = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _merge(m, l, acc, m_new, l_new, acc_new):
+    """Join the reductions of two sets of keys. An empty second set changes no bit."""
+    top = tl.maximum(m, m_new)
+    safe = tl.where(top == NEGATIVE, 0.0, top)
+    old, new = tl.exp2(m - safe), tl.exp2(m_new - safe)
+    return top, l * old + l_new * new, acc * old[:, None] + acc_new * new[:, None]
+
+
+@triton.jit
+def _finish(m, l, acc, sinks, q_head, is_row, HAS_SINK: tl.constexpr):
+    """Divide by the sum of weights, a sink's included."""
+    if HAS_SINK:
+        sink = tl.load(sinks + q_head, is_row, 0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(m, sink)
+        scale = tl.exp2(m - top)
+        return acc * scale[:, None] / (l * scale + tl.exp2(sink - top))[:, None]
+    return acc / l[:, None]
+
+
+@triton.jit
+def _reduce_keys(
+    q, q_rest, keys, values, table, head, low, high, length, position, is_row, key_stride, value_stride, factor,
+    ROWS: tl.constexpr, SIZE_K: tl.constexpr, HEAD_K: tl.constexpr, REST_K: tl.constexpr, SIZE_V: tl.constexpr,
+    WIDE_V: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Reduce keys low .. high - 1 from nothing: (largest score, sum of weights, weighted values) of each row."""
+    dk, dr, dv = tl.arange(0, HEAD_K), HEAD_K + tl.arange(0, REST_K if REST_K else 16), tl.arange(0, WIDE_V)
+    m = tl.full([ROWS], NEGATIVE, tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDE_V], tl.float32)
+    for start in range(low, high, TILE):
+        key_at = start + tl.arange(0, TILE)
+        exists = key_at < length
+        slot = tl.load(table + key_at // BLOCK, exists, 0).to(tl.int64) * BLOCK + key_at % BLOCK
+        k_at = keys + slot[None, :] * key_stride + head * SIZE_K
+        is_k = exists[None, :]
+        if HEAD_K > SIZE_K:
+            is_k = is_k & (dk < SIZE_K)[:, None]
+        scores = tl.dot(q, tl.load(k_at + dk[:, None], is_k, 0.0), input_precision="ieee")
+        if REST_K:
+            k_rest = tl.load(k_at + dr[:, None], exists[None, :] & (dr < SIZE_K)[:, None], 0.0)
+            scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
+        v_at = values + slot[:, None] * value_stride + head * SIZE_V + dv[None, :]
+        v = tl.load(v_at, exists[:, None] & (dv < SIZE_V)[None, :], 0.0)
+        sees = is_row[:, None] & (key_at[None, :] <= position[:, None])
+        if WINDOW:
+            sees = sees & (key_at[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(sees, scores * factor, NEGATIVE)
+        top = tl.maximum(m, tl.max(scores, 1))
+        safe = tl.where(top == NEGATIVE, 0.0, top)
+        weight, old = tl.exp2(scores - safe[:, None]).to(v.dtype), tl.exp2(m - safe)
+        ones = tl.full([TILE, 16], 1.0, v.dtype)
+        l = l * old + tl.max(tl.dot(weight, ones, input_precision="ieee"), 1)
+        acc = tl.dot(weight, v, acc * old[:, None], input_precision="ieee")
+        m = top
+    return m, l, acc
+
+
+@triton.jit
+def attend(
+    query, keys, values, out, part_acc, part_ml, sinks, tables, row_of, length_of, items, num_items,
+    query_stride, key_stride, value_stride, scale,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, TAKEN: tl.constexpr, SIZE_K: tl.constexpr, HEAD_K: tl.constexpr,
+    REST_K: tl.constexpr, SIZE_V: tl.constexpr, WIDE_V: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, HAS_SINK: tl.constexpr,
+):  # fmt: skip
+    """Attend: one program takes every num_programs(0)th item, for TAKEN of the SHARED query heads of a KV head.
+
+    Args:
+        items: int32[items, 4]: unit, its first query, split (-1: all, and `out` is written), begin of its table.
+        part_acc, part_ml: float32[items, groups of heads, ROWS, SIZE_V or 2], reductions of splits.
+        HEAD_K, REST_K: SIZE_K as two powers of two, the last filled up, the second may be 0. WIDE_V: SIZE_V filled up.
+        Row r of a tile is query r // TAKEN, head r % TAKEN.
+    """
+    group = tl.program_id(1)
+    GROUPS_A_HEAD: tl.constexpr = (SHARED + TAKEN - 1) // TAKEN
+    head, first_head = group // GROUPS_A_HEAD, group % GROUPS_A_HEAD * TAKEN
+    r, dk, dv = tl.arange(0, ROWS), tl.arange(0, HEAD_K), tl.arange(0, WIDE_V)
+    dr = HEAD_K + tl.arange(0, REST_K if REST_K else 16)
+    q_head = head * SHARED + first_head + r % TAKEN
+    is_head = (r < QUERIES * TAKEN) & (first_head + r % TAKEN < SHARED)
+    for item in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
+        unit, first = tl.load(items + item * 4), tl.load(items + item * 4 + 1)
+        split, table = tl.load(items + item * 4 + 2), tables + tl.load(items + item * 4 + 3)
+        length, begin_row = tl.load(length_of + unit), tl.load(row_of + unit)
+        num_new = tl.load(row_of + unit + 1) - begin_row
+        at = first + r // TAKEN  # query in the unit
+        is_row = is_head & (at < num_new)
+        position, row = length - num_new + at, (begin_row + at).to(tl.int64)
+        q_at = query + row[:, None] * query_stride + q_head[:, None] * SIZE_K
+        q = tl.load(q_at + dk[None], is_row[:, None] & (dk < SIZE_K)[None], 0.0)
+        q_rest = q
+        if REST_K:
+            q_rest = tl.load(q_at + dr[None], is_row[:, None] & (dr < SIZE_K)[None], 0.0)
+        newest = tl.minimum(length - num_new + first + QUERIES, length)  # behind the last key that any row sees
+        oldest = tl.maximum(length - num_new + first - WINDOW + 1, 0) if WINDOW else 0
+        first_split, end_split = oldest // SPLIT, (newest + SPLIT - 1) // SPLIT
+        if split >= 0:
+            first_split, end_split = split, split + 1
+        m = tl.full([ROWS], NEGATIVE, tl.float32)
+        l = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, WIDE_V], tl.float32)
+        for s in range(first_split, end_split):
+            low, high = tl.maximum(s * SPLIT, oldest // TILE * TILE), tl.minimum(s * SPLIT + SPLIT, newest)
+            m_s, l_s, acc_s = _reduce_keys(
+                q, q_rest, keys, values, table, head, low, high, length, position, is_row, key_stride, value_stride,
+                scale * LOG2E, ROWS, SIZE_K, HEAD_K, REST_K, SIZE_V, WIDE_V, BLOCK, TILE, WINDOW,
+            )  # fmt: skip
+            m, l, acc = _merge(m, l, acc, m_s, l_s, acc_s)
+        inside = is_row[:, None] & (dv < SIZE_V)[None, :]
+        if split >= 0:
+            place = ((item * tl.num_programs(1) + group) * ROWS + r).to(tl.int64)
+            tl.store(part_ml + place * 2, m, is_row)
+            tl.store(part_ml + place * 2 + 1, l, is_row)
+            tl.store(part_acc + place[:, None] * SIZE_V + dv[None, :], acc, inside)
+        else:
+            result = _finish(m, l, acc, sinks, q_head, is_row, HAS_SINK).to(out.dtype.element_ty)
+            tl.store(out + (row * HEADS + q_head)[:, None] * SIZE_V + dv[None, :], result, inside)
+
+
+@triton.jit
+def merge_splits(
+    out, part_acc, part_ml, sinks, row_of, merges, num_merges,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, TAKEN: tl.constexpr, SIZE_V: tl.constexpr, WIDE_V: tl.constexpr,
+    ROWS: tl.constexpr, HAS_SINK: tl.constexpr,
+):  # fmt: skip
+    """Join the splits of decodes. merges int32[merges, 3]: unit, first item, items; num_merges int32[1]."""
+    which, group = tl.program_id(0), tl.program_id(1)
+    if which >= tl.load(num_merges):
+        return
+    GROUPS_A_HEAD: tl.constexpr = (SHARED + TAKEN - 1) // TAKEN
+    first_head = group % GROUPS_A_HEAD * TAKEN
+    unit = tl.load(merges + which * 3)
+    first, count = tl.load(merges + which * 3 + 1), tl.load(merges + which * 3 + 2)
+    r, dv = tl.arange(0, ROWS), tl.arange(0, WIDE_V)
+    is_v, is_row = dv < SIZE_V, (r < TAKEN) & (first_head + r < SHARED)
+    m = tl.full([ROWS], NEGATIVE, tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDE_V], tl.float32)
+    for item in range(first, first + count):
+        place = ((item * tl.num_programs(1) + group) * ROWS + r).to(tl.int64)
+        m_s = tl.load(part_ml + place * 2, is_row, NEGATIVE)
+        l_s = tl.load(part_ml + place * 2 + 1, is_row, 0.0)
+        is_part = is_row[:, None] & is_v[None, :]
+        acc_s = tl.load(part_acc + place[:, None] * SIZE_V + dv[None, :], is_part, 0.0)
+        m, l, acc = _merge(m, l, acc, m_s, l_s, acc_s)
+    q_head = group // GROUPS_A_HEAD * SHARED + first_head + r
+    result = _finish(m, l, acc, sinks, q_head, is_row, HAS_SINK).to(out.dtype.element_ty)
+    place = (tl.load(row_of + unit).to(tl.int64) * HEADS + q_head)[:, None] * SIZE_V + dv[None, :]
+    tl.store(out + place, result, is_row[:, None] & is_v[None, :])

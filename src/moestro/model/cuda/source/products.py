@@ -1,0 +1,190 @@
+"""Products whose sums have one order, whatever the number of rows: dense layers, and experts by expert.
+
+Weights are the first operand (tiles of outputs by few rows), so that a decode uses the matrix instruction of a prompt.
+A sum over k is cut into segments by the weight's shape alone. Each is summed from zero by the matrix units in ascending
+k, and segments are added in order in float32: by the program that walks all, or by the kernel that reads the parts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def linear(
+    rows, weight, bias, out, num_rows, row_stride, weight_stride, part_stride, head_stride,
+    OUT: tl.constexpr, IN: tl.constexpr, SEGMENTS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_HEADS: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out = rows @ weight.T + bias. Without IS_WHOLE, `out` is float32[SEGMENTS, rows, OUT], the sums of segments.
+
+    HAS_HEADS: each head has rows, `head_stride` apart, a weight [OUT, IN] and an output, `part_stride` apart.
+    """
+    block, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if HAS_HEADS:
+        rows += part.to(tl.int64) * head_stride
+        weight += part.to(tl.int64) * OUT * weight_stride
+        out += part.to(tl.int64) * part_stride
+    count = tl.load(num_rows)
+    if tile * TOKENS >= count:
+        return
+    t, n, k = tile * TOKENS + tl.arange(0, TOKENS), block * OUTS + tl.arange(0, OUTS), tl.arange(0, DEPTH)
+    is_row, is_out = t < count, n < OUT
+    LENGTH: tl.constexpr = (IN + SEGMENTS - 1) // SEGMENTS
+    t_at, n_at = t.to(tl.int64)[None, :], n.to(tl.int64)[:, None]
+    whole = tl.zeros([OUTS, TOKENS], tl.float32)
+    for s in range(SEGMENTS if IS_WHOLE else 1):
+        begin = (s if IS_WHOLE else part) * LENGTH
+        end = tl.minimum(begin + LENGTH, IN)
+        total = tl.zeros([OUTS, TOKENS], tl.float32)
+        for start in range(begin, end, DEPTH):
+            is_in = start + k < end
+            x = tl.load(rows + t_at * row_stride + (start + k)[:, None], is_row[None, :] & is_in[:, None], 0.0)
+            w = tl.load(weight + n_at * weight_stride + (start + k)[None, :], is_out[:, None] & is_in[None, :], 0.0)
+            total = tl.dot(w, x, total, input_precision="ieee")
+        if s == 0:
+            whole = total
+        else:
+            whole = whole + total
+    inside = is_out[:, None] & is_row[None, :]
+    if IS_WHOLE:
+        kind: tl.constexpr = out.dtype.element_ty
+        if HAS_BIAS:
+            whole = whole + tl.load(bias + n, is_out, 0.0).to(tl.float32)[:, None]
+        tl.store(out + t_at * OUT + n_at, whole.to(kind), inside)
+    else:
+        tl.store(out + part.to(tl.int64) * part_stride + t_at * OUT + n_at, whole, inside)
+
+
+@triton.jit
+def sort_pairs(
+    ids, num_rows, pairs, tiles, counts, id_stride,
+    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, BINS: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Sort pairs (row, choice) by expert, those of an expert by row, in tiles of at most TOKENS. One program an expert.
+
+    Args:
+        ids: int32 or int64[rows, CHOSEN].
+        num_rows: int32[1].
+        pairs: int32[rows * CHOSEN], row * CHOSEN + choice.
+        tiles: int32[1 + tiles * 3], their number, then expert, first place and pairs of each.
+        counts: int64[EXPERTS], to which the pairs of each expert are added.
+    """
+    expert = tl.program_id(0)
+    num_pairs = tl.load(num_rows) * CHOSEN
+    bins, c = tl.arange(0, BINS), tl.arange(0, CHUNK)
+    sizes = tl.zeros([BINS], tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        at = start + c
+        chosen = tl.load(ids + at // CHOSEN * id_stride + at % CHOSEN, at < num_pairs, 0).to(tl.int32)
+        sizes += tl.histogram(chosen, BINS, mask=at < num_pairs)
+    first = tl.sum(tl.where(bins < expert, sizes, 0))
+    count = tl.sum(tl.where(bins == expert, sizes, 0))
+    num_tiles = (sizes + TOKENS - 1) // TOKENS
+    first_tile = tl.sum(tl.where(bins < expert, num_tiles, 0))
+    own_tiles = (count + TOKENS - 1) // TOKENS
+    if expert == EXPERTS - 1:
+        tl.store(tiles, first_tile + own_tiles)
+    tl.store(counts + expert, tl.load(counts + expert) + count)
+    if count > 0:
+        for tile in range(own_tiles):
+            place = tiles + 1 + (first_tile + tile) * 3
+            tl.store(place, expert)
+            tl.store(place + 1, first + tile * TOKENS)
+            tl.store(place + 2, tl.minimum(count - tile * TOKENS, TOKENS))
+        done = first
+        for start in range(0, num_pairs, CHUNK):
+            at = start + c
+            chosen = tl.load(ids + at // CHOSEN * id_stride + at % CHOSEN, at < num_pairs, 0).to(tl.int32)
+            mine = ((chosen == expert) & (at < num_pairs)).to(tl.int32)
+            rank = tl.cumsum(mine, 0)
+            tl.store(pairs + done + rank - 1, at, mine > 0)
+            done += tl.sum(mine)
+
+
+@triton.jit
+def expert_up(
+    rows, weights, bias, inner, pairs, tiles, row_stride, limit, alpha,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
+    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """inner[place] = activation(gate) * up of the pair at each place of a tile.
+
+    Args:
+        weights: uint64[experts], addresses of [2 * INNER, HIDDEN]: gates, then ups.
+        bias: [experts, 2 * INNER].
+        CHOSEN: choices of a row. 0: the rows of `rows` are in the order of places.
+        CLAMPED: (up + 1) * gate * sigmoid(alpha * gate), both within `limit`, instead of silu(gate) * up.
+    """
+    block, tile = tl.program_id(0), tl.program_id(1)
+    if tile >= tl.load(tiles):
+        return
+    kind: tl.constexpr = rows.dtype.element_ty
+    expert = tl.load(tiles + 1 + tile * 3).to(tl.int64)
+    first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
+    t, n, k = tl.arange(0, TOKENS), block * OUTS + tl.arange(0, OUTS), tl.arange(0, DEPTH)
+    is_pair, is_out = t < count, n < INNER
+    source = first + t
+    if CHOSEN:
+        source = tl.load(pairs + first + t, is_pair, 0) // CHOSEN
+    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(kind)), 16)
+    x_at = rows + source.to(tl.int64)[None, :] * row_stride + k[:, None]
+    g_at = weight + n.to(tl.int64)[:, None] * HIDDEN + k[None, :]
+    g, u = tl.zeros([OUTS, TOKENS], tl.float32), tl.zeros([OUTS, TOKENS], tl.float32)
+    for start in range(0, HIDDEN, DEPTH):
+        is_in = start + k < HIDDEN
+        x = tl.load(x_at + start, is_pair[None, :] & is_in[:, None], 0.0)
+        is_weight = is_out[:, None] & is_in[None, :]
+        g = tl.dot(tl.load(g_at + start, is_weight, 0.0), x, g, input_precision="ieee")
+        u = tl.dot(tl.load(g_at + INNER * HIDDEN + start, is_weight, 0.0), x, u, input_precision="ieee")
+    if HAS_BIAS:
+        b_at = bias + expert * (2 * INNER) + n
+        g = g + tl.load(b_at, is_out, 0.0).to(tl.float32)[:, None]
+        u = u + tl.load(b_at + INNER, is_out, 0.0).to(tl.float32)[:, None]
+    g, u = g.to(kind).to(tl.float32), u.to(kind).to(tl.float32)  # as a product of torch's, which returns `kind`
+    if CLAMPED:
+        g, u = tl.minimum(g, limit), tl.minimum(tl.maximum(u, -limit), limit)
+        value = (u + 1.0) * (g / (1.0 + tl.exp(-alpha * g)))
+    else:
+        value = (g / (1.0 + tl.exp(-g))).to(kind).to(tl.float32) * u
+    place = inner + (first + t).to(tl.int64)[None, :] * INNER + n[:, None]
+    tl.store(place, value.to(kind), is_pair[None, :] & is_out[:, None])
+
+
+@triton.jit
+def expert_down(
+    inner, weights, bias, answers, pairs, tiles,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, SCATTERS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """answers[pair, or place unless SCATTERS] = down-projection of inner[place].
+
+    Args:
+        weights: uint64[experts], addresses of [HIDDEN, INNER].
+        bias: [experts, HIDDEN].
+    """
+    block, tile = tl.program_id(0), tl.program_id(1)
+    if tile >= tl.load(tiles):
+        return
+    kind: tl.constexpr = inner.dtype.element_ty
+    expert = tl.load(tiles + 1 + tile * 3).to(tl.int64)
+    first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
+    t, n, k = tl.arange(0, TOKENS), block * OUTS + tl.arange(0, OUTS), tl.arange(0, DEPTH)
+    is_pair, is_out = t < count, n < HIDDEN
+    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(kind)), 16)
+    x_at = inner + (first + t).to(tl.int64)[None, :] * INNER + k[:, None]
+    w_at = weight + n.to(tl.int64)[:, None] * INNER + k[None, :]
+    total = tl.zeros([OUTS, TOKENS], tl.float32)
+    for start in range(0, INNER, DEPTH):
+        is_in = start + k < INNER
+        x = tl.load(x_at + start, is_pair[None, :] & is_in[:, None], 0.0)
+        w = tl.load(w_at + start, is_out[:, None] & is_in[None, :], 0.0)
+        total = tl.dot(w, x, total, input_precision="ieee")
+    if HAS_BIAS:
+        total = total + tl.load(bias + expert * HIDDEN + n, is_out, 0.0).to(tl.float32)[:, None]
+    place = first + t
+    if SCATTERS:
+        place = tl.load(pairs + first + t, is_pair, 0)
+    at = answers + place.to(tl.int64)[None, :] * HIDDEN + n[:, None]
+    tl.store(at, total.to(kind), is_pair[None, :] & is_out[:, None])
