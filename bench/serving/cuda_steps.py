@@ -7,19 +7,24 @@ downloaded. `--layers`, `--experts` and `--vocabulary` make it smaller. A whole 
 less than six minutes; that is an estimate, because none has run yet. Each part is stored when it is done: with the same
 --json, settings and commit, another run does the missing ones.
 
-- `ceilings`: bytes that a device-to-device copy reads and writes, and FLOPs of a bfloat16 product of square matrices.
-- `moestro`: a decode of N sequences with so much context (`--decode NxCONTEXT`), and prompts (`--prefill TOKENS`).
+- `ceilings`: bytes that a device-to-device copy reads and writes, bytes that a sum reads, and FLOPs of a bfloat16
+  product of square matrices.
+- `moestro`: a decode of N sequences with so much context (`--decode NxCONTEXT`), and prompts (`--prefill TOKENS`), on
+  torch's kernels. Each step is another batch: lengths lie between half and one and a half of the given one, with the
+  given one as mean, because a server hardly ever repeats a shape, and torch may keep a plan for each.
   `step_ms` is launch to result. `launch_ms` is the host's part: while it lasts the device may idle. `queued_ms` is a
   step of several that are launched at once: the device's time, unless the host takes longer.
 - `transformers`: the plain forward of transformers with sdpa and its grouped experts, on the same weights. For decodes
-  it has a dynamic cache with random K and V, as `generate` would use.
+  it has a dynamic cache with random K and V, as `generate` would use. All its lengths are the given one.
 - `continuous batching`: transformers' scheduler with its paged cache, from `transformers_cb.py`. `step_ms` is the time
   from one token of a request to the next.
+- `own kernels`: as `moestro`, on Moestro's own kernels, with decodes recorded as CUDA graphs. `equal_bits`: whether
+  units of the batch get the same bits alone, and from the graph. No other part can follow.
 - `profile`: the operations that take most of the device's time in one step of `moestro`.
 
-`floor_ms` is the larger of two times: bytes that a step has to read, over the measured bandwidth; and its FLOPs, over
-the measured rate. The bytes are all weights but those of experts that no token chose, and K and V. `peak_bytes` is the
-most memory that torch had reserved. A part that fails has a row with the error.
+`floor_ms` is the larger of two times: bytes that a step has to read, over the larger of the two rates; and its FLOPs,
+over theirs. The bytes are all weights but those of experts that no token chose, and K and V. `peak_bytes` is the most
+memory that torch had reserved. A part that fails has a row with the error.
 """
 
 from __future__ import annotations
@@ -33,9 +38,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +53,16 @@ from moestro.calibrate.timing import once_ns
 from moestro.config.run_record import run_record
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Forward, StepResult, Units
+from moestro.model.accelerator import prepare
 from moestro.model.check import use_own_functions
+from moestro.model.cuda.exchange import CudaExchange
+from moestro.model.cuda.functions import CudaKernels
+from moestro.model.cuda.graphs import plan_graphs
 from moestro.model.device import TorchDevice, open_network
+from moestro.model.network import Network
+from moestro.model.pools import KVPools
 from moestro.model.settings import ModelSettings
+from moestro.model.step import PagedStep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from serving import transformers_cb
@@ -58,11 +70,11 @@ from shared.models import make_qwen3_config
 from shared.results import make_parser, save, spread
 
 BLOCK_SIZE = 16
-# 256 sequences of 1,024 tokens take 26 GB of K and V, which an H100 does not have beside 61 GB of weights.
-DECODES, PREFILLS = ("1x1024", "32x1024", "256x512"), (2048,)
-PARTS = ("ceilings", "moestro", "profile", "transformers", "continuous batching")
+# 128 sequences of 1,024 tokens take 13 GB of K and V beside 61 GB of weights.
+DECODES, PREFILLS = ("1x1024", "8x1024", "32x1024", "128x1024"), (128, 512, 2048, 8192)
+PARTS = ("ceilings", "moestro", "profile", "transformers", "continuous batching", "own kernels")
 _WARM, _MOST_STEPS, _ENOUGH_S = 2, 20, 1.0  # steps of one repeat: as many as fit in the time, within the bounds
-_NUM_QUEUED, _NUM_OPERATIONS = 4, 12
+_NUM_QUEUED, _NUM_OPERATIONS, _NUM_ALONE = 4, 12, 3
 _PATIENCE_S = 10.0  # for a part that ends because it took too long
 # Sizes for the ceilings, by kind of device: far above the caches of one, and bearable for the other.
 _COPIED_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
@@ -87,7 +99,26 @@ class Shape:
 
     @property
     def num_blocks(self) -> int:
-        return self.num_units * -(-(self.context + self.num_new) // BLOCK_SIZE)
+        """Blocks that suffice for every batch of `lengths`."""
+        num_tokens = self.num_units * (self.context + self.num_new)
+        if self.num_units == 1:  # whose mean is that of several batches
+            num_tokens *= 2
+        return -(-num_tokens // BLOCK_SIZE) + self.num_units
+
+    def lengths(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Draw (context, new tokens) of each unit, int32[units] each, around those of the shape.
+
+        Two units, or the same unit under two seeds 2 n and 2 n + 1, differ from the mean by as much in both directions.
+        """
+        base = self.context or self.num_new
+        pair = np.arange(self.num_units) // 2 if self.num_units > 1 else np.zeros(1, np.int64)
+        sign = np.where(np.arange(self.num_units) % 2 == seed % 2, 1, -1)
+        rng = np.random.default_rng([seed // 2, self.num_units])
+        off = sign * rng.integers(0, base // 2 + 1, self.num_units)[pair]
+        if self.num_units > 1 and self.num_units % 2:
+            off[-1] = 0
+        context, new = np.full((2, self.num_units), [[self.context], [self.num_new]], np.int32)
+        return (context + off, new) if self.context else (context, new + off)
 
 
 @dataclass
@@ -110,6 +141,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         self._checked: Any = None
+        prepare(self.device)
+        torch.zeros(1, device=self.device)  # opens the device, which has no statistics of memory before
 
     @property
     def checked(self) -> Any:
@@ -117,6 +150,14 @@ class Bench:
         if self._checked is None:
             self._checked = open_network(self.settings)
         return self._checked
+
+    def use_own_kernels(self) -> CudaKernels:
+        """Exchange the network's modules for own kernels, once. transformers' functions cannot run them afterwards."""
+        network = self.checked.network
+        if network.exchange is None:
+            network.use_kernels(CudaExchange(CudaKernels(network.device, network.dtype)))
+            network.pack()
+        return network.exchange.kernels
 
     def settle(self) -> None:
         """Wait for the device."""
@@ -133,20 +174,28 @@ class Bench:
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
-    def times_ms(self, call: Callable[[], object]) -> list[float]:
-        """Milliseconds of a call that is over when the device is settled: the mean of each repeat."""
-        for _ in range(_WARM):
-            call()
+    def times_ms(self, call: Callable[[Any], object], items: Iterable[Any] = repeat(None)) -> list[float]:
+        """Milliseconds of a call that is over when the device is settled: the mean of each repeat.
+
+        Args:
+            items: the arguments, one a call, which are made outside of the measured time.
+        """
+        rest = iter(items)
+        for item in islice(rest, _WARM):
+            call(item)
         self.settle()
+        (item,) = islice(rest, 1)
         started = time.perf_counter()
-        call()
+        call(item)
         self.settle()
-        num = min(max(int(_ENOUGH_S / self.repeats / max(time.perf_counter() - started, 1e-6)), 1), _MOST_STEPS)
+        num = int(_ENOUGH_S / self.repeats / max(time.perf_counter() - started, 1e-6))
+        num = min(max(num // 2 * 2, 2), _MOST_STEPS)  # whole pairs of lengths
         found = []
         for _ in range(self.repeats):
+            given = list(islice(rest, num))
             started = time.perf_counter()
-            for _ in range(num):
-                call()
+            for item in given:
+                call(item)
                 self.settle()
             found.append((time.perf_counter() - started) * 1e3 / num)
         return found
@@ -179,24 +228,27 @@ def work_of(checked: Any, shape: Shape, num_touched: int) -> tuple[int, int]:
 
 
 def units_of(shape: Shape, vocabulary: int, seed: int) -> Units:
-    """Greedy units of random tokens in blocks of their own."""
-    count, width = shape.num_units, shape.num_blocks // shape.num_units
-    sampling = np.zeros(count, SAMPLING_ROW)
+    """Greedy units of random tokens in blocks of their own, with lengths of their own."""
+    num_units = shape.num_units
+    start, num_new = shape.lengths(seed)
+    num_blocks = -(-(start + num_new) // BLOCK_SIZE)
+    sampling = np.zeros(num_units, SAMPLING_ROW)
     sampling["top_p"], sampling["repetition_penalty"] = 1, 1
     sampling["num_logprobs"] = sampling["num_prompt_logprobs"] = -1
-    start = np.full(count, shape.context, np.int32)
     rng = np.random.default_rng(seed)
+    tables = np.zeros((num_units, num_blocks.max()), np.int32)
+    tables[np.arange(tables.shape[1]) < num_blocks[:, None]] = rng.permutation(shape.num_blocks)[: num_blocks.sum()]
     return Units(
-        slot=np.arange(count, dtype=np.int64),
-        serial=np.arange(count),
-        service_class=np.full(count, LS, np.uint8),
+        slot=np.arange(num_units, dtype=np.int64),
+        serial=np.arange(num_units),
+        service_class=np.full(num_units, LS, np.uint8),
         start=start,
-        num_tokens=np.full(count, shape.num_new, np.int32),
+        num_tokens=num_new,
         write_start=start,
-        logits=np.full(count, LOGITS_LAST, np.uint8),
-        block_tables=rng.permutation(count * width).astype(np.int32).reshape(count, width),
+        logits=np.full(num_units, LOGITS_LAST, np.uint8),
+        block_tables=tables,
         sampling=sampling,
-        token_ids=rng.integers(vocabulary, size=count * shape.num_new, dtype=np.int32),
+        token_ids=rng.integers(vocabulary, size=int(num_new.sum()), dtype=np.int32),
     )
 
 
@@ -215,53 +267,95 @@ def ceilings(bench: Bench) -> Iterator[Row]:
     kind, size = bench.device.type, _MATRIX[bench.device.type]
     source = torch.empty(_COPIED_BYTES[kind] // 2, dtype=torch.bfloat16, device=bench.device).normal_()
     target = torch.empty_like(source)
-    copies = bench.times_ms(partial(target.copy_, source))
-    del source, target
+    copies = bench.times_ms(lambda _, target=target, source=source: target.copy_(source))
+    del target
+    source = source.view(torch.float32)
+    source = torch.cat((source, source))
+    sums = bench.times_ms(lambda _, source=source: source.sum())
+    del source
     left, right = (torch.randn(size, size, device=bench.device).bfloat16() for _ in range(2))
-    products = bench.times_ms(lambda: left @ right)
+    products = bench.times_ms(lambda _: left @ right)
+    copied = 2 * _COPIED_BYTES[kind] / (float(np.median(copies)) / 1e3)
+    read = _COPIED_BYTES[kind] / (float(np.median(sums)) / 1e3)
     yield {
         "copy_ms": spread(copies),
         "product_ms": spread(products),
-        "bytes_per_s": 2 * _COPIED_BYTES[kind] / (float(np.median(copies)) / 1e3),
+        "sum_ms": spread(sums),
+        "copied_bytes_per_s": copied,
+        "bytes_per_s": max(copied, read),
         "flops_per_s": 2 * size**3 / (float(np.median(products)) / 1e3),
         "peak_bytes": bench.peak_bytes(),
     }
 
 
-def moestro(bench: Bench, shape: Shape) -> Iterator[Row]:
-    checked = bench.checked
-    device = TorchDevice(checked.network, checked.probe.allocate(shape.num_blocks))
+def moestro(bench: Bench, shape: Shape, *, on_own_kernels: bool = False) -> Iterator[Row]:
+    checked, more = bench.checked, {}
+    pools = checked.probe.allocate(shape.num_blocks)
+    for blocks in pools.blocks():
+        blocks.normal_()
+    device = TorchDevice(checked.network, pools)
+    if on_own_kernels:
+        plan = plan_graphs(checked.network, shape.num_units, 2 * max(shape.context, BLOCK_SIZE), BLOCK_SIZE)
+        graphs = plan.record(checked.network, pools) if shape.context else None
+        device.replay(graphs)
+        more["equal_bits"] = has_equal_bits(checked.network, pools, shape, graphs)
     vocabulary = checked.network.config.vocab_size
-    seeds = iter(range(10**6))
+    items = (Forward(units_of(shape, vocabulary, seed)) for seed in count())
 
-    def item() -> Forward:
-        return Forward(units_of(shape, vocabulary, next(seeds)))
-
-    def step() -> object:
-        device.launch(item(), 0)
+    def step(item: Forward) -> object:
+        device.launch(item, 0)
         return take(device, 1)
 
-    times = bench.times_ms(step)
+    times = bench.times_ms(step, items)
     launches, queued = [], []
     for _ in range(bench.repeats):
-        items = [item() for _ in range(_NUM_QUEUED)]
+        batch = list(islice(items, _NUM_QUEUED))
         started = time.perf_counter()
-        for number, each in enumerate(items):
+        for number, each in enumerate(batch):
             device.launch(each, 0)
             if number == 0:
                 launches.append((time.perf_counter() - started) * 1e3)
-        result = take(device, len(items))[-1]
-        queued.append((time.perf_counter() - started) * 1e3 / len(items))
+        result = take(device, len(batch))[-1]
+        queued.append((time.perf_counter() - started) * 1e3 / len(batch))
     assert result.expert_counts is not None
     bench.touched[shape.name] = int((result.expert_counts > 0).sum())
     yield {
         **bench.compared(shape, times),
         "launch_ms": spread(launches),
         "queued_ms": spread(queued),
-        "alone_ms": once_ns(device, item()) / 1e6,
+        "alone_ms": once_ns(device, next(items)) / 1e6,
         "touched": bench.touched[shape.name],
         "peak_bytes": bench.peak_bytes(),
+        **more,
     }
+
+
+def own_kernels(bench: Bench, shape: Shape) -> Iterator[Row]:
+    if bench.device.type == "cuda":
+        bench.use_own_kernels()
+        yield from moestro(bench, shape, on_own_kernels=True)
+
+
+@torch.inference_mode()
+def has_equal_bits(network: Network, pools: KVPools, shape: Shape, graphs: Any) -> bool:
+    """Whether units of a batch get the same logits alone, and a batch the same from a graph."""
+    units = units_of(shape, network.config.vocab_size, 0)
+    together = network.logits(PagedStep(units, pools, network.device))
+    few = range(min(shape.num_units, _NUM_ALONE))
+    alone = [network.logits(PagedStep(one_of(units, unit), pools, network.device)) for unit in few]
+    is_equal = all(torch.equal(each[0], row) for each, row in zip(alone, together, strict=False))
+    if graphs is not None:
+        replayed = graphs.logits(PagedStep(units, pools, network.device))
+        is_equal &= replayed is not None and torch.equal(replayed, together)
+    return is_equal
+
+
+def one_of(units: Units, unit: int) -> Units:
+    """One unit of a step as a step."""
+    first = int(units.num_tokens[:unit].sum())
+    names = ("slot", "serial", "service_class", "start", "num_tokens", "write_start", "logits", "block_tables")
+    columns = {name: getattr(units, name)[unit : unit + 1] for name in (*names, "sampling")}
+    return Units(**columns, token_ids=units.token_ids[first : first + int(units.num_tokens[unit])])
 
 
 def profile(bench: Bench, shape: Shape) -> Iterator[Row]:
@@ -295,7 +389,7 @@ def transformers(bench: Bench, shape: Shape) -> Iterator[Row]:
                 kv = torch.randn(*size, shape.context, config.head_dim, dtype=network.dtype, device=bench.device)
                 cache.update(kv, kv.clone(), layer)
 
-        def step() -> object:
+        def step(_: object) -> object:
             logits = model(
                 input_ids=ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1
             ).logits.argmax(-1)
@@ -342,7 +436,7 @@ def parts_of(shapes: list[Shape], wanted: list[str]) -> Iterator[tuple[str, Call
     """(name, function) of each part, those that may fail last."""
     ways = {
         "moestro": moestro, "profile": profile, "transformers": transformers,
-        "continuous batching": continuous_batching,
+        "continuous batching": continuous_batching, "own kernels": own_kernels,
     }  # fmt: skip
     if "ceilings" in wanted:
         yield "ceilings", ceilings
@@ -436,7 +530,7 @@ def learn(bench: Bench, row: Row) -> None:
     if "bytes_per_s" in row:
         bench.ceilings = {name: row[name] for name in ("bytes_per_s", "flops_per_s")}
     if "touched" in row:
-        bench.touched[row["part"].removeprefix("moestro: ")] = row["touched"]
+        bench.touched[row["part"].partition(": ")[2]] = row["touched"]
 
 
 if __name__ == "__main__":

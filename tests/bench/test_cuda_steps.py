@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from support import imitated_accelerator
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -47,6 +49,33 @@ def test_every_part_has_its_rows_and_a_second_run_does_only_what_is_missing(tmp_
     assert decode["touched"] == 8  # two tokens with eight experts each, of eight
     assert decode["floor_ms"] > 0
     assert by_part["profile: prefill 1 x 8"]["operations"]
+
+
+def test_a_bench_on_an_accelerator_opens_it_before_it_reads_its_memory(monkeypatch):
+    with imitated_accelerator.imitated(monkeypatch):
+        with pytest.raises(RuntimeError, match="Invalid device"):
+            torch.cuda.reset_peak_memory_stats()
+        assert cuda_steps.Bench(imitated_accelerator.DEVICE, 1, settings=None).peak_bytes() > 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1024), (2, 1, 1024), (5, 1, 96), (32, 1, 1024), (1, 2048, 0), (1, 1, 1)])
+def test_each_step_is_another_batch_whose_lengths_have_the_given_mean(shape):
+    shape = cuda_steps.Shape(*shape)
+    seen, totals = set(), []
+    for seed in range(40):
+        units = cuda_steps.units_of(shape, 64, seed)
+        new, base = units.num_tokens, shape.context or shape.num_new
+        around = units.start if shape.context else new
+        assert (np.abs(around - base) <= base // 2).all()
+        assert len(units.token_ids) == new.sum()
+        used = [table[: -(-length // 16)] for table, length in zip(units.block_tables, units.start + new, strict=True)]
+        blocks = np.concatenate(used)
+        assert len(set(blocks.tolist())) == len(blocks), "no two units share a block"
+        assert blocks.max() < shape.num_blocks
+        seen.add(tuple(around.tolist()))
+        totals.append(around.sum())
+    assert np.mean(totals) == base * shape.num_units
+    assert len(seen) > 30 or base == 1
 
 
 def test_a_part_that_fails_or_takes_too_long_has_a_row_with_the_error():
