@@ -94,7 +94,7 @@ class AttentionCase:
     def found(self) -> Tensor:
         """What the kernels compute."""
         form = self.form
-        self.kernels.add_walk(Walk(form.scoring.window, form.num_heads // form.num_kv_heads))
+        self.kernels.add_walk(Walk.of(form))
         units = self.kernels.units_of(self.step)
         return self.kernels.attend(self.query, self.pools, units, form, self.block_size)
 

@@ -105,7 +105,8 @@ class CudaExperts:
 
     def _chosen(self, hidden: Tensor, topk_ids: Tensor, counts: Tensor) -> Tensor:
         num_rows, num_chosen = topk_ids.shape
-        num_pairs, tile = num_rows * num_chosen, expert_tile(num_rows * num_chosen / self.num_experts, hidden.dtype)
+        num_pairs = num_rows * num_chosen
+        tile = expert_tile(num_pairs / self.num_experts, hidden.dtype, self._kernels.shared_bytes)
         num_tiles = min(num_pairs, self.num_experts + num_pairs // tile.tokens)
         pairs = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
         tiles = torch.empty(1 + 3 * num_tiles, dtype=torch.int32, device=hidden.device)
@@ -123,7 +124,7 @@ class CudaExperts:
         num_rows = int(columns[:, 1].sum())
         if not num_rows:
             return start
-        tile = expert_tile(num_rows / len(columns), inputs.dtype)
+        tile = expert_tile(num_rows / len(columns), inputs.dtype, self._kernels.shared_bytes)
         per_batch = -(-columns[:, 1] // tile.tokens)
         batch = np.repeat(np.arange(len(columns)), per_batch)
         skipped = (np.arange(len(batch)) - (per_batch.cumsum() - per_batch)[batch]) * tile.tokens

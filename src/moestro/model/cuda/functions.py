@@ -19,6 +19,7 @@ from moestro.model.cuda.tiles import (
     attention_options,
     dense_tile,
     num_segments,
+    shared_bytes_of,
 )
 from moestro.model.cuda.units import StepUnits, Walk, WalkUnits, assemble, columns_of
 from moestro.model.step import PagedStep
@@ -68,11 +69,13 @@ class CudaKernels:
 
     Attributes:
         device, dtype: As above.
+        shared_bytes: Shared memory that a program may have.
         walks: Walks of the network's attentions.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
+        self.shared_bytes = shared_bytes_of(device)
         self.walks: list[Walk] = []
         # Each number has 16 bytes, because the compiler makes another kernel for addresses that are no multiples.
         self._numbers = torch.arange(_MOST_ROWS + 1, dtype=torch.int32, device=device).repeat_interleave(_SPACING)
@@ -114,7 +117,7 @@ class CudaKernels:
     ) -> Product:
         """Multiply rows [rows, in] with a weight [out, in]. Few rows give segments, if the reader can add them."""
         (num_rows, num_in), num_out = inputs.shape, len(weight)
-        segments, tile = num_segments(num_out, num_in), dense_tile(num_rows, self.dtype)
+        segments, tile = num_segments(num_out, num_in), dense_tile(num_rows, self.dtype, self.shared_bytes)
         is_whole = not (as_segments and bias is None and segments > 1 and num_rows <= MOST_PARTS_ROWS)
         shape = (num_rows, num_out) if is_whole else (segments, num_rows, num_out)
         out = inputs.new_empty(shape, dtype=self.dtype if is_whole else torch.float32)
@@ -131,7 +134,7 @@ class CudaKernels:
     def linear_heads(self, inputs: Tensor, weights: Tensor) -> Tensor:
         """[1, heads, rows, out], products of each head's rows [1, heads, rows, in] with its weight [heads, out, in]."""
         _, num_heads, num_rows, num_in = inputs.shape
-        num_out, tile = weights.shape[1], dense_tile(num_rows, self.dtype)
+        num_out, tile = weights.shape[1], dense_tile(num_rows, self.dtype, self.shared_bytes)
         inputs = inputs if inputs.stride(3) == 1 else inputs.contiguous()
         out = inputs.new_empty(1, num_heads, num_rows, num_out)
         grid = (-(-num_out // tile.outs), -(-num_rows // tile.tokens), num_heads)

@@ -6,7 +6,7 @@ The sizes were measured with Qwen3-30B-A3B on an H100 (docs/gpu_kernels.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,9 @@ MOST_PARTS_ROWS = 128  # rows up to which the segments of a product have program
 
 _SEGMENT_PROGRAMS = 132  # one for each multiprocessor of an H100
 _LEAST_SEGMENT = 128  # numbers of k
+# Shared memory of a program by compute capability; GPUs of desks have the least.
+_SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+_LEAST_SHARED_KIB = 99
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,11 @@ class Tile:
     def launch_options(self) -> dict[str, int]:
         """Options of a launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def within(self, shared_bytes: int, num_weights: int) -> Tile:
+        """Return the tile with as many stages as fit, each of which loads rows and so many weights of two bytes."""
+        stage_bytes = self.depth * (self.tokens + num_weights * self.outs) * 2
+        return replace(self, num_stages=max(min(self.num_stages, shared_bytes // stage_bytes), 1))
 
 
 _DENSE = (
@@ -51,14 +59,20 @@ _EXPERTS = (
 _FEW_QUERIES = 8  # of a step: the programs of attention do not fill the device, and each should be fast
 
 
-def dense_tile(num_rows: int, dtype: torch.dtype) -> Tile:
-    """Tile of a dense product of so many rows."""
-    return _choose(_DENSE, num_rows, dtype)
+def dense_tile(num_rows: int, dtype: torch.dtype, shared_bytes: int) -> Tile:
+    """Tile of a dense product of so many rows, in a program that may have so much shared memory."""
+    return _choose(_DENSE, num_rows, dtype).within(shared_bytes, 1)
 
 
-def expert_tile(rows_of_expert: float, dtype: torch.dtype) -> Tile:
-    """Tile of experts that have so many rows each on average."""
-    return _choose(_EXPERTS, rows_of_expert, dtype)
+def expert_tile(rows_of_expert: float, dtype: torch.dtype, shared_bytes: int) -> Tile:
+    """Tile of experts that have so many rows each on average, in a program that may have so much shared memory."""
+    return _choose(_EXPERTS, rows_of_expert, dtype).within(shared_bytes, 2)  # gate and up
+
+
+def shared_bytes_of(device: torch.device) -> int:
+    """Shared memory that a program on `device` may have, in bytes."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return _SHARED_KIB.get(capability, _LEAST_SHARED_KIB) << 10
 
 
 def _choose(tiles: tuple[tuple[int, Tile], ...], num_rows: float, dtype: torch.dtype) -> Tile:
@@ -80,7 +94,8 @@ def attention_options(num_rows: int, num_queries: int, key_size: int, dtype: tor
     """Options of a launch with tiles of so many rows, in a step of so many queries."""
     if num_rows == NARROW_ROWS and dtype.itemsize <= 2 and key_size <= 128:
         return {"num_warps": 4 if num_queries <= _FEW_QUERIES else 2, "num_stages": 3}
-    return {"num_warps": 4, "num_stages": 2}
+    # The registers of four warps do not hold a tile of wider heads.
+    return {"num_warps": 4 if key_size <= 128 else 8, "num_stages": 2}
 
 
 def num_segments(num_out: int, num_in: int) -> int:

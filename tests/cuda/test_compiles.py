@@ -1,0 +1,39 @@
+"""Kernels compile for GPUs that are not here: no spills, matrix instructions, and as much shared memory as there is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moestro.model.cuda.tiles import dense_tile, expert_tile
+
+TOOL = Path(__file__).parents[2] / "tools" / "kernel_table.py"
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_120": 99 << 10}
+
+
+@pytest.mark.parametrize("target", ["90", "120"])
+def test_attention_and_the_experts_of_gpt_oss_compile(target, tmp_path):
+    """`tools/kernel_table.py` compiles the others."""
+    run = subprocess.run(
+        [sys.executable, TOOL, "--targets", target, "--jobs", "1", "--only", "GPT-OSS-20B attend"],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "with 0 problems" in run.stdout
+
+
+@pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values(), ids=SHARED_BYTES)
+@pytest.mark.parametrize("num_rows", [1, 17, 33, 65, 2048])
+def test_tiles_fit_the_shared_memory_of_each_gpu_at_the_same_depth(num_rows, shared_bytes):
+    for choose, num_weights in ((dense_tile, 1), (expert_tile, 2)):
+        tile = choose(num_rows, torch.bfloat16, shared_bytes)
+        largest = choose(num_rows, torch.bfloat16, 227 << 10)
+        assert tile.num_stages >= 2
+        assert tile.num_stages * tile.depth * (tile.tokens + num_weights * tile.outs) * 2 <= shared_bytes
+        assert (tile.tokens, tile.outs, tile.depth) == (largest.tokens, largest.outs, largest.depth)

@@ -1,0 +1,229 @@
+"""Every distinct launch of GPU kernels in layers of three models, recorded without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moestro.core.views import LS
+from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Units
+from moestro.model.attention import AttentionForm, Scoring
+from moestro.model.cuda.experts import CudaExperts, ExpertWeightTable
+from moestro.model.cuda.functions import CudaKernels, GateForm, HeadNorms, Norm, Product
+from moestro.model.cuda.launch import replace_launcher
+from moestro.model.cuda.units import Walk
+from moestro.model.pools import KVPools
+from moestro.model.step import PagedStep
+
+ROWS = (1, 32, 64, 128, 512, 1024, 2048)  # so many that each tile is chosen
+CONTEXT, BLOCK = 1024, 16
+_HEAD_VALUE = 128  # of DeepSeek's heads
+_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+_TYPES[torch.uint64] = "*u64"
+
+
+class Experts(NamedTuple):
+    """Routed experts of a layer."""
+
+    number: int
+    chosen: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a network.
+
+    Attributes:
+        heads: query heads, KV heads, sizes of K and V.
+        dense: (out, in) of products besides those of a canonical front, or of all where there is no such front.
+        windows: of its attentions.
+        has_biases: whether products and experts have biases, experts are clamped and attention has sinks.
+        has_head_norms: whether heads have norms. None means that attention is latent, and the front not canonical.
+    """
+
+    name: str
+    hidden: int
+    heads: tuple[int, int, int, int]
+    experts: Experts
+    dense: tuple[tuple[int, int], ...]
+    windows: tuple[int | None, ...] = (None,)
+    has_biases: bool = False
+    has_head_norms: bool | None = False
+
+
+MODELS = (
+    Model(
+        "Qwen3-30B-A3B", 2048, (32, 4, 128, 128), Experts(128, 8, 768), ((151936, 2048),), has_head_norms=True
+    ),
+    Model(
+        "GPT-OSS-20B", 2880, (64, 8, 64, 64), Experts(32, 4, 2880), ((201088, 2880),), (None, 128), has_biases=True
+    ),
+    Model(
+        "DeepSeek-V2-Lite", 2048, (16, 1, 576, 512), Experts(64, 6, 1408),
+        ((3072, 2048), (576, 2048), (102400, 2048)), has_head_norms=None,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What Triton compiles for a launch.
+
+    Attributes:
+        model: name of the model that has it first.
+        kernel: name of the kernel, and the module of `source` that has it.
+        signature: (argument, type) of each argument; a constant has the type `constexpr`.
+        constants: (argument, value) of compile-time arguments.
+        aligned: arguments that 16 divides.
+        options: number of warps and of stages.
+    """
+
+    model: str
+    kernel: str
+    module: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    options: tuple[tuple[str, int], ...]
+
+    @property
+    def key(self) -> str:
+        """All that distinguishes it, the model apart."""
+        sizes = " ".join(f"{name}={value}" for name, value in (*self.constants, *self.options))
+        types = " ".join(f"{name}:{kind}{'/16' * (name in self.aligned)}" for name, kind in self.signature)
+        return f"{self.kernel} {sizes} {types}"
+
+
+def distinct_launches(shared_bytes: int) -> list[Launch]:
+    """Launches of all models at all numbers of rows, each once, where a program may have so much shared memory."""
+    found: dict[str, Launch] = {}
+    for model in MODELS:
+        for launch in _record(model, shared_bytes):
+            found.setdefault(launch.key, launch)
+    return list(found.values())
+
+
+def _record(model: Model, shared_bytes: int) -> list[Launch]:
+    recorded: list[Launch] = []
+
+    def note(kernel: Any, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        recorded.append(_describe(model.name, kernel, args, options))
+
+    before = replace_launcher(note)
+    try:
+        for num_rows in ROWS:
+            _compute(model, num_rows, shared_bytes)
+    finally:
+        replace_launcher(before)
+    return recorded
+
+
+def _describe(model: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Launch:
+    """A launch as Triton specializes it: integers that are 1 become constants, others are aligned or not."""
+    names = kernel.arg_names
+    launch_options = {"num_warps": 4, "num_stages": 3} | {
+        name: options[name] for name in ("num_warps", "num_stages") if name in options
+    }
+    constants = {name: value for name, value in options.items() if name in names}
+    kinds, aligned = {}, []
+    for name, value in zip(names, args, strict=False):
+        if isinstance(value, Tensor):
+            kinds[name] = _TYPES[value.dtype]
+            aligned += [name]  # torch's memory is aligned, and kernels get whole tensors
+        elif isinstance(value, float):
+            kinds[name] = "fp32"
+        elif value == 1:
+            constants[name] = 1
+        else:
+            kinds[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            aligned += [name] if value % 16 == 0 else []
+    signature = tuple((name, "constexpr" if name in constants else kinds[name]) for name in names)
+    return Launch(
+        model, kernel.fn.__name__, kernel.fn.__module__.rpartition(".")[2], signature, tuple(constants.items()),
+        tuple(aligned), tuple(launch_options.items()),
+    )  # fmt: skip
+
+
+def _compute(model: Model, num_rows: int, shared_bytes: int) -> None:
+    """Launch what layers of the model launch for so many decodes, or for one chunk from 512 rows up."""
+    kernels = CudaKernels(torch.device("cpu"), torch.bfloat16)
+    kernels.shared_bytes = shared_bytes
+    for form in _forms(model):
+        kernels.add_walk(Walk.of(form))
+    hidden, norm = _empty(num_rows, model.hidden), Norm(_empty(model.hidden), 1e-6)
+    kernels.rms_norm(hidden, norm)
+    step = _step(num_rows)
+    for product in _fronts(model, kernels, hidden, step):
+        kernels.add_norm(hidden, product, norm)
+    for num_out, num_in in model.dense:
+        kernels.linear(_empty(num_rows, num_in), _weight(num_out, num_in))
+    experts, is_gpt_oss = model.experts, model.has_biases
+    logits = kernels.product(hidden, _weight(experts.number, model.hidden))
+    bias = _empty(experts.number) if is_gpt_oss else None
+    ids, weights = kernels.choose(
+        logits, GateForm(experts.chosen, torch.bfloat16, is_sigmoid=False, normalizes=True, bias=bias)
+    )
+    own = CudaExperts(kernels, _expert_weights(model))
+    own.weighted_sum(hidden, ids, weights, torch.empty(experts.number, dtype=torch.int64), hidden)
+    own.answers([(0, num_rows)], hidden, torch.empty_like(hidden))
+
+
+def _forms(model: Model) -> Iterator[AttentionForm]:
+    for window in model.windows:
+        sinks = _empty(model.heads[0]) if model.has_biases else None
+        yield AttentionForm(*model.heads, Scoring(None, window, sinks, values_in_keys=model.has_head_norms is None))
+
+
+def _fronts(model: Model, kernels: CudaKernels, hidden: Tensor, step: PagedStep) -> Iterator[Product]:
+    """Launch the attentions of a step, behind the front's kernels where it is canonical. Yields the output products."""
+    heads, kv_heads, size, value_size = model.heads
+    num_rows = len(hidden)
+    pools = _empty(1 << 12, kv_heads, size), _empty(1 << 12, kv_heads, value_size)
+    for form in _forms(model):
+        query = _empty(num_rows, heads, size)
+        if model.has_head_norms is not None:
+            num_out = (heads + 2 * kv_heads) * size
+            qkv = kernels.product(hidden, _weight(num_out, model.hidden), _empty(num_out) if model.has_biases else None)
+            norms = HeadNorms(_empty(size), _empty(size), 1e-6) if model.has_head_norms else None
+            angles = _empty(num_rows, size), _empty(num_rows, size)
+            query = kernels.heads(qkv, angles, norms, (*pools, step.write_slots), form)
+        mixed = kernels.attend(query, pools, kernels.units_of(step), form, BLOCK)
+        if model.has_head_norms is None:  # values of a head out of its latent
+            mixed = kernels.linear_heads(mixed.transpose(0, 1)[None], _weight(heads, _HEAD_VALUE, value_size))[0]
+            value_size = _HEAD_VALUE
+        bias = _empty(model.hidden) if model.has_biases else None
+        yield kernels.product(mixed.reshape(num_rows, -1), _weight(model.hidden, heads * value_size), bias)
+
+
+def _step(num_rows: int) -> PagedStep:
+    num_new = np.ones(num_rows, np.int32) if num_rows < 512 else np.array([num_rows], np.int32)
+    start = np.full(len(num_new), CONTEXT - 1, np.int32)
+    blocks = -(-int(start[0] + num_new[0]) // BLOCK)
+    units = Units(
+        slot=np.arange(len(start), dtype=np.int32), serial=np.arange(len(start)),
+        service_class=np.full(len(start), LS, np.uint8), start=start, num_tokens=num_new, write_start=start,
+        logits=np.full(len(start), LOGITS_LAST, np.uint8), block_tables=np.zeros((len(start), blocks), np.int32),
+        sampling=np.zeros(len(start), SAMPLING_ROW), token_ids=np.zeros(num_rows, np.int32),
+    )  # fmt: skip
+    return PagedStep(units, KVPools(blocks, BLOCK), torch.device("cpu"))
+
+
+def _expert_weights(model: Model) -> ExpertWeightTable:
+    number, _, inner = model.experts
+    up, down = _weight(number, 2 * inner, model.hidden), _weight(number, model.hidden, inner)
+    if not model.has_biases:
+        return ExpertWeightTable(up, down)
+    return ExpertWeightTable(up, down, _empty(number, 2 * inner), _empty(number, model.hidden), (7.0, 1.702))
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+_weight = _empty  # memory that nothing touches takes no place

@@ -1,0 +1,230 @@
+"""Compile the GPU kernels for four generations of GPUs, none of which has to be there, and store what comes of them.
+
+    python tools/kernel_table.py --json bench/results/kernels/compiled.json   # all launches for all GPUs, some minutes
+    python tools/kernel_table.py --targets 90 --only linear                   # some of them, printed
+
+Each distinct launch of `kernel_launches` is compiled as Triton compiles it on a GPU. `python tools/reference_tables.py`
+may make a table of the stored result (`stored_table`).
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STORED = ROOT / "bench" / "results" / "kernels" / "compiled.json"
+SOURCES = ROOT / "src" / "moestro" / "model" / "cuda" / "source"
+# Compute capability -> bytes of shared memory that a program may have.
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+PRODUCTS = {"linear", "expert_up", "expert_down", "attend"}
+# Kernels whose numbers another one repeats, so that a fused multiply-add in one of them would change bits.
+REPEATED = {
+    "linear",
+    "expert_up",
+    "expert_down",
+    "attend",
+    "merge_splits",
+    "add_norm",
+    "heads",
+    "choose",
+    "add_answers",
+}
+INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "FFMA", "STL", "LDL")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel.
+
+    Attributes:
+        model, kernel, key: as in `kernel_launches.Launch`.
+        tile: its sizes, in words.
+        rows: rows of a product's tile.
+        target: compute capability, times ten.
+        registers: of a thread.
+        spilled: whether registers went to memory.
+        shared: bytes of shared memory.
+        instructions: how often each of INSTRUCTIONS occurs.
+    """
+
+    model: str
+    kernel: str
+    key: str
+    tile: str
+    rows: int
+    target: int
+    registers: int
+    spilled: bool
+    shared: int
+    instructions: dict[str, int]
+
+    def problems(self) -> Iterator[str]:
+        """Say why it should not ship."""
+        what = f"{self.kernel} of {self.model}, {self.tile}, on sm_{self.target}"
+        count = self.instructions
+        if self.spilled:
+            yield f"{what}: {self.registers} registers are too few"
+        if self.shared > SHARED_BYTES[self.target]:
+            yield f"{what}: {self.shared} bytes of shared memory are too many"
+        if self.kernel in PRODUCTS and not count["HGMMA"] + count["HMMA"] + count["UTCHMMA"]:
+            yield f"{what}: no matrix instruction"
+        if self.kernel in PRODUCTS and self.target == 90 and self.rows >= 64 and not count["HGMMA"]:
+            yield f"{what}: no HGMMA"
+        if self.kernel in REPEATED and count["FFMA"]:
+            yield f"{what}: {count['FFMA']} fused multiply-adds"
+
+
+def digest() -> str:
+    """Digest of the kernels' sources, without comments and docstrings."""
+    parts = []
+    for path in sorted(SOURCES.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            is_text = isinstance(body, list) and body and isinstance(body[0], ast.Expr)
+            if is_text and isinstance(body[0].value, ast.Constant):
+                del body[0]
+        parts.append(ast.dump(tree))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def compile_launch(launch, target: int) -> Compiled:
+    """Compile one launch for one GPU."""
+    import triton  # noqa: PLC0415 the table alone needs no Triton
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+    from triton.compiler import ASTSource  # noqa: PLC0415
+
+    kernel = getattr(import_module(f"moestro.model.cuda.source.{launch.module}"), launch.kernel)
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        dict(launch.signature),
+        {(names.index(name),): value for name, value in launch.constants},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned},
+    )
+    options = {**dict(launch.options), "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, assembly = (
+            subprocess.run([tools / tool, *options, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, *options in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm",))
+        )
+    counts = {name: len(re.findall(rf"\b{name}\b", assembly)) for name in INSTRUCTIONS}
+    found = re.search(r"REG:(\d+)", usage)
+    assert found is not None, usage
+    sizes = dict(launch.constants) | dict(launch.options)
+    return Compiled(
+        launch.model, launch.kernel, launch.key, tile_of(sizes), rows_of(sizes), target, int(found[1]),
+        counts["STL"] + counts["LDL"] > 0, compiled.metadata.shared, counts,
+    )  # fmt: skip
+
+
+def rows_of(sizes: dict) -> int:
+    """Rows of the first operand of products."""
+    return sizes.get("OUTS", sizes.get("ROWS", 0))
+
+
+def tile_of(sizes: dict) -> str:
+    """Sizes of a tile in words."""
+    warps = f"{sizes['num_warps']} warps"
+    if "OUTS" in sizes:
+        form = "" if "SEGMENTS" not in sizes else " whole," if sizes["IS_WHOLE"] else " segment,"
+        return f"{sizes['TOKENS']} x {sizes['OUTS']} x {sizes['DEPTH']},{form} {warps}, {sizes['num_stages']} stages"
+    if "TILE" in sizes:
+        return (
+            f"{sizes['ROWS']} rows x {sizes['TILE']} keys of {sizes['SIZE_K']}, {warps}, {sizes['num_stages']} stages"
+        )
+    return warps
+
+
+def one_shape(launches: Iterable) -> list:
+    """Of each kernel and tile the last launch, whose shape is the largest model's or the oddest."""
+    return list({(each.kernel, tile_of(dict(each.constants) | dict(each.options))): each for each in launches}.values())
+
+
+def compile_all(launches: Iterable, target: int, jobs: int) -> list[Compiled]:
+    """Compile launches for a GPU in processes of their own."""
+    found = []
+    with ProcessPoolExecutor(jobs) as pool:
+        for each in pool.map(partial(compile_launch, target=target), launches):
+            found.append(each)
+            figures = f"{each.registers} registers, {each.shared} bytes, {each.instructions}"
+            print(f"sm_{each.target} {each.kernel} of {each.model}, {each.tile}: {figures}", flush=True)
+            for problem in each.problems():
+                print(problem, flush=True)
+    return found
+
+
+def stored_table() -> str:
+    """Return the stored result as Markdown: of each kernel and tile, the most that any shape needs."""
+    rows: dict[tuple[str, str], dict[int, list[dict]]] = {}
+    for each in json.loads(STORED.read_text())["kernels"]:
+        rows.setdefault((each["kernel"], each["tile"]), {}).setdefault(each["target"], []).append(each)
+    targets = sorted(SHARED_BYTES)
+    lines = [
+        f"| kernel | tile | {' | '.join(f'sm_{target}' for target in targets)} |",
+        "|---|---|" + "---|" * len(targets),
+    ]
+    for (kernel, tile), by_target in sorted(rows.items()):
+        cells = []
+        for target in targets:
+            found = by_target.get(target, [])
+            if not found:
+                cells.append("")
+                continue
+            matrix = {name for each in found for name in INSTRUCTIONS[:3] if each["instructions"][name]}
+            figures = (
+                f"{max(each['registers'] for each in found)}, {max(each['shared'] for each in found) / 1024:.0f} KiB"
+            )
+            cells.append(", ".join([figures, *sorted(matrix)]))
+        lines.append(f"| `{kernel}` | {tile} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.path.insert(0, str(ROOT / "bench"))
+    from kernel_launches import distinct_launches  # noqa: PLC0415 it loads torch
+    from shared.results import make_parser, save  # noqa: PLC0415
+
+    from moestro.config.run_record import run_record  # noqa: PLC0415
+
+    parser = make_parser(__doc__)
+    parser.add_argument("--targets", type=int, nargs="+", default=sorted(SHARED_BYTES), choices=sorted(SHARED_BYTES))
+    parser.add_argument("--only", default="", help="only launches whose model or kernel contains this")
+    parser.add_argument("--every-shape", action="store_true", help="all shapes of each kernel and tile")
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    conditions = run_record("computed")
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        compiled = []
+        for target in args.targets:
+            launches = [
+                each for each in distinct_launches(SHARED_BYTES[target]) if args.only in f"{each.model} {each.kernel}"
+            ]
+            compiled += compile_all(launches if args.every_shape else one_shape(launches), target, args.jobs)
+    problems = [problem for each in compiled for problem in each.problems()]
+    save(args.json, conditions, {"sources": digest(), "kernels": [asdict(each) for each in compiled]})
+    print(f"{len(compiled)} kernels were compiled, with {len(problems)} problems")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
