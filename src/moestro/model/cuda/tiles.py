@@ -56,6 +56,7 @@ _EXPERTS = (
     (64, Tile(64, 64, 64, 4, 3)),
     (0, Tile(128, 128, 64, 8, 3)),
 )
+_MOST_STAGED_BYTES = 2048  # of a key, of which two tiles fit the shared memory
 _FEW_QUERIES = 8  # of a step: the programs of attention do not fill the device, and each should be fast
 
 
@@ -95,7 +96,8 @@ def attention_options(num_rows: int, num_queries: int, key_size: int, dtype: tor
     if num_rows == NARROW_ROWS and dtype.itemsize <= 2 and key_size <= 128:
         return {"num_warps": 4 if num_queries <= _FEW_QUERIES else 2, "num_stages": 3}
     # The registers of four warps do not hold a tile of wider heads.
-    return {"num_warps": 4 if key_size <= 128 else 8, "num_stages": 2}
+    num_stages = 2 if key_size * dtype.itemsize <= _MOST_STAGED_BYTES else 1
+    return {"num_warps": 4 if key_size <= 128 else 8, "num_stages": num_stages}
 
 
 def num_segments(num_out: int, num_in: int) -> int:
