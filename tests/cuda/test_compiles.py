@@ -16,11 +16,10 @@ TOOL = Path(__file__).parents[2] / "tools" / "kernel_table.py"
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_120": 99 << 10}
 
 
-@pytest.mark.parametrize("target", ["90", "120"])
-def test_attention_and_the_experts_of_gpt_oss_compile(target, tmp_path):
-    """`tools/kernel_table.py` compiles the others."""
+def test_attention_of_gpt_oss_compiles_for_an_h100():
+    """`tools/kernel_table.py` compiles all kernels, for other GPUs too."""
     run = subprocess.run(
-        [sys.executable, TOOL, "--targets", target, "--jobs", "1", "--only", "GPT-OSS-20B attend"],
+        [sys.executable, TOOL, "--targets", "90", "--jobs", "1", "--only", "GPT-OSS-20B attend"],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
