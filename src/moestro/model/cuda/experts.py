@@ -89,10 +89,12 @@ class CudaExperts:
         """
         num_rows, num_chosen = topk_ids.shape
         answers = self._chosen(hidden, topk_ids, counts)
+        if topk_weights.dtype is not torch.float32:
+            topk_weights = topk_weights.to(torch.float32)
         out, columns = torch.empty_like(answers[:num_rows]), expert_columns(self._weights.hidden)
         launch(
             rows.add_answers, (num_rows, -(-self._weights.hidden // columns)), answers, topk_ids,
-            topk_weights.to(torch.float32).contiguous(), out if stream is None else stream, out,
+            topk_weights.contiguous(), out if stream is None else stream, out,
             self._kernels.count_of(topk_ids),
             topk_ids.stride(0), CHOSEN=num_chosen, WIDE=power_of_two(num_chosen), HIDDEN=self._weights.hidden,
             COLUMNS=columns, HAS_STREAM=stream is not None, num_warps=2,

@@ -1,0 +1,109 @@
+"""Recorded steps: a replay has the bits of a step that is launched, and a layer is thirteen launches."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from parity import drive, tiny
+from support.imitated_graph import imitate_graphs
+from torch.overrides import TorchFunctionMode
+
+from moestro.model.attention import STEP_ARGUMENT
+from moestro.model.cuda import graphs
+from moestro.model.cuda.exchange import CudaExchange
+from moestro.model.cuda.functions import CudaKernels
+from moestro.model.cuda.launch import replace_launcher
+from moestro.model.network import Network
+from moestro.model.step import PagedStep
+
+FRONT = ["add_norm", "linear", "heads", "attend", "merge_splits", "linear", "add_norm"]
+LAYER = [*FRONT, "linear", "choose", "sort_pairs", "expert_up", "expert_down", "add_answers"]
+# Functions of tensors that compute nothing on a device.
+FREE = {
+    "__get__", "__getitem__", "__len__", "contiguous", "data_ptr", "dim", "element_size", "empty", "empty_like",
+    "is_contiguous", "new_empty", "numel", "reshape", "size", "stride", "transpose", "unbind", "view",
+}  # fmt: skip
+
+
+def exchanged(directory, device: torch.device, dtype: str = "float32") -> Network:
+    network = Network(tiny.load(directory, dtype=dtype).model.to(device))
+    network.probe(16, 8)
+    network.use_kernels(CudaExchange(CudaKernels(network.device, network.dtype)))
+    network.pack_linears()
+    network.pack_experts()
+    return network
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_replayed_steps_have_the_bits_of_launched_ones(family, checkpoint, device, monkeypatch):
+    """Decodes and chunks in random company, in graphs that they do not fill, and without graphs."""
+    if device.type == "cpu":
+        imitate_graphs(monkeypatch)
+    monkeypatch.setattr(graphs, "graph_sizes", lambda _: [6])
+    network = exchanged(checkpoint(family), device)
+    target = drive.make_device(network)
+    recorded = graphs.plan_graphs(network, 6, 512, 16).record(network, target.pools)
+    assert recorded is not None
+    seen = {"replayed": 0, "launched": 0}
+
+    class Both:
+        def logits(self, step: PagedStep) -> torch.Tensor | None:
+            replayed = recorded.logits(step)
+            seen["launched" if replayed is None else "replayed"] += 1
+            if replayed is None:
+                return None
+            replayed, counts = replayed.clone(), network.routing.counts.clone()
+            launched = network.logits(step)
+            assert torch.equal(replayed, launched)
+            assert torch.equal(counts, network.routing.counts)
+            return launched
+
+    target.replay(Both())
+    monkeypatch.setattr(drive, "record", lambda *_: None)
+    rng = np.random.default_rng(0)
+    sequences = drive.admit([rng.integers(3, tiny.VOCAB, n).tolist() for n in (5, 9)], 2, rng)
+    while going := [each for each in sequences if len(each.tokens) < each.num_prompt + 2]:
+        chosen = [going[i] for i in rng.permutation(len(going))[: rng.integers(1, len(going) + 1)]]
+        drive.step(target, chosen, rng)
+    assert seen["replayed"] >= 3
+
+
+class _Operations(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted(names: list[str]):
+    before = replace_launcher(lambda kernel, *_: names.append(kernel.fn.__name__))
+    try:
+        yield
+    finally:
+        replace_launcher(before)
+
+
+@torch.inference_mode()
+def test_a_canonical_layer_is_thirteen_launches_and_computes_nothing_beside_them(checkpoint, device):
+    network = exchanged(checkpoint("qwen3_moe"), device)
+    assert network.exchange.num_planned == network.num_layers
+    pools = network.probe(16)[0].allocate(40)
+    # Contexts that are cut into splits.
+    units = drive.make_units([(300, [3]), (290, [4])], np.arange(40).reshape(2, 20))
+    step, layer = PagedStep(units, pools, device), network.model.model.layers[0]
+    hidden = torch.zeros(1, 2, network.config.hidden_size, device=device)
+    angles = tuple(torch.zeros(1, 2, network.config.head_dim, device=device) for _ in range(2))
+    network.exchange.kernels.units_of(step)
+    assert step.write_slots.shape == (2,)
+    launched: list[str] = []
+    with counted(launched), _Operations() as operations:
+        layer(hidden, position_embeddings=angles, **{STEP_ARGUMENT: step})
+    assert launched == LAYER
+    assert operations.names <= FREE
