@@ -16,6 +16,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "kernel_table.py"
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_120": 99 << 10}
 
 
+@pytest.mark.slow
 def test_attention_of_gpt_oss_compiles_for_an_h100():
     """`tools/kernel_table.py` compiles all kernels, for other GPUs too."""
     run = subprocess.run(

@@ -12,7 +12,7 @@ from moestro.model.cuda.functions import CudaKernels
 from moestro.model.cuda.tiles import Tile
 
 DTYPES = [torch.float32, torch.bfloat16]
-NUM_EXPERTS, NUM_CHOSEN, HIDDEN, INNER = 4, 2, 80, 40  # no whole number of tiles
+NUM_EXPERTS, NUM_CHOSEN, HIDDEN, INNER = 4, 3, 80, 40  # no whole number of tiles
 CLAMPS = {"silu": None, "clamped, with biases": (1.5, 1.702)}
 TILES = [Tile(16, 64, 64, 4, 2), Tile(64, 128, 16, 8, 2)]
 
