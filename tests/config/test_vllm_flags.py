@@ -49,10 +49,10 @@ def test_a_flag_that_would_change_answers_is_refused_in_every_spelling(arguments
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--enforce-eager"],
-        ["--no-enforce-eager"],
+        ["--async-scheduling"],
+        ["--no-async-scheduling"],
         ["--no-enable-lora"],
-        ["--enforce_eager=true"],
+        ["--async_scheduling=true"],
         ["-tp", "1"],
         ["--tensor-parallel-size=1"],
         ["-O3"],
