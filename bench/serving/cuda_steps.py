@@ -276,12 +276,13 @@ def ceilings(bench: Bench) -> Iterator[Row]:
     left, right = (torch.randn(size, size, device=bench.device).bfloat16() for _ in range(2))
     products = bench.times_ms(lambda _: left @ right)
     copied = 2 * _COPIED_BYTES[kind] / (float(np.median(copies)) / 1e3)
-    read = _COPIED_BYTES[kind] / (float(np.median(sums)) / 1e3)
+    read = 2 * _COPIED_BYTES[kind] / (float(np.median(sums)) / 1e3)
     yield {
         "copy_ms": spread(copies),
         "product_ms": spread(products),
         "sum_ms": spread(sums),
         "copied_bytes_per_s": copied,
+        "read_bytes_per_s": read,
         "bytes_per_s": max(copied, read),
         "flops_per_s": 2 * size**3 / (float(np.median(products)) / 1e3),
         "peak_bytes": bench.peak_bytes(),
