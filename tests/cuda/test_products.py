@@ -7,8 +7,11 @@ import torch
 from support.cuda_cases import NAN, bound_of, error_of, make_form, random
 from torch import Tensor
 from torch.nn import functional
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from moestro.model.cuda import functions
+from moestro.model.cuda.exchange import exchange_gate
 from moestro.model.cuda.functions import CudaKernels, GateForm, HeadNorms, Norm, Product
 from moestro.model.cuda.tiles import MOST_PARTS_ROWS, Tile
 
@@ -219,3 +222,23 @@ def test_a_gate_reads_segments_and_leaves_absent_rows(device):
     assert torch.equal(weights[:6], whole[1][:6])
     assert bool(weights[6:].isnan().all())
     assert set(ids[6:].flatten().tolist()) == {torch.iinfo(torch.int64).max}
+
+
+@pytest.mark.parametrize("num_rows", [1, 7])
+@torch.inference_mode()
+def test_a_gate_with_groups_and_a_correction_chooses_as_deepseek_v3_does(num_rows, device):
+    config = DeepseekV3Config(
+        hidden_size=48, num_local_experts=24, n_group=6, topk_group=3, num_experts_per_tok=5, routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    gate = DeepseekV3TopkRouter(config).to(device)
+    gate.weight.data.normal_()
+    gate.e_score_correction_bias.normal_()
+    rows = torch.randn(num_rows, 48).to(device)
+    _, weights, ids = gate(rows)
+    assert exchange_gate(gate, CudaKernels(device, torch.float32))
+    _, own_weights, own_ids = gate(rows)
+    order, own_order = ids.argsort(1), own_ids.argsort(1)
+    assert torch.equal(ids.gather(1, order), own_ids.gather(1, own_order))
+    torch.testing.assert_close(own_weights.gather(1, own_order), weights.gather(1, order))

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -263,13 +264,33 @@ def exchange_gate(module: nn.Module, kernels: CudaKernels) -> bool:
     rows = _rows_for(kernels, weight.shape[1])
     with suppress(*MISFITS):
         _, wanted, ids = module(rows)
-        for normalizes in (True, False):
-            bias = module._parameters.get("bias")
-            gate = GateForm(num_chosen, weight.dtype, is_sigmoid=False, normalizes=normalizes, bias=bias)
-            if _is_same_choice(kernels.choose(kernels.product(rows, weight), gate), (ids, wanted)):
-                module.__dict__["forward"] = _GateForward(kernels, weight, gate)
+        for gate in _likely_gates(module, weight.dtype, num_chosen):
+            forward = _GateForward(kernels, weight, gate)
+            if _is_same_choice(forward(rows)[:0:-1], (ids, wanted)):
+                module.__dict__["forward"] = forward
                 return True
     return False
+
+
+def _likely_gates(module: Any, dtype: torch.dtype, num_chosen: int) -> Iterator[GateForm]:
+    """Forms that a gate's parts suggest, of which the comparison decides for one."""
+    statics = getattr(module, "moe_statics", module)
+    correction = getattr(statics, "e_score_correction_bias", None)
+    groups = getattr(module, "num_group", 1), getattr(module, "topk_group", 1)
+    if correction is not None:
+        correction = correction.detach().flatten().to(torch.float32)
+    for precision, is_sigmoid, normalizes in product((dtype, torch.float32), (False, True), (True, False)):
+        yield GateForm(
+            num_chosen,
+            precision,
+            is_sigmoid=is_sigmoid,
+            normalizes=normalizes,
+            factor=float(getattr(module, "routed_scaling_factor", 1.0)),
+            bias=module._parameters.get("bias"),
+            correction=correction,
+            num_groups=groups[0],
+            num_kept_groups=groups[1],
+        )
 
 
 class _GateForward:
@@ -280,7 +301,8 @@ class _GateForward:
 
     def __call__(self, hidden_states: Tensor) -> tuple[None, Tensor, Tensor]:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        ids, weights = self._kernels.choose(self._kernels.product(rows, self._weight), self._gate)
+        logits = self._kernels.product(rows, self._weight, dtype=self._gate.dtype)
+        ids, weights = self._kernels.choose(logits, self._gate)
         return None, weights, ids
 
 

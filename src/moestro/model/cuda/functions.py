@@ -113,14 +113,25 @@ class CudaKernels:
         return product.numbers.view(*inputs.shape[:-1], len(weight))
 
     def product(
-        self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, as_segments: bool = True
+        self,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        as_segments: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> Product:
-        """Multiply rows [rows, in] with a weight [out, in]. Few rows give segments, if the reader can add them."""
+        """Multiply rows [rows, in] with a weight [out, in].
+
+        Args:
+            as_segments: Whether the reader can add segments, which few rows give.
+            dtype: Type of the product; None means that of the rows.
+        """
         (num_rows, num_in), num_out = inputs.shape, len(weight)
         segments, tile = num_segments(num_out, num_in), dense_tile(num_rows, self.dtype, self.shared_bytes)
         is_whole = not (as_segments and bias is None and segments > 1 and num_rows <= MOST_PARTS_ROWS)
         shape = (num_rows, num_out) if is_whole else (segments, num_rows, num_out)
-        out = inputs.new_empty(shape, dtype=self.dtype if is_whole else torch.float32)
+        out = inputs.new_empty(shape, dtype=dtype or self.dtype if is_whole else torch.float32)
         inputs = inputs if inputs.stride(1) == 1 else inputs.contiguous()
         grid = (-(-num_out // tile.outs), -(-num_rows // tile.tokens), 1 if is_whole else segments)
         launch(
@@ -238,13 +249,14 @@ class CudaKernels:
             EXPERTS=num_experts, BINS=power_of_two(num_experts), CHOSEN=gate.num_chosen,
             WIDE=power_of_two(gate.num_chosen), SEGMENTS=logits.segments, HAS_BIAS=gate.bias is not None,
             IS_SIGMOID=gate.is_sigmoid, HAS_CORRECTION=gate.correction is not None, NORMALIZES=gate.normalizes,
+            GROUPS=gate.num_groups, WIDE_GROUPS=power_of_two(gate.num_groups), KEPT_GROUPS=gate.num_kept_groups,
             num_warps=1,
         )  # fmt: skip
         return ids, weights
 
 
 class GateForm(NamedTuple):
-    """How a gate chooses; as in `rows.choose`."""
+    """How a gate chooses; as in `rows.choose`. `dtype`: to which logits and weights are rounded."""
 
     num_chosen: int
     dtype: torch.dtype
@@ -253,6 +265,8 @@ class GateForm(NamedTuple):
     factor: float = 1.0
     bias: Tensor | None = None
     correction: Tensor | None = None
+    num_groups: int = 1
+    num_kept_groups: int = 1
 
 
 class _AttentionCall(NamedTuple):

@@ -89,10 +89,34 @@ def heads(
 
 
 @triton.jit
+def _keep_groups(
+    scores, EXPERTS: tl.constexpr, BINS: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, KEPT: tl.constexpr
+):  # fmt: skip
+    """Whether an expert is in one of the KEPT groups whose two best scores have the largest sums."""
+    e, g = tl.arange(0, BINS), tl.arange(0, WIDE)
+    group_of = e // (EXPERTS // GROUPS)
+    sums = tl.full([WIDE], float("-inf"), tl.float32)
+    for n in tl.static_range(GROUPS):
+        inside = tl.where(group_of == n, scores, float("-inf"))
+        best = tl.max(inside, 0)
+        which = tl.min(tl.where(inside == best, e, BINS), 0)
+        second = tl.max(tl.where(e == which, float("-inf"), inside), 0)
+        sums = tl.where(g == n, best + second, sums)
+    kept = e < 0
+    for _ in tl.static_range(KEPT):
+        best = tl.max(sums, 0)
+        which = tl.min(tl.where(sums == best, g, WIDE), 0)
+        kept = kept | (group_of == which)
+        sums = tl.where(g == which, float("-inf"), sums)
+    return kept
+
+
+@triton.jit
 def choose(
     logits, bias, correction, ids, weights, num_rows, part_stride, factor,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, CHOSEN: tl.constexpr, WIDE: tl.constexpr, SEGMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_SIGMOID: tl.constexpr, HAS_CORRECTION: tl.constexpr, NORMALIZES: tl.constexpr,
+    GROUPS: tl.constexpr, WIDE_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Choose the CHOSEN likeliest experts, the lowest of equal ids, and weigh them.
 
@@ -103,6 +127,7 @@ def choose(
         ids: int64[rows, CHOSEN]. weights: float32[rows, CHOSEN].
         factor: Factor of all weights.
         IS_SIGMOID: Scores are sigmoids instead of a softmax. NORMALIZES: The weights of a row sum up to `factor`.
+        KEPT_GROUPS: Of GROUPS equal groups of experts, those that a row may choose from.
     """
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(num_rows):
@@ -123,6 +148,8 @@ def choose(
     if HAS_CORRECTION:
         left = score + tl.load(correction + e, known, 0.0)
     left = tl.where(known & (left == left), left, float("-inf"))
+    if GROUPS > 1:
+        left = tl.where(_keep_groups(left, EXPERTS, BINS, GROUPS, WIDE_GROUPS, KEPT_GROUPS), left, float("-inf"))
     chosen, weight = tl.zeros([WIDE], tl.int32), tl.zeros([WIDE], tl.float32)
     for n in tl.static_range(CHOSEN):
         best = tl.max(left, 0)
