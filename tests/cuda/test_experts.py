@@ -77,7 +77,7 @@ def test_absent_rows_are_neither_read_nor_counted_nor_written(device):
     rows, (ids, weights), counts = case.rows(20), case.choice(20, NUM_CHOSEN), case.counts()
     plain = case.weighted_sum(rows[:7], ids[:7], weights[:7])
     rows[7:], weights[7:], ids[7:] = NAN, NAN, 1 << 40
-    case.kernels.assume_rows(torch.tensor([7], dtype=torch.int32, device=device))
+    case.kernels.assume_rows(torch.tensor([7], dtype=torch.int32, device=device), 20)
     found = case.experts.weighted_sum(rows, ids, weights, counts)
     assert torch.equal(found[:7], plain)
     assert bool(found[7:].isnan().all())

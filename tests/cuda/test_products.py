@@ -85,7 +85,7 @@ def test_absent_rows_of_a_product_stay_unread_and_unwritten(device):
     weight, rows = weight_of(kernels), rows_of(kernels, 20)
     plain = kernels.linear(rows[:17], weight)
     rows[17:] = NAN
-    kernels.assume_rows(torch.tensor([17], dtype=torch.int32, device=device))
+    kernels.assume_rows(torch.tensor([17], dtype=torch.int32, device=device), 20)
     for found in (kernels.linear(rows, weight), joined(kernels.product(rows, weight), torch.float32)):
         assert torch.equal(found[:17], plain)
         assert bool(found[17:].isnan().all())
@@ -121,7 +121,7 @@ def test_the_sum_with_a_product_is_that_of_its_numbers_and_of_its_segments(dtype
         assert torch.equal(mine, theirs)
     assert torch.equal(found[0], stream + whole.numbers)
     assert error_of(found[1], normed(found[0], norm).cpu()) < bound_of(dtype)
-    kernels.assume_rows(torch.tensor([7], dtype=torch.int32, device=device))
+    kernels.assume_rows(torch.tensor([7], dtype=torch.int32, device=device), 9)
     for mine, theirs in zip(kernels.add_norm(stream, product, norm), found, strict=True):
         assert torch.equal(mine[:7], theirs[:7])
         assert bool(mine[7:].isnan().all())
@@ -161,7 +161,7 @@ def test_heads_are_normed_rotated_and_stored_as_in_float64(size, has_norm, dtype
     assert bool(keys[unused].isnan().all())
     assert bool(values[unused].isnan().all())
     # Segments that add up to the same numbers, and a step that has only three of the rows.
-    kernels.assume_rows(torch.tensor([3], dtype=torch.int32, device=device))
+    kernels.assume_rows(torch.tensor([3], dtype=torch.int32, device=device), len(qkv))
     segments = Product(torch.stack([qkv.float(), torch.zeros_like(qkv, dtype=torch.float32)]), 2)
     for mine, theirs in zip(compute(segments), (query, keys, values), strict=True):
         used = range(3) if theirs is query else slots[:3].tolist()
@@ -216,7 +216,7 @@ def test_a_gate_reads_segments_and_leaves_absent_rows(device):
     whole = kernels.choose(Product(kernels.linear(rows, weight), 1), gate)
     product = kernels.product(rows, weight)
     assert product.segments == 4
-    kernels.assume_rows(torch.tensor([6], dtype=torch.int32, device=device))
+    kernels.assume_rows(torch.tensor([6], dtype=torch.int32, device=device), 9)
     ids, weights = kernels.choose(product, gate)
     assert torch.equal(ids[:6], whole[0][:6])
     assert torch.equal(weights[:6], whole[1][:6])
@@ -242,3 +242,12 @@ def test_a_gate_with_groups_and_a_correction_chooses_as_deepseek_v3_does(num_row
     order, own_order = ids.argsort(1), own_ids.argsort(1)
     assert torch.equal(ids.gather(1, order), own_ids.gather(1, own_order))
     torch.testing.assert_close(own_weights.gather(1, own_order), weights.gather(1, order))
+
+
+@torch.inference_mode()
+def test_more_rows_than_have_a_number_on_the_device_are_computed(device, monkeypatch):
+    monkeypatch.setattr(functions, "_MOST_ROWS", 4)
+    kernels = CudaKernels(device, torch.float32)
+    weight, rows = weight_of(kernels), rows_of(kernels, 9)
+    alone = [kernels.linear(rows[row : row + 1], weight) for row in range(9)]
+    assert torch.equal(kernels.linear(rows, weight), torch.cat(alone))

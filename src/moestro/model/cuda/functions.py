@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from moestro.model.cuda.tiles import (
 )
 from moestro.model.cuda.units import StepUnits, Walk, WalkUnits, assemble, columns_of
 from moestro.model.step import PagedStep
-from moestro.model.upload import upload_all
+from moestro.model.upload import upload, upload_all
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 _SPACING = 4  # int32 in 16 bytes
@@ -80,6 +81,7 @@ class CudaKernels:
         # Each number has 16 bytes, because the compiler makes another kernel for addresses that are no multiples.
         self._numbers = torch.arange(_MOST_ROWS + 1, dtype=torch.int32, device=device).repeat_interleave(_SPACING)
         self._present: Tensor | None = None
+        self._padded = 0
 
     def add_walk(self, walk: Walk) -> None:
         """Plan this walk in every step from now on."""
@@ -94,16 +96,20 @@ class CudaKernels:
             units = step.kernel_units = assemble(self.walks, iter(columns))
         return units
 
-    def assume_rows(self, num_rows: Tensor | None) -> None:
-        """Let all kernels compute so many rows, int32[1], of what they get; None means all. A graph pads its rows."""
-        self._present = num_rows
+    def assume_rows(self, num_rows: Tensor | None, padded: int = 0) -> None:
+        """Let all kernels that get `padded` rows compute so many of them, int32[1]; None ends that."""
+        self._present, self._padded = num_rows, padded
 
     def count_of(self, tensor: Tensor) -> Tensor:
         """int32[1], rows of `tensor` [rows, ...] to compute."""
-        return self._number(len(tensor)) if self._present is None else self._present
+        if self._present is not None and len(tensor) == self._padded:
+            return self._present
+        return self._number(len(tensor))
 
     def _number(self, number: int) -> Tensor:
         """int32[1], a number on the device."""
+        if number > _MOST_ROWS:
+            return upload(np.array([number], np.int32), self.device)
         return self._numbers[number * _SPACING : number * _SPACING + 1]
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

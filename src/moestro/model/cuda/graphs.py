@@ -198,7 +198,7 @@ class StepGraphs:
         step = PagedStep(_some_units(size), self._pools, self._network.device)
         step.place(columns[:4], units)
         routing = self._network.routing
-        with self._padded(units.num_rows):
+        with self._padded(units.num_rows, size):
             self._run(step, size)  # kernels are compiled, and libraries make what they need
             graph: Any = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -212,10 +212,10 @@ class StepGraphs:
         self._logits[:size].copy_(self._network.stored_logits(step))
 
     @contextmanager
-    def _padded(self, num_rows: Tensor) -> Iterator[None]:
+    def _padded(self, num_rows: Tensor, size: int) -> Iterator[None]:
         """Let kernels read the number of rows from the device, and experts keep all choices."""
         routing = self._network.routing
-        self._kernels.assume_rows(num_rows)
+        self._kernels.assume_rows(num_rows, size)
         if routing is not None:
             routing.keeps_all = True
         try:
