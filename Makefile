@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OLDEST := $(VENV)/transformers-5.17.0
+TRITON := $(VENV)/triton-3.9.0
 
 # One test process more than there are cores, because tests wait for servers. A file stays in one process, so that its
 # servers start once. Files keep their order, because short ones end it.
@@ -41,16 +42,24 @@ $(OLDEST): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --target $@ transformers==$(lastword $(subst -, ,$@))
 	@touch $@
 
-test: lint $(OLDEST)
+# Triton, whose interpreter runs the GPU kernels. It is beside the environment, because torch would load it in every
+# process of every other test. Where there is none for a platform, tests/cuda is skipped.
+$(TRITON): $(INSTALLED)
+	-$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$(lastword $(subst -, ,$@))
+	@mkdir -p $@
+	@touch $@
+
+test: lint $(OLDEST) $(TRITON)
 	$(BIN)/pytest $(PARALLEL)
+	PYTHONPATH=$(TRITON) $(BIN)/pytest $(PARALLEL) tests/cuda
 	PYTHONPATH=$(OLDEST) $(BIN)/pytest $(PARALLEL) tests/parity tests/model
 
 test-fast: lint
 	$(BIN)/pytest $(PARALLEL) $(FAST:%=tests/%) $(FAST_SKIP:%=--ignore=tests/%)
 
 # Known faults, each planted in a copy of the package, that the tests must catch (docs/mutants.md).
-mutants: install
-	$(BIN)/python tools/mutants.py --json bench/results/robustness/mutants.json
+mutants: install $(TRITON)
+	PYTHONPATH=$(abspath $(TRITON)) $(BIN)/python tools/mutants.py --json bench/results/robustness/mutants.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

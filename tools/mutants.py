@@ -156,7 +156,11 @@ class TestRun:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         # What fails here must not fail first in the next run of the suite, hence a folder of examples of its own.
-        os.environ |= {"PYTHONPATH": str(package_parent), "HYPOTHESIS_STORAGE_DIRECTORY": f"{output}.examples"}
+        paths = [str(package_parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        os.environ |= {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "HYPOTHESIS_STORAGE_DIRECTORY": f"{output}.examples",
+        }
         os.chdir(ROOT)
         sys.path.insert(0, str(package_parent))
         for name in [name for name in sys.modules if name.partition(".")[0] == "moestro"]:

@@ -55,9 +55,6 @@ from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Forward, StepResult, Units
 from moestro.model.accelerator import prepare
 from moestro.model.check import use_own_functions
-from moestro.model.cuda.exchange import CudaExchange
-from moestro.model.cuda.functions import CudaKernels
-from moestro.model.cuda.graphs import plan_graphs
 from moestro.model.device import TorchDevice, open_network
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
@@ -151,13 +148,15 @@ class Bench:
             self._checked = open_network(self.settings)
         return self._checked
 
-    def use_own_kernels(self) -> CudaKernels:
+    def use_own_kernels(self) -> None:
         """Exchange the network's modules for own kernels, once. transformers' functions cannot run them afterwards."""
+        from moestro.model.cuda.exchange import CudaExchange  # noqa: PLC0415 - they need Triton
+        from moestro.model.cuda.functions import CudaKernels  # noqa: PLC0415
+
         network = self.checked.network
         if network.exchange is None:
             network.use_kernels(CudaExchange(CudaKernels(network.device, network.dtype)))
             network.pack()
-        return network.exchange.kernels
 
     def settle(self) -> None:
         """Wait for the device."""
@@ -296,6 +295,8 @@ def moestro(bench: Bench, shape: Shape, *, on_own_kernels: bool = False) -> Iter
         blocks.normal_()
     device = TorchDevice(checked.network, pools)
     if on_own_kernels:
+        from moestro.model.cuda.graphs import plan_graphs  # noqa: PLC0415
+
         plan = plan_graphs(checked.network, shape.num_units, 2 * max(shape.context, BLOCK_SIZE), BLOCK_SIZE)
         graphs = plan.record(checked.network, pools) if shape.context else None
         device.replay(graphs)
