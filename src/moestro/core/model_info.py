@@ -8,7 +8,7 @@ from moestro.core.request import SamplingDefaults
 
 
 class CardMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What the memory of an accelerator goes to, in bytes.
+    """Uses of an accelerator's memory, in bytes.
 
     Attributes:
         total_bytes: memory of the card.

@@ -30,7 +30,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardUse:
-    """What a card holds beside a KV cache.
+    """Memory that a card has and that is in use, without a KV cache.
 
     Attributes:
         total_bytes: memory of the card.

@@ -359,7 +359,7 @@ def _expert_of_row(counts: Tensor, num_rows: int) -> Tensor:
 
 
 def in_place_of(experts: Any) -> ExpertsInPlace | None:
-    """What computes the experts of a module, tagged or not, from its own weights."""
+    """Return the object that computes a module's experts whole from its own weights; None if there is none."""
     tag = getattr(experts, _TAG, None)
     return tag.in_place if isinstance(tag, ExpertLayer) else None
 

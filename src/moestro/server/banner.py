@@ -49,7 +49,7 @@ def serve_banner(
 
 
 def _card_text(card: CardMemory, num_engines: int) -> str:
-    """What a card's memory went to, in GiB of each engine."""
+    """List the uses of a card's memory, in GiB of each engine."""
     parts = [("weights", card.weight_bytes), ("peak of a step", card.step_bytes), ("graphs", card.graph_bytes)]
     parts += [("KV cache", card.kv_bytes), ("other", card.other_bytes)]
     listed = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts if size >= _LEAST_SHOWN)

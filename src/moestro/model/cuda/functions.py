@@ -233,11 +233,11 @@ class CudaKernels:
         query = query if query.stride()[1:] == (form.key_size, 1) else query.contiguous()
         call = _AttentionCall(query, pools, units, work, form, walk, block_size, out)
         parts = None
-        if work.has_narrow:
-            parts = call.attend(work.narrow, work.counts[0:1], NARROW_ROWS, needs_parts=work.has_merges)
-        if work.has_wide:
+        if len(work.narrow):
+            parts = call.attend(work.narrow, work.counts[0:1], NARROW_ROWS, needs_parts=len(work.merges) > 0)
+        if len(work.wide):
             call.attend(work.wide, work.counts[1:2], walk.widest, needs_parts=False)
-        if work.has_merges:
+        if len(work.merges):
             assert parts is not None
             call.merge(parts)
         return out

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moestro.core.views import LS
-from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Units
+from moestro.core.work import LOGITS_LAST, Units
+from moestro.model.check import paged_units
 from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.functions import CudaKernels
 from moestro.model.cuda.tiles import NARROW_ROWS, SPLIT
@@ -248,26 +249,11 @@ def _pad(step: PagedStep, size: int) -> list[NDArray[np.int64]]:
 
 def _some_units(size: int) -> Units:
     """One-token units, of which only the number counts: a graph's step is in the graph's memory."""
-    return _units(np.ones(size, np.int32), np.zeros((size, 1), np.int32))
+    return paged_units([(0, np.zeros(1, np.int32))] * size, np.zeros((size, 1), np.int32))
 
 
 def _one_prompt(num_tokens: int, block_size: int) -> Units:
-    """A prompt in the first blocks."""
-    return _units(np.array([num_tokens], np.int32), np.arange(-(-num_tokens // block_size), dtype=np.int32)[None])
-
-
-def _units(num_tokens: NDArray[np.int32], tables: NDArray[np.int32]) -> Units:
-    count = len(num_tokens)
-    zeros = np.zeros(count, np.int32)
-    return Units(
-        slot=np.arange(count, dtype=np.int64),
-        serial=np.arange(count),
-        service_class=np.full(count, LS, np.uint8),
-        start=zeros,
-        num_tokens=num_tokens,
-        write_start=zeros,
-        logits=np.full(count, LOGITS_LAST, np.uint8),
-        block_tables=tables,
-        sampling=np.zeros(count, SAMPLING_ROW),
-        token_ids=np.zeros(num_tokens.sum(), np.int32),
-    )
+    """A prompt in the first blocks, whose last logits are wanted."""
+    table = np.arange(-(-num_tokens // block_size), dtype=np.int32)
+    units = paged_units([(0, np.zeros(num_tokens, np.int32))], table[None])
+    return msgspec.structs.replace(units, logits=np.full(1, LOGITS_LAST, np.uint8))

@@ -99,9 +99,8 @@ def _spread(counts: Int64s) -> tuple[Int64s, Int64s]:
 def _queries(units: Int64s, num_new: Int64s, table: Int64s, at_once: int) -> Int64s:
     """Items that walk all splits, those with most keys first, so that the last programs are short."""
     which, within = _spread(-(-num_new[units] // at_once))
-    items: Int64s = np.stack([units[which], within * at_once, np.full(len(which), -1), table[units][which]], axis=1)[
-        ::-1
-    ]
+    columns = (units[which], within * at_once, np.full(len(which), -1), table[units][which])
+    items: Int64s = np.stack(columns, axis=1)[::-1]
     return items
 
 
@@ -110,23 +109,19 @@ class WalkUnits:
     """A `WalkPlan` on the device.
 
     Attributes:
-        narrow, wide, merges: As in `WalkPlan`; of a graph with room for more.
+        narrow, wide, merges: As in `WalkPlan`; of a graph with room for more. Nothing is launched for an empty one.
         counts: int32[3], the number of each that are there.
-        has_narrow, has_wide, has_merges: Whether there may be any, which decides about a launch.
     """
 
     narrow: Tensor
     wide: Tensor
     merges: Tensor
     counts: Tensor
-    has_narrow: bool
-    has_wide: bool
-    has_merges: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepUnits:
-    """What the kernels share of a step, on the device.
+    """A step's units on the device, which all layers read.
 
     Attributes:
         num_rows: int32[1], rows of the step that are there.
@@ -161,6 +156,5 @@ def assemble(walks: Sequence[Walk], columns: Iterator[Tensor]) -> StepUnits:
     found = {}
     for walk in walks:
         counts, narrow, wide, merges = (next(columns) for _ in range(4))
-        has = (bool(each.numel()) for each in (narrow, wide, merges))
-        found[walk] = WalkUnits(narrow, wide, merges, counts, *has)
+        found[walk] = WalkUnits(narrow, wide, merges, counts)
     return StepUnits(num_rows, row_of, length_of, next(columns), found)

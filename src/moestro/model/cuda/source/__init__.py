@@ -1,1 +1,1 @@
-"""The kernels, in Triton. What they compute is said there; `functions` launches them."""
+"""The GPU kernels, in Triton's language. `functions` and `experts` launch them."""
