@@ -146,7 +146,7 @@ class CudaKernels:
             inputs.stride(0), weight.stride(0), num_rows * num_out, 0,
             OUT=num_out, IN=num_in, SEGMENTS=segments, IS_WHOLE=is_whole, HAS_BIAS=bias is not None, HAS_HEADS=False,
             FETCHES=_can_fetch(weight, num_in if is_whole else num_in // segments) and grid[1] == 1,
-            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth, **tile.launch_options,
+            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth_of(num_in // segments), **tile.launch_options,
         )  # fmt: skip
         return Product(out, 1 if is_whole else segments)
 
@@ -162,7 +162,7 @@ class CudaKernels:
             weights.stride(1), num_rows * num_out, inputs.stride(1),
             OUT=num_out, IN=num_in, SEGMENTS=1, IS_WHOLE=True, HAS_BIAS=False, HAS_HEADS=True,
             FETCHES=_can_fetch(weights, num_in) and grid[1] == 1,
-            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth, **tile.launch_options,
+            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth_of(num_in), **tile.launch_options,
         )  # fmt: skip
         return out
 

@@ -182,16 +182,17 @@ def expert_up(
     n = block * OUTS + tl.arange(0, OUTS)
     weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(rows.dtype.element_ty)), 16)
     own_bias = bias + expert * (2 * INNER)
-    if count <= TAIL:
-        _up_tile(
-            rows, weight, own_bias, inner, pairs, first, count, n, row_stride, limit, alpha,
-            HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TAIL if TAIL else TOKENS, OUTS, DEPTH,
-        )  # fmt: skip
-    else:
-        _up_tile(
-            rows, weight, own_bias, inner, pairs, first, count, n, row_stride, limit, alpha,
-            HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TOKENS, OUTS, DEPTH,
-        )  # fmt: skip
+    if TAIL:
+        if count <= TAIL:
+            _up_tile(
+                rows, weight, own_bias, inner, pairs, first, count, n, row_stride, limit, alpha,
+                HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TAIL, OUTS, DEPTH,
+            )  # fmt: skip
+            return
+    _up_tile(
+        rows, weight, own_bias, inner, pairs, first, count, n, row_stride, limit, alpha,
+        HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TOKENS, OUTS, DEPTH,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -243,13 +244,14 @@ def expert_down(
     n = block * OUTS + tl.arange(0, OUTS)
     weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(inner.dtype.element_ty)), 16)
     own_bias = bias + expert * HIDDEN
-    if count <= TAIL:
-        _down_tile(
-            inner, weight, own_bias, answers, pairs, first, count, n,
-            HIDDEN, INNER, SCATTERS, HAS_BIAS, TAIL if TAIL else TOKENS, OUTS, DEPTH,
-        )  # fmt: skip
-    else:
-        _down_tile(
-            inner, weight, own_bias, answers, pairs, first, count, n,
-            HIDDEN, INNER, SCATTERS, HAS_BIAS, TOKENS, OUTS, DEPTH,
-        )  # fmt: skip
+    if TAIL:
+        if count <= TAIL:
+            _down_tile(
+                inner, weight, own_bias, answers, pairs, first, count, n,
+                HIDDEN, INNER, SCATTERS, HAS_BIAS, TAIL, OUTS, DEPTH,
+            )  # fmt: skip
+            return
+    _down_tile(
+        inner, weight, own_bias, answers, pairs, first, count, n,
+        HIDDEN, INNER, SCATTERS, HAS_BIAS, TOKENS, OUTS, DEPTH,
+    )  # fmt: skip
