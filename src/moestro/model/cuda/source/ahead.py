@@ -1,8 +1,9 @@
-"""Launches ahead: a kernel starts while those before it still run, and waits where it first reads their results.
+"""Launches ahead: a kernel starts while the one before it still runs, and waits where it first reads its results.
 
-A kernel that waits takes no time to start when its turn comes, and a product has brought its weights nearer by then.
-Every program of every kernel must wait, because a kernel waits for the one before it alone. GPUs from Hopper on can do
-this (AHEAD); elsewhere each kernel starts when the one before it is done.
+What a kernel needs besides them is read before that: the step's inputs, and weights, of which products bring all
+nearer. A kernel that waits takes no time to start when its turn comes. Every program of every kernel must wait, because
+a kernel waits for the one before it alone. GPUs from Hopper on can do this (AHEAD); elsewhere each kernel starts when
+the one before it is done.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ CHUNKS = tl.constexpr(4)  # of a row of weights, so that each thread fetches one
 
 
 @triton.jit
-def wait(AHEAD: tl.constexpr):
-    """Let the next kernel start, and wait until all kernels before this one are done."""
-    if AHEAD:
+def wait(AHEAD: tl.constexpr, IS_SHORT: tl.constexpr):
+    """Wait until all kernels before this one are done, and let the next one start: before that if this one IS_SHORT."""
+    if AHEAD == 2 and IS_SHORT:
         tl.extra.cuda.gdc_launch_dependents()
+    if AHEAD:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -39,8 +39,8 @@ def linear(
             fetch(first_of, IN * weight.dtype.element_ty.primitive_bitwidth // 8)
         else:
             fetch(first_of + part * LENGTH, LENGTH * weight.dtype.element_ty.primitive_bitwidth // 8)
-    wait(AHEAD)
     count = tl.load(num_rows)
+    wait(AHEAD, IS_SHORT=False)
     if tile * TOKENS >= count:
         return
     t, k = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DEPTH)
@@ -90,9 +90,8 @@ def sort_pairs(
         tiles: int32[1 + tiles * 3], their number, then expert, first place and pairs of each.
         counts: int64[EXPERTS], to which the pairs of each expert are added.
     """
-    wait(AHEAD)
-    expert = tl.program_id(0)
-    num_pairs = tl.load(num_rows) * CHOSEN
+    expert, num_pairs = tl.program_id(0), tl.load(num_rows) * CHOSEN
+    wait(AHEAD, IS_SHORT=False)
     bins, c = tl.arange(0, BINS), tl.arange(0, CHUNK)
     sizes = tl.zeros([BINS], tl.int32)
     for start in range(0, num_pairs, CHUNK):
@@ -173,7 +172,7 @@ def expert_up(
         CLAMPED: (up + 1) * gate * sigmoid(alpha * gate), both within `limit`, instead of silu(gate) * up.
         TAIL: A tile with so many pairs or fewer is computed with so many. 0: every tile takes the time of a full one.
     """
-    wait(AHEAD)
+    wait(AHEAD, IS_SHORT=False)
     block, tile = tl.program_id(0), tl.program_id(1)
     if tile >= tl.load(tiles):
         return
@@ -235,7 +234,7 @@ def expert_down(
         bias: [experts, HIDDEN].
         TAIL: As in `expert_up`.
     """
-    wait(AHEAD)
+    wait(AHEAD, IS_SHORT=False)
     block, tile = tl.program_id(0), tl.program_id(1)
     if tile >= tl.load(tiles):
         return
