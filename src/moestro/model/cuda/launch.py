@@ -12,8 +12,7 @@ import torch
 Grid = tuple[int, ...]
 
 _FIRST_AHEAD = (9, 0)  # compute capability
-_AHEAD = 2
-_ahead = 0
+_ahead = False
 
 
 def launch(kernel: Any, grid: Grid, *args: Any, **options: Any) -> None:
@@ -37,8 +36,8 @@ def launching_ahead() -> Iterator[None]:
 
     All that is uploaded for them must have been there when the first of them was launched.
     """
-    global _ahead
-    before, _ahead = _ahead, _AHEAD if _can_start_ahead() else 0
+    global _ahead  # noqa: PLW0603 the one state of the one place where kernels are launched
+    before, _ahead = _ahead, _can_start_ahead()
     try:
         yield
     finally:

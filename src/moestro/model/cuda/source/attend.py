@@ -15,6 +15,7 @@ from moestro.model.cuda.source.ahead import wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEGATIVE = tl.constexpr(float("-inf"))
+NARROW = tl.constexpr(16)  # rows of a decode's tile
 
 
 @triton.jit
@@ -46,7 +47,7 @@ def _add_tile(
     """Join the reduction (m, l, acc) and that of the TILE keys from `start` on. SEES_ALL: each row sees all of them."""
     dk, dr, dv = tl.arange(0, HEAD_K), HEAD_K + tl.arange(0, REST_K if REST_K else 16), tl.arange(0, WIDE_V)
     key_at = start + tl.arange(0, TILE)
-    exists = tl.full([TILE], True, tl.int1) if SEES_ALL else key_at < length
+    exists = tl.full([TILE], 1, tl.int1) if SEES_ALL else key_at < length
     slot = tl.load(table + key_at // BLOCK, exists, 0).to(tl.int64) * BLOCK + key_at % BLOCK
     k_at = keys + slot[None, :] * key_stride + head * SIZE_K
     is_k = exists[None, :]
@@ -87,17 +88,17 @@ def _reduce_keys(
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE_V], tl.float32)
     middle = low
-    if WINDOW == 0:
+    if WINDOW == 0 and ROWS > NARROW:  # the loads of a second loop would delay a decode's few tiles
         middle = low + tl.maximum(tl.minimum(high, common) - low, 0) // TILE * TILE
         for start in range(low, middle, TILE):
             m, l, acc = _add_tile(
                 m, l, acc, q, q_rest, keys, values, table, head, start, length, position, is_row, key_stride,
-                value_stride, factor, SIZE_K, HEAD_K, REST_K, SIZE_V, WIDE_V, BLOCK, TILE, WINDOW, True,
+                value_stride, factor, SIZE_K, HEAD_K, REST_K, SIZE_V, WIDE_V, BLOCK, TILE, WINDOW, SEES_ALL=True,
             )  # fmt: skip
     for start in range(middle, high, TILE):
         m, l, acc = _add_tile(
             m, l, acc, q, q_rest, keys, values, table, head, start, length, position, is_row, key_stride, value_stride,
-            factor, SIZE_K, HEAD_K, REST_K, SIZE_V, WIDE_V, BLOCK, TILE, WINDOW, False,
+            factor, SIZE_K, HEAD_K, REST_K, SIZE_V, WIDE_V, BLOCK, TILE, WINDOW, SEES_ALL=False,
         )  # fmt: skip
     return m, l, acc
 
@@ -139,7 +140,7 @@ def attend(
     count = tl.load(num_items)
     if AHEAD:
         _bring_item(items, tables, row_of, length_of, BLOCK, SPLIT)
-    wait(AHEAD, IS_SHORT=False)
+    wait(AHEAD)
     for item in range(tl.program_id(0), count, tl.num_programs(0)):
         unit, first = tl.load(items + item * 4), tl.load(items + item * 4 + 1)
         split, table = tl.load(items + item * 4 + 2), tables + tl.load(items + item * 4 + 3)
@@ -193,7 +194,7 @@ def merge_splits(
     unit = tl.load(merges + which * 3, which < end, 0)
     first, count = tl.load(merges + which * 3 + 1), tl.load(merges + which * 3 + 2)
     begin_row = tl.load(row_of + unit)
-    wait(AHEAD, IS_SHORT=True)
+    wait(AHEAD)
     if which >= end:
         return
     r, dv = tl.arange(0, ROWS), tl.arange(0, WIDE_V)

@@ -32,7 +32,7 @@ def add_norm(
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     known = c < SIZE
     count, w = tl.load(num_rows), tl.load(weight + c, known, 0.0).to(tl.float32)
-    wait(AHEAD, IS_SHORT=True)
+    wait(AHEAD)
     if row >= count:
         return
     kind: tl.constexpr = out_normed.dtype.element_ty
@@ -72,7 +72,7 @@ def heads(
         w = q_weight if head < HEADS_Q else k_weight
         first_w = tl.load(w + i, i < HALF, 0.0).to(tl.float32)
         second_w = tl.load(w + HALF + i, i < HALF, 0.0).to(tl.float32)
-    wait(AHEAD, IS_SHORT=False)
+    wait(AHEAD)
     at = wide_row * ((HEADS_Q + 2 * HEADS_KV) * SIZE) + head * SIZE + i
     x = _read(qkv, at, part_stride, known, SEGMENTS, kind)
     y = _read(qkv, at + HALF, part_stride, known, SEGMENTS, kind)
@@ -137,7 +137,7 @@ def choose(
         KEPT_GROUPS: Of GROUPS equal groups of experts, those that a row may choose from.
     """
     token, count = tl.program_id(0).to(tl.int64), tl.load(num_rows)
-    wait(AHEAD, IS_SHORT=False)
+    wait(AHEAD)
     if token >= count:
         return
     kind: tl.constexpr = bias.dtype.element_ty
@@ -184,7 +184,7 @@ def add_answers(
     """out[row] = sum of weight * answer in float32, in ascending expert id, rounded; plus `stream` if there is one."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     count = tl.load(num_rows)
-    wait(AHEAD, IS_SHORT=False)
+    wait(AHEAD)
     if row >= count:
         return
     kind: tl.constexpr = out.dtype.element_ty
