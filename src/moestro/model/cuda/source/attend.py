@@ -104,13 +104,26 @@ def _reduce_keys(
 
 
 @triton.jit
-def _bring_item(items, tables, row_of, length_of, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    """Bring into a cache what tells where this program's first item is. A volatile load is not left out."""
-    at = items + tl.program_id(0) * 4
-    unit, split, table_at = tl.load(at, volatile=True), tl.load(at + 2, volatile=True), tl.load(at + 3, volatile=True)
-    tl.load(length_of + unit, volatile=True)
-    tl.load(row_of + unit, volatile=True)
-    tl.load(tables + table_at + tl.maximum(split, 0) * (SPLIT // BLOCK), volatile=True)
+def _bring_item(
+    items, num_items, tables, row_of, length_of, BLOCK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
+    """Number of items. Also bring what tells where this program's first one is into a cache, by volatile loads."""
+    if AHEAD:
+        at = items + tl.program_id(0) * 4
+        unit, split = tl.load(at, volatile=True), tl.load(at + 2, volatile=True)
+        table_at = tl.load(at + 3, volatile=True)
+        tl.load(length_of + unit, volatile=True)
+        tl.load(row_of + unit, volatile=True)
+        tl.load(tables + table_at + tl.maximum(split, 0) * (SPLIT // BLOCK), volatile=True)
+    return tl.load(num_items)
+
+
+@triton.jit
+def _store_part(part_acc, part_ml, place, m, l, acc, is_row, dv, SIZE_V: tl.constexpr):
+    """Store the reduction of a split."""
+    tl.store(part_ml + place * 2, m, is_row)
+    tl.store(part_ml + place * 2 + 1, l, is_row)
+    tl.store(part_acc + place[:, None] * SIZE_V + dv[None, :], acc, is_row[:, None] & (dv < SIZE_V)[None, :])
 
 
 @triton.jit
@@ -137,18 +150,15 @@ def attend(
     dr = HEAD_K + tl.arange(0, REST_K if REST_K else 16)
     q_head = head * SHARED + first_head + r % TAKEN
     is_head = (r < QUERIES * TAKEN) & (first_head + r % TAKEN < SHARED)
-    count = tl.load(num_items)
-    if AHEAD:
-        _bring_item(items, tables, row_of, length_of, BLOCK, SPLIT)
+    end = _bring_item(items, num_items, tables, row_of, length_of, BLOCK, SPLIT, AHEAD)
     wait(AHEAD)
-    for item in range(tl.program_id(0), count, tl.num_programs(0)):
+    for item in range(tl.program_id(0), end, tl.num_programs(0)):
         unit, first = tl.load(items + item * 4), tl.load(items + item * 4 + 1)
         split, table = tl.load(items + item * 4 + 2), tables + tl.load(items + item * 4 + 3)
         length, begin_row = tl.load(length_of + unit), tl.load(row_of + unit)
         num_new = tl.load(row_of + unit + 1) - begin_row
         at = first + r // TAKEN  # query in the unit
-        is_row = is_head & (at < num_new)
-        position, row = length - num_new + at, (begin_row + at).to(tl.int64)
+        is_row, position, row = is_head & (at < num_new), length - num_new + at, (begin_row + at).to(tl.int64)
         q_at = query + row[:, None] * query_stride + q_head[:, None] * SIZE_K
         q = tl.load(q_at + dk[None], is_row[:, None] & (dk < SIZE_K)[None], 0.0)
         q_rest = q
@@ -170,15 +180,13 @@ def attend(
                 ROWS, SIZE_K, HEAD_K, REST_K, SIZE_V, WIDE_V, BLOCK, TILE, WINDOW,
             )  # fmt: skip
             m, l, acc = _merge(m, l, acc, m_s, l_s, acc_s)
-        inside = is_row[:, None] & (dv < SIZE_V)[None, :]
         if split >= 0:
             place = ((item * tl.num_programs(1) + group) * ROWS + r).to(tl.int64)
-            tl.store(part_ml + place * 2, m, is_row)
-            tl.store(part_ml + place * 2 + 1, l, is_row)
-            tl.store(part_acc + place[:, None] * SIZE_V + dv[None, :], acc, inside)
+            _store_part(part_acc, part_ml, place, m, l, acc, is_row, dv, SIZE_V)
         else:
             result = _finish(m, l, acc, sinks, q_head, is_row, HAS_SINK).to(out.dtype.element_ty)
-            tl.store(out + (row * HEADS + q_head)[:, None] * SIZE_V + dv[None, :], result, inside)
+            is_out = is_row[:, None] & (dv < SIZE_V)[None, :]
+            tl.store(out + (row * HEADS + q_head)[:, None] * SIZE_V + dv[None, :], result, is_out)
 
 
 @triton.jit
