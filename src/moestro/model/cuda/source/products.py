@@ -12,14 +12,46 @@ import triton.language as tl
 
 
 @triton.jit
+def load_weight(
+    at, is_inside, scales, block, start,
+    OUT: tl.constexpr, IN: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr, BEGINS: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    """The tile [OUTS, DEPTH] of a weight [OUT, IN] at outputs `block` * OUTS and inputs `start`.
+
+    Args:
+        HEIGHT, WIDTH: of blocks with a scale in `scales`, float32[row blocks, column blocks], of a weight in float8.
+            The tile has the bits of a weight that was dequantised at load. 0: the weight has the dtype of the rows.
+        BEGINS: a number that divides all `start`.
+        kind: dtype of the rows.
+    """
+    w = tl.load(at, is_inside, 0.0)
+    if WIDTH:
+        # A tile inside a block has one scale. Few tiles cross blocks: those of odd sizes, or of uneven segments.
+        if HEIGHT % OUTS == 0:
+            row = block * OUTS // HEIGHT
+        else:
+            row = tl.minimum(block * OUTS + tl.arange(0, OUTS), OUT - 1)[:, None] // HEIGHT
+        if WIDTH % DEPTH == 0 and BEGINS % DEPTH == 0:
+            column = start // WIDTH
+        else:
+            column = tl.minimum(start + tl.arange(0, DEPTH), IN - 1)[None, :] // WIDTH
+        scale = tl.load(scales + row * ((IN + WIDTH - 1) // WIDTH) + column)
+        w = (w.to(tl.float32) * scale).to(kind)
+    return w
+
+
+@triton.jit
 def linear(
-    rows, weight, bias, out, num_rows, row_stride, weight_stride, part_stride, head_stride,
+    rows, weight, bias, out, num_rows, row_stride, weight_stride, part_stride, head_stride, scales,
     OUT: tl.constexpr, IN: tl.constexpr, SEGMENTS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_HEADS: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_HEADS: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """out = rows @ weight.T + bias. Without IS_WHOLE, `out` is float32[SEGMENTS, rows, OUT], the sums of segments.
 
     HAS_HEADS: each head has rows, `head_stride` apart, a weight [OUT, IN] and an output, `part_stride` apart.
+    scales, HEIGHT, WIDTH: as in `load_weight`.
     """
     block, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if HAS_HEADS:
@@ -32,6 +64,8 @@ def linear(
     t, n, k = tile * TOKENS + tl.arange(0, TOKENS), block * OUTS + tl.arange(0, OUTS), tl.arange(0, DEPTH)
     is_row, is_out = t < count, n < OUT
     LENGTH: tl.constexpr = (IN + SEGMENTS - 1) // SEGMENTS
+    BEGINS: tl.constexpr = LENGTH if SEGMENTS > 1 else DEPTH
+    kind: tl.constexpr = rows.dtype.element_ty
     t_at, n_at = t.to(tl.int64)[None, :], n.to(tl.int64)[:, None]
     whole = tl.zeros([OUTS, TOKENS], tl.float32)
     for s in range(SEGMENTS if IS_WHOLE else 1):
@@ -41,7 +75,10 @@ def linear(
         for start in range(begin, end, DEPTH):
             is_in = start + k < end
             x = tl.load(rows + t_at * row_stride + (start + k)[:, None], is_row[None, :] & is_in[:, None], 0.0)
-            w = tl.load(weight + n_at * weight_stride + (start + k)[None, :], is_out[:, None] & is_in[None, :], 0.0)
+            w = load_weight(
+                weight + n_at * weight_stride + (start + k)[None, :], is_out[:, None] & is_in[None, :], scales, block,
+                start, OUT, IN, OUTS, DEPTH, HEIGHT, WIDTH, BEGINS, kind,
+            )  # fmt: skip
             total = tl.dot(w, x, total, input_precision="ieee")
         if s == 0:
             whole = total
@@ -49,10 +86,10 @@ def linear(
             whole = whole + total
     inside = is_out[:, None] & is_row[None, :]
     if IS_WHOLE:
-        kind: tl.constexpr = out.dtype.element_ty
+        out_kind: tl.constexpr = out.dtype.element_ty
         if HAS_BIAS:
             whole = whole + tl.load(bias + n, is_out, 0.0).to(tl.float32)[:, None]
-        tl.store(out + t_at * OUT + n_at, whole.to(kind), inside)
+        tl.store(out + t_at * OUT + n_at, whole.to(out_kind), inside)
     else:
         tl.store(out + part.to(tl.int64) * part_stride + t_at * OUT + n_at, whole, inside)
 
@@ -105,9 +142,9 @@ def sort_pairs(
 
 @triton.jit
 def expert_up(
-    rows, weights, bias, inner, pairs, tiles, row_stride, limit, alpha,
+    rows, weights, bias, inner, pairs, tiles, row_stride, limit, alpha, scales,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
-    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """inner[place] = activation(gate) * up of the pair at each place of a tile.
 
@@ -116,6 +153,7 @@ def expert_up(
         bias: [experts, 2 * INNER].
         CHOSEN: choices of a row. 0: the rows of `rows` are in the order of places.
         CLAMPED: (up + 1) * gate * sigmoid(alpha * gate), both within `limit`, instead of silu(gate) * up.
+        scales: uint64[experts], addresses of the scales of gates, then ups; HEIGHT, WIDTH: as in `load_weight`.
     """
     block, tile = tl.program_id(0), tl.program_id(1)
     if tile >= tl.load(tiles):
@@ -128,7 +166,13 @@ def expert_up(
     source = first + t
     if CHOSEN:
         source = tl.load(pairs + first + t, is_pair, 0) // CHOSEN
-    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(kind)), 16)
+    stored: tl.constexpr = tl.float8e4nv if WIDTH else kind
+    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(stored)), 16)
+    g_scales = scales
+    u_scales = scales
+    if WIDTH:
+        g_scales = tl.load(scales + expert).to(tl.pointer_type(tl.float32))
+        u_scales = g_scales + ((INNER + HEIGHT - 1) // HEIGHT) * ((HIDDEN + WIDTH - 1) // WIDTH)
     x_at = rows + source.to(tl.int64)[None, :] * row_stride + k[:, None]
     g_at = weight + n.to(tl.int64)[:, None] * HIDDEN + k[None, :]
     g, u = tl.zeros([OUTS, TOKENS], tl.float32), tl.zeros([OUTS, TOKENS], tl.float32)
@@ -136,8 +180,15 @@ def expert_up(
         is_in = start + k < HIDDEN
         x = tl.load(x_at + start, is_pair[None, :] & is_in[:, None], 0.0)
         is_weight = is_out[:, None] & is_in[None, :]
-        g = tl.dot(tl.load(g_at + start, is_weight, 0.0), x, g, input_precision="ieee")
-        u = tl.dot(tl.load(g_at + INNER * HIDDEN + start, is_weight, 0.0), x, u, input_precision="ieee")
+        w = load_weight(
+            g_at + start, is_weight, g_scales, block, start, INNER, HIDDEN, OUTS, DEPTH, HEIGHT, WIDTH, DEPTH, kind
+        )
+        g = tl.dot(w, x, g, input_precision="ieee")
+        w = load_weight(
+            g_at + INNER * HIDDEN + start, is_weight, u_scales, block, start, INNER, HIDDEN, OUTS, DEPTH, HEIGHT, WIDTH,
+            DEPTH, kind,
+        )  # fmt: skip
+        u = tl.dot(w, x, u, input_precision="ieee")
     if HAS_BIAS:
         b_at = bias + expert * (2 * INNER) + n
         g = g + tl.load(b_at, is_out, 0.0).to(tl.float32)[:, None]
@@ -154,15 +205,16 @@ def expert_up(
 
 @triton.jit
 def expert_down(
-    inner, weights, bias, answers, pairs, tiles,
+    inner, weights, bias, answers, pairs, tiles, scales,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, SCATTERS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """answers[pair, or place unless SCATTERS] = down-projection of inner[place].
 
     Args:
         weights: uint64[experts], addresses of [HIDDEN, INNER].
         bias: [experts, HIDDEN].
+        scales: uint64[experts], addresses of the scales; HEIGHT, WIDTH: as in `load_weight`.
     """
     block, tile = tl.program_id(0), tl.program_id(1)
     if tile >= tl.load(tiles):
@@ -172,14 +224,21 @@ def expert_down(
     first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
     t, n, k = tl.arange(0, TOKENS), block * OUTS + tl.arange(0, OUTS), tl.arange(0, DEPTH)
     is_pair, is_out = t < count, n < HIDDEN
-    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(kind)), 16)
+    stored: tl.constexpr = tl.float8e4nv if WIDTH else kind
+    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(stored)), 16)
+    w_scales = scales
+    if WIDTH:
+        w_scales = tl.load(scales + expert).to(tl.pointer_type(tl.float32))
     x_at = inner + (first + t).to(tl.int64)[None, :] * INNER + k[:, None]
     w_at = weight + n.to(tl.int64)[:, None] * INNER + k[None, :]
     total = tl.zeros([OUTS, TOKENS], tl.float32)
     for start in range(0, INNER, DEPTH):
         is_in = start + k < INNER
         x = tl.load(x_at + start, is_pair[None, :] & is_in[:, None], 0.0)
-        w = tl.load(w_at + start, is_out[:, None] & is_in[None, :], 0.0)
+        w = load_weight(
+            w_at + start, is_out[:, None] & is_in[None, :], w_scales, block, start, HIDDEN, INNER, OUTS, DEPTH, HEIGHT,
+            WIDTH, DEPTH, kind,
+        )  # fmt: skip
         total = tl.dot(w, x, total, input_precision="ieee")
     if HAS_BIAS:
         total = total + tl.load(bias + expert * HIDDEN + n, is_out, 0.0).to(tl.float32)[:, None]
