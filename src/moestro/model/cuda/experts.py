@@ -155,7 +155,8 @@ class CudaExperts:
         inner, answers = (hidden.new_empty(num_pairs, size) for size in (weights.inner, weights.hidden))
         limit, alpha = weights.clamp or (0.0, 0.0)
         sizes = {"HIDDEN": weights.hidden, "INNER": weights.inner}
-        tiling = {"TOKENS": tile.tokens, "OUTS": tile.outs, "DEPTH": tile.depth, **tile.launch_options, **self._blocks}
+        tiling = {"TOKENS": tile.tokens, "TAIL": tile.tail, "OUTS": tile.outs, "DEPTH": tile.depth}
+        tiling |= {**tile.launch_options, **self._blocks}
         up_bias, down_bias = (answers if each is None else each for each in (weights.up_bias, weights.down_bias))
         launch(
             products.expert_up, (-(-weights.inner // tile.outs), tiles.most), hidden, self._up, up_bias, inner,

@@ -24,13 +24,17 @@ _LEAST_SHARED_KIB = 99
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile of a product: rows, outputs, and numbers of k that are loaded at once, on so many warps and stages."""
+    """A tile of a product: rows, outputs, and numbers of k that are loaded at once, on so many warps and stages.
+
+    `tail`: rows of the narrower tile that an expert's last rows get if they fit; 0 means no such tile.
+    """
 
     tokens: int
     outs: int
     depth: int
     num_warps: int
     num_stages: int
+    tail: int = 0
 
     @property
     def launch_options(self) -> dict[str, int]:
@@ -53,8 +57,8 @@ _DENSE = (
 _EXPERTS = (
     (16, Tile(16, 64, 128, 4, 4)),
     (32, Tile(32, 64, 64, 4, 5)),
-    (64, Tile(64, 64, 64, 4, 3)),
-    (0, Tile(128, 128, 64, 8, 3)),
+    (64, Tile(64, 64, 64, 4, 3, tail=16)),
+    (0, Tile(128, 128, 64, 8, 3, tail=32)),
 )
 _MOST_STAGED_BYTES = 2048  # of a key, of which two tiles fit the shared memory
 _FEW_QUERIES = 8  # of a step: the programs of attention do not fill the device, and each should be fast
