@@ -202,7 +202,9 @@ def _fronts(model: Model, kernels: CudaKernels, hidden: Tensor, step: PagedStep)
         query = _empty(num_rows, heads, size)
         if model.has_head_norms is not None:
             num_out = (heads + 2 * kv_heads) * size
-            qkv = kernels.product(hidden, _weight(model, num_out, model.hidden), _empty(num_out) if model.has_biases else None)
+            qkv = kernels.product(
+                hidden, _weight(model, num_out, model.hidden), _empty(num_out) if model.has_biases else None
+            )
             norms = HeadNorms(_empty(size), _empty(size), 1e-6) if model.has_head_norms else None
             angles = _empty(num_rows, size), _empty(num_rows, size)
             query = kernels.heads(qkv, angles, norms, (*pools, step.write_slots), form)

@@ -1,4 +1,4 @@
-"""Products with weights in float8: the bits of weights that were dequantised at load, in any batch, segment and tile."""
+"""Products with weights in float8 have the bits of weights dequantised at load, in any batch, segment and tile."""
 
 from __future__ import annotations
 

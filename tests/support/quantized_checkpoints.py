@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from moestro.model.float8 import Block, Float8Weight
 
+BLOCK = Block(8, 8)
 QUANTIZED = re.compile(r"_proj(_with_mqa)?\.weight$")  # as in published checkpoints: attention, experts, dense layers
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -34,7 +35,7 @@ def quantize(weight: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     return numbers.to(torch.float8_e4m3fn).contiguous(), scales
 
 
-def fp8_twins(tmp_path, family: str = "qwen3_moe", block: Block = Block(8, 8), dtype=torch.float32, **changes):
+def fp8_twins(tmp_path, family: str = "qwen3_moe", block: Block = BLOCK, dtype=torch.float32, **changes):
     """(a checkpoint in blocks of float8, the same numbers in another dtype)."""
     plain, packed = tmp_path / "plain", tmp_path / "fp8"
     packed.mkdir()

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 FLOAT8 = torch.float8_e4m3fn
 SCALES = "_scale_inv"  # behind the name of a weight: the name of its scales
+BLOCK = "float8_block"  # attribute of an experts module whose weights are in float8
 _STRIP_NUMBERS = 1 << 24  # numbers that are widened at once, so that a large weight takes little memory beside it
 
 
@@ -82,8 +83,8 @@ class Float8Linear(nn.Module):
         super().__init__()
         device, (num_out, num_in) = linear.weight.device, linear.weight.shape
         self.in_features, self.out_features, self.block, self.bias = num_in, num_out, block, linear.bias
-        self.weight = _parameter(num_out, num_in, dtype=FLOAT8, device=device)
-        self.weight_scale_inv = _parameter(*block.grid(num_out, num_in), dtype=torch.float32, device=device)
+        self.weight = empty_parameter(num_out, num_in, dtype=FLOAT8, device=device)
+        self.weight_scale_inv = empty_parameter(*block.grid(num_out, num_in), dtype=torch.float32, device=device)
 
     @property
     def stored(self) -> Float8Weight:
@@ -103,5 +104,6 @@ class Float8Linear(nn.Module):
         return linear
 
 
-def _parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A parameter whose numbers will be read from a checkpoint."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
