@@ -136,7 +136,7 @@ class _Dequantize(Fp8Dequantize):  # type: ignore[misc]
     def _dequantize_one(self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
         size = self.hf_quantizer.quantization_config.weight_block_size
         if size is None or quantized.dim() != 2 or tuple(scales.shape) != Block(*size).grid(*quantized.shape):
-            return super()._dequantize_one(quantized, scales, output_dtype)
+            return cast(Tensor, super()._dequantize_one(quantized, scales, output_dtype))
         weight = Float8Weight(quantized, scales.to(torch.float32), Block(*size))
         return weight.dequantised(output_dtype or (scales.dtype if scales.element_size() > 1 else torch.bfloat16))
 

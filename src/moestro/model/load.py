@@ -81,7 +81,8 @@ def load_network(settings: ModelSettings, config: Any, rank: int = 0) -> tuple[N
         else:
             model, note = _read_weights(settings, config, device)
         network = Network(model.to(device).eval())
-        notes = (note, why_dequantised, describe_float8(network.model), compress_attention(network.model))
+        why_expanded = compress_attention(network.model)
+        notes = (note, why_dequantised, describe_float8(network.model), why_expanded)
         return network, tuple(each for each in notes if each)
     except torch.OutOfMemoryError as error:
         free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(device))
