@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from moestro.model.attention import AttentionForm
@@ -26,7 +27,7 @@ from moestro.model.cuda.units import StepUnits, Walk, WalkUnits, assemble, colum
 from moestro.model.step import PagedStep
 from moestro.model.upload import upload, upload_all
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+KERNEL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}  # with their names in kernels
 _SPACING = 4  # int32 in 16 bytes
 _MOST_ROWS = 1 << 17  # rows of a step whose number is kept on the device
 _MOST_PROGRAMS = 512  # of an attention, for each group of heads; each takes every so many-th item
@@ -250,16 +251,15 @@ class CudaKernels:
         num_rows, num_experts = logits.numbers.shape[-2:]
         ids = torch.empty(num_rows, gate.num_chosen, dtype=torch.int64, device=self.device)
         weights = torch.empty(num_rows, gate.num_chosen, dtype=torch.float32, device=self.device)
-        # A tensor of the gate's dtype where there is no bias: the kernel rounds logits to it.
-        bias = ids.new_empty(0, dtype=gate.dtype) if gate.bias is None else gate.bias
+        bias, correction = (weights if each is None else each for each in (gate.bias, gate.correction))
         launch(
-            rows.choose, (num_rows,), logits.numbers, bias, weights if gate.correction is None else gate.correction,
-            ids, weights, self.count_of(ids), num_rows * num_experts, gate.factor,
+            rows.choose, (num_rows,), logits.numbers, bias, correction, ids, weights, self.count_of(ids),
+            num_rows * num_experts, gate.factor,
             EXPERTS=num_experts, BINS=power_of_two(num_experts), CHOSEN=gate.num_chosen,
             WIDE=power_of_two(gate.num_chosen), SEGMENTS=logits.segments, HAS_BIAS=gate.bias is not None,
             IS_SIGMOID=gate.is_sigmoid, HAS_CORRECTION=gate.correction is not None, NORMALIZES=gate.normalizes,
             GROUPS=gate.num_groups, WIDE_GROUPS=power_of_two(gate.num_groups), KEPT_GROUPS=gate.num_kept_groups,
-            num_warps=1,
+            KIND=KERNEL_DTYPES[gate.dtype], num_warps=1,
         )  # fmt: skip
         return ids, weights
 

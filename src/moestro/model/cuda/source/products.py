@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moestro.model.cuda.source.addresses import find
 from moestro.model.cuda.source.ahead import fetch, wait
 
 
@@ -26,6 +27,7 @@ def linear(
     FETCHES: the program's weights are brought nearer while the kernels before it run.
     """
     block, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    weight, bias = find(weight, rows.dtype.element_ty), find(bias, rows.dtype.element_ty)
     if HAS_HEADS:
         rows += part.to(tl.int64) * head_stride
         weight += part.to(tl.int64) * OUT * weight_stride
@@ -91,7 +93,7 @@ def sort_pairs(
         counts: int64[EXPERTS], to which the pairs of each expert are added.
     """
     wait(AHEAD)
-    expert = tl.program_id(0)
+    expert, counts = tl.program_id(0), find(counts, tl.int64)
     num_pairs = tl.load(num_rows) * CHOSEN
     bins, c = tl.arange(0, BINS), tl.arange(0, CHUNK)
     sizes = tl.zeros([BINS], tl.int32)
@@ -167,7 +169,7 @@ def expert_up(
     """inner[place] = activation(gate) * up of the pair at each place of a tile.
 
     Args:
-        weights: uint64[experts], addresses of [2 * INNER, HIDDEN]: gates, then ups.
+        weights: int64[experts], addresses of [2 * INNER, HIDDEN]: gates, then ups.
         bias: [experts, 2 * INNER].
         CHOSEN: choices of a row. 0: the rows of `rows` are in the order of places.
         CLAMPED: (up + 1) * gate * sigmoid(alpha * gate), both within `limit`, instead of silu(gate) * up.
@@ -180,8 +182,9 @@ def expert_up(
     expert = tl.load(tiles + 1 + tile * 3).to(tl.int64)
     first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
     n = block * OUTS + tl.arange(0, OUTS)
-    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(rows.dtype.element_ty)), 16)
-    own_bias = bias + expert * (2 * INNER)
+    kind: tl.constexpr = rows.dtype.element_ty
+    weight = tl.multiple_of(tl.load(find(weights, tl.int64) + expert).to(tl.pointer_type(kind)), 16)
+    own_bias = find(bias, kind) + expert * (2 * INNER)
     if count <= TAIL:
         _up_tile(
             rows, weight, own_bias, inner, pairs, first, count, n, row_stride, limit, alpha,
@@ -230,7 +233,7 @@ def expert_down(
     """answers[pair, or place unless SCATTERS] = down-projection of inner[place].
 
     Args:
-        weights: uint64[experts], addresses of [HIDDEN, INNER].
+        weights: int64[experts], addresses of [HIDDEN, INNER].
         bias: [experts, HIDDEN].
         TAIL: As in `expert_up`.
     """
@@ -241,8 +244,9 @@ def expert_down(
     expert = tl.load(tiles + 1 + tile * 3).to(tl.int64)
     first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
     n = block * OUTS + tl.arange(0, OUTS)
-    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(inner.dtype.element_ty)), 16)
-    own_bias = bias + expert * HIDDEN
+    kind: tl.constexpr = inner.dtype.element_ty
+    weight = tl.multiple_of(tl.load(find(weights, tl.int64) + expert).to(tl.pointer_type(kind)), 16)
+    own_bias = find(bias, kind) + expert * HIDDEN
     if count <= TAIL:
         _down_tile(
             inner, weight, own_bias, answers, pairs, first, count, n,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moestro.model.cuda.source.addresses import find
 from moestro.model.cuda.source.ahead import wait
 
 
@@ -41,7 +42,7 @@ def add_norm(
         x = (x + _read(update, at, part_stride, known, SEGMENTS, kind)).to(kind).to(tl.float32)
         tl.store(out_stream + at, x.to(kind), known)
     normed = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + epsilon))
-    w = tl.load(weight + c, known, 0.0).to(tl.float32)
+    w = tl.load(find(weight, kind) + c, known, 0.0).to(tl.float32)
     tl.store(out_normed + at, (normed.to(kind).to(tl.float32) * w).to(kind), known)
 
 
@@ -71,13 +72,13 @@ def heads(
     y = _read(qkv, at + HALF, part_stride, known, SEGMENTS, kind)
     slot = tl.load(slots + row, is_row, 0)[:, None]
     if head >= HEADS_Q + HEADS_KV:
-        place = values + (slot * HEADS_KV + head - HEADS_Q - HEADS_KV) * SIZE + i
+        place = find(values, kind) + (slot * HEADS_KV + head - HEADS_Q - HEADS_KV) * SIZE + i
         tl.store(place, x.to(kind), known)
         tl.store(place + HALF, y.to(kind), known)
     else:
         if HAS_NORM:
             scale = 1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / SIZE + epsilon)
-            w = q_weight if head < HEADS_Q else k_weight
+            w = find(q_weight, kind) if head < HEADS_Q else find(k_weight, kind)
             first_w, second_w = tl.load(w + i, i < HALF, 0.0), tl.load(w + HALF + i, i < HALF, 0.0)
             x = ((x * scale[:, None]).to(kind).to(tl.float32) * first_w.to(tl.float32)).to(kind).to(tl.float32)
             y = ((y * scale[:, None]).to(kind).to(tl.float32) * second_w.to(tl.float32)).to(kind).to(tl.float32)
@@ -88,7 +89,7 @@ def heads(
         if head < HEADS_Q:
             place = query + (wide_row * HEADS_Q + head) * SIZE + i
         else:
-            place = keys + (slot * HEADS_KV + head - HEADS_Q) * SIZE + i
+            place = find(keys, kind) + (slot * HEADS_KV + head - HEADS_Q) * SIZE + i
         tl.store(place, first, known)
         tl.store(place + HALF, second, known)
 
@@ -121,7 +122,8 @@ def choose(
     logits, bias, correction, ids, weights, num_rows, part_stride, factor,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, CHOSEN: tl.constexpr, WIDE: tl.constexpr, SEGMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_SIGMOID: tl.constexpr, HAS_CORRECTION: tl.constexpr, NORMALIZES: tl.constexpr,
-    GROUPS: tl.constexpr, WIDE_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, AHEAD: tl.constexpr,
+    GROUPS: tl.constexpr, WIDE_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, KIND: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Choose the CHOSEN likeliest experts, the lowest of equal ids, and weigh them.
 
@@ -133,17 +135,18 @@ def choose(
         factor: Factor of all weights.
         IS_SIGMOID: Scores are sigmoids instead of a softmax. NORMALIZES: The weights of a row sum up to `factor`.
         KEPT_GROUPS: Of GROUPS equal groups of experts, those that a row may choose from.
+        KIND: Type to which logits and weights are rounded.
     """
     wait(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(num_rows):
         return
-    kind: tl.constexpr = bias.dtype.element_ty
+    kind: tl.constexpr = KIND
     e, j = tl.arange(0, BINS), tl.arange(0, WIDE)
     known = e < EXPERTS
     x = _read(logits, token * EXPERTS + e, part_stride, known, SEGMENTS, kind)
     if HAS_BIAS:
-        x = (x + tl.load(bias + e, known, 0.0).to(tl.float32)).to(kind).to(tl.float32)
+        x = (x + tl.load(find(bias, kind) + e, known, 0.0).to(tl.float32)).to(kind).to(tl.float32)
     if IS_SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-x))
     else:
@@ -152,7 +155,7 @@ def choose(
         score = score / tl.sum(score, 0)
     left = score
     if HAS_CORRECTION:
-        left = score + tl.load(correction + e, known, 0.0)
+        left = score + tl.load(find(correction, tl.float32) + e, known, 0.0)
     left = tl.where(known & (left == left), left, float("-inf"))
     if GROUPS > 1:
         left = tl.where(_keep_groups(left, EXPERTS, BINS, GROUPS, WIDE_GROUPS, KEPT_GROUPS), left, float("-inf"))

@@ -1,0 +1,32 @@
+"""Weights and pools that a kernel finds by an address on the device, so that one recorded launch serves several layers.
+
+A pointer to uint64 in place of a tensor stands for the tensor whose address is there: the type alone decides, so that
+launches with tensors compile as if there were no addresses.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Arguments of each kernel that may be addresses.
+FOUND = {
+    "add_norm": {"weight"},
+    "linear": {"weight", "bias"},
+    "heads": {"q_weight", "k_weight", "keys", "values"},
+    "attend": {"keys", "values", "sinks"},
+    "merge_splits": {"sinks"},
+    "choose": {"bias", "correction"},
+    "sort_pairs": {"counts"},
+    "expert_up": {"weights", "bias"},
+    "expert_down": {"weights", "bias"},
+}
+
+
+@triton.jit
+def find(place, kind: tl.constexpr):
+    """`place`, or numbers of `kind` at the address that is there, a multiple of 16."""
+    if place.dtype.element_ty == tl.uint64:
+        return tl.multiple_of(tl.load(place).to(tl.pointer_type(kind)), 16)
+    else:  # noqa: RET505 - the compiler must not see the type of what it leaves out
+        return place
