@@ -118,7 +118,7 @@ def _record(model: Model, shared_bytes: int) -> list[Launch]:
     def note(kernel: Any, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         recorded.append(_describe(model.name, kernel, args, options))
         if model.has_head_norms is not None and num_rows <= _MOST_BY_ADDRESS:
-            names = FOUND.get(kernel.fn.__name__, set())
+            names = FOUND.get(kernel.fn.__name__, {})
             found = (address if name in names else each for name, each in zip(kernel.arg_names, args, strict=False))
             recorded.append(_describe(f"{model.name} by address", kernel, tuple(found), options))
 

@@ -23,7 +23,7 @@ def by_address(used: set[str]):
     def launcher(kernel, grid, args, options):
         found = list(args)
         for place, (name, each) in enumerate(zip(kernel.arg_names, args, strict=False)):
-            names = FOUND.get(kernel.fn.__name__, set())
+            names = FOUND.get(kernel.fn.__name__, {})
             if name in names and each.data_ptr() % 16 == 0 and each.numel():
                 place_of = torch.tensor([each.data_ptr()], dtype=torch.int64, device=each.device)
                 found[place] = place_of.view(torch.uint64)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Arguments of each kernel that may be addresses.
+# Arguments of each kernel that may be addresses, and what has the type of the numbers there: an argument, or its name.
 FOUND = {
-    "add_norm": {"weight"},
-    "linear": {"weight", "bias"},
-    "heads": {"q_weight", "k_weight", "keys", "values"},
-    "attend": {"keys", "values", "sinks"},
-    "merge_splits": {"sinks"},
-    "choose": {"bias", "correction"},
-    "sort_pairs": {"counts"},
-    "expert_up": {"weights", "bias"},
-    "expert_down": {"weights", "bias"},
+    "add_norm": {"weight": "out_normed"},
+    "linear": {"weight": "rows", "bias": "rows"},
+    "heads": dict.fromkeys(("q_weight", "k_weight", "keys", "values"), "query"),
+    "attend": dict.fromkeys(("keys", "values", "sinks"), "query"),
+    "merge_splits": {"sinks": "out"},
+    "choose": {"bias": "KIND", "correction": "float32"},
+    "sort_pairs": {"counts": "int64"},
+    "expert_up": {"weights": "int64", "bias": "rows"},
+    "expert_down": {"weights": "int64", "bias": "inner"},
 }
 
 
