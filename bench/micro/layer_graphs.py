@@ -9,8 +9,8 @@ the sampler, in turn.
 - `launched_ms`, `replayed_ms`, `equal_bits`: on a GPU, until the device is done, and whether both ways leave the same
   bits in the residual stream and in K and V.
 
-Without a GPU, launches and replays do nothing: what remains is the thread's time for the Python around them. Triton's own part of a launch,
-which a replay saves too, is not in it.
+Without a GPU, launches and replays do nothing: what remains is the thread's time for the Python around them. Triton's
+own part of a launch, which a replay saves too, is not in it.
 """
 
 from __future__ import annotations

@@ -206,8 +206,8 @@ def test_a_withdrawn_passage_stops_between_two_replayed_layers(staged):
     item = Passage(0, pair.num_layers + 1, group.units, group.rows, group.rows, NO_MERGES)
     stopped = run(pair.replaying, item, 1)
     assert isinstance(stopped, Stopped)
-    assert stopped.layer == 1
-    pair.compare(stopped, run(pair.launching, msgspec.structs.replace(item, until=1)))
+    assert stopped.layer == 1 + (not pair.replaying.works_when_polled)  # an accelerator is one piece ahead
+    pair.compare(stopped, run(pair.launching, msgspec.structs.replace(item, until=stopped.layer)))
 
 
 class _Calls(TorchFunctionMode):
@@ -235,7 +235,7 @@ def test_a_replayed_layer_is_one_copy_and_one_replay(staged, monkeypatch):
     hidden = replayed.whole(1, hidden)
     replays, launches = [], []
     if network.network.device.type == "cpu":
-        monkeypatch.setattr(ImitatedGraph, "replay", lambda graph: replays.append(graph))
+        monkeypatch.setattr(ImitatedGraph, "replay", lambda _: replays.append(1))
     before = replace_launcher(lambda kernel, *_: launches.append(kernel))
     try:
         with _Calls() as calls:
