@@ -53,23 +53,19 @@ _NONE = np.empty(0, np.int32)
 
 def open_on_gpu(settings: ModelSettings) -> tuple[StagedTorchDevice, Any, dict[str, Any]]:
     """Open a device whose layers are recorded. Returns it, its graphs, and what they took."""
-    started: dict[str, float] = {}
+    begun: dict[str, tuple[float, int]] = {}  # of a phase: when, and the bytes that were free
+
+    def note(phase: str) -> None:
+        if phase in ("record graphs", "ready"):
+            begun[phase] = time.perf_counter(), torch.cuda.mem_get_info()[0]
+
     local = LocalRank(max_tokens=MOST, max_seqs=MOST, records_steps=True)
-    device, info = open_staged_device(
-        settings, MOST, lambda phase: started.setdefault(phase, time.perf_counter()), local
-    )
+    device, info = open_staged_device(settings, MOST, note, local)
     graphs = device._stages._recorded
     assert graphs is not None, "nothing was recorded"
-    planned = info.card.graph_bytes if info.card else None
-    return (
-        device,
-        graphs,
-        {
-            "record_s": round(started["ready"] - started["record graphs"], 2),
-            "planned_bytes": planned,
-            "graphs": graphs.num_graphs,
-        },
-    )
+    (before_s, before), (after_s, after) = begun["record graphs"], begun["ready"]
+    taken = {"record_s": round(after_s - before_s, 2), "recorded_bytes": before - after, "graphs": graphs.num_graphs}
+    return device, graphs, taken | {"planned_bytes": info.card.graph_bytes if info.card else None}
 
 
 class _NoGraph:
