@@ -94,7 +94,7 @@ def open_imitation(settings: ModelSettings) -> tuple[StagedTorchDevice, Any, dic
         num_places=MOST,
     )  # fmt: skip
     device = StagedTorchDevice(staged, checked.probe.allocate(NUM_BLOCKS), shape)
-    plan = layer_graphs.plan_layer_graphs(network, MOST, 2 * CONTEXT, BLOCK_SIZE)
+    plan = layer_graphs.plan_layer_graphs(network, MOST, 2 * CONTEXT, BLOCK_SIZE, max_tokens=MOST)
     assert plan is not None
     graphs = plan.record(staged, device.pools)
     assert graphs is not None, "nothing was recorded"

@@ -32,6 +32,7 @@ from moestro.model.cuda import exchange, layer_graphs
 from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.functions import CudaKernels
 from moestro.model.cuda.launch import replace_launcher
+from moestro.model.cuda.step_memory import GraphShape
 from moestro.model.network import Network
 from moestro.model.staged_device import StagedTorchDevice
 from moestro.model.staged_network import StagedNetwork
@@ -51,7 +52,7 @@ _KNOWN: dict[tuple[str, str], StagedNetwork] = {}  # one takes half a minute in 
 def staged(tmp_path, device, split, monkeypatch):
     """A function: a family's network in stages, on own kernels."""
     monkeypatch.setattr(exchange, "NUM_CHECK_ROWS", 4)
-    monkeypatch.setattr(layer_graphs, "graph_sizes", lambda _: list(SIZES))
+    monkeypatch.setattr(layer_graphs, "graph_shapes", lambda *_: list(map(GraphShape, SIZES)))
     if device.type == "cpu":
         imitate_graphs(monkeypatch)
         monkeypatch.setattr("moestro.model.network.can_pack", lambda *_: False)  # as on a GPU
@@ -83,7 +84,7 @@ def open_device(staged: StagedNetwork) -> StagedTorchDevice:
 
 
 def record(device: StagedTorchDevice) -> layer_graphs.LayerGraphs:
-    plan = layer_graphs.plan_layer_graphs(device.network, 6, MAX_LEN, drive.BLOCK_SIZE)
+    plan = layer_graphs.plan_layer_graphs(device.network, 6, MAX_LEN, drive.BLOCK_SIZE, max_tokens=12)
     assert plan is not None
     graphs = plan.record(device.staged, device.pools)
     assert graphs is not None

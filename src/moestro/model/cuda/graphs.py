@@ -19,7 +19,7 @@ from moestro.core.work import LOGITS_LAST, Units
 from moestro.model.check import paged_units
 from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.functions import CudaKernels
-from moestro.model.cuda.step_memory import StepMemory, graph_sizes, table_bytes
+from moestro.model.cuda.step_memory import GraphShape, StepMemory, find_shape, graph_shapes, table_bytes
 from moestro.model.experts import in_place_of
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
@@ -37,12 +37,12 @@ class GraphPlan:
     """Which graphs a network gets.
 
     Attributes:
-        sizes: numbers of rows, ascending.
+        shapes: their shapes.
         max_model_len: tokens of the longest sequence.
         num_bytes: memory that they will take.
     """
 
-    sizes: tuple[int, ...]
+    shapes: tuple[GraphShape, ...]
     max_model_len: int
     num_bytes: int
 
@@ -58,7 +58,9 @@ class GraphPlan:
         return graphs
 
 
-def plan_graphs(network: Network, max_rows: int, max_model_len: int, block_size: int) -> GraphPlan | None:
+def plan_graphs(
+    network: Network, max_rows: int, max_model_len: int, block_size: int, *, max_tokens: int
+) -> GraphPlan | None:
     """Plan the graphs of a network.
 
     Args:
@@ -66,6 +68,7 @@ def plan_graphs(network: Network, max_rows: int, max_model_len: int, block_size:
         max_rows: Sequences of a step.
         max_model_len: Tokens of the longest sequence.
         block_size: Tokens of a block.
+        max_tokens: Tokens of a step.
 
     Returns:
         None for a network whose experts are not on own kernels: those of padded rows would be computed.
@@ -73,10 +76,10 @@ def plan_graphs(network: Network, max_rows: int, max_model_len: int, block_size:
     exchange = network.exchange
     if not isinstance(exchange, CudaExchange) or any(in_place_of(experts) is None for _, experts in network.experts):
         return None
-    sizes = graph_sizes(max_rows)
-    logits = sizes[-1] * network.config.vocab_size * (4 + network.dtype.itemsize)
-    num_bytes = logits + table_bytes(sizes, max_model_len, block_size) + _OTHER_BYTES
-    return GraphPlan(sizes=tuple(sizes), max_model_len=max_model_len, num_bytes=num_bytes)
+    shapes = graph_shapes(max_rows, max_tokens)
+    logits = max(shape.num_logits for shape in shapes) * network.config.vocab_size * (4 + network.dtype.itemsize)
+    num_bytes = logits + table_bytes(shapes, max_model_len, block_size) + _OTHER_BYTES
+    return GraphPlan(shapes=tuple(shapes), max_model_len=max_model_len, num_bytes=num_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +111,7 @@ class StepGraphs:
 
     def __init__(self, network: Network, kernels: CudaKernels, pools: KVPools, plan: GraphPlan) -> None:
         self._network, self._kernels, self._pools, self._plan = network, kernels, pools, plan
-        self._graphs: dict[int, _Recorded] = {}
+        self._graphs: dict[GraphShape, _Recorded] = {}
         self._logits: Tensor | None = None
 
     @torch.inference_mode()
@@ -117,11 +120,11 @@ class StepGraphs:
 
         Longer steps run once, so that no request waits while a kernel is compiled for them.
         """
-        shape, device = (self._plan.sizes[-1], self._network.config.vocab_size), self._network.device
-        self._logits = torch.empty(shape, dtype=torch.float32, device=device)
+        most, device = max(shape.num_logits for shape in self._plan.shapes), self._network.device
+        self._logits = torch.empty(most, self._network.config.vocab_size, dtype=torch.float32, device=device)
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self._plan.sizes):
-            self._graphs[size] = self._record(size, pool)
+        for shape in sorted(self._plan.shapes, reverse=True):
+            self._graphs[shape] = self._record(shape, pool)
         room = min(self._pools.num_blocks * self._pools.block_size, self._plan.max_model_len)
         for num_tokens in _LONGER_STEPS:
             if num_tokens <= room:
@@ -134,11 +137,8 @@ class StepGraphs:
         The result is overwritten by the next step.
         """
         num_rows = len(step.positions)
-        size = next((each for each in self._plan.sizes if each >= num_rows), None)
-        if size is None or self._network.override is not None:
-            return None
-        recorded = self._graphs[size]
-        if not recorded.memory.load(step):
+        recorded = find_shape(step, self._graphs)
+        if recorded is None or self._network.override is not None or not recorded.memory.load(step):
             return None
         recorded.graph.replay()
         if self._network.routing is not None:
@@ -147,8 +147,8 @@ class StepGraphs:
         assert self._logits is not None
         return self._logits[: len(step.logit_rows)]
 
-    def _record(self, size: int, pool: Any) -> _Recorded:
-        memory, routing = StepMemory(size, self._kernels, self._pools, self._plan.max_model_len), self._network.routing
+    def _record(self, shape: GraphShape, pool: Any) -> _Recorded:
+        memory, routing = StepMemory(shape, self._kernels, self._pools, self._plan.max_model_len), self._network.routing
         if routing is not None:
             routing.keeps_all = True
         try:
@@ -165,7 +165,7 @@ class StepGraphs:
 
     def _run(self, memory: StepMemory) -> None:
         assert self._logits is not None
-        self._logits[: memory.size].copy_(self._network.stored_logits(memory.step))
+        self._logits[: memory.shape.num_logits].copy_(self._network.stored_logits(memory.step))
 
 
 def _one_prompt(num_tokens: int, block_size: int) -> Units:

@@ -18,7 +18,7 @@ from torch import Tensor
 from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.functions import CudaKernels
 from moestro.model.cuda.layer_forms import FoundArguments, LayerForm, find_forms
-from moestro.model.cuda.step_memory import StepMemory, graph_sizes, table_bytes
+from moestro.model.cuda.step_memory import GraphShape, StepMemory, find_shape, graph_shapes, table_bytes
 from moestro.model.experts import in_place_of, tag_of
 from moestro.model.fragments import Fragment
 from moestro.model.layer_stages import Attended
@@ -36,13 +36,13 @@ class LayerGraphPlan:
     """Which graphs the layers of a network get.
 
     Attributes:
-        sizes: numbers of rows, ascending.
+        shapes: their shapes.
         max_model_len: tokens of the longest sequence.
         has_whole: whether layers are recorded whole, besides up to their gates.
         num_bytes: memory that they will take.
     """
 
-    sizes: tuple[int, ...]
+    shapes: tuple[GraphShape, ...]
     max_model_len: int
     has_whole: bool
     num_bytes: int
@@ -58,7 +58,9 @@ class LayerGraphPlan:
         return graphs if graphs.num_graphs else None
 
 
-def plan_layer_graphs(network: Network, max_rows: int, max_model_len: int, block_size: int) -> LayerGraphPlan | None:
+def plan_layer_graphs(
+    network: Network, max_rows: int, max_model_len: int, block_size: int, *, max_tokens: int
+) -> LayerGraphPlan | None:
     """Plan the graphs of a network's layers.
 
     Args:
@@ -66,19 +68,22 @@ def plan_layer_graphs(network: Network, max_rows: int, max_model_len: int, block
         max_rows: Sequences of a step.
         max_model_len: Tokens of the longest sequence.
         block_size: Tokens of a block.
+        max_tokens: Tokens of a step.
 
     Returns:
         None for a network without own kernels, or one whose gates are overridden.
     """
     if not isinstance(network.exchange, CudaExchange) or network.override is not None:
         return None
-    sizes = graph_sizes(max_rows)
-    rows = 3 * sum(sizes) * network.config.hidden_size * network.dtype.itemsize  # before a layer, and at its gate
+    shapes = graph_shapes(max_rows, max_tokens)
+    rows = (
+        3 * sum(shape.num_rows for shape in shapes) * network.config.hidden_size * network.dtype.itemsize
+    )  # before a layer, and at its gate
     return LayerGraphPlan(
-        sizes=tuple(sizes),
+        shapes=tuple(shapes),
         max_model_len=max_model_len,
         has_whole=all(_is_whole(experts) for _, experts in network.experts),
-        num_bytes=rows + table_bytes(sizes, max_model_len, block_size) + _OTHER_BYTES,
+        num_bytes=rows + table_bytes(shapes, max_model_len, block_size) + _OTHER_BYTES,
     )
 
 
@@ -101,7 +106,7 @@ class _Seat:
     """
 
     def __init__(self, staged: StagedNetwork, memory: StepMemory) -> None:
-        network, size = staged.network, memory.size
+        network, size = staged.network, memory.shape.num_rows
         self.memory = memory
         self.loaded: Fragment | None = None
         self.hidden = torch.zeros(size, network.config.hidden_size, dtype=network.dtype, device=network.device)
@@ -175,8 +180,8 @@ class LayerGraphs:
         shape = (network.num_layers, max(network.num_experts, 1))
         self.counts = torch.zeros(shape, dtype=torch.int64, device=network.device)
         self.num_graphs = 0
-        self._seats: list[_Seat] = []
-        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}  # by layer, size, and whether it is whole
+        self._seats: dict[GraphShape, _Seat] = {}
+        self._recorded: dict[tuple[int, GraphShape, bool], _Recorded] = {}  # by layer, shape, and whether it is whole
 
     @torch.inference_mode()
     def record(self) -> None:
@@ -185,29 +190,30 @@ class LayerGraphs:
         if network.routing is not None:
             network.routing.begin(None)
             network.routing.counts = self.counts
-        self._seats = [
-            _Seat(self._staged, StepMemory(size, self._kernels, self._pools, plan.max_model_len)) for size in plan.sizes
-        ]
+        self._seats = {
+            shape: _Seat(self._staged, StepMemory(shape, self._kernels, self._pools, plan.max_model_len))
+            for shape in sorted(plan.shapes)
+        }
         kinds = (False, True) if plan.has_whole else (False,)
         forms = [(is_whole, form) for is_whole in kinds for form in self._forms(is_whole=is_whole)]
         found = FoundArguments(max((len(form.places) for _, form in forms), default=0), network.device)
         pool = torch.cuda.graph_pool_handle()
-        for seat in reversed(self._seats):
+        for seat in reversed(self._seats.values()):
             for is_whole, form in forms:
                 recorded = self._record(seat, form, found, pool, is_whole=is_whole)
-                self._recorded |= {(layer, seat.memory.size, is_whole): recorded for layer in form.layers}
+                self._recorded |= {(layer, seat.memory.shape, is_whole): recorded for layer in form.layers}
         self.counts.zero_()
 
     def open(self, fragment: Fragment) -> ReplayedFragment | None:
         """Make a fragment's units those that the next replays compute. None means that no graph fits them."""
-        seat = next((seat for seat in self._seats if seat.memory.size >= fragment.num_tokens), None)
+        seat = find_shape(fragment.step, self._seats)
         if seat is None or not seat.load(fragment):
             return None
         return ReplayedFragment(self, seat, fragment.num_tokens)
 
     def replay(self, seat: _Seat, layer: int, hidden: Tensor, *, is_whole: bool) -> Any:
         """Replay a layer, whole or up to its gate, on all rows of a seat. None means that it is not recorded."""
-        recorded = self._recorded.get((layer, seat.memory.size, is_whole))
+        recorded = self._recorded.get((layer, seat.memory.shape, is_whole))
         if recorded is None:
             return None
         seat.take(hidden)
@@ -217,7 +223,7 @@ class LayerGraphs:
         return recorded.result
 
     def _forms(self, *, is_whole: bool) -> list[LayerForm]:
-        seat, num_layers = self._seats[0], self._staged.network.num_layers
+        seat, num_layers = self._seats[min(self._seats)], self._staged.network.num_layers
         with seat.memory.assumed():
             runs = [partial(self._run, seat, layer, is_whole=is_whole) for layer in range(num_layers)]
             return find_forms(runs, self._staged.network.device)
