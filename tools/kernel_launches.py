@@ -16,11 +16,13 @@ from moestro.model.attention import AttentionForm, Scoring
 from moestro.model.cuda.experts import CudaExperts, ExpertWeightTable
 from moestro.model.cuda.functions import CudaKernels, GateForm, HeadNorms, Norm, Product
 from moestro.model.cuda.launch import replace_launcher
+from moestro.model.cuda.source.addresses import FOUND
 from moestro.model.cuda.units import Walk
 from moestro.model.float8 import FLOAT8, Block, Float8Weight
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
 
+_MOST_BY_ADDRESS = 128  # rows of a graph of one layer, whose weights are found by their addresses
 ROWS = (1, 32, 64, 128, 512, 1024, 2048)  # so many that each tile is chosen
 CONTEXT, BLOCK = 1024, 16
 _HEAD_VALUE = 128  # of DeepSeek's heads
@@ -124,9 +126,14 @@ def distinct_launches(shared_bytes: int, *, has_float8: bool = True) -> list[Lau
 
 def _record(model: Model, shared_bytes: int) -> list[Launch]:
     recorded: list[Launch] = []
+    address = torch.empty(1, dtype=torch.uint64)
 
     def note(kernel: Any, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         recorded.append(_describe(model.name, kernel, args, options))
+        if model.has_head_norms is not None and num_rows <= _MOST_BY_ADDRESS:
+            names = FOUND.get(kernel.fn.__name__, {})
+            found = (address if name in names else each for name, each in zip(kernel.arg_names, args, strict=False))
+            recorded.append(_describe(f"{model.name} by address", kernel, tuple(found), options))
 
     before = replace_launcher(note)
     try:

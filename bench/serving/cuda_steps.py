@@ -297,8 +297,10 @@ def moestro(bench: Bench, shape: Shape, *, on_own_kernels: bool = False) -> Iter
     if on_own_kernels:
         from moestro.model.cuda.graphs import plan_graphs  # noqa: PLC0415
 
-        plan = plan_graphs(checked.network, shape.num_units, 2 * max(shape.context, BLOCK_SIZE), BLOCK_SIZE)
-        graphs = plan.record(checked.network, pools) if shape.context else None
+        longest = 2 * max(shape.context, shape.num_new)
+        num_tokens = shape.num_units * shape.num_new
+        plan = plan_graphs(checked.network, shape.num_units, longest, BLOCK_SIZE, max_tokens=2 * num_tokens)
+        graphs = plan.record(checked.network, pools)
         device.replay(graphs)
         more["equal_bits"] = has_equal_bits(checked.network, pools, shape, graphs)
     vocabulary = checked.network.config.vocab_size

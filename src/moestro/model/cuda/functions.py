@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from moestro.model.attention import AttentionForm
@@ -27,7 +28,7 @@ from moestro.model.float8 import Block, Float8Weight
 from moestro.model.step import PagedStep
 from moestro.model.upload import upload, upload_all
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+KERNEL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}  # with their names in kernels
 _SPACING = 4  # int32 in 16 bytes
 _MOST_ROWS = 1 << 17  # rows of a step whose number is kept on the device
 _MOST_PROGRAMS = 512  # of an attention, for each group of heads; each takes every so many-th item
@@ -42,11 +43,11 @@ class Product(NamedTuple):
     segments: int
 
 
-def _stored(weight: Tensor | Float8Weight) -> tuple[Tensor, Tensor, dict[str, int]]:
-    """Numbers and scales of a weight, and the launch's arguments on their blocks."""
+def _stored(weight: Tensor | Float8Weight, inputs: Tensor) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """Numbers and scales of a weight, and the launch's arguments on their blocks. `inputs` stand for no scales."""
     if isinstance(weight, Float8Weight):
         return weight.numbers, weight.scales, block_options(weight.block)
-    return weight, weight, block_options(None)
+    return weight, inputs, block_options(None)
 
 
 def block_options(block: Block | None) -> dict[str, int]:
@@ -154,7 +155,7 @@ class CudaKernels:
         out = inputs.new_empty(shape, dtype=dtype or self.dtype if is_whole else torch.float32)
         inputs = inputs if inputs.stride(1) == 1 else inputs.contiguous()
         grid = (-(-num_out // tile.outs), -(-num_rows // tile.tokens), 1 if is_whole else segments)
-        numbers, scales, blocks = _stored(weight)
+        numbers, scales, blocks = _stored(weight, inputs)
         launch(
             products.linear, grid, inputs, numbers, inputs if bias is None else bias, out, self.count_of(inputs),
             inputs.stride(0), numbers.stride(0), num_rows * num_out, 0, scales, **blocks,
@@ -172,7 +173,7 @@ class CudaKernels:
         grid = (-(-num_out // tile.outs), -(-num_rows // tile.tokens), num_heads)
         launch(
             products.linear, grid, inputs, weights, weights, out, self.count_of(inputs[0, 0]), inputs.stride(2),
-            weights.stride(1), num_rows * num_out, inputs.stride(1), weights, **block_options(None),
+            weights.stride(1), num_rows * num_out, inputs.stride(1), inputs, **block_options(None),
             OUT=num_out, IN=num_in, SEGMENTS=1, IS_WHOLE=True, HAS_BIAS=False, HAS_HEADS=True,
             TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth_of(num_in), **tile.launch_options,
         )  # fmt: skip
@@ -262,16 +263,15 @@ class CudaKernels:
         num_rows, num_experts = logits.numbers.shape[-2:]
         ids = torch.empty(num_rows, gate.num_chosen, dtype=torch.int64, device=self.device)
         weights = torch.empty(num_rows, gate.num_chosen, dtype=torch.float32, device=self.device)
-        # A tensor of the gate's dtype where there is no bias: the kernel rounds logits to it.
-        bias = ids.new_empty(0, dtype=gate.dtype) if gate.bias is None else gate.bias
+        bias, correction = (weights if each is None else each for each in (gate.bias, gate.correction))
         launch(
-            rows.choose, (num_rows,), logits.numbers, bias, weights if gate.correction is None else gate.correction,
-            ids, weights, self.count_of(ids), num_rows * num_experts, gate.factor,
+            rows.choose, (num_rows,), logits.numbers, bias, correction, ids, weights, self.count_of(ids),
+            num_rows * num_experts, gate.factor,
             EXPERTS=num_experts, BINS=power_of_two(num_experts), CHOSEN=gate.num_chosen,
             WIDE=power_of_two(gate.num_chosen), SEGMENTS=logits.segments, HAS_BIAS=gate.bias is not None,
             IS_SIGMOID=gate.is_sigmoid, HAS_CORRECTION=gate.correction is not None, NORMALIZES=gate.normalizes,
             GROUPS=gate.num_groups, WIDE_GROUPS=power_of_two(gate.num_groups), KEPT_GROUPS=gate.num_kept_groups,
-            num_warps=1,
+            KIND=KERNEL_DTYPES[gate.dtype], num_warps=1,
         )  # fmt: skip
         return ids, weights
 

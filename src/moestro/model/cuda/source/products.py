@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moestro.model.cuda.source.addresses import find
 from moestro.model.cuda.source.ahead import wait
 
 
@@ -56,6 +57,9 @@ def linear(
     scales, HEIGHT, WIDTH: as in `load_weight`.
     """
     block, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kind: tl.constexpr = rows.dtype.element_ty
+    weight = find(weight, tl.float8e4nv if WIDTH else kind)
+    bias, scales = find(bias, kind), find(scales, tl.float32)
     if HAS_HEADS:
         rows += part.to(tl.int64) * head_stride
         weight += part.to(tl.int64) * OUT * weight_stride
@@ -118,7 +122,7 @@ def sort_pairs(
         tiles: int32[1 + tiles * 3], their number, then expert, first place and pairs of each.
         counts: int64[EXPERTS], to which the pairs of each expert are added.
     """
-    expert, num_pairs = tl.program_id(0), tl.load(num_rows) * CHOSEN
+    expert, num_pairs, counts = tl.program_id(0), tl.load(num_rows) * CHOSEN, find(counts, tl.int64)
     wait(AHEAD)
     bins, c = tl.arange(0, BINS), tl.arange(0, CHUNK)
     sizes = tl.zeros([BINS], tl.int32)
@@ -206,7 +210,7 @@ def expert_up(
     """inner[place] = activation(gate) * up of the pair at each place of a tile.
 
     Args:
-        weights: uint64[experts], addresses of [2 * INNER, HIDDEN]: gates, then ups.
+        weights: int64[experts], addresses of [2 * INNER, HIDDEN]: gates, then ups.
         bias: [experts, 2 * INNER].
         CHOSEN: choices of a row. 0: the rows of `rows` are in the order of places.
         CLAMPED: (up + 1) * gate * sigmoid(alpha * gate), both within `limit`, instead of silu(gate) * up.
@@ -219,10 +223,11 @@ def expert_up(
         return
     expert = tl.load(tiles + 1 + tile * 3).to(tl.int64)
     first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
-    stored: tl.constexpr = tl.float8e4nv if WIDTH else rows.dtype.element_ty
-    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(stored)), 16)
-    own_bias = bias + expert * (2 * INNER)
-    own_scales = tl.load(scales + expert).to(tl.pointer_type(tl.float32))
+    kind: tl.constexpr = rows.dtype.element_ty
+    stored: tl.constexpr = tl.float8e4nv if WIDTH else kind
+    weight = tl.multiple_of(tl.load(find(weights, tl.int64) + expert).to(tl.pointer_type(stored)), 16)
+    own_bias = find(bias, kind) + expert * (2 * INNER)
+    own_scales = tl.load(find(scales, tl.int64) + expert).to(tl.pointer_type(tl.float32))
     if TAIL:
         if count <= TAIL:
             _up_tile(
@@ -276,7 +281,7 @@ def expert_down(
     """answers[pair, or place unless SCATTERS] = down-projection of inner[place].
 
     Args:
-        weights: uint64[experts], addresses of [HIDDEN, INNER].
+        weights: int64[experts], addresses of [HIDDEN, INNER].
         bias: [experts, HIDDEN].
         TAIL: As in `expert_up`.
         scales: uint64[experts], addresses of the scales; HEIGHT, WIDTH: as in `load_weight`.
@@ -287,10 +292,11 @@ def expert_down(
         return
     expert = tl.load(tiles + 1 + tile * 3).to(tl.int64)
     first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
-    stored: tl.constexpr = tl.float8e4nv if WIDTH else inner.dtype.element_ty
-    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(stored)), 16)
-    own_bias = bias + expert * HIDDEN
-    own_scales = tl.load(scales + expert).to(tl.pointer_type(tl.float32))
+    kind: tl.constexpr = inner.dtype.element_ty
+    stored: tl.constexpr = tl.float8e4nv if WIDTH else kind
+    weight = tl.multiple_of(tl.load(find(weights, tl.int64) + expert).to(tl.pointer_type(stored)), 16)
+    own_bias = find(bias, kind) + expert * HIDDEN
+    own_scales = tl.load(find(scales, tl.int64) + expert).to(tl.pointer_type(tl.float32))
     if TAIL:
         if count <= TAIL:
             _down_tile(
