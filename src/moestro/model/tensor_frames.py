@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moestro.model.staged_device import ExpertTorchDevice
+from moestro.model.transport import copy_to_host
 
 
 class TorchFrames:
@@ -24,14 +25,14 @@ class TorchFrames:
 
     def pack(self, tensor: Tensor) -> memoryview:
         """Return the bytes of a tensor [rows, hidden size], which the caller leaves as they are."""
-        return tensor.contiguous().cpu().view(torch.uint8).numpy().data
+        return copy_to_host(tensor.contiguous()).view(torch.uint8).numpy().data
 
     def num_bytes(self, num_rows: int) -> int:
         """Implement `TensorFrames.num_bytes`."""
         return num_rows * self._hidden_size * self._dtype.itemsize
 
     def unpack(self, frame: bytes | memoryview, num_rows: int) -> Tensor:
-        """Return the tensor [num_rows, hidden size] of some bytes, on the CPU.
+        """Return the tensor [num_rows, hidden size] of some bytes, in host memory.
 
         Raises:
             ValueError: the number of bytes is another.
