@@ -155,7 +155,10 @@ class Arena:
         return self._by_choice().index_select(0, self._index_choices(places, choices))
 
     def write_contributions(self, places: Int32s, choices: Int32s, contributions: Tensor) -> None:
-        """Store one expert's answer for each (place, choice). `contributions`: [n, hidden size], here or on the host."""
+        """Store one expert's answer for each (place, choice).
+
+        `contributions`: [n, hidden size], here or on the host.
+        """
         answers = upload_tensor(contributions, self._device)
         self._by_choice().index_copy_(0, self._index_choices(places, choices), answers)
 
