@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.running import REAL, Running, is_idle, wait_until
-from worker.test_async_mode import ask_many, texts, worker
+from support.running import REAL, Running
+from worker.test_async_mode import ask_many, texts
 
 TESTS = Path(__file__).parents[1]
 IMITATING = (sys.executable, str(TESTS / "support" / "imitating_server.py"))

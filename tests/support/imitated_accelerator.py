@@ -24,7 +24,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from moestro.model.cuda.launch import launch_now, replace_launcher
 
 DEVICE = torch.device("cuda", 0)
-_POISON = 77  # in host memory whose copy has not arrived
+POISON = 77  # in host memory whose copy has not arrived
 # Functions of tensors whose result the host needs, so that it waits.
 _WAITS = frozenset(
     {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select", "unique", "equal",
@@ -253,6 +253,9 @@ class FarTensor(Tensor):
             _STATE.use("an allocation", [], [made])
         return made
 
+    def record_stream(self, stream: Any) -> None:
+        """Do nothing: memory is released when nothing refers to it."""
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call(func, args, kwargs or {})
@@ -391,7 +394,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     _STATE.use("copy_", [source], [target])
     if from_far:
         assert target.is_contiguous(), "torch copies to host memory with gaps before the data have arrived"
-        target.fill_(_POISON)
+        target.fill_(POISON)
         stream = _STATE.stream
         _STATE.under_way.append(_Copy(target, source.near.clone(), stream.number, stream.begin()))
     else:
@@ -422,7 +425,6 @@ _SPECIAL = {
     "to": _to,
     "cpu": _to_cpu,
     "copy_": _copy,
-    "record_stream": lambda *_: None,  # memory is released when nothing refers to it
 }
 
 
@@ -491,6 +493,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch, num_cards: int = 1) -> Iterator[No
         "get_device_properties": _properties_of,
         "set_device": _set_device,
         "get_device_capability": lambda _device=None: (0, 0),  # no kernel of Triton runs there
+        "device": nullcontext,
         "Event": FarEvent,
         "Stream": lambda _device=None: FarStream(),
         "stream": _use_stream,
@@ -532,6 +535,23 @@ def forbid_waits() -> Iterator[None]:
         yield
     finally:
         _STATE.forbids = False
+
+
+def use(name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+    """Note an operation of the current stream, or of one that it waits for at once."""
+    _STATE.use(name, reads, writes)
+
+
+def use_on(stream: FarStream, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+    """Note an operation of another stream, which waits for the current one."""
+    stream.wait_stream(_STATE.stream)
+    with _use_stream(stream):
+        _STATE.use(name, reads, writes)
+
+
+def pass_by(clock: Clock) -> None:
+    """Let the host know that operations have ended."""
+    _STATE.pass_by(clock)
 
 
 def num_waits() -> int:

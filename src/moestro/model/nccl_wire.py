@@ -12,7 +12,8 @@ import torch
 from torch import distributed
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it unmarked
 
-_LOOK_S = 50e-6  # between looks whether a transfer has ended, of which NCCL reports nothing to the host
+# Between looks whether a transfer has ended, of which NCCL reports nothing to the host: short at first, then longer.
+_FIRST_LOOK_S, _LAST_LOOK_S = 50e-6, 1e-3
 _SENDER, _RECEIVER = 0, 1  # ranks in the group of a direction
 
 
@@ -85,12 +86,12 @@ class NcclWire:
 
     def _ended(self, work: Any) -> bool:
         """Wait for the end of a transfer. False means that it did not end in time, or that the wire was stopped."""
-        for _ in range(int(self._limit_s / _LOOK_S)):
-            if work.is_completed():
-                return not self._is_over.is_set()
-            if self._is_over.wait(_LOOK_S):
-                break
-        return False
+        waited_s, look_s = 0.0, _FIRST_LOOK_S
+        while not work.is_completed():
+            if waited_s >= self._limit_s or self._is_over.wait(look_s):
+                return False
+            waited_s, look_s = waited_s + look_s, min(1.05 * look_s, _LAST_LOOK_S)
+        return not self._is_over.is_set()
 
     def _abort(self) -> None:
         for group in self._groups:
@@ -110,4 +111,4 @@ def make_group(store: Store, sender: int, rank: int, limit_s: float) -> Any:
     nccl = cast(Any, distributed).ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timedelta(seconds=limit_s)
-    return nccl(distributed.PrefixStore(f"from-{sender}", store), rank, 2, options)
+    return nccl(cast(Any, distributed).PrefixStore(f"from-{sender}", store), rank, 2, options)

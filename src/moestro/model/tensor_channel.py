@@ -102,7 +102,9 @@ class TensorChannels:
             peers: names of the other processes' devices.
         """
         ways = Counter(way for peer in peers if (way := describe_backend((self.device_name, peer))))
-        return "; ".join(f"large tensors go to {count} workers by {way}" for way, count in sorted(ways.items()))
+        return "; ".join(
+            f"large tensors go to {count} of {len(peers)} workers by {way}" for way, count in sorted(ways.items())
+        )
 
     def open(self, rank: int, peer: str, tell: Tell, wake: Wake) -> TensorChannel:
         """Begin to meet another process on a new channel.

@@ -36,7 +36,6 @@ from moestro.worker.rank_builder import OnPhase, make_home, side_jobs_of
 from moestro.worker.rank_loop import run_rank
 from moestro.worker.two_phase import Channels, TwoPhase
 
-
 logger = logging.getLogger(__name__)
 
 
