@@ -194,8 +194,8 @@ def test_two_processes_on_one_card_would_be_refused_so_gloo_is_chosen(monkeypatc
     wait_until(lambda: all(end.is_broken for end in both.ends))
     both.close()
     assert channels.describe([channels.device_name, OTHER, OTHER]) == (
-        "large tensors go to 2 of 3 workers by NCCL, because each process has a GPU of its own; large tensors go to 1 of"
-        " 3 workers by gloo through host memory, because processes share a GPU, which NCCL refuses"
+        "large tensors go to 2 of 3 workers by NCCL, because each process has a GPU of its own; large tensors go to 1"
+        " of 3 workers by gloo through host memory, because processes share a GPU, which NCCL refuses"
     )
 
 

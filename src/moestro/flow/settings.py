@@ -93,8 +93,8 @@ class GroupStepSettings(CheckedSettings):
     inline_limit: Annotated[int | None, at_least(0)] = None
     (
         "In async mode, bytes of a tensor up to which it goes with its message over ZeroMQ. A larger one follows over"
-        " torch.distributed once its receiver is ready for it: over NCCL between two GPUs, else over gloo. Unset: 131072"
-        " for NCCL, and 4194304 for gloo. Paced devices send no tensors."
+        " torch.distributed once its receiver is ready for it: over NCCL between two GPUs, else over gloo. Unset:"
+        " 131072 for NCCL, and 4194304 for gloo. Paced devices send no tensors."
     )
 
     def __post_init__(self) -> None:

@@ -3,9 +3,9 @@
 A channel has its own groups of two processes, because the workers of a group start again one by one. The processes
 meet without a server: what the backend stores for its rendezvous travels with the caller's messages.
 
-Bytes cross a channel only after their receiver has asked for them, so only the two buffers hold them. `choose_backend`
-chooses the wire by the devices at both ends: NCCL sends the memory of GPUs, and gloo host memory, to which tensors of an
-accelerator are copied first. Neither encrypts.
+Bytes cross a channel only after their receiver has asked for them, so only the two buffers hold them.
+`choose_backend` chooses the wire by the devices at both ends: NCCL sends the memory of GPUs, and gloo host memory, to
+which tensors of an accelerator are copied first. Neither encrypts.
 """
 
 from __future__ import annotations
