@@ -144,7 +144,7 @@ class CudaKernels:
             products.linear, grid, inputs, weight, weight if bias is None else bias, out, self.count_of(inputs),
             inputs.stride(0), weight.stride(0), num_rows * num_out, 0,
             OUT=num_out, IN=num_in, SEGMENTS=segments, IS_WHOLE=is_whole, HAS_BIAS=bias is not None, HAS_HEADS=False,
-            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth, **tile.launch_options,
+            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth_of(num_in // segments), **tile.launch_options,
         )  # fmt: skip
         return Product(out, 1 if is_whole else segments)
 
@@ -159,7 +159,7 @@ class CudaKernels:
             products.linear, grid, inputs, weights, weights, out, self.count_of(inputs[0, 0]), inputs.stride(2),
             weights.stride(1), num_rows * num_out, inputs.stride(1),
             OUT=num_out, IN=num_in, SEGMENTS=1, IS_WHOLE=True, HAS_BIAS=False, HAS_HEADS=True,
-            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth, **tile.launch_options,
+            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth_of(num_in), **tile.launch_options,
         )  # fmt: skip
         return out
 
