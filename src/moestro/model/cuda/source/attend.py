@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moestro.model.cuda.source.ahead import wait
+
 LOG2E = tl.constexpr(1.4426950408889634)
 NEGATIVE = tl.constexpr(float("-inf"))
 
@@ -81,6 +83,7 @@ def attend(
     HEADS: tl.constexpr, SHARED: tl.constexpr, TAKEN: tl.constexpr, SIZE_K: tl.constexpr, HEAD_K: tl.constexpr,
     REST_K: tl.constexpr, SIZE_V: tl.constexpr, WIDE_V: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, HAS_SINK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attend: one program takes every num_programs(0)th item, for TAKEN of the SHARED query heads of a KV head.
 
@@ -90,6 +93,7 @@ def attend(
         HEAD_K, REST_K: SIZE_K as two powers of two, the last filled up, the second may be 0. WIDE_V: SIZE_V filled up.
         Row r of a tile is query r // TAKEN, head r % TAKEN.
     """
+    wait(AHEAD)
     group = tl.program_id(1)
     GROUPS_A_HEAD: tl.constexpr = (SHARED + TAKEN - 1) // TAKEN
     head, first_head = group // GROUPS_A_HEAD, group % GROUPS_A_HEAD * TAKEN
@@ -140,9 +144,10 @@ def attend(
 def merge_splits(
     out, part_acc, part_ml, sinks, row_of, merges, num_merges,
     HEADS: tl.constexpr, SHARED: tl.constexpr, TAKEN: tl.constexpr, SIZE_V: tl.constexpr, WIDE_V: tl.constexpr,
-    ROWS: tl.constexpr, HAS_SINK: tl.constexpr,
+    ROWS: tl.constexpr, HAS_SINK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of decodes. merges int32[merges, 3]: unit, first item, items; num_merges int32[1]."""
+    wait(AHEAD)
     which, group = tl.program_id(0), tl.program_id(1)
     if which >= tl.load(num_merges):
         return

@@ -10,43 +10,61 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moestro.model.cuda.source.ahead import fetch, wait
+
 
 @triton.jit
 def linear(
     rows, weight, bias, out, num_rows, row_stride, weight_stride, part_stride, head_stride,
     OUT: tl.constexpr, IN: tl.constexpr, SEGMENTS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_HEADS: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_HEADS: tl.constexpr, FETCHES: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out = rows @ weight.T + bias. Without IS_WHOLE, `out` is float32[SEGMENTS, rows, OUT], the sums of segments.
 
     HAS_HEADS: each head has rows, `head_stride` apart, a weight [OUT, IN] and an output, `part_stride` apart.
+    FETCHES: the program's weights are brought nearer while the kernels before it run.
     """
     block, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if HAS_HEADS:
         rows += part.to(tl.int64) * head_stride
         weight += part.to(tl.int64) * OUT * weight_stride
         out += part.to(tl.int64) * part_stride
+    LENGTH: tl.constexpr = (IN + SEGMENTS - 1) // SEGMENTS
+    FLAT: tl.constexpr = IS_WHOLE and SEGMENTS > 1 and LENGTH % DEPTH == 0  # one loop, whose loads never pause
+    n = block * OUTS + tl.arange(0, OUTS)
+    if AHEAD and FETCHES:
+        first_of = weight + tl.minimum(n, OUT - 1).to(tl.int64) * weight_stride
+        if IS_WHOLE:
+            fetch(first_of, IN * weight.dtype.element_ty.primitive_bitwidth // 8)
+        else:
+            fetch(first_of + part * LENGTH, LENGTH * weight.dtype.element_ty.primitive_bitwidth // 8)
+    wait(AHEAD)
     count = tl.load(num_rows)
     if tile * TOKENS >= count:
         return
-    t, n, k = tile * TOKENS + tl.arange(0, TOKENS), block * OUTS + tl.arange(0, OUTS), tl.arange(0, DEPTH)
+    t, k = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DEPTH)
     is_row, is_out = t < count, n < OUT
-    LENGTH: tl.constexpr = (IN + SEGMENTS - 1) // SEGMENTS
     t_at, n_at = t.to(tl.int64)[None, :], n.to(tl.int64)[:, None]
     whole = tl.zeros([OUTS, TOKENS], tl.float32)
-    for s in range(SEGMENTS if IS_WHOLE else 1):
+    for s in range(1 if FLAT or not IS_WHOLE else SEGMENTS):
         begin = (s if IS_WHOLE else part) * LENGTH
-        end = tl.minimum(begin + LENGTH, IN)
+        end = IN if FLAT else tl.minimum(begin + LENGTH, IN)
         total = tl.zeros([OUTS, TOKENS], tl.float32)
         for start in range(begin, end, DEPTH):
             is_in = start + k < end
             x = tl.load(rows + t_at * row_stride + (start + k)[:, None], is_row[None, :] & is_in[:, None], 0.0)
             w = tl.load(weight + n_at * weight_stride + (start + k)[None, :], is_out[:, None] & is_in[None, :], 0.0)
             total = tl.dot(w, x, total, input_precision="ieee")
-        if s == 0:
-            whole = total
-        else:
-            whole = whole + total
+            if FLAT:
+                if (start + DEPTH) % LENGTH == 0:
+                    whole = tl.where(start < LENGTH, total, whole + total)
+                    total = tl.zeros([OUTS, TOKENS], tl.float32)
+        if not FLAT:
+            if s == 0:
+                whole = total
+            else:
+                whole = whole + total
     inside = is_out[:, None] & is_row[None, :]
     if IS_WHOLE:
         kind: tl.constexpr = out.dtype.element_ty
@@ -61,6 +79,7 @@ def linear(
 def sort_pairs(
     ids, num_rows, pairs, tiles, counts, id_stride,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, BINS: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Sort pairs (row, choice) by expert, those of an expert by row, in tiles of at most TOKENS. One program an expert.
 
@@ -71,6 +90,7 @@ def sort_pairs(
         tiles: int32[1 + tiles * 3], their number, then expert, first place and pairs of each.
         counts: int64[EXPERTS], to which the pairs of each expert are added.
     """
+    wait(AHEAD)
     expert = tl.program_id(0)
     num_pairs = tl.load(num_rows) * CHOSEN
     bins, c = tl.arange(0, BINS), tl.arange(0, CHUNK)
@@ -104,31 +124,18 @@ def sort_pairs(
 
 
 @triton.jit
-def expert_up(
-    rows, weights, bias, inner, pairs, tiles, row_stride, limit, alpha,
+def _up_tile(
+    rows, weight, bias, inner, pairs, first, count, n, row_stride, limit, alpha,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
     TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """inner[place] = activation(gate) * up of the pair at each place of a tile.
-
-    Args:
-        weights: uint64[experts], addresses of [2 * INNER, HIDDEN]: gates, then ups.
-        bias: [experts, 2 * INNER].
-        CHOSEN: choices of a row. 0: the rows of `rows` are in the order of places.
-        CLAMPED: (up + 1) * gate * sigmoid(alpha * gate), both within `limit`, instead of silu(gate) * up.
-    """
-    block, tile = tl.program_id(0), tl.program_id(1)
-    if tile >= tl.load(tiles):
-        return
+    """The tile of `expert_up` that has so many pairs, at most TOKENS."""
     kind: tl.constexpr = rows.dtype.element_ty
-    expert = tl.load(tiles + 1 + tile * 3).to(tl.int64)
-    first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
-    t, n, k = tl.arange(0, TOKENS), block * OUTS + tl.arange(0, OUTS), tl.arange(0, DEPTH)
+    t, k = tl.arange(0, TOKENS), tl.arange(0, DEPTH)
     is_pair, is_out = t < count, n < INNER
     source = first + t
     if CHOSEN:
         source = tl.load(pairs + first + t, is_pair, 0) // CHOSEN
-    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(kind)), 16)
     x_at = rows + source.to(tl.int64)[None, :] * row_stride + k[:, None]
     g_at = weight + n.to(tl.int64)[:, None] * HIDDEN + k[None, :]
     g, u = tl.zeros([OUTS, TOKENS], tl.float32), tl.zeros([OUTS, TOKENS], tl.float32)
@@ -139,9 +146,8 @@ def expert_up(
         g = tl.dot(tl.load(g_at + start, is_weight, 0.0), x, g, input_precision="ieee")
         u = tl.dot(tl.load(g_at + INNER * HIDDEN + start, is_weight, 0.0), x, u, input_precision="ieee")
     if HAS_BIAS:
-        b_at = bias + expert * (2 * INNER) + n
-        g = g + tl.load(b_at, is_out, 0.0).to(tl.float32)[:, None]
-        u = u + tl.load(b_at + INNER, is_out, 0.0).to(tl.float32)[:, None]
+        g = g + tl.load(bias + n, is_out, 0.0).to(tl.float32)[:, None]
+        u = u + tl.load(bias + INNER + n, is_out, 0.0).to(tl.float32)[:, None]
     g, u = g.to(kind).to(tl.float32), u.to(kind).to(tl.float32)  # as a product of torch's, which returns `kind`
     if CLAMPED:
         g, u = tl.minimum(g, limit), tl.minimum(tl.maximum(u, -limit), limit)
@@ -153,26 +159,52 @@ def expert_up(
 
 
 @triton.jit
-def expert_down(
-    inner, weights, bias, answers, pairs, tiles,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, SCATTERS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+def expert_up(
+    rows, weights, bias, inner, pairs, tiles, row_stride, limit, alpha,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
+    TOKENS: tl.constexpr, TAIL: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """answers[pair, or place unless SCATTERS] = down-projection of inner[place].
+    """inner[place] = activation(gate) * up of the pair at each place of a tile.
 
     Args:
-        weights: uint64[experts], addresses of [HIDDEN, INNER].
-        bias: [experts, HIDDEN].
+        weights: uint64[experts], addresses of [2 * INNER, HIDDEN]: gates, then ups.
+        bias: [experts, 2 * INNER].
+        CHOSEN: choices of a row. 0: the rows of `rows` are in the order of places.
+        CLAMPED: (up + 1) * gate * sigmoid(alpha * gate), both within `limit`, instead of silu(gate) * up.
+        TAIL: A tile with so many pairs or fewer is computed with so many. 0: every tile takes the time of a full one.
     """
+    wait(AHEAD)
     block, tile = tl.program_id(0), tl.program_id(1)
     if tile >= tl.load(tiles):
         return
-    kind: tl.constexpr = inner.dtype.element_ty
     expert = tl.load(tiles + 1 + tile * 3).to(tl.int64)
     first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
-    t, n, k = tl.arange(0, TOKENS), block * OUTS + tl.arange(0, OUTS), tl.arange(0, DEPTH)
+    n = block * OUTS + tl.arange(0, OUTS)
+    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(rows.dtype.element_ty)), 16)
+    own_bias = bias + expert * (2 * INNER)
+    if TAIL:
+        if count <= TAIL:
+            _up_tile(
+                rows, weight, own_bias, inner, pairs, first, count, n, row_stride, limit, alpha,
+                HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TAIL, OUTS, DEPTH,
+            )  # fmt: skip
+            return
+    _up_tile(
+        rows, weight, own_bias, inner, pairs, first, count, n, row_stride, limit, alpha,
+        HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TOKENS, OUTS, DEPTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _down_tile(
+    inner, weight, bias, answers, pairs, first, count, n,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, SCATTERS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The tile of `expert_down` that has so many pairs, at most TOKENS."""
+    kind: tl.constexpr = inner.dtype.element_ty
+    t, k = tl.arange(0, TOKENS), tl.arange(0, DEPTH)
     is_pair, is_out = t < count, n < HIDDEN
-    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(kind)), 16)
     x_at = inner + (first + t).to(tl.int64)[None, :] * INNER + k[:, None]
     w_at = weight + n.to(tl.int64)[:, None] * INNER + k[None, :]
     total = tl.zeros([OUTS, TOKENS], tl.float32)
@@ -182,9 +214,44 @@ def expert_down(
         w = tl.load(w_at + start, is_out[:, None] & is_in[None, :], 0.0)
         total = tl.dot(w, x, total, input_precision="ieee")
     if HAS_BIAS:
-        total = total + tl.load(bias + expert * HIDDEN + n, is_out, 0.0).to(tl.float32)[:, None]
+        total = total + tl.load(bias + n, is_out, 0.0).to(tl.float32)[:, None]
     place = first + t
     if SCATTERS:
         place = tl.load(pairs + first + t, is_pair, 0)
     at = answers + place.to(tl.int64)[None, :] * HIDDEN + n[:, None]
     tl.store(at, total.to(kind), is_pair[None, :] & is_out[:, None])
+
+
+@triton.jit
+def expert_down(
+    inner, weights, bias, answers, pairs, tiles,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, SCATTERS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr, TAIL: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """answers[pair, or place unless SCATTERS] = down-projection of inner[place].
+
+    Args:
+        weights: uint64[experts], addresses of [HIDDEN, INNER].
+        bias: [experts, HIDDEN].
+        TAIL: As in `expert_up`.
+    """
+    wait(AHEAD)
+    block, tile = tl.program_id(0), tl.program_id(1)
+    if tile >= tl.load(tiles):
+        return
+    expert = tl.load(tiles + 1 + tile * 3).to(tl.int64)
+    first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
+    n = block * OUTS + tl.arange(0, OUTS)
+    weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(inner.dtype.element_ty)), 16)
+    own_bias = bias + expert * HIDDEN
+    if TAIL:
+        if count <= TAIL:
+            _down_tile(
+                inner, weight, own_bias, answers, pairs, first, count, n,
+                HIDDEN, INNER, SCATTERS, HAS_BIAS, TAIL, OUTS, DEPTH,
+            )  # fmt: skip
+            return
+    _down_tile(
+        inner, weight, own_bias, answers, pairs, first, count, n,
+        HIDDEN, INNER, SCATTERS, HAS_BIAS, TOKENS, OUTS, DEPTH,
+    )  # fmt: skip

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moestro.model.cuda.source.ahead import wait
+
 
 @triton.jit
 def _read(source, at, part_stride, known, SEGMENTS: tl.constexpr, kind: tl.constexpr):
@@ -24,8 +26,10 @@ def _read(source, at, part_stride, known, SEGMENTS: tl.constexpr, kind: tl.const
 def add_norm(
     stream, update, weight, out_stream, out_normed, num_rows, part_stride, epsilon,
     SIZE: tl.constexpr, WIDE: tl.constexpr, HAS_UPDATE: tl.constexpr, SEGMENTS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out_stream = stream + update; out_normed = its RMS norm. `update`: a product [rows, SIZE], or its segments."""
+    wait(AHEAD)
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     if row >= tl.load(num_rows):
         return
@@ -45,7 +49,7 @@ def add_norm(
 def heads(
     qkv, cos, sin, q_weight, k_weight, query, keys, values, slots, num_rows, part_stride, angle_stride, epsilon,
     HEADS_Q: tl.constexpr, HEADS_KV: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, HAS_NORM: tl.constexpr, SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr, HAS_NORM: tl.constexpr, SEGMENTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate a query or key head of ROWS rows, or store a value head. K and V go to the rows' slots.
 
@@ -55,6 +59,7 @@ def heads(
         slots: int64[rows].
         HALF: SIZE / 2. WIDE: HALF filled up to a power of two.
     """
+    wait(AHEAD)
     row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     is_row = row < tl.load(num_rows)
     kind: tl.constexpr = query.dtype.element_ty
@@ -116,7 +121,7 @@ def choose(
     logits, bias, correction, ids, weights, num_rows, part_stride, factor,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, CHOSEN: tl.constexpr, WIDE: tl.constexpr, SEGMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_SIGMOID: tl.constexpr, HAS_CORRECTION: tl.constexpr, NORMALIZES: tl.constexpr,
-    GROUPS: tl.constexpr, WIDE_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, WIDE_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Choose the CHOSEN likeliest experts, the lowest of equal ids, and weigh them.
 
@@ -129,6 +134,7 @@ def choose(
         IS_SIGMOID: Scores are sigmoids instead of a softmax. NORMALIZES: The weights of a row sum up to `factor`.
         KEPT_GROUPS: Of GROUPS equal groups of experts, those that a row may choose from.
     """
+    wait(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(num_rows):
         return
@@ -171,8 +177,10 @@ def choose(
 def add_answers(
     answers, ids, weights, stream, out, num_rows, id_stride,
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, HAS_STREAM: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out[row] = sum of weight * answer in float32, in ascending expert id, rounded; plus `stream` if there is one."""
+    wait(AHEAD)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if row >= tl.load(num_rows):
         return
