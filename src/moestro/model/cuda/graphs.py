@@ -22,6 +22,7 @@ from moestro.core.work import LOGITS_LAST, Units
 from moestro.model.check import paged_units
 from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.functions import CudaKernels
+from moestro.model.cuda.launch import launching_ahead
 from moestro.model.cuda.tiles import NARROW_ROWS, SPLIT
 from moestro.model.cuda.units import assemble, columns_of
 from moestro.model.experts import in_place_of
@@ -220,7 +221,8 @@ class StepGraphs:
         if routing is not None:
             routing.keeps_all = True
         try:
-            yield
+            with launching_ahead():
+                yield
         finally:
             self._kernels.assume_rows(None)
             if routing is not None:

@@ -10,20 +10,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moestro.model.cuda.source.ahead import fetch, wait
+from moestro.model.cuda.source.ahead import wait
 
 
 @triton.jit
 def linear(
     rows, weight, bias, out, num_rows, row_stride, weight_stride, part_stride, head_stride,
     OUT: tl.constexpr, IN: tl.constexpr, SEGMENTS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_HEADS: tl.constexpr, FETCHES: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_HEADS: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out = rows @ weight.T + bias. Without IS_WHOLE, `out` is float32[SEGMENTS, rows, OUT], the sums of segments.
 
     HAS_HEADS: each head has rows, `head_stride` apart, a weight [OUT, IN] and an output, `part_stride` apart.
-    FETCHES: the program's weights are brought nearer while the kernels before it run.
     """
     block, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if HAS_HEADS:
@@ -33,14 +32,8 @@ def linear(
     LENGTH: tl.constexpr = (IN + SEGMENTS - 1) // SEGMENTS
     FLAT: tl.constexpr = IS_WHOLE and SEGMENTS > 1 and LENGTH % DEPTH == 0  # one loop, whose loads never pause
     n = block * OUTS + tl.arange(0, OUTS)
-    if AHEAD and FETCHES:
-        first_of = weight + tl.minimum(n, OUT - 1).to(tl.int64) * weight_stride
-        if IS_WHOLE:
-            fetch(first_of, IN * weight.dtype.element_ty.primitive_bitwidth // 8)
-        else:
-            fetch(first_of + part * LENGTH, LENGTH * weight.dtype.element_ty.primitive_bitwidth // 8)
-    wait(AHEAD)
     count = tl.load(num_rows)
+    wait(AHEAD)
     if tile * TOKENS >= count:
         return
     t, k = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DEPTH)
@@ -90,9 +83,8 @@ def sort_pairs(
         tiles: int32[1 + tiles * 3], their number, then expert, first place and pairs of each.
         counts: int64[EXPERTS], to which the pairs of each expert are added.
     """
+    expert, num_pairs = tl.program_id(0), tl.load(num_rows) * CHOSEN
     wait(AHEAD)
-    expert = tl.program_id(0)
-    num_pairs = tl.load(num_rows) * CHOSEN
     bins, c = tl.arange(0, BINS), tl.arange(0, CHUNK)
     sizes = tl.zeros([BINS], tl.int32)
     for start in range(0, num_pairs, CHUNK):
