@@ -20,6 +20,9 @@ from moestro.model.cuda.units import Walk
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
 
+# Compute capability, times ten -> bytes of shared memory that a program may have.
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+_FIRST_AHEAD = 90  # from which kernels start before those before them are done
 ROWS = (1, 32, 64, 128, 512, 1024, 2048)  # so many that each tile is chosen
 CONTEXT, BLOCK = 1024, 16
 _HEAD_VALUE = 128  # of DeepSeek's heads
@@ -100,25 +103,25 @@ class Launch:
         return f"{self.kernel} {sizes} {types}"
 
 
-def distinct_launches(shared_bytes: int) -> list[Launch]:
-    """Launches of all models at all numbers of rows, each once, where a program may have so much shared memory."""
+def distinct_launches(target: int) -> list[Launch]:
+    """Launches of all models at all numbers of rows on a GPU of compute capability `target` / 10, each once."""
     found: dict[str, Launch] = {}
     for model in MODELS:
-        for launch in _record(model, shared_bytes):
+        for launch in _record(model, target):
             found.setdefault(launch.key, launch)
     return list(found.values())
 
 
-def _record(model: Model, shared_bytes: int) -> list[Launch]:
+def _record(model: Model, target: int) -> list[Launch]:
     recorded: list[Launch] = []
 
     def note(kernel: Any, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        recorded.append(_describe(model.name, kernel, args, options))
+        recorded.append(_describe(model.name, kernel, args, {**options, "AHEAD": target >= _FIRST_AHEAD}))
 
     before = replace_launcher(note)
     try:
         for num_rows in ROWS:
-            _compute(model, num_rows, shared_bytes)
+            _compute(model, num_rows, SHARED_BYTES[target])
     finally:
         replace_launcher(before)
     return recorded

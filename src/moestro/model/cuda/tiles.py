@@ -117,8 +117,8 @@ def attention_options(
     if num_rows == NARROW_ROWS and dtype.itemsize <= 2 and key_size <= 128:
         return {"num_warps": 4 if is_tight or num_queries <= _FEW_QUERIES else 2, "num_stages": 3}
     num_stages = 2 if key_size * dtype.itemsize <= _MOST_STAGED_BYTES else 1
-    most = 64 if is_tight and num_rows > NARROW_ROWS else 128  # numbers of a key that four warps hold
-    return {"num_warps": 4 if key_size <= most else 8, "num_stages": num_stages}
+    is_large = key_size > 128 or (is_tight and num_rows > NARROW_ROWS)  # four warps do not hold it
+    return {"num_warps": 8 if is_large else 4, "num_stages": num_stages}
 
 
 def num_segments(num_out: int, num_in: int) -> int:
