@@ -1,4 +1,4 @@
-"""Compile the GPU kernels for four generations of GPUs, none of which has to be there, and store what comes of them.
+"""Compile the GPU kernels for five generations of GPUs, none of which has to be there, and store what comes of them.
 
     python tools/kernel_table.py --json bench/results/kernels/compiled.json   # each tile, for all GPUs: some minutes
     python tools/kernel_table.py --heaviest                                   # of each kernel the largest tile
@@ -118,7 +118,11 @@ def compile_launch(launch, target: int) -> Compiled:
         {(names.index(name),): value for name, value in launch.constants},
         {(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned},
     )
-    options = {**dict(launch.options), "enable_fp_fusion": False, "launch_pdl": dict(launch.constants)["AHEAD"]}
+    options = {
+        **dict(launch.options),
+        "enable_fp_fusion": False,
+        "launch_pdl": dict(launch.constants).get("AHEAD", False),
+    }
     compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

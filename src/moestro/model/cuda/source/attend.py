@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moestro.model.cuda.source.addresses import find
 from moestro.model.cuda.source.ahead import wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -28,10 +29,10 @@ def _merge(m, l, acc, m_new, l_new, acc_new):
 
 
 @triton.jit
-def _finish(m, l, acc, sinks, q_head, is_row, HAS_SINK: tl.constexpr):
+def _finish(m, l, acc, sinks, q_head, is_row, kind: tl.constexpr, HAS_SINK: tl.constexpr):
     """Divide by the sum of weights, a sink's included."""
     if HAS_SINK:
-        sink = tl.load(sinks + q_head, is_row, 0.0).to(tl.float32) * LOG2E
+        sink = tl.load(find(sinks, kind) + q_head, is_row, 0.0).to(tl.float32) * LOG2E
         top = tl.maximum(m, sink)
         scale = tl.exp2(m - top)
         return acc * scale[:, None] / (l * scale + tl.exp2(sink - top))[:, None]
@@ -143,6 +144,8 @@ def attend(
         HEAD_K, REST_K: SIZE_K as two powers of two, the last filled up, the second may be 0. WIDE_V: SIZE_V filled up.
         Row r of a tile is query r // TAKEN, head r % TAKEN.
     """
+    kind: tl.constexpr = query.dtype.element_ty
+    keys, values = find(keys, kind), find(values, kind)
     group = tl.program_id(1)
     GROUPS_A_HEAD: tl.constexpr = (SHARED + TAKEN - 1) // TAKEN
     head, first_head = group // GROUPS_A_HEAD, group % GROUPS_A_HEAD * TAKEN
@@ -184,7 +187,7 @@ def attend(
             place = ((item * tl.num_programs(1) + group) * ROWS + r).to(tl.int64)
             _store_part(part_acc, part_ml, place, m, l, acc, is_row, dv, SIZE_V)
         else:
-            result = _finish(m, l, acc, sinks, q_head, is_row, HAS_SINK).to(out.dtype.element_ty)
+            result = _finish(m, l, acc, sinks, q_head, is_row, kind, HAS_SINK).to(kind)
             is_out = is_row[:, None] & (dv < SIZE_V)[None, :]
             tl.store(out + (row * HEADS + q_head)[:, None] * SIZE_V + dv[None, :], result, is_out)
 
@@ -207,6 +210,7 @@ def merge_splits(
         return
     r, dv = tl.arange(0, ROWS), tl.arange(0, WIDE_V)
     is_v, is_row = dv < SIZE_V, (r < TAKEN) & (first_head + r < SHARED)
+    kind: tl.constexpr = out.dtype.element_ty
     m = tl.full([ROWS], NEGATIVE, tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE_V], tl.float32)
@@ -218,6 +222,6 @@ def merge_splits(
         acc_s = tl.load(part_acc + place[:, None] * SIZE_V + dv[None, :], is_part, 0.0)
         m, l, acc = _merge(m, l, acc, m_s, l_s, acc_s)
     q_head = group // GROUPS_A_HEAD * SHARED + first_head + r
-    result = _finish(m, l, acc, sinks, q_head, is_row, HAS_SINK).to(out.dtype.element_ty)
+    result = _finish(m, l, acc, sinks, q_head, is_row, kind, HAS_SINK).to(kind)
     place = (begin_row.to(tl.int64) * HEADS + q_head)[:, None] * SIZE_V + dv[None, :]
     tl.store(out + place, result, is_row[:, None] & is_v[None, :])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moestro.model.cuda.source.addresses import find
 from moestro.model.cuda.source.ahead import wait
 
 
@@ -31,11 +32,11 @@ def add_norm(
     """out_stream = stream + update; out_normed = its RMS norm. `update`: a product [rows, SIZE], or its segments."""
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     known = c < SIZE
-    count, w = tl.load(num_rows), tl.load(weight + c, known, 0.0).to(tl.float32)
+    kind: tl.constexpr = out_normed.dtype.element_ty
+    count, w = tl.load(num_rows), tl.load(find(weight, kind) + c, known, 0.0).to(tl.float32)
     wait(AHEAD)
     if row >= count:
         return
-    kind: tl.constexpr = out_normed.dtype.element_ty
     at = row * SIZE + c
     x = tl.load(stream + at, known, 0.0).to(tl.float32)
     if HAS_UPDATE:
@@ -69,7 +70,7 @@ def heads(
     c = tl.load(cos + wide_row * angle_stride + i, known, 0.0).to(tl.float32)
     s = tl.load(sin + wide_row * angle_stride + i, known, 0.0).to(tl.float32)
     if HAS_NORM:
-        w = q_weight if head < HEADS_Q else k_weight
+        w = find(q_weight, kind) if head < HEADS_Q else find(k_weight, kind)
         first_w = tl.load(w + i, i < HALF, 0.0).to(tl.float32)
         second_w = tl.load(w + HALF + i, i < HALF, 0.0).to(tl.float32)
     wait(AHEAD)
@@ -77,7 +78,7 @@ def heads(
     x = _read(qkv, at, part_stride, known, SEGMENTS, kind)
     y = _read(qkv, at + HALF, part_stride, known, SEGMENTS, kind)
     if head >= HEADS_Q + HEADS_KV:
-        place = values + (slot * HEADS_KV + head - HEADS_Q - HEADS_KV) * SIZE + i
+        place = find(values, kind) + (slot * HEADS_KV + head - HEADS_Q - HEADS_KV) * SIZE + i
         tl.store(place, x.to(kind), known)
         tl.store(place + HALF, y.to(kind), known)
     else:
@@ -90,7 +91,7 @@ def heads(
         if head < HEADS_Q:
             place = query + (wide_row * HEADS_Q + head) * SIZE + i
         else:
-            place = keys + (slot * HEADS_KV + head - HEADS_Q) * SIZE + i
+            place = find(keys, kind) + (slot * HEADS_KV + head - HEADS_Q) * SIZE + i
         tl.store(place, first, known)
         tl.store(place + HALF, second, known)
 
@@ -123,7 +124,8 @@ def choose(
     logits, bias, correction, ids, weights, num_rows, part_stride, factor,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, CHOSEN: tl.constexpr, WIDE: tl.constexpr, SEGMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_SIGMOID: tl.constexpr, HAS_CORRECTION: tl.constexpr, NORMALIZES: tl.constexpr,
-    GROUPS: tl.constexpr, WIDE_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, AHEAD: tl.constexpr,
+    GROUPS: tl.constexpr, WIDE_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, KIND: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Choose the CHOSEN likeliest experts, the lowest of equal ids, and weigh them.
 
@@ -135,17 +137,18 @@ def choose(
         factor: Factor of all weights.
         IS_SIGMOID: Scores are sigmoids instead of a softmax. NORMALIZES: The weights of a row sum up to `factor`.
         KEPT_GROUPS: Of GROUPS equal groups of experts, those that a row may choose from.
+        KIND: Type to which logits and weights are rounded.
     """
     token, count = tl.program_id(0).to(tl.int64), tl.load(num_rows)
     wait(AHEAD)
     if token >= count:
         return
-    kind: tl.constexpr = bias.dtype.element_ty
+    kind: tl.constexpr = KIND
     e, j = tl.arange(0, BINS), tl.arange(0, WIDE)
     known = e < EXPERTS
     x = _read(logits, token * EXPERTS + e, part_stride, known, SEGMENTS, kind)
     if HAS_BIAS:
-        x = (x + tl.load(bias + e, known, 0.0).to(tl.float32)).to(kind).to(tl.float32)
+        x = (x + tl.load(find(bias, kind) + e, known, 0.0).to(tl.float32)).to(kind).to(tl.float32)
     if IS_SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-x))
     else:
@@ -154,7 +157,7 @@ def choose(
         score = score / tl.sum(score, 0)
     left = score
     if HAS_CORRECTION:
-        left = score + tl.load(correction + e, known, 0.0)
+        left = score + tl.load(find(correction, tl.float32) + e, known, 0.0)
     left = tl.where(known & (left == left), left, float("-inf"))
     if GROUPS > 1:
         left = tl.where(_keep_groups(left, EXPERTS, BINS, GROUPS, WIDE_GROUPS, KEPT_GROUPS), left, float("-inf"))
