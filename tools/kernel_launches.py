@@ -22,6 +22,10 @@ from moestro.model.float8 import FLOAT8, Block, Float8Weight
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
 
+# Compute capability, times ten -> bytes of shared memory that a program may have.
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+_FIRST_FLOAT8 = 89
+_FIRST_AHEAD = 90  # from which kernels start before those before them are done
 _MOST_BY_ADDRESS = 128  # rows of a graph of one layer, whose weights are found by their addresses
 ROWS = (1, 32, 64, 128, 512, 1024, 2048)  # so many that each tile is chosen
 CONTEXT, BLOCK = 1024, 16
@@ -113,22 +117,23 @@ class Launch:
         return f"{self.kernel} {sizes} {types}"
 
 
-def distinct_launches(shared_bytes: int, *, has_float8: bool = True) -> list[Launch]:
-    """Launches of all models at all numbers of rows, each once, where a program may have so much shared memory."""
+def distinct_launches(target: int) -> list[Launch]:
+    """Launches of all models at all numbers of rows on a GPU of compute capability `target` / 10, each once."""
     found: dict[str, Launch] = {}
     for model in MODELS:
-        if model.is_float8 and not has_float8:
+        if model.is_float8 and target < _FIRST_FLOAT8:
             continue
-        for launch in _record(model, shared_bytes):
+        for launch in _record(model, target):
             found.setdefault(launch.key, launch)
     return list(found.values())
 
 
-def _record(model: Model, shared_bytes: int) -> list[Launch]:
+def _record(model: Model, target: int) -> list[Launch]:
     recorded: list[Launch] = []
     address = torch.empty(1, dtype=torch.uint64)
 
     def note(kernel: Any, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        options = {**options, "AHEAD": target >= _FIRST_AHEAD}
         recorded.append(_describe(model.name, kernel, args, options))
         if model.has_head_norms is not None and num_rows <= _MOST_BY_ADDRESS:
             names = FOUND.get(kernel.fn.__name__, {})
@@ -138,7 +143,7 @@ def _record(model: Model, shared_bytes: int) -> list[Launch]:
     before = replace_launcher(note)
     try:
         for num_rows in ROWS:
-            _compute(model, num_rows, shared_bytes)
+            _compute(model, num_rows, SHARED_BYTES[target])
     finally:
         replace_launcher(before)
     return recorded

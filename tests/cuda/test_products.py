@@ -7,8 +7,10 @@ import torch
 from support.cuda_cases import NAN, bound_of, error_of, make_form, random
 from torch import Tensor
 from torch.nn import functional
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, Ernie4_5_MoeConfig, MiniMaxM2Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 
 from moestro.model.cuda import functions
 from moestro.model.cuda.exchange import exchange_gate
@@ -242,6 +244,40 @@ def test_a_gate_with_groups_and_a_correction_chooses_as_deepseek_v3_does(num_row
     order, own_order = ids.argsort(1), own_ids.argsort(1)
     assert torch.equal(ids.gather(1, order), own_ids.gather(1, own_order))
     torch.testing.assert_close(own_weights.gather(1, own_order), weights.gather(1, order))
+
+
+def ernie_gate(device: torch.device) -> tuple[torch.nn.Module, list[Tensor]]:
+    """ERNIE's gate in a network of bfloat16, and its arguments behind the rows."""
+    gate = Ernie4_5_MoeTopKRouter(Ernie4_5_MoeConfig(hidden_size=64, moe_num_experts=24, moe_k=5)).to(device)
+    gate.moe_statics.e_score_correction_bias.data.normal_().mul_(0.1)
+    return gate, []
+
+
+def minimax_gate(device: torch.device) -> tuple[torch.nn.Module, list[Tensor]]:
+    """MiniMax-M2's gate, as `ernie_gate`."""
+    config = MiniMaxM2Config(hidden_size=64, num_local_experts=24, num_experts_per_tok=5)
+    return MiniMaxM2TopKRouter(config).to(device, torch.bfloat16), [torch.randn(24).to(device, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("make", [ernie_gate, minimax_gate])
+@torch.inference_mode()
+def test_a_gate_in_float32_or_with_a_correction_in_its_call_has_the_same_bits_in_any_batch(make, device):
+    torch.manual_seed(0)
+    gate, others = make(device)
+    gate.weight.data.normal_()
+    rows = torch.randn(9, 64).to(device, torch.bfloat16)
+    _, weights, ids = gate(rows, *others)
+    assert exchange_gate(gate, CudaKernels(device, torch.bfloat16))
+    _, own_weights, own_ids = gate(rows, *others)
+    order, own_order = ids.argsort(1), own_ids.argsort(1)
+    is_same = (ids.gather(1, order) == own_ids.gather(1, own_order)).all(1)
+    assert int(is_same.sum()) >= 8, "two experts may tie in bfloat16"
+    wanted, found = weights.float().gather(1, order), own_weights.gather(1, own_order)
+    torch.testing.assert_close(found[is_same], wanted[is_same], atol=1e-2, rtol=1e-2)
+    for row in range(9):
+        _, alone, alone_ids = gate(rows[row : row + 1], *others)
+        assert torch.equal(alone[0], own_weights[row])
+        assert torch.equal(alone_ids[0], own_ids[row])
 
 
 @torch.inference_mode()

@@ -85,3 +85,14 @@ def test_a_search_for_words_costs_the_longest_word_and_not_their_number():
         return answer.num_read
 
     assert cost(100, 1000) == cost(1000, 1000) == cost(1000, 9000) == 99
+
+
+def test_words_that_one_token_more_would_complete_are_those_after_it():
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        words = [rng.integers(0, 4, rng.integers(1, 5)).tolist() for _ in range(12)]
+        found, answer = WordEnds(words), rng.integers(0, 4, rng.integers(0, 7)).astype(np.int32)
+        pairs = found.after_one_more(answer)
+        for token in range(4):
+            ends = found.alone + [end for before, end in pairs if before == token]
+            assert sorted(ends) == sorted(found.after(np.append(answer, token)))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from laws.test_schedule_never_changes_the_network import oracle_tokens, random_requests, serve
-from laws.test_steps_ahead_change_no_token import count_next_steps, without_wishes
+from laws.test_steps_ahead_change_no_token import count_next_steps
 from parity import drive, tiny
 from parity.test_families import NUM_NEW, prompts
 from parity.test_non_finite import check_that_nan_ends_alone, poisoned_network
@@ -57,7 +57,7 @@ def test_steps_ahead_change_no_token(seed, checkpoint, accelerator, monkeypatch)
     ours = accelerator.place(tiny.load(checkpoint("qwen3_moe"), dtype="float64"))
     oracle = tiny.load_oracle(checkpoint("qwen3_moe"), torch.float64, "sdpa")
     rng, counts = np.random.default_rng(seed), count_next_steps(monkeypatch)
-    requests = without_wishes(random_requests(rng, 8), 1 if seed % 3 else 0.9, rng)
+    requests = random_requests(rng, 8)
     bounds = {"num_blocks": 18, "max_num_seqs": 5, "budget": 24, "caching": True, "host": 20 if seed % 2 else 0}
     answers, _ = serve(ours, requests, rng, runs_ahead=True, abort_share=0.1 if seed > 3 else 0.0, **bounds)
     for request in requests:

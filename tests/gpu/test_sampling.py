@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 import torch
 from parity import drive
+from support.fake_device import make_request
 from support.plain_grammar import PATTERNS, backend, light
+from support.plain_sampling import random_wishes
 
 from moestro.core.grammar import MaskRequest
 from moestro.core.rng import stream_state, uniform
 from moestro.core.work import LogitEdits
+from moestro.engine.logit_edits import SequenceEdits, join_edits
+from moestro.engine.sequences import sampling_row
 from moestro.model import sampler
 from moestro.model.logit_edits import edit_logits
 from moestro.model.sampler import find_peaks, measure_logprobs, sample
@@ -139,3 +143,31 @@ def test_edited_logits_are_those_of_the_cpu(vocabulary, accelerator):
     with accelerator.forbid_waits():
         far = edit_logits(there, edits, units, rows)
     torch.testing.assert_close(near, far.cpu(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(6))
+def test_edits_with_a_token_of_the_step_before_have_the_bits_of_the_hosts(seed, dtype, accelerator):
+    """Prompts, answers that are empty, new and repeated tokens, and rows whose tokens the host has."""
+    rng, vocabulary = np.random.default_rng(seed), (37, 500)[seed % 2]
+    requests, known, lack_last = [], [], []
+    for i in range(ROWS):
+        prompt = rng.integers(0, vocabulary, rng.integers(1, 60))
+        wishes = random_wishes(rng, vocabulary, 30)
+        requests.append(make_request(f"r{i}", prompt, max_tokens=30, stop_token_ids=(3, 4), **wishes))
+        answer = rng.integers(0, min(vocabulary, 20), rng.integers(1, 25))
+        known.append(np.concatenate([prompt, answer]).astype(np.int32))
+        lack_last.append(bool(rng.random() < 0.8))
+    rows = np.array([sampling_row(request.sampling) for request in requests])
+    units, logits = np.arange(ROWS) * 2, random_logits(vocabulary, seed).to(dtype)
+    whole = join_edits(units.tolist(), [SequenceEdits(each) for each in requests], known, [False] * ROWS)
+    host = [tokens[:-1] if lacks else tokens for tokens, lacks in zip(known, lack_last, strict=True)]
+    ahead = join_edits(units.tolist(), [SequenceEdits(each) for each in requests], host, lack_last)
+    assert ahead.uncounted.size
+    assert ahead.banned_after.size
+    near = edit_logits(logits, whole, units, rows)
+    last = torch.tensor([t[-1] if lacks else -1 for t, lacks in zip(known, lack_last, strict=True)])
+    there, last = logits.to(accelerator.device), last.to(accelerator.device)
+    with accelerator.forbid_waits():
+        far = edit_logits(there, ahead, units, rows, last)
+    assert torch.equal(near, far.cpu())

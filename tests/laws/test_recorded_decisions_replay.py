@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws.test_schedule_never_changes_tokens import BLOCK_SIZE, POLICIES, random_requests, serve
-from laws.test_steps_ahead_change_no_token import without_wishes
 from support.fake_device import KvDevice
 from support.policy_text import policy_text
 
@@ -30,7 +29,7 @@ from moestro.engine.settings import SchedulerSettings
 def history(
     seed: int, policies: tuple[str, str, str], *, host: int = 0, is_recorded: bool = True, runs_ahead: bool = False
 ):
-    """Serve random requests, plain ones where it runs ahead.
+    """Serve random requests.
 
     Returns:
         What `serve` returns, the events, and the number of preemptions.
@@ -56,7 +55,7 @@ def history(
         runs_ahead=runs_ahead,
     )
     recorder = recorder_of(rank) if is_recorded else None
-    requests = without_wishes(random_requests(rng, 20, 30), 0.9 if runs_ahead else 0, rng)
+    requests = random_requests(rng, 20, 30)
     answers = serve(rank, requests, rng, abort_share=0.1)
     assert recorder is None or not recorder.has_failed
     return answers, () if recorder is None else recorder.take(), rank.scheduler.counts.num_preemptions

@@ -10,36 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws.test_schedule_never_changes_tokens import BLOCK_SIZE, POLICIES, random_requests, serve
-from support.fake_device import VOCAB_SIZE, KvDevice, expected_tokens, make_request
+from support.fake_device import VOCAB_SIZE, KvDevice, expected_prompt_logprobs, expected_tokens, make_request
+from support.late_masks import LateMasks
+from support.plain_grammar import PATTERNS, backend, light
 
-from moestro.core.request import SamplingParams, ServiceClass
+from moestro.core.grammar import Grammar
+from moestro.core.request import ServiceClass, packed_tokens
 from moestro.core.work import FROM_STEP_BEFORE, LOGITS_LAST
 from moestro.engine.next_step import NextStep
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
 
-KEPT = (
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "seed",
-    "stop_token_ids",
-    "logprobs",
-)  # wishes that need no token on the host
 SIZES = {"num_blocks": 40, "block_size": BLOCK_SIZE, "max_model_len": 64}
-
-
-def without_wishes(requests: list, share: float, rng: np.random.Generator) -> list:
-    """The requests, of which a share has no wish that ends steps ahead, and at least one token."""
-    plain = []
-    for request in requests:
-        sampling = request.sampling
-        if rng.random() < share:
-            kept = {name: getattr(sampling, name) for name in KEPT}
-            sampling = SamplingParams(**(kept | {"max_tokens": max(sampling.max_tokens, 1)}))
-        plain.append(msgspec.structs.replace(request, sampling=sampling))
-    return plain
 
 
 def count_next_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -117,13 +99,12 @@ def ahead_rank(device: WatchedDevice, **bounds):
     budget=st.integers(8, 40),
     delay=st.integers(0, 3),
     caching=st.booleans(),
-    plain=st.sampled_from([0.8, 1.0]),
     abort_share=st.sampled_from([0.0, 0.15]),
     policies=st.one_of(st.just(("fcfs", "decode_first", "last_in_order")), st.sampled_from(POLICIES)),
     host=st.sampled_from([0, 3, 40]),
 )
 def test_every_history_gives_the_oracles_tokens(
-    seed, num_blocks, max_num_seqs, budget, delay, caching, plain, abort_share, policies, host
+    seed, num_blocks, max_num_seqs, budget, delay, caching, abort_share, policies, host
 ):
     rng = np.random.default_rng(seed)
     order, batch, evict = policies
@@ -141,12 +122,14 @@ def test_every_history_gives_the_oracles_tokens(
         evict_policy=evict,
         enable_prefix_caching=caching,
     )
-    requests = without_wishes(random_requests(rng, 14, 32), plain, rng)
-    tokens, _, reasons, aborted = serve(rank, requests, rng, abort_share=abort_share)
+    requests = random_requests(rng, 14, 32)
+    tokens, prompts, reasons, aborted = serve(rank, requests, rng, abort_share=abort_share)
     for request in requests:
         if request.request_id in aborted:
             continue
         assert tokens[request.request_id] == expected_tokens(request)
+        if request.sampling.prompt_logprobs is not None:
+            assert prompts[request.request_id] == expected_prompt_logprobs(request)
         stopped = bool(set(tokens[request.request_id]) & set(request.sampling.stop_token_ids))
         assert reasons[request.request_id] == ("stop" if stopped else "length")
     assert rank.scheduler.pool.num_free == num_blocks, "a block leaked"
@@ -192,12 +175,50 @@ def test_an_answer_that_stops_costs_one_row_more():
     assert device.num_launched_tokens == 3 + 3 + at + 1 + 19
 
 
-@pytest.mark.parametrize("wish", [{"presence_penalty": 1.0}, {"min_tokens": 9, "stop_token_ids": (1,)}])
-def test_a_step_waits_for_the_token_that_its_edits_need(wish):
+BIAS = tuple((token, 2.0 * (token % 3 - 1)) for token in range(VOCAB_SIZE))
+WISHES = (
+    {"presence_penalty": 1.0},
+    {"frequency_penalty": -1.5},
+    {"repetition_penalty": 1.7, "presence_penalty": -0.3, "temperature": 1.0, "seed": 3},
+    {"min_tokens": 9, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 2))},
+    {"bad_words": ((5,), *((a, b) for a in range(VOCAB_SIZE) for b in range(a % 4, VOCAB_SIZE, 2)), (1, 2, 3))},
+    {"logit_bias": BIAS, "allowed_tokens": packed_tokens(range(0, VOCAB_SIZE, 3))},
+    {"logprobs": 2, "prompt_logprobs": 1},
+)
+
+
+@pytest.mark.parametrize("wish", WISHES, ids="-".join)
+def test_changes_to_logits_need_no_token_on_the_host(wish):
     device = WatchedDevice(40, BLOCK_SIZE, 1)
     requests = [decoding("a", **wish), decoding("bb")]
-    assert run(ahead_rank(device, **SIZES), requests)["a"] == expected_tokens(requests[0])
-    assert device.num_ahead == 0
+    rank = ahead_rank(device, **SIZES)
+    assert run(rank, requests) == {request.request_id: expected_tokens(request) for request in requests}
+    assert device.num_ahead == rank.stats().num_steps_ahead == 19
+
+
+@pytest.mark.parametrize(("num_others", "most_steps"), [(1, 41), (16, 40)])
+def test_a_grammar_takes_every_other_step_beside_many_others_which_run_ahead(num_others, most_steps):
+    """With few others the batch waits for it, because it would lose more than they gain."""
+    device = WatchedDevice(400, BLOCK_SIZE, 1)
+    rank = ahead_rank(device, **(SIZES | {"num_blocks": 400, "max_num_seqs": 20}))
+    rank.scheduler.use_grammars(backend(VOCAB_SIZE))
+    followed = decoding("g", 12, grammar=light(PATTERNS[0]))
+    others = [decoding("a" * (1 + each), 40) for each in range(num_others)]
+    tokens = run(rank, [followed, *others])
+    assert tokens == {request.request_id: expected_tokens(request) for request in [followed, *others]}
+    assert rank.num_steps <= most_steps
+    assert (device.num_ahead >= rank.num_steps - 2) == (num_others == 16)
+
+
+def test_a_mask_that_never_comes_stops_no_step_ahead():
+    device = WatchedDevice(400, BLOCK_SIZE, 1)
+    rank = ahead_rank(device, **SIZES)
+    rank.scheduler.use_grammars(LateMasks(VOCAB_SIZE, lambda _: 10**9))
+    rank.add(decoding("g", 12, grammar=Grammar("regex", PATTERNS[0])), 0)
+    rank.add(decoding("a", 40), 0)
+    for now_ns in range(120):
+        rank.step(now_ns)
+    assert device.num_ahead >= 36
 
 
 def after_some_steps(device: WatchedDevice, *requests, **bounds):

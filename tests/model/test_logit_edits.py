@@ -34,7 +34,7 @@ def case(num: int, seed: int, dtype=np.float32, **wishes):
 
 def edits_of(requests, known, rows=None) -> LogitEdits | None:
     rows = range(len(requests)) if rows is None else rows
-    return join_edits(list(rows), [SequenceEdits(request) for request in requests], known)
+    return join_edits(list(rows), [SequenceEdits(request) for request in requests], known, [False] * len(known))
 
 
 def edited(requests, known, logits) -> np.ndarray:
@@ -84,7 +84,9 @@ def test_a_ban_outlives_bias_and_penalties():
 def masked(request, known: list[int], vocabulary: int = 40) -> list[int]:
     """Tokens that are possible after `known`, which the request's prompt begins."""
     matcher = None if request.sampling.grammar is None else backend(vocabulary).matcher(request.sampling.grammar)
-    edits = join_edits([0], [SequenceEdits(request, matcher)], [np.array(known, np.int32)], backend(vocabulary))
+    edits = join_edits(
+        [0], [SequenceEdits(request, matcher)], [np.array(known, np.int32)], [False], backend(vocabulary)
+    )
     sampling = np.array([sampling_row(request.sampling)])
     (row,) = edit_logits(torch.zeros(1, vocabulary), edits, np.arange(1), sampling).numpy()
     return np.flatnonzero(np.isfinite(row)).tolist()
@@ -119,7 +121,7 @@ def test_a_complete_text_ends_before_min_tokens_and_any_other_does_not():
 def test_a_mask_covers_fewer_tokens_than_the_logits():
     request = make_request("r", [9], max_tokens=5, grammar=light("[0-9a-z]"))
     matcher = backend(40).matcher(request.sampling.grammar)
-    edits = join_edits([0], [SequenceEdits(request, matcher)], [np.array([9], np.int32)], backend(40))
+    edits = join_edits([0], [SequenceEdits(request, matcher)], [np.array([9], np.int32)], [False], backend(40))
     (row,) = edit_logits(torch.zeros(1, 90), edits, np.arange(1), np.array([sampling_row(request.sampling)])).numpy()
     assert np.flatnonzero(np.isfinite(row)).tolist() == list(range(2, 38))
 

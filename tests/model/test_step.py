@@ -178,7 +178,9 @@ def test_tokens_of_the_step_before_go_to_their_slots(slots):
     alone = PagedStep(drive.make_units(parts, [[0, 1, 2]] * len(slots), slot=np.array(slots)), None, CPU)
     alone.fill_tokens(sampled)
     assert alone.input_ids.tolist() == [[token_of[slot] for slot in slots]]
+    assert alone.tokens_before(np.arange(len(slots))).tolist() == [token_of[slot] for slot in slots]
     units = drive.make_units([(0, [5, 6]), *parts], [[0, 1, 2]] * (len(slots) + 1), slot=np.array([9, *slots]))
     mixed = PagedStep(units, None, CPU)
     mixed.fill_tokens(sampled)
     assert mixed.input_ids.tolist() == [[5, 6, *(token_of[slot] for slot in slots)]]
+    assert mixed.tokens_before(np.arange(1 + len(slots))).tolist() == [-1, *(token_of[slot] for slot in slots)]

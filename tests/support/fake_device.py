@@ -50,12 +50,16 @@ def edited_scores(tokens, units, i: int) -> np.ndarray:
         for (unit, token), num in zip(edits.said.T.tolist(), edits.num_generated.tolist(), strict=True)
         if unit == i
     }
+    if i in edits.uncounted.tolist():
+        times[tokens[-1]] = times.get(tokens[-1], 0) + 1
     for token in times:
         by = float(row["repetition_penalty"])
         logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
     for token in [token for token, num in times.items() if num]:
         logits[token] -= float(row["frequency_penalty"]) * times[token]
         logits[token] -= float(row["presence_penalty"])
+    for unit, before, token in edits.banned_after.T.tolist():
+        logits[token] = -np.inf if unit == i and tokens[-1] == before else logits[token]
     for unit, token in edits.banned.T.tolist():
         logits[token] = -np.inf if unit == i else logits[token]
     for words in (mask.words() for unit, mask in edits.masks if unit == i):

@@ -16,11 +16,11 @@ def random_units(rng: np.random.Generator, num: int, *, width: int, first_slot: 
     logits = rng.choice([0, LOGITS_LAST, LOGITS_PROMPT, LOGITS_LAST | LOGITS_PROMPT], num).astype(np.uint8)
     asked = int(num_tokens[logits & LOGITS_PROMPT != 0].sum())
 
-    def pairs(most: int) -> np.ndarray:
+    def columns(most: int, rows: int = 2) -> np.ndarray:
         unit = np.sort(rng.integers(0, num, rng.integers(0, most)))
-        return np.stack([unit, rng.integers(0, 99, len(unit))]).astype(np.int32)
+        return np.concatenate([unit[None], rng.integers(0, 99, (rows - 1, len(unit)))]).astype(np.int32)
 
-    said, biased = pairs(20), pairs(6)
+    said, biased = columns(20), columns(6)
     return Units(
         slot=(first_slot + np.arange(num)).astype(np.int32),
         serial=rng.integers(0, 1000, num),
@@ -38,8 +38,10 @@ def random_units(rng: np.random.Generator, num: int, *, width: int, first_slot: 
             rng.integers(0, 3, said.shape[1]).astype(np.int32),
             biased,
             rng.random(biased.shape[1]),
-            pairs(4),
+            columns(4),
             random_masks(rng, num),
+            uncounted=np.flatnonzero(rng.random(num) < 0.3).astype(np.int32),
+            banned_after=columns(9, 3),
         ),
     )
 
@@ -88,6 +90,8 @@ def unit_by_unit(units: Units) -> list[dict]:
                     (t, float(b)) for (u, t), b in zip(edits.biased.T.tolist(), edits.bias, strict=True) if u == i
                 ],
                 "banned": [t for u, t in edits.banned.T.tolist() if u == i],
+                "uncounted": [True for u in edits.uncounted.tolist() if u == i],
+                "banned_after": [pair for u, *pair in edits.banned_after.T.tolist() if u == i],
                 "masks": [mask.words().tolist() for u, mask in edits.masks if u == i],
             }
         found.append(

@@ -224,6 +224,7 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         num_kept_tokens: tokens whose KV preempted requests left in host memory.
         num_restored_tokens: tokens whose KV was copied back.
         num_dropped_rows: computed units without use, because their requests had ended or were aborted meanwhile.
+        num_steps_ahead: steps launched before the tokens of the step in flight were on the host.
         pass_counts: plans that passed others, in `preemptive` mode.
         lock_step: steps of the engine's group, in `ep` mode.
         pace: items of a paced device; None in `async` mode, where workers report it.
@@ -363,6 +364,15 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             FigureUnit.TIMES,
             "Units of steps computed for requests that had ended or were aborted meanwhile.",
             metric="dropped_rows",
+        ),
+    ] = None
+    num_steps_ahead: Annotated[
+        int | None,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.TIMES,
+            "Steps launched before the tokens of the step in flight were on the host.",
+            metric="steps_ahead",
         ),
     ] = None
     pass_counts: PassCounts | None = None

@@ -49,19 +49,29 @@ def select_edits(edits: LogitEdits, index: Int64s, num_units: int) -> LogitEdits
     new = np.full(num_units, -1, np.int32)
     new[index] = np.arange(len(index))
 
-    def keep(pairs: Int32s) -> tuple[Int32s, Int64s]:
-        """Keep pairs of selected units, with their new index and sorted by unit. Returns also their old positions."""
-        kept = np.flatnonzero(new[pairs[0]] >= 0)
-        kept = kept[np.argsort(new[pairs[0, kept]], kind="stable")]
-        return np.stack([new[pairs[0, kept]], pairs[1, kept]]), kept
+    def keep(columns: Int32s) -> tuple[Int32s, Int64s]:
+        """Keep columns of selected units, with their new index and sorted by unit. Returns also their old positions."""
+        kept = np.flatnonzero(new[columns[0]] >= 0)
+        kept = kept[np.argsort(new[columns[0, kept]], kind="stable")]
+        return np.concatenate([new[columns[:1, kept]], columns[1:, kept]]), kept
 
     said, said_at = keep(edits.said)
     biased, biased_at = keep(edits.biased)
-    banned, _ = keep(edits.banned)
+    (banned, _), (banned_after, _) = keep(edits.banned), keep(edits.banned_after)
+    uncounted = keep(edits.uncounted[None])[0][0]
     kept_masks = sorted(((int(new[unit]), mask) for unit, mask in edits.masks if new[unit] >= 0), key=itemgetter(0))
-    if not (said.size or biased.size or banned.size or kept_masks):
+    if not (kept_masks or any(each.size for each in (said, biased, banned, banned_after, uncounted))):
         return None
-    return LogitEdits(said, edits.num_generated[said_at], biased, edits.bias[biased_at], banned, tuple(kept_masks))
+    return LogitEdits(
+        said=said,
+        num_generated=edits.num_generated[said_at],
+        biased=biased,
+        bias=edits.bias[biased_at],
+        banned=banned,
+        masks=tuple(kept_masks),
+        uncounted=uncounted,
+        banned_after=banned_after,
+    )
 
 
 def join_edits(parts: Sequence[tuple[LogitEdits | None, int]]) -> LogitEdits | None:
@@ -70,15 +80,17 @@ def join_edits(parts: Sequence[tuple[LogitEdits | None, int]]) -> LogitEdits | N
     offset = 0
     for edits, num_units in parts:
         if edits is not None:
-            shifted.append((edits, np.array([[offset], [0]], np.int32)))
+            shifted.append((edits, np.array([[offset], [0], [0]], np.int32)))
         offset += num_units
     if not shifted:
         return None
     return LogitEdits(
-        said=np.concatenate([edits.said + by for edits, by in shifted], axis=1),
+        said=np.concatenate([edits.said + by[:2] for edits, by in shifted], axis=1),
         num_generated=np.concatenate([edits.num_generated for edits, _ in shifted]),
-        biased=np.concatenate([edits.biased + by for edits, by in shifted], axis=1),
+        biased=np.concatenate([edits.biased + by[:2] for edits, by in shifted], axis=1),
         bias=np.concatenate([edits.bias for edits, _ in shifted]),
-        banned=np.concatenate([edits.banned + by for edits, by in shifted], axis=1),
+        banned=np.concatenate([edits.banned + by[:2] for edits, by in shifted], axis=1),
         masks=tuple((unit + int(by[0, 0]), mask) for edits, by in shifted for unit, mask in edits.masks),
+        uncounted=np.concatenate([edits.uncounted + by[0] for edits, by in shifted]),
+        banned_after=np.concatenate([edits.banned_after + by for edits, by in shifted], axis=1),
     )

@@ -28,6 +28,7 @@ LOGITS_NONE, LOGITS_LAST, LOGITS_PROMPT = 0, 1, 2
 # knows the token; the host may not yet.
 FROM_STEP_BEFORE = -1
 
+_NO_UNITS, _NO_TRIPLES = np.empty(0, np.int32), np.empty((3, 0), np.int32)
 _DEFAULTS = SamplingParams()
 # Sampling parameters of one sequence as a row; -1 in a logprobs column means that none are wanted.
 SAMPLING_ROW = np.dtype(
@@ -55,6 +56,10 @@ class LogitEdits(msgspec.Struct, frozen=True, eq=False, gc=False):
         banned: int32[2, n], tokens that must not be sampled yet.
         masks: pairs (index into the units, mask of its tokens), by unit, each unit at most once. The masks are
             computed beside the step; the sampler takes those that are ready.
+        uncounted: int32[k], ascending, units with penalties whose token is FROM_STEP_BEFORE. `said` lacks that token,
+            which the device adds as generated once more.
+        banned_after: int32[3, m], by unit: (unit whose token is FROM_STEP_BEFORE, a token, a token that must not follow
+            it).
     """
 
     said: Int32s
@@ -63,6 +68,8 @@ class LogitEdits(msgspec.Struct, frozen=True, eq=False, gc=False):
     bias: NDArray[np.float32]
     banned: Int32s
     masks: tuple[tuple[int, TokenMask], ...] = ()
+    uncounted: Int32s = _NO_UNITS
+    banned_after: Int32s = _NO_TRIPLES
 
 
 class Units(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -97,7 +97,7 @@ class DecodeRun:
         if self._is_at_limit and not self._allocate_blocks(running):
             return None
         fixed = table.fixed_columns(running)
-        edits = table.logit_edits(running, self._logits) if table.num_editing else None
+        edits = table.logit_edits(running, self._logits, self._num_tokens) if table.num_editing else None
         table.num_in_flight[running] = ONE
         table.num_units_in_flight = len(running)
         self._is_in_flight = True

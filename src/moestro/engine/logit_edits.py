@@ -3,6 +3,9 @@
 The changes are a function of the request and its tokens, gathered anew at each step. There is no state that a
 preemption could lose or a batch could mix up: counts of tokens, and a grammar's matcher, only remember how far they
 have read the text.
+
+In a step that is launched ahead, the host lacks one token of a sequence at most, its last. The device has that token,
+so it adds it to the counts and decides the bans that depend on it. Only a grammar needs it on the host.
 """
 
 from __future__ import annotations
@@ -88,27 +91,37 @@ class SequenceEdits:
         """Those of `tokens`, all known tokens of the sequence, to which penalties apply, and how often generated."""
         return (_NONE, _NONE) if self._counts is None else self._counts.after(tokens)
 
-    def banned(self, tokens: Int32s) -> Int32s:
-        """Tokens that cannot come after `tokens`."""
-        early = _NONE if self.matcher is not None else self._early(tokens)
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether penalties apply."""
+        return self._counts is not None
+
+    def banned(self, tokens: Int32s, *, lacks_last: bool = False) -> Int32s:
+        """Tokens that cannot come after `tokens`; with `lacks_last`, whatever the one token more is behind them."""
+        early = _NONE if self.matcher is not None else self._early(len(tokens) + lacks_last)
         if self._bad_words is None:
             return early
-        ends = self._bad_words.after(tokens[self._num_prompt :])
+        ends = self._bad_words.alone if lacks_last else self._bad_words.after(tokens[self._num_prompt :])
         return np.concatenate((early, np.array(ends, np.int32))) if ends else early
 
-    def _early(self, tokens: Int32s) -> Int32s:
-        """Stop tokens that come too early after `tokens`."""
-        return self._stop_ids if len(tokens) - self._num_prompt < self._min_tokens else _NONE
+    def banned_after(self, tokens: Int32s) -> list[tuple[int, int]]:
+        """(token that may come after `tokens`, token that cannot come after it)."""
+        return [] if self._bad_words is None else self._bad_words.after_one_more(tokens[self._num_prompt :])
+
+    def _early(self, num_tokens: int) -> Int32s:
+        """Stop tokens that come too early after so many tokens."""
+        return self._stop_ids if num_tokens - self._num_prompt < self._min_tokens else _NONE
 
     def mask_request(self, tokens: Int32s) -> MaskRequest:
         """What the grammar's mask after `tokens` depends on. A complete text ends even before `min_tokens`."""
-        return MaskRequest(self.matcher, tokens[self._num_prompt :].copy(), self._early(tokens))
+        return MaskRequest(self.matcher, tokens[self._num_prompt :].copy(), self._early(len(tokens)))
 
 
 def join_edits(
     rows: Sequence[int],
     sequences: Sequence[SequenceEdits],
     tokens: Sequence[Int32s],
+    lack_last: Sequence[bool],
     grammars: GrammarBackend | None = None,
 ) -> LogitEdits | None:
     """Join the edits of several units of a plan. None means that no logit changes.
@@ -116,15 +129,20 @@ def join_edits(
     Args:
         rows: indices of the units in the plan.
         sequences: edits of the units' sequences.
-        tokens: int32, all known tokens of each sequence.
+        tokens: int32, all tokens of each sequence that the host has.
+        lack_last: whether the sequence has one more, FROM_STEP_BEFORE. Sequences with a grammar have not.
         grammars: what computes the masks of grammars. None means that no sequence has one.
     """
     pairs = list(zip(sequences, tokens, strict=True))
-    counted, banned = [own.said(known) for own, known in pairs], [own.banned(known) for own, known in pairs]
+    counted = [own.said(known) for own, known in pairs]
+    banned = [own.banned(known, lacks_last=lacks) for (own, known), lacks in zip(pairs, lack_last, strict=True)]
+    ahead = [(row, pair) for row, pair, lacks in zip(rows, pairs, lack_last, strict=True) if lacks]
+    uncounted = [row for row, (own, _) in ahead if own.counts_tokens]
+    banned_after = [(row, *two) for row, (own, known) in ahead for two in own.banned_after(known)]
     said = [ids for ids, _ in counted]
     biased = [own.bias_ids for own in sequences]
     masks = _masks(rows, pairs, grammars)
-    if not masks and not any(len(ids) for ids in (*said, *banned, *biased)):
+    if not (masks or uncounted or banned_after or any(len(ids) for ids in (*said, *banned, *biased))):
         return None
     return LogitEdits(
         said=_pairs(rows, said),
@@ -133,6 +151,8 @@ def join_edits(
         bias=np.concatenate([own.bias for own in sequences]),
         banned=_pairs(rows, banned),
         masks=masks,
+        uncounted=np.array(uncounted, np.int32),
+        banned_after=np.array(banned_after, np.int32).reshape(-1, 3).T,
     )
 
 

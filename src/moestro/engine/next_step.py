@@ -14,6 +14,10 @@ from moestro.engine.scheduler import Scheduler
 from moestro.engine.units import make_units
 from moestro.engine.waiting_admission import AdmissionCandidate
 
+# Of the sequences of a step that goes ahead without those that follow a grammar: each of these then takes every other
+# step, which costs more tokens than the host's time is worth if they are many.
+_MOST_WAITING_SHARE = 1 / 8
+
 
 class NextStep:
     """Plans the step that follows the one in flight, where nothing but sampled tokens is unknown.
@@ -33,13 +37,15 @@ class NextStep:
     def plan(self, now_ns: int) -> Plan | None:
         """Plan the next step, or return None where the step in flight has to end first.
 
-        It has to where a sequence needs its token on the host, where a waiting sequence may preempt others or gets its
-        prefix from the step in flight, and where blocks are too few.
+        It has to where many sequences need their tokens on the host, where a waiting sequence may preempt others or
+        gets its prefix from the step in flight, and where blocks are too few.
         """
         scheduler = self._scheduler
-        if self._needs_tokens() or self._may_preempt():
+        if self._table.num_hashed or self._may_preempt():
             return None
-        slots = self._going_on()
+        slots = self._without_waiting(self._going_on())
+        if slots is None:
+            return None
         view, num_free = scheduler.views.running(slots, now_ns), self._pool.num_free
         candidates: list[AdmissionCandidate] = []
         if len(self._waiting):
@@ -60,12 +66,21 @@ class NextStep:
             slots, num_tokens = scheduler.with_admitted(candidates, slots, num_tokens, chunk, num_free, now_ns)
         return self._plan_of(slots, num_tokens) if len(slots) else None
 
-    def _needs_tokens(self) -> bool:
-        """Whether a running sequence needs the token that it samples now on the host before its next one."""
-        table, running = self._table, self._table.running
-        if table.num_wanting_prompt_logprobs or table.num_hashed or table.num_sitting_out:
-            return True
-        return table.num_editing > 0 and has_true(self._samples(running) & table.edits_logits[running])
+    def _without_waiting(self, slots: Slots) -> Slots | None:
+        """Leave out sequences whose grammar reads the token that they sample now. Returns None where these are many.
+
+        Sequences that sit out until their masks are ready are left out too, as in any step.
+        """
+        table = self._table
+        if table.num_sitting_out:
+            table.look_for_masks()
+            slots = slots[~table.sits_out[slots]]
+        if not table.num_editing:
+            return slots
+        waits = self._samples(slots) & table.has_grammar[slots]
+        if not has_true(waits):
+            return slots
+        return None if np.count_nonzero(waits) > _MOST_WAITING_SHARE * len(slots) else slots[~waits]
 
     def _samples(self, slots: Slots) -> NDArray[np.bool_]:
         """bool[n], which of `slots` have all their known tokens computed by the step in flight."""
@@ -115,4 +130,5 @@ class NextStep:
         following = slots[self._samples(slots)]
         table.token_ids[following, table.num_tokens[following]] = FROM_STEP_BEFORE
         self._scheduler.decode_run.end()
+        self._scheduler.counts.num_steps_ahead += 1
         return self._scheduler.plan_of(make_units(table, slots, num_tokens))

@@ -226,6 +226,7 @@ class Rank:
             num_kept_tokens=counts.num_kept_tokens,
             num_restored_tokens=counts.num_restored_tokens,
             num_dropped_rows=counts.num_dropped_rows,
+            num_steps_ahead=counts.num_steps_ahead,
             pass_counts=self.executor.pass_counts,
         )
 

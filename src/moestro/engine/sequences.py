@@ -180,7 +180,7 @@ class SequenceTable:
             where the hash of that block cannot be known.
         num_in_flight: int32[slots], tokens of the unit in flight; 0 means idle. Of two units, those of the first.
         behind, num_behind: int64[n], int32[n], slots with a second unit in flight, behind the first, and its tokens.
-        wants_prompt_logprobs, edits_logits: bool[slots].
+        wants_prompt_logprobs, edits_logits, has_grammar: bool[slots].
         block_table: int32[slots, max blocks]. Rows of hashed traces are not written, because no device reads them.
         token_ids: int32[slots, max_model_len].
         sampling: SAMPLING_ROW[slots].
@@ -214,6 +214,7 @@ class SequenceTable:
         self.behind, self.num_behind = _NO_SLOTS, _NOTHING
         self.wants_prompt_logprobs = np.zeros(num_slots, np.bool_)
         self.edits_logits = np.zeros(num_slots, np.bool_)
+        self.has_grammar = np.zeros(num_slots, np.bool_)
         self.block_table = column(-(-max_model_len // block_size))
         self.token_ids = column(max_model_len + 1)  # pages are touched only where tokens are written
         self.sampling = np.zeros(num_slots, SAMPLING_ROW)
@@ -276,6 +277,7 @@ class SequenceTable:
         self.num_in_flight[slot] = 0
         self.wants_prompt_logprobs[slot] = sequence.prompt_logprobs is not None
         self.edits_logits[slot] = sequence.edits is not None
+        self.has_grammar[slot] = sequence.edits is not None and sequence.edits.matcher is not None
         self.sampling[slot] = sequence.sampling_row
         self.num_hashed += request.token_ids is None
         self.num_wanting_prompt_logprobs += sequence.prompt_logprobs is not None
@@ -395,8 +397,12 @@ class SequenceTable:
             self._fixed = slots, columns
         return columns
 
-    def logit_edits(self, slots: Slots, logits: NDArray[np.uint8]) -> LogitEdits | None:
-        """Changes to the wanted `logits` of units at `slots`. None means no change."""
+    def logit_edits(self, slots: Slots, logits: NDArray[np.uint8], num_known: Int32s) -> LogitEdits | None:
+        """Changes to the wanted `logits` of units at `slots`. None means no change.
+
+        Args:
+            num_known: int32[n], tokens of each sequence, with the one that a unit in flight samples.
+        """
         rows = np.flatnonzero(self.edits_logits[slots] & (logits & LOGITS_LAST != 0)).tolist()
         sequences, tokens = [], []
         for slot in slots[rows].tolist():
@@ -404,7 +410,8 @@ class SequenceTable:
             assert edits is not None, f"slot {slot} edits no logits"
             sequences.append(edits)
             tokens.append(self.token_ids[slot, : self.num_tokens[slot]])
-        return join_edits(rows, sequences, tokens, self.grammars) if rows else None
+        lack_last = (num_known[rows] > self.num_tokens[slots[rows]]).tolist()
+        return join_edits(rows, sequences, tokens, lack_last, self.grammars) if rows else None
 
     def has_failed_grammar(self, sequence: Sequence) -> bool:
         """Whether the grammar of `sequence` allows no token any more."""

@@ -146,6 +146,7 @@ class SchedulerCounts:
         num_kept_tokens: tokens of preempted sequences whose KV was copied to host memory.
         num_restored_tokens: tokens whose KV was copied back.
         num_dropped_rows: computed units without use, because their sequences had ended or were aborted meanwhile.
+        num_steps_ahead: steps launched behind the one in flight, before its tokens were on the host.
     """
 
     num_preemptions: int = 0
@@ -154,3 +155,4 @@ class SchedulerCounts:
     num_kept_tokens: int = 0
     num_restored_tokens: int = 0
     num_dropped_rows: int = 0
+    num_steps_ahead: int = 0

@@ -91,7 +91,7 @@ class WordEnds:
     longest word, whatever the number of words.
     """
 
-    __slots__ = ("_longest", "_root")
+    __slots__ = ("_followers", "_longest", "_pairs", "_root")
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self._root = _Node()
@@ -101,11 +101,36 @@ class WordEnds:
             for token in reversed(word[:-1]):
                 node = node.longer.setdefault(token, _Node())
             node.ends.append(word[-1])
+        self._pairs = [(token, end) for token, node in self._root.longer.items() for end in node.ends]
+        self._followers: dict[int, list[tuple[int, _Node]]] = {}  # by token, those after which a longer word goes on
+        for token, node in self._root.longer.items():
+            for before, longer in node.longer.items():
+                self._followers.setdefault(before, []).append((token, longer))
+
+    @property
+    def alone(self) -> list[int]:
+        """Words of one token, which cannot come after any answer."""
+        return self._root.ends
 
     def after(self, answer: Int32s) -> list[int]:
         """Return the last tokens of all words whose other tokens are the end of `answer`."""
-        node, ends = self._root, list(self._root.ends)
-        for token in reversed(answer[max(0, len(answer) - self._longest) :].tolist()):
+        return self.alone + self._ends(self._root, self._last(answer))
+
+    def after_one_more(self, answer: Int32s) -> list[tuple[int, int]]:
+        """Return what would complete a longer word after `answer` and one token more, as (that token, last token)."""
+        *before, last = self._last(answer) or [-1]
+        longer = [(token, node.ends + self._ends(node, before)) for token, node in self._followers.get(last, ())]
+        return self._pairs + [(token, end) for token, ends in longer for end in ends]
+
+    def _last(self, answer: Int32s) -> list[int]:
+        """Tokens at the end of `answer` that may belong to a word."""
+        last: list[int] = answer[max(0, len(answer) - self._longest) :].tolist()
+        return last
+
+    def _ends(self, node: _Node, before: list[int]) -> list[int]:
+        """Last tokens of the words that spell the end of `before` and go on with `node`, without its own."""
+        ends = list[int]()
+        for token in reversed(before):
             found = node.longer.get(token)
             if found is None:
                 break

@@ -20,11 +20,11 @@ def make_units(table: SequenceTable, slots: Slots, num_tokens: Int32s) -> Units:
         logits[table.last_num_tokens[slots] == table.num_prompt[slots]] = LOGITS_NONE
     following = None
     if table.num_wanting_prompt_logprobs:
-        asks = table.wants_prompt_logprobs[slots]
+        asks = table.wants_prompt_logprobs[slots] & (start < table.num_tokens[slots])  # not behind the first token
         logits[asks] |= LOGITS_PROMPT
         if not table.num_hashed:
             following = _token_ids(table, slots[asks], start[asks] + 1, num_tokens[asks])
-    edits = table.logit_edits(slots, logits) if table.num_editing else None
+    edits = table.logit_edits(slots, logits, known) if table.num_editing else None
     table.begin_units(slots, num_tokens)
     fixed, is_hashed = table.fixed_columns(slots), table.num_hashed > 0
     return Units(

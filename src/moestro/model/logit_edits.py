@@ -8,6 +8,7 @@ temperature, min_p, top_k and top_p. Bans and masks come last here and first the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,21 +20,32 @@ from moestro.core.work import Int32s, LogitEdits
 from moestro.model.upload import upload
 
 
-def edit_logits(logits: Tensor, edits: LogitEdits, units: NDArray[np.int64], sampling: NDArray[np.void]) -> Tensor:
+def edit_logits(
+    logits: Tensor,
+    edits: LogitEdits,
+    units: NDArray[np.int64],
+    sampling: NDArray[np.void],
+    before: Tensor | None = None,
+) -> Tensor:
     """Return an edited copy of `logits`; log probabilities still need the raw ones.
 
     Args:
         logits: float32 or float64 [n, vocabulary].
         units: int64[n], ascending: unit of the step to which each row belongs.
         sampling: SAMPLING_ROW[n].
+        before: int64[n], the token of each row that the step before has sampled; negative where the host had all
+            tokens. None means that it had those of all rows.
     """
     logits = logits.clone(memory_format=torch.contiguous_format)
     flat = logits.view(-1)
     if edits.biased.size:
         at = _places(np.searchsorted(units, edits.biased[0]), edits.biased[1], logits)
         flat[at] += upload(edits.bias, logits.device)
-    if edits.said.size:
-        _penalise(logits, edits, np.searchsorted(units, edits.said[0]), sampling)
+    if edits.said.size or edits.uncounted.size:
+        _penalise(logits, _count(edits, units, before, logits), sampling)
+    if edits.banned_after.size:
+        assert before is not None, "bans depend on tokens of the step before, of which there is none"
+        _ban_after(logits, edits.banned_after, np.searchsorted(units, edits.banned_after[0]), before)
     if edits.banned.size:
         # Not an assignment: torch would copy the number to an accelerator, and wait there for all that was launched.
         flat.index_fill_(0, _places(np.searchsorted(units, edits.banned[0]), edits.banned[1], logits), float("-inf"))
@@ -80,23 +92,68 @@ def _forbidden(packed: NDArray[np.int32], like: Tensor) -> Tensor:
     return bits.flatten(1)[:, : like.shape[1]] == 0
 
 
-def _penalise(logits: Tensor, edits: LogitEdits, rows: NDArray[np.int64], sampling: NDArray[np.void]) -> None:
+class _EarlierTokens(NamedTuple):
+    """Earlier tokens of rows of logits.
+
+    Attributes:
+        rows, tokens: int64[n]; a pair that occurs twice has the same count in both places.
+        times: [n], in the type of the logits: how often each was generated.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    times: Tensor
+
+
+def _count(edits: LogitEdits, units: NDArray[np.int64], before: Tensor | None, logits: Tensor) -> _EarlierTokens:
+    """Count the tokens to which penalties apply: those that the host had, and those of the step before."""
+    rows, tokens = (upload(each, logits.device) for each in (np.searchsorted(units, edits.said[0]), edits.said[1]))
+    times = upload(edits.num_generated, logits.device).to(logits.dtype)
+    if not edits.uncounted.size:
+        return _EarlierTokens(rows, tokens.to(torch.int64), times)
+    assert before is not None, "the device counts tokens of the step before, of which there is none"
+    own_rows = upload(np.searchsorted(units, edits.uncounted), logits.device)
+    is_own = tokens == before[rows]
+    # At most one pair of a row is its own token, so that no sum depends on an order.
+    known = times.new_zeros(len(logits)).index_add_(0, rows, times * is_own)[own_rows]
+    return _EarlierTokens(
+        torch.cat((rows, own_rows)),
+        torch.cat((tokens.to(torch.int64), before[own_rows])),
+        torch.cat((times + is_own, known + 1)),
+    )
+
+
+def _penalise(logits: Tensor, earlier: _EarlierTokens, sampling: NDArray[np.void]) -> None:
     """Penalise the logits of earlier tokens, in place.
 
-    Each earlier token has one entry, however often it occurs, so a row's work is bounded by the vocabulary.
+    Each earlier token has one entry or two, however often it occurs, so a row's work is bounded by the vocabulary.
 
     Args:
-        rows: int64, ascending: row of `logits` and of `sampling` to which each entry of `edits.said` belongs.
+        sampling: SAMPLING_ROW[n], of the rows of `logits`.
     """
+    rows, tokens, times = earlier
     repetition, frequency, presence = (
-        upload(sampling[f"{name}_penalty"][rows], logits.device).to(logits.dtype)
+        upload(sampling[f"{name}_penalty"], logits.device).to(logits.dtype)[rows]
         for name in ("repetition", "frequency", "presence")
     )
-    times = upload(edits.num_generated, logits.device).to(logits.dtype)
-    at = _places(rows, edits.said[1], logits)
-    values = logits.view(-1)[at]
+    flat, at = logits.view(-1), rows * logits.shape[1] + tokens
+    values = flat[at]
     values = torch.where(values > 0, values / repetition, values * repetition)
-    logits.view(-1).scatter_(0, at, values - frequency * times - presence * (times > 0))
+    flat.scatter_(0, at, values - frequency * times - presence * (times > 0))
+
+
+def _ban_after(logits: Tensor, triples: Int32s, rows: NDArray[np.int64], before: Tensor) -> None:
+    """Ban tokens that must not follow those of the step before, in place.
+
+    Args:
+        triples: as in `LogitEdits.banned_after`.
+        rows: int64, row of `logits` to which each of them belongs.
+    """
+    holds = before[upload(rows, logits.device)] == upload(triples[1], logits.device)
+    most = torch.full(holds.shape, float("inf"), dtype=logits.dtype, device=logits.device)
+    most.masked_fill_(holds, float("-inf"))
+    # The least of several has no order, unlike an assignment where one of two equal places is banned.
+    logits.view(-1).scatter_reduce_(0, _places(rows, triples[2], logits), most, "amin")
 
 
 def _places(rows: NDArray[np.int64], token_ids: Int32s, like: Tensor) -> Tensor:

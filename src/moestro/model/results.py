@@ -142,7 +142,9 @@ def compute_result(
     is_every_unit = len(sampled_units) == len(units)  # as in most steps
     sampling = units.sampling if is_every_unit else units.sampling[sampled_units]
     positions = step.length_of if is_every_unit else step.length_of[sampled_units]
-    edited = last if units.edits is None else edit_logits(last, units.edits, sampled_units, sampling)
+    edited = last
+    if units.edits is not None:
+        edited = edit_logits(last, units.edits, sampled_units, sampling, step.tokens_before(sampled_units))
     tokens, is_finite = find_peaks(edited)
     tokens = sample(edited, sampling, positions, tokens)
     if edited is not last:

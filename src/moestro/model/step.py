@@ -156,7 +156,7 @@ class PagedStep:
             self.positions = np.arange(self.end_row_of[-1]) + first_positions
         self.kernel_units: Any = None
         self._uploaded: list[Tensor] | None = None
-        self._from_before: tuple[Int64s, Tensor] | None = None
+        self._from_before: tuple[Int64s, Int64s, Tensor] | None = None  # rows, their units, and the tokens
         self._views: dict[Reach, StepView] = {}
 
     def fill_tokens(self, before: SampledTokens) -> None:
@@ -165,17 +165,34 @@ class PagedStep:
         if not len(rows):
             return
         unit = rows if self._is_decode else np.searchsorted(self.end_row_of, rows, side="right")
-        self._from_before = rows, before.of(self.units.slot[unit], self._device)
+        self._from_before = rows, unit, before.of(self.units.slot[unit], self._device)
 
     def write_tokens(self, ids: Tensor) -> None:
         """Write the tokens of `fill_tokens` to their places in `ids`, int64[tokens or more]."""
         if self._from_before is None:
             return
-        rows, tokens = self._from_before
+        rows, _, tokens = self._from_before
         if len(rows) == len(self.token_ids):
             ids[: len(rows)].copy_(tokens)
         else:
             ids.index_copy_(0, self.upload(rows), tokens)
+
+    def tokens_before(self, units: Int64s) -> Tensor | None:
+        """The token that each of `units` has from the step before; None where no unit of the step has one.
+
+        Args:
+            units: int64[n], ascending, all units whose logits are wanted.
+
+        Returns:
+            int64[n], -1 for a unit whose tokens the host had.
+        """
+        if self._from_before is None:
+            return None
+        _, own, tokens = self._from_before
+        if len(own) == len(units):
+            return tokens
+        found = torch.full((len(units),), -1, dtype=torch.int64, device=self._device)
+        return found.index_copy_(0, self.upload(np.searchsorted(units, own)), tokens)
 
     # Cached properties: the front part alone reads the ids, and the sampler's stage needs no slots.
     @cached_property

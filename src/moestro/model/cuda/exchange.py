@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from inspect import signature
 from itertools import product
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ from moestro.model.step import PagedStep
 # A kernel of an unforeseen shape may not compile, or need more memory than a multiprocessor has.
 MISFITS = (*_MODULE_MISFITS, CompilationError, OutOfResources)
 _MOST_EXPERTS, _MOST_CHOSEN = 1024, 32  # of a gate: one program has the scores of all
+_CORRECTION = "e_score_correction_bias"  # of a gate's scores, for the choice alone
 _LEAST_SAME_CHOICES = 0.6  # of the check's rows; in half precision two experts may tie for the last place
 
 
@@ -257,18 +259,23 @@ def _multiply_heads(kernels: CudaKernels, weight: Tensor, rows: Tensor) -> Tenso
 
 
 def exchange_gate(module: nn.Module, kernels: CudaKernels) -> bool:
-    """Give a gate that returns (logits, weights, choices) the kernels. Its logits are not returned any more."""
+    """Give a gate that returns (logits, weights, choices) the kernels. Its logits are not returned any more.
+
+    A gate with weights in float32 computes in float32, whatever the network does.
+    """
     weight, num_chosen = cast(Tensor, module.weight), getattr(module, "top_k", None)
-    if weight.dtype is not kernels.dtype or not isinstance(num_chosen, int):
+    if weight.dtype not in (kernels.dtype, torch.float32) or not isinstance(num_chosen, int):
         return False
     if len(weight) > _MOST_EXPERTS or num_chosen > _MOST_CHOSEN:
         return False
-    rows = _rows_for(kernels, weight.shape[1])
+    arguments = [_rows_for(kernels, weight.shape[1])]
+    if _CORRECTION in signature(module.forward).parameters:  # the gate is given its correction with each call
+        arguments += [random_rows(1, len(weight))[0].to(kernels.device)]
     with suppress(*MISFITS):
-        _, wanted, ids = module(rows)
+        _, wanted, ids = module(*arguments)
         for gate in _likely_gates(module, weight.dtype, num_chosen):
             forward = _GateForward(kernels, weight, gate)
-            if _is_same_choice(forward(rows)[:0:-1], (ids, wanted)):
+            if _is_same_choice(forward(*arguments)[:0:-1], (ids, wanted)):
                 module.__dict__["forward"] = forward
                 return True
     return False
@@ -277,7 +284,7 @@ def exchange_gate(module: nn.Module, kernels: CudaKernels) -> bool:
 def _likely_gates(module: Any, dtype: torch.dtype, num_chosen: int) -> Iterator[GateForm]:
     """Forms that a gate's parts suggest, of which the comparison decides for one."""
     statics = getattr(module, "moe_statics", module)
-    correction = getattr(statics, "e_score_correction_bias", None)
+    correction = getattr(statics, _CORRECTION, None)
     groups = getattr(module, "num_group", 1), getattr(module, "topk_group", 1)
     if correction is not None:
         correction = correction.detach().flatten().to(torch.float32)
@@ -301,10 +308,14 @@ class _GateForward:
     def __init__(self, kernels: CudaKernels, weight: Tensor, gate: GateForm) -> None:
         self._kernels, self._weight, self._gate = kernels, weight, gate
 
-    def __call__(self, hidden_states: Tensor) -> tuple[None, Tensor, Tensor]:
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = self._kernels.product(rows, self._weight, dtype=self._gate.dtype)
-        ids, weights = self._kernels.choose(logits, self._gate)
+    def __call__(
+        self, hidden_states: Tensor, e_score_correction_bias: Tensor | None = None
+    ) -> tuple[None, Tensor, Tensor]:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self._weight.dtype)
+        logits, gate = self._kernels.product(rows, self._weight, dtype=self._gate.dtype), self._gate
+        if e_score_correction_bias is not None:
+            gate = gate._replace(correction=e_score_correction_bias.to(torch.float32))
+        ids, weights = self._kernels.choose(logits, gate)
         return None, weights, ids
 
 

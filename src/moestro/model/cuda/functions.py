@@ -149,7 +149,7 @@ class CudaKernels:
             dtype: Type of the product; None means that of the rows.
         """
         (num_rows, num_in), num_out = inputs.shape, len(weight)
-        segments, tile = num_segments(num_out, num_in), dense_tile(num_rows, self.dtype, self.shared_bytes)
+        segments, tile = num_segments(num_out, num_in), dense_tile(num_rows, inputs.dtype, self.shared_bytes)
         is_whole = not (as_segments and bias is None and segments > 1 and num_rows <= MOST_PARTS_ROWS)
         shape = (num_rows, num_out) if is_whole else (segments, num_rows, num_out)
         out = inputs.new_empty(shape, dtype=dtype or self.dtype if is_whole else torch.float32)
@@ -247,7 +247,7 @@ class CudaKernels:
         work = units.walks[walk]
         out = query.new_empty(len(query), form.num_heads, form.value_size)
         query = query if query.stride()[1:] == (form.key_size, 1) else query.contiguous()
-        call = _AttentionCall(query, pools, units, work, form, walk, block_size, out)
+        call = _AttentionCall(query, pools, units, work, form, walk, block_size, out, self.shared_bytes)
         parts = None
         if len(work.narrow):
             parts = call.attend(work.narrow, work.counts[0:1], NARROW_ROWS, needs_parts=len(work.merges) > 0)
@@ -301,6 +301,7 @@ class _AttentionCall(NamedTuple):
     walk: Walk
     block_size: int
     out: Tensor
+    shared_bytes: int
 
     def attend(self, items: Tensor, num_items: Tensor, num_rows: int, *, needs_parts: bool) -> tuple[Tensor, Tensor]:
         """Launch `attend`. Returns the reductions of splits, which are empty without `needs_parts`."""
@@ -323,7 +324,8 @@ class _AttentionCall(NamedTuple):
             SIZE_K=size, HEAD_K=head, REST_K=rest, SIZE_V=form.value_size, WIDE_V=wide_v,
             BLOCK=self.block_size, QUERIES=self.walk.queries_of(num_rows), ROWS=num_rows,
             TILE=attention_keys(size, query.dtype), SPLIT=SPLIT, WINDOW=self.walk.window or 0,
-            HAS_SINK=sinks is not None, **attention_options(num_rows, len(query), size, query.dtype),
+            HAS_SINK=sinks is not None,
+            **attention_options(num_rows, len(query), size, query.dtype, self.shared_bytes),
         )  # fmt: skip
         return part_acc, part_ml
 

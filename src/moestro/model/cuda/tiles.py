@@ -21,6 +21,7 @@ _LEAST_DEPTH = 16  # of a matrix instruction
 # Shared memory of a program by compute capability; GPUs of desks have the least.
 _SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 _LEAST_SHARED_KIB = 99
+_GROUP_PRODUCT_SHARED_KIB = 227  # of GPUs whose matrix instructions belong to a group of four warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +105,20 @@ def attention_keys(key_size: int, dtype: torch.dtype) -> int:
     return 64
 
 
-def attention_options(num_rows: int, num_queries: int, key_size: int, dtype: torch.dtype) -> dict[str, int]:
-    """Options of a launch with tiles of so many rows, in a step of so many queries."""
+def attention_options(
+    num_rows: int, num_queries: int, key_size: int, dtype: torch.dtype, shared_bytes: int
+) -> dict[str, int]:
+    """Options of a launch with tiles of so many rows, in a step of so many queries; `shared_bytes` as in `dense_tile`.
+
+    The fewest warps that hold a tile without spilling a register, as `tools/kernel_table.py` shows.
+    """
+    # Without products of whole warp groups, which read operands from shared memory, tiles take more registers.
+    is_tight = shared_bytes < _GROUP_PRODUCT_SHARED_KIB << 10
     if num_rows == NARROW_ROWS and dtype.itemsize <= 2 and key_size <= 128:
-        return {"num_warps": 4 if num_queries <= _FEW_QUERIES else 2, "num_stages": 3}
-    # The registers of four warps do not hold a tile of wider heads.
+        return {"num_warps": 4 if is_tight or num_queries <= _FEW_QUERIES else 2, "num_stages": 3}
     num_stages = 2 if key_size * dtype.itemsize <= _MOST_STAGED_BYTES else 1
-    return {"num_warps": 4 if key_size <= 128 else 8, "num_stages": num_stages}
+    is_large = key_size > 128 or (is_tight and num_rows > NARROW_ROWS)  # four warps do not hold it
+    return {"num_warps": 8 if is_large else 4, "num_stages": num_stages}
 
 
 def num_segments(num_out: int, num_in: int) -> int:
