@@ -15,7 +15,6 @@ LONG = {"prompt": "def f(x):", "n": 16, "max_tokens": 1900, "ignore_eos": True, 
 SCHEDULES = {
     "fcfs": (),
     "sjf": ("--scheduling-policy", "sjf"),
-    "prefill_aware": ("--scheduling-policy", "prefill_aware"),
     "qllm": ("--scheduling-policy", "qllm", "--batch-policy", "qllm"),
     "preemptive": ("--mode", "preemptive"),
 }
