@@ -77,12 +77,13 @@ class SequencePreemption:
     def victim_for(self, claimant: Sequence, now_ns: int) -> PreemptionVictim | None:
         """The sequence to preempt for a waiting one that its client may claim a place for. None means that none may be.
 
-        It belongs to the client that holds most over its part. Best effort preempts best effort alone.
+        It belongs to the client that holds most over its part. Best effort preempts nothing of a client that runs a
+        latency-sensitive sequence, because the last in order of that client may be such a one.
         """
-        slots = self._preemptible()
-        if claimant.service_class == BE:
-            slots = slots[self._views.classes(slots, now_ns) == BE]
-        return self._recalled(self._admission.shares.over_share(slots), now_ns)
+        slots = self._admission.shares.over_share(self._preemptible())
+        if claimant.service_class == BE and bool((self._views.classes(slots, now_ns) != BE).any()):
+            return None
+        return self._recalled(slots, now_ns)
 
     def _recalled(self, slots: Slots, now_ns: int) -> PreemptionVictim | None:
         """The policy's choice among those of `slots` that have no unit in flight, or whose unit can be recalled."""

@@ -13,14 +13,17 @@ from moestro.errors import ConfigError
 Rows = NDArray[np.int64]
 
 
-def _in_turn(view: BatchView, limits: BatchLimits, rows: Rows) -> NDArray[np.int32]:
+def _in_turn(view: BatchView, limits: BatchLimits, rows: Rows, *, ls_first: bool = False) -> NDArray[np.int32]:
     """Give tokens to `rows` in this order until the token budget is spent; the other rows get none.
 
     With several clients, what each may claim comes first, and the rest of the budget follows in this order.
+
+    Args:
+        ls_first: whether best effort has no claim beside latency-sensitive sequences; `rows` then begin with these.
     """
     given = np.zeros(len(view.num_left), np.int32)
     asked = np.minimum(view.num_left[rows], limits.max_chunk)
-    claimed = _cut(_claims(view, limits, rows), limits.token_budget)
+    claimed = _cut(_claims(view, limits, rows, ls_first=ls_first), limits.token_budget)
     given[rows] = claimed + _cut(asked - claimed, limits.token_budget - column_sum(claimed))
     return given
 
@@ -39,18 +42,22 @@ def _num_tokens(view: BatchView, limits: BatchLimits, rows: NDArray[np.bool_]) -
     return column_sum(np.minimum(view.num_left[rows], limits.max_chunk))
 
 
-def _claims(view: BatchView, limits: BatchLimits, rows: Rows) -> NDArray[np.int32]:
+def _claims(view: BatchView, limits: BatchLimits, rows: Rows, *, ls_first: bool = False) -> NDArray[np.int32]:
     """Return the tokens of `rows` that their clients may claim, in this order; without several clients, all.
 
-    A decode is never cut. Prompts of best effort have no claim beside those of latency-sensitive requests.
+    A decode is never cut.
+
+    Args:
+        ls_first: as in `_in_turn`.
     """
     asked = np.minimum(view.num_left[rows], limits.max_chunk)
     if view.client is None:
         return asked
-    most = np.maximum(_up_to_parts(view, rows, asked, limits.token_budget), view.is_decode[rows])
+    claims = np.maximum(_up_to_parts(view, rows, asked, limits.token_budget), view.is_decode[rows])
     classes = view.service_class[rows]
-    has_no_claim = (classes == BE) & ~view.is_decode[rows] & bool((classes != BE).any())
-    return np.where(has_no_claim, np.int32(0), most)
+    if ls_first and (classes != BE).any():
+        claims[(classes == BE) & ~view.is_decode[rows]] = 0
+    return claims
 
 
 def _up_to_parts(view: BatchView, rows: Rows, amounts: NDArray[np.int32], total: int) -> NDArray[np.int32]:
@@ -181,7 +188,7 @@ class QllmBatches:
 
     def plan(self, view: BatchView, limits: BatchLimits) -> NDArray[np.int32]:
         """Plan the first `max_batch` sequences of the queues that the algorithm chooses."""
-        return _in_turn(view, limits, _first_rows(view, self._pick(view), self._max_batch))
+        return _in_turn(view, limits, _first_rows(view, self._pick(view), self._max_batch), ls_first=True)
 
     def _ls_fill_it(self, view: BatchView) -> bool:
         """Whether LS sequences decode that fill a batch; of each client, no more than its part counts."""
