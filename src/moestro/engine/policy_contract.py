@@ -1,4 +1,4 @@
-"""Contracts of the order, batch and evict policies of one engine."""
+"""Contracts of the order, batch, evict and share policies of one engine."""
 
 from __future__ import annotations
 

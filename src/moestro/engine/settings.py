@@ -23,7 +23,7 @@ class Policies(NamedTuple):
 
 
 def make_policies(order: str, batch: str, evict: str, share: str) -> Policies:
-    """Policies by name, the first two with settings if any (`sjf:theta_age_s=5`), the last perhaps a user's own.
+    """Policies by name, order and batch with settings if any (`sjf:theta_age_s=5`), evict perhaps a user's own.
 
     Raises:
         ConfigError: they are unknown, or do not go together.
