@@ -117,6 +117,14 @@ def test_kv_blocks_are_shared_as_places_are():
     assert running_of(rank, STRANGER) >= 1
 
 
+def test_the_only_running_sequence_of_a_client_goes_on_however_large():
+    rank = rank_of(num_blocks=100)
+    flood(rank, num=1, num_tokens=260, max_tokens=20)
+    send(rank, HONEST, "honest", num_tokens=200, max_tokens=4)
+    assert steps_until_end(rank, "honest") > 10
+    assert rank.stats().num_preemptions == 0
+
+
 def test_the_client_over_its_part_gives_blocks_back_where_they_run_out():
     rank = rank_of(num_blocks=24, max_model_len=90)
     send(rank, HONEST, "honest", num_tokens=20, max_tokens=40)
