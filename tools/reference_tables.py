@@ -23,7 +23,7 @@ from repro_tables import amoe_throughputs, claims_of_paper, qllm_readings
 from scope_tables import refused_fields, vllm_flags
 from stored_results import results_table
 
-from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
+from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES, SHARE_POLICIES
 from moestro.flow.registry import STEP_POLICIES
 from moestro.placement.registry import PLACE_POLICIES
 from moestro.routing.registry import ROUTE_POLICIES
@@ -42,6 +42,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "order policies": ORDER_POLICIES.table,
     "batch policies": BATCH_POLICIES.table,
     "evict policies": EVICT_POLICIES.table,
+    "share policies": SHARE_POLICIES.table,
     "step policies": STEP_POLICIES.table,
     "place policies": PLACE_POLICIES.table,
     "tool call parsers": TOOL_PARSERS.table,

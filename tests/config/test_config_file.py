@@ -13,7 +13,7 @@ import pytest
 
 from moestro.cli import main
 from moestro.config.config_file import read_config_file
-from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
+from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES, SHARE_POLICIES
 from moestro.engine.settings import SchedulerOptions, SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.registry import STEP_POLICIES
@@ -199,7 +199,7 @@ def test_a_paced_device_plays_no_host_memory(capsys):
 # --- policies of an engine --------------------------------------------------------------------------------------------
 
 
-SERVE_KINDS = [ROUTE_POLICIES, ORDER_POLICIES, BATCH_POLICIES, EVICT_POLICIES, STEP_POLICIES]
+SERVE_KINDS = [ROUTE_POLICIES, ORDER_POLICIES, BATCH_POLICIES, EVICT_POLICIES, SHARE_POLICIES, STEP_POLICIES]
 
 
 @pytest.mark.parametrize(("verb", "kinds"), [("serve", SERVE_KINDS), ("route", [ROUTE_POLICIES])])

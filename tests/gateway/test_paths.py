@@ -69,6 +69,16 @@ async def test_engines_administration_is_reached_in_no_spelling(spell):
         assert not engine.received
 
 
+@looped
+async def test_a_wrong_base_url_is_answered_with_what_to_do():
+    async with rig(FakeEngine("e")) as it:
+        answer = await it.call("/chat/completions", method="POST")
+        assert (answer.status, answer.code) == (404, "not_found")
+        assert b"base URL lacks /v1: add it at the end." in answer.body
+        answer = await it.call("/v1/v1/messages", method="POST")
+        assert b"leave it out of the base URL." in answer.body
+
+
 @pytest.mark.parametrize("path", ADMINISTRATION)
 @looped
 async def test_engines_administration_is_not_found_whatever_the_case_of_its_letters(path):

@@ -302,6 +302,22 @@ def test_an_unknown_model_is_404_in_the_words_that_clients_look_for(fake):
     assert len(complete(fake, model="y" * 10_000).body) < 500
 
 
+WRONG_BASES = {
+    "/chat/completions": "base URL lacks /v1: add it at the end.",
+    "/messages": "base URL lacks /v1: add it at the end.",
+    "/models": "base URL lacks /v1: add it at the end.",
+    "/v1/v1/messages": "adds /v1 itself: leave it out of the base URL.",
+}
+
+
+@pytest.mark.parametrize("path", WRONG_BASES)
+def test_a_wrong_base_url_is_answered_with_what_to_do(fake, path):
+    reply = call(fake, "POST", path)
+    assert reply.status == 404
+    assert error_of(reply)["message"].endswith(WRONG_BASES[path])
+    assert "base URL" not in error_of(call(fake, "POST", "/v2/chat/completions"))["message"]
+
+
 def test_unknown_paths_and_methods_are_refused_in_the_same_form(fake):
     reply = call(fake, "GET", "/v1/nothing")
     assert (reply.status, error_of(reply)["code"]) == (404, "not_found")

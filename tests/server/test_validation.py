@@ -279,6 +279,18 @@ def test_fields_of_other_servers_that_change_answers_are_refused_with_their_json
         )
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("functions", [{"name": "f"}], "Send tools."),
+        ("function_call", {"name": "f"}, "Send tool_choice."),
+    ],
+)
+def test_the_older_form_of_tools_is_refused_with_the_newer_one(field, value, remedy):
+    with pytest.raises(RequestError, match=f"would change the answer. {remedy}$"):
+        chat(**{field: value})
+
+
 def test_a_field_is_read_or_refused_or_has_no_effect_and_never_two_of_them():
     assert not {*CompletionFields.__struct_fields__} & IN_COMPLETIONS.keys()
     assert not {*ChatFields.__struct_fields__} & IN_CHAT.keys()

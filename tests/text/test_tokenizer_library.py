@@ -1,4 +1,4 @@
-"""What the tokenizers library raises, panics included, ends one request with a 500, or the load with a sentence."""
+"""What the tokenizers library raises, panics included, ends one request, or the load with a sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moestro.core.native_panic import NativePanic, as_exception, cause_of
 from moestro.errors import ConfigError
 from moestro.text import tokenizer_library
 from moestro.text.tokenizer import Tokenizer
-from moestro.text.tokenizer_library import TokenizerError
+from moestro.text.tokenizer_library import TextLimitError, TokenizerError
 
 SECRET = "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!"  # the regular expression below gives up on it
 HARD = {"Regex": "(a+)+$"}
@@ -76,12 +76,21 @@ def test_a_tokenizer_that_fails_for_any_text_is_refused_at_load(lie, directory):
         Tokenizer(directory)
 
 
-def test_a_panic_while_encoding_is_an_error_of_the_request(directory, fresh_log, caplog):
+def test_a_text_on_which_a_pattern_gives_up_is_refused(directory, fresh_log, caplog):
     tokenizer = Tokenizer(hard_to_encode(directory))
-    with pytest.raises(TokenizerError) as raised:
+    with pytest.raises(TextLimitError, match=r"gave up on this text.*Change the text") as raised:
         tokenizer.encode(SECRET, add_special_tokens=True)
+    assert (raised.value.http_status, raised.value.code) == (400, "tokenizer_limit")
+    assert tokenizer.encode("def f():", add_special_tokens=True)
+    assert not caplog.records
+
+
+def test_a_panic_while_encoding_is_an_error_of_the_request(directory, fresh_log):
+    normalizer = {"type": "Replace", "pattern": {"Regex": "(?=zqzq)"}, "content": "x"}
+    tokenizer = Tokenizer(doctor(directory, normalizer=normalizer))
+    with pytest.raises(TokenizerError, match="cannot encode this text") as raised:
+        tokenizer.encode("zqzq", add_special_tokens=True)
     assert raised.value.http_status == 500
-    assert "cannot encode this text" in raised.value.message
     assert tokenizer.encode("def f():", add_special_tokens=True)
 
 
@@ -99,11 +108,14 @@ def test_a_panic_while_decoding_is_an_error_of_the_request(directory, fresh_log)
 
 
 def test_the_cause_is_logged_once_a_minute_without_the_text(directory, fresh_log, caplog):
-    tokenizer = Tokenizer(hard_to_encode(directory))
+    bytes_to_text = json.loads((directory / "tokenizer.json").read_text())["decoder"]
+    decoders = [bytes_to_text, {"type": "Replace", "pattern": HARD, "content": ""}]
+    tokenizer = Tokenizer(doctor(directory, decoder={"type": "Sequence", "decoders": decoders}))
+    ids = tokenizer.encode(SECRET, add_special_tokens=False)
     with caplog.at_level(logging.ERROR):
         for _ in range(5):
             with pytest.raises(TokenizerError):
-                tokenizer.encode(SECRET, add_special_tokens=False)
+                tokenizer.decode(ids)
     assert len(caplog.records) == 1
     assert "retry-limit-in-match" in caplog.text
     assert "aaaa" not in caplog.text

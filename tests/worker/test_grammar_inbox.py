@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from support.fake_device import make_request
 
 from moestro.core.grammar import Grammar
@@ -54,6 +55,25 @@ def test_requests_with_slow_grammars_wait_for_room_in_order_and_others_pass_them
     assert inbox.receive(None) == [third]
     assert inbox.receive(None) == []
     assert inner.waits[-1] is None, "nothing is held back"
+
+
+def test_clients_take_turns_where_slow_grammars_wait():
+    inner, backend = Inbox(), Backend()
+    inbox = GrammarInbox(inner, backend)
+
+    def of(client: str, name: str) -> Add:
+        message = request(name, "a")
+        return Add(msgspec.structs.replace(message.request, client=client))
+
+    inner.messages = [*(of("stranger", f"s{i}") for i in range(5)), of("honest", "h0"), of("honest", "h1")]
+    assert inbox.receive(None) == []
+    inner.messages = [Abort(("s1",))]
+    assert inbox.receive(None) == [Abort(("s1",))]
+    order = []
+    backend.room = 1
+    while messages := inbox.receive(None):
+        order += [message.request.request_id for message in messages]
+    assert order == ["s0", "h0", "s2", "h1", "s3", "s4"]
 
 
 def test_no_more_come_at_once_than_there_is_room_for():

@@ -10,8 +10,8 @@ The stranger has the address 127.0.0.2, and the honest clients have 127.0.0.1. K
 - `connections`: 4,096 connections with half a head, to each of the two products. All honest requests must be answered.
 - `grammars`: 96 clients with a new grammar in each request. Honest clients, each with a new small schema, wait for
   their turn alone, and none is refused.
-- `choices`: 32 requests of 128 long choices each. First come, first served, honest requests wait behind all of them;
-  with the flags of fair shares they wait for the next free sequence. An older checkout may lack these flags.
+- `choices`: 32 requests of 128 long choices each, under several schedules. With `--share-policy none`, honest requests
+  wait behind all of them; without it they wait for none. An older checkout lacks this flag, and runs `fcfs` alone.
 - `unread`: four streams of 1,024 choices with 20 log probabilities, which are not read, from a paced engine, which is
   faster than a CPU. The memory of the API server must stay bounded.
 """
@@ -37,7 +37,12 @@ STRANGER = "127.0.0.2"
 NUM_CONNECTIONS = 4096
 PATH = "/v1/completions"
 LONG = {"max_tokens": 1900, "ignore_eos": True, "stream": True}
-FAIR = ("--scheduling-policy", "weighted_fair", "--users-are-clients")
+SCHEDULES = {
+    "none": ("--share-policy", "none"),
+    "fcfs": (),
+    "sjf": ("--scheduling-policy", "sjf"),
+    "preemptive": ("--mode", "preemptive"),
+}
 Body = Callable[[int], dict[str, object]]
 
 
@@ -124,7 +129,9 @@ async def grammars(place: Place) -> dict[str, object]:
 
 
 async def choices(place: Place) -> dict[str, object]:
-    return {"fcfs": await many_choices(place), "weighted_fair": await many_choices(place, *FAIR)}
+    has_shares = (place.source / "moestro/engine/policies/sharing.py").exists()
+    schedules = SCHEDULES if has_shares else {"fcfs": ()}
+    return {name: await many_choices(place, *flags) for name, flags in schedules.items()}
 
 
 async def many_choices(place: Place, *flags: str) -> dict[str, object]:

@@ -163,6 +163,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: the salt in `hash_key`, for processes that hash the same blocks.
         priority: lower is earlier.
         user: name of the user, as given by the client; for affinity and fair shares, never for access.
+        client: name of the client, which its body cannot choose: its key or address. None means unknown.
         session_id: name of the conversation that the request continues, where known.
     """
 
@@ -178,6 +179,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     service_class: ServiceClass = ServiceClass.LS
     user: str | None = None
+    client: str | None = None
     session_id: str | None = None
 
     def __post_init__(self) -> None:

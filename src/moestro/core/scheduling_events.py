@@ -68,7 +68,8 @@ class SequencePreempted(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
 
     Attributes:
         by: request for which it made way; its own id means that no other one could make way for it.
-        is_for_class: whether it made way for a waiting latency-sensitive request; otherwise KV blocks had run out.
+        is_for_class: whether it made way for a waiting latency-sensitive request.
+        is_for_client: whether it made way because its client held more than its part. Otherwise KV blocks had run out.
         num_computed: tokens that were computed.
         keeps: whether the evict policy wanted its KV kept in host memory.
     """
@@ -77,6 +78,7 @@ class SequencePreempted(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
     now_ns: int
     by: str
     is_for_class: bool = False
+    is_for_client: bool = False
     num_computed: int = 0
     keeps: bool = False
 

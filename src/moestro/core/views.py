@@ -141,6 +141,16 @@ class WaitingView(msgspec.Struct, frozen=True, eq=False, gc=False, kw_only=True)
     num_uncached: NDArray[np.int32] | None = None
 
 
+class ShareView(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Clients that have sequences in one engine, waiting or running, one row each.
+
+    Attributes:
+        weight: float64[n], weight of each client; 1 unless the order policy has weights (`OrderPolicy.weight`).
+    """
+
+    weight: NDArray[np.float64]
+
+
 class BatchView(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Sequences that may be in the next plan: running ones in order of admission, then candidates for admission.
 
@@ -149,12 +159,16 @@ class BatchView(msgspec.Struct, frozen=True, eq=False, gc=False):
         is_waiting: bool[n], whether the sequence is not admitted yet.
         service_class: uint8[n], LS or BE. A promoted sequence counts as LS (`OrderPolicy.promotes_after_ns`).
         num_in_flight: running sequences without a row, because they have a unit in flight.
+        client: int64[n], number of each sequence's client. None means that one client has all sequences.
+        part: float64[clients], part of a plan that each client may claim, by number.
     """
 
     num_left: NDArray[np.int32]
     is_waiting: NDArray[np.bool_]
     service_class: NDArray[np.uint8]
     num_in_flight: int = 0
+    client: NDArray[np.int64] | None = None
+    part: NDArray[np.float64] | None = None
 
     @property
     def is_decode(self) -> NDArray[np.bool_]:

@@ -101,7 +101,8 @@ class DecodeJumps:
         if table.num_be:
             until_ns = scheduler.views.holds_until_ns(running, now_ns)
         if len(scheduler.waiting) and self._could_admit() and (room := self._room(now_ns)) > 0:
-            if scheduler.admission.candidates(room, scheduler.limits, now_ns) or self._makes_way(now_ns):
+            makes_way = self._makes_way(now_ns) or scheduler.admission.lacks_room_for_claims(scheduler.limits, now_ns)
+            if makes_way or scheduler.admission.candidates(room, scheduler.limits, now_ns):
                 return STEPWISE
             until_ns = min(until_ns, scheduler.waiting.order_holds_until_ns(now_ns))
             # A block that becomes full may be the prefix that the next waiting request lacks.
@@ -133,7 +134,8 @@ class DecodeJumps:
 
     def _could_admit(self) -> bool:
         """Whether any sequence could be admitted while the running ones decode, so that the order matters."""
-        return self._table.num_free_slots > 0 or self._scheduler.preemption.makes_way
+        scheduler = self._scheduler
+        return self._table.num_free_slots > 0 or scheduler.preemption.makes_way or scheduler.state.shares.are_needed
 
     def _room(self, now_ns: int) -> int:
         """Tokens that the batch policy would give to admitted sequences."""

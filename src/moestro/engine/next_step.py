@@ -41,7 +41,7 @@ class NextStep:
         gets its prefix from the step in flight, and where blocks are too few.
         """
         scheduler = self._scheduler
-        if self._table.num_hashed or self._may_preempt():
+        if self._table.num_hashed or self._may_preempt(now_ns):
             return None
         slots = self._without_waiting(self._going_on())
         if slots is None:
@@ -87,9 +87,13 @@ class NextStep:
         samples: NDArray[np.bool_] = self._table.progress(slots)[0] == self._table.num_tokens[slots]
         return samples
 
-    def _may_preempt(self) -> bool:
-        """Whether a waiting sequence may preempt a best-effort one, which has to be idle for that."""
-        return self._scheduler.preemption.makes_way and self._table.num_be > 0 and len(self._waiting) > 0
+    def _may_preempt(self, now_ns: int) -> bool:
+        """Whether a waiting sequence may preempt another, which has to be idle for that."""
+        scheduler = self._scheduler
+        if not len(self._waiting):
+            return False
+        may_make_way = scheduler.preemption.makes_way and self._table.num_be > 0
+        return may_make_way or scheduler.admission.lacks_room_for_claims(scheduler.limits, now_ns)
 
     def _fills_prefix(self, candidates: list[AdmissionCandidate]) -> bool:
         """Whether the step in flight fills a prompt's block that a candidate lacks, and would find afterwards."""

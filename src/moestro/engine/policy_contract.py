@@ -1,4 +1,4 @@
-"""Contracts of the order, batch and evict policies of one engine."""
+"""Contracts of the order, batch, evict and share policies of one engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.views import BatchLimits, BatchView, EvictView, Victim, WaitingView
+from moestro.core.views import BatchLimits, BatchView, EvictView, ShareView, Victim, WaitingView
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +66,10 @@ class OrderPolicy(ABC):
         """
         return FOREVER_NS
 
+    def weight(self, user: int) -> float:
+        """Weight of one user, `core.hashing.name_key` of its name; also that of a client with this name."""
+        return 1.0
+
     def observe(self, event: OrderEvent) -> None:  # noqa: B027  most have no state
         """Take note; the only place where the policy's state changes."""
 
@@ -100,4 +104,12 @@ class EvictPolicy(Protocol):
 
     def __call__(self, view: EvictView) -> Victim:
         """The sequence to evict. The view is never empty."""
+        ...
+
+
+class SharePolicy(Protocol):
+    """Divides an engine between clients whose sequences find no place, or more tokens to compute than a step has."""
+
+    def __call__(self, view: ShareView) -> NDArray[np.float64]:
+        """float64[n], part of the engine, above 0 and at most 1, that each client may claim before others have more."""
         ...

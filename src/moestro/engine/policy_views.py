@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from moestro.core.clock import FOREVER_NS
 from moestro.core.views import BE, LS, BatchView
 from moestro.core.work import Slots
+from moestro.engine.client_shares import ClientShares
 from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.engine.waiting_admission import AdmissionCandidate
 
@@ -16,12 +17,13 @@ class PolicyViews:
     """Makes views of `table`, and never changes it.
 
     Args:
+        shares: parts of the clients.
         promotes_after_ns: waiting time after which a best-effort sequence counts as latency-sensitive
             (`OrderPolicy.promotes_after_ns`).
     """
 
-    def __init__(self, table: SequenceTable, promotes_after_ns: int) -> None:
-        self._table = table
+    def __init__(self, table: SequenceTable, shares: ClientShares, promotes_after_ns: int) -> None:
+        self._table, self._shares = table, shares
         self._promotes_after_ns = promotes_after_ns
         # Constant columns of the usual step, cut to length: running rows, then candidates.
         self._num_slots = len(table.sequences)
@@ -34,6 +36,9 @@ class PolicyViews:
         computed, known = table.progress(slots)
         num_left = known - computed
         classes, nobody_waits = self.classes(slots, now_ns), self._is_waiting[: len(slots)]
+        if self._shares.are_needed:
+            clients, part = table.client[slots], self._shares.part
+            return BatchView(num_left, nobody_waits, classes, table.num_units_in_flight, clients, part)
         return BatchView(num_left, nobody_waits, classes, table.num_units_in_flight)
 
     def with_candidates(self, view: BatchView, candidates: list[AdmissionCandidate], now_ns: int) -> BatchView:
@@ -54,6 +59,8 @@ class PolicyViews:
             self._is_waiting[self._num_slots - old : self._num_slots + num],
             classes,
             view.num_in_flight,
+            None if view.client is None else np.append(view.client, [each.sequence.client for each in candidates]),
+            view.part,
         )
 
     def _classes_of(self, candidates: list[AdmissionCandidate], now_ns: int) -> NDArray[np.uint8]:

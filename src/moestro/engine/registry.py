@@ -1,4 +1,4 @@
-"""Registers the policies of one engine: order, batch and evict."""
+"""Registers the policies of one engine: order, batch, evict and share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from moestro.core.clock import NS_PER_S
 from moestro.core.policy_registry import PolicyKind
 from moestro.core.views import BE, LS, EvictView, Victim
-from moestro.engine.policy_contract import BatchPolicy, EvictPolicy, OrderPolicy
+from moestro.engine.policy_contract import BatchPolicy, EvictPolicy, OrderPolicy, SharePolicy
 from moestro.errors import ConfigError
 
 _PACKAGE = "moestro.engine.policies"
@@ -77,3 +77,4 @@ EVICT_POLICIES: PolicyKind[EvictPolicy] = PolicyKind(
     facts={"also makes way for waiting requests": _makes_way_in_words},
     adapt=_adapt_eviction,
 )
+SHARE_POLICIES: PolicyKind[SharePolicy] = PolicyKind("share_policy", "--share-policy", _PACKAGE)

@@ -61,7 +61,7 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings, recall: Recall | None = None) -> None:
         policies = settings.make_policies()
         self.settings = settings
-        self.state = SchedulerState(settings, policies.order)
+        self.state = SchedulerState(settings, policies.order, policies.share)
         self.pool, self.table, self.waiting = self.state.pool, self.state.table, self.state.waiting
         self.by_id, self.counts = self.state.by_id, self.state.counts
         self.batch_policy = policies.batch
@@ -69,8 +69,9 @@ class Scheduler:
             token_budget=settings.max_num_batched_tokens,
             max_chunk=settings.max_chunk or settings.max_num_batched_tokens,
         )
-        self.views = PolicyViews(self.table, policies.order.promotes_after_ns)
-        self.admission = WaitingAdmission(self.pool, self.table, self.waiting, settings.max_num_seqs)
+        shares = self.state.shares
+        self.views = PolicyViews(self.table, shares, policies.order.promotes_after_ns)
+        self.admission = WaitingAdmission(self.pool, self.table, self.waiting, settings.max_num_seqs, shares)
         self.preemption = SequencePreemption(policies.evict, self.admission, self.views, self.state.host, recall)
         self.decode_run = DecodeRun(self.state)
         self.num_steps = 0
@@ -102,8 +103,7 @@ class Scheduler:
             raise InvariantError(f"request id {request.request_id!r} is in use")
         sequence = Sequence(request, self._num_added, self._matcher(request), num_output_tokens)
         self._num_added += 1
-        self.by_id[request.request_id] = sequence
-        self.state.enqueue(sequence)
+        self.state.add(sequence)
         return sequence.serial
 
     def use_grammars(self, grammars: GrammarBackend) -> None:
@@ -179,10 +179,14 @@ class Scheduler:
         if self.state.recorder is not None and len(self.waiting):
             self.state.recorder.look(self.waiting, now_ns)
         self.table.look_for_masks()
-        # 1. A waiting latency-sensitive request that finds no place preempts best-effort sequences.
+        # 1. A waiting latency-sensitive request that finds no place preempts best-effort sequences, and one that its
+        #    client may claim a place for preempts sequences of clients that hold more than their part.
         idle = self.table.schedulable(service_class)
         view, num_waiting = self.views.running(idle, now_ns), len(self.waiting)
-        if num_waiting and self._preempt_for_first(view, limits, now_ns, service_class):
+        if num_waiting and (
+            self._preempt_for_first(view, limits, now_ns, service_class)
+            or self._preempt_for_claims(view, limits, now_ns, service_class)
+        ):
             idle = self.table.schedulable(service_class)
             view = self.views.running(idle, now_ns)
 
@@ -239,6 +243,27 @@ class Scheduler:
             self.state.preempt(slot, keeps=keeps)
         return bool(victims)
 
+    def _preempt_for_claims(self, view: BatchView, limits: BatchLimits, now_ns: int, service_class: int | None) -> bool:
+        """Preempt sequences of clients over their part for the claims of others. Returns whether any was preempted."""
+        room = self.batch_policy.room(view, limits) if self.state.shares.are_needed else 0
+        claimants = self.admission.claimants(limits, now_ns) if room > 0 else []
+        num_seqs = num_be = num_blocks = num_preempted = 0
+        for claimant in claimants:
+            if room <= 0 or (service_class is not None and claimant.service_class != service_class):
+                break
+            needs = self.admission.needs(claimant)
+            num_seqs, num_be = num_seqs + 1, num_be + (claimant.service_class == BE)
+            num_blocks += needs.num_taken
+            room -= min(needs.num_left, limits.max_chunk)
+            while not self.admission.have_room(num_seqs, num_be, num_blocks):
+                victim = self.preemption.victim_for(claimant, now_ns)
+                if victim is None:
+                    return num_preempted > 0
+                self._record_preemption(victim, claimant, now_ns, is_for_client=True)
+                self.state.preempt(victim.slot, keeps=victim.keeps)
+                num_preempted += 1
+        return num_preempted > 0
+
     def _allocate_blocks(self, idle: Slots, chunk: Int32s, now_ns: int) -> tuple[Slots, Int32s, bool]:
         """Give running sequences blocks for their planned tokens, and preempt sequences where the pool is empty.
 
@@ -274,19 +299,21 @@ class Scheduler:
         remains = np.array([slot not in dropped for slot in slots.tolist()], np.bool_)
         return slots[remains], num_tokens[remains], True
 
-    def _record_preemption(
-        self, victim: PreemptionVictim, by: Sequence, now_ns: int, *, is_for_class: bool = False
-    ) -> None:
-        """Note a preemption that comes now, if there is a recorder."""
+    def _record_preemption(self, victim: PreemptionVictim, by: Sequence, now_ns: int, **reason: bool) -> None:
+        """Note a preemption that comes now, if there is a recorder.
+
+        Args:
+            reason: `is_for_class` or `is_for_client`, as in `SequencePreempted`; without it, KV blocks had run out.
+        """
         if self.state.recorder is not None:
             self.state.recorder.preempted(
                 SequencePreempted(
                     self.table.at(victim.slot).request.request_id,
                     now_ns,
                     by.request.request_id,
-                    is_for_class,
-                    int(self.table.num_computed[victim.slot]),
-                    bool(victim.keeps),
+                    num_computed=int(self.table.num_computed[victim.slot]),
+                    keeps=bool(victim.keeps),
+                    **reason,
                 )
             )
 

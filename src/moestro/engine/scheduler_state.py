@@ -15,9 +15,10 @@ from moestro.core.columns import true_rows
 from moestro.core.hashing import ROOT, block_hash
 from moestro.core.work import Int32s, Slots
 from moestro.engine.block_pool import BlockPool
+from moestro.engine.client_shares import ClientShares
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.host_blocks import HostBlocks
-from moestro.engine.policy_contract import Admitted, Left, OrderPolicy
+from moestro.engine.policy_contract import Admitted, Left, OrderPolicy, SharePolicy
 from moestro.engine.sequences import NEVER, BlockContent, Sequence, SequenceTable
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import SchedulerCounts
@@ -32,20 +33,23 @@ class SchedulerState:
     Args:
         settings: sizes of the pool, the table and the host memory.
         order: the order policy of the waiting queue.
+        share: divides the engine between clients.
 
     Attributes:
         by_id: every sequence by request id, until it finishes or is aborted.
         block_contents: contents of filled blocks by hash, for a publisher that empties it. None means no publisher.
         recorder: notes what happens to requests. None means that nothing does.
         num_leaving: sequences that leave when their unit in flight returns.
+        shares: numbers and parts of the clients.
     """
 
-    def __init__(self, settings: SchedulerSettings, order: OrderPolicy) -> None:
+    def __init__(self, settings: SchedulerSettings, order: OrderPolicy, share: SharePolicy) -> None:
         self.block_size = settings.block_size
         self.pool = BlockPool(settings.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
         self.table = SequenceTable(settings.num_slots, settings.max_model_len, settings.block_size)
         self.waiting = WaitingQueue(order, self.pool, settings.block_size)
         self.host = HostBlocks(settings.num_host_blocks, settings.block_size)
+        self.shares = ClientShares(share, order, self.table, settings.num_blocks)
         self.by_id: dict[str, Sequence] = {}
         self.counts = SchedulerCounts()
         self.block_contents: dict[bytes, BlockContent] | None = None
@@ -54,6 +58,13 @@ class SchedulerState:
         self._order = order
 
     # --- -> waiting -------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence into the waiting queue."""
+        request = sequence.request
+        sequence.client = self.shares.join(request.client)
+        self.by_id[request.request_id] = sequence
+        self.enqueue(sequence)
 
     def enqueue(self, sequence: Sequence) -> None:
         """Put a sequence, new or preempted, into the waiting queue."""
@@ -135,6 +146,7 @@ class SchedulerState:
                 self.num_leaving += 1
                 return
             self._release_slot(sequence.slot)
+        self.shares.leave(sequence.client)
         if sequence.host_blocks:
             self.host.forget(sequence)
         if self._order.observes or self.recorder is not None:

@@ -17,6 +17,7 @@ from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.host_blocks import HostBlocks
 from moestro.engine.policy_contract import EvictPolicy
 from moestro.engine.policy_views import PolicyViews
+from moestro.engine.sequences import Sequence
 from moestro.engine.waiting_admission import WaitingAdmission
 
 # (slots, now_ns) -> those slots whose unit in flight was withdrawn.
@@ -63,11 +64,35 @@ class SequencePreemption:
         self.recorder: EventRecorder | None = None
 
     def victim(self, now_ns: int) -> PreemptionVictim:
-        """The sequence to preempt for a free block. At least one running sequence has no unit in flight."""
-        slots, room = self._preemptible(), self._host.num_free_tokens
-        while not self.recall_unit((victim := self._choose(slots, room, now_ns)).slot, now_ns):
-            slots = slots[slots != victim.slot]
+        """The sequence to preempt for a free block. At least one running sequence has no unit in flight.
+
+        With several clients, it belongs to the client that holds most over its part, if one does.
+        """
+        slots, shares = self._preemptible(), self._admission.shares
+        over = self._recalled(shares.over_share(slots), now_ns) if shares.are_needed else None
+        victim = over or self._recalled(slots, now_ns)
+        assert victim is not None, "every running sequence has a unit in flight that the device has begun"
         return victim
+
+    def victim_for(self, claimant: Sequence, now_ns: int) -> PreemptionVictim | None:
+        """The sequence to preempt for a waiting one that its client may claim a place for. None means that none may be.
+
+        It belongs to the client that holds most over its part. Best effort preempts nothing of a client that runs a
+        latency-sensitive sequence, because the last in order of that client may be such a one.
+        """
+        slots = self._admission.shares.over_share(self._preemptible())
+        if claimant.service_class == BE and bool((self._views.classes(slots, now_ns) != BE).any()):
+            return None
+        return self._recalled(slots, now_ns)
+
+    def _recalled(self, slots: Slots, now_ns: int) -> PreemptionVictim | None:
+        """The policy's choice among those of `slots` that have no unit in flight, or whose unit can be recalled."""
+        while len(slots):
+            victim = self._choose(slots, self._host.num_free_tokens, now_ns)
+            if self.recall_unit(victim.slot, now_ns):
+                return victim
+            slots = slots[slots != victim.slot]
+        return None
 
     def victims_for_first(self, now_ns: int, service_class: int | None = None) -> list[PreemptionVictim]:
         """Best-effort sequences to preempt for the first waiting sequence, if that one is latency-sensitive.

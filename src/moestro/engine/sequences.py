@@ -68,10 +68,11 @@ class Sequence:
         is_told: whether the API server had an output of it, with its cached tokens and its admission.
         service_class: LS or BE, as given by the client.
         user: `name_key` of the user.
+        client: number of its client (`ClientShares.join`).
     """
 
     __slots__ = (
-        "admitted_ns", "blocks", "edits", "generated", "hashes", "host_blocks", "is_leaving", "is_told",
+        "admitted_ns", "blocks", "client", "edits", "generated", "hashes", "host_blocks", "is_leaving", "is_told",
         "last_num_tokens", "may_cache", "num_cached_tokens", "num_kept", "num_preemptions", "num_tokens",
         "prompt_logprobs", "request", "sampling_row", "serial", "service_class", "slot", "stop_token_ids", "user",
     )  # fmt: skip
@@ -99,6 +100,7 @@ class Sequence:
         self.may_cache = True
         self.service_class = BE if request.service_class is _BE else LS
         self.user = name_key(request.user)
+        self.client = 0
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         wanted = request.sampling.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wanted else None
@@ -173,6 +175,7 @@ class SequenceTable:
         num_prompt: int32[slots].
         service_class: uint8[slots], LS or BE, as given by the client.
         arrival_ns: int64[slots].
+        client: int64[slots], `Sequence.client`.
         last_num_tokens: int32[slots], `num_tokens` at which the sequence ends, if nothing else ends it before.
         capacity: int32[slots], tokens that fit into the held blocks.
         write_start: int32[slots], positions below it lie in shared blocks and are never written.
@@ -209,6 +212,7 @@ class SequenceTable:
         self.num_prompt = column()
         self.service_class = np.zeros(num_slots, np.uint8)
         self.arrival_ns = np.zeros(num_slots, np.int64)
+        self.client = np.zeros(num_slots, np.int64)
         self.write_start = column()
         self.num_in_flight = column()
         self.behind, self.num_behind = _NO_SLOTS, _NOTHING
@@ -269,6 +273,7 @@ class SequenceTable:
         self.num_prompt[slot] = request.num_prompt_tokens
         self.service_class[slot] = sequence.service_class
         self.arrival_ns[slot] = request.arrival_ns
+        self.client[slot] = sequence.client
         self.last_num_tokens[slot] = sequence.last_num_tokens
         self.capacity[slot] = num_blocks * self.block_size
         has_names = sequence.may_cache and (request.token_ids is not None or len(sequence.hashes) > num_shared)

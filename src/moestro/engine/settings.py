@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, NamedTuple
 from cyclopts import Parameter
 
 from moestro.core.setting_checks import CheckedSettings, at_least, name_of
-from moestro.engine.policy_contract import BatchPolicy, EvictPolicy, OrderPolicy
-from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
+from moestro.engine.policy_contract import BatchPolicy, EvictPolicy, OrderPolicy, SharePolicy
+from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES, SHARE_POLICIES
 from moestro.errors import ConfigError
 
 
@@ -19,15 +19,18 @@ class Policies(NamedTuple):
     order: OrderPolicy
     batch: BatchPolicy
     evict: EvictPolicy
+    share: SharePolicy
 
 
-def make_policies(order: str, batch: str, evict: str) -> Policies:
-    """Policies by name, the first two with settings if any (`sjf:theta_age_s=5`), the last perhaps a user's own.
+def make_policies(order: str, batch: str, evict: str, share: str) -> Policies:
+    """Policies by name, order and batch with settings if any (`sjf:theta_age_s=5`), evict perhaps a user's own.
 
     Raises:
         ConfigError: they are unknown, or do not go together.
     """
-    made = Policies(ORDER_POLICIES.make(order), BATCH_POLICIES.make(batch), EVICT_POLICIES.make(evict))
+    made = Policies(
+        ORDER_POLICIES.make(order), BATCH_POLICIES.make(batch), EVICT_POLICIES.make(evict), SHARE_POLICIES.make(share)
+    )
     if made.evict.makes_way and not made.order.puts_ls_first:
         first = [name for name in ORDER_POLICIES.names() if ORDER_POLICIES.make(name).puts_ls_first]
         raise ConfigError(
@@ -40,6 +43,7 @@ def make_policies(order: str, batch: str, evict: str) -> Policies:
 _ORDER = f"Which waiting request is next (sjf:theta_age_s=2).\n\n{ORDER_POLICIES.help_text()}"
 _BATCH = f"The sequences of the next step (qllm:max_batch=16).\n\n{BATCH_POLICIES.help_text()}"
 _EVICT = f"The sequence that frees its KV when blocks run out; or FILE.py:NAME.\n\n{EVICT_POLICIES.help_text()}"
+_SHARE = f"The part of an engine that each client may claim while several have work.\n\n{SHARE_POLICIES.help_text()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,7 @@ class SchedulerPolicies(CheckedSettings):
     scheduling_policy: Annotated[str, Parameter(help=_ORDER)] = "fcfs"
     batch_policy: Annotated[str, Parameter(help=_BATCH)] = "decode_first"
     evict_policy: Annotated[str, Parameter(help=_EVICT)] = "last_in_order"
+    share_policy: Annotated[str, Parameter(help=_SHARE)] = "equal"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,7 +88,7 @@ class SchedulerPolicies(CheckedSettings):
         Raises:
             ConfigError: they are unknown, or do not go together.
         """
-        return make_policies(self.scheduling_policy, self.batch_policy, self.evict_policy)
+        return make_policies(self.scheduling_policy, self.batch_policy, self.evict_policy, self.share_policy)
 
 
 @dataclass(frozen=True, kw_only=True)

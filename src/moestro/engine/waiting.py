@@ -9,20 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.views import LS, WaitingView
+from moestro.core.views import BE, LS, WaitingView
 from moestro.core.work import Int32s
 from moestro.engine.block_pool import BlockPool
+from moestro.engine.client_shares import Claims
 from moestro.engine.policy_contract import OrderEvent, OrderPolicy
 from moestro.engine.sequences import Sequence
 
 MAX_LOOKED_UP = 64  # the oldest rows, which are looked up in the prefix cache; log2(blocks) look-ups each
 
-# A waiting request as order policies see it, and the serial of its arrival in the queue.
+# A waiting request as order policies see it, its client, and the serial of its arrival in the queue.
 WAITING_COLUMNS = np.dtype(
     [
         ("arrival_ns", np.int64),
         ("serial", np.int64),
         ("user", np.int64),
+        ("client", np.int64),
         ("num_prompt_tokens", np.int32),
         ("num_tokens", np.int32),
         ("priority", np.int32),
@@ -140,6 +142,29 @@ class WaitingQueue:
             assert sequence is not None, f"row {row} is dead"
             yield sequence
 
+    def claimants(self, claims: Claims, now_ns: int) -> list[Sequence]:
+        """Take the sequences that have `claims`, in order of admission.
+
+        A best-effort sequence has none while latency-sensitive ones wait, nor have those of its client behind it.
+        """
+        self._sort(now_ns)
+        rows = self._order
+        if len(rows) > 1:
+            # Rows are written: a queue of several was sorted by the policy.
+            columns = self._rows.take(rows)
+            rows = np.asarray(rows)[claims.is_open[columns["client"]]].tolist()
+        found: list[Sequence] = []
+        for row in rows:
+            if not claims.num_open:
+                break
+            sequence = self._sequences[row]
+            assert sequence is not None, f"row {row} is dead"
+            if sequence.service_class == BE and self.num_ls:
+                claims.close(sequence.client)
+            elif claims.take(sequence):
+                found.append(sequence)
+        return found
+
     def last_order(self, now_ns: int) -> QueueOrder:
         """The present order, and what the policy knew when it was asked for it."""
         self._sort(now_ns)
@@ -230,6 +255,7 @@ def _row(sequence: Sequence) -> tuple[int, ...]:
         request.arrival_ns,
         sequence.serial,
         sequence.user,
+        sequence.client,
         request.num_prompt_tokens,
         sequence.num_tokens,
         request.priority,

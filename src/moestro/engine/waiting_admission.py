@@ -5,7 +5,7 @@ Everything here only reads the scheduler's state.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -13,6 +13,7 @@ import numpy as np
 
 from moestro.core.views import BE, BatchLimits
 from moestro.engine.block_pool import BlockPool
+from moestro.engine.client_shares import ClientShares
 from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.engine.waiting import WaitingQueue
 
@@ -48,12 +49,14 @@ class WaitingAdmission:
 
     Attributes:
         max_num_be: best-effort sequences that may run at once.
+        shares: parts of the clients.
     """
 
     pool: BlockPool
     table: SequenceTable
     waiting: WaitingQueue
     max_num_be: int
+    shares: ClientShares
 
     def needs(self, sequence: Sequence) -> AdmissionNeeds:
         """Blocks and computation that a waiting sequence would take now."""
@@ -85,8 +88,9 @@ class WaitingAdmission:
     ) -> list[AdmissionCandidate]:
         """Waiting sequences that could be admitted beside the running ones, in the order policy's order.
 
-        The first sequence that does not fit ends the search, so that a smaller one behind it cannot overtake it. Where
-        all places for best effort are taken, latency-sensitive sequences may overtake best-effort ones.
+        With several clients, those that their client may claim a place for come first. The first sequence that does not
+        fit ends the search, so that a smaller one behind it cannot overtake it. Where all places for best effort are
+        taken, latency-sensitive sequences may overtake best-effort ones.
 
         Args:
             room: tokens that admitted sequences may be given. With 0 or less there are no candidates.
@@ -97,7 +101,7 @@ class WaitingAdmission:
         if room <= 0 or num_slots == 0:
             return found
         num_free, num_be, num_ls_left = self._num_blocks(), self.table.num_be, self.waiting.num_ls
-        for sequence in self.waiting.in_order(now_ns):
+        for sequence in self._in_order(limits, now_ns):
             is_be = sequence.service_class == BE
             num_ls_left -= not is_be
             if is_be and num_be >= self.max_num_be:
@@ -116,6 +120,39 @@ class WaitingAdmission:
             if room <= 0 or len(found) == num_slots:
                 break
         return found
+
+    def claimants(self, limits: BatchLimits, now_ns: int) -> list[Sequence]:
+        """Waiting sequences that their clients may claim a place for, in order; none while there is one client."""
+        if not self.shares.are_needed or not len(self.waiting):
+            return []
+        return self.waiting.claimants(self.shares.claims(limits), now_ns)
+
+    def lacks_room_for_claims(self, limits: BatchLimits, now_ns: int) -> bool:
+        """Whether sequences with a claim find no place while a client holds more than its part."""
+        claimants = self.claimants(limits, now_ns)
+        if not claimants or not len(self.shares.over_share(self.table.running)):
+            return False
+        num_be = sum(sequence.service_class == BE for sequence in claimants)
+        num_blocks = sum(self.needs(sequence).num_taken for sequence in claimants)
+        return not self.have_room(len(claimants), num_be, num_blocks)
+
+    def _in_order(self, limits: BatchLimits, now_ns: int) -> Iterator[Sequence]:
+        """Iterate over the waiting sequences: those with a claim, then the others."""
+        claimants = self.claimants(limits, now_ns)
+        if not claimants:
+            yield from self.waiting.in_order(now_ns)
+            return
+        yield from claimants
+        first = {sequence.serial for sequence in claimants}
+        for sequence in self.waiting.in_order(now_ns):
+            if sequence.serial not in first:
+                yield sequence
+
+    def have_room(self, num_seqs: int, num_be: int, num_blocks: int) -> bool:
+        """Whether sequences that take so many slots, of which some are best effort, and blocks find a place now."""
+        table = self.table
+        has_slots = num_seqs <= table.num_free_slots and table.num_be + num_be <= self.max_num_be
+        return has_slots and num_blocks <= self._num_blocks()
 
     def _num_blocks(self) -> int:
         """Free blocks for admission.

@@ -31,7 +31,7 @@ from moestro.gateway.paths import MODELS, Routes
 from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.request_body import read
 from moestro.web.access import UNLIMITED, Access
-from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError
+from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError, base_url_hint
 from moestro.web.log_limit import LogLimit
 from moestro.web.packed_bodies import coding_in, unpacked
 from moestro.web.pauses import PauseMeter
@@ -109,7 +109,7 @@ class Proxy:
                 return None
             route = self._routes.find(path)
             if route is None:
-                raise _not_found(path)
+                raise _not_found(path, self._routes)
             if method not in route.methods:
                 allowed = b", ".join(sorted(route.methods))
                 error = HttpError(405, f"{shown(path)} answers {allowed.decode()}.", "method_not_allowed")
@@ -264,8 +264,10 @@ def _is_preflight(head: RequestHead) -> bool:
     return head.method == b"OPTIONS" and b"origin" in head.named and b"access-control-request-method" in head.named
 
 
-def _not_found(path: str) -> HttpError:
-    text = f"The path {shown(path)} is unknown. Paths are compared exactly; --open-path adds paths of engines."
+def _not_found(path: str, routes: Routes) -> HttpError:
+    hint = base_url_hint(path, lambda known: routes.find(known) is not None)
+    hint = hint or " Paths are compared exactly; --open-path adds paths of engines."
+    text = f"The path {shown(path)} is unknown.{hint}"
     return HttpError(404, text, "not_found")
 
 

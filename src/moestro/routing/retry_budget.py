@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from moestro.core.client_table import ClientTable
-
-_CLIENT_PART = 0.25  # Part of the rate and of the burst that each client has for itself.
-_OPEN_PART = 0.5  # Part of the burst above which any client gets retries.
+_MAX_CLIENTS = 1024  # Clients whose used retries are counted; of more, the one that used least is forgotten.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,58 +24,53 @@ class RetryRules:
 
 
 class RetryBudget:
-    """Keeps retries from multiplying an overload, and one client from using up the retries of the others.
+    """Keeps retries from multiplying an overload, and clients from using up the retries of the others.
 
     A retry after a response (the engine is busy, or failed the request) needs a grant. A request whose engine is gone
     is always sent again: the engine leaves rotation at once, which bounds the number of such requests. Such a retry is
     charged to the budget and leaves less for others.
 
-    While more than half of the burst is saved, any client gets retries. The other half is divided: each client has a
-    budget of its own too, which earns the share of the client's own requests and a quarter of the rate and burst. One
-    client alone therefore never uses up what is left, which earns the same share and all of the rate.
+    A client may have used at most as many retries as are left: one client uses half of them, two a third each. What
+    clients have used is forgotten as the budget gains: an equal part of its rate for each of them, and the share of
+    each client's own requests.
     """
 
     def __init__(self, rules: RetryRules, now_ns: int) -> None:
         self._rules = rules
-        self._all = _Bucket(rules.burst, now_ns)
-        self._client_rules = replace(rules, per_s=rules.per_s * _CLIENT_PART, burst=rules.burst * _CLIENT_PART)
-        self._of_client = ClientTable(lambda: _Bucket(self._client_rules.burst, 0))
+        self._num_left, self._then_ns = rules.burst, now_ns
+        self._used: dict[Hashable, float] = {}  # Above 0, by client.
 
     def request(self, client: Hashable) -> None:
         """Earn the share of one new request of `client`."""
-        self._all.earn(self._rules)
-        self._of_client[client].earn(self._client_rules)
+        self._num_left = min(self._rules.burst, self._num_left + self._rules.share)
+        if client in self._used:
+            self._forget(client, self._rules.share)
 
     def grant(self, client: Hashable, now_ns: int) -> bool:
         """Return whether `client` is granted a retry, and deduct a granted retry from the budget."""
-        common, own = self._all, self._of_client[client]
-        common.refill(self._rules, now_ns)
-        own.refill(self._client_rules, now_ns)
-        is_open = common.saved - 1 >= self._rules.burst * _OPEN_PART
-        if common.saved < 1 or (own.saved < 1 and not is_open):
+        self._refill(now_ns)
+        used = self._used.get(client, 0.0) + 1
+        if used > self._num_left:
             return False
-        common.saved -= 1
-        if not is_open:
-            own.saved -= 1
+        self._num_left -= 1
+        self._used[client] = used
+        if len(self._used) > _MAX_CLIENTS:
+            del self._used[min(self._used, key=self._used.__getitem__)]
         return True
 
     def charge(self, client: Hashable, now_ns: int) -> None:
         """Deduct a retry of `client` that needed no grant, but never more than it could have been granted."""
         self.grant(client, now_ns)
 
+    def _refill(self, now_ns: int) -> None:
+        gained = (now_ns - self._then_ns) * 1e-9 * self._rules.per_s
+        self._num_left, self._then_ns = min(self._rules.burst, self._num_left + gained), now_ns
+        if self._used and gained:
+            part = gained / len(self._used)
+            for client in list(self._used):
+                self._forget(client, part)
 
-class _Bucket:
-    """Saved retries."""
-
-    __slots__ = ("saved", "then_ns")
-
-    def __init__(self, saved: float, now_ns: int) -> None:
-        self.saved = saved
-        self.then_ns = now_ns
-
-    def earn(self, rules: RetryRules) -> None:
-        self.saved = min(rules.burst, self.saved + rules.share)
-
-    def refill(self, rules: RetryRules, now_ns: int) -> None:
-        gained = (now_ns - self.then_ns) * 1e-9 * rules.per_s
-        self.saved, self.then_ns = min(rules.burst, self.saved + gained), now_ns
+    def _forget(self, client: Hashable, num: float) -> None:
+        self._used[client] -= num
+        if self._used[client] <= 0:
+            del self._used[client]

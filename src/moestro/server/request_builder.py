@@ -364,7 +364,7 @@ def _jobs(prompts: Sequence[_Prompt], options: Options, model: ServedModel, arri
     stop_token_ids = tuple(token_id for token_id in options.stop_token_ids if token_id not in ends)
     jobs: list[Job] = []
     for prompt in prompts:
-        first = _request(prompt.ids, options, model, f"{arrival.answer_id}-{len(jobs)}", arrival.now_ns)
+        first = _request(prompt.ids, options, model, f"{arrival.answer_id}-{len(jobs)}", arrival)
         if bad_words:
             first = msgspec.structs.replace(
                 first, sampling=msgspec.structs.replace(first.sampling, bad_words=bad_words)
@@ -388,7 +388,7 @@ def _jobs(prompts: Sequence[_Prompt], options: Options, model: ServedModel, arri
     return jobs
 
 
-def _request(ids: Sequence[int], options: Options, model: ServedModel, request_id: str, now_ns: int) -> Request:
+def _request(ids: Sequence[int], options: Options, model: ServedModel, request_id: str, arrival: Arrival) -> Request:
     if not ids:
         raise RequestError("The prompt has no tokens.", param="prompt", code="invalid_value")
     tokens = np.array(ids, np.int32)
@@ -397,7 +397,7 @@ def _request(ids: Sequence[int], options: Options, model: ServedModel, request_i
         request_id=request_id,
         num_prompt_tokens=len(tokens),
         sampling=_sampling(len(tokens), options, model.info),
-        arrival_ns=now_ns,
+        arrival_ns=arrival.now_ns,
         token_ids=tokens.tobytes(),
         block_hashes=hash_blocks(key, tokens, model.info.block_size),
         hash_key=key,
@@ -405,6 +405,7 @@ def _request(ids: Sequence[int], options: Options, model: ServedModel, request_i
         priority=options.priority,
         service_class=options.service_class,
         user=options.user,
+        client=arrival.client,
         session_id=options.session_id,
     )
 

@@ -143,11 +143,12 @@ IN_RESPONSES: Neutral = {
 
 # What to do in place of a field, where "leave it out" does not say it.
 _NOT_STORED = "This server stores no responses: send the whole conversation as input"
-_REMEDIES = {
+_REMEDIES_OF_RESPONSES = {
     "conversation": f"{_NOT_STORED}.",
     "previous_response_id": f"{_NOT_STORED}.",
     "background": "This server stores no responses: wait for the answer, or stream it.",
 }
+_REMEDIES_OF_CHATS = {"functions": "Send tools.", "function_call": "Send tool_choice."}
 
 # Accepted without a warning: these name, account for or speed up a request, and leave its answer as it is.
 WITHOUT_EFFECT = frozenset(
@@ -189,8 +190,9 @@ def refuse_unsupported(fields: Mapping[str, msgspec.Raw], neutral: Neutral) -> N
         value = msgspec.json.decode(raw)
         if value is not None and value not in neutral[name]:
             given = shown(bytes(raw).decode())
-            if name in _REMEDIES and neutral is IN_RESPONSES:
-                text = f"{name}: {given} is not supported. {_REMEDIES[name]}"
+            if name in _REMEDIES_OF_RESPONSES and neutral is IN_RESPONSES:
+                text = f"{name}: {given} is not supported. {_REMEDIES_OF_RESPONSES[name]}"
             else:
-                text = f"{name} is not supported yet, and {given} would change the answer. Leave it out."
+                remedy = _REMEDIES_OF_CHATS.get(name, "Leave it out.") if neutral is IN_CHAT else "Leave it out."
+                text = f"{name} is not supported yet, and {given} would change the answer. {remedy}"
             raise RequestError(text, param=name, code="unsupported_parameter")

@@ -17,6 +17,7 @@ from moestro.errors import RequestError
 logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S = 60.0  # A tokenizer that fails for one text may fail for each request.
+_GAVE_UP = "retry-limit-in-match over"  # Oniguruma's bound on one search.
 _INVALID_PREFIX = "Invalid prefix encountered"
 
 
@@ -38,6 +39,17 @@ class TokenizerError(RequestError):
         )
 
 
+class TextLimitError(RequestError):
+    """A pattern of the tokenizer gave up on a text, because it would have to try too many ways to match it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The model's tokenizer gave up on this text: one of its patterns would have to try too many ways to match"
+            " it. Change the text, for instance break up long runs of one character.",
+            code="tokenizer_limit",
+        )
+
+
 class InvalidPrefixError(Exception):
     """A token changed text that the stream has returned already."""
 
@@ -51,7 +63,7 @@ class TokenizerLibrary:
         backend: the tokenizer.
 
     Raises:
-        RequestError: `TokenizerError` from each method; the library failed.
+        RequestError: `TokenizerError` from each method; the library failed. `TextLimitError` from encodings.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -62,6 +74,8 @@ class TokenizerLibrary:
         try:
             found: Encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except BaseException as error:
+            if _GAVE_UP in str(error):
+                raise TextLimitError from None  # Not logged: the text is the client's choice.
             raise _failed(error, "encode this text") from None
         return found
 

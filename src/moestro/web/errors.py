@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
 
 import msgspec
@@ -16,6 +17,15 @@ class UnknownModelError(RequestError):
 
     def __init__(self, model: str) -> None:
         super().__init__(f"The model `{shown(model)}` does not exist.", param="model", code="model_not_found")
+
+
+def base_url_hint(path: str, is_known: Callable[[str], bool]) -> str:
+    """Return what to do about the base URL of a client that sends an unknown path; empty if that is not its cause."""
+    if is_known(f"/v1{path}"):
+        return " The client's base URL lacks /v1: add it at the end."
+    if path.startswith("/v1/v1/") and is_known(path.removeprefix("/v1")):
+        return " The client adds /v1 itself: leave it out of the base URL."
+    return ""
 
 
 class AuthenticationError(RequestError):

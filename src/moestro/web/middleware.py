@@ -16,7 +16,7 @@ from moestro.errors import RequestError, shown
 from moestro.web.access import UNLIMITED, Access
 from moestro.web.bodies import ACCESS
 from moestro.web.cors import Cors
-from moestro.web.errors import HttpError, InternalError, error_body, too_large
+from moestro.web.errors import HttpError, InternalError, base_url_hint, error_body, too_large
 from moestro.web.faults import Faults
 from moestro.web.heads import HeadError, check_head
 from moestro.web.probes import PUBLIC
@@ -46,6 +46,7 @@ class HttpMiddleware:
         self._refusals = refusals
         self._max_body_bytes = max_body_bytes
         self._faults = faults
+        self._paths: frozenset[str] = frozenset()
 
     async def runner(self, app: web.Application, *, shutdown_timeout: float, root_path: str = "") -> web.AppRunner:
         """Return a runner of `app` that is set up, with this middleware in front.
@@ -56,6 +57,7 @@ class HttpMiddleware:
         app.on_response_prepare.append(self._add_headers)
         # The disconnect of a client cancels its handler, which frees its sequence.
         # aiohttp would unpack every body, on the event loop and before this middleware; `Bodies` does it instead.
+        self._paths = frozenset(resource.canonical for resource in app.router.resources())
         runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -90,7 +92,7 @@ class HttpMiddleware:
         except RequestError as error:
             response = self._refused(http, error)
         except web.HTTPException as error:
-            response = _translated(http, error)
+            response = self._translated(http, error)
         except Exception as error:
             if isinstance(error, ConnectionError) and _has_left(http):
                 raise  # No client is left to answer; the connection counts it.
@@ -109,6 +111,16 @@ class HttpMiddleware:
         response = _refusal(http, error)
         if isinstance(error, HeadError):
             response.force_close()
+        return response
+
+    def _translated(self, http: web.BaseRequest, error: web.HTTPException) -> web.Response:
+        """Return a refusal of aiohttp in OpenAI's form."""
+        what = f"{http.method} {shown(http.path)}: {error.reason}."
+        if error.status == 404:
+            what += base_url_hint(http.path, self._paths.__contains__)
+        response = _refusal(http, HttpError(error.status, what, _CODES.get(error.status, "http_error")))
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
         return response
 
     def _key_of(self, http: web.BaseRequest) -> int | None:
@@ -174,12 +186,3 @@ def _refusal(http: web.BaseRequest, error: RequestError) -> web.Response:
         headers["Retry-After"] = str(error.retry_after_s)
     body = error_body(http.path, error, http[REQUEST_ID])
     return web.Response(status=error.http_status, body=body, content_type="application/json", headers=headers)
-
-
-def _translated(http: web.BaseRequest, error: web.HTTPException) -> web.Response:
-    """Return a refusal of aiohttp in OpenAI's form."""
-    what = f"{http.method} {shown(http.path)}: {error.reason}"
-    response = _refusal(http, HttpError(error.status, f"{what}.", _CODES.get(error.status, "http_error")))
-    if "Allow" in error.headers:
-        response.headers["Allow"] = error.headers["Allow"]
-    return response

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from moestro.config.launch_spec import LaunchSpec
+from moestro.core.fair_queue import FairQueue
 from moestro.core.model_info import ModelInfo
 from moestro.engine.rank import Rank
 from moestro.grammar.backend import MaskBackend
@@ -27,6 +28,7 @@ class GrammarInbox:
     def __init__(self, inbox: RankInbox, backend: MaskBackend) -> None:
         self._inbox, self._backend = inbox, backend
         self._held: dict[str, Add] = {}  # by request id
+        self._turns = FairQueue[Add]()  # the same, by client
 
     @property
     def num_steps(self) -> int:
@@ -64,12 +66,12 @@ class GrammarInbox:
         self._inbox.send(message)
 
     def _released(self) -> list[Add]:
-        """Take the requests, the oldest first, for which there is room."""
+        """Take the requests for which there is room: clients in turn, the oldest request of each first."""
         found: list[Add] = []
-        for request_id, message in list(self._held.items()):
-            if not self._has_room(message, len(found)):
-                break
-            found.append(self._held.pop(request_id))
+        while self._held and self._has_room(next(iter(self._held.values())), len(found)):  # alike for all of them
+            message = self._turns.pop()
+            del self._held[message.request.request_id]
+            found.append(message)
         return found
 
     def _has_room(self, message: Add, num_coming: int) -> bool:
@@ -88,11 +90,13 @@ class GrammarInbox:
                 case Add(request) if request.sampling.grammar is not None and not request.sampling.grammar.is_light:
                     if self._held or not self._has_room(message, num_coming):
                         self._held[request.request_id] = message
+                        self._turns.push(request.client, message)
                         continue
                     num_coming += 1
                 case Abort(request_ids):
                     for request_id in request_ids:
-                        self._held.pop(request_id, None)
+                        if (held := self._held.pop(request_id, None)) is not None:
+                            self._turns.discard(held.request.client, held)
             passed.append(message)
         return passed
 

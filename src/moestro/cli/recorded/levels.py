@@ -102,12 +102,20 @@ def _admitted(event: SequenceAdmitted) -> str:
 
 def _preempted(event: SequencePreempted, request_id: str) -> str:
     if event.request_id != request_id:
-        why = "because it is latency-sensitive" if event.is_for_class else "because KV blocks had run out"
+        why = "because KV blocks had run out"
+        if event.is_for_class:
+            why = "because it is latency-sensitive"
+        elif event.is_for_client:
+            why = "because that one's client held more than its share"
         return f"preempted {event.request_id}, {why}"
     kept = "its KV goes to host memory if there is room" if event.keeps else "its KV is computed again"
     if event.by == request_id:
         return f"preempted itself: KV blocks had run out, and it comes last; {kept}"
-    why = "waits and is latency-sensitive" if event.is_for_class else "needed KV blocks, which had run out"
+    why = "needed KV blocks, which had run out"
+    if event.is_for_class:
+        why = "waits and is latency-sensitive"
+    elif event.is_for_client:
+        why = "waits, while this one's client holds more than its share"
     return f"preempted by {event.by}, which {why}; {event.num_computed:,} tokens were computed, and {kept}"
 
 

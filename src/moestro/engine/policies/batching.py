@@ -13,18 +13,66 @@ from moestro.errors import ConfigError
 Rows = NDArray[np.int64]
 
 
-def _in_turn(view: BatchView, limits: BatchLimits, rows: Rows) -> NDArray[np.int32]:
-    """Give tokens to `rows` in this order until the token budget is spent; the other rows get none."""
+def _in_turn(view: BatchView, limits: BatchLimits, rows: Rows, *, ls_first: bool = False) -> NDArray[np.int32]:
+    """Give tokens to `rows` in this order until the token budget is spent; the other rows get none.
+
+    With several clients, what each may claim comes first, and the rest of the budget follows in this order.
+
+    Args:
+        ls_first: whether best effort has no claim beside latency-sensitive sequences; `rows` then begin with these.
+    """
     given = np.zeros(len(view.num_left), np.int32)
     asked = np.minimum(view.num_left[rows], limits.max_chunk)
+    claimed = _cut(_claims(view, limits, rows, ls_first=ls_first), limits.token_budget)
+    given[rows] = claimed + _cut(asked - claimed, limits.token_budget - column_sum(claimed))
+    return given
+
+
+def _cut(asked: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
+    """Return the tokens that each row gets if they get what they ask for in turn, until the budget is spent."""
     before = np.cumsum(asked) - asked
-    given[rows] = np.clip(limits.token_budget - before, 0, asked)
+    given: NDArray[np.int32] = np.clip(budget - before, 0, asked)
     return given
 
 
 def _num_tokens(view: BatchView, limits: BatchLimits, rows: NDArray[np.bool_]) -> int:
-    """Return the tokens that `rows` want, regardless of the budget."""
+    """Return the tokens that `rows` want, regardless of the budget; of each client, those that it may claim."""
+    if view.client is not None:
+        return column_sum(_claims(view, limits, np.flatnonzero(rows)))
     return column_sum(np.minimum(view.num_left[rows], limits.max_chunk))
+
+
+def _claims(view: BatchView, limits: BatchLimits, rows: Rows, *, ls_first: bool = False) -> NDArray[np.int32]:
+    """Return the tokens of `rows` that their clients may claim, in this order; without several clients, all.
+
+    A decode is never cut.
+
+    Args:
+        ls_first: as in `_in_turn`.
+    """
+    asked = np.minimum(view.num_left[rows], limits.max_chunk)
+    if view.client is None:
+        return asked
+    claims = np.maximum(_up_to_parts(view, rows, asked, limits.token_budget), view.is_decode[rows])
+    classes = view.service_class[rows]
+    if ls_first and (classes != BE).any():
+        claims[(classes == BE) & ~view.is_decode[rows]] = 0
+    return claims
+
+
+def _up_to_parts(view: BatchView, rows: Rows, amounts: NDArray[np.int32], total: int) -> NDArray[np.int32]:
+    """Return what is left of `amounts` if each client has its part of `total` at most; its first rows come first."""
+    assert view.client is not None
+    assert view.part is not None
+    clients = view.client[rows]
+    by_client = np.argsort(clients, kind="stable")
+    clients, sorted_amounts = clients[by_client], amounts[by_client]
+    before = np.cumsum(sorted_amounts) - sorted_amounts
+    before -= before[np.searchsorted(clients, clients)]  # of the client's own rows
+    most = np.ceil(view.part[clients] * total).astype(np.int64)
+    left = np.empty_like(amounts)
+    left[by_client] = np.clip(most - before, 0, sorted_amounts)
+    return left
 
 
 @BATCH_POLICIES.register(
@@ -42,6 +90,8 @@ class DecodeFirst:
 
     def room(self, view: BatchView, limits: BatchLimits) -> int:
         """Return the tokens that running sequences leave of the budget."""
+        if view.client is not None:
+            return limits.token_budget - column_sum(_claims(view, limits, np.arange(len(view.num_left))))
         total = column_sum(view.num_left)
         if total > limits.max_chunk:
             total = column_sum(np.minimum(view.num_left, limits.max_chunk))
@@ -138,14 +188,19 @@ class QllmBatches:
 
     def plan(self, view: BatchView, limits: BatchLimits) -> NDArray[np.int32]:
         """Plan the first `max_batch` sequences of the queues that the algorithm chooses."""
-        return _in_turn(view, limits, self._pick(view)[: self._max_batch])
+        return _in_turn(view, limits, _first_rows(view, self._pick(view), self._max_batch), ls_first=True)
 
     def _ls_fill_it(self, view: BatchView) -> bool:
-        return int(np.count_nonzero(view.is_decode & (view.service_class != BE))) >= self._max_batch
+        """Whether LS sequences decode that fill a batch; of each client, no more than its part counts."""
+        rows = np.flatnonzero(view.is_decode & (view.service_class != BE))
+        if view.client is None or len(rows) < self._max_batch:
+            return len(rows) >= self._max_batch
+        ones = np.ones(len(rows), np.int32)
+        return column_sum(_up_to_parts(view, rows, ones, self._max_batch)) >= self._max_batch
 
     def _pick(self, view: BatchView) -> Rows:
         ls_prefill, ls_decode, be_prefill, be_decode = _queues(view)
-        if len(ls_decode) >= self._max_batch:
+        if self._ls_fill_it(view):
             return ls_decode
         if len(ls_prefill):
             return np.concatenate([ls_prefill, be_prefill])
@@ -175,7 +230,7 @@ class QllmMixed(QllmBatches):
 
     def _pick(self, view: BatchView) -> Rows:
         ls_prefill, ls_decode, be_prefill, be_decode = _queues(view)
-        if len(ls_decode) >= self._max_batch:
+        if self._ls_fill_it(view):
             return ls_decode
         if len(ls_prefill):
             return np.concatenate([ls_decode, ls_prefill, be_decode, be_prefill])
@@ -189,3 +244,13 @@ def _queues(view: BatchView) -> tuple[Rows, Rows, Rows, Rows]:
     stage = view.service_class * 2 + view.is_decode
     ls_prefill, ls_decode, be_prefill, be_decode = (np.flatnonzero(stage == queue) for queue in range(4))
     return ls_prefill, ls_decode, be_prefill, be_decode
+
+
+def _first_rows(view: BatchView, rows: Rows, most: int) -> Rows:
+    """Return the first `most` of `rows`; with several clients, those that each may claim come before the others."""
+    if view.client is None or len(rows) <= most:
+        return rows[:most]
+    is_claimed = _up_to_parts(view, rows, np.ones(len(rows), np.int32), most) > 0
+    classes = view.service_class[rows]
+    is_claimed &= classes == classes.min()  # best effort has no claim beside latency-sensitive requests
+    return np.concatenate((rows[is_claimed], rows[~is_claimed]))[:most]

@@ -76,7 +76,7 @@ class WeightedFair(OrderPolicy):
         by_arrival = np.lexsort((view.serial, view.arrival_ns))
         users, user_of = np.unique(view.user[by_arrival], return_inverse=True)
         clocks = np.array([self._clock(user) for user in users.tolist()])
-        weights = np.array([self._weight(user) for user in users.tolist()])
+        weights = np.array([self.weight(user) for user in users.tolist()])
         by_user = np.argsort(user_of, kind="stable")
         cost = (view.num_prompt_tokens[by_arrival] / weights[user_of])[by_user]
         before = np.cumsum(cost) - cost
@@ -93,7 +93,7 @@ class WeightedFair(OrderPolicy):
             cost = float(event.num_prompt_tokens)
         else:
             cost = self._output_cost * event.num_generated_tokens
-        self._clocks[event.user] = start + cost / self._weight(event.user)
+        self._clocks[event.user] = start + cost / self.weight(event.user)
         if len(self._clocks) > 2 * self._num_kept + 64:
             self._clocks = {user: clock for user, clock in self._clocks.items() if clock > self._virtual_time}
             self._num_kept = len(self._clocks)
@@ -101,5 +101,6 @@ class WeightedFair(OrderPolicy):
     def _clock(self, user: int) -> float:
         return max(self._clocks.get(user, 0.0), self._virtual_time)
 
-    def _weight(self, user: int) -> float:
+    def weight(self, user: int) -> float:
+        """Implement `OrderPolicy.weight`."""
         return self._weights.get(user, 1.0)
