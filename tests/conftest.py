@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from support import triton_interpreter
+from support.forker import start_forker
 from support.running import FAKE, REAL, Running, free_port
 
 import moestro
@@ -35,6 +36,11 @@ settings.load_profile("repeatable")
 
 # What the imports of all tests create stays: the collector would look through a million objects again and again.
 gc.disable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # a worker of pytest-xdist uses the forker of the process that started it
+        start_forker()
 
 
 def pytest_collection_finish() -> None:
