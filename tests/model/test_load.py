@@ -17,6 +17,8 @@ from support.quantized_checkpoints import fp8_twins, mxfp4_twins
 from moestro.errors import UnsupportedModelError
 from moestro.model.device import open_device
 
+pytestmark = pytest.mark.transformers
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("make_twins", [fp8_twins, mxfp4_twins])
