@@ -80,8 +80,9 @@ def start_forker() -> None:
         listener.bind(os.environ[ADDRESS])
         listener.listen(64)
         program = Path(__file__).with_name("forker_process.py")
-        # The last arguments give room for the names of ranks in `ps`, as in the product's process on standby.
-        process = subprocess.Popen([sys.executable, program, *STANDBY], stdin=listener.fileno())
+        # The last arguments give room for the names of ranks in `ps`, as in the product's process on standby; one more
+        # tells the forker from such a process.
+        process = subprocess.Popen([sys.executable, program, *STANDBY, "of-tests"], stdin=listener.fileno())
 
     def end() -> None:
         process.kill()
