@@ -32,6 +32,8 @@ os.environ.pop("COLUMNS", None)
 # Each run draws the same histories, however busy the machine is; --hypothesis-profile=explore draws others.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
+# The counts of the laws before they were cut to those that find the planted faults (`support/examples.py`).
+settings.register_profile("thorough", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
 # What the imports of all tests create stays: the collector would look through a million objects again and again.
@@ -40,7 +42,7 @@ gc.disable()
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # a worker of pytest-xdist uses the forker of the process that started it
-        start_forker()
+        config.add_cleanup(start_forker())
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,6 @@ forker of the first one.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -15,13 +14,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from moestro.config.launch_spec import STANDBY
 
-ADDRESS = "MOESTRO_TEST_FORKER"  # variable of the environment: path of the forker's socket
+ADDRESS = "MOESTRO_TEST_FORKER"  # variable of the environment: name of the forker's socket
 
 
 class ForkedProgram:
@@ -35,7 +33,7 @@ class ForkedProgram:
         self.args = tuple(command)
         self.returncode: int | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(os.environ.get(ADDRESS, ""))
+        self._socket.connect(_address())
         request = {"command": self.args, "environment": dict(environment), "directory": str(Path.cwd())}
         socket.send_fds(self._socket, [json.dumps(request).encode()], [log])
         answer = self._socket.recv(64)
@@ -70,14 +68,13 @@ class ForkedProgram:
         self.send_signal(signal.SIGKILL)
 
 
-def start_forker() -> None:
-    """Start the forker, which ends with this process. It loads libraries when a program first wants them."""
+def start_forker() -> Callable[[], None]:
+    """Start the forker, which loads libraries when a program first wants them; returns a function that ends it."""
     if not sys.platform.startswith("linux"):
-        return
-    directory = tempfile.TemporaryDirectory(prefix="moestro-forker-")
-    os.environ[ADDRESS] = str(Path(directory.name, "socket"))
+        return lambda: None
+    os.environ[ADDRESS] = f"moestro-forker-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(os.environ[ADDRESS])
+        listener.bind(_address())
         listener.listen(64)
         program = Path(__file__).with_name("forker_process.py")
         # The last arguments give room for the names of ranks in `ps`, as in the product's process on standby; one more
@@ -85,8 +82,13 @@ def start_forker() -> None:
         process = subprocess.Popen([sys.executable, program, *STANDBY, "of-tests"], stdin=listener.fileno())
 
     def end() -> None:
+        del os.environ[ADDRESS]
         process.kill()
         process.wait()
-        directory.cleanup()
 
-    atexit.register(end)
+    return end
+
+
+def _address() -> str:
+    """A name outside the file system; without a forker, one that cannot be connected to."""
+    return f"\0{os.environ.get(ADDRESS, 'no forker')}"

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moestro.config.linux_process import die_with_parent
+
 Program = Callable[[], NoReturn]
 
 _PYTHON, _MOESTRO = sys.executable, str(Path(sys.executable).with_name("moestro"))
@@ -32,6 +34,7 @@ _FORK_S = 60.0  # Time for a fork on the busiest machine; the product's own boun
 
 def main() -> Program:
     """Fork a program for each request; returns, in each fork, what it runs."""
+    die_with_parent()
     # What libraries create stays, and forks share its memory: the collector would write to all of it.
     gc.disable()
     given = _read_on_import(os.environ)
@@ -147,8 +150,7 @@ def _fork_ranks_too() -> None:
 
 
 def _stand_by(control: socket.socket, server: int) -> NoReturn:
-    from moestro.config.linux_process import die_with_parent  # noqa: PLC0415 it is loaded when this runs
-    from moestro.worker.standby import fork_workers  # noqa: PLC0415
+    from moestro.worker.standby import fork_workers  # noqa: PLC0415 it is loaded when this runs
 
     os.setsid()
     die_with_parent()
