@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import num_examples
 from support.fake_device import (
     VOCAB_SIZE,
     KvDevice,
@@ -106,7 +107,7 @@ def check_scheduler(scheduler) -> None:
         assert max(running) < min(waiting), "a later arrival overtook"
 
 
-@settings(max_examples=100)
+@settings(max_examples=num_examples(40, thorough=100))
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 40),
@@ -155,7 +156,7 @@ def test_every_history_gives_the_oracles_tokens(
     assert rank.scheduler.pool.num_free == num_blocks, "a block leaked"
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(25, thorough=60))
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 40),
@@ -206,7 +207,7 @@ def next_piece(flights: list, rng: np.random.Generator):
     return result
 
 
-@settings(max_examples=50)
+@settings(max_examples=num_examples(20, thorough=50))
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 24),
