@@ -102,7 +102,7 @@ def _run_request(request: dict[str, Any], log: int) -> NoReturn:
     os.closerange(3, 1024)
     os.environ.clear()
     os.environ.update(request["environment"])
-    tempfile.tempdir = None  # a library may have asked for the forker's
+    tempfile.tempdir = None  # that of the forker, if a library has looked for it
     os.chdir(request["directory"])
     command = request["command"]
     if _serves(command):
