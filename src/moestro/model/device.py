@@ -324,4 +324,5 @@ def _plan_graphs(checked: CheckedNetwork) -> Any:
         return None
     from moestro.model.cuda.graphs import plan_graphs  # noqa: PLC0415 - it imports Triton
 
-    return plan_graphs(checked.network, checked.local.max_seqs, checked.facts.max_model_len, checked.probe.block_size)
+    local, max_model_len, block_size = checked.local, checked.facts.max_model_len, checked.probe.block_size
+    return plan_graphs(checked.network, local.max_seqs, max_model_len, block_size, max_tokens=local.max_tokens)

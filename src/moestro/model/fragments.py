@@ -53,7 +53,7 @@ class Fragment:
         """Keyword arguments of a layer."""
         kind = self._staged.arguments.kind_of[layer]
         if kind not in self._by_kind:
-            self._by_kind[kind] = self._staged.arguments.fill(kind, self._read, self.step)
+            self._by_kind[kind] = self._staged.arguments.fill(kind, self.column, self.step)
         return self._by_kind[kind]
 
     @property
@@ -61,13 +61,14 @@ class Fragment:
         """int64[tokens, layers with experts, k], in place of the gates' choices; None means that the gates choose."""
         column = self._staged.chosen_column
         if column is not None and self._chosen is None:
-            self._chosen = self._read(column)
+            self._chosen = self.column(column)
         return self._chosen
 
-    def _read(self, column: int) -> Tensor:
+    def column(self, number: int) -> Tensor:
+        """[tokens, *sizes], one of the columns of the network's `TokenForm`."""
         if self.columns is not None:
-            return self.columns[column]
-        return self._arena.read_column(column, self.rows)
+            return self.columns[number]
+        return self._arena.read_column(number, self.rows)
 
 
 class _Known(NamedTuple):

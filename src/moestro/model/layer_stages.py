@@ -40,6 +40,11 @@ class Attended:
     topk_weights: Tensor | None = None
     mixed: Tensor | None = None
 
+    def first(self, num_tokens: int) -> Attended:
+        """Return the state of the first tokens."""
+        parts = (self.hidden, self.inputs, self.topk_ids, self.topk_weights, self.mixed)
+        return Attended(*(None if each is None else each[:num_tokens] for each in parts))  # type: ignore[arg-type]
+
 
 class LayerStages(Protocol):
     """A way to run one layer in stages. `arguments`: the keyword arguments with which the network calls the layer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,35 @@ from moestro.model.pools import KVPools
 from moestro.model.results import compute_result, to_host
 from moestro.model.staged_network import StagedNetwork
 from moestro.model.upload import upload
+
+
+class ReplayedUnits(Protocol):
+    """Layers of some units that are replayed. What one returns is overwritten by the next.
+
+    Both take the layer's input [tokens, hidden size], and return None for a layer that is not recorded.
+    """
+
+    def attend(self, layer: int, hidden: Tensor) -> Attended | None:
+        """Compute the result of `StagedNetwork.attend`."""
+        ...
+
+    def whole(self, layer: int, hidden: Tensor) -> Tensor | None:
+        """Compute the output of the layer, and add the tokens of each expert to `RecordedLayers.counts`."""
+        ...
+
+
+class RecordedLayers(Protocol):
+    """Layers that were recorded and are replayed.
+
+    Attributes:
+        counts: int64[layers, experts], tokens that the experts of layers replayed whole have computed.
+    """
+
+    counts: Tensor
+
+    def open(self, fragment: Fragment) -> ReplayedUnits | None:
+        """Let the next replays compute a fragment's units; None if no record fits them."""
+        ...
 
 
 class StageRunner:
@@ -42,6 +72,11 @@ class StageRunner:
         self._experts = ExpertRunner(staged.network, staged.token_form(shape.num_chosen), shape, piece_bytes)
         self.arena = self._experts.arena
         self._fragments = Fragments(staged, pools, self.arena)
+        self._recorded: RecordedLayers | None = None
+
+    def replay(self, layers: RecordedLayers | None) -> None:
+        """Replay recorded layers from now on, wherever one fits."""
+        self._recorded = layers
 
     def pieces(self, progress: Progress) -> Pieces:
         """A generator that does one piece of the item at each `next`."""
@@ -59,7 +94,10 @@ class StageRunner:
 
     def _attend(self, item: Attention, progress: Progress) -> Pieces:
         fragment, hidden = self._begin(item)
-        attended = self._staged.attend(item.layer, hidden, fragment.arguments(item.layer), fragment.chosen)
+        replayed = None if self._recorded is None else self._recorded.open(fragment)
+        attended = None if replayed is None else replayed.attend(item.layer, hidden)
+        if attended is None:
+            attended = self._staged.attend(item.layer, hidden, fragment.arguments(item.layer), fragment.chosen)
         if attended.inputs is None:
             self.arena.write_hidden(fragment.rows, attended.hidden)
         else:
@@ -95,38 +133,63 @@ class StageRunner:
         yield from ()
 
     def _pass(self, item: Passage, progress: Progress) -> Pieces:
-        num_layers, num_tokens = self.shape.num_layers, len(item.rows)
         fragment, hidden = self._begin(item)
-        meter = self._experts.meter()
         if self.shape.num_experts:
-            shape = (num_layers, self.shape.num_experts)
+            shape = (self.shape.num_layers, self.shape.num_experts)
             progress.counts = torch.zeros(shape, dtype=torch.int64, device=self.network.device)
-        for layer in range(item.layer, min(item.until, num_layers)):
+        meter, recorded = self._experts.meter(), self._recorded
+        replayed = None if recorded is None else recorded.open(fragment)
+        if recorded is not None:
+            recorded.counts.zero_()
+        passed = yield from self._pass_layers(item, fragment, hidden, progress, meter, replayed)
+        if recorded is not None and progress.counts is not None:
+            progress.counts += recorded.counts
+        if passed is None:
+            return
+        progress.layer = min(item.until, self.shape.num_layers)
+        if item.until > self.shape.num_layers:
+            if meter.is_full:
+                yield
+            if not progress.is_withdrawn:
+                self._finish(item.units, fragment, passed, progress)
+                return
+        self.arena.write_hidden(fragment.rows, passed)
+
+    def _pass_layers(
+        self,
+        item: Passage,
+        fragment: Fragment,
+        hidden: Tensor,
+        progress: Progress,
+        meter: PieceMeter,
+        replayed: ReplayedUnits | None,
+    ) -> Generator[None, None, Tensor | None]:
+        """[tokens, hidden size], output of the last layer; None if stopped, with everything in the arena."""
+        for layer in range(item.layer, min(item.until, self.shape.num_layers)):
             progress.layer = layer
             if meter.is_full:
                 yield
                 meter.restart()
             if progress.is_withdrawn:
                 self.arena.write_hidden(fragment.rows, hidden)
-                return
+                return None
+            meter.spend(self.network.layer_bytes[layer], fragment.num_tokens)
+            whole = None if replayed is None else replayed.whole(layer, hidden)
+            if whole is not None:
+                hidden = whole
+                if self.shape.is_sparse[layer]:
+                    self._take_experts(fragment.num_tokens * self.shape.num_chosen, meter, is_one_call=True)
+                continue
             arguments = fragment.arguments(layer)
             attended = self._staged.attend(layer, hidden, arguments, fragment.chosen)
-            meter.spend(self.network.layer_bytes[layer], num_tokens)
             if attended.inputs is None:
                 hidden = attended.hidden
                 continue
             total = yield from self._pass_experts(fragment, attended, progress, meter)
             if total is None:
-                return
+                return None
             hidden = self._staged.complete(layer, attended, total, arguments)
-        progress.layer = min(item.until, num_layers)
-        if item.until > num_layers:
-            if meter.is_full:
-                yield
-            if not progress.is_withdrawn:
-                self._finish(item.units, fragment, hidden, progress)
-                return
-        self.arena.write_hidden(fragment.rows, hidden)
+        return hidden
 
     def _pass_experts(
         self, fragment: Fragment, attended: Attended, progress: Progress, meter: PieceMeter
@@ -142,9 +205,9 @@ class StageRunner:
             yield
             meter.restart()
         num_pairs, module = ids.numel(), self._experts.module(layer)
-        of_experts = self.network.bytes_per_expert, num_pairs, min(self.shape.num_experts, num_pairs)
-        num_fitting = meter.take(*of_experts, is_one_call=self._experts.is_grouped(layer, inputs))
-        if num_fitting == of_experts[-1] and not progress.is_withdrawn:
+        is_one_call = self._experts.is_grouped(layer, inputs)
+        num_fitting = self._take_experts(num_pairs, meter, is_one_call=is_one_call)
+        if num_fitting == min(self.shape.num_experts, num_pairs) and not progress.is_withdrawn:
             return sum_experts(module, inputs, ids, weights, counts)
         parts = split_experts(module, inputs, ids, weights, counts)
         while not parts.is_over:
@@ -155,8 +218,13 @@ class StageRunner:
             if not parts.is_over:
                 yield
                 meter.restart()
-                num_fitting = meter.take(*of_experts)
+                num_fitting = self._take_experts(num_pairs, meter)
         return parts.total()
+
+    def _take_experts(self, num_pairs: int, meter: PieceMeter, *, is_one_call: bool = False) -> int:
+        """Count the work of as many experts as fit in the piece, out of those that may have some of the pairs."""
+        num_experts = min(self.shape.num_experts, num_pairs)
+        return meter.take(self.network.bytes_per_expert, num_pairs, num_experts, is_one_call=is_one_call)
 
     def _stand(self, fragment: Fragment, attended: Attended, parts: ExpertParts, progress: Progress) -> None:
         """Store a passage that stops among a layer's experts."""

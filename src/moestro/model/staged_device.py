@@ -28,7 +28,7 @@ from moestro.core.stages import (
 from moestro.core.work import BlockMoves, Int32s
 from moestro.model.expert_pieces import ExpertRunner, Pieces, Progress
 from moestro.model.pools import KVPools
-from moestro.model.stage_pieces import StageRunner
+from moestro.model.stage_pieces import RecordedLayers, StageRunner
 from moestro.model.staged_network import StagedNetwork
 
 _PIECES_AHEAD = 2  # on an accelerator: one piece in progress, and one so that it never waits for the host
@@ -164,14 +164,23 @@ class StagedTorchDevice(ExpertTorchDevice):
         shape: numbers of rows and places for tokens inside the network.
         piece_bytes: weight bytes below which several experts form one piece, which nothing interrupts. None means what
             the device reads in `expert_pieces.PIECE_S`.
+
+    Attributes:
+        pools, staged: as above.
     """
 
     def __init__(
         self, staged: StagedNetwork, pools: KVPools, shape: StageShape, piece_bytes: int | None = None
     ) -> None:
-        super().__init__(StageRunner(staged, pools, shape, piece_bytes))
+        stages = StageRunner(staged, pools, shape, piece_bytes)
+        super().__init__(stages)
         self.pools = pools
         self.staged = staged
+        self._stages = stages
+
+    def replay(self, layers: RecordedLayers | None) -> None:
+        """Replay recorded layers from now on, wherever one fits."""
+        self._stages.replay(layers)
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
         """Implement `StagedDevice.move_blocks`."""

@@ -108,7 +108,7 @@ class StagedNetwork:
         layers = list(self._decoder.layers)[: network.num_layers]
         if len(layers) != network.num_layers:
             raise UnsupportedModelError(_refusal(network, "its layers are not in one list"))
-        self._stubs = _Stubs(_Stub(layer) for layer in layers)
+        self._layers, self._stubs = layers, _Stubs(_Stub(layer) for layer in layers)
         self._num_called = len(layers)  # layers whose arguments a run of the front needs
         self._place_of = {layer: place for place, (layer, _) in enumerate(network.experts)}
         self.is_sparse = tuple(layer in self._place_of for layer in range(network.num_layers))
@@ -214,6 +214,15 @@ class StagedNetwork:
         if total.dtype != attended.inputs.dtype:
             total = total.to(attended.inputs.dtype)
         return self._stages[layer].complete(attended, total, arguments)
+
+    def whole(self, layer: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """[tokens, hidden size], output of a layer that runs whole, and counts its experts in the network's `Routing`.
+
+        Args:
+            layer: the layer, with all its experts.
+            hidden, arguments: as for `attend`.
+        """
+        return run_whole(self._layers[layer], hidden, arguments)
 
     def logits(self, hidden: Tensor, step: PagedStep) -> Tensor:
         """[tokens, vocabulary] in at least float32. `hidden`: [tokens, hidden size], output of the last layer."""

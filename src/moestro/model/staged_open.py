@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from moestro.core.model_info import ModelInfo
 from moestro.core.stages import NUM_PLANS, StageShape
@@ -35,7 +36,8 @@ def open_staged_device(
         ConfigError: as `open_device`; or the bytes do not hold one plan; or nothing remains for the KV cache.
         UnsupportedModelError: as `open_device`; or the network cannot run in stages.
     """
-    checked = open_network(settings, on_phase, local or LocalRank(max_tokens=max_tokens))
+    local = local or LocalRank(max_tokens=max_tokens)
+    checked = open_network(settings, on_phase, local)
     on_phase("pack weights")
     checked.network.pack_linears()
     staged = StagedNetwork(checked.network)  # whose check needs all experts
@@ -48,8 +50,13 @@ def open_staged_device(
     form = staged.token_form(checked.num_chosen)
     shape, parked_bytes = replace(shape, num_guests=num_guests), parked_bytes + num_guests * form.guest_bytes
     on_phase("allocate KV cache")
+    graphs = _plan_graphs(checked) if local.records_steps and not settings.enforce_eager else None
+    checked.network.graph_bytes = 0 if graphs is None else graphs.num_bytes
     pools, info = checked.allocate(settings, parked_bytes)
     device = StagedTorchDevice(staged, pools, shape)
+    if graphs is not None:
+        on_phase("record graphs")
+        device.replay(graphs.record(staged, pools))
     on_phase("ready")
     return device, info
 
@@ -80,3 +87,13 @@ def _choose_shape(
         num_places=num_places,
     )
     return shape, num_rows * row_bytes + num_places * place_bytes
+
+
+def _plan_graphs(checked: CheckedNetwork) -> Any:
+    """Plan the graphs of the network's layers; None for a network that has none, among them all on a CPU."""
+    if checked.network.device.type == "cpu" or checked.network.exchange is None:
+        return None
+    from moestro.model.cuda.layer_graphs import plan_layer_graphs  # noqa: PLC0415 - it imports Triton
+
+    local, max_model_len, block_size = checked.local, checked.facts.max_model_len, checked.probe.block_size
+    return plan_layer_graphs(checked.network, local.max_seqs, max_model_len, block_size, max_tokens=local.max_tokens)

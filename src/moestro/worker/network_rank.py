@@ -68,9 +68,8 @@ def build_network_rank(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple
 
 
 def _build_preemptive(spec: LaunchSpec, on_phase: OnPhase) -> tuple[Rank, ModelInfo]:
-    device, info = open_staged_device(
-        spec.model, spec.scheduler.max_num_batched_tokens, on_phase, local_rank_of(spec, num_classes=2)
-    )
+    local = replace(local_rank_of(spec, num_classes=2), records_steps=True)
+    device, info = open_staged_device(spec.model, spec.scheduler.max_num_batched_tokens, on_phase, local)
     rank = make_preemptive_rank(spec, device, info, launch_ahead=1 if device.works_when_polled else 2)
     device.network.on_exchanged = rank.forget_cache
     return rank, info
@@ -106,7 +105,8 @@ def load_network_part(spec: LaunchSpec, sizes: WorkerSizes, on_phase: OnPhase) -
         expert_device, info = open_expert_device(spec.model, share, on_phase, spec.rank)
         return _part(expert_device, info, None, spec)
     max_tokens = spec.scheduler.max_num_batched_tokens
-    home_device, info = open_staged_device(spec.model, max_tokens, on_phase, local_rank_of(spec, num_classes=2), share)
+    local = replace(local_rank_of(spec, num_classes=2), records_steps=True)
+    home_device, info = open_staged_device(spec.model, max_tokens, on_phase, local, share)
     return _part(home_device, info, info, spec)
 
 

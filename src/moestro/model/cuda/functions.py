@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from moestro.model.attention import AttentionForm
@@ -23,10 +24,11 @@ from moestro.model.cuda.tiles import (
     shared_bytes_of,
 )
 from moestro.model.cuda.units import StepUnits, Walk, WalkUnits, assemble, columns_of
+from moestro.model.float8 import Block, Float8Weight
 from moestro.model.step import PagedStep
 from moestro.model.upload import upload, upload_all
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+KERNEL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}  # with their names in kernels
 _SPACING = 4  # int32 in 16 bytes
 _MOST_ROWS = 1 << 17  # rows of a step whose number is kept on the device
 _MOST_PROGRAMS = 512  # of an attention, for each group of heads; each takes every so many-th item
@@ -39,6 +41,19 @@ class Product(NamedTuple):
 
     numbers: Tensor
     segments: int
+
+
+def _stored(weight: Tensor | Float8Weight, inputs: Tensor) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """Numbers and scales of a weight, and the launch's arguments on their blocks. `inputs` stand for no scales."""
+    if isinstance(weight, Float8Weight):
+        return weight.numbers, weight.scales, block_options(weight.block)
+    return weight, inputs, block_options(None)
+
+
+def block_options(block: Block | None) -> dict[str, int]:
+    """Arguments of a launch on the blocks of its weights. None means that they have no scales."""
+    height, width = block or (0, 0)
+    return {"HEIGHT": height, "WIDTH": width}
 
 
 def power_of_two(size: int) -> int:
@@ -112,7 +127,7 @@ class CudaKernels:
             return upload(np.array([number], np.int32), self.device)
         return self._numbers[number * _SPACING : number * _SPACING + 1]
 
-    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, inputs: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None = None) -> Tensor:
         """Compute `functional.linear`. `inputs`: [..., in]."""
         flat = inputs.reshape(-1, inputs.shape[-1])
         product = self.product(flat, weight, bias, as_segments=False)
@@ -121,7 +136,7 @@ class CudaKernels:
     def product(
         self,
         inputs: Tensor,
-        weight: Tensor,
+        weight: Tensor | Float8Weight,
         bias: Tensor | None = None,
         *,
         as_segments: bool = True,
@@ -140,11 +155,12 @@ class CudaKernels:
         out = inputs.new_empty(shape, dtype=dtype or self.dtype if is_whole else torch.float32)
         inputs = inputs if inputs.stride(1) == 1 else inputs.contiguous()
         grid = (-(-num_out // tile.outs), -(-num_rows // tile.tokens), 1 if is_whole else segments)
+        numbers, scales, blocks = _stored(weight, inputs)
         launch(
-            products.linear, grid, inputs, weight, weight if bias is None else bias, out, self.count_of(inputs),
-            inputs.stride(0), weight.stride(0), num_rows * num_out, 0,
+            products.linear, grid, inputs, numbers, inputs if bias is None else bias, out, self.count_of(inputs),
+            inputs.stride(0), numbers.stride(0), num_rows * num_out, 0, scales, **blocks,
             OUT=num_out, IN=num_in, SEGMENTS=segments, IS_WHOLE=is_whole, HAS_BIAS=bias is not None, HAS_HEADS=False,
-            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth, **tile.launch_options,
+            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth_of(num_in // segments), **tile.launch_options,
         )  # fmt: skip
         return Product(out, 1 if is_whole else segments)
 
@@ -157,9 +173,9 @@ class CudaKernels:
         grid = (-(-num_out // tile.outs), -(-num_rows // tile.tokens), num_heads)
         launch(
             products.linear, grid, inputs, weights, weights, out, self.count_of(inputs[0, 0]), inputs.stride(2),
-            weights.stride(1), num_rows * num_out, inputs.stride(1),
+            weights.stride(1), num_rows * num_out, inputs.stride(1), inputs, **block_options(None),
             OUT=num_out, IN=num_in, SEGMENTS=1, IS_WHOLE=True, HAS_BIAS=False, HAS_HEADS=True,
-            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth, **tile.launch_options,
+            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth_of(num_in), **tile.launch_options,
         )  # fmt: skip
         return out
 
@@ -247,16 +263,15 @@ class CudaKernels:
         num_rows, num_experts = logits.numbers.shape[-2:]
         ids = torch.empty(num_rows, gate.num_chosen, dtype=torch.int64, device=self.device)
         weights = torch.empty(num_rows, gate.num_chosen, dtype=torch.float32, device=self.device)
-        # A tensor of the gate's dtype where there is no bias: the kernel rounds logits to it.
-        bias = ids.new_empty(0, dtype=gate.dtype) if gate.bias is None else gate.bias
+        bias, correction = (weights if each is None else each for each in (gate.bias, gate.correction))
         launch(
-            rows.choose, (num_rows,), logits.numbers, bias, weights if gate.correction is None else gate.correction,
-            ids, weights, self.count_of(ids), num_rows * num_experts, gate.factor,
+            rows.choose, (num_rows,), logits.numbers, bias, correction, ids, weights, self.count_of(ids),
+            num_rows * num_experts, gate.factor,
             EXPERTS=num_experts, BINS=power_of_two(num_experts), CHOSEN=gate.num_chosen,
             WIDE=power_of_two(gate.num_chosen), SEGMENTS=logits.segments, HAS_BIAS=gate.bias is not None,
             IS_SIGMOID=gate.is_sigmoid, HAS_CORRECTION=gate.correction is not None, NORMALIZES=gate.normalizes,
             GROUPS=gate.num_groups, WIDE_GROUPS=power_of_two(gate.num_groups), KEPT_GROUPS=gate.num_kept_groups,
-            num_warps=1,
+            KIND=KERNEL_DTYPES[gate.dtype], num_warps=1,
         )  # fmt: skip
         return ids, weights
 

@@ -17,6 +17,7 @@ MOST_PARTS_ROWS = 128  # rows up to which the segments of a product have program
 
 _SEGMENT_PROGRAMS = 132  # one for each multiprocessor of an H100
 _LEAST_SEGMENT = 128  # numbers of k
+_LEAST_DEPTH = 16  # of a matrix instruction
 # Shared memory of a program by compute capability; GPUs of desks have the least.
 _SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 _LEAST_SHARED_KIB = 99
@@ -24,18 +25,30 @@ _LEAST_SHARED_KIB = 99
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile of a product: rows, outputs, and numbers of k that are loaded at once, on so many warps and stages."""
+    """A tile of a product: rows, outputs, and numbers of k that are loaded at once, on so many warps and stages.
+
+    `tail`: rows of the narrower tile that an expert's last rows get if they fit; 0 means no such tile.
+    """
 
     tokens: int
     outs: int
     depth: int
     num_warps: int
     num_stages: int
+    tail: int = 0
 
     @property
     def launch_options(self) -> dict[str, int]:
         """Options of a launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def depth_of(self, length: int) -> int:
+        """Numbers of k that are loaded at once where the sum is over so many: at least two loads make the sum.
+
+        The compiler joins a product of one load with the number that is added to it, in another order.
+        """
+        half = -(-length // 2)
+        return min(self.depth, max(1 << (half - 1).bit_length(), _LEAST_DEPTH))
 
     def within(self, shared_bytes: int, num_weights: int) -> Tile:
         """Return the tile with as many stages as fit, each of which loads rows and so many weights of two bytes."""
@@ -53,8 +66,8 @@ _DENSE = (
 _EXPERTS = (
     (16, Tile(16, 64, 128, 4, 4)),
     (32, Tile(32, 64, 64, 4, 5)),
-    (64, Tile(64, 64, 64, 4, 3)),
-    (0, Tile(128, 128, 64, 8, 3)),
+    (64, Tile(64, 64, 64, 4, 3, tail=16)),
+    (0, Tile(128, 128, 64, 8, 3, tail=32)),
 )
 _MOST_STAGED_BYTES = 2048  # of a key, of which two tiles fit the shared memory
 _FEW_QUERIES = 8  # of a step: the programs of attention do not fill the device, and each should be fast

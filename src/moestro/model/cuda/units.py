@@ -60,7 +60,7 @@ class WalkPlan:
     merges: Int32s
 
 
-def plan_walk(walk: Walk, num_new: Int64s, length: Int64s, table: Int64s, *, can_be_wide: bool = True) -> WalkPlan:
+def plan_walk(walk: Walk, num_new: Int64s, length: Int64s, table: Int64s) -> WalkPlan:
     """Plan a step.
 
     Args:
@@ -68,12 +68,11 @@ def plan_walk(walk: Walk, num_new: Int64s, length: Int64s, table: Int64s, *, can
         num_new: int64[units], tokens of the step.
         length: int64[units], tokens of the sequence, those of the step included.
         table: int64[units], where the unit's block table begins.
-        can_be_wide: Whether chunks get their own tiles.
     """
     unit = np.arange(len(num_new))
     oldest = np.zeros_like(length) if walk.window is None else np.maximum(length - walk.window, 0)
     first_split, end_split = oldest // SPLIT, -(-length // SPLIT)
-    is_wide = (num_new >= WIDE_QUERIES) & can_be_wide
+    is_wide = num_new >= WIDE_QUERIES
     is_split = (num_new == 1) & (end_split - first_split > 1)
     split_units = unit[is_split]
     num_splits = (end_split - first_split)[is_split]
@@ -136,7 +135,7 @@ class StepUnits:
     walks: dict[Walk, WalkUnits]
 
 
-def columns_of(step: PagedStep, walks: Sequence[Walk], *, can_be_wide: bool = True) -> Iterator[Int32s]:
+def columns_of(step: PagedStep, walks: Sequence[Walk]) -> Iterator[Int32s]:
     """Yield the arrays of `StepUnits` in order: number of rows, rows, lengths, then those of each walk, and tables."""
     tables = step.units.block_tables
     table = np.arange(len(tables)) * tables.shape[1]
@@ -144,7 +143,7 @@ def columns_of(step: PagedStep, walks: Sequence[Walk], *, can_be_wide: bool = Tr
     yield np.concatenate([np.zeros(1, np.int32), step.end_row_of.astype(np.int32)])
     yield step.length_of.astype(np.int32)
     for walk in walks:
-        plan = plan_walk(walk, step.num_tokens_of, step.length_of, table, can_be_wide=can_be_wide)
+        plan = plan_walk(walk, step.num_tokens_of, step.length_of, table)
         yield np.array([len(plan.narrow), len(plan.wide), len(plan.merges)], np.int32)
         yield from (plan.narrow, plan.wide, plan.merges)
     yield np.ascontiguousarray(tables, np.int32)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moestro.model.cuda.source.addresses import find
+from moestro.model.cuda.source.ahead import wait
+
 
 @triton.jit
 def _read(source, at, part_stride, known, SEGMENTS: tl.constexpr, kind: tl.constexpr):
@@ -24,20 +27,22 @@ def _read(source, at, part_stride, known, SEGMENTS: tl.constexpr, kind: tl.const
 def add_norm(
     stream, update, weight, out_stream, out_normed, num_rows, part_stride, epsilon,
     SIZE: tl.constexpr, WIDE: tl.constexpr, HAS_UPDATE: tl.constexpr, SEGMENTS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out_stream = stream + update; out_normed = its RMS norm. `update`: a product [rows, SIZE], or its segments."""
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    if row >= tl.load(num_rows):
-        return
     known = c < SIZE
     kind: tl.constexpr = out_normed.dtype.element_ty
+    count, w = tl.load(num_rows), tl.load(find(weight, kind) + c, known, 0.0).to(tl.float32)
+    wait(AHEAD)
+    if row >= count:
+        return
     at = row * SIZE + c
     x = tl.load(stream + at, known, 0.0).to(tl.float32)
     if HAS_UPDATE:
         x = (x + _read(update, at, part_stride, known, SEGMENTS, kind)).to(kind).to(tl.float32)
         tl.store(out_stream + at, x.to(kind), known)
     normed = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + epsilon))
-    w = tl.load(weight + c, known, 0.0).to(tl.float32)
     tl.store(out_normed + at, (normed.to(kind).to(tl.float32) * w).to(kind), known)
 
 
@@ -45,7 +50,7 @@ def add_norm(
 def heads(
     qkv, cos, sin, q_weight, k_weight, query, keys, values, slots, num_rows, part_stride, angle_stride, epsilon,
     HEADS_Q: tl.constexpr, HEADS_KV: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, HAS_NORM: tl.constexpr, SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr, HAS_NORM: tl.constexpr, SEGMENTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate a query or key head of ROWS rows, or store a value head. K and V go to the rows' slots.
 
@@ -61,29 +66,32 @@ def heads(
     i = tl.arange(0, WIDE)[None, :]
     known = (i < HALF) & is_row[:, None]
     wide_row = row.to(tl.int64)[:, None]
+    slot = tl.load(slots + row, is_row, 0)[:, None]
+    c = tl.load(cos + wide_row * angle_stride + i, known, 0.0).to(tl.float32)
+    s = tl.load(sin + wide_row * angle_stride + i, known, 0.0).to(tl.float32)
+    if HAS_NORM:
+        w = find(q_weight, kind) if head < HEADS_Q else find(k_weight, kind)
+        first_w = tl.load(w + i, i < HALF, 0.0).to(tl.float32)
+        second_w = tl.load(w + HALF + i, i < HALF, 0.0).to(tl.float32)
+    wait(AHEAD)
     at = wide_row * ((HEADS_Q + 2 * HEADS_KV) * SIZE) + head * SIZE + i
     x = _read(qkv, at, part_stride, known, SEGMENTS, kind)
     y = _read(qkv, at + HALF, part_stride, known, SEGMENTS, kind)
-    slot = tl.load(slots + row, is_row, 0)[:, None]
     if head >= HEADS_Q + HEADS_KV:
-        place = values + (slot * HEADS_KV + head - HEADS_Q - HEADS_KV) * SIZE + i
+        place = find(values, kind) + (slot * HEADS_KV + head - HEADS_Q - HEADS_KV) * SIZE + i
         tl.store(place, x.to(kind), known)
         tl.store(place + HALF, y.to(kind), known)
     else:
         if HAS_NORM:
             scale = 1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / SIZE + epsilon)
-            w = q_weight if head < HEADS_Q else k_weight
-            first_w, second_w = tl.load(w + i, i < HALF, 0.0), tl.load(w + HALF + i, i < HALF, 0.0)
-            x = ((x * scale[:, None]).to(kind).to(tl.float32) * first_w.to(tl.float32)).to(kind).to(tl.float32)
-            y = ((y * scale[:, None]).to(kind).to(tl.float32) * second_w.to(tl.float32)).to(kind).to(tl.float32)
-        c = tl.load(cos + wide_row * angle_stride + i, known, 0.0).to(tl.float32)
-        s = tl.load(sin + wide_row * angle_stride + i, known, 0.0).to(tl.float32)
+            x = ((x * scale[:, None]).to(kind).to(tl.float32) * first_w).to(kind).to(tl.float32)
+            y = ((y * scale[:, None]).to(kind).to(tl.float32) * second_w).to(kind).to(tl.float32)
         first = ((x * c).to(kind).to(tl.float32) + (-y * s).to(kind).to(tl.float32)).to(kind)
         second = ((y * c).to(kind).to(tl.float32) + (x * s).to(kind).to(tl.float32)).to(kind)
         if head < HEADS_Q:
             place = query + (wide_row * HEADS_Q + head) * SIZE + i
         else:
-            place = keys + (slot * HEADS_KV + head - HEADS_Q) * SIZE + i
+            place = find(keys, kind) + (slot * HEADS_KV + head - HEADS_Q) * SIZE + i
         tl.store(place, first, known)
         tl.store(place + HALF, second, known)
 
@@ -116,7 +124,8 @@ def choose(
     logits, bias, correction, ids, weights, num_rows, part_stride, factor,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, CHOSEN: tl.constexpr, WIDE: tl.constexpr, SEGMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_SIGMOID: tl.constexpr, HAS_CORRECTION: tl.constexpr, NORMALIZES: tl.constexpr,
-    GROUPS: tl.constexpr, WIDE_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, WIDE_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, KIND: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Choose the CHOSEN likeliest experts, the lowest of equal ids, and weigh them.
 
@@ -128,16 +137,18 @@ def choose(
         factor: Factor of all weights.
         IS_SIGMOID: Scores are sigmoids instead of a softmax. NORMALIZES: The weights of a row sum up to `factor`.
         KEPT_GROUPS: Of GROUPS equal groups of experts, those that a row may choose from.
+        KIND: Type to which logits and weights are rounded.
     """
-    token = tl.program_id(0).to(tl.int64)
-    if token >= tl.load(num_rows):
+    token, count = tl.program_id(0).to(tl.int64), tl.load(num_rows)
+    wait(AHEAD)
+    if token >= count:
         return
-    kind: tl.constexpr = bias.dtype.element_ty
+    kind: tl.constexpr = KIND
     e, j = tl.arange(0, BINS), tl.arange(0, WIDE)
     known = e < EXPERTS
     x = _read(logits, token * EXPERTS + e, part_stride, known, SEGMENTS, kind)
     if HAS_BIAS:
-        x = (x + tl.load(bias + e, known, 0.0).to(tl.float32)).to(kind).to(tl.float32)
+        x = (x + tl.load(find(bias, kind) + e, known, 0.0).to(tl.float32)).to(kind).to(tl.float32)
     if IS_SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-x))
     else:
@@ -146,7 +157,7 @@ def choose(
         score = score / tl.sum(score, 0)
     left = score
     if HAS_CORRECTION:
-        left = score + tl.load(correction + e, known, 0.0)
+        left = score + tl.load(find(correction, tl.float32) + e, known, 0.0)
     left = tl.where(known & (left == left), left, float("-inf"))
     if GROUPS > 1:
         left = tl.where(_keep_groups(left, EXPERTS, BINS, GROUPS, WIDE_GROUPS, KEPT_GROUPS), left, float("-inf"))
@@ -171,10 +182,13 @@ def choose(
 def add_answers(
     answers, ids, weights, stream, out, num_rows, id_stride,
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, HAS_STREAM: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out[row] = sum of weight * answer in float32, in ascending expert id, rounded; plus `stream` if there is one."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    if row >= tl.load(num_rows):
+    count = tl.load(num_rows)
+    wait(AHEAD)
+    if row >= count:
         return
     kind: tl.constexpr = out.dtype.element_ty
     j, known = tl.arange(0, WIDE), column < HIDDEN
