@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
+from moestro.core.expert_table import EMPTY
 from moestro.model.attention import ATTENTION_FORM, OWN_ATTENTION, AttentionForm, Scoring, attend_paged
 from moestro.model.cuda.experts import CudaExperts, ExpertWeightTable
 from moestro.model.cuda.front import CudaFront
 from moestro.model.cuda.functions import CudaKernels, GateForm, Norm
 from moestro.model.cuda.units import Walk
-from moestro.model.experts import PackedExperts, Routing, is_experts, retag, run_each, tag_of, weights_of
+from moestro.model.experts import ExpertLayer, PackedExperts, Routing, is_experts, retag, run_each, tag_of, weights_of
 from moestro.model.float8 import BLOCK, Float8Linear
 from moestro.model.kernels.matching import MISFITS as _MODULE_MISFITS
 from moestro.model.kernels.matching import NUM_CHECK_ROWS, is_close, random_rows
@@ -329,13 +330,15 @@ def exchange_experts(module: nn.Module, kernels: CudaKernels) -> bool:
     if is_relaid and tag.logical_of is not None:
         return False  # experts that move are read and written in the layout of the module
     table = _relay(experts)
+    if not len(table.up):
+        return True  # a worker without experts has nothing to compute
     own = CudaExperts(kernels, table)
     rows = _rows_for(kernels, table.hidden)
-    counts = torch.zeros(len(table.up), dtype=torch.int64)
-    counts[0] = len(rows)
+    counts, slot = torch.zeros(len(table.up), dtype=torch.int64), _filled_slot(tag)
+    counts[slot] = len(rows)
     found = torch.empty_like(rows)
     try:
-        own.answers([(0, len(rows))], rows, found)
+        own.answers([(slot, len(rows))], rows, found)
         is_right = is_close(found, run_each(experts, rows, counts))
     except MISFITS:
         is_right = False
@@ -346,6 +349,11 @@ def exchange_experts(module: nn.Module, kernels: CudaKernels) -> bool:
             weight.data = weight.data.new_empty(0)
     retag(module, in_place=own)
     return True
+
+
+def _filled_slot(tag: ExpertLayer) -> int:
+    """Return a slot that has an expert, whose weights are not all zero; 0 if none has."""
+    return 0 if tag.logical_of is None else int((tag.logical_of != EMPTY).argmax())
 
 
 def _clamp_of(experts: Any) -> tuple[float, float] | None:
