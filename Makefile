@@ -37,7 +37,8 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The oldest transformers that pyproject.toml allows, beside the one installed; the tests of the model room run on both.
+# The oldest transformers that pyproject.toml allows, beside the one installed. Tests with the marker
+# `transformers` run on both.
 $(OLDEST): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --target $@ transformers==$(lastword $(subst -, ,$@))
 	@touch $@
@@ -52,7 +53,7 @@ $(TRITON): $(INSTALLED)
 test: lint $(OLDEST) $(TRITON)
 	$(BIN)/pytest $(PARALLEL)
 	PYTHONPATH=$(TRITON) $(BIN)/pytest $(PARALLEL) tests/cuda
-	PYTHONPATH=$(OLDEST) $(BIN)/pytest $(PARALLEL) tests/parity tests/model
+	PYTHONPATH=$(OLDEST) $(BIN)/pytest $(PARALLEL) -m 'transformers and not slow' tests/parity tests/model
 
 test-fast: lint
 	$(BIN)/pytest $(PARALLEL) $(FAST:%=tests/%) $(FAST_SKIP:%=--ignore=tests/%)

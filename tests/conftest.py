@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from support import triton_interpreter
+from support.forker import start_forker
 from support.running import FAKE, REAL, Running, free_port
 
 import moestro
@@ -31,10 +32,17 @@ os.environ.pop("COLUMNS", None)
 # Each run draws the same histories, however busy the machine is; --hypothesis-profile=explore draws others.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
+# The counts of the laws before they were cut to those that find the planted faults (`support/examples.py`).
+settings.register_profile("thorough", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
 # What the imports of all tests create stays: the collector would look through a million objects again and again.
 gc.disable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # a worker of pytest-xdist uses the forker of the process that started it
+        config.add_cleanup(start_forker())
 
 
 def pytest_collection_finish() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import num_examples
 from support.policy_text import policy_text
 
 from moestro.core.clock import FOREVER_NS
@@ -179,7 +180,7 @@ def run_twins(rng, limits: SchedulerSettings) -> int:
     return jumped
 
 
-@settings(max_examples=120)
+@settings(max_examples=num_examples(50, thorough=120))
 @given(
     seed=st.integers(0, 2**32),
     block_size=st.sampled_from([4, 8]),

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import num_examples
 from support.fake_device import VOCAB_SIZE, make_request
 from support.plain_grammar import backend
 
@@ -172,7 +173,7 @@ def run_twins(seed: int, batch: str = "decode_first", **bounds: int | None) -> T
     return twins
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(25, thorough=60))
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(20, 80),

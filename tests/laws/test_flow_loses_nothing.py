@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.examples import num_examples
 from support.fake_device import make_request
 from support.fake_stages import VOCAB, FakeStages, expected_tokens, make_shape
 from support.step_policies import ADVERSARIES, STEP_TEXTS, Random
@@ -148,7 +149,7 @@ def make_rank(
     return build_preemptive_rank(bounds, device, policy, ahead, passes_decodes=passes_decodes), device
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(12, thorough=40))
 # Found here: an attention was runnable for a class none of whose units fitted, since one of the other class did.
 @example(
     seed=1,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import num_examples
 from support.fake_device import make_request
 from support.fake_group import IS_SPARSE, NUM_EXPERTS, FakeGroup, random_table
 from support.fake_stages import VOCAB, expected_tokens, make_shape
@@ -45,7 +46,7 @@ def random_requests(rng: np.random.Generator, num: int) -> list:
 SHAPE = make_shape(8, num_chosen=3)
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(15, thorough=40))
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(list(POLICIES)),
@@ -110,7 +111,7 @@ def test_credits_never_deadlock_over_many_events(monkeypatch):
 
     monkeypatch.setattr(FlowCore, "on_event", counting)
     rng = np.random.default_rng(5)
-    while num_events < 100_000:
+    while num_events < num_examples(20_000, thorough=100_000):
         num_homes, num_others = int(rng.integers(1, 4)), int(rng.integers(0, 3))
         holders = list(range(0 if rng.random() < 0.7 or not num_others else num_homes, num_homes + num_others))
         table = random_table(rng, num_homes + num_others, holders, int(rng.integers(0, 5)))

@@ -8,6 +8,7 @@ import contextlib
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from support.examples import num_examples
 from support.fake_stages import expected_tokens, make_shape
 from support.linked_group import serve
 from support.migrating_group import Memory, MigratingGroup, random_requests, rows_of, run_at_once
@@ -113,7 +114,7 @@ def settle(group: MigratingGroup) -> None:
     assert rows_of(group.migration.table) == rows_of(target)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(num_examples(2, thorough=4)))
 @pytest.mark.parametrize(
     ("colocated", "death_rate", "cancel_rate"),
     [(False, 0.0, 0.0), (False, 0.01, 0.01), (True, 0.0, 0.01)],

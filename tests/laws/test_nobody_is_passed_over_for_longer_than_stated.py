@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import num_examples
 from support.fake_device import KvDevice, make_request
 from support.fake_stages import FakeStages, make_shape
 from support.policy_text import policy_text
@@ -83,7 +84,7 @@ def scheduler_of(name, order_settings, **more):
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=num_examples(30, thorough=100))
 @given(
     name=st.sampled_from(sorted(BOUNDED)),
     seed=st.integers(0, 2**32),
@@ -98,7 +99,7 @@ def test_who_arrives_later_by_the_bound_never_enters_before(name, seed, num_bloc
     assert longest_passing_ns(scheduler, np.random.default_rng(seed), 40) < bound_ns
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(12, thorough=40))
 @given(
     name=st.sampled_from(sorted(BOUNDED)),
     seed=st.integers(0, 2**32),

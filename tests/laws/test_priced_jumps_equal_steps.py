@@ -10,6 +10,7 @@ from hashlib import blake2b
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import num_examples
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.hashing import HASH_BYTES, split_hashes
@@ -171,7 +172,7 @@ def outcome(world: World) -> dict:
     }
 
 
-@settings(max_examples=150)
+@settings(max_examples=num_examples(60, thorough=150))
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(14, 40),

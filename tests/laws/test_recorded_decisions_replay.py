@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws.test_schedule_never_changes_tokens import BLOCK_SIZE, POLICIES, random_requests, serve
+from support.examples import num_examples
 from support.fake_device import KvDevice
 from support.policy_text import policy_text
 
@@ -66,7 +67,7 @@ def as_read(events) -> list[SchedulingEvent]:
     return msgspec.json.decode(msgspec.json.encode(events), type=list[SchedulingEvent])
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(15, thorough=40))
 @given(
     seed=st.integers(0, 2**32), policies=st.sampled_from(POLICIES), host=st.sampled_from([0, 10]), ahead=st.booleans()
 )
@@ -81,7 +82,7 @@ def test_recorded_decisions_are_made_again_and_nothing_else_changes(seed, polici
     assert isinstance(events[0], PoliciesStarted)
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(10, thorough=25))
 @given(seed=st.integers(0, 2**32), policies=st.sampled_from(POLICIES), ahead=st.booleans())
 def test_each_request_queues_then_is_admitted_then_leaves(seed, policies, ahead):
     _, events, _ = history(seed, policies, runs_ahead=ahead)

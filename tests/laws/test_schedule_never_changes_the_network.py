@@ -7,6 +7,7 @@ import pytest
 import torch
 from parity import drive, tiny
 from support import plain_sampling
+from support.examples import num_examples
 from support.fake_device import make_request
 from support.plain_grammar import backend, random_grammar
 from support.plain_sampling import random_wishes
@@ -112,7 +113,7 @@ def oracle_prompt_logprobs(oracle, request):
     return [float(logprobs[i, token]) for i, token in enumerate(tokens[1:])]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(num_examples(2, thorough=5)))
 def test_every_history_gives_the_tokens_of_transformers(networks, seed):
     ours, oracle = networks
     rng = np.random.default_rng(seed)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import num_examples
 from support.fake_device import (
     VOCAB_SIZE,
     KvDevice,
@@ -113,7 +114,7 @@ def with_clients(requests: list, num_clients: int) -> list:
     return [msgspec.structs.replace(each, client=f"{i % num_clients}") for i, each in enumerate(requests)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=num_examples(40, thorough=100))
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 40),
@@ -163,7 +164,7 @@ def test_every_history_gives_the_oracles_tokens(
     assert rank.scheduler.pool.num_free == num_blocks, "a block leaked"
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(25, thorough=60))
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 40),
@@ -214,7 +215,7 @@ def next_piece(flights: list, rng: np.random.Generator):
     return result
 
 
-@settings(max_examples=50)
+@settings(max_examples=num_examples(20, thorough=50))
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 24),

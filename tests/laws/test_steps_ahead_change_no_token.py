@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws.test_schedule_never_changes_tokens import BLOCK_SIZE, POLICIES, random_requests, serve
+from support.examples import num_examples
 from support.fake_device import VOCAB_SIZE, KvDevice, expected_prompt_logprobs, expected_tokens, make_request
 from support.late_masks import LateMasks
 from support.plain_grammar import PATTERNS, backend, light
@@ -91,7 +92,7 @@ def ahead_rank(device: WatchedDevice, **bounds):
     return rank
 
 
-@settings(max_examples=80)
+@settings(max_examples=num_examples(30, thorough=80))
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 40),

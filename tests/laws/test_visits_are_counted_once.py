@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws.test_many_devices_lose_nothing import random_requests
+from support.examples import num_examples
 from support.fake_group import IS_SPARSE, FakeGroup, random_table
 from support.linked_group import serve
 from support.step_policies import Random
@@ -18,7 +19,7 @@ from moestro.engine.rank import recorder_of
 from moestro.model.expert_visits import ExpertVisitCounter
 
 
-@settings(max_examples=8)
+@settings(max_examples=num_examples(4, thorough=8))
 @given(
     seed=st.integers(0, 2**32),
     num_homes=st.integers(1, 3),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 import torch
 from support.exchange_peer import run_peer
+from support.loaded_processes import LOADED
 from torch import distributed
 
 from moestro.errors import GroupLostError
@@ -22,11 +21,10 @@ def place(worker: int, timeout_s: float) -> GroupPlace:
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_lost_worker_is_an_error_and_not_a_hang(ends, tmp_path):
     """An ended process is noticed at once, one that stands still after the time that was given."""
-    context = multiprocessing.get_context("spawn")
-    is_ready = context.Event()
+    is_ready = LOADED.Event()
     path = str(tmp_path / "store")
     arguments = (place(1, 30.0), path, is_ready)
-    peer = context.Process(target=run_peer, args=arguments, kwargs={"ends": ends}, daemon=True)
+    peer = LOADED.Process(target=run_peer, args=arguments, kwargs={"ends": ends}, daemon=True)
     peer.start()
     assert is_ready.wait(60)
     exchange = GroupExchange(place(0, 3600.0 if ends else 5.0), distributed.FileStore(path, 2), torch.device("cpu"))

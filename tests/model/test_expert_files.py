@@ -22,6 +22,8 @@ from moestro.model.settings import ModelSettings
 from moestro.model.slot_memory import TorchSlots
 from moestro.model.worker_share import WorkerShare
 
+pytestmark = pytest.mark.transformers
+
 CPU = torch.device("cpu")
 
 

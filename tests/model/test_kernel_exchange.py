@@ -42,6 +42,7 @@ def drive_network(network, seed: int):
     return drive.drive(drive.make_device(drive.recording(network)), prompts, 5, np.random.default_rng(seed))
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("name", own_kernels.SIZES)
 def test_a_family_computes_what_it_did_and_no_schedule_changes_a_bit(name, checkpoints):
     directory = checkpoints(name)
@@ -81,6 +82,7 @@ class Lookalike(nn.Module):
         return (wide * (1 + self.weight.float())).to(rows.dtype)
 
 
+@pytest.mark.transformers
 def test_a_lookalike_stays_as_it_is(checkpoints):
     network = tiny.load(checkpoints("qwen3_moe"), dtype="bfloat16")
     original = network.model.model.norm
@@ -96,6 +98,7 @@ def test_a_lookalike_stays_as_it_is(checkpoints):
     assert "forward" in network.model.model.layers[0].input_layernorm.__dict__
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("name", ["qwen3_moe-window", "qwen2_moe", "llama"])
 def test_a_layer_s_front_in_one_call_gives_the_bits_of_its_modules(name, checkpoints):
     network = own_kernels.use_own(tiny.load(checkpoints(name), dtype="bfloat16"))
@@ -108,6 +111,7 @@ def test_a_layer_s_front_in_one_call_gives_the_bits_of_its_modules(name, checkpo
             assert torch.equal(one.logits[position], other.logits[position])
 
 
+@pytest.mark.transformers
 def test_a_layer_that_computes_something_else_keeps_its_forward(checkpoints, monkeypatch):
     network = tiny.load(checkpoints("qwen3_moe"), dtype="bfloat16")
     layer = network.model.model.layers[1]
@@ -126,6 +130,7 @@ def gate_by_tanh(module: nn.Module, inner: torch.Tensor) -> torch.Tensor:
     return torch.tanh(gate) * up
 
 
+@pytest.mark.transformers
 def test_experts_with_another_activation_use_only_the_products(checkpoints, monkeypatch):
     network = tiny.load(checkpoints("qwen3_moe"), dtype="bfloat16")
     module = network.experts[1][1]
@@ -136,6 +141,7 @@ def test_experts_with_another_activation_use_only_the_products(checkpoints, monk
     assert network.is_batch_invariant
 
 
+@pytest.mark.transformers
 def test_a_gate_keeps_its_module_and_its_weight(checkpoints):
     network = tiny.load(checkpoints("qwen3_moe"), dtype="bfloat16")
     gate = network.model.model.layers[0].mlp.gate

@@ -14,6 +14,8 @@ from moestro.model.check import check_against_reference
 from moestro.model.device import open_device
 from moestro.model.latent import compress_attention
 
+pytestmark = pytest.mark.transformers
+
 BLOCK_SIZE = 16
 PUBLISHED = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 # Published attentions around small layers: family, heads, layers, and bytes of KV a token in all of these in bfloat16.

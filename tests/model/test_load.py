@@ -17,6 +17,8 @@ from support.quantized_checkpoints import fp8_twins, mxfp4_twins
 from moestro.errors import UnsupportedModelError
 from moestro.model.device import open_device
 
+pytestmark = pytest.mark.transformers
+
 
 def fp8_twins_with_partial_blocks(tmp_path):
     """A projection has 20 rows in blocks of 8, as DeepSeek-V3's of latents has 576 in blocks of 128."""

@@ -25,6 +25,8 @@ from moestro.model.device import open_device
 from moestro.model.load import read_config
 from moestro.model.staged_open import open_staged_device
 
+pytestmark = pytest.mark.transformers
+
 
 @pytest.fixture
 def directory(checkpoint, tmp_path):

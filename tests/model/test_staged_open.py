@@ -19,6 +19,8 @@ from moestro.model.experts import tag_of, weights_of
 from moestro.model.staged_open import open_staged_device
 from moestro.model.worker_share import WorkerShare
 
+pytestmark = pytest.mark.transformers
+
 BUDGET = 24
 LAYERS, EXPERTS = 3, 8  # of qwen3_moe
 

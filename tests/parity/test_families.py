@@ -12,6 +12,8 @@ from transformers.integrations.moe import ExpertsInterface
 from moestro.model.attention import PLAIN, paged_attention
 from moestro.model.experts import routed_experts
 
+pytestmark = pytest.mark.transformers
+
 NUM_NEW = 6
 WINDOWED = {"mixtral-window", "qwen2-window", "qwen3_moe-window", "gpt_oss"}
 

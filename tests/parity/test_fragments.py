@@ -102,6 +102,7 @@ def difference(found: StepResult, expected: StepResult) -> float:
     return max(abs(a.logprob - b.logprob) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_a_family_in_random_fragments_computes_what_whole_steps_compute(name, checkpoint):
     network = tiny.load(checkpoint(name), dtype="float64")

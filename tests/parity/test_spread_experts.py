@@ -38,6 +38,7 @@ class Loopback:
         return rows.clone()
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_slots_in_any_order_change_no_bit(name, dtype, checkpoint):
@@ -66,6 +67,7 @@ def test_a_cut_network_refuses_to_run_alone(checkpoint):
         drive.run(device, drive.make_units([(0, [7, 8])], np.zeros((1, 1))))
 
 
+@pytest.mark.transformers
 def test_dropped_experts_free_their_memory(checkpoint):
     network = tiny.load(checkpoint("mixtral"))
     table = spread_evenly(network.num_layers, network.num_experts, [0, 1, 2], 3)

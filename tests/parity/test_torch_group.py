@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import msgspec
@@ -64,8 +65,12 @@ def fused(checkpoint):
     return generate
 
 
-@pytest.mark.parametrize("shape", LAYOUTS)
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+# Each family under one layout, and a family of each kind of gate and attention under all.
+_IN_TURN = zip(tiny.FAMILIES, itertools.cycle(LAYOUTS), strict=False)
+SPREAD = sorted({*_IN_TURN, *itertools.product(["qwen3_moe", "deepseek_v3", "gpt_oss"], LAYOUTS)})
+
+
+@pytest.mark.parametrize(("name", "shape"), SPREAD)
 def test_a_family_spread_over_workers_gives_the_tokens_of_the_whole_network(name, shape, checkpoint, fused):
     rng = np.random.default_rng(len(name))
     group = TorchGroup(rng, checkpoint(name), LAYOUTS[shape], POLICIES[shape], moods=(0.2, 0.01))
@@ -179,6 +184,7 @@ def test_experts_move_again_and_again_while_tokens_are_inside(dtype, checkpoint,
     assert mover.num_moves > 1
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_torch_s_default_dtype_changes_no_token(name, checkpoint, fused):
     """transformers sets it while it builds a layer that a thread reads, and it counts for all threads."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import MOESTRO, PATIENCE_S, Running, call_admin, complete, free_port, load, wait_until
+from support.running import PATIENCE_S, Running, call_admin, complete, free_port, load, wait_until
 
+from moestro.cli import main
 from moestro.workload.request_record import read_request_record
 
 ONE_EACH = ("--engines", "2", "--route-policy", "round_robin", "--max-num-seqs", "1")
@@ -43,7 +46,7 @@ def spread(real_command, tmp_path_factory) -> Iterator[tuple[Running, Path]]:
 
 @pytest.fixture(scope="module")
 def apart(real_command, tmp_path_factory) -> Iterator[tuple[Running, Path]]:
-    flags = ("--mode", "async", "--attention", "1", "--experts", "2", "--no-standby")
+    flags = ("--mode", "async", "--attention", "1", "--experts", "2")
     yield from started((*real_command, *flags), tmp_path_factory.mktemp("apart"))
 
 
@@ -57,7 +60,14 @@ def ask(server: Running, service_class: str, max_tokens: int, ids: list[str]) ->
 
 
 def moestro(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([MOESTRO, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    """Run a command in this process, which has loaded its libraries."""
+    status: int | str | None = 0
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
+        try:
+            main(arguments)
+        except SystemExit as end:
+            status = end.code
+    return subprocess.CompletedProcess(arguments, int(status or 0), output.getvalue(), errors.getvalue())
 
 
 def is_written(record: Path, request_id: str) -> bool:
@@ -133,14 +143,14 @@ def num_pairs(trace: dict[str, Any]) -> int:
 def test_explain_tells_which_experts_moved_while_a_request_ran(spread):
     server, record = spread
     ids: list[str] = []
-    asking = threading.Thread(target=ask, args=(server, "ls", 600, ids))
+    asking = threading.Thread(target=ask, args=(server, "ls", 300, ids))
     asking.start()
     wait_until(lambda: any(each["num_running"] for each in load(server)))
     swap_experts(server)
     asking.join(PATIENCE_S)
     wait_until(lambda: is_written(record, ids[0]))
     trace = call_admin(server, "GET", f"/admin/explain/{ids[0]}").json
-    assert num_pairs(trace) == (trace["usage"]["prompt_tokens"] + 600 - 1) * 2 * 7
+    assert num_pairs(trace) == (trace["usage"]["prompt_tokens"] + 300 - 1) * 2 * 7
     assert sum(change["num_moves"] for change in trace["moves"]) == 2 * 7, "two experts of each layer"
     assert len(trace["visits"][0]["visits"]) > 1, "before and after the moves"
     text = moestro("explain", ids[0], "--record", str(record)).stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from parity import drive, tiny
 from support.expert_tables import scatter
+from support.loaded_processes import LOADED
 from torch import distributed
 
 from moestro.core.expert_table import ExpertTable, spread_evenly
@@ -49,12 +49,11 @@ class Generated(NamedTuple):
 
 def run_group(tasks: list[Task], num_workers: int, store: Path) -> list[list[Generated]]:
     """[task][worker]. Each worker is a process. `store`: a file that does not exist yet."""
-    context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for worker in range(num_workers):
-        parent, child = context.Pipe()
+        parent, child = LOADED.Pipe()
         place = GroupPlace(worker=worker, num_workers=num_workers, timeout_s=_TIMEOUT_S)
-        process = context.Process(target=_run_worker, args=(place, str(store), tasks, child), daemon=True)
+        process = LOADED.Process(target=_run_worker, args=(place, str(store), tasks, child), daemon=True)
         process.start()
         child.close()  # so that a dead process ends `recv`
         pipes.append(parent)

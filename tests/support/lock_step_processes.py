@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import queue
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from support.fake_device import make_request
+from support.loaded_processes import LOADED
 from torch import distributed
 
 from moestro.core.expert_table import ExpertTable
@@ -56,11 +56,10 @@ def answers_alone(checkpoint: Path) -> dict[str, list[int]]:
 
 def answers_of_group(checkpoints: list[Path], directory: Path) -> Iterator[dict[str, list[int]]]:
     """Tokens of each request on a group of ranks, for one network after the other."""
-    context = multiprocessing.get_context("spawn")
-    outbox: Any = context.Queue()
-    inboxes = [context.Queue() for _ in PROMPTS]
+    outbox: Any = LOADED.Queue()
+    inboxes = [LOADED.Queue() for _ in PROMPTS]
     processes = [
-        context.Process(target=_run, args=(rank, checkpoints, directory, inbox, outbox), daemon=True)
+        LOADED.Process(target=_run, args=(rank, checkpoints, directory, inbox, outbox), daemon=True)
         for rank, inbox in enumerate(inboxes)
     ]
     for process in processes:

@@ -12,12 +12,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from support.forker import ForkedProgram
 
 from moestro.config.launch_spec import STANDBY
 
@@ -32,7 +33,8 @@ PATIENCE_S = 200.0
 class Running:
     """Starts `command` on a free port and waits until it serves. `directory` becomes its TMPDIR and holds its log.
 
-    `admin_port` is a free port for operators where the command names it.
+    `admin_port` is a free port for operators where the command names it. `forked` lets the server begin as a fork of a
+    process that has loaded the libraries; tests of the start itself want none.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Running:
         *,
         wait: bool = True,
         admin_port: int | None = None,
+        forked: bool = True,
     ) -> None:
         self.directory, self.admin_port = directory, admin_port
         if admin_port is not None:
@@ -49,9 +52,7 @@ class Running:
         self.log = directory / "log"
         environment = os.environ | {"TMPDIR": str(directory), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, "--port", "0"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
-            )
+            self.process = _start([*command, "--port", "0"], log.fileno(), environment, forked=forked)
         self.url = self._wait_until_ready() if wait else ""
 
     def _wait_until_ready(self) -> str:
@@ -112,6 +113,15 @@ class Running:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def _start(
+    command: Sequence[str], log: int, environment: Mapping[str, str], *, forked: bool
+) -> subprocess.Popen[bytes] | ForkedProgram:
+    if forked:
+        with contextlib.suppress(OSError):
+            return ForkedProgram(command, log, environment)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
 
 _RENDERER = "moestro.text.template_worker"

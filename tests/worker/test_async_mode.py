@@ -259,7 +259,7 @@ def test_copies_answer_for_a_stopped_worker_which_is_used_again_when_it_goes_on(
 
 @pytest.mark.parametrize("flags", [(), ("--no-standby",)], ids=["forked", "not forked"])
 def test_stopped_workers_do_not_outlive_an_api_server_that_was_killed(flags, tmp_path):
-    running = Running((*REAL, *PACED, *flags), tmp_path)
+    running = Running((*REAL, *PACED, *flags), tmp_path, forked=False)
     processes = [*running.ranks(), *running.standbys()]
     for each in processes:
         each.suspend()

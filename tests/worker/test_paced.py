@@ -62,7 +62,7 @@ def paced(request, tmp_path_factory):
     flags = ("--device", "paced:h20", "--paced-arithmetic", arithmetic, "--engines", "2", "--dtype", "float32")
     flags += ("--mode", mode)
     flags += ("--num-gpu-blocks-override", "2000")  # the demo network allocates them
-    server = Running((*REAL, *flags), tmp_path_factory.mktemp("paced"))
+    server = Running((*REAL, *flags), tmp_path_factory.mktemp("paced"), forked=arithmetic == "demo")
     server.arithmetic = arithmetic
     yield server
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
@@ -15,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from support.link_peer import ByteFrames, address_of, make_links, run_peer
+from support.loaded_processes import LOADED
 from support.running import wait_until
 
 from moestro.config.launch_spec import GroupSpec
@@ -371,10 +371,9 @@ def test_a_process_that_is_killed_during_a_receive_is_a_loss_and_leaves_nothing(
     monkeypatch.setattr(tensor_channel, "TRANSFER_S", 4.0)
     width = 24 << 20 if sends_tensors else 1000
     before = set(threading.enumerate())
-    context = multiprocessing.get_context("spawn")
-    has_announced = context.Event()
+    has_announced = LOADED.Event()
     arguments = (str(tmp_path), 0, width, has_announced)
-    peer = context.Process(target=run_peer, args=arguments, kwargs={"sends_tensors": sends_tensors}, daemon=True)
+    peer = LOADED.Process(target=run_peer, args=arguments, kwargs={"sends_tensors": sends_tensors}, daemon=True)
     with contextlib.closing(make_links(tmp_path, 0, 0, width)) as home:
         home.connect(1, address_of(tmp_path, 1, 0), 0)
         peer.start()

@@ -1,0 +1,94 @@
+"""Starts servers and routers as forks of one process that has loaded their libraries (`forker_process.py`).
+
+A server that loads torch and transformers for itself takes ten CPU seconds to start; a fork takes one. The ranks of a
+forked server are forks too, by way of the product's own processes on standby. All test processes of a session use the
+forker of the first one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from moestro.config.launch_spec import STANDBY
+
+ADDRESS = "MOESTRO_TEST_FORKER"  # variable of the environment: name of the forker's socket
+
+
+class ForkedProgram:
+    """A program that the forker runs in a fork; has the methods of `subprocess.Popen` that tests use.
+
+    Raises:
+        OSError: The program has to run in a process of its own, because there is no forker or it runs no such program.
+    """
+
+    def __init__(self, command: Sequence[str], log: int, environment: Mapping[str, str]) -> None:
+        self.args = tuple(command)
+        self.returncode: int | None = None
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(_address())
+        request = {"command": self.args, "environment": dict(environment), "directory": str(Path.cwd())}
+        socket.send_fds(self._socket, [json.dumps(request).encode()], [log])
+        answer = self._socket.recv(64)
+        if not answer:
+            raise OSError("the forker does not run this program")
+        self.pid = int(answer)
+
+    def __del__(self) -> None:
+        self._socket.close()
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._socket.settimeout(timeout)
+            try:
+                self.returncode = int(self._socket.recv(64))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
+            self._socket.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start_forker() -> Callable[[], None]:
+    """Start the forker, which loads libraries when a program first wants them; returns a function that ends it."""
+    if not sys.platform.startswith("linux"):
+        return lambda: None
+    os.environ[ADDRESS] = f"moestro-forker-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(_address())
+        listener.listen(64)
+        program = Path(__file__).with_name("forker_process.py")
+        # The last arguments give room for the names of ranks in `ps`, as in the product's process on standby; one more
+        # tells the forker from such a process.
+        process = subprocess.Popen([sys.executable, program, *STANDBY, "of-tests"], stdin=listener.fileno())
+
+    def end() -> None:
+        del os.environ[ADDRESS]
+        process.kill()
+        process.wait()
+
+    return end
+
+
+def _address() -> str:
+    """A name outside the file system; without a forker, one that cannot be connected to."""
+    return f"\0{os.environ.get(ADDRESS, 'no forker')}"

@@ -1,0 +1,195 @@
+"""The process that has loaded the libraries of servers and ranks, and forks them: `forker.py` starts it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moestro.config.linux_process import die_with_parent
+
+Program = Callable[[], NoReturn]
+
+_PYTHON, _MOESTRO = sys.executable, str(Path(sys.executable).with_name("moestro"))
+_SERVERS = ("moestro.cli", "moestro.server.server", "moestro.gateway.server", "moestro.worker.paced_worker")
+_NETWORKS = ("moestro.worker.network_rank", "moestro.worker.worker")
+# Variables that libraries read when they are loaded. A program that needs other values runs in a process of its own.
+_READ_ON_IMPORT = ("CUDA", "HF_", "LD_", "MKL", "OMP_", "PATH", "PYTHON", "RAY", "TORCH", "TRANSFORMERS", "TRITON")
+_MESSAGE_BYTES = 1 << 20
+_FORK_S = 60.0  # Time for a fork on the busiest machine; the product's own bound is for machines that serve.
+
+
+def main() -> Program:
+    """Fork a program for each request; returns, in each fork, what it runs."""
+    die_with_parent()
+    # What libraries create stays, and forks share its memory: the collector would write to all of it.
+    gc.disable()
+    given = _read_on_import(os.environ)
+    listener = socket.socket(fileno=os.dup(0))
+    running: dict[int, tuple[socket.socket, int]] = {}  # descriptor of a process -> socket of its test, process id
+    with selectors.DefaultSelector() as events:
+        events.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in events.select():
+                if key.fileobj is not listener:
+                    events.unregister(key.fileobj)
+                    _report_end(*running.pop(key.fd), key.fd)
+                    continue
+                client, _ = listener.accept()
+                message, descriptors, _, _ = socket.recv_fds(client, _MESSAGE_BYTES, 1)
+                request = json.loads(message)
+                if not _can_run(request["command"]) or _read_on_import(request["environment"]) != given:
+                    client.close()
+                    continue
+                _load(request["command"])
+                if (pid := os.fork()) == 0:
+                    return lambda: _run_request(request, descriptors[0])
+                os.close(descriptors[0])
+                client.send(str(pid).encode())
+                running[pidfd := os.pidfd_open(pid)] = client, pid
+                events.register(pidfd, selectors.EVENT_READ)
+
+
+def _report_end(client: socket.socket, pid: int, pidfd: int) -> None:
+    _, status = os.waitpid(pid, 0)
+    os.close(pidfd)
+    with contextlib.suppress(BrokenPipeError):  # the test has ended
+        client.send(str(os.waitstatus_to_exitcode(status)).encode())
+    client.close()
+
+
+def _can_run(command: Sequence[str]) -> bool:
+    program = command[0]
+    return program == _MOESTRO or (program == _PYTHON and command[1].endswith(".py"))
+
+
+def _read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_READ_ON_IMPORT)}
+
+
+def _serves(command: Sequence[str]) -> bool:
+    return command[0] == _PYTHON or command[1] == "serve"
+
+
+def _load(command: Sequence[str]) -> None:
+    """Load the libraries that a program and its ranks need, unless they are loaded."""
+    has_networks = _serves(command) and command[0] == _MOESTRO and "none" not in command
+    for name in (*_SERVERS, *(_NETWORKS if has_networks else ())):
+        importlib.import_module(name)
+    gc.freeze()
+
+
+# --- in a fork
+
+
+def _run_request(request: dict[str, Any], log: int) -> NoReturn:
+    devnull = os.open(os.devnull, os.O_RDWR)
+    for source, target in ((devnull, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.closerange(3, 1024)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    tempfile.tempdir = None  # that of the forker, if a library has looked for it
+    os.chdir(request["directory"])
+    command = request["command"]
+    if _serves(command):
+        _fork_ranks_too()
+    gc.enable()
+    _run(command[1:] if command[0] == _PYTHON else command)
+
+
+def _run(command: Sequence[str]) -> NoReturn:
+    """Run a Python program, given as after `python`, as the interpreter does."""
+    status: object = 0
+    try:
+        if command[0] == "-m":
+            sys.argv = list(command[1:])
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(command)
+            sys.path[0] = str(Path(command[0]).parent)
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+    # The interpreter would take seconds to unload torch's modules.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))
+
+
+def _fork_ranks_too() -> None:
+    """Give the server that this process will run a process on standby, which forks all of its ranks."""
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = os.getpid()
+    if (pid := os.fork()) == 0:
+        control.close()
+        _stand_by(theirs, server)
+    theirs.close()
+    control.settimeout(0)
+    _replace_launcher(pid, control)
+
+
+def _stand_by(control: socket.socket, server: int) -> NoReturn:
+    from moestro.worker.standby import fork_workers  # noqa: PLC0415 it is loaded when this runs
+
+    os.setsid()
+    die_with_parent()
+    message = control.recv(_MESSAGE_BYTES) if os.getppid() == server else b""
+    if not message:
+        os._exit(0)
+    command, environment = json.loads(message)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(control.fileno(), 0)
+    control.close()
+    if not fork_workers():
+        os._exit(0)
+    gc.enable()
+    _run(command[1:])
+
+
+def _replace_launcher(pid: int, control: socket.socket) -> None:
+    from moestro.server import server, standby  # noqa: PLC0415 they are loaded when this runs
+    from moestro.server.launcher import WORKER  # noqa: PLC0415
+    from moestro.server.local_launcher import LocalLauncher  # noqa: PLC0415
+    from moestro.server.local_process import ForkedProcess  # noqa: PLC0415
+
+    class ForkingLauncher(LocalLauncher):
+        """The launcher of modes with processes on standby, of which the first one is there already."""
+
+        def __init__(self, directory: Path, num_ranks: int, command: Sequence[str] = WORKER, **_: bool) -> None:
+            super().__init__(directory, num_ranks, command, has_standby=True)
+            control.send(json.dumps((command, dict(self._environment))).encode())
+
+        async def open(self) -> None:
+            await super().open()
+            process = ForkedProcess(pid, os.dup(control.fileno()), "", None)
+            self._standby._add(standby._Template(process, control, is_loaded=False))
+
+    standby._FORK_S = _FORK_S
+    server.LocalLauncher = ForkingLauncher
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # tests/support
+    main()()
