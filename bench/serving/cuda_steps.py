@@ -71,7 +71,7 @@ BLOCK_SIZE = 16
 DECODES, PREFILLS = ("1x1024", "8x1024", "32x1024", "128x1024"), (128, 512, 2048, 8192)
 PARTS = ("ceilings", "moestro", "profile", "transformers", "continuous batching", "own kernels")
 _WARM, _MOST_STEPS, _ENOUGH_S = 2, 20, 1.0  # steps of one repeat: as many as fit in the time, within the bounds
-_NUM_QUEUED, _NUM_OPERATIONS, _NUM_ALONE = 4, 12, 3
+_NUM_QUEUED, _NUM_OPERATIONS, _NUM_ALONE = 16, 12, 3  # steps that hide the launch of the first; of a profile; units
 _PATIENCE_S = 10.0  # for a part that ends because it took too long
 # Sizes for the ceilings, by kind of device: far above the caches of one, and bearable for the other.
 _COPIED_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}

@@ -32,7 +32,9 @@ FREE = {
 
 def exchanged(family: str, directory: Path, device: torch.device) -> Network:
     """A network of one layer, on own kernels."""
-    tiny.save_checkpoint(directory, tiny.make_config(family, num_hidden_layers=1))
+    kinds = getattr(tiny.make_config(family), "layer_types", None)
+    first = {} if kinds is None else {"layer_types": kinds[:1]}
+    tiny.save_checkpoint(directory, tiny.make_config(family, num_hidden_layers=1, **first))
     network = Network(tiny.load(directory).model.to(device))
     network.probe(16, 8)
     network.use_kernels(CudaExchange(CudaKernels(network.device, network.dtype)))

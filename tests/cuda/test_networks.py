@@ -23,7 +23,7 @@ def network_of(tmp_path, device, split, monkeypatch):
 
     def make(name: str) -> tuple[Network, object]:
         directory = tiny.save_checkpoint(tmp_path, tiny.make_config(name, **SIZES, **OWN_SIZES.get(name, {})))
-        network = tiny.load(directory, device=str(device))
+        network = tiny.load(directory, device=device.type)
         network.probe(drive.BLOCK_SIZE)
         network.use_kernels(CudaExchange(CudaKernels(network.device, network.dtype)))
         with torch.inference_mode():

@@ -145,18 +145,18 @@ class CudaExperts:
         inner, answers = (hidden.new_empty(num_pairs, size) for size in (weights.inner, weights.hidden))
         limit, alpha = weights.clamp or (0.0, 0.0)
         sizes = {"HIDDEN": weights.hidden, "INNER": weights.inner}
-        tiling = {"TOKENS": tile.tokens, "TAIL": tile.tail, "OUTS": tile.outs, "DEPTH": tile.depth}
-        tiling |= tile.launch_options
+        tiling = {"TOKENS": tile.tokens, "TAIL": tile.tail, "OUTS": tile.outs, **tile.launch_options}
         up_bias, down_bias = (answers if each is None else each for each in (weights.up_bias, weights.down_bias))
         launch(
             products.expert_up, (-(-weights.inner // tile.outs), tiles.most), hidden, self._up, up_bias, inner,
             tiles.pairs, tiles.table, hidden.stride(0), limit, alpha, **sizes, CHOSEN=num_chosen,
-            HAS_BIAS=weights.up_bias is not None, CLAMPED=weights.clamp is not None, **tiling,
+            HAS_BIAS=weights.up_bias is not None, CLAMPED=weights.clamp is not None,
+            DEPTH=tile.depth_of(weights.hidden), **tiling,
         )  # fmt: skip
         launch(
             products.expert_down, (-(-weights.hidden // tile.outs), tiles.most), inner, self._down, down_bias, answers,
             tiles.pairs, tiles.table, **sizes, SCATTERS=num_chosen > 0, HAS_BIAS=weights.down_bias is not None,
-            **tiling,
+            DEPTH=tile.depth_of(weights.inner), **tiling,
         )  # fmt: skip
         return answers
 

@@ -32,7 +32,6 @@ _SPACING = 4  # int32 in 16 bytes
 _MOST_ROWS = 1 << 17  # rows of a step whose number is kept on the device
 _MOST_PROGRAMS = 512  # of an attention, for each group of heads; each takes every so many-th item
 _ADD_COLUMNS = 256
-_FETCHED_BYTES = 64  # of a row of weights, or a multiple: 16 for each of its chunks
 _HEAD_ROWS = 4  # rows of a program of `heads`
 
 
@@ -146,8 +145,7 @@ class CudaKernels:
             products.linear, grid, inputs, weight, weight if bias is None else bias, out, self.count_of(inputs),
             inputs.stride(0), weight.stride(0), num_rows * num_out, 0,
             OUT=num_out, IN=num_in, SEGMENTS=segments, IS_WHOLE=is_whole, HAS_BIAS=bias is not None, HAS_HEADS=False,
-            FETCHES=_can_fetch(weight, num_in if is_whole else num_in // segments) and grid[1] == 1,
-            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth, **tile.launch_options,
+            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth_of(num_in // segments), **tile.launch_options,
         )  # fmt: skip
         return Product(out, 1 if is_whole else segments)
 
@@ -162,8 +160,7 @@ class CudaKernels:
             products.linear, grid, inputs, weights, weights, out, self.count_of(inputs[0, 0]), inputs.stride(2),
             weights.stride(1), num_rows * num_out, inputs.stride(1),
             OUT=num_out, IN=num_in, SEGMENTS=1, IS_WHOLE=True, HAS_BIAS=False, HAS_HEADS=True,
-            FETCHES=_can_fetch(weights, num_in) and grid[1] == 1,
-            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth, **tile.launch_options,
+            TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth_of(num_in), **tile.launch_options,
         )  # fmt: skip
         return out
 
@@ -262,12 +259,6 @@ class CudaKernels:
             KIND=KERNEL_DTYPES[gate.dtype], num_warps=1,
         )  # fmt: skip
         return ids, weights
-
-
-def _can_fetch(weight: Tensor, num_in: int) -> bool:
-    """Whether programs may fetch so many numbers of each row of a weight [..., out, in] ahead: `ahead.fetch`."""
-    size = weight.element_size()
-    return num_in * size % _FETCHED_BYTES == 0 and weight.stride(-2) * size % _FETCHED_BYTES == 0
 
 
 class GateForm(NamedTuple):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 Grid = tuple[int, ...]
 
 _FIRST_AHEAD = (9, 0)  # compute capability
+_ahead = False
 
 
 def launch(kernel: Any, grid: Grid, *args: Any, **options: Any) -> None:
@@ -26,12 +27,24 @@ def launch(kernel: Any, grid: Grid, *args: Any, **options: Any) -> None:
         args: Its arguments in order. Tensors stand for their addresses.
         options: Its compile-time arguments, and `num_warps` and `num_stages`.
     """
-    _launcher(kernel, grid, args, {**options, "AHEAD": starts_ahead()})
+    _launcher(kernel, grid, args, {**options, "AHEAD": _ahead})
 
 
-@cache
-def starts_ahead() -> bool:
-    """Whether kernels start before those before them are done, as in `source.ahead`."""
+@contextmanager
+def launching_ahead() -> Iterator[None]:
+    """Let kernels start before those before them are done, as in `source.ahead`, where the GPU can do this.
+
+    All that is uploaded for them must have been there when the first of them was launched.
+    """
+    global _ahead  # noqa: PLW0603 the one state of the one place where kernels are launched
+    before, _ahead = _ahead, _can_start_ahead()
+    try:
+        yield
+    finally:
+        _ahead = before
+
+
+def _can_start_ahead() -> bool:
     is_compiled = os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.is_available()
     return is_compiled and torch.cuda.get_device_capability() >= _FIRST_AHEAD
 

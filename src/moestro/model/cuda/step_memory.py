@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from moestro.core.work import Units
 from moestro.model.check import paged_units
 from moestro.model.cuda.functions import CudaKernels
+from moestro.model.cuda.launch import launching_ahead
 from moestro.model.cuda.tiles import SPLIT, WIDE_QUERIES
 from moestro.model.cuda.units import assemble, columns_of
 from moestro.model.pools import KVPools
@@ -111,10 +112,11 @@ class StepMemory:
 
     @contextmanager
     def assumed(self) -> Iterator[None]:
-        """Let kernels read the number of rows from the memory."""
+        """Let kernels read the number of rows from the memory, and start before those before them are done."""
         self._kernels.assume_rows(self._num_rows, self.shape.num_rows)
         try:
-            yield
+            with launching_ahead():
+                yield
         finally:
             self._kernels.assume_rows(None)
 

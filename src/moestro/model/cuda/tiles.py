@@ -17,6 +17,7 @@ MOST_PARTS_ROWS = 128  # rows up to which the segments of a product have program
 
 _SEGMENT_PROGRAMS = 132  # one for each multiprocessor of an H100
 _LEAST_SEGMENT = 128  # numbers of k
+_LEAST_DEPTH = 16  # of a matrix instruction
 # Shared memory of a program by compute capability; GPUs of desks have the least.
 _SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 _LEAST_SHARED_KIB = 99
@@ -40,6 +41,14 @@ class Tile:
     def launch_options(self) -> dict[str, int]:
         """Options of a launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    def depth_of(self, length: int) -> int:
+        """Numbers of k that are loaded at once where the sum is over so many: at least two loads make the sum.
+
+        The compiler joins a product of one load with the number that is added to it, in another order.
+        """
+        half = -(-length // 2)
+        return min(self.depth, max(1 << (half - 1).bit_length(), _LEAST_DEPTH))
 
     def within(self, shared_bytes: int, num_weights: int) -> Tile:
         """Return the tile with as many stages as fit, each of which loads rows and so many weights of two bytes."""

@@ -16,6 +16,7 @@ from moestro.model.cuda.source.ahead import wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEGATIVE = tl.constexpr(float("-inf"))
+NARROW = tl.constexpr(16)  # rows of a decode's tile
 
 
 @triton.jit
@@ -39,42 +40,91 @@ def _finish(m, l, acc, sinks, q_head, is_row, kind: tl.constexpr, HAS_SINK: tl.c
 
 
 @triton.jit
-def _reduce_keys(
-    q, q_rest, keys, values, table, head, low, high, length, position, is_row, key_stride, value_stride, factor,
-    ROWS: tl.constexpr, SIZE_K: tl.constexpr, HEAD_K: tl.constexpr, REST_K: tl.constexpr, SIZE_V: tl.constexpr,
-    WIDE_V: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+def _add_tile(
+    m, l, acc, q, q_rest, keys, values, table, head, start, length, position, is_row, key_stride, value_stride, factor,
+    SIZE_K: tl.constexpr, HEAD_K: tl.constexpr, REST_K: tl.constexpr, SIZE_V: tl.constexpr, WIDE_V: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SEES_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Reduce keys low .. high - 1 from nothing: (largest score, sum of weights, weighted values) of each row."""
+    """Join the reduction (m, l, acc) and that of the TILE keys from `start` on. SEES_ALL: each row sees all of them."""
     dk, dr, dv = tl.arange(0, HEAD_K), HEAD_K + tl.arange(0, REST_K if REST_K else 16), tl.arange(0, WIDE_V)
-    m = tl.full([ROWS], NEGATIVE, tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDE_V], tl.float32)
-    for start in range(low, high, TILE):
-        key_at = start + tl.arange(0, TILE)
-        exists = key_at < length
-        slot = tl.load(table + key_at // BLOCK, exists, 0).to(tl.int64) * BLOCK + key_at % BLOCK
-        k_at = keys + slot[None, :] * key_stride + head * SIZE_K
-        is_k = exists[None, :]
-        if HEAD_K > SIZE_K:
-            is_k = is_k & (dk < SIZE_K)[:, None]
-        scores = tl.dot(q, tl.load(k_at + dk[:, None], is_k, 0.0), input_precision="ieee")
-        if REST_K:
-            k_rest = tl.load(k_at + dr[:, None], exists[None, :] & (dr < SIZE_K)[:, None], 0.0)
-            scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
-        v_at = values + slot[:, None] * value_stride + head * SIZE_V + dv[None, :]
-        v = tl.load(v_at, exists[:, None] & (dv < SIZE_V)[None, :], 0.0)
+    key_at = start + tl.arange(0, TILE)
+    exists = tl.full([TILE], 1, tl.int1) if SEES_ALL else key_at < length
+    slot = tl.load(table + key_at // BLOCK, exists, 0).to(tl.int64) * BLOCK + key_at % BLOCK
+    k_at = keys + slot[None, :] * key_stride + head * SIZE_K
+    is_k = exists[None, :]
+    if HEAD_K > SIZE_K:
+        is_k = is_k & (dk < SIZE_K)[:, None]
+    scores = tl.dot(q, tl.load(k_at + dk[:, None], is_k, 0.0), input_precision="ieee")
+    if REST_K:
+        k_rest = tl.load(k_at + dr[:, None], exists[None, :] & (dr < SIZE_K)[:, None], 0.0)
+        scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
+    v_at = values + slot[:, None] * value_stride + head * SIZE_V + dv[None, :]
+    v = tl.load(v_at, exists[:, None] & (dv < SIZE_V)[None, :], 0.0)
+    scores = scores * factor
+    if not SEES_ALL:
         sees = is_row[:, None] & (key_at[None, :] <= position[:, None])
         if WINDOW:
             sees = sees & (key_at[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(sees, scores * factor, NEGATIVE)
-        top = tl.maximum(m, tl.max(scores, 1))
-        safe = tl.where(top == NEGATIVE, 0.0, top)
-        weight, old = tl.exp2(scores - safe[:, None]).to(v.dtype), tl.exp2(m - safe)
-        ones = tl.full([TILE, 16], 1.0, v.dtype)
-        l = l * old + tl.max(tl.dot(weight, ones, input_precision="ieee"), 1)
-        acc = tl.dot(weight, v, acc * old[:, None], input_precision="ieee")
-        m = top
+        scores = tl.where(sees, scores, NEGATIVE)
+    top = tl.maximum(m, tl.max(scores, 1))
+    safe = tl.where(top == NEGATIVE, 0.0, top)
+    weight, old = tl.exp2(scores - safe[:, None]).to(v.dtype), tl.exp2(m - safe)
+    ones = tl.full([TILE, 16], 1.0, v.dtype)
+    l = l * old + tl.max(tl.dot(weight, ones, input_precision="ieee"), 1)
+    acc = tl.dot(weight, v, acc * old[:, None], input_precision="ieee")
+    return top, l, acc
+
+
+@triton.jit
+def _reduce_keys(
+    q, q_rest, keys, values, table, head, low, high, length, position, is_row, key_stride, value_stride, factor, common,
+    ROWS: tl.constexpr, SIZE_K: tl.constexpr, HEAD_K: tl.constexpr, REST_K: tl.constexpr, SIZE_V: tl.constexpr,
+    WIDE_V: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Reduce keys low .. high - 1 from nothing: (largest score, sum of weights, weighted values) of each row.
+
+    `common`: keys before this one are seen by all rows, a window apart.
+    """
+    m = tl.full([ROWS], NEGATIVE, tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDE_V], tl.float32)
+    middle = low
+    if WINDOW == 0 and ROWS > NARROW:  # the loads of a second loop would delay a decode's few tiles
+        middle = low + tl.maximum(tl.minimum(high, common) - low, 0) // TILE * TILE
+        for start in range(low, middle, TILE):
+            m, l, acc = _add_tile(
+                m, l, acc, q, q_rest, keys, values, table, head, start, length, position, is_row, key_stride,
+                value_stride, factor, SIZE_K, HEAD_K, REST_K, SIZE_V, WIDE_V, BLOCK, TILE, WINDOW, SEES_ALL=True,
+            )  # fmt: skip
+    for start in range(middle, high, TILE):
+        m, l, acc = _add_tile(
+            m, l, acc, q, q_rest, keys, values, table, head, start, length, position, is_row, key_stride, value_stride,
+            factor, SIZE_K, HEAD_K, REST_K, SIZE_V, WIDE_V, BLOCK, TILE, WINDOW, SEES_ALL=False,
+        )  # fmt: skip
     return m, l, acc
+
+
+@triton.jit
+def _bring_item(
+    items, num_items, tables, row_of, length_of, BLOCK: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
+    """Number of items. Also bring what tells where this program's first one is into a cache, by volatile loads."""
+    if AHEAD:
+        at = items + tl.program_id(0) * 4
+        unit, split = tl.load(at, volatile=True), tl.load(at + 2, volatile=True)
+        table_at = tl.load(at + 3, volatile=True)
+        tl.load(length_of + unit, volatile=True)
+        tl.load(row_of + unit, volatile=True)
+        tl.load(tables + table_at + tl.maximum(split, 0) * (SPLIT // BLOCK), volatile=True)
+    return tl.load(num_items)
+
+
+@triton.jit
+def _store_part(part_acc, part_ml, place, m, l, acc, is_row, dv, SIZE_V: tl.constexpr):
+    """Store the reduction of a split."""
+    tl.store(part_ml + place * 2, m, is_row)
+    tl.store(part_ml + place * 2 + 1, l, is_row)
+    tl.store(part_acc + place[:, None] * SIZE_V + dv[None, :], acc, is_row[:, None] & (dv < SIZE_V)[None, :])
 
 
 @triton.jit
@@ -94,7 +144,6 @@ def attend(
         HEAD_K, REST_K: SIZE_K as two powers of two, the last filled up, the second may be 0. WIDE_V: SIZE_V filled up.
         Row r of a tile is query r // TAKEN, head r % TAKEN.
     """
-    wait(AHEAD)
     kind: tl.constexpr = query.dtype.element_ty
     keys, values = find(keys, kind), find(values, kind)
     group = tl.program_id(1)
@@ -104,14 +153,15 @@ def attend(
     dr = HEAD_K + tl.arange(0, REST_K if REST_K else 16)
     q_head = head * SHARED + first_head + r % TAKEN
     is_head = (r < QUERIES * TAKEN) & (first_head + r % TAKEN < SHARED)
-    for item in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
+    end = _bring_item(items, num_items, tables, row_of, length_of, BLOCK, SPLIT, AHEAD)
+    wait(AHEAD)
+    for item in range(tl.program_id(0), end, tl.num_programs(0)):
         unit, first = tl.load(items + item * 4), tl.load(items + item * 4 + 1)
         split, table = tl.load(items + item * 4 + 2), tables + tl.load(items + item * 4 + 3)
         length, begin_row = tl.load(length_of + unit), tl.load(row_of + unit)
         num_new = tl.load(row_of + unit + 1) - begin_row
         at = first + r // TAKEN  # query in the unit
-        is_row = is_head & (at < num_new)
-        position, row = length - num_new + at, (begin_row + at).to(tl.int64)
+        is_row, position, row = is_head & (at < num_new), length - num_new + at, (begin_row + at).to(tl.int64)
         q_at = query + row[:, None] * query_stride + q_head[:, None] * SIZE_K
         q = tl.load(q_at + dk[None], is_row[:, None] & (dk < SIZE_K)[None], 0.0)
         q_rest = q
@@ -129,18 +179,17 @@ def attend(
             low, high = tl.maximum(s * SPLIT, oldest // TILE * TILE), tl.minimum(s * SPLIT + SPLIT, newest)
             m_s, l_s, acc_s = _reduce_keys(
                 q, q_rest, keys, values, table, head, low, high, length, position, is_row, key_stride, value_stride,
-                scale * LOG2E, ROWS, SIZE_K, HEAD_K, REST_K, SIZE_V, WIDE_V, BLOCK, TILE, WINDOW,
+                scale * LOG2E, length - num_new + first + 1,
+                ROWS, SIZE_K, HEAD_K, REST_K, SIZE_V, WIDE_V, BLOCK, TILE, WINDOW,
             )  # fmt: skip
             m, l, acc = _merge(m, l, acc, m_s, l_s, acc_s)
-        inside = is_row[:, None] & (dv < SIZE_V)[None, :]
         if split >= 0:
             place = ((item * tl.num_programs(1) + group) * ROWS + r).to(tl.int64)
-            tl.store(part_ml + place * 2, m, is_row)
-            tl.store(part_ml + place * 2 + 1, l, is_row)
-            tl.store(part_acc + place[:, None] * SIZE_V + dv[None, :], acc, inside)
+            _store_part(part_acc, part_ml, place, m, l, acc, is_row, dv, SIZE_V)
         else:
             result = _finish(m, l, acc, sinks, q_head, is_row, kind, HAS_SINK).to(kind)
-            tl.store(out + (row * HEADS + q_head)[:, None] * SIZE_V + dv[None, :], result, inside)
+            is_out = is_row[:, None] & (dv < SIZE_V)[None, :]
+            tl.store(out + (row * HEADS + q_head)[:, None] * SIZE_V + dv[None, :], result, is_out)
 
 
 @triton.jit
@@ -150,14 +199,15 @@ def merge_splits(
     ROWS: tl.constexpr, HAS_SINK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of decodes. merges int32[merges, 3]: unit, first item, items; num_merges int32[1]."""
-    wait(AHEAD)
-    which, group = tl.program_id(0), tl.program_id(1)
-    if which >= tl.load(num_merges):
-        return
+    which, group, end = tl.program_id(0), tl.program_id(1), tl.load(num_merges)
     GROUPS_A_HEAD: tl.constexpr = (SHARED + TAKEN - 1) // TAKEN
     first_head = group % GROUPS_A_HEAD * TAKEN
-    unit = tl.load(merges + which * 3)
+    unit = tl.load(merges + which * 3, which < end, 0)
     first, count = tl.load(merges + which * 3 + 1), tl.load(merges + which * 3 + 2)
+    begin_row = tl.load(row_of + unit)
+    wait(AHEAD)
+    if which >= end:
+        return
     r, dv = tl.arange(0, ROWS), tl.arange(0, WIDE_V)
     is_v, is_row = dv < SIZE_V, (r < TAKEN) & (first_head + r < SHARED)
     kind: tl.constexpr = out.dtype.element_ty
@@ -173,5 +223,5 @@ def merge_splits(
         m, l, acc = _merge(m, l, acc, m_s, l_s, acc_s)
     q_head = group // GROUPS_A_HEAD * SHARED + first_head + r
     result = _finish(m, l, acc, sinks, q_head, is_row, kind, HAS_SINK).to(kind)
-    place = (tl.load(row_of + unit).to(tl.int64) * HEADS + q_head)[:, None] * SIZE_V + dv[None, :]
+    place = (begin_row.to(tl.int64) * HEADS + q_head)[:, None] * SIZE_V + dv[None, :]
     tl.store(out + place, result, is_row[:, None] & is_v[None, :])

@@ -11,20 +11,19 @@ import triton
 import triton.language as tl
 
 from moestro.model.cuda.source.addresses import find
-from moestro.model.cuda.source.ahead import fetch, wait
+from moestro.model.cuda.source.ahead import wait
 
 
 @triton.jit
 def linear(
     rows, weight, bias, out, num_rows, row_stride, weight_stride, part_stride, head_stride,
     OUT: tl.constexpr, IN: tl.constexpr, SEGMENTS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_HEADS: tl.constexpr, FETCHES: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_HEADS: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out = rows @ weight.T + bias. Without IS_WHOLE, `out` is float32[SEGMENTS, rows, OUT], the sums of segments.
 
     HAS_HEADS: each head has rows, `head_stride` apart, a weight [OUT, IN] and an output, `part_stride` apart.
-    FETCHES: the program's weights are brought nearer while the kernels before it run.
     """
     block, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     weight, bias = find(weight, rows.dtype.element_ty), find(bias, rows.dtype.element_ty)
@@ -35,14 +34,8 @@ def linear(
     LENGTH: tl.constexpr = (IN + SEGMENTS - 1) // SEGMENTS
     FLAT: tl.constexpr = IS_WHOLE and SEGMENTS > 1 and LENGTH % DEPTH == 0  # one loop, whose loads never pause
     n = block * OUTS + tl.arange(0, OUTS)
-    if AHEAD and FETCHES:
-        first_of = weight + tl.minimum(n, OUT - 1).to(tl.int64) * weight_stride
-        if IS_WHOLE:
-            fetch(first_of, IN * weight.dtype.element_ty.primitive_bitwidth // 8)
-        else:
-            fetch(first_of + part * LENGTH, LENGTH * weight.dtype.element_ty.primitive_bitwidth // 8)
-    wait(AHEAD)
     count = tl.load(num_rows)
+    wait(AHEAD)
     if tile * TOKENS >= count:
         return
     t, k = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DEPTH)
@@ -92,9 +85,8 @@ def sort_pairs(
         tiles: int32[1 + tiles * 3], their number, then expert, first place and pairs of each.
         counts: int64[EXPERTS], to which the pairs of each expert are added.
     """
+    expert, num_pairs, counts = tl.program_id(0), tl.load(num_rows) * CHOSEN, find(counts, tl.int64)
     wait(AHEAD)
-    expert, counts = tl.program_id(0), find(counts, tl.int64)
-    num_pairs = tl.load(num_rows) * CHOSEN
     bins, c = tl.arange(0, BINS), tl.arange(0, CHUNK)
     sizes = tl.zeros([BINS], tl.int32)
     for start in range(0, num_pairs, CHUNK):
@@ -185,16 +177,17 @@ def expert_up(
     kind: tl.constexpr = rows.dtype.element_ty
     weight = tl.multiple_of(tl.load(find(weights, tl.int64) + expert).to(tl.pointer_type(kind)), 16)
     own_bias = find(bias, kind) + expert * (2 * INNER)
-    if count <= TAIL:
-        _up_tile(
-            rows, weight, own_bias, inner, pairs, first, count, n, row_stride, limit, alpha,
-            HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TAIL if TAIL else TOKENS, OUTS, DEPTH,
-        )  # fmt: skip
-    else:
-        _up_tile(
-            rows, weight, own_bias, inner, pairs, first, count, n, row_stride, limit, alpha,
-            HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TOKENS, OUTS, DEPTH,
-        )  # fmt: skip
+    if TAIL:
+        if count <= TAIL:
+            _up_tile(
+                rows, weight, own_bias, inner, pairs, first, count, n, row_stride, limit, alpha,
+                HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TAIL, OUTS, DEPTH,
+            )  # fmt: skip
+            return
+    _up_tile(
+        rows, weight, own_bias, inner, pairs, first, count, n, row_stride, limit, alpha,
+        HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TOKENS, OUTS, DEPTH,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -247,13 +240,14 @@ def expert_down(
     kind: tl.constexpr = inner.dtype.element_ty
     weight = tl.multiple_of(tl.load(find(weights, tl.int64) + expert).to(tl.pointer_type(kind)), 16)
     own_bias = find(bias, kind) + expert * HIDDEN
-    if count <= TAIL:
-        _down_tile(
-            inner, weight, own_bias, answers, pairs, first, count, n,
-            HIDDEN, INNER, SCATTERS, HAS_BIAS, TAIL if TAIL else TOKENS, OUTS, DEPTH,
-        )  # fmt: skip
-    else:
-        _down_tile(
-            inner, weight, own_bias, answers, pairs, first, count, n,
-            HIDDEN, INNER, SCATTERS, HAS_BIAS, TOKENS, OUTS, DEPTH,
-        )  # fmt: skip
+    if TAIL:
+        if count <= TAIL:
+            _down_tile(
+                inner, weight, own_bias, answers, pairs, first, count, n,
+                HIDDEN, INNER, SCATTERS, HAS_BIAS, TAIL, OUTS, DEPTH,
+            )  # fmt: skip
+            return
+    _down_tile(
+        inner, weight, own_bias, answers, pairs, first, count, n,
+        HIDDEN, INNER, SCATTERS, HAS_BIAS, TOKENS, OUTS, DEPTH,
+    )  # fmt: skip

@@ -30,19 +30,19 @@ def add_norm(
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out_stream = stream + update; out_normed = its RMS norm. `update`: a product [rows, SIZE], or its segments."""
-    wait(AHEAD)
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    if row >= tl.load(num_rows):
-        return
     known = c < SIZE
     kind: tl.constexpr = out_normed.dtype.element_ty
+    count, w = tl.load(num_rows), tl.load(find(weight, kind) + c, known, 0.0).to(tl.float32)
+    wait(AHEAD)
+    if row >= count:
+        return
     at = row * SIZE + c
     x = tl.load(stream + at, known, 0.0).to(tl.float32)
     if HAS_UPDATE:
         x = (x + _read(update, at, part_stride, known, SEGMENTS, kind)).to(kind).to(tl.float32)
         tl.store(out_stream + at, x.to(kind), known)
     normed = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + epsilon))
-    w = tl.load(find(weight, kind) + c, known, 0.0).to(tl.float32)
     tl.store(out_normed + at, (normed.to(kind).to(tl.float32) * w).to(kind), known)
 
 
@@ -60,17 +60,23 @@ def heads(
         slots: int64[rows].
         HALF: SIZE / 2. WIDE: HALF filled up to a power of two.
     """
-    wait(AHEAD)
     row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     is_row = row < tl.load(num_rows)
     kind: tl.constexpr = query.dtype.element_ty
     i = tl.arange(0, WIDE)[None, :]
     known = (i < HALF) & is_row[:, None]
     wide_row = row.to(tl.int64)[:, None]
+    slot = tl.load(slots + row, is_row, 0)[:, None]
+    c = tl.load(cos + wide_row * angle_stride + i, known, 0.0).to(tl.float32)
+    s = tl.load(sin + wide_row * angle_stride + i, known, 0.0).to(tl.float32)
+    if HAS_NORM:
+        w = find(q_weight, kind) if head < HEADS_Q else find(k_weight, kind)
+        first_w = tl.load(w + i, i < HALF, 0.0).to(tl.float32)
+        second_w = tl.load(w + HALF + i, i < HALF, 0.0).to(tl.float32)
+    wait(AHEAD)
     at = wide_row * ((HEADS_Q + 2 * HEADS_KV) * SIZE) + head * SIZE + i
     x = _read(qkv, at, part_stride, known, SEGMENTS, kind)
     y = _read(qkv, at + HALF, part_stride, known, SEGMENTS, kind)
-    slot = tl.load(slots + row, is_row, 0)[:, None]
     if head >= HEADS_Q + HEADS_KV:
         place = find(values, kind) + (slot * HEADS_KV + head - HEADS_Q - HEADS_KV) * SIZE + i
         tl.store(place, x.to(kind), known)
@@ -78,12 +84,8 @@ def heads(
     else:
         if HAS_NORM:
             scale = 1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / SIZE + epsilon)
-            w = find(q_weight, kind) if head < HEADS_Q else find(k_weight, kind)
-            first_w, second_w = tl.load(w + i, i < HALF, 0.0), tl.load(w + HALF + i, i < HALF, 0.0)
-            x = ((x * scale[:, None]).to(kind).to(tl.float32) * first_w.to(tl.float32)).to(kind).to(tl.float32)
-            y = ((y * scale[:, None]).to(kind).to(tl.float32) * second_w.to(tl.float32)).to(kind).to(tl.float32)
-        c = tl.load(cos + wide_row * angle_stride + i, known, 0.0).to(tl.float32)
-        s = tl.load(sin + wide_row * angle_stride + i, known, 0.0).to(tl.float32)
+            x = ((x * scale[:, None]).to(kind).to(tl.float32) * first_w).to(kind).to(tl.float32)
+            y = ((y * scale[:, None]).to(kind).to(tl.float32) * second_w).to(kind).to(tl.float32)
         first = ((x * c).to(kind).to(tl.float32) + (-y * s).to(kind).to(tl.float32)).to(kind)
         second = ((y * c).to(kind).to(tl.float32) + (x * s).to(kind).to(tl.float32)).to(kind)
         if head < HEADS_Q:
@@ -137,9 +139,9 @@ def choose(
         KEPT_GROUPS: Of GROUPS equal groups of experts, those that a row may choose from.
         KIND: Type to which logits and weights are rounded.
     """
+    token, count = tl.program_id(0).to(tl.int64), tl.load(num_rows)
     wait(AHEAD)
-    token = tl.program_id(0).to(tl.int64)
-    if token >= tl.load(num_rows):
+    if token >= count:
         return
     kind: tl.constexpr = KIND
     e, j = tl.arange(0, BINS), tl.arange(0, WIDE)
@@ -183,9 +185,10 @@ def add_answers(
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out[row] = sum of weight * answer in float32, in ascending expert id, rounded; plus `stream` if there is one."""
-    wait(AHEAD)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    if row >= tl.load(num_rows):
+    count = tl.load(num_rows)
+    wait(AHEAD)
+    if row >= count:
         return
     kind: tl.constexpr = out.dtype.element_ty
     j, known = tl.arange(0, WIDE), column < HIDDEN
