@@ -1,4 +1,4 @@
-"""Every distinct launch of GPU kernels in layers of three models, recorded without a GPU."""
+"""Every distinct launch of GPU kernels in layers of five models, recorded without a GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from moestro.model.cuda.functions import CudaKernels, GateForm, HeadNorms, Norm,
 from moestro.model.cuda.launch import replace_launcher
 from moestro.model.cuda.source.addresses import FOUND
 from moestro.model.cuda.units import Walk
+from moestro.model.float8 import FLOAT8, Block, Float8Weight
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
 
@@ -26,7 +27,8 @@ ROWS = (1, 32, 64, 128, 512, 1024, 2048)  # so many that each tile is chosen
 CONTEXT, BLOCK = 1024, 16
 _HEAD_VALUE = 128  # of DeepSeek's heads
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
-_TYPES[torch.uint64] = "*u64"
+_TYPES |= {torch.uint64: "*u64", FLOAT8: "*fp8e4nv"}
+_BLOCK = Block(128, 128)  # of published checkpoints in float8
 
 
 class Experts(NamedTuple):
@@ -47,6 +49,7 @@ class Model:
         windows: of its attentions.
         has_biases: whether products and experts have biases, experts are clamped and attention has sinks.
         has_head_norms: whether heads have norms. None means that attention is latent, and the front not canonical.
+        is_float8: whether weights are in float8, but for the head's and the gate's.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Model:
     windows: tuple[int | None, ...] = (None,)
     has_biases: bool = False
     has_head_norms: bool | None = False
+    is_float8: bool = False
 
 
 MODELS = (
@@ -69,6 +73,13 @@ MODELS = (
     Model(
         "DeepSeek-V2-Lite", 2048, (16, 1, 576, 512), Experts(64, 6, 1408),
         ((3072, 2048), (576, 2048), (102400, 2048)), has_head_norms=None,
+    ),
+    Model(
+        "Qwen3-30B-A3B-FP8", 2048, (32, 4, 128, 128), Experts(128, 8, 768), (), has_head_norms=True, is_float8=True
+    ),
+    Model(
+        "DeepSeek-V3", 7168, (128, 1, 576, 512), Experts(256, 8, 2048), ((1536, 7168), (24576, 1536), (576, 7168)),
+        has_head_norms=None, is_float8=True,
     ),
 )  # fmt: skip
 
@@ -102,10 +113,12 @@ class Launch:
         return f"{self.kernel} {sizes} {types}"
 
 
-def distinct_launches(shared_bytes: int) -> list[Launch]:
+def distinct_launches(shared_bytes: int, *, has_float8: bool = True) -> list[Launch]:
     """Launches of all models at all numbers of rows, each once, where a program may have so much shared memory."""
     found: dict[str, Launch] = {}
     for model in MODELS:
+        if model.is_float8 and not has_float8:
+            continue
         for launch in _record(model, shared_bytes):
             found.setdefault(launch.key, launch)
     return list(found.values())
@@ -169,9 +182,9 @@ def _compute(model: Model, num_rows: int, shared_bytes: int) -> None:
     for product in _fronts(model, kernels, hidden, step):
         kernels.add_norm(hidden, product, norm)
     for num_out, num_in in model.dense:
-        kernels.linear(_empty(num_rows, num_in), _weight(num_out, num_in))
+        kernels.linear(_empty(num_rows, num_in), _weight(model, num_out, num_in))
     experts, is_gpt_oss = model.experts, model.has_biases
-    logits = kernels.product(hidden, _weight(experts.number, model.hidden))
+    logits = kernels.product(hidden, _empty(experts.number, model.hidden))
     bias = _empty(experts.number) if is_gpt_oss else None
     ids, weights = kernels.choose(
         logits, GateForm(experts.chosen, torch.bfloat16, is_sigmoid=False, normalizes=True, bias=bias)
@@ -196,16 +209,18 @@ def _fronts(model: Model, kernels: CudaKernels, hidden: Tensor, step: PagedStep)
         query = _empty(num_rows, heads, size)
         if model.has_head_norms is not None:
             num_out = (heads + 2 * kv_heads) * size
-            qkv = kernels.product(hidden, _weight(num_out, model.hidden), _empty(num_out) if model.has_biases else None)
+            qkv = kernels.product(
+                hidden, _weight(model, num_out, model.hidden), _empty(num_out) if model.has_biases else None
+            )
             norms = HeadNorms(_empty(size), _empty(size), 1e-6) if model.has_head_norms else None
             angles = _empty(num_rows, size), _empty(num_rows, size)
             query = kernels.heads(qkv, angles, norms, (*pools, step.write_slots), form)
         mixed = kernels.attend(query, pools, kernels.units_of(step), form, BLOCK)
         if model.has_head_norms is None:  # values of a head out of its latent
-            mixed = kernels.linear_heads(mixed.transpose(0, 1)[None], _weight(heads, _HEAD_VALUE, value_size))[0]
+            mixed = kernels.linear_heads(mixed.transpose(0, 1)[None], _empty(heads, _HEAD_VALUE, value_size))[0]
             value_size = _HEAD_VALUE
         bias = _empty(model.hidden) if model.has_biases else None
-        yield kernels.product(mixed.reshape(num_rows, -1), _weight(model.hidden, heads * value_size), bias)
+        yield kernels.product(mixed.reshape(num_rows, -1), _weight(model, model.hidden, heads * value_size), bias)
 
 
 def _step(num_rows: int) -> PagedStep:
@@ -223,14 +238,23 @@ def _step(num_rows: int) -> PagedStep:
 
 def _expert_weights(model: Model) -> ExpertWeightTable:
     number, _, inner = model.experts
-    up, down = _weight(number, 2 * inner, model.hidden), _weight(number, model.hidden, inner)
+    shapes = (number, 2 * inner, model.hidden), (number, model.hidden, inner)
+    if model.is_float8:
+        scales = [torch.empty(number, *_BLOCK.grid(*shape)) for _, *shape in shapes]
+        up, down = (torch.empty(shape, dtype=FLOAT8) for shape in shapes)
+        return ExpertWeightTable(up, down, up_scales=scales[0], down_scales=scales[1], block=_BLOCK)
+    up, down = (_empty(*shape) for shape in shapes)
     if not model.has_biases:
         return ExpertWeightTable(up, down)
     return ExpertWeightTable(up, down, _empty(number, 2 * inner), _empty(number, model.hidden), (7.0, 1.702))
 
 
 def _empty(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16)
+    return torch.empty(shape, dtype=torch.bfloat16)  # memory that nothing touches takes no place
 
 
-_weight = _empty  # memory that nothing touches takes no place
+def _weight(model: Model, num_out: int, num_in: int) -> Tensor | Float8Weight:
+    if not model.is_float8:
+        return _empty(num_out, num_in)
+    numbers, scales = torch.empty(num_out, num_in, dtype=FLOAT8), torch.empty(_BLOCK.grid(num_out, num_in))
+    return Float8Weight(numbers, scales, _BLOCK)

@@ -1,4 +1,4 @@
-"""Compile the GPU kernels for four generations of GPUs, none of which has to be there, and store what comes of them.
+"""Compile the GPU kernels for five generations of GPUs, none of which has to be there, and store what comes of them.
 
     python tools/kernel_table.py --json bench/results/kernels/compiled.json   # all launches for all GPUs, some minutes
     python tools/kernel_table.py --targets 90 --only linear                   # some of them, printed
@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[1]
 STORED = ROOT / "bench" / "results" / "kernels" / "compiled.json"
 SOURCES = ROOT / "src" / "moestro" / "model" / "cuda" / "source"
 # Compute capability -> bytes of shared memory that a program may have.
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+FIRST_FLOAT8 = 89
 PRODUCTS = {"linear", "expert_up", "expert_down", "attend"}
 # Kernels whose numbers another one repeats, so that a fused multiply-add in one of them would change bits.
 REPEATED = {
@@ -217,7 +218,9 @@ def main() -> int:
         compiled = []
         for target in args.targets:
             launches = [
-                each for each in distinct_launches(SHARED_BYTES[target]) if args.only in f"{each.model} {each.kernel}"
+                each
+                for each in distinct_launches(SHARED_BYTES[target], has_float8=target >= FIRST_FLOAT8)
+                if args.only in f"{each.model} {each.kernel}"
             ]
             compiled += compile_all(launches if args.every_shape else one_shape(launches), target, args.jobs)
     problems = [problem for each in compiled for problem in each.problems()]

@@ -56,7 +56,7 @@ class End:
             num_guests=max(ROWS),
         )
         frames = TorchFrames(SimpleNamespace(vector_form=(HIDDEN_SIZE, torch.float32)))
-        settings = TwoPhase(inline_limit=WAYS[way], open_channel=TensorChannels("127.0.0.1").open)
+        settings = TwoPhase(given_limit=WAYS[way], channels=TensorChannels("127.0.0.1"))
         addresses = [f"ipc://{directory}/{way}-{each}" for each in range(2)]
         self.links = PeerLinks(Hello(worker, 0), ListenAddress(addresses[worker]), frames, limits, settings)
         self.links.connect(1 - worker, addresses[1 - worker], 0)

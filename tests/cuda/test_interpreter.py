@@ -24,3 +24,8 @@ def test_a_product_does_not_depend_on_rows_columns_or_depth_of_a_tile():
     in_two = triton_interpreter.multiply(x[:, :32], y[:32], total)
     assert (triton_interpreter.multiply(x[:, 32:], y[32:], in_two) == whole).all()
     assert (triton_interpreter.multiply(x[3:5], y[:, 7:9], total[3:5, 7:9]) == whole[3:5, 7:9]).all()
+
+
+def test_float8_has_the_numbers_of_torch():
+    wanted = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+    assert torch.equal(torch.from_numpy(triton_interpreter.float8_numbers()).nan_to_num(1e9), wanted.nan_to_num(1e9))

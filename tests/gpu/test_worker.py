@@ -59,10 +59,11 @@ class ClientInbox:
             self.open.remove(request_id)
 
 
-def served(directory, device: str, requests: list, aborted: str) -> ClientInbox:
+def served(directory, device: str, requests: list, aborted: str, **settings) -> ClientInbox:
+    """A client whose requests a rank has answered. `settings`: of the model."""
     spec = LaunchSpec(
         rank=0, launch=0, address="", launched_ns=0, log_level="info",
-        model=tiny.settings_of(directory, device=device),
+        model=tiny.settings_of(directory, device=device, **settings),
         scheduler=SchedulerOptions(max_num_seqs=4), stepping=SteppingSettings(mode="fused"),
     )  # fmt: skip
     rank, _ = build_network_rank(spec, lambda _: None, lambda _: None)

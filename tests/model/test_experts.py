@@ -69,7 +69,7 @@ def inputs(num: int = 20, dtype=torch.float32, seed: int = 0):
 
 def tagged(module: nn.Module, layer: int = 1) -> Routing:
     routing = Routing(3, NUM_EXPERTS, torch.device("cpu"))
-    tag_experts([(layer, module)], routing)
+    tag_experts([(layer, module)], routing, torch.float32)
     return routing
 
 

@@ -29,7 +29,7 @@ class Ends:
 
             return to_other
 
-        self.ends: list[TensorChannel] = [makers[i].open(i, tell(1 - i), self.news.set) for i in range(2)]
+        self.ends: list[TensorChannel] = [makers[i].open(i, "cpu", tell(1 - i), self.news.set) for i in range(2)]
         have_begun.set()
         wait_until(lambda: all(end.is_open for end in self.ends))
 
@@ -125,7 +125,7 @@ def test_what_arrived_before_a_break_can_be_taken(ends):
 
 def test_an_end_whose_other_end_does_not_come_breaks(makers, monkeypatch):
     monkeypatch.setattr(tensor_channel, "MEET_S", 0.1)
-    alone = makers[0].open(0, lambda *_: None, lambda: None)
+    alone = makers[0].open(0, "cpu", lambda *_: None, lambda: None)
     wait_until(lambda: alone.is_broken)
     assert not alone.is_open
     alone.close()
@@ -134,14 +134,14 @@ def test_an_end_whose_other_end_does_not_come_breaks(makers, monkeypatch):
 
 def test_an_end_that_is_closed_while_it_waits_for_the_other_one_ends_at_once(makers):
     told: list[str] = []
-    alone = makers[0].open(0, lambda key, _: told.append(key), lambda: None)
+    alone = makers[0].open(0, "cpu", lambda key, _: told.append(key), lambda: None)
     wait_until(lambda: told)
     alone.close()
     assert alone.join(tensor_channel.MEET_S / 2)
 
 
 def test_a_host_that_is_not_this_machine_breaks_the_channel_alone():
-    elsewhere = TensorChannels("192.0.2.1").open(0, lambda *_: None, lambda: None)
+    elsewhere = TensorChannels("192.0.2.1").open(0, "cpu", lambda *_: None, lambda: None)
     wait_until(lambda: elsewhere.is_broken)
     elsewhere.close()
     assert elsewhere.join(PATIENCE_S)

@@ -14,16 +14,20 @@ here, so results are right, and these rules are enforced:
 - Masked attention fails while torch may choose cuDNN, which would build a plan for each shape.
 - Tensors there take the memory of a card, of which nothing more can be allocated when it is full.
 
+A process among several cards uses one of them: the one that it names first is that of all its tensors.
+
 What it cannot show: kernels, their demands on alignment and their rounding, temporary memory of kernels, and time.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,13 +41,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from moestro.model.cuda.launch import launch_now, replace_launcher
 
 DEVICE = torch.device("cuda", 0)
-_POISON = 77  # in host memory whose copy has not arrived
+POISON = 77  # in host memory whose copy has not arrived
 # Functions of tensors whose result the host needs, so that it waits.
 _WAITS = frozenset(
     {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select", "unique", "equal",
      "argwhere", "bincount", "is_nonzero", "allclose", "isin", "__contains__"}
 )  # fmt: skip
-_PROPERTIES = {"device": DEVICE, "is_cuda": True, "is_cpu": False}
+_PROPERTIES = {"device": lambda: _STATE.card, "is_cuda": lambda: True, "is_cpu": lambda: False}
 
 
 class WaitedError(AssertionError):
@@ -91,6 +95,7 @@ class _State:
         self.under_way: list[_Copy] = []
         self.num_waits, self.forbids = 0, False
         self.device: torch.device | None = None
+        self.num_cards = 1
         self.known_to_host: Clock = {}
         self.streams: list[FarStream] = []
         self.stream = FarStream(self)
@@ -113,8 +118,13 @@ class _State:
                 copy.target.copy_(copy.source)
         self.under_way = [copy for copy in self.under_way if copy.number > clock.get(copy.stream, 0)]
 
+    @property
+    def card(self) -> torch.device:
+        """The device of all tensors there."""
+        return self.device or DEVICE
+
     def require_device(self, what: str) -> None:
-        assert self.device == DEVICE, f"{what} before torch.cuda.set_device: it would be on another device"
+        assert self.device is not None, f"{what} before torch.cuda.set_device: it would be on another device"
 
     def hold(self, tensor: Tensor, near: Tensor, *, is_pinned: bool = False) -> bool:
         """Count the memory of a new tensor, until it is gone. Returns whether the memory is new."""
@@ -236,12 +246,15 @@ class FarTensor(Tensor):
     def __new__(cls, near: Tensor) -> FarTensor:
         made = Tensor._make_wrapper_subclass(
             cls, near.shape, strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype,
-            device=DEVICE,
+            device=_STATE.card,
         )  # fmt: skip
         made.near = near
         if _STATE.hold(made, near):
             _STATE.use("an allocation", [], [made])
         return made
+
+    def record_stream(self, stream: Any) -> None:
+        """Do nothing: memory is released when nothing refers to it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -277,7 +290,7 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     of_far = any(isinstance(tensor, FarTensor) for tensor in tensors)
     owner = getattr(getattr(func, "__self__", None), "__name__", "")
     if name == "__get__" and of_far and owner in _PROPERTIES:
-        return _PROPERTIES[owner]
+        return _PROPERTIES[owner]()
     if name in _SPECIAL:
         return _SPECIAL[name](*args, **kwargs)
     if of_far:
@@ -355,7 +368,7 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     device, dtype, non_blocking, _ = torch._C._nn._parse_to(*tree_map(_near, args), **tree_map(_near, kwargs))
     for other in args:
         if isinstance(other, FarTensor):
-            device = DEVICE
+            device = _STATE.card
     near = _near(tensor) if dtype is None else torch.Tensor.to(_near(tensor), dtype)
     is_far = isinstance(tensor, FarTensor)
     if device is None or _is_far(device) == is_far:
@@ -381,7 +394,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     _STATE.use("copy_", [source], [target])
     if from_far:
         assert target.is_contiguous(), "torch copies to host memory with gaps before the data have arrived"
-        target.fill_(_POISON)
+        target.fill_(POISON)
         stream = _STATE.stream
         _STATE.under_way.append(_Copy(target, source.near.clone(), stream.number, stream.begin()))
     else:
@@ -415,13 +428,23 @@ _SPECIAL = {
 }
 
 
-def _begin() -> None:
+def _begin(num_cards: int) -> None:
     global _STATE  # noqa: PLW0603 - tensors of the test before count in their own state
     _STATE = _State()
+    _STATE.num_cards = num_cards
 
 
 def _set_device(device: torch.device | int) -> None:
-    _STATE.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    assert named.index is not None, "a rank names its card"
+    assert 0 <= named.index < _STATE.num_cards, f"{named} of {_STATE.num_cards} cards"
+    assert _STATE.device in {None, named}, f"tensors are on {_STATE.device}, and later ones would be on {named}"
+    _STATE.device = named
+
+
+def _properties_of(device: torch.device | int) -> SimpleNamespace:
+    index = device if isinstance(device, int) else torch.device(device).index
+    return SimpleNamespace(uuid=f"imitated-{index}")
 
 
 @contextmanager
@@ -450,16 +473,27 @@ def _launch(kernel: Any, grid: Any, args: Any, options: Any) -> None:
         launch_now(kernel, grid, tuple(_near(each) for each in args), options)
 
 
+class _Caught(threading.Thread):
+    """A thread whose functions of torch are caught, too: a mode of them holds in one thread alone."""
+
+    def run(self) -> None:
+        with _Everywhere():
+            super().run()
+
+
 @contextmanager
-def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let torch find one accelerator."""
-    _begin()
+def imitated(monkeypatch: pytest.MonkeyPatch, num_cards: int = 1) -> Iterator[None]:
+    """Let torch find so many accelerators, of which this process uses one."""
+    _begin(num_cards)
+    monkeypatch.setattr(threading, "Thread", _Caught)
     stands_in = {
         "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: DEVICE.index,
+        "device_count": lambda: num_cards,
+        "current_device": lambda: _STATE.card.index,
+        "get_device_properties": _properties_of,
         "set_device": _set_device,
         "get_device_capability": lambda _device=None: (0, 0),  # no kernel of Triton runs there
+        "device": nullcontext,
         "Event": FarEvent,
         "Stream": lambda _device=None: FarStream(),
         "stream": _use_stream,
@@ -501,6 +535,23 @@ def forbid_waits() -> Iterator[None]:
         yield
     finally:
         _STATE.forbids = False
+
+
+def use(name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+    """Note an operation of the current stream, or of one that it waits for at once."""
+    _STATE.use(name, reads, writes)
+
+
+def use_on(stream: FarStream, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+    """Note an operation of another stream, which waits for the current one."""
+    stream.wait_stream(_STATE.stream)
+    with _use_stream(stream):
+        _STATE.use(name, reads, writes)
+
+
+def pass_by(clock: Clock) -> None:
+    """Let the host know that operations have ended."""
+    _STATE.pass_by(clock)
 
 
 def num_waits() -> int:

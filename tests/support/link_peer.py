@@ -25,6 +25,9 @@ class ByteFrames:
     def pack(self, tensor) -> memoryview:
         return np.ascontiguousarray(tensor).reshape(-1).data
 
+    def flatten(self, tensor) -> memoryview:
+        return self.pack(tensor)
+
     def num_bytes(self, num_rows: int) -> int:
         return num_rows * self.width
 
@@ -39,7 +42,7 @@ def make_links(directory, worker: int, launch: int, width: int, inline_limit: in
     limits = HopLimits(
         worker=worker, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9
     )
-    way = TwoPhase(inline_limit=inline_limit, open_channel=TensorChannels("127.0.0.1").open)
+    way = TwoPhase(given_limit=inline_limit, channels=TensorChannels("127.0.0.1"))
     return PeerLinks(
         Hello(worker, launch), ListenAddress(address_of(directory, worker, launch)), ByteFrames(width), limits, way
     )
@@ -70,7 +73,7 @@ def run_peer(directory: str, launch: int, width: int, has_announced, *, sends_te
         links.receive(0)
         time.sleep(0.02)
     if not sends_tensors:
-        TwoPhaseLinks.send_tensor = lambda self, worker, frame: setattr(
+        TwoPhaseLinks.send_tensor = lambda self, worker, tensor: setattr(
             self._peers[worker], "num_sent", self._peers[worker].num_sent + 1
         )
     while True:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 
 import torch
 from parity import tiny
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+
+from moestro.model.float8 import Block, Float8Weight
+
+BLOCK = Block(8, 8)
+QUANTIZED = re.compile(r"_proj(_with_mqa)?\.weight$")  # as in published checkpoints: attention, experts, dense layers
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
@@ -17,24 +25,34 @@ def write(directory, tensors: dict, config: dict):
     return directory
 
 
-def fp8_twins(tmp_path, family: str = "qwen3_moe"):
-    """(a checkpoint in 8-by-8 blocks of float8, the same numbers in float32)."""
+def quantize(weight: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """(float8[out, in], float32[row blocks, column blocks]), a weight and its scales. Last blocks may be smaller."""
+    (num_out, num_in), grid = weight.shape, block.grid(*weight.shape)
+    wide = functional.pad(weight.float(), (0, grid[1] * block.width - num_in, 0, grid[0] * block.height - num_out))
+    blocks = wide.unflatten(0, (-1, block.height)).unflatten(2, (-1, block.width))
+    scales = blocks.abs().amax((1, 3)) / 448
+    numbers = (blocks / scales[:, None, :, None]).view(wide.shape)[:num_out, :num_in]
+    return numbers.to(torch.float8_e4m3fn).contiguous(), scales
+
+
+def fp8_twins(tmp_path, family: str = "qwen3_moe", block: Block = BLOCK, dtype=torch.float32, **changes):
+    """(a checkpoint in blocks of float8, the same numbers in another dtype)."""
     plain, packed = tmp_path / "plain", tmp_path / "fp8"
     packed.mkdir()
-    tiny.save_checkpoint(plain, tiny.make_config(family))
+    tiny.save_checkpoint(plain, tiny.make_config(family, **changes))
     tensors, config = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
     quantized, dequantized = {}, {}
     for name, weight in tensors.items():
-        if not (name.endswith("_proj.weight")):
-            quantized[name] = dequantized[name] = weight
+        if not QUANTIZED.search(name):
+            kept = dtype if weight.is_floating_point() and "correction_bias" not in name else weight.dtype
+            quantized[name] = dequantized[name] = weight.to(kept)
             continue
-        blocks = weight.unflatten(0, (-1, 8)).unflatten(2, (-1, 8))
-        scale = blocks.abs().amax((1, 3)) / 448
-        wide = scale[:, None, :, None]
-        values = (blocks / wide).to(torch.float8_e4m3fn)
-        quantized[name], quantized[f"{name}_scale_inv"] = values.reshape(weight.shape), scale
-        dequantized[name] = (values.float() * wide).reshape(weight.shape)
-    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
+        numbers, scales = quantize(weight, block)
+        quantized[name], quantized[f"{name}_scale_inv"] = numbers, scales
+        dequantized[name] = Float8Weight(numbers, scales, block).dequantised(dtype)
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    if dtype != torch.float32:
+        config["dtype"] = str(dtype).removeprefix("torch.")
     write(packed, quantized, {**config, "quantization_config": quantization})
     return packed, write(plain, dequantized, config)
 

@@ -1,12 +1,13 @@
 """Triton's interpreter, which runs kernels on a CPU in NumPy, made fit for tests of bfloat16 and of bits.
 
-As of Triton 3.9 it differs from a GPU in three ways, which `correct` mends:
+As of Triton 3.9 it differs from a GPU in four ways, which `correct` mends:
 
 - `tl.dot` multiplies the raw bits of bfloat16 as integers. They are widened to float32 first.
 - `tl.dot` is NumPy's matmul, whose BLAS rounds a row by its place in the tile, and adds the accumulator at the end.
   Here each element starts from its accumulator and adds groups of k in ascending order, as tensor cores do: neither
   place nor depth of a tile changes a bit.
 - A conversion from float32 to bfloat16 truncates. Here it rounds to nearest even, as the hardware does.
+- NaN of float8 becomes a number.
 
 It cannot show races, sums whose order depends on a layout (`tl.sum`), or what a compiler makes of a kernel.
 """
@@ -45,6 +46,15 @@ def rounded(numbers: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(numbers), np.uint16(0x7FC0), nearest)
 
 
+def float8_numbers() -> np.ndarray:
+    """float32[256], the numbers of float8_e4m3fn by their bits."""
+    bits = np.arange(128)
+    exponent, mantissa = bits >> 3, bits & 7
+    numbers = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    numbers[127] = np.nan
+    return np.concatenate([numbers, -numbers]).astype(np.float32)
+
+
 def multiply(x: np.ndarray, y: np.ndarray, total: np.ndarray) -> np.ndarray:
     """total + x @ y of matrices, in groups of k."""
     total = total.copy()
@@ -78,12 +88,14 @@ def correct() -> None:
             return handle(rounded(source.data), tl.bfloat16)
         if kinds == (tl.bfloat16, tl.float32):
             return handle(widened(source.data), tl.float32)
+        if kinds == (tl.float8e4nv, tl.float32):
+            return handle(numbers_of_float8[source.data.view(np.uint8)], tl.float32)
         return self.plain_cast(source, to)
 
     def create_fp_to_fp(self: Any, source: Any, to: Any, mode: Any) -> Any:
-        if tl.bfloat16 in (source.dtype.scalar, to.scalar):
+        if tl.bfloat16 in (source.dtype.scalar, to.scalar) or source.dtype.scalar == tl.float8e4nv:
             return self.cast_impl(source, to)
         return plain(self, source, to, mode)
 
-    plain = builder.create_fp_to_fp
+    plain, numbers_of_float8 = builder.create_fp_to_fp, float8_numbers()
     builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp

@@ -40,7 +40,7 @@ class FakeEnd:
     """
 
     def __init__(self) -> None:
-        self.is_open = self.is_broken = self.is_closed = False
+        self.is_open = self.is_broken = self.is_closed = self.reaches_device = False
         self.under_way: deque[bytes] = deque()
         self.asked: deque[int] = deque()
         self.arrived: deque[memoryview] = deque()
@@ -86,17 +86,18 @@ class Pair:
         self.links = [self._make(worker) for worker in range(2)]
         for worker in range(2):
             self.links[worker].connect(1 - worker, 5 + 1 - worker)
+            self.links[worker].greeted(Hello(1 - worker, 5 + 1 - worker))
 
     def _make(self, worker: int) -> TwoPhaseLinks:
-        def open_channel(rank: int, tell, wake) -> FakeEnd:
-            assert rank == worker
+        def open_channel(rank: int, peer: str, tell, wake) -> FakeEnd:
+            assert (rank, peer) == (worker, "cpu")
             end = FakeEnd()
             end.wake = wake
             self.ends[worker].append(end)
             tell(f"address of {worker}", b"here")
             return end
 
-        settings = TwoPhase(inline_limit=LIMIT, open_channel=open_channel)
+        settings = TwoPhase(given_limit=LIMIT, channels=SimpleNamespace(open=open_channel))
         own = Hello(worker, 5 + worker)
         return TwoPhaseLinks(own, 2, settings, ByteFrames(WIDTH), lambda to, notice: self.notices[to].append(notice))
 
@@ -140,7 +141,7 @@ def announce(pair: Pair, sent: HopMessage) -> AnnouncedHop:
     links = pair.links[sent.hop.src]
     announcement = links.announce(sent, sent.tensor.nbytes)
     assert announcement is not None
-    links.send_tensor(sent.hop.dst, sent.tensor.reshape(-1).data)
+    links.send_tensor(sent.hop.dst, sent.tensor)
     return AnnouncedHop(announcement, sent.records)
 
 
@@ -263,6 +264,9 @@ def test_a_channel_that_never_opens_or_breaks_again_and_again_is_given_up(pair):
     assert len(pair.ends[0]) == MAX_MEETINGS
     pair.links[0].connect(1, 7)  # another process
     assert pair.links[0].announce(message(0, 3), 12) is None
+    assert len(pair.ends[0]) == MAX_MEETINGS  # nothing is known of its device before its hello
+    pair.links[0].greeted(Hello(1, 7))
+    assert pair.links[0].announce(message(0, 3), 12) is None
     assert len(pair.ends[0]) == MAX_MEETINGS + 1
     pair.ends[0][-1].is_broken = True
     pair.ends[0][-1].wake()
@@ -301,9 +305,16 @@ def test_links_without_channels_send_everything_inline():
         is_colocated=False,
         stepping=GroupStepSettings(inline_limit=7),
     )
-    part = SimpleNamespace(open_channel=TensorChannels("127.0.0.1").open)
-    assert two_phase_of(group, part).inline_limit == 7
-    assert two_phase_of(group, SimpleNamespace(open_channel=None)) is None
+    part = SimpleNamespace(channels=TensorChannels("127.0.0.1"))
+    assert two_phase_of(group, part).inline_limit("cpu") == 7
+    assert two_phase_of(group, SimpleNamespace(channels=None)) is None
+
+
+@pytest.mark.parametrize(("reaches_device", "limit"), [(False, 4 << 20), (True, 128 << 10)])
+def test_without_a_limit_devices_send_smaller_tensors_by_themselves(reaches_device, limit):
+    channels = SimpleNamespace(reaches_device=lambda peer: reaches_device)
+    assert TwoPhase(channels=channels).inline_limit("a card") == limit
+    assert TwoPhase(channels=channels, given_limit=0).inline_limit("a card") == 0
 
 
 # --- over real connections ------------------------------------------------------------------------------------------

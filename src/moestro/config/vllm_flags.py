@@ -173,7 +173,8 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     **_refused("attention computes in the model's dtype", "--override-attention-dtype"),
     **_refused("the KV cache has the model's dtype", "--kv-cache-dtype", neutral=["auto"]),
     **_refused(
-        "FP8 and MXFP4 checkpoints are dequantised at load; other quantised formats are refused", "--quantization"
+        "a checkpoint's config.json names its format: FP8 and MXFP4 are read, other quantised formats are refused",
+        "--quantization",
     ),
     **_refused("prefill and decode are not separated", "--kv-transfer-config", "--ec-transfer-config"),
     **_refused("speculative decoding is out of scope", "--speculative-config", "--speculative-model"),

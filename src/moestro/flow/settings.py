@@ -90,10 +90,11 @@ class GroupStepSettings(CheckedSettings):
         "In async mode, tokens of one attention worker that may be at one expert worker at once. Unset: all that it has"
         " in the network."
     )
-    inline_limit: Annotated[int, at_least(0)] = INLINE_LIMIT
+    inline_limit: Annotated[int | None, at_least(0)] = None
     (
         "In async mode, bytes of a tensor up to which it goes with its message over ZeroMQ. A larger one follows over"
-        " torch.distributed (gloo) once its receiver is ready for it. Paced devices send no tensors."
+        " torch.distributed once its receiver is ready for it: over NCCL between two GPUs, else over gloo. Unset:"
+        " 131072 for NCCL, and 4194304 for gloo. Paced devices send no tensors."
     )
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from moestro.core.work import Int32s
 from moestro.model.experts import add_contributions
 from moestro.model.layer_arguments import ColumnForm
 from moestro.model.layer_stages import Attended
-from moestro.model.upload import upload
+from moestro.model.upload import upload, upload_tensor
 
 Index = slice | Tensor  # rows or places: a slice where they are consecutive, otherwise int64
 
@@ -147,16 +147,20 @@ class Arena:
         return self._inputs.index_select(0, upload(places.astype(np.int64), self._device))
 
     def write_inputs(self, places: Int32s, inputs: Tensor) -> None:
-        """Store the input of the experts at each of `places`. `inputs`: [n, hidden size]."""
-        _write(self._inputs, self.index(places), inputs)
+        """Store the input of the experts at each of `places`. `inputs`: [n, hidden size], here or on the host."""
+        _write(self._inputs, self.index(places), upload_tensor(inputs, self._device))
 
     def read_contributions(self, places: Int32s, choices: Int32s) -> Tensor:
         """[n, hidden size], one expert's answer for each (place, choice)."""
         return self._by_choice().index_select(0, self._index_choices(places, choices))
 
     def write_contributions(self, places: Int32s, choices: Int32s, contributions: Tensor) -> None:
-        """Store one expert's answer for each (place, choice). `contributions`: [n, hidden size]."""
-        self._by_choice().index_copy_(0, self._index_choices(places, choices), contributions)
+        """Store one expert's answer for each (place, choice).
+
+        `contributions`: [n, hidden size], here or on the host.
+        """
+        answers = upload_tensor(contributions, self._device)
+        self._by_choice().index_copy_(0, self._index_choices(places, choices), answers)
 
     def _by_choice(self) -> Tensor:
         return self._contributions.view(-1, self._contributions.shape[2])

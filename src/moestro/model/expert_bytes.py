@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from moestro.model.expert_slots import ExpertWeights
-from moestro.model.experts import tag_of
+from moestro.model.experts import ExpertWeights, tag_of
 
 
 def num_expert_bytes(module: nn.Module) -> int:
@@ -28,12 +27,9 @@ def from_bytes(module: nn.Module, row: Tensor) -> ExpertWeights:
         row: uint8[bytes], from `to_bytes` on a worker with the same network; its memory begins at a multiple of 8.
     """
     parts = iter(torch.split(row, [size for size in _sizes(module) if size]))
-    up, up_bias, down, down_bias = (
-        None if each is None else next(parts).view(each[1]).view(each[0]) for each in tag_of(module).layout
-    )
-    assert up is not None
-    assert down is not None
-    return ExpertWeights(up, up_bias, down, down_bias)
+    layout = tag_of(module).layout
+    weights = [None if each is None else next(parts).view(each[1]).view(each[0]) for each in layout]
+    return ExpertWeights(*weights)  # type: ignore[arg-type]
 
 
 def _sizes(module: nn.Module) -> list[int]:

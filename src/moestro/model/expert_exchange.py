@@ -6,7 +6,7 @@ All workers of a group make the same calls in the same order. A worker without t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -18,6 +18,7 @@ from torch import Tensor, distributed
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch re-exports them unmarked
 
 from moestro.errors import GroupLostError
+from moestro.model.transport import choose_backend, copy_to_host, describe_backend, empty_on_host, name_device
 
 Int64s = NDArray[np.int64]
 
@@ -107,14 +108,19 @@ def _absent(store: Store | None, keys: list[str]) -> str:
 
 
 class GroupExchange:
-    """Exchanges rows over `torch.distributed`: gloo on a CPU, NCCL on CUDA devices.
+    """Exchanges rows over `torch.distributed`, by the backend that `choose_backend` chooses for the workers' devices.
 
-    Every call raises `GroupLostError` where another worker ended, or did not answer in time.
+    gloo exchanges host memory: rows of an accelerator are copied to pinned memory there, and back.
+    Every call raises `GroupLostError` where another worker ended, or did not answer in time. NCCL cannot raise: where
+    it waits in vain, its watchdog ends the process.
 
     Args:
         place: place of this worker. The call returns when all workers have made it.
         store: common store of the workers; a new one for each start of the group.
         device: device of the tensors.
+
+    Attributes:
+        note: sentence for the operator; "" for a group without accelerators.
 
     Raises:
         GroupLostError: another worker did not join in time.
@@ -122,16 +128,21 @@ class GroupExchange:
 
     def __init__(self, place: GroupPlace, store: Store, device: torch.device) -> None:
         self.worker, self.num_workers = place.worker, place.num_workers
-        is_cpu = device.type == "cpu"
+        self._device = device
         with _losing_group():
+            names = _share_names(place, store, name_device(device))
+            backend = choose_backend(names)
             distributed.init_process_group(
-                "gloo" if is_cpu else f"cpu:gloo,{device.type}:nccl",
+                "gloo" if backend == "gloo" else f"cpu:gloo,{device.type}:nccl",
                 store=store,
                 rank=place.worker,
                 world_size=place.num_workers,
                 timeout=timedelta(seconds=place.timeout_s),
-                device_id=None if is_cpu else device,
+                device_id=None if backend == "gloo" else device,
             )
+        way = describe_backend(names)
+        self.note = way and f"Engines exchange tokens by {way}."
+        self._is_staged = backend == "gloo" and device.type != "cpu"
 
     def gather(self, numbers: Int64s) -> Int64s:
         """Gather numbers on the host from all workers, as int64[workers, n]. `numbers`: int64[n], of this worker."""
@@ -143,19 +154,35 @@ class GroupExchange:
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
         """Implement `ExpertExchange.exchange_counts`."""
-        received = torch.empty_like(counts)
+        sent, received = self._buffers(counts, counts.shape)
         with _losing_group():
-            distributed.all_to_all_single(received, counts)
-        return received
+            distributed.all_to_all_single(received, sent)
+        return self._on_device(received)
 
     def exchange_rows(self, rows: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
         """Implement `ExpertExchange.exchange_rows`."""
-        received = rows.new_empty(sum(num_received), rows.shape[1])
+        sent, received = self._buffers(rows.contiguous(), (sum(num_received), rows.shape[1]))
         # As bytes, because gloo does not know every dtype.
-        sent_bytes, received_bytes = rows.contiguous().view(torch.uint8), received.view(torch.uint8)
+        sent_bytes, received_bytes = sent.view(torch.uint8), received.view(torch.uint8)
         with _losing_group():
             distributed.all_to_all_single(received_bytes, sent_bytes, num_received, num_sent)
-        return received
+        return self._on_device(received)
+
+    def _buffers(self, sent: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(`sent`, memory for what comes) where the backend reads and writes."""
+        if self._is_staged:
+            return copy_to_host(sent), empty_on_host(shape, sent.dtype, self._device)
+        return sent, sent.new_empty(shape)
+
+    def _on_device(self, received: Tensor) -> Tensor:
+        return received.to(self._device, non_blocking=True) if self._is_staged else received
+
+
+def _share_names(place: GroupPlace, store: Store, own: str) -> list[str]:
+    """Return the names of all workers' devices."""
+    keys = [f"device-{worker}" for worker in range(place.num_workers)]
+    store.set(keys[place.worker], own)
+    return [store.get(key).decode() for key in keys]
 
 
 @contextlib.contextmanager

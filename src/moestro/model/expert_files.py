@@ -20,11 +20,13 @@ from moestro.core.checkpoint_files import find_weights
 from moestro.core.config_fields import layer_of_name
 from moestro.errors import UnsupportedModelError
 from moestro.model.attention import register_attention
-from moestro.model.expert_slots import ExpertWeights, pick_expert
-from moestro.model.experts import register_experts
+from moestro.model.expert_slots import pick_expert
+from moestro.model.experts import ExpertWeights, register_experts
+from moestro.model.float8_files import keeps_float8
 from moestro.model.load import (
     build_skeleton,
     choose_dtype,
+    choose_float8,
     draw_weights,
     finish_dequantizing,
     pretrained_arguments,
@@ -43,7 +45,8 @@ def read_experts(
         settings: those with which the network was loaded.
         layer: a layer with experts.
         experts: logical experts.
-        device: the network's device, where random weights are drawn: their numbers depend on its kind.
+        device: the network's device, where random weights are drawn: their numbers depend on its kind. It decides also
+            whether weights stay in float8.
 
     Raises:
         UnsupportedModelError: the checkpoint cannot be loaded, or lacks the layer.
@@ -53,6 +56,7 @@ def read_experts(
         model = draw_weights(settings, config, device)
         module = dict(find_experts(model, config.get_text_config().num_hidden_layers))[layer]
     else:
+        choose_float8(settings, config, device)
         _, module = read_layer(settings, config, layer, type(build_skeleton(config)))
     return [pick_expert(module, expert) for expert in experts]
 
@@ -62,7 +66,7 @@ def read_layer(settings: ModelSettings, config: Any, layer: int, whole: type[Any
 
     Args:
         settings: those of the network.
-        config: config of the checkpoint, from `read_config`.
+        config: config of the checkpoint, from `read_config`, after `choose_float8`.
         layer: a layer with experts.
         whole: class of the network, from `build_skeleton`.
 
@@ -93,7 +97,7 @@ def read_layer(settings: ModelSettings, config: Any, layer: int, whole: type[Any
             model = part.from_pretrained(None, config=config, state_dict=tensors, **pretrained_arguments(config, dtype))
         except Exception as error:  # torn files, other shapes: each library below raises its own errors
             raise UnsupportedModelError(f"The weights in {settings.model} cannot be loaded: {error}") from error
-    if is_quantized and dtype is not None:
+    if is_quantized and dtype is not None and not keeps_float8(config):
         finish_dequantizing(model, dtype)
     modules = dict(find_experts(model, config.get_text_config().num_hidden_layers))
     if layer not in modules or any(parameter.is_meta for parameter in modules[layer].parameters()):

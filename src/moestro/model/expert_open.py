@@ -20,7 +20,7 @@ from moestro.model.expert_files import read_layer
 from moestro.model.expert_pieces import ExpertRunner
 from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
-from moestro.model.load import build_skeleton
+from moestro.model.load import build_skeleton, choose_float8
 from moestro.model.network import Network, find_experts
 from moestro.model.settings import LocalRank, ModelSettings
 from moestro.model.staged_device import ExpertTorchDevice
@@ -79,6 +79,7 @@ def _load_share(
     if settings.load_format == "dummy":  # random weights are drawn in the order of the whole network
         return _load_whole(settings, share, rank)
     device = open_device_of(settings, rank)
+    choose_float8(settings, facts.config, device)
     skeleton = build_skeleton(facts.config)
     layers = [layer for layer, _ in find_experts(skeleton, facts.config.get_text_config().num_hidden_layers)]
     if not layers:

@@ -9,25 +9,8 @@ from torch import Tensor, nn
 
 from moestro.core.expert_table import EMPTY
 from moestro.core.work import Int32s
-from moestro.model.experts import PackedExperts, retag, tag_of, weights_of
+from moestro.model.experts import ExpertWeights, PackedExperts, retag, tag_of, weights_of
 from moestro.model.packing import TORCH_PACKING, PackedSlots, WeightPacking
-
-
-class ExpertWeights(NamedTuple):
-    """Weights of one expert, in the layout of its module and not packed.
-
-    Attributes:
-        up: [inner, hidden size], or [hidden size, inner] where the module is transposed.
-        up_bias: [inner], or None.
-        down: [hidden size, inner], or [inner, hidden size] where the module is transposed; `inner` may differ from that
-            of `up`, whose activation joins two halves.
-        down_bias: [hidden size], or None.
-    """
-
-    up: Tensor
-    up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
 
 
 def keep_experts(module: nn.Module, logical_of: Int32s) -> None:
@@ -52,7 +35,7 @@ def keep_experts(module: nn.Module, logical_of: Int32s) -> None:
 def pack_experts(module: nn.Module, packing: WeightPacking = TORCH_PACKING) -> None:
     """Pack the weights of a tagged experts module and drop the unpacked ones, or change the layout of packed ones."""
     tag, experts = tag_of(module), cast(PackedExperts, module)
-    up, _, down, _ = weights_of(experts)
+    up, _, down, *_ = weights_of(experts)
     if tag.packed is not None:
         retag(module, packed=_repack(tag.packed, packing))
         return
@@ -77,54 +60,41 @@ def _repack(packed: PackedSlots, packing: WeightPacking) -> PackedSlots:
 def read_expert(module: nn.Module, slot: int) -> ExpertWeights:
     """Copy the weights in a slot that is not empty, bit for bit as the checkpoint has them."""
     experts, packed = cast(PackedExperts, module), tag_of(module).packed
-    up, up_bias, down, down_bias = weights_of(experts)
-    if packed is not None:
-        first, second = (packed.packing.unpack(weight) for weight in packed.slots[slot])
-        first, second = (first.T, second.T) if experts.is_transposed else (first, second)
-    else:
-        first, second = up.data[slot], down.data[slot]
-    biases = [None if bias is None else bias.data[slot].clone() for bias in (up_bias, down_bias)]
+    weights = weights_of(experts)
+    if packed is None:
+        return weights.map(lambda each: each.data[slot].clone())
+    first, second = (packed.packing.unpack(weight) for weight in packed.slots[slot])
+    first, second = (first.T, second.T) if experts.is_transposed else (first, second)
+    biases = [None if bias is None else bias.data[slot].clone() for bias in (weights.up_bias, weights.down_bias)]
     return ExpertWeights(first.clone(), biases[0], second.clone(), biases[1])
 
 
 def pick_expert(module: nn.Module, expert: int) -> ExpertWeights:
     """Copy the weights of an expert of a module that is neither tagged nor packed."""
-    weights = weights_of(cast(PackedExperts, module))
-    up, up_bias, down, down_bias = (None if each is None else each.data[expert].clone() for each in weights)
-    assert up is not None
-    assert down is not None
-    return ExpertWeights(up, up_bias, down, down_bias)
+    return weights_of(cast(PackedExperts, module)).map(lambda each: each.data[expert].clone())
 
 
 class PreparedExpert(NamedTuple):
     """Weights of one expert in the form in which a module computes with them.
 
     Attributes:
-        up, down: weights, packed where the module's are.
-        up_bias, down_bias: biases, or None.
+        weights: weights, those of `up` and `down` packed where the module's are.
         packing: layout of the weights; None if they are not packed.
     """
 
-    up: Tensor
-    up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    weights: ExpertWeights
     packing: WeightPacking | None
 
 
 def prepare_expert(module: nn.Module, weights: ExpertWeights) -> PreparedExpert:
     """Bring weights, on any device, into the form of a cut module, so that `install_expert` has little left to do."""
     experts = cast(PackedExperts, module)
-    up, up_bias, down, down_bias = weights_of(experts)
-    first, second = weights.up.to(up.device), weights.down.to(down.device)
-    packed = tag_of(module).packed
-    if packed is not None:
-        first, second = _pack(experts, first, packed.packing), _pack(experts, second, packed.packing)
-    biases = [
-        None if mine is None or given is None else given.to(mine.device)
-        for mine, given in ((up_bias, weights.up_bias), (down_bias, weights.down_bias))
-    ]
-    return PreparedExpert(first, biases[0], second, biases[1], None if packed is None else packed.packing)
+    device, packed = weights_of(experts).up.device, tag_of(module).packed
+    weights = weights.map(lambda each: each.to(device))
+    if packed is None:
+        return PreparedExpert(weights, None)
+    up, down = (_pack(experts, each, packed.packing) for each in (weights.up, weights.down))
+    return PreparedExpert(weights._replace(up=up, down=down), packed.packing)
 
 
 def install_expert(module: nn.Module, slot: int, logical: int, prepared: PreparedExpert) -> None:
@@ -138,15 +108,13 @@ def install_expert(module: nn.Module, slot: int, logical: int, prepared: Prepare
     """
     tag = tag_of(module)
     assert tag.logical_of is not None, "a module with all experts has no slots to rewrite"
-    up, up_bias, down, down_bias = weights_of(cast(PackedExperts, module))
+    held, given = weights_of(cast(PackedExperts, module)), prepared.weights
     if tag.packed is not None:
         retag(module, packed=tag.packed.with_slot(slot, *_in_layout(prepared, tag.packed.packing)))
-    else:
-        up.data[slot] = prepared.up
-        down.data[slot] = prepared.down
-    for mine, given in ((up_bias, prepared.up_bias), (down_bias, prepared.down_bias)):
-        if mine is not None and given is not None:
-            mine.data[slot] = given
+        held, given = held._replace(up=None, down=None), given._replace(up=None, down=None)  # type: ignore[arg-type]
+    for mine, new in zip(held, given, strict=True):
+        if mine is not None and new is not None:
+            mine.data[slot] = new
     tag.logical_of[slot] = logical
 
 
@@ -163,7 +131,7 @@ def empty_slot(module: nn.Module, slot: int) -> None:
     tag = tag_of(module)
     assert tag.logical_of is not None, "a module with all experts has no slots to empty"
     if tag.packed is not None:
-        up, _, down, _ = weights_of(cast(PackedExperts, module))
+        up, _, down, *_ = weights_of(cast(PackedExperts, module))
         retag(module, packed=tag.packed.with_slot(slot, up.new_empty(0), down.new_empty(0)))
     tag.logical_of[slot] = EMPTY
 
@@ -175,6 +143,7 @@ def _pack(experts: PackedExperts, weight: Tensor, packing: WeightPacking) -> Ten
 def _in_layout(prepared: PreparedExpert, packing: WeightPacking) -> tuple[Tensor, Tensor]:
     """Up and down weights in a layout, to which the module may have changed since they were prepared."""
     if prepared.packing is packing:
-        return prepared.up, prepared.down
+        return prepared.weights.up, prepared.weights.down
     assert prepared.packing is not None, "weights are packed before experts move"
-    return packing.pack(prepared.packing.unpack(prepared.up)), packing.pack(prepared.packing.unpack(prepared.down))
+    up, down = (packing.pack(prepared.packing.unpack(each)) for each in (prepared.weights.up, prepared.weights.down))
+    return up, down

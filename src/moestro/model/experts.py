@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
 from moestro.model.expert_visits import ExpertVisitCounter
+from moestro.model.float8 import BLOCK, SCALES, Float8Weight
 from moestro.model.packing import PackedSlots
 
 EXPERTS = "moestro"  # name in the registry
@@ -44,6 +45,31 @@ class PackedExperts(Protocol):
     def _apply_gate(self, rows: Tensor) -> Tensor:
         """The gated activation: half as many columns."""
         ...
+
+
+class ExpertWeights(NamedTuple):
+    """Weights of one expert in the layout of its module, not packed; or of all experts, with a dimension before.
+
+    Attributes:
+        up: [inner, hidden size], or [hidden size, inner] where the module is transposed.
+        up_bias: [inner], or None.
+        down: [hidden size, inner], or [inner, hidden size] where the module is transposed; `inner` may differ from that
+            of `up`, whose activation joins two halves.
+        down_bias: [hidden size], or None.
+        up_scales, down_scales: float32[row blocks, column blocks] of weights in float8, or None. Gates have blocks of
+            their own, before those of ups.
+    """
+
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> ExpertWeights:
+        """The same with every tensor changed."""
+        return ExpertWeights(*(None if each is None else change(each) for each in self))  # type: ignore[arg-type]
 
 
 class ExpertsInPlace(Protocol):
@@ -141,8 +167,7 @@ class ExpertLayer:
         place: its place among the layers with experts.
         routing: state shared by the network's experts.
         hidden_size, dtype: hidden size and dtype of the experts' inputs and answers.
-        layout: shape and dtype of one expert's weights as (up, its bias, down, its bias), not packed; None where the
-            experts have no bias.
+        layout: shape and dtype of each of one expert's `ExpertWeights`, not packed; None where there are none.
         logical_of: int32[slots], logical expert in each slot; EMPTY means none. None means that the module has all
             experts, each in the slot of its number.
         packed: packed weights of the slots; None if the weights are not packed.
@@ -160,15 +185,22 @@ class ExpertLayer:
     in_place: ExpertsInPlace | None = None
 
 
-def tag_experts(modules: list[tuple[int, nn.Module]], routing: Routing) -> None:
-    """Attach its context to each experts module. `modules`: (layer, experts module), ascending."""
+def tag_experts(modules: list[tuple[int, nn.Module]], routing: Routing, dtype: torch.dtype) -> None:
+    """Attach its context to each experts module.
+
+    Args:
+        modules: (layer, experts module), ascending.
+        routing: state that they share.
+        dtype: dtype of the inputs of experts in float8; others have inputs of the dtype of their weights.
+    """
     for place, (layer, module) in enumerate(modules):
         experts = cast(PackedExperts, module)
         weights = weights_of(experts)
-        up = weights[0]
+        up = weights.up
         hidden_size = up.shape[1] if experts.is_transposed else up.shape[2]
+        dtype = up.dtype if weights.up_scales is None else dtype
         layout = tuple(None if each is None else (each.shape[1:], each.dtype) for each in weights)
-        setattr(module, _TAG, ExpertLayer(layer, place, routing, hidden_size, up.dtype, layout))
+        setattr(module, _TAG, ExpertLayer(layer, place, routing, hidden_size, dtype, layout))
 
 
 def tag_of(module: nn.Module) -> ExpertLayer:
@@ -306,18 +338,31 @@ def run_batches(
         return whole.answers(batches, rows, out, start)
     plain = torch.matmul if experts.is_transposed else functional.linear
     multiply = plain if packed is None else packed.packing.linear
-    up, up_bias, down, down_bias = weights_of(experts)  # once: a module finds its parameters slowly
+    weights = weights_of(experts)  # once: a module finds its parameters slowly
     for expert, count in batches:
-        first, second = (up[expert], down[expert]) if packed is None else packed.slots[expert]
+        first, second = _plain_weights(experts, weights, expert, rows.dtype) if packed is None else packed.slots[expert]
         inner = multiply(rows[start : start + count], first)
-        if up_bias is not None:
-            inner += up_bias[expert]
+        if weights.up_bias is not None:
+            inner += weights.up_bias[expert]
         outer = multiply(_activate(experts, inner), second)
-        if down_bias is not None:
-            outer += down_bias[expert]
+        if weights.down_bias is not None:
+            outer += weights.down_bias[expert]
         out[start : start + count] = _normalize(experts, outer)
         start += count
     return start
+
+
+def _plain_weights(
+    experts: PackedExperts, weights: ExpertWeights, expert: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Up and down weights of one expert, those in float8 in another dtype."""
+    up, down = weights.up[expert], weights.down[expert]
+    if weights.up_scales is None or weights.down_scales is None:
+        return up, down
+    block, num_halves = getattr(experts, BLOCK), 2 if experts.has_gate else 1
+    halves = zip(up.chunk(num_halves), weights.up_scales[expert].chunk(num_halves), strict=True)
+    first = [Float8Weight(numbers, scales, block).dequantised(dtype) for numbers, scales in halves]
+    return torch.cat(first), Float8Weight(down, weights.down_scales[expert], block).dequantised(dtype)
 
 
 def add_contributions(contributions: Tensor, weights: Tensor) -> Tensor:
@@ -338,7 +383,7 @@ def add_contributions(contributions: Tensor, weights: Tensor) -> Tensor:
 def run_grouped(experts: PackedExperts, rows: Tensor, counts: Tensor) -> Tensor:
     """Compute the result of `run_each` in two grouped products. No count reaches the host: no accelerator waits."""
     ends = counts.cumsum(0).to(torch.int32)
-    up, up_bias, down, down_bias = weights_of(experts)
+    up, up_bias, down, down_bias, *_ = weights_of(experts)
     if up_bias is not None:
         of_row = _expert_of_row(counts, len(rows))
     if not experts.is_transposed:
@@ -389,13 +434,17 @@ def combine(rows: Tensor, by_expert: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def weights_of(experts: PackedExperts) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """(up, its bias, down, its bias) of all experts."""
-    name = "gate_up_proj" if experts.has_gate else "up_proj"
-    up: Tensor = getattr(experts, name)
-    if not experts.has_bias:
-        return up, None, experts.down_proj, None
-    return up, getattr(experts, f"{name}_bias"), experts.down_proj, cast(Any, experts).down_proj_bias
+def weights_of(experts: PackedExperts) -> ExpertWeights:
+    """Weights of all experts."""
+    up, down = weight_names(experts)
+    biases = [getattr(experts, f"{name}_bias") if experts.has_bias else None for name in (up, down)]
+    scales = [getattr(experts, f"{name}{SCALES}", None) for name in (up, down)]
+    return ExpertWeights(getattr(experts, up), biases[0], getattr(experts, down), biases[1], *scales)
+
+
+def weight_names(experts: PackedExperts) -> tuple[str, str]:
+    """Names of a module's up and down weights."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def _activate(experts: PackedExperts, inner: Tensor) -> Tensor:
@@ -411,5 +460,8 @@ def _normalize(experts: PackedExperts, outer: Tensor) -> Tensor:
 
 def can_group(experts: PackedExperts, rows: Tensor) -> bool:
     """Whether this torch has the grouped kernels, which need bfloat16 and rows of whole 16-byte words."""
-    sizes = (*weights_of(experts)[0].shape[1:], *experts.down_proj.shape[1:])
+    weights = weights_of(experts)
+    if weights.up_scales is not None:
+        return False
+    sizes = (*weights.up.shape[1:], *weights.down.shape[1:])
     return hasattr(functional, "grouped_mm") and rows.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moestro.model.attention import LATENT
+from moestro.model.float8 import Float8Linear
 from moestro.model.kernels.matching import MISFITS, NUM_CHECK_ROWS, is_close, random_rows
 
 _THEIRS = ("eager", "sdpa")  # attention functions of transformers', which take expanded K and V
@@ -81,7 +82,7 @@ class LatentProjection(nn.Module):
         return self._of_values(rows).transpose(1, 2)
 
 
-def compress_attention(model: nn.Module) -> str:
+def compress_attention(model: Any) -> str:
     """Let every MLA module of a loaded network keep its K and V compressed.
 
     A module whose `expand_kv` computes anything else on random rows than the up-projection keeps expanded K and V.
@@ -90,7 +91,7 @@ def compress_attention(model: nn.Module) -> str:
         A sentence for the operator if there are such modules; else nothing.
     """
     modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
-    kept = sum(not _compress(module) for module in modules)
+    kept = sum(not _compress(module, model.dtype) for module in modules)
     if not kept:
         return ""
     return (
@@ -100,8 +101,10 @@ def compress_attention(model: nn.Module) -> str:
 
 
 @torch.inference_mode()
-def _compress(module: Any) -> bool:
+def _compress(module: Any, dtype: torch.dtype) -> bool:
     linear: Any = getattr(module, "kv_b_proj", None)
+    if isinstance(linear, Float8Linear):  # it becomes two weights, of which one is transposed
+        linear = module.kv_b_proj = linear.dequantised(dtype)
     if type(linear) is not nn.Linear or linear._parameters["bias"] is not None:
         return False
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.expand_kv

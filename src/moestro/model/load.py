@@ -15,6 +15,9 @@ from moestro.errors import ConfigError, MoestroError, UnsupportedModelError, sho
 from moestro.model.accelerator import open_device_of
 from moestro.model.attention import PAGED, register_attention
 from moestro.model.experts import EXPERTS, register_experts
+from moestro.model.float8 import FLOAT8, SCALES
+from moestro.model.float8_files import keeps_float8, read_as, why_not_float8
+from moestro.model.kernels.kernel_choice import why_no_float8_kernels
 from moestro.model.latent import compress_attention
 from moestro.model.network import Network
 from moestro.model.pools import choose_max_model_len
@@ -69,6 +72,7 @@ def load_network(settings: ModelSettings, config: Any, rank: int = 0) -> tuple[N
     register_experts()
     hf_logging.disable_progress_bar()
     device = open_device_of(settings, rank)
+    why_dequantised = choose_float8(settings, config, device)
     for part in (config, config.get_text_config()):
         part.output_router_logits = False  # a training loss, which every step would compute
     try:
@@ -77,7 +81,9 @@ def load_network(settings: ModelSettings, config: Any, rank: int = 0) -> tuple[N
         else:
             model, note = _read_weights(settings, config, device)
         network = Network(model.to(device).eval())
-        return network, tuple(each for each in (note, compress_attention(network.model)) if each)
+        why_expanded = compress_attention(network.model)
+        notes = (note, why_dequantised, describe_float8(network.model), why_expanded)
+        return network, tuple(each for each in notes if each)
     except torch.OutOfMemoryError as error:
         free, total = (size / (1 << 30) for size in torch.cuda.mem_get_info(device))
         raise ConfigError(
@@ -95,6 +101,48 @@ def build_skeleton(config: Any) -> Any:
         raise UnsupportedModelError(f"transformers cannot build this config's network: {_one_line(error)}") from error
     refuse_skeleton(skeleton)
     return skeleton
+
+
+def choose_float8(settings: ModelSettings, config: Any, device: torch.device) -> str:
+    """Decide whether the weights of a checkpoint stay in float8, and note it in its config.
+
+    They do where the own kernels read them; elsewhere they are dequantised at load. All processes decide alike.
+
+    Args:
+        settings: those of the network.
+        config: config from `read_config`.
+        device: the network's device.
+
+    Returns:
+        A sentence for the operator, if FP8 weights are dequantised; else nothing.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if settings.load_format == "dummy" or quantization is None or quantization["quant_method"] != "fp8":
+        return ""
+    dtype = choose_dtype(settings, config) or torch.bfloat16
+    why_not = why_no_float8_kernels(settings, device, dtype)
+    if why_not is None:
+        tensors = read_checkpoint(Path(settings.model), has_weights=True).tensors
+        num_layers = config.get_text_config().num_hidden_layers
+        why_not = why_not_float8(quantization, build_skeleton(config), num_layers, tensors)
+    config.quantization_config = read_as(quantization, keeps_float8=why_not is None)
+    return "" if why_not is None else f"FP8 weights are dequantised to {_name(dtype)}: {why_not}."
+
+
+def describe_float8(model: Any) -> str:
+    """A sentence for the operator on the weights that stay in float8; nothing if there are none."""
+    sizes = {True: 0, False: 0}
+    for name, parameter in model.named_parameters():
+        is_float8 = parameter.dtype is FLOAT8 or name.endswith(SCALES)
+        sizes[is_float8] += parameter.numel() * parameter.element_size()
+    if not sizes[True]:
+        return ""
+    stored, rest = (f"{size / (1 << 30):.2f} GiB" for size in (sizes[True], sizes[False]))
+    return f"FP8 weights stay FP8: {stored} with their scales, beside {rest} of weights in {_name(model.dtype)}."
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _read_weights(settings: ModelSettings, config: Any, device: torch.device) -> tuple[Any, str]:
@@ -120,7 +168,7 @@ def _read_weights(settings: ModelSettings, config: Any, device: torch.device) ->
         raise UnsupportedModelError(
             f"{settings.model} lacks {len(missing)} of the config's tensors, first {missing[0]}."
         )
-    if is_quantized and dtype is not None:
+    if is_quantized and dtype is not None and not keeps_float8(config):
         finish_dequantizing(model, dtype)
     unused = sorted(report["unexpected_keys"])
     return model, f"{len(unused)} tensors of the checkpoint are not used, first {unused[0]}." if unused else ""
@@ -141,7 +189,7 @@ def choose_dtype(settings: ModelSettings, config: Any) -> torch.dtype | None:
 
 
 def pretrained_arguments(config: Any, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for Moestro's functions, after the config asks for dequantized weights.
+    """Arguments of `from_pretrained` for Moestro's functions, after the config says how quantized weights are read.
 
     Args:
         config: config of the checkpoint, which may be changed.
@@ -149,7 +197,7 @@ def pretrained_arguments(config: Any, dtype: torch.dtype | None) -> dict[str, An
     """
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
-        config.quantization_config = {**quantization, "dequantize": True}
+        config.quantization_config = read_as(quantization, keeps_float8=keeps_float8(config))
     return {
         "dtype": dtype or "auto",
         "attn_implementation": PAGED,

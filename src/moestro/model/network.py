@@ -21,6 +21,7 @@ from moestro.model.attention import STEP_ARGUMENT
 from moestro.model.expert_slots import keep_experts, pack_experts
 from moestro.model.expert_visits import ExpertVisitCounter
 from moestro.model.experts import Routing, is_experts, tag_experts
+from moestro.model.float8 import SCALES
 from moestro.model.gate_override import GateOverride, GateShape
 from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
@@ -68,7 +69,7 @@ class Network:
     Attributes:
         config: text part of the model's config.
         device, dtype: device and dtype of its weights.
-        num_parameters: number of parameters, counting tied ones once.
+        num_parameters: number of parameters, counting tied ones once and scales of blocks not at all.
         num_experts, bytes_per_expert: number in the layer that has most, and size of the largest; 0 for a dense model.
         layer_bytes: for each layer, bytes of its weights without routed experts.
         num_slots: number of slots that each layer with experts has here; `num_experts` before `keep_experts`.
@@ -86,7 +87,7 @@ class Network:
         self.num_layers: int = self.config.num_hidden_layers
         self.device: torch.device = device or model.device
         self.dtype: torch.dtype = model.dtype
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.num_parameters = sum(each.numel() for name, each in model.named_parameters() if not name.endswith(SCALES))
         self.override: GateOverride | None = None
         self.experts = find_experts(model, self.num_layers)
         self.bytes_per_expert = max((_bytes_per_expert(module) for _, module in self.experts), default=0)
@@ -100,7 +101,7 @@ class Network:
         self.on_exchanged: Callable[[], None] = lambda: None
         self.routing = Routing(self.num_layers, self.num_experts, self.device) if self.experts else None
         if self.routing is not None:
-            tag_experts(self.experts, self.routing)
+            tag_experts(self.experts, self.routing, self.dtype)
 
     def keep_experts(self, logical_of: Int32s) -> None:
         """Drop the weights of all experts but those of a worker's slots; to be called once, before `pack_experts`.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moestro.model.expert_files import read_experts
-from moestro.model.expert_slots import ExpertWeights, write_expert
+from moestro.model.expert_slots import write_expert
+from moestro.model.experts import ExpertWeights
 from moestro.model.network import Network
 from moestro.model.settings import ModelSettings
 

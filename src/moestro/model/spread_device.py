@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,8 +16,6 @@ from moestro.core.model_info import ModelInfo
 from moestro.core.move_agreement import MoveAction, MoveAgreement
 from moestro.core.table_message import ExpertLayers, TableMessage
 from moestro.core.work import Units
-from moestro.errors import ConfigError
-from moestro.model.accelerator import choose_device
 from moestro.model.device import TorchDevice, open_device
 from moestro.model.expert_exchange import GroupExchange, GroupPlace
 from moestro.model.layer_mover import LayerMover, layer_move_of
@@ -152,12 +151,6 @@ def open_spread_device(
         GroupLostError: another worker did not join in time.
     """
     local = local or LocalRank(rank=place.worker, num_ranks=place.num_workers)
-    device = choose_device(settings, local.rank)
-    if device.type == "cuda" and torch.cuda.device_count() < place.num_workers:
-        raise ConfigError(
-            f"--mode ep needs one accelerator for each engine: --engines {place.num_workers}, and torch finds"
-            f" {torch.cuda.device_count()}"
-        )
 
     def on_load(phase: str) -> None:
         on_phase("join the group" if phase == "ready" else phase)
@@ -165,6 +158,7 @@ def open_spread_device(
     share = WorkerShare(worker=place.worker, make_table=make_table)
     alone, info = open_device(settings, on_load, local, share)
     table = make_table(info.num_layers, info.num_experts)
-    exchange = GroupExchange(place, meet(), device)
+    exchange = GroupExchange(place, meet(), alone.network.device)
     on_phase("ready")
-    return SpreadDevice(alone.network, alone.pools, exchange, table), info
+    device = SpreadDevice(alone.network, alone.pools, exchange, table)
+    return device, msgspec.structs.replace(info, notes=(*info.notes, exchange.note) if exchange.note else info.notes)

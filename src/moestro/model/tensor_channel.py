@@ -1,10 +1,11 @@
-"""Channels on which two processes send each other large tensors, over `torch.distributed` (gloo).
+"""Channels on which two processes send each other large tensors, over `torch.distributed`.
 
-A channel has its own group of two processes, because the workers of a group start again one by one. The processes
-meet without a server: what gloo stores for its rendezvous travels with the caller's messages.
+A channel has its own groups of two processes, because the workers of a group start again one by one. The processes
+meet without a server: what the backend stores for its rendezvous travels with the caller's messages.
 
-Bytes cross a channel only after their receiver has asked for them, so only the two buffers hold them. gloo does not
-encrypt, and sends host memory: tensors of an accelerator are copied there first.
+Bytes cross a channel only after their receiver has asked for them, so only the two buffers hold them.
+`choose_backend` chooses the wire by the devices at both ends: NCCL sends the memory of GPUs, and gloo host memory, to
+which tensors of an accelerator are copied first. Neither encrypts.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import distributed
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it unmarked
+
+from moestro.model.nccl_wire import NcclWire
+from moestro.model.transport import choose_backend, describe_backend, name_device
 
 logger = logging.getLogger(__name__)
 
@@ -34,35 +38,134 @@ MEET_S = 10.0  # for which one end waits for the other; within a machine a meeti
 TRANSFER_S = 10.0
 _AT_ONCE = timedelta(milliseconds=1)
 _DATA, _NEVER_SENT = 0, 1  # tags
+_CPU = torch.device("cpu")
+
+
+class Wire(Protocol):
+    """Carries frames between the two processes of a channel. A frame is a piece of memory that the wire knows.
+
+    All calls but `meet` and `stop` need a wire that has met. They raise RuntimeError where the wire is broken.
+
+    Attributes:
+        reaches_device: whether frames are tensors uint8[bytes] of the device; else they are host memory.
+    """
+
+    reaches_device: bool
+
+    def meet(self, store: Store, rank: int) -> None:
+        """Connect with the other process. `rank`: 0 at one end, and 1 at the other."""
+        ...
+
+    def send(self, frame: Any) -> tuple[Any, Any]:
+        """Begin to send a frame. Returns the work, and what has to live until it ends."""
+        ...
+
+    def receive(self, num_bytes: int) -> tuple[Any, Any]:
+        """Begin to receive so many bytes. Returns the work, and the frame."""
+        ...
+
+    def wait(self, work: Any) -> None:
+        """Wait for the end of a work, up to `TRANSFER_S`."""
+        ...
+
+    def stop(self) -> None:
+        """End all waits in this process, and mostly those of the other one; within a few milliseconds."""
+        ...
 
 
 class TensorChannels:
-    """Opens the channels of one process. They share gloo's thread, which starts with the first channel.
+    """Opens the channels of one process. Those over gloo share its thread, which starts with the first channel.
 
     Args:
         host: name or address of this machine for the other workers.
+        device: device of this process.
     """
 
-    def __init__(self, host: str) -> None:
-        self._host = host
-        self._device: Any = None
+    def __init__(self, host: str, device: torch.device = _CPU) -> None:
+        self._host, self._device = host, device
+        self.device_name = name_device(device)
+        self._gloo: Any = None
         self._making = threading.Lock()
 
-    def open(self, rank: int, tell: Tell, wake: Wake) -> TensorChannel:
+    def reaches_device(self, peer: str) -> bool:
+        """Whether a channel sends the memory of both devices, without a copy on the host.
+
+        Args:
+            peer: name of the other process's device.
+        """
+        return choose_backend((self.device_name, peer)) == "nccl"
+
+    def describe(self, peers: Sequence[str]) -> str:
+        """Describe for the operator how tensors go to other workers; "" where all are without accelerators.
+
+        Args:
+            peers: names of the other processes' devices.
+        """
+        ways = Counter(way for peer in peers if (way := describe_backend((self.device_name, peer))))
+        return "; ".join(
+            f"large tensors go to {count} of {len(peers)} workers by {way}" for way, count in sorted(ways.items())
+        )
+
+    def open(self, rank: int, peer: str, tell: Tell, wake: Wake) -> TensorChannel:
         """Begin to meet another process on a new channel.
 
         Args:
             rank: 0 at one end, and 1 at the other.
+            peer: name of the other process's device.
             tell: called from another thread with what the other end's `heard` must get.
             wake: called from other threads after `is_open`, `is_broken` or the result of `take` has changed.
         """
-        return TensorChannel(rank, self._shared_device, tell, wake)
+        is_nccl = self.reaches_device(peer)
+        wire = NcclWire(self._device, TRANSFER_S) if is_nccl else GlooWire(self._shared_gloo)
+        return TensorChannel(rank, wire, tell, wake)
 
-    def _shared_device(self) -> Any:
+    def _shared_gloo(self) -> Any:
         with self._making:
-            if self._device is None:
-                self._device = distributed.ProcessGroupGloo.create_device(hostname=self._host)
-            return self._device
+            if self._gloo is None:
+                self._gloo = distributed.ProcessGroupGloo.create_device(hostname=self._host)
+            return self._gloo
+
+
+class GlooWire:
+    """Implements `Wire` over gloo.
+
+    Args:
+        make_device: supplier of gloo's device; raises RuntimeError if the host has no such address.
+    """
+
+    reaches_device = False
+
+    def __init__(self, make_device: Callable[[], Any]) -> None:
+        self._make_device = make_device
+        self._group: Any = None
+        self._peer = -1
+
+    def meet(self, store: Store, rank: int) -> None:
+        """Implement `Wire.meet`."""
+        self._peer = 1 - rank
+        self._group = _make_group(store, rank, self._make_device())
+
+    def send(self, frame: Any) -> tuple[Any, Any]:
+        """Implement `Wire.send`. `frame`: writable memory."""
+        tensor = torch.frombuffer(frame, dtype=torch.uint8)
+        return self._group.send([tensor], self._peer, _DATA), tensor
+
+    def receive(self, num_bytes: int) -> tuple[Any, Any]:
+        """Implement `Wire.receive`."""
+        buffer = np.empty(num_bytes, np.uint8)
+        return self._group.recv([torch.from_numpy(buffer)], self._peer, _DATA), buffer.data
+
+    def wait(self, work: Any) -> None:
+        """Implement `Wire.wait`."""
+        work.wait(timedelta(seconds=TRANSFER_S))
+
+    def stop(self) -> None:
+        """Implement `Wire.stop`."""
+        # Python cannot abort a work of gloo. A wait that ends by its time limit closes the connection, and so ends all
+        # other waits.
+        if self._group is not None:
+            with contextlib.suppress(RuntimeError):
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _NEVER_SENT).wait(_AT_ONCE)
 
 
 class TensorChannel:
@@ -70,24 +173,26 @@ class TensorChannel:
 
     Args:
         rank, tell, wake: as in `TensorChannels.open`.
-        make_device: supplier of gloo's device; raises RuntimeError if the host has no such address.
+        wire: carries the bytes.
 
     Attributes:
+        reaches_device: as in `Wire`.
         is_open: whether both ends have met.
         is_broken: whether the channel has failed or was closed. What has not arrived by then is lost.
     """
 
-    def __init__(self, rank: int, make_device: Callable[[], Any], tell: Tell, wake: Wake) -> None:
+    def __init__(self, rank: int, wire: Wire, tell: Tell, wake: Wake) -> None:
+        self.reaches_device = wire.reaches_device
         self.is_open = self.is_broken = False
-        self._rank, self._wake = rank, wake
+        self._wake = wake
         self._meeting = _Meeting(tell)
-        self._group: Any = None
-        self._arrived: deque[memoryview] = deque()
-        # Works of gloo with their buffers, which have to live until the works end. None ends the thread.
-        self._receives: SimpleQueue[tuple[Any, memoryview] | None] = SimpleQueue()
-        self._sends: SimpleQueue[tuple[Any, torch.Tensor] | None] = SimpleQueue()
+        self._wire: Wire | None = wire
+        self._arrived: deque[Any] = deque()
+        # Works with their frames, which have to live until the works end. None ends the thread.
+        self._receives: SimpleQueue[tuple[Any, Any] | None] = SimpleQueue()
+        self._sends: SimpleQueue[tuple[Any, Any] | None] = SimpleQueue()
         self._receiver = threading.Thread(
-            target=self._meet_and_receive, args=(make_device,), name="tensors-in", daemon=True
+            target=self._meet_and_receive, args=(wire, rank), name="tensors-in", daemon=True
         )
         self._sender: threading.Thread | None = None
         self._receiver.start()
@@ -96,27 +201,28 @@ class TensorChannel:
         """Take in what the other end told."""
         self._meeting.put(key, value)
 
-    def send(self, frame: memoryview) -> None:
-        """Send the bytes of writable memory, which stays as it is from now on. The call does not wait.
+    def send(self, frame: Any) -> None:
+        """Send a frame, whose memory stays as it is from now on. The call does not wait.
 
         The channel must be open. A failure sets `is_broken`.
         """
+        wire = self._wire
+        if wire is None:
+            return
         if self._sender is None:
-            self._sender = threading.Thread(target=self._end_sends, name="tensors-out", daemon=True)
+            self._sender = threading.Thread(target=self._end_sends, args=(wire,), name="tensors-out", daemon=True)
             self._sender.start()
-        tensor = torch.frombuffer(frame, dtype=torch.uint8)
         with self._breaking():
-            self._sends.put((self._group.send([tensor], 1 - self._rank, _DATA), tensor))
+            self._sends.put(wire.send(frame))
 
     def expect(self, num_bytes: int) -> None:
         """Ask the other end for its next bytes, which are so many; `take` returns them. The channel must be open."""
-        buffer = np.empty(num_bytes, np.uint8)
         with self._breaking():
-            work = self._group.recv([torch.from_numpy(buffer)], 1 - self._rank, _DATA)
-            self._receives.put((work, buffer.data))
+            if self._wire is not None:
+                self._receives.put(self._wire.receive(num_bytes))
 
-    def take(self) -> memoryview | None:
-        """Return the oldest bytes that have arrived, in writable memory; None if there are none."""
+    def take(self) -> Any:
+        """Return the oldest frame that has arrived, which may be written; None if there is none."""
         return self._arrived.popleft() if self._arrived else None
 
     def close(self) -> None:
@@ -126,13 +232,10 @@ class TensorChannel:
         """
         self.is_broken = True
         self._meeting.close()
-        group, self._group = self._group, None
-        if group is not None:
-            # Python cannot abort a work of gloo. A wait that ends by its time limit closes the connection, and so
-            # ends all other waits.
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1, dtype=torch.uint8)], 1 - self._rank, _NEVER_SENT).wait(_AT_ONCE)
-        del group  # the thread that receives drops the group, because that can take a while
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.stop()
+        del wire  # the threads drop it, because the end of a group can take a while
         self._receives.put(None)
         self._sends.put(None)
 
@@ -148,34 +251,32 @@ class TensorChannel:
 
     # --- threads ----------------------------------------------------------------------------------------------------
 
-    def _meet_and_receive(self, make_device: Callable[[], Any]) -> None:
-        group: Any = None
+    def _meet_and_receive(self, wire: Wire, rank: int) -> None:
         with self._breaking():
-            group = self._group = _make_group(self._meeting, self._rank, make_device())
+            wire.meet(self._meeting, rank)
             self.is_open = True
         self._wake()
         while (item := self._receives.get()) is not None:
-            work, buffer = item
+            work, frame = item
             with self._breaking():
-                work.wait(timedelta(seconds=TRANSFER_S))
+                wire.wait(work)
                 if not self.is_broken:
-                    self._arrived.append(buffer)
-            del work, item
+                    self._arrived.append(frame)
+            del work, item, frame
             self._wake()
-        self._group = None  # if `close` came before it was set
-        del group  # the last reference, after which gloo ends its threads
+        wire.stop()  # if `close` came before both ends had met
 
-    def _end_sends(self) -> None:
+    def _end_sends(self, wire: Wire) -> None:
         while (item := self._sends.get()) is not None:
             with self._breaking():
-                item[0].wait(timedelta(seconds=TRANSFER_S))
+                wire.wait(item[0])
             del item
             if self.is_broken:
                 self._wake()
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Turn an error of gloo into `is_broken`."""
+        """Turn an error of the wire into `is_broken`."""
         try:
             yield
         except RuntimeError as error:
@@ -185,7 +286,7 @@ class TensorChannel:
 
 
 class _Meeting(Store):
-    """The store of gloo's rendezvous: each end keeps its own values and those that it was told.
+    """The store of a rendezvous: each end keeps its own values and those that it was told.
 
     Args:
         tell: called with what the other end must hear.
@@ -233,10 +334,10 @@ class _Meeting(Store):
                 raise RuntimeError("the other end did not come")
 
 
-def _make_group(meeting: _Meeting, rank: int, device: Any) -> Any:
+def _make_group(store: Store, rank: int, device: Any) -> Any:
     """Make the group of a channel. Raises RuntimeError if the other end does not come."""
     gloo: Any = distributed.ProcessGroupGloo
     options = gloo._Options()  # the public constructor takes no address, and gloo would look one up
     options._devices, options._threads = [device], 1
     options._timeout = timedelta(seconds=MEET_S)
-    return gloo(meeting, rank, 2, options)
+    return gloo(store, rank, 2, options)

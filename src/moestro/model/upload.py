@@ -15,8 +15,12 @@ _TORCH = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """Copy `array` to `device` without waiting on the host. On a CPU the tensor may share the array's memory."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return upload_tensor(torch.from_numpy(np.ascontiguousarray(array)), device)
+
+
+def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to `device` as `upload` does; a tensor that is there already stays what it is."""
+    return tensor if tensor.device.type == device.type else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def upload_all(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:

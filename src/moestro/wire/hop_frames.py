@@ -29,12 +29,20 @@ class TensorFrames(Protocol):
         """Return the bytes of a tensor [rows, hidden size] from the device; nobody changes them later."""
         ...
 
+    def flatten(self, tensor: Any) -> Any:
+        """Return the bytes of a tensor as `pack` does, where the tensor is."""
+        ...
+
     def num_bytes(self, num_rows: int) -> int:
         """Size of the frame of `num_rows` rows."""
         ...
 
-    def unpack(self, frame: Frame, num_rows: int) -> Any:
+    def unpack(self, frame: Any, num_rows: int) -> Any:
         """Return the tensor of a frame, for the device to copy at once. It may keep to the memory of a writable frame.
+
+        Args:
+            frame: result of `pack`; or of `flatten`, received by the device.
+            num_rows: its rows.
 
         Raises:
             ValueError: the frame has another size.
@@ -51,21 +59,31 @@ class NoTensors:
         """Implement `TensorFrames.pack`."""
         return b""
 
+    def flatten(self, tensor: Any) -> Any:
+        """Raise: there is nothing to send."""
+        raise AssertionError("a device that computes nothing has no tensors")
+
     def num_bytes(self, num_rows: int) -> int:
         """Implement `TensorFrames.num_bytes`."""
         return 0
 
-    def unpack(self, frame: Frame, num_rows: int) -> Any:
+    def unpack(self, frame: Any, num_rows: int) -> Any:
         """Implement `TensorFrames.unpack`."""
         if len(frame):
             raise ValueError(f"{len(frame)} bytes of tensor where nothing is computed")
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First message of a worker's process to another worker. The receiver then knows that their link works."""
+    """First message of a worker's process to another worker. The receiver then knows that their link works.
+
+    Attributes:
+        src, launch: the sender.
+        device: name of its device, by which both ends choose how tensors go.
+    """
 
     src: int
     launch: int
+    device: str = "cpu"
 
 
 class SendAgain(msgspec.Struct, frozen=True, tag=True):

@@ -8,6 +8,7 @@ serve     the loop of all ranks, with one inbox for the API server, the other wo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,7 +34,9 @@ from moestro.worker.peer_inbox import PeerInbox, near_workers
 from moestro.worker.peer_links import PeerLinks
 from moestro.worker.rank_builder import OnPhase, make_home, side_jobs_of
 from moestro.worker.rank_loop import run_rank
-from moestro.worker.two_phase import OpenChannel, TwoPhase
+from moestro.worker.two_phase import Channels, TwoPhase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +65,8 @@ class WorkerPart:
         launch_ahead: items with the device at once.
         link_pace: holds messages for as long as a modelled link takes; None with a device that is not paced.
         pace_counts: supplier of the counts of a paced device.
-        open_channel: opens a channel for large tensors to another worker. None means that all tensors go with their
-            messages, as with a device that computes nothing, or encrypted ones.
+        channels: opens channels for large tensors to other workers. None means that all tensors go with their messages,
+            as with a device that computes nothing, or encrypted ones.
         on_home: called with the rank of a worker with attention, which is made after its device.
     """
 
@@ -75,7 +78,7 @@ class WorkerPart:
     launch_ahead: int = 1
     link_pace: LinkPace | None = None
     pace_counts: Callable[[], PaceCounts | None] = lambda: None
-    open_channel: OpenChannel | None = None
+    channels: Channels | None = None
     on_home: Callable[[Rank], None] = lambda _: None
 
 
@@ -120,7 +123,8 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
     )
     endpoint = ListenAddress(spec.peer_address, spec.keys)
     way = _two_phase(group, part) if part.link_pace is None else part.link_pace
-    links = PeerLinks(Hello(group.worker, spec.launch), endpoint, part.tensors, limits, way)
+    hello = Hello(group.worker, spec.launch, "cpu" if part.channels is None else part.channels.device_name)
+    links = PeerLinks(hello, endpoint, part.tensors, limits, way)
     try:
         inbox = PeerInbox(group, channel, links, part.memory, part.pace_counts)
         channel.send(Joined(links.address, experts))
@@ -131,6 +135,9 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
         inbox.use(executor)
         if not inbox.await_peers():
             return
+        note = "" if part.channels is None else part.channels.describe(list(links.devices.values()))
+        if note:
+            logger.info("%s", note)
         if part.info is None:
             channel.send(Ready(None))
             run_rank(ExpertRank(executor), inbox, channel.now_ns)
@@ -146,9 +153,9 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
 
 def _two_phase(group: GroupSpec, part: WorkerPart) -> TwoPhase | None:
     """Return how large tensors travel; None means with their messages."""
-    if part.open_channel is None:
+    if part.channels is None:
         return None
-    return TwoPhase(inline_limit=group.stepping.inline_limit, open_channel=part.open_channel)
+    return TwoPhase(channels=part.channels, given_limit=group.stepping.inline_limit)
 
 
 def _executor(spec: LaunchSpec, group: GroupSpec, part: WorkerPart, links: PeerLinks, members: Members) -> FlowExecutor:

@@ -138,6 +138,7 @@ def _part(device: ExpertTorchDevice, network: ModelInfo, info: ModelInfo | None,
         tensors=TorchFrames(device),
         memory=TorchSlots(device.network, spec.model) if device.shape.num_experts else None,
         launch_ahead=1 if device.works_when_polled else 2,
-        open_channel=TensorChannels(_LOOPBACK).open if spec.keys is None else None,  # gloo does not encrypt
+        # Neither gloo nor NCCL encrypts.
+        channels=TensorChannels(_LOOPBACK, device.network.device) if spec.keys is None else None,
         on_home=on_home,
     )

@@ -14,17 +14,16 @@ from typing import Any
 from moestro.core.hops import HopMessage
 from moestro.cost.links import HOP_HEADER_BYTES, Link, hop_bytes
 from moestro.cost.networks import NetworkShape
+from moestro.wire.hop_frames import NoTensors
 
 _STAMP = struct.Struct("<q")
 
 
-class StampFrames:
+class StampFrames(NoTensors):
     """Frames of messages without tensors: the stamp, time.monotonic_ns() in 8 bytes, takes the tensor's place.
 
     Implements `wire.hop_frames.TensorFrames`.
     """
-
-    dtype = ""
 
     def pack(self, tensor: Any) -> bytes:
         """Return the bytes of a stamp."""
@@ -34,7 +33,7 @@ class StampFrames:
         """Implement `TensorFrames.num_bytes`."""
         return _STAMP.size
 
-    def unpack(self, frame: bytes | memoryview, num_rows: int) -> int:
+    def unpack(self, frame: Any, num_rows: int) -> int:
         """Return the stamp in a frame.
 
         Raises:

@@ -16,7 +16,6 @@ from moestro.core.hops import DISPATCH, REPLY, Hop, HopMessage
 from moestro.wire.curve import Doorkeeper, ListenAddress, allow_ipv6, secure_client
 from moestro.wire.hop_frames import (
     AnnouncedHop,
-    Frame,
     Hello,
     HopLimits,
     Meet,
@@ -78,6 +77,7 @@ class PeerLinks:
         sent: totals of what was sent to each worker.
         fds: descriptors, one of which is readable after something has arrived.
         heard: the process of each worker that has said hello, as the number of its launch; -1 means none.
+        devices: name of the device of each worker that has said hello.
         to_resend: workers from or to which a message was lost; the main loop takes them out.
         num_notices: frames that brought no message of tokens, or only its announcement.
         num_garbage: messages that were dropped, because they could not be read.
@@ -113,6 +113,7 @@ class PeerLinks:
         self._breaks: dict[int, zmq.Socket[bytes]] = {}  # events of the connections to other machines, by worker
         self.sent = [LinkCounts() for _ in range(limits.num_workers)]
         self.heard = [-1] * limits.num_workers
+        self.devices: dict[int, str] = {}
         self.to_resend: set[int] = set()
         self.num_garbage = self.num_undelivered = self.num_notices = 0
         self._next_of: dict[tuple[int, int], tuple[int, int]] = {}  # (worker, kind) -> epoch, next number
@@ -175,41 +176,42 @@ class PeerLinks:
         worker = message.hop.dst
         if self._pace is not None:
             message = self._pace.stamp(message, now_ns)
-        frames = encode_hop(message, self._tensors)
-        num_bytes = sum(memoryview(frame).nbytes for frame in frames)
-        is_sent = self._announce(message, frames[-1])
-        is_two_phase = is_sent is not None
-        if is_sent is None:
-            is_sent = self._send(worker, frames)
-        if not is_sent:
+        num_bytes = self._announce(message)
+        is_two_phase = num_bytes is not None
+        if num_bytes is None:
+            num_bytes = self._send(worker, encode_hop(message, self._tensors))
+        if not num_bytes:
             self.num_undelivered += 1
             if self._peers[worker] is not None:
                 self._lost(worker, is_home=message.hop.kind == DISPATCH)
             return
         self.sent[worker].add(num_bytes, is_two_phase=is_two_phase)
 
-    def _announce(self, message: HopMessage, tensor: Frame) -> bool | None:
-        """Send a message in two phases, and return whether its receiver has room. None means to send it in one."""
+    def _announce(self, message: HopMessage) -> int | None:
+        """Send a message in two phases, and return its bytes, 0 if it was not sent. None means to send it in one."""
         if self._two_phase is None:
             return None
-        announcement = self._two_phase.announce(message, memoryview(tensor).nbytes)
+        tensor_bytes = self._tensors.num_bytes(message.hop.num_rows)
+        announcement = self._two_phase.announce(message, tensor_bytes)
         if announcement is None:
             return None
-        is_sent = self._send(message.hop.dst, encode_announced(AnnouncedHop(announcement, message.records)))
-        if is_sent:
-            self._two_phase.send_tensor(message.hop.dst, tensor)
-        return is_sent
+        num_bytes = self._send(message.hop.dst, encode_announced(AnnouncedHop(announcement, message.records)))
+        if not num_bytes:
+            return 0
+        self._two_phase.send_tensor(message.hop.dst, message.tensor)
+        return num_bytes + tensor_bytes
 
-    def _send(self, worker: int, frames: Any) -> bool:
-        """Send frames, and return whether their receiver has room for them."""
+    def _send(self, worker: int, frames: Any) -> int:
+        """Send frames, and return their bytes; 0 where their receiver has no room for them."""
         peer = self._peers[worker]
         if peer is None:
-            return False
+            return 0
+        sizes = [memoryview(frame).nbytes for frame in frames]
         try:
-            peer.send_multipart(frames, zmq.NOBLOCK, copy=memoryview(frames[-1]).nbytes <= _COPIED_BYTES)
+            peer.send_multipart(frames, zmq.NOBLOCK, copy=sizes[-1] <= _COPIED_BYTES)
         except zmq.Again:
-            return False
-        return True
+            return 0
+        return sum(sizes)
 
     def _notify(self, worker: int, notice: PeerNotice) -> None:
         self._send(worker, (encode_notice(notice),))
@@ -271,8 +273,10 @@ class PeerLinks:
             self._drop(error)
             return None
         match message:
-            case Hello(src, launch) if 0 <= src < len(self.heard):
-                self.heard[src] = launch
+            case Hello(src, launch, device) if 0 <= src < len(self.heard):
+                self.heard[src], self.devices[src] = launch, device
+                if self._two_phase is not None:
+                    self._two_phase.greeted(message)
             case SendAgain(src) if 0 <= src < len(self.heard):
                 self.to_resend.add(src)
             case HopMessage(hop=hop):

@@ -10,24 +10,33 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from moestro.core.hops import HopMessage
-from moestro.wire.hop_frames import AnnouncedHop, Announcement, Frame, Hello, Meet, TensorFrames
+from moestro.flow.settings import INLINE_LIMIT
+from moestro.wire.hop_frames import AnnouncedHop, Announcement, Hello, Meet, TensorFrames
 from moestro.worker.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
 
+# Two GPUs exchange less than this as fast through the host, an estimate.
+DEVICE_INLINE_LIMIT = 128 << 10
 MAX_ASKED_BYTES = 32 << 20  # that a channel may bring before they are taken; one larger tensor may come alone
 _CLOSE_S = 2.0  # for which a close waits for threads
 MAX_MEETINGS = 8  # of two processes; then a channel that breaks again and again is given up
 
 
 class ChannelEnd(Protocol):
-    """One end of a channel for tensors; `model.tensor_channel.TensorChannel` implements it."""
+    """One end of a channel for tensors; `model.tensor_channel.TensorChannel` implements it.
 
+    Attributes:
+        reaches_device: whether frames are the device's memory (`TensorFrames.flatten`), and not the host's (`pack`).
+        is_open, is_broken: whether both ends have met; and whether the channel has failed or was closed.
+    """
+
+    reaches_device: bool
     is_open: bool
     is_broken: bool
 
@@ -35,16 +44,16 @@ class ChannelEnd(Protocol):
         """Take in what the other end told."""
         ...
 
-    def send(self, frame: memoryview) -> None:
-        """Send the bytes of writable memory; the call does not wait."""
+    def send(self, frame: Any) -> None:
+        """Send a frame, of writable memory on the host; the call does not wait."""
         ...
 
     def expect(self, num_bytes: int) -> None:
         """Ask the other end for its next bytes."""
         ...
 
-    def take(self) -> memoryview | None:
-        """Return the oldest bytes that have arrived."""
+    def take(self) -> Any:
+        """Return the oldest frame that has arrived; None if there is none."""
         ...
 
     def close(self) -> None:
@@ -56,8 +65,33 @@ class ChannelEnd(Protocol):
         ...
 
 
-# (0 at one end and 1 at the other, called with what the other end must hear, called after news) -> the end
-OpenChannel = Callable[[int, Callable[[str, bytes], None], Callable[[], None]], ChannelEnd]
+class Channels(Protocol):
+    """Opens channels to other workers; `model.tensor_channel.TensorChannels` implements it.
+
+    Attributes:
+        device_name: name of this worker's device.
+    """
+
+    device_name: str
+
+    def reaches_device(self, peer: str) -> bool:
+        """Whether a channel to a worker sends the memory of both devices. `peer`: name of the other one's device."""
+        ...
+
+    def describe(self, peers: Sequence[str]) -> str:
+        """Describe for the operator how tensors go to other workers. `peers`: names of their devices."""
+        ...
+
+    def open(self, rank: int, peer: str, tell: Callable[[str, bytes], None], wake: Callable[[], None], /) -> ChannelEnd:
+        """Begin to open a channel.
+
+        Args:
+            rank: 0 at one end, and 1 at the other.
+            peer: name of the other one's device.
+            tell: called with what the other end must hear.
+            wake: called after news.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +99,19 @@ class TwoPhase:
     """Choice of the messages whose tensors go on channels.
 
     Attributes:
-        inline_limit: size of a tensor up to which it goes with its message, bytes.
-        open_channel: opens a channel.
+        channels: opens channels.
+        given_limit: size of a tensor up to which it goes with its message, bytes. None means `INLINE_LIMIT` of the host
+            memory of both ends, and `DEVICE_INLINE_LIMIT` of their devices' memory.
     """
 
-    inline_limit: int
-    open_channel: OpenChannel
+    channels: Channels
+    given_limit: int | None = None
+
+    def inline_limit(self, peer: str) -> int:
+        """Size of a tensor up to which it goes with its message. `peer`: name of the receiver's device."""
+        if self.given_limit is not None:
+            return self.given_limit
+        return DEVICE_INLINE_LIMIT if self.channels.reaches_device(peer) else INLINE_LIMIT
 
 
 @dataclass(slots=True)
@@ -79,6 +120,7 @@ class _Peer:
 
     Attributes:
         launch: number of the process; -1 means that the worker does not run.
+        device: name of its device; None before its hello.
         meeting: number of the channel; -1 means that there was none with this process.
         may_meet: whether this end may open another channel.
         num_sent, num_announced: tensors sent, and announced by the other end, on this channel.
@@ -88,6 +130,7 @@ class _Peer:
     """
 
     launch: int = -1
+    device: str | None = None
     channel: ChannelEnd | None = None
     meeting: int = -1
     may_meet: bool = True
@@ -119,6 +162,7 @@ class TwoPhaseLinks:
     ) -> None:
         self._own, self._settings, self._tensors, self._tell = own, settings, tensors, tell
         self._peers = [_Peer() for _ in range(num_workers)]
+        self._hellos: dict[int, Hello] = {}
         self._told: deque[tuple[int, Meet]] = deque()  # from the threads of channels
         self._closed: list[ChannelEnd] = []  # channels whose threads may still run
         self._arrival = WakePipe()
@@ -133,7 +177,15 @@ class TwoPhaseLinks:
     def connect(self, worker: int, launch: int) -> None:
         """Take in that a worker's process runs now. What its earlier process sent whole is still delivered."""
         self._close(worker)
-        self._peers[worker] = _Peer(launch, waiting=self._peers[worker].waiting)
+        hello = self._hellos.get(worker)
+        device = hello.device if hello is not None and hello.launch == launch else None
+        self._peers[worker] = _Peer(launch, device, waiting=self._peers[worker].waiting)
+
+    def greeted(self, hello: Hello) -> None:
+        """Take in the first message of a worker's process, which may come before this worker connects to it."""
+        self._hellos[hello.src] = hello
+        if self._peers[hello.src].launch == hello.launch:
+            self._peers[hello.src].device = hello.device
 
     def disconnect(self, worker: int) -> None:
         """Close the channel to a worker that does not run any more."""
@@ -157,28 +209,29 @@ class TwoPhaseLinks:
         Args:
             num_bytes: size of the tensor.
         """
-        if num_bytes <= self._settings.inline_limit:
-            return None
         peer = self._peers[message.hop.dst]
+        if peer.device is None or num_bytes <= self._settings.inline_limit(peer.device):
+            return None
         if peer.channel is None and peer.may_meet and peer.launch >= 0:
             self._meet(message.hop.dst, peer.meeting + 1)
         if peer.channel is None or peer.channel.is_broken or not peer.channel.is_open:
             return None
         return Announcement(message.hop, peer.meeting, peer.num_sent, num_bytes)
 
-    def send_tensor(self, worker: int, frame: Frame) -> None:
-        """Send the tensor of the message that was announced last. `frame`: in writable memory."""
+    def send_tensor(self, worker: int, tensor: Any) -> None:
+        """Send the tensor of the message that was announced last."""
         peer = self._peers[worker]
         assert peer.channel is not None, "an announced tensor has a channel"
         peer.num_sent += 1
-        peer.channel.send(memoryview(frame))
+        tensors = self._tensors
+        peer.channel.send(tensors.flatten(tensor) if peer.channel.reaches_device else tensors.pack(tensor))
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def heard(self, notice: Meet) -> None:
         """Take in a value of the rendezvous of a channel, which another worker may have begun."""
         peer = self._peers[notice.src]
-        if peer.launch < 0 or notice.launch != peer.launch or notice.meeting < peer.meeting:
+        if peer.launch < 0 or notice.launch != peer.launch or notice.meeting < peer.meeting or peer.device is None:
             return  # another process, or a channel that this end has given up
         if notice.meeting > peer.meeting:
             if peer.channel is not None:
@@ -263,7 +316,8 @@ class TwoPhaseLinks:
 
         peer = self._peers[worker]
         peer.meeting = meeting
-        peer.channel = self._settings.open_channel(int(self._own.src > worker), tell, self._wake)
+        assert peer.device is not None, "a worker is met after its hello"
+        peer.channel = self._settings.channels.open(int(self._own.src > worker), peer.device, tell, self._wake)
 
     def _give_up(self, worker: int) -> None:
         """Close a channel between two processes that run."""

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
+from moestro.core.expert_table import EMPTY
 from moestro.model.attention import ATTENTION_FORM, OWN_ATTENTION, AttentionForm, Scoring, attend_paged
 from moestro.model.cuda.experts import CudaExperts, ExpertWeightTable
 from moestro.model.cuda.front import CudaFront
 from moestro.model.cuda.functions import CudaKernels, GateForm, Norm
 from moestro.model.cuda.units import Walk
-from moestro.model.experts import PackedExperts, Routing, is_experts, retag, run_each, tag_of, weights_of
+from moestro.model.experts import ExpertLayer, PackedExperts, Routing, is_experts, retag, run_each, tag_of, weights_of
+from moestro.model.float8 import BLOCK, Float8Linear
 from moestro.model.kernels.matching import MISFITS as _MODULE_MISFITS
 from moestro.model.kernels.matching import NUM_CHECK_ROWS, is_close, random_rows
 from moestro.model.kernels.paged import CHECK_BLOCK_SIZE, make_check_units
@@ -87,7 +89,7 @@ class CudaExchange:
     def _exchange(self, module: nn.Module) -> int:
         """Exchange one module by its type. Returns the bytes of its weight."""
         weight = module._parameters.get("weight")
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear or isinstance(module, Float8Linear):
             done = self._exchange_linear(module)
         elif type(module).__name__.endswith("RMSNorm"):
             done = exchange_norm(module, self.kernels)
@@ -101,10 +103,10 @@ class CudaExchange:
             self._keep(module)
         return 0 if weight is None else weight.numel() * weight.element_size()
 
-    def _exchange_linear(self, module: nn.Linear) -> bool:
-        kernels, original = self.kernels, module.forward
-        weight, bias = module.weight, module.bias
-        if weight.dtype is not kernels.dtype:
+    def _exchange_linear(self, module: nn.Linear | Float8Linear) -> bool:
+        kernels, original, bias = self.kernels, module.forward, module.bias
+        weight = module.stored if isinstance(module, Float8Linear) else module.weight
+        if isinstance(weight, Tensor) and weight.dtype is not kernels.dtype:
             return False
 
         def forward(rows: Tensor) -> Tensor:
@@ -328,23 +330,30 @@ def exchange_experts(module: nn.Module, kernels: CudaKernels) -> bool:
     if is_relaid and tag.logical_of is not None:
         return False  # experts that move are read and written in the layout of the module
     table = _relay(experts)
+    if not len(table.up):
+        return True  # a worker without experts has nothing to compute
     own = CudaExperts(kernels, table)
     rows = _rows_for(kernels, table.hidden)
-    counts = torch.zeros(len(table.up), dtype=torch.int64)
-    counts[0] = len(rows)
+    counts, slot = torch.zeros(len(table.up), dtype=torch.int64), _filled_slot(tag)
+    counts[slot] = len(rows)
     found = torch.empty_like(rows)
     try:
-        own.answers([(0, len(rows))], rows, found)
+        own.answers([(slot, len(rows))], rows, found)
         is_right = is_close(found, run_each(experts, rows, counts))
     except MISFITS:
         is_right = False
     if not is_right:
         return False
     if is_relaid:  # only the kernels read the weights from here on
-        for weight in (weights_of(experts)[0], experts.down_proj):
+        for weight in (weights_of(experts).up, experts.down_proj):
             weight.data = weight.data.new_empty(0)
     retag(module, in_place=own)
     return True
+
+
+def _filled_slot(tag: ExpertLayer) -> int:
+    """Return a slot that has an expert, whose weights are not all zero; 0 if none has."""
+    return 0 if tag.logical_of is None else int((tag.logical_of != EMPTY).argmax())
 
 
 def _clamp_of(experts: Any) -> tuple[float, float] | None:
@@ -355,8 +364,8 @@ def _clamp_of(experts: Any) -> tuple[float, float] | None:
 
 def _relay(experts: PackedExperts) -> ExpertWeightTable:
     """Weights in the kernels' layout: those of the module where they have it."""
-    up, up_bias, down, down_bias = weights_of(experts)
-    clamp = _clamp_of(experts)
+    up, up_bias, down, down_bias, up_scales, down_scales = weights_of(experts)
+    clamp, block = _clamp_of(experts), getattr(experts, BLOCK, None)
     is_interleaved = clamp is not None
     if experts.is_transposed or is_interleaved:
         first = up.data.transpose(1, 2) if experts.is_transposed else up.data
@@ -367,7 +376,7 @@ def _relay(experts: PackedExperts) -> ExpertWeightTable:
     biases = [None if each is None else each.data for each in (up_bias, down_bias)]
     if is_interleaved and biases[0] is not None:
         biases[0] = _separate(biases[0], 1)
-    return ExpertWeightTable(first, second, biases[0], biases[1], clamp)
+    return ExpertWeightTable(first, second, biases[0], biases[1], clamp, up_scales, down_scales, block)
 
 
 def _separate(weights: Tensor, axis: int) -> Tensor:

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moestro.model.cuda.functions import CudaKernels, expert_columns, power_of_two
+from moestro.model.cuda.functions import CudaKernels, block_options, expert_columns, power_of_two
 from moestro.model.cuda.launch import launch
 from moestro.model.cuda.source import products, rows
 from moestro.model.cuda.tiles import Tile, expert_tile
+from moestro.model.float8 import Block
 from moestro.model.upload import upload
 
 _MOST_SORTED = 4096  # pairs that `sort_pairs` reads at once
@@ -28,6 +29,9 @@ class ExpertWeightTable:
         down: [experts, hidden size, inner].
         up_bias, down_bias: [experts, ...], or None.
         clamp: (limit, alpha) of the clamped activation; None means a gated SiLU.
+        up_scales, down_scales: float32[experts, row blocks, column blocks], of weights in float8; those of gates before
+            those of ups. None means that the weights have no scales.
+        block: size of a block.
     """
 
     up: Tensor
@@ -35,6 +39,9 @@ class ExpertWeightTable:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     clamp: tuple[float, float] | None = None
+    up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+    block: Block | None = None
 
     @property
     def hidden(self) -> int:
@@ -75,6 +82,9 @@ class CudaExperts:
         self._kernels, self._weights = kernels, weights
         self.num_experts = len(weights.up)
         self._up, self._down = _addresses(weights.up), _addresses(weights.down)
+        scales = weights.up_scales, weights.down_scales
+        self._scales = [self._up if each is None else _addresses(each) for each in scales]
+        self._blocks = block_options(weights.block)
 
     def weighted_sum(
         self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, counts: Tensor, stream: Tensor | None = None
@@ -145,18 +155,18 @@ class CudaExperts:
         inner, answers = (hidden.new_empty(num_pairs, size) for size in (weights.inner, weights.hidden))
         limit, alpha = weights.clamp or (0.0, 0.0)
         sizes = {"HIDDEN": weights.hidden, "INNER": weights.inner}
-        tiling = {"TOKENS": tile.tokens, "TAIL": tile.tail, "OUTS": tile.outs, **tile.launch_options}
+        tiling = {"TOKENS": tile.tokens, "TAIL": tile.tail, "OUTS": tile.outs, **tile.launch_options, **self._blocks}
         up_bias, down_bias = (answers if each is None else each for each in (weights.up_bias, weights.down_bias))
         launch(
             products.expert_up, (-(-weights.inner // tile.outs), tiles.most), hidden, self._up, up_bias, inner,
-            tiles.pairs, tiles.table, hidden.stride(0), limit, alpha, **sizes, CHOSEN=num_chosen,
+            tiles.pairs, tiles.table, hidden.stride(0), limit, alpha, self._scales[0], **sizes, CHOSEN=num_chosen,
             HAS_BIAS=weights.up_bias is not None, CLAMPED=weights.clamp is not None,
             DEPTH=tile.depth_of(weights.hidden), **tiling,
         )  # fmt: skip
         launch(
             products.expert_down, (-(-weights.hidden // tile.outs), tiles.most), inner, self._down, down_bias, answers,
-            tiles.pairs, tiles.table, **sizes, SCATTERS=num_chosen > 0, HAS_BIAS=weights.down_bias is not None,
-            DEPTH=tile.depth_of(weights.inner), **tiling,
+            tiles.pairs, tiles.table, self._scales[1], **sizes, SCATTERS=num_chosen > 0,
+            HAS_BIAS=weights.down_bias is not None, DEPTH=tile.depth_of(weights.inner), **tiling,
         )  # fmt: skip
         return answers
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from moestro.model.attention import STEP_ARGUMENT, AttentionForm
 from moestro.model.cuda.functions import CudaKernels, HeadNorms, Norm
 from moestro.model.cuda.units import Walk
+from moestro.model.float8 import Float8Linear, Float8Weight
 from moestro.model.kernels.rows import NORM_EPSILON
 from moestro.model.step import PagedStep
 
@@ -51,9 +52,10 @@ class CudaFront:
         self._between = _norm_of(layer.post_attention_layernorm, hidden)
         self._norms = _head_norms(attention, size)
         self._bias = _join_biases(projections)
-        self._output, self._output_bias = attention.o_proj.weight, attention.o_proj.bias
-        self._qkv = _join_weights(projections)
-        self._heads = self._qkv.new_empty(0, form.num_kv_heads, size)
+        output = attention.o_proj
+        self._output = output.stored if isinstance(output, Float8Linear) else output.weight
+        self._output_bias, self._qkv = output.bias, _join_weights(projections)
+        self._heads = torch.empty(0, form.num_kv_heads, size, dtype=kernels.dtype, device=kernels.device)
         kernels.add_walk(Walk.of(form))
 
     def __call__(self, hidden: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -96,13 +98,28 @@ def _head_norms(attention: nn.Module, size: int) -> HeadNorms | None:
     return HeadNorms(query.weight, key.weight, query.epsilon)
 
 
-def _join_weights(projections: tuple[Any, ...]) -> Tensor:
-    """Join weights [out, in] in one tensor, of which the modules keep views."""
-    joined = torch.cat([module.weight.data for module in projections])
+def _join_weights(projections: tuple[Any, ...]) -> Tensor | Float8Weight:
+    """Join weights [out, in] in one, of which the modules keep views."""
+    if not any(isinstance(module, Float8Linear) for module in projections):
+        return _join([module.weight for module in projections])
+    if not all(isinstance(module, Float8Linear) for module in projections):
+        raise ValueError("only some projections are in float8")
+    block = projections[0].block
+    if any(module.block != block or len(module.weight) % block.height for module in projections):
+        raise ValueError("a block of scales would have rows of two projections")
+    numbers, scales = (
+        _join([getattr(module, name) for module in projections]) for name in ("weight", "weight_scale_inv")
+    )
+    return Float8Weight(numbers, scales, block)
+
+
+def _join(parameters: list[Tensor]) -> Tensor:
+    """Join tensors in one, of which the parameters become views."""
+    joined = torch.cat([parameter.data for parameter in parameters])
     begin = 0
-    for module in projections:
-        end = begin + len(module.weight)
-        module.weight.data = joined[begin:end]
+    for parameter in parameters:
+        end = begin + len(parameter)
+        parameter.data = joined[begin:end]
         begin = end
     return joined
 

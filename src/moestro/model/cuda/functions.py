@@ -24,6 +24,7 @@ from moestro.model.cuda.tiles import (
     shared_bytes_of,
 )
 from moestro.model.cuda.units import StepUnits, Walk, WalkUnits, assemble, columns_of
+from moestro.model.float8 import Block, Float8Weight
 from moestro.model.step import PagedStep
 from moestro.model.upload import upload, upload_all
 
@@ -40,6 +41,19 @@ class Product(NamedTuple):
 
     numbers: Tensor
     segments: int
+
+
+def _stored(weight: Tensor | Float8Weight, inputs: Tensor) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """Numbers and scales of a weight, and the launch's arguments on their blocks. `inputs` stand for no scales."""
+    if isinstance(weight, Float8Weight):
+        return weight.numbers, weight.scales, block_options(weight.block)
+    return weight, inputs, block_options(None)
+
+
+def block_options(block: Block | None) -> dict[str, int]:
+    """Arguments of a launch on the blocks of its weights. None means that they have no scales."""
+    height, width = block or (0, 0)
+    return {"HEIGHT": height, "WIDTH": width}
 
 
 def power_of_two(size: int) -> int:
@@ -113,7 +127,7 @@ class CudaKernels:
             return upload(np.array([number], np.int32), self.device)
         return self._numbers[number * _SPACING : number * _SPACING + 1]
 
-    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, inputs: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None = None) -> Tensor:
         """Compute `functional.linear`. `inputs`: [..., in]."""
         flat = inputs.reshape(-1, inputs.shape[-1])
         product = self.product(flat, weight, bias, as_segments=False)
@@ -122,7 +136,7 @@ class CudaKernels:
     def product(
         self,
         inputs: Tensor,
-        weight: Tensor,
+        weight: Tensor | Float8Weight,
         bias: Tensor | None = None,
         *,
         as_segments: bool = True,
@@ -141,9 +155,10 @@ class CudaKernels:
         out = inputs.new_empty(shape, dtype=dtype or self.dtype if is_whole else torch.float32)
         inputs = inputs if inputs.stride(1) == 1 else inputs.contiguous()
         grid = (-(-num_out // tile.outs), -(-num_rows // tile.tokens), 1 if is_whole else segments)
+        numbers, scales, blocks = _stored(weight, inputs)
         launch(
-            products.linear, grid, inputs, weight, weight if bias is None else bias, out, self.count_of(inputs),
-            inputs.stride(0), weight.stride(0), num_rows * num_out, 0,
+            products.linear, grid, inputs, numbers, inputs if bias is None else bias, out, self.count_of(inputs),
+            inputs.stride(0), numbers.stride(0), num_rows * num_out, 0, scales, **blocks,
             OUT=num_out, IN=num_in, SEGMENTS=segments, IS_WHOLE=is_whole, HAS_BIAS=bias is not None, HAS_HEADS=False,
             TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth_of(num_in // segments), **tile.launch_options,
         )  # fmt: skip
@@ -158,7 +173,7 @@ class CudaKernels:
         grid = (-(-num_out // tile.outs), -(-num_rows // tile.tokens), num_heads)
         launch(
             products.linear, grid, inputs, weights, weights, out, self.count_of(inputs[0, 0]), inputs.stride(2),
-            weights.stride(1), num_rows * num_out, inputs.stride(1),
+            weights.stride(1), num_rows * num_out, inputs.stride(1), inputs, **block_options(None),
             OUT=num_out, IN=num_in, SEGMENTS=1, IS_WHOLE=True, HAS_BIAS=False, HAS_HEADS=True,
             TOKENS=tile.tokens, OUTS=tile.outs, DEPTH=tile.depth_of(num_in), **tile.launch_options,
         )  # fmt: skip

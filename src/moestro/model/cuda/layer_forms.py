@@ -181,6 +181,7 @@ def _found(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[
     names = kernel.arg_names
     types = {name: str(each.dtype) for name, each in zip(names, args, strict=False) if isinstance(each, Tensor)}
     types |= {name: str(_TYPES[kind]) for name, kind in options.items() if name == "KIND"}
+    types["STORED"] = str(torch.float8_e4m3fn) if options.get("WIDTH") else types.get("rows", "")
     found = []
     for name, like in FOUND.get(kernel.fn.__name__, {}).items():
         at = names.index(name)

@@ -113,7 +113,7 @@ class StepMemory:
 
     @contextmanager
     def assumed(self) -> Iterator[None]:
-        """Let kernels read the number of rows from the memory, and start before those before them are done."""
+        """Let kernels read the number of rows from the memory, and start ahead of those before them."""
         self._kernels.assume_rows(self._num_rows, self.shape.num_rows)
         try:
             with launching_ahead():

@@ -16,6 +16,7 @@ from moestro.model.settings import ModelSettings
 # long at most: the demo model, which loads in 5 s, is ready within 10 s.
 _PATIENCE_S = 3.0
 _LEAST_CAPABILITY = (8, 0)  # of a GPU: matrix units for bfloat16
+_FIRST_FLOAT8 = (8, 9)  # capability whose instructions convert float8
 _AWAITED = (
     "CPU kernels: torch's for now. Moestro's own are being compiled, and replace them between two steps. Answers of"
     " that moment may differ from later ones (--kernels own waits)."
@@ -73,7 +74,7 @@ def _choose_for_gpu(network: Network, settings: ModelSettings) -> tuple[str, ...
     """Do `choose_kernels` on a GPU, where Triton compiles the kernels that a step needs."""
     if settings.kernels == "eager":
         return ("GPU kernels: torch's (--kernels eager).",)
-    why_not = _why_no_gpu_kernels(network)
+    why_not = _why_no_gpu_kernels(network.device, network.dtype)
     if why_not is None:
         # Triton is imported with them, and comes with a torch for CUDA.
         from moestro.model.cuda.exchange import CudaExchange  # noqa: PLC0415
@@ -86,11 +87,29 @@ def _choose_for_gpu(network: Network, settings: ModelSettings) -> tuple[str, ...
     return (f"GPU kernels: torch's, which are slower than Moestro's own: {why_not}.",)
 
 
-def _why_no_gpu_kernels(network: Network) -> str | None:
-    """Why the own kernels cannot run a network; None if they can."""
-    if network.dtype not in (torch.bfloat16, torch.float32):
-        return f"there are own kernels for bfloat16 and float32, and the network is in {network.dtype}"
-    if torch.cuda.get_device_capability(network.device) < _LEAST_CAPABILITY:
+def why_no_float8_kernels(settings: ModelSettings, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no kernels can read weights in float8; None if they can.
+
+    Args:
+        settings: Those of the network.
+        device: The network's device.
+        dtype: Dtype of the activations.
+    """
+    if device.type != "cuda":
+        return "the kernels of a CPU do not read FP8"
+    if settings.kernels == "eager":
+        return "torch's kernels do not read them (--kernels eager)"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FIRST_FLOAT8:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, and FP8 needs 8.9 or more"
+    return _why_no_gpu_kernels(device, dtype)
+
+
+def _why_no_gpu_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the own kernels cannot run a network of some dtype; None if they can."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"there are own kernels for bfloat16 and float32, and the network is in {dtype}"
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return "they need a GPU of compute capability 8.0 or more"
     if find_spec("triton") is None:
         return "Triton is not installed, which comes with a torch for CUDA"

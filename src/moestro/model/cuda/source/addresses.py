@@ -12,14 +12,14 @@ import triton.language as tl
 # Arguments of each kernel that may be addresses, and what has the type of the numbers there: an argument, or its name.
 FOUND = {
     "add_norm": {"weight": "out_normed"},
-    "linear": {"weight": "rows", "bias": "rows"},
+    "linear": {"weight": "STORED", "bias": "rows", "scales": "float32"},
     "heads": dict.fromkeys(("q_weight", "k_weight", "keys", "values"), "query"),
     "attend": dict.fromkeys(("keys", "values", "sinks"), "query"),
     "merge_splits": {"sinks": "out"},
     "choose": {"bias": "KIND", "correction": "float32"},
     "sort_pairs": {"counts": "int64"},
-    "expert_up": {"weights": "int64", "bias": "rows"},
-    "expert_down": {"weights": "int64", "bias": "inner"},
+    "expert_up": {"weights": "int64", "bias": "rows", "scales": "int64"},
+    "expert_down": {"weights": "int64", "bias": "inner", "scales": "int64"},
 }
 
 

@@ -15,23 +15,57 @@ from moestro.model.cuda.source.ahead import wait
 
 
 @triton.jit
+def load_weight(
+    at, is_inside, scales, block, start,
+    OUT: tl.constexpr, IN: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr, BEGINS: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    """The tile [OUTS, DEPTH] of a weight [OUT, IN] at outputs `block` * OUTS and inputs `start`.
+
+    Args:
+        HEIGHT, WIDTH: of blocks with a scale in `scales`, float32[row blocks, column blocks], of a weight in float8.
+            The tile has the bits of a weight that was dequantised at load. 0: the weight has the dtype of the rows.
+        BEGINS: a number whose multiples, with those of DEPTH added, are all `start`.
+        kind: dtype of the rows.
+    """
+    w = tl.load(at, is_inside, 0.0)
+    if WIDTH:
+        # A tile inside a block has one scale. Few tiles cross blocks: those of odd sizes, or of uneven segments.
+        if HEIGHT % OUTS == 0:
+            row = block * OUTS // HEIGHT
+        else:
+            row = tl.minimum(block * OUTS + tl.arange(0, OUTS), OUT - 1)[:, None] // HEIGHT
+        if WIDTH % DEPTH == 0 and BEGINS % DEPTH == 0:
+            column = start // WIDTH
+        else:
+            column = tl.minimum(start + tl.arange(0, DEPTH), IN - 1)[None, :] // WIDTH
+        scale = tl.load(scales + row * ((IN + WIDTH - 1) // WIDTH) + column)
+        w = (w.to(tl.float32) * scale).to(kind)
+    return w
+
+
+@triton.jit
 def linear(
-    rows, weight, bias, out, num_rows, row_stride, weight_stride, part_stride, head_stride,
+    rows, weight, bias, out, num_rows, row_stride, weight_stride, part_stride, head_stride, scales,
     OUT: tl.constexpr, IN: tl.constexpr, SEGMENTS: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_HEADS: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
-    AHEAD: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out = rows @ weight.T + bias. Without IS_WHOLE, `out` is float32[SEGMENTS, rows, OUT], the sums of segments.
 
     HAS_HEADS: each head has rows, `head_stride` apart, a weight [OUT, IN] and an output, `part_stride` apart.
+    scales, HEIGHT, WIDTH: as in `load_weight`.
     """
     block, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    weight, bias = find(weight, rows.dtype.element_ty), find(bias, rows.dtype.element_ty)
+    kind: tl.constexpr = rows.dtype.element_ty
+    weight = find(weight, tl.float8e4nv if WIDTH else kind)
+    bias, scales = find(bias, kind), find(scales, tl.float32)
     if HAS_HEADS:
         rows += part.to(tl.int64) * head_stride
         weight += part.to(tl.int64) * OUT * weight_stride
         out += part.to(tl.int64) * part_stride
     LENGTH: tl.constexpr = (IN + SEGMENTS - 1) // SEGMENTS
+    BEGINS: tl.constexpr = LENGTH if SEGMENTS > 1 else DEPTH
     FLAT: tl.constexpr = IS_WHOLE and SEGMENTS > 1 and LENGTH % DEPTH == 0  # one loop, whose loads never pause
     n = block * OUTS + tl.arange(0, OUTS)
     count = tl.load(num_rows)
@@ -49,7 +83,10 @@ def linear(
         for start in range(begin, end, DEPTH):
             is_in = start + k < end
             x = tl.load(rows + t_at * row_stride + (start + k)[:, None], is_row[None, :] & is_in[:, None], 0.0)
-            w = tl.load(weight + n_at * weight_stride + (start + k)[None, :], is_out[:, None] & is_in[None, :], 0.0)
+            w = load_weight(
+                weight + n_at * weight_stride + (start + k)[None, :], is_out[:, None] & is_in[None, :], scales, block,
+                start, OUT, IN, OUTS, DEPTH, HEIGHT, WIDTH, BEGINS, rows.dtype.element_ty,
+            )  # fmt: skip
             total = tl.dot(w, x, total, input_precision="ieee")
             if FLAT:
                 if (start + DEPTH) % LENGTH == 0:
@@ -119,26 +156,37 @@ def sort_pairs(
 
 @triton.jit
 def _up_tile(
-    rows, weight, bias, inner, pairs, first, count, n, row_stride, limit, alpha,
+    rows, weight, bias, inner, pairs, first, count, block, row_stride, limit, alpha, scales,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
-    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The tile of `expert_up` that has so many pairs, at most TOKENS."""
     kind: tl.constexpr = rows.dtype.element_ty
-    t, k = tl.arange(0, TOKENS), tl.arange(0, DEPTH)
+    t, n, k = tl.arange(0, TOKENS), block * OUTS + tl.arange(0, OUTS), tl.arange(0, DEPTH)
     is_pair, is_out = t < count, n < INNER
     source = first + t
     if CHOSEN:
         source = tl.load(pairs + first + t, is_pair, 0) // CHOSEN
     x_at = rows + source.to(tl.int64)[None, :] * row_stride + k[:, None]
     g_at = weight + n.to(tl.int64)[:, None] * HIDDEN + k[None, :]
+    u_scales = scales
+    if WIDTH:
+        u_scales += (INNER + HEIGHT - 1) // HEIGHT * ((HIDDEN + WIDTH - 1) // WIDTH)
     g, u = tl.zeros([OUTS, TOKENS], tl.float32), tl.zeros([OUTS, TOKENS], tl.float32)
     for start in range(0, HIDDEN, DEPTH):
         is_in = start + k < HIDDEN
         x = tl.load(x_at + start, is_pair[None, :] & is_in[:, None], 0.0)
         is_weight = is_out[:, None] & is_in[None, :]
-        g = tl.dot(tl.load(g_at + start, is_weight, 0.0), x, g, input_precision="ieee")
-        u = tl.dot(tl.load(g_at + INNER * HIDDEN + start, is_weight, 0.0), x, u, input_precision="ieee")
+        w = load_weight(
+            g_at + start, is_weight, scales, block, start,
+            INNER, HIDDEN, OUTS, DEPTH, HEIGHT, WIDTH, DEPTH, kind,
+        )  # fmt: skip
+        g = tl.dot(w, x, g, input_precision="ieee")
+        w = load_weight(
+            g_at + INNER * HIDDEN + start, is_weight, u_scales, block, start,
+            INNER, HIDDEN, OUTS, DEPTH, HEIGHT, WIDTH, DEPTH, kind,
+        )  # fmt: skip
+        u = tl.dot(w, x, u, input_precision="ieee")
     if HAS_BIAS:
         g = g + tl.load(bias + n, is_out, 0.0).to(tl.float32)[:, None]
         u = u + tl.load(bias + INNER + n, is_out, 0.0).to(tl.float32)[:, None]
@@ -154,9 +202,10 @@ def _up_tile(
 
 @triton.jit
 def expert_up(
-    rows, weights, bias, inner, pairs, tiles, row_stride, limit, alpha,
+    rows, weights, bias, inner, pairs, tiles, row_stride, limit, alpha, scales,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
-    TOKENS: tl.constexpr, TAIL: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+    TOKENS: tl.constexpr, TAIL: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """inner[place] = activation(gate) * up of the pair at each place of a tile.
 
@@ -166,6 +215,7 @@ def expert_up(
         CHOSEN: choices of a row. 0: the rows of `rows` are in the order of places.
         CLAMPED: (up + 1) * gate * sigmoid(alpha * gate), both within `limit`, instead of silu(gate) * up.
         TAIL: A tile with so many pairs or fewer is computed with so many. 0: every tile takes the time of a full one.
+        scales: uint64[experts], addresses of the scales of gates, then ups; HEIGHT, WIDTH: as in `load_weight`.
     """
     wait(AHEAD)
     block, tile = tl.program_id(0), tl.program_id(1)
@@ -173,32 +223,33 @@ def expert_up(
         return
     expert = tl.load(tiles + 1 + tile * 3).to(tl.int64)
     first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
-    n = block * OUTS + tl.arange(0, OUTS)
     kind: tl.constexpr = rows.dtype.element_ty
-    weight = tl.multiple_of(tl.load(find(weights, tl.int64) + expert).to(tl.pointer_type(kind)), 16)
+    stored: tl.constexpr = tl.float8e4nv if WIDTH else kind
+    weight = tl.multiple_of(tl.load(find(weights, tl.int64) + expert).to(tl.pointer_type(stored)), 16)
     own_bias = find(bias, kind) + expert * (2 * INNER)
+    own_scales = tl.load(find(scales, tl.int64) + expert).to(tl.pointer_type(tl.float32))
     if TAIL:
         if count <= TAIL:
             _up_tile(
-                rows, weight, own_bias, inner, pairs, first, count, n, row_stride, limit, alpha,
-                HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TAIL, OUTS, DEPTH,
+                rows, weight, own_bias, inner, pairs, first, count, block, row_stride, limit, alpha, own_scales,
+                HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TAIL, OUTS, DEPTH, HEIGHT, WIDTH,
             )  # fmt: skip
             return
     _up_tile(
-        rows, weight, own_bias, inner, pairs, first, count, n, row_stride, limit, alpha,
-        HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TOKENS, OUTS, DEPTH,
+        rows, weight, own_bias, inner, pairs, first, count, block, row_stride, limit, alpha, own_scales,
+        HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TOKENS, OUTS, DEPTH, HEIGHT, WIDTH,
     )  # fmt: skip
 
 
 @triton.jit
 def _down_tile(
-    inner, weight, bias, answers, pairs, first, count, n,
+    inner, weight, bias, answers, pairs, first, count, block, scales,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, SCATTERS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The tile of `expert_down` that has so many pairs, at most TOKENS."""
     kind: tl.constexpr = inner.dtype.element_ty
-    t, k = tl.arange(0, TOKENS), tl.arange(0, DEPTH)
+    t, n, k = tl.arange(0, TOKENS), block * OUTS + tl.arange(0, OUTS), tl.arange(0, DEPTH)
     is_pair, is_out = t < count, n < HIDDEN
     x_at = inner + (first + t).to(tl.int64)[None, :] * INNER + k[:, None]
     w_at = weight + n.to(tl.int64)[:, None] * INNER + k[None, :]
@@ -206,7 +257,10 @@ def _down_tile(
     for start in range(0, INNER, DEPTH):
         is_in = start + k < INNER
         x = tl.load(x_at + start, is_pair[None, :] & is_in[:, None], 0.0)
-        w = tl.load(w_at + start, is_out[:, None] & is_in[None, :], 0.0)
+        w = load_weight(
+            w_at + start, is_out[:, None] & is_in[None, :], scales, block, start,
+            HIDDEN, INNER, OUTS, DEPTH, HEIGHT, WIDTH, DEPTH, kind,
+        )  # fmt: skip
         total = tl.dot(w, x, total, input_precision="ieee")
     if HAS_BIAS:
         total = total + tl.load(bias + n, is_out, 0.0).to(tl.float32)[:, None]
@@ -219,9 +273,10 @@ def _down_tile(
 
 @triton.jit
 def expert_down(
-    inner, weights, bias, answers, pairs, tiles,
+    inner, weights, bias, answers, pairs, tiles, scales,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, SCATTERS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TOKENS: tl.constexpr, TAIL: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+    TOKENS: tl.constexpr, TAIL: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """answers[pair, or place unless SCATTERS] = down-projection of inner[place].
 
@@ -229,6 +284,7 @@ def expert_down(
         weights: int64[experts], addresses of [HIDDEN, INNER].
         bias: [experts, HIDDEN].
         TAIL: As in `expert_up`.
+        scales: uint64[experts], addresses of the scales; HEIGHT, WIDTH: as in `load_weight`.
     """
     wait(AHEAD)
     block, tile = tl.program_id(0), tl.program_id(1)
@@ -236,18 +292,19 @@ def expert_down(
         return
     expert = tl.load(tiles + 1 + tile * 3).to(tl.int64)
     first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
-    n = block * OUTS + tl.arange(0, OUTS)
     kind: tl.constexpr = inner.dtype.element_ty
-    weight = tl.multiple_of(tl.load(find(weights, tl.int64) + expert).to(tl.pointer_type(kind)), 16)
+    stored: tl.constexpr = tl.float8e4nv if WIDTH else kind
+    weight = tl.multiple_of(tl.load(find(weights, tl.int64) + expert).to(tl.pointer_type(stored)), 16)
     own_bias = find(bias, kind) + expert * HIDDEN
+    own_scales = tl.load(find(scales, tl.int64) + expert).to(tl.pointer_type(tl.float32))
     if TAIL:
         if count <= TAIL:
             _down_tile(
-                inner, weight, own_bias, answers, pairs, first, count, n,
-                HIDDEN, INNER, SCATTERS, HAS_BIAS, TAIL, OUTS, DEPTH,
+                inner, weight, own_bias, answers, pairs, first, count, block, own_scales,
+                HIDDEN, INNER, SCATTERS, HAS_BIAS, TAIL, OUTS, DEPTH, HEIGHT, WIDTH,
             )  # fmt: skip
             return
     _down_tile(
-        inner, weight, own_bias, answers, pairs, first, count, n,
-        HIDDEN, INNER, SCATTERS, HAS_BIAS, TOKENS, OUTS, DEPTH,
+        inner, weight, own_bias, answers, pairs, first, count, block, own_scales,
+        HIDDEN, INNER, SCATTERS, HAS_BIAS, TOKENS, OUTS, DEPTH, HEIGHT, WIDTH,
     )  # fmt: skip
