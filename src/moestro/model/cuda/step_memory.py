@@ -89,6 +89,7 @@ class StepMemory:
         self._rooms = [int(np.prod(sizes)) for sizes, _ in shapes]
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=kernels.device)
         columns = [view(self._memory, begin, *each) for begin, each in zip(self._begins, shapes, strict=True)]
+        columns[2].fill_(pools.scratch_slot)  # what is recorded without a step must not write to a block
         self._ids = columns[0]
         units = assemble(kernels.walks, iter(columns[4:]))
         self._num_rows = units.num_rows

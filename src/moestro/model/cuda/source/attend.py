@@ -30,13 +30,13 @@ def _merge(m, l, acc, m_new, l_new, acc_new):
 
 @triton.jit
 def _finish(m, l, acc, sinks, q_head, is_row, kind: tl.constexpr, HAS_SINK: tl.constexpr):
-    """Divide by the sum of weights, a sink's included."""
+    """Divide by the sum of weights, a sink's included, and round to `kind`."""
     if HAS_SINK:
         sink = tl.load(find(sinks, kind) + q_head, is_row, 0.0).to(tl.float32) * LOG2E
         top = tl.maximum(m, sink)
         scale = tl.exp2(m - top)
-        return acc * scale[:, None] / (l * scale + tl.exp2(sink - top))[:, None]
-    return acc / l[:, None]
+        return (acc * scale[:, None] / (l * scale + tl.exp2(sink - top))[:, None]).to(kind)
+    return (acc / l[:, None]).to(kind)
 
 
 @triton.jit
@@ -144,8 +144,7 @@ def attend(
         HEAD_K, REST_K: SIZE_K as two powers of two, the last filled up, the second may be 0. WIDE_V: SIZE_V filled up.
         Row r of a tile is query r // TAKEN, head r % TAKEN.
     """
-    kind: tl.constexpr = query.dtype.element_ty
-    keys, values = find(keys, kind), find(values, kind)
+    keys, values = find(keys, query.dtype.element_ty), find(values, query.dtype.element_ty)
     group = tl.program_id(1)
     GROUPS_A_HEAD: tl.constexpr = (SHARED + TAKEN - 1) // TAKEN
     head, first_head = group // GROUPS_A_HEAD, group % GROUPS_A_HEAD * TAKEN
@@ -172,8 +171,7 @@ def attend(
         first_split, end_split = oldest // SPLIT, (newest + SPLIT - 1) // SPLIT
         if split >= 0:
             first_split, end_split = split, split + 1
-        m = tl.full([ROWS], NEGATIVE, tl.float32)
-        l = tl.zeros([ROWS], tl.float32)
+        m, l = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, WIDE_V], tl.float32)
         for s in range(first_split, end_split):
             low, high = tl.maximum(s * SPLIT, oldest // TILE * TILE), tl.minimum(s * SPLIT + SPLIT, newest)
@@ -187,7 +185,7 @@ def attend(
             place = ((item * tl.num_programs(1) + group) * ROWS + r).to(tl.int64)
             _store_part(part_acc, part_ml, place, m, l, acc, is_row, dv, SIZE_V)
         else:
-            result = _finish(m, l, acc, sinks, q_head, is_row, kind, HAS_SINK).to(kind)
+            result = _finish(m, l, acc, sinks, q_head, is_row, out.dtype.element_ty, HAS_SINK)
             is_out = is_row[:, None] & (dv < SIZE_V)[None, :]
             tl.store(out + (row * HEADS + q_head)[:, None] * SIZE_V + dv[None, :], result, is_out)
 
@@ -210,7 +208,6 @@ def merge_splits(
         return
     r, dv = tl.arange(0, ROWS), tl.arange(0, WIDE_V)
     is_v, is_row = dv < SIZE_V, (r < TAKEN) & (first_head + r < SHARED)
-    kind: tl.constexpr = out.dtype.element_ty
     m = tl.full([ROWS], NEGATIVE, tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE_V], tl.float32)
@@ -222,6 +219,6 @@ def merge_splits(
         acc_s = tl.load(part_acc + place[:, None] * SIZE_V + dv[None, :], is_part, 0.0)
         m, l, acc = _merge(m, l, acc, m_s, l_s, acc_s)
     q_head = group // GROUPS_A_HEAD * SHARED + first_head + r
-    result = _finish(m, l, acc, sinks, q_head, is_row, kind, HAS_SINK).to(kind)
+    result = _finish(m, l, acc, sinks, q_head, is_row, out.dtype.element_ty, HAS_SINK)
     place = (begin_row.to(tl.int64) * HEADS + q_head)[:, None] * SIZE_V + dv[None, :]
     tl.store(out + place, result, is_row[:, None] & is_v[None, :])
