@@ -18,7 +18,7 @@ from moestro.model.cuda.functions import CudaKernels, GateForm, HeadNorms, Norm,
 from moestro.model.cuda.launch import replace_launcher
 from moestro.model.cuda.source.addresses import FOUND
 from moestro.model.cuda.units import Walk
-from moestro.model.float8 import FLOAT8, Block, Float8Weight
+from moestro.model.float8 import FLOAT8, Float8Weight, ScaleBlock
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
 
@@ -32,7 +32,7 @@ CONTEXT, BLOCK = 1024, 16
 _HEAD_VALUE = 128  # of DeepSeek's heads
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 _TYPES |= {torch.uint64: "*u64", FLOAT8: "*fp8e4nv"}
-_BLOCK = Block(128, 128)  # of published checkpoints in float8
+_BLOCK = ScaleBlock(128, 128)  # of published checkpoints in float8
 
 
 class Experts(NamedTuple):

@@ -13,29 +13,29 @@ from moestro.model.cuda import experts, functions
 from moestro.model.cuda.experts import CudaExperts, ExpertWeightTable
 from moestro.model.cuda.functions import CudaKernels
 from moestro.model.cuda.tiles import Tile
-from moestro.model.float8 import Block, Float8Weight
+from moestro.model.float8 import Float8Weight, ScaleBlock
 
 # The tile inside a block, over several rows of blocks, over several columns, and a block of the published size.
-BLOCKS = [Block(64, 64), Block(8, 32), Block(24, 40), Block(128, 128)]
+BLOCKS = [ScaleBlock(64, 64), ScaleBlock(8, 32), ScaleBlock(24, 40), ScaleBlock(128, 128)]
 CASES = [*((block, torch.bfloat16) for block in BLOCKS), (BLOCKS[2], torch.float32)]
 TILES = [Tile(16, 32, 64, 4, 2), Tile(32, 128, 128, 8, 1)]
 NUM_OUT, NUM_IN = 72, 512  # four segments, and no whole number of tiles
 NUM_CHOSEN = 2
 
 
-def float8_of(weight: Tensor, block: Block) -> Float8Weight:
+def float8_of(weight: Tensor, block: ScaleBlock) -> Float8Weight:
     """A weight [out, in] in float8, whose blocks have scales of very different sizes."""
     sizes = 4 ** random(*block.grid(*weight.shape), seed=7).to(weight)
     wide = sizes.repeat_interleave(block.height, 0).repeat_interleave(block.width, 1)
     return Float8Weight(*quantize(weight * wide[: len(weight), : weight.shape[1]], block), block)
 
 
-def random_float8(kernels: CudaKernels, num_out: int, num_in: int, block: Block, seed: int = 1) -> Float8Weight:
+def random_float8(kernels: CudaKernels, num_out: int, num_in: int, block: ScaleBlock, seed: int = 1) -> Float8Weight:
     return float8_of((random(num_out, num_in, seed=seed) * num_in**-0.5).to(kernels.device), block)
 
 
 def test_a_dequantised_weight_is_each_number_times_the_scale_of_its_block_rounded_once(monkeypatch):
-    block = Block(8, 16)
+    block = ScaleBlock(8, 16)
     weight = float8_of(random(20, 40, seed=1), block)
     wanted = torch.empty(20, 40)
     for out in range(20):
@@ -73,7 +73,7 @@ def test_a_product_has_the_bits_of_the_dequantised_weight_in_any_batch_segment_a
 def test_a_product_of_any_size_has_the_bits_of_the_dequantised_weight(num_out, num_in, device):
     """Of 384 inputs, segments begin at odd multiples of 96, so that a tile of 128 crosses blocks."""
     kernels = CudaKernels(device, torch.bfloat16)
-    for block in (Block(16, 16), Block(128, 128)):
+    for block in (ScaleBlock(16, 16), ScaleBlock(128, 128)):
         weight, rows = random_float8(kernels, num_out, num_in, block), rows_of(kernels, 3, num_in)
         bias = random(num_out, seed=3).to(device, torch.bfloat16)
         plain = weight.dequantised(torch.bfloat16)
@@ -87,7 +87,7 @@ def test_each_number_of_float8_is_widened_as_torch_does(device):
     numbers = torch.zeros(256, 32, dtype=torch.uint8)
     numbers[:, 0] = torch.arange(256)
     scales = torch.tensor([0.7, 1.3e-4, 3.1e5, 2.0**-120])[:, None]
-    weight = Float8Weight(numbers.to(device).view(torch.float8_e4m3fn), scales.to(device), Block(64, 32))
+    weight = Float8Weight(numbers.to(device).view(torch.float8_e4m3fn), scales.to(device), ScaleBlock(64, 32))
     rows = torch.zeros(1, 32, device=device, dtype=torch.bfloat16)
     rows[0, 0] = 1
     found = kernels.linear(rows, weight)[0]
@@ -99,7 +99,7 @@ def test_each_number_of_float8_is_widened_as_torch_does(device):
 
 def test_a_scale_that_is_nan_spoils_its_block_alone(device):
     kernels = CudaKernels(device, torch.bfloat16)
-    weight, rows = random_float8(kernels, NUM_OUT, 64, Block(32, 32)), rows_of(kernels, 3, 64)
+    weight, rows = random_float8(kernels, NUM_OUT, 64, ScaleBlock(32, 32)), rows_of(kernels, 3, 64)
     plain = kernels.linear(rows, weight)
     weight.scales[1, 0] = NAN
     found = kernels.linear(rows, weight)
@@ -111,7 +111,7 @@ def test_a_scale_that_is_nan_spoils_its_block_alone(device):
 class Float8Case(ExpertCase):
     """Experts in float8, beside the same ones dequantised."""
 
-    def __init__(self, kernels: CudaKernels, hidden: int, inner: int, block: Block) -> None:
+    def __init__(self, kernels: CudaKernels, hidden: int, inner: int, block: ScaleBlock) -> None:
         super().__init__(kernels, 3, hidden, inner)
         ups = [[float8_of(half, block) for half in each.float().chunk(2)] for each in self.up]
         downs = [float8_of(each.float(), block) for each in self.down]
@@ -148,7 +148,7 @@ def test_experts_have_the_bits_of_dequantised_ones_in_any_batch_and_tile(block, 
 
 
 def test_absent_rows_of_experts_in_float8_are_neither_read_nor_written(device):
-    case = Float8Case(CudaKernels(device, torch.bfloat16), 80, 40, Block(64, 64))
+    case = Float8Case(CudaKernels(device, torch.bfloat16), 80, 40, ScaleBlock(64, 64))
     rows, (ids, weights) = case.rows(20), case.choice(20, NUM_CHOSEN)
     plain = case.weighted_sum(rows[:7], ids[:7], weights[:7])
     rows[7:], weights[7:], ids[7:] = NAN, NAN, 1 << 40

@@ -22,7 +22,7 @@ from moestro.model.device import open_device
 from moestro.model.expert_bytes import from_bytes, num_expert_bytes, to_bytes
 from moestro.model.expert_files import read_experts
 from moestro.model.expert_slots import read_expert, write_expert
-from moestro.model.float8 import FLOAT8, Block, Float8Linear
+from moestro.model.float8 import FLOAT8, Float8Linear, ScaleBlock
 
 pytest.importorskip("triton")
 
@@ -143,7 +143,7 @@ def test_scales_in_bfloat16_are_widened_and_another_float8_is_dequantised(tmp_pa
 def test_q_k_and_v_whose_rows_share_a_block_keep_their_own_weights_and_compute_the_same(tmp_path):
     """Blocks of 24 rows: k has 32, so that joined rows would begin inside a block."""
     logits = []
-    for directory in fp8_twins(tmp_path, "qwen3_moe", Block(24, 16), torch.bfloat16, num_hidden_layers=1):
+    for directory in fp8_twins(tmp_path, "qwen3_moe", ScaleBlock(24, 16), torch.bfloat16, num_hidden_layers=1):
         device, _ = open_device(tiny.settings_of(directory, device="cuda", **OWN))
         device.network = network = drive.recording(device.network)
         assert not network.exchange.kept

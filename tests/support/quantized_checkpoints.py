@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from moestro.model.float8 import Block, Float8Weight
+from moestro.model.float8 import Float8Weight, ScaleBlock
 
-BLOCK = Block(8, 8)
+BLOCK = ScaleBlock(8, 8)
 QUANTIZED = re.compile(r"_proj(_with_mqa)?\.weight$")  # as in published checkpoints: attention, experts, dense layers
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -25,7 +25,7 @@ def write(directory, tensors: dict, config: dict):
     return directory
 
 
-def quantize(weight: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor, block: ScaleBlock) -> tuple[Tensor, Tensor]:
     """(float8[out, in], float32[row blocks, column blocks]), a weight and its scales. Last blocks may be smaller."""
     (num_out, num_in), grid = weight.shape, block.grid(*weight.shape)
     wide = functional.pad(weight.float(), (0, grid[1] * block.width - num_in, 0, grid[0] * block.height - num_out))
@@ -35,7 +35,7 @@ def quantize(weight: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     return numbers.to(torch.float8_e4m3fn).contiguous(), scales
 
 
-def fp8_twins(tmp_path, family: str = "qwen3_moe", block: Block = BLOCK, dtype=torch.float32, **changes):
+def fp8_twins(tmp_path, family: str = "qwen3_moe", block: ScaleBlock = BLOCK, dtype=torch.float32, **changes):
     """(a checkpoint in blocks of float8, the same numbers in another dtype)."""
     plain, packed = tmp_path / "plain", tmp_path / "fp8"
     packed.mkdir()

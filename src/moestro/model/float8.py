@@ -19,7 +19,7 @@ BLOCK = "float8_block"  # attribute of an experts module whose weights are in fl
 _STRIP_NUMBERS = 1 << 24  # numbers that are widened at once, so that a large weight takes little memory beside it
 
 
-class Block(NamedTuple):
+class ScaleBlock(NamedTuple):
     """Outputs and inputs that share a scale. The last blocks of a weight may be smaller."""
 
     height: int
@@ -42,7 +42,7 @@ class Float8Weight:
 
     numbers: Tensor
     scales: Tensor
-    block: Block
+    block: ScaleBlock
 
     @property
     def shape(self) -> torch.Size:
@@ -79,7 +79,7 @@ class Float8Linear(nn.Module):
         block: as above.
     """
 
-    def __init__(self, linear: nn.Linear, block: Block) -> None:
+    def __init__(self, linear: nn.Linear, block: ScaleBlock) -> None:
         super().__init__()
         device, (num_out, num_in) = linear.weight.device, linear.weight.shape
         self.in_features, self.out_features, self.block, self.bias = num_in, num_out, block, linear.bias

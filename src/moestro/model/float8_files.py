@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 from moestro.core.config_fields import layer_of_name
 from moestro.core.tensor_headers import TensorHeader
 from moestro.model.experts import PackedExperts, is_experts, weight_names
-from moestro.model.float8 import BLOCK, FLOAT8, SCALES, Block, Float8Linear, Float8Weight, empty_parameter
+from moestro.model.float8 import BLOCK, FLOAT8, SCALES, Float8Linear, Float8Weight, ScaleBlock, empty_parameter
 
 METHOD = "moestro_fp8"  # the quantizer's name in transformers' registry
 _THEIRS = "fp8"
@@ -94,7 +94,7 @@ class _Float8Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
         excepted = self.get_modules_to_not_convert(
             model, self.quantization_config.modules_to_not_convert, model._keep_in_fp32_modules
         )
-        block = Block(*self.quantization_config.weight_block_size)
+        block = ScaleBlock(*self.quantization_config.weight_block_size)
         for name, module in list(model.named_modules()):
             if not should_convert_module(name, excepted):
                 continue
@@ -116,7 +116,7 @@ class _Float8Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
         return _with_partial_blocks(super().update_weight_conversions(weight_conversions, *model))
 
 
-def _exchange_experts(module: nn.Module, block: Block) -> None:
+def _exchange_experts(module: nn.Module, block: ScaleBlock) -> None:
     """Let an experts module hold its weights in float8, with their scales beside them."""
     experts = cast(PackedExperts, module)
     for name in weight_names(experts):
@@ -135,9 +135,9 @@ class _Dequantize(Fp8Dequantize):  # type: ignore[misc]
 
     def _dequantize_one(self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
         size = self.hf_quantizer.quantization_config.weight_block_size
-        if size is None or quantized.dim() != 2 or tuple(scales.shape) != Block(*size).grid(*quantized.shape):
+        if size is None or quantized.dim() != 2 or tuple(scales.shape) != ScaleBlock(*size).grid(*quantized.shape):
             return cast(Tensor, super()._dequantize_one(quantized, scales, output_dtype))
-        weight = Float8Weight(quantized, scales.to(torch.float32), Block(*size))
+        weight = Float8Weight(quantized, scales.to(torch.float32), ScaleBlock(*size))
         return weight.dequantised(output_dtype or (scales.dtype if scales.element_size() > 1 else torch.bfloat16))
 
 

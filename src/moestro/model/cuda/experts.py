@@ -14,7 +14,7 @@ from moestro.model.cuda.functions import CudaKernels, block_options, expert_colu
 from moestro.model.cuda.launch import launch
 from moestro.model.cuda.source import products, rows
 from moestro.model.cuda.tiles import Tile, expert_tile
-from moestro.model.float8 import Block
+from moestro.model.float8 import ScaleBlock
 from moestro.model.upload import upload
 
 _MOST_SORTED = 4096  # pairs that `sort_pairs` reads at once
@@ -41,7 +41,7 @@ class ExpertWeightTable:
     clamp: tuple[float, float] | None = None
     up_scales: Tensor | None = None
     down_scales: Tensor | None = None
-    block: Block | None = None
+    block: ScaleBlock | None = None
 
     @property
     def hidden(self) -> int:

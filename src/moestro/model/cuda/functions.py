@@ -24,7 +24,7 @@ from moestro.model.cuda.tiles import (
     shared_bytes_of,
 )
 from moestro.model.cuda.units import StepUnits, Walk, WalkUnits, assemble, columns_of
-from moestro.model.float8 import Block, Float8Weight
+from moestro.model.float8 import Float8Weight, ScaleBlock
 from moestro.model.step import PagedStep
 from moestro.model.upload import upload, upload_all
 
@@ -50,7 +50,7 @@ def _stored(weight: Tensor | Float8Weight, inputs: Tensor) -> tuple[Tensor, Tens
     return weight, inputs, block_options(None)
 
 
-def block_options(block: Block | None) -> dict[str, int]:
+def block_options(block: ScaleBlock | None) -> dict[str, int]:
     """Arguments of a launch on the blocks of its weights. None means that they have no scales."""
     height, width = block or (0, 0)
     return {"HEIGHT": height, "WIDTH": width}

@@ -91,7 +91,7 @@ def _is_whole(experts: Any) -> bool:
     return in_place_of(experts) is not None and tag_of(experts).logical_of is None
 
 
-class _Seat:
+class _RowMemory:
     """Memory of some rows between the layers of one size.
 
     Args:
@@ -143,7 +143,7 @@ class _Seat:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Recorded:
+class _RecordedForm:
     """A graph of the layers of one form.
 
     Attributes:
@@ -180,8 +180,10 @@ class LayerGraphs:
         shape = (network.num_layers, max(network.num_experts, 1))
         self.counts = torch.zeros(shape, dtype=torch.int64, device=network.device)
         self.num_graphs = 0
-        self._seats: dict[GraphShape, _Seat] = {}
-        self._recorded: dict[tuple[int, GraphShape, bool], _Recorded] = {}  # by layer, shape, and whether it is whole
+        self._seats: dict[GraphShape, _RowMemory] = {}
+        self._recorded: dict[
+            tuple[int, GraphShape, bool], _RecordedForm
+        ] = {}  # by layer, shape, and whether it is whole
 
     @torch.inference_mode()
     def record(self) -> None:
@@ -191,7 +193,7 @@ class LayerGraphs:
             network.routing.begin(None)
             network.routing.counts = self.counts
         self._seats = {
-            shape: _Seat(self._staged, StepMemory(shape, self._kernels, self._pools, plan.max_model_len))
+            shape: _RowMemory(self._staged, StepMemory(shape, self._kernels, self._pools, plan.max_model_len))
             for shape in sorted(plan.shapes)
         }
         kinds = (False, True) if plan.has_whole else (False,)
@@ -211,7 +213,7 @@ class LayerGraphs:
             return None
         return ReplayedFragment(self, seat, fragment.num_tokens)
 
-    def replay(self, seat: _Seat, layer: int, hidden: Tensor, *, is_whole: bool) -> Any:
+    def replay(self, seat: _RowMemory, layer: int, hidden: Tensor, *, is_whole: bool) -> Any:
         """Replay a layer, whole or up to its gate, on all rows of a seat. None means that it is not recorded."""
         recorded = self._recorded.get((layer, seat.memory.shape, is_whole))
         if recorded is None:
@@ -228,7 +230,9 @@ class LayerGraphs:
             runs = [partial(self._run, seat, layer, is_whole=is_whole) for layer in range(num_layers)]
             return find_forms(runs, self._staged.network.device)
 
-    def _record(self, seat: _Seat, form: LayerForm, found: FoundArguments, pool: Any, *, is_whole: bool) -> _Recorded:
+    def _record(
+        self, seat: _RowMemory, form: LayerForm, found: FoundArguments, pool: Any, *, is_whole: bool
+    ) -> _RecordedForm:
         first = form.layers[0]
         addresses = found.memory[: len(form.places)] if form.places else None
         if addresses is not None:
@@ -241,9 +245,9 @@ class LayerGraphs:
             with torch.cuda.graph(graph, pool=pool), found.by_address(form):
                 result = self._run(seat, first, is_whole=is_whole)
         self.num_graphs += 1
-        return _Recorded(graph, result, addresses, form.rows)
+        return _RecordedForm(graph, result, addresses, form.rows)
 
-    def _run(self, seat: _Seat, layer: int, *, is_whole: bool) -> Any:
+    def _run(self, seat: _RowMemory, layer: int, *, is_whole: bool) -> Any:
         arguments = seat.arguments(layer)
         if is_whole:
             return seat.hidden.copy_(self._staged.whole(layer, seat.hidden, arguments))
@@ -259,7 +263,7 @@ class ReplayedFragment:
         num_rows: Number of these.
     """
 
-    def __init__(self, graphs: LayerGraphs, seat: _Seat, num_rows: int) -> None:
+    def __init__(self, graphs: LayerGraphs, seat: _RowMemory, num_rows: int) -> None:
         self._graphs, self._seat, self._num_rows = graphs, seat, num_rows
 
     def attend(self, layer: int, hidden: Tensor) -> Attended | None:

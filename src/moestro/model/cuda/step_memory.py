@@ -22,8 +22,9 @@ from moestro.model.upload import pack, pack_places, view
 
 _MOST_ROWS = 256  # of a graph of decodes
 _DENSE_UP_TO, _STRIDE = 8, 16  # graphs for 1, 2, 4 and 8 decodes, then for every multiple
-# Rows of graphs of steps with chunks, whose attention has wide tiles: launches of more rows hide behind the device.
-_CHUNK_ROWS = (64, 128, 192, 256, 320, 384, 448, 512)
+# Rows of graphs of steps with chunks, whose attention has wide tiles. Launches of more rows hide behind the device; a
+# padded row costs nothing but programs that end at once, so that many rows need few sizes.
+_CHUNK_ROWS = (64, 128, 192, 256, 320, 384, 448, 512, 768, 1024, 1536, 2048)
 _CHUNK_LOGITS = 64  # rows of such a step whose logits are wanted
 _MOST_ITEMS = 4096  # of an attention in a graph, whose partial results take memory
 
