@@ -311,7 +311,9 @@ class _GateForward:
     def __call__(
         self, hidden_states: Tensor, e_score_correction_bias: Tensor | None = None
     ) -> tuple[None, Tensor, Tensor]:
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self._weight.dtype)
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if rows.dtype is not self._weight.dtype:
+            rows = rows.to(self._weight.dtype)
         logits, gate = self._kernels.product(rows, self._weight, dtype=self._gate.dtype), self._gate
         if e_score_correction_bias is not None:
             gate = gate._replace(correction=e_score_correction_bias.to(torch.float32))
