@@ -13,7 +13,7 @@ from torch import Tensor
 from moestro.model.cuda.functions import CudaKernels, block_options, expert_columns, power_of_two
 from moestro.model.cuda.launch import launch
 from moestro.model.cuda.source import products, rows
-from moestro.model.cuda.tiles import Tile, expert_tile
+from moestro.model.cuda.tiles import MOST_FLOAT8_ROWS, Tile, expert_tile
 from moestro.model.float8 import ScaleBlock
 from moestro.model.upload import upload
 
@@ -118,7 +118,7 @@ class CudaExperts:
     def _chosen(self, hidden: Tensor, topk_ids: Tensor, counts: Tensor) -> Tensor:
         num_rows, num_chosen = topk_ids.shape
         num_pairs = num_rows * num_chosen
-        tile = expert_tile(num_pairs / self.num_experts, hidden.dtype, self._kernels.shared_bytes)
+        tile = self._tile(num_pairs / self.num_experts, hidden.dtype)
         num_tiles = min(num_pairs, self.num_experts + num_pairs // tile.tokens)
         pairs = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
         tiles = torch.empty(1 + 3 * num_tiles, dtype=torch.int32, device=hidden.device)
@@ -136,7 +136,7 @@ class CudaExperts:
         num_rows = int(columns[:, 1].sum())
         if not num_rows:
             return start
-        tile = expert_tile(num_rows / len(columns), inputs.dtype, self._kernels.shared_bytes)
+        tile = self._tile(num_rows / len(columns), inputs.dtype)
         per_batch = -(-columns[:, 1] // tile.tokens)
         batch = np.repeat(np.arange(len(columns)), per_batch)
         skipped = (np.arange(len(batch)) - (per_batch.cumsum() - per_batch)[batch]) * tile.tokens
@@ -148,6 +148,10 @@ class CudaExperts:
         places = _Tiles(tiles, tiles, len(batch), tile)
         out[start:end] = self._multiply(inputs[start:end].contiguous(), num_rows, 0, places)
         return end
+
+    def _tile(self, rows_of_expert: float, dtype: torch.dtype) -> Tile:
+        most = rows_of_expert if self._weights.block is None else min(rows_of_expert, MOST_FLOAT8_ROWS)
+        return expert_tile(most, dtype, self._kernels.shared_bytes)
 
     def _multiply(self, hidden: Tensor, num_pairs: int, num_chosen: int, tiles: _Tiles) -> Tensor:
         """[pairs, hidden size], answers by pair; by place with `num_chosen` 0."""

@@ -14,6 +14,7 @@ from moestro.model.cuda.launch import launch
 from moestro.model.cuda.source import attend as attention
 from moestro.model.cuda.source import products, rows
 from moestro.model.cuda.tiles import (
+    MOST_FLOAT8_ROWS,
     MOST_PARTS_ROWS,
     NARROW_ROWS,
     SPLIT,
@@ -149,7 +150,8 @@ class CudaKernels:
             dtype: Type of the product; None means that of the rows.
         """
         (num_rows, num_in), num_out = inputs.shape, len(weight)
-        segments, tile = num_segments(num_out, num_in), dense_tile(num_rows, inputs.dtype, self.shared_bytes)
+        tile_rows = min(num_rows, MOST_FLOAT8_ROWS) if isinstance(weight, Float8Weight) else num_rows
+        segments, tile = num_segments(num_out, num_in), dense_tile(tile_rows, inputs.dtype, self.shared_bytes)
         is_whole = not (as_segments and bias is None and segments > 1 and num_rows <= MOST_PARTS_ROWS)
         shape = (num_rows, num_out) if is_whole else (segments, num_rows, num_out)
         out = inputs.new_empty(shape, dtype=dtype or self.dtype if is_whole else torch.float32)

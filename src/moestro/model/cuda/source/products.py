@@ -99,10 +99,9 @@ def linear(
                 whole = whole + total
     inside = is_out[:, None] & is_row[None, :]
     if IS_WHOLE:
-        kind: tl.constexpr = out.dtype.element_ty
         if HAS_BIAS:
             whole = whole + tl.load(bias + n, is_out, 0.0).to(tl.float32)[:, None]
-        tl.store(out + t_at * OUT + n_at, whole.to(kind), inside)
+        tl.store(out + t_at * OUT + n_at, whole.to(out.dtype.element_ty), inside)
     else:
         tl.store(out + part.to(tl.int64) * part_stride + t_at * OUT + n_at, whole, inside)
 
