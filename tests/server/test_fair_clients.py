@@ -27,7 +27,7 @@ def post_from(address: str, server: Running, user: str, ends: list[str]) -> None
 @pytest.mark.parametrize("is_fair", [True, False])
 def test_a_client_waits_for_one_place_and_not_behind_all_requests_of_another(real_command, tmp_path, is_fair):
     """The stranger gives each of its requests another user, which changes nothing with the flag."""
-    flags = ("--scheduling-policy", "weighted_fair", "--max-num-seqs", "2")
+    flags = ("--scheduling-policy", "weighted_fair", "--share-policy", "none", "--max-num-seqs", "2")
     server = Running((*real_command, *flags, *(["--users-are-clients"] if is_fair else [])), tmp_path)
     ends: list[str] = []
     try:
