@@ -19,6 +19,7 @@ from moestro.core.views import BE, LS, WaitingView
 from moestro.engine.policy_contract import Admitted, Left, OrderPolicy
 from moestro.engine.waiting import MAX_LOOKED_UP, WAITING_COLUMNS, waiting_view
 
+_CLIENT = 0  # of all requests: vLLM does not say who sent one
 CLASS_KEY, USER_KEY = "service_class", "user"  # names in a request's `vllm_xargs`, which are Moestro's API fields
 _INT32 = np.iinfo(np.int32)
 _logger = logging.getLogger(__name__)
@@ -244,6 +245,7 @@ def _row(request: QueuedRequest, serial: int) -> tuple[int, ...]:
         round(request.arrival_time * NS_PER_S),
         serial,
         user_of(request),
+        _CLIENT,
         request.num_prompt_tokens,
         request.num_tokens,
         min(max(request.priority, _INT32.min), _INT32.max),
