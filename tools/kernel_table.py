@@ -43,6 +43,8 @@ REPEATED = {
     "choose",
     "add_answers",
 }
+# Stores of registers to memory that may be: the fastest form of wide attention on an H100 has ten.
+_FEW_SPILLS = 16
 INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "FFMA", "STL", "LDL")
 
 
@@ -77,7 +79,7 @@ class Compiled:
         """Say why it should not ship."""
         what = f"{self.kernel} of {self.model}, {self.tile}, on sm_{self.target}"
         count = self.instructions
-        if self.spilled:
+        if count["STL"] > _FEW_SPILLS:
             yield f"{what}: {self.registers} registers are too few"
         if self.shared > self.shared_most:
             yield f"{what}: {self.shared} bytes of shared memory are more than {self.shared_most}"
