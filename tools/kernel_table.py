@@ -43,7 +43,7 @@ REPEATED = {
     "choose",
     "add_answers",
 }
-# Stores of registers to memory that may be: the fastest form of wide attention on an H100 has ten.
+# Stores of registers to memory that may be: wide attention over heads of 128 has nine on sm_90, and 14 on sm_100.
 _FEW_SPILLS = 16
 INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "FFMA", "STL", "LDL")
 

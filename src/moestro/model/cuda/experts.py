@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moestro.model.cuda.functions import CudaKernels, block_options, expert_columns, power_of_two
+from moestro.model.cuda.functions import CudaKernels, block_options, expert_columns
 from moestro.model.cuda.launch import launch
 from moestro.model.cuda.source import products, rows
-from moestro.model.cuda.tiles import MOST_FLOAT8_ROWS, Tile, expert_tile
+from moestro.model.cuda.tiles import MOST_FLOAT8_ROWS, Tile, expert_tile, power_of_two
 from moestro.model.float8 import ScaleBlock
 from moestro.model.upload import upload
 
@@ -150,8 +150,8 @@ class CudaExperts:
         return end
 
     def _tile(self, rows_of_expert: float, dtype: torch.dtype) -> Tile:
-        most = rows_of_expert if self._weights.block is None else min(rows_of_expert, MOST_FLOAT8_ROWS)
-        return expert_tile(most, dtype, self._kernels.shared_bytes)
+        num_rows = rows_of_expert if self._weights.block is None else min(rows_of_expert, MOST_FLOAT8_ROWS)
+        return expert_tile(num_rows, dtype, self._kernels.shared_bytes)
 
     def _multiply(self, hidden: Tensor, num_pairs: int, num_chosen: int, tiles: _Tiles) -> Tensor:
         """[pairs, hidden size], answers by pair; by place with `num_chosen` 0."""
@@ -176,7 +176,7 @@ class CudaExperts:
 
 
 def _addresses(weights: Tensor) -> Tensor:
-    """uint64[experts] on the weights' device, the address of each expert's."""
+    """int64[experts] on the weights' device, the address of each expert's."""
     assert weights.is_contiguous(), "the kernel reads an expert's weights end to end"
     step = weights.stride(0) * weights.element_size()
     first = weights.data_ptr()

@@ -22,6 +22,7 @@ from moestro.model.cuda.tiles import (
     attention_options,
     dense_tile,
     num_segments,
+    power_of_two,
     shared_bytes_of,
 )
 from moestro.model.cuda.units import StepUnits, Walk, WalkUnits, assemble, columns_of
@@ -55,11 +56,6 @@ def block_options(block: ScaleBlock | None) -> dict[str, int]:
     """Arguments of a launch on the blocks of its weights. None means that they have no scales."""
     height, width = block or (0, 0)
     return {"HEIGHT": height, "WIDTH": width}
-
-
-def power_of_two(size: int) -> int:
-    """The least power of two that is not below `size`."""
-    return 1 << (size - 1).bit_length()
 
 
 class Norm(NamedTuple):

@@ -24,6 +24,11 @@ _LEAST_SHARED_KIB = 99
 _GROUP_PRODUCT_SHARED_KIB = 227  # of GPUs whose matrix instructions belong to a group of four warps
 
 
+def power_of_two(size: int) -> int:
+    """The least power of two that is not below `size`."""
+    return 1 << (size - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """A tile of a product: rows, outputs, and numbers of k that are loaded at once, on so many warps and stages.
@@ -48,8 +53,7 @@ class Tile:
 
         The compiler joins a product of one load with the number that is added to it, in another order.
         """
-        half = -(-length // 2)
-        return min(self.depth, max(1 << (half - 1).bit_length(), _LEAST_DEPTH))
+        return min(self.depth, max(power_of_two(-(-length // 2)), _LEAST_DEPTH))
 
     def within(self, shared_bytes: int, num_weights: int) -> Tile:
         """Return the tile with as many stages as fit, each of which loads rows and so many weights of two bytes."""

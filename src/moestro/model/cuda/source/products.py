@@ -214,7 +214,7 @@ def expert_up(
         CHOSEN: choices of a row. 0: the rows of `rows` are in the order of places.
         CLAMPED: (up + 1) * gate * sigmoid(alpha * gate), both within `limit`, instead of silu(gate) * up.
         TAIL: A tile with so many pairs or fewer is computed with so many. 0: every tile takes the time of a full one.
-        scales: uint64[experts], addresses of the scales of gates, then ups; HEIGHT, WIDTH: as in `load_weight`.
+        scales: int64[experts], addresses of the scales of gates, then ups; HEIGHT, WIDTH: as in `load_weight`.
     """
     wait(AHEAD)
     block, tile = tl.program_id(0), tl.program_id(1)
@@ -283,7 +283,7 @@ def expert_down(
         weights: int64[experts], addresses of [HIDDEN, INNER].
         bias: [experts, HIDDEN].
         TAIL: As in `expert_up`.
-        scales: uint64[experts], addresses of the scales; HEIGHT, WIDTH: as in `load_weight`.
+        scales: int64[experts], addresses of the scales; HEIGHT, WIDTH: as in `load_weight`.
     """
     wait(AHEAD)
     block, tile = tl.program_id(0), tl.program_id(1)
