@@ -9,6 +9,7 @@ from functools import partial
 import msgspec
 from prometheus_client.registry import Collector
 
+from moestro.gateway.admission import Admission
 from moestro.gateway.client_limits import ClientLimits
 from moestro.gateway.downstream import ClientConnections
 from moestro.gateway.engine_admin import EngineAdmin
@@ -62,7 +63,7 @@ class RouterApp:
     """
 
     shared: ExchangeContext
-    proxy: Proxy
+    admission: Admission
     clients: ClientConnections
     engine_admin: EngineAdmin
     exposition: Exposition
@@ -113,10 +114,11 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
     routes = Routes(front.open_path)
     answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
-    proxy = Proxy(shared, prompt_reader, access, routes, answers)
+    admission = Admission(fleet, shared.active, prompt_reader, access, routes, answers)
+    proxy = Proxy(shared, admission)
     return RouterApp(
         shared=shared,
-        proxy=proxy,
+        admission=admission,
         clients=ClientConnections(proxy, _client_limits(front), faults, access.cors),
         engine_admin=EngineAdmin(fleet, watch, settings.engines, _withheld(access), prompt_reader.words),
         exposition=exposition,

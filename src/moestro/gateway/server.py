@@ -88,7 +88,7 @@ class _RouteServer:
         self._announce(app, listener, admin_listener)
         try:
             await self._lifecycle.stop_requested.wait()
-            app.proxy.is_draining = app.clients.is_closing = True
+            app.admission.is_draining = app.clients.is_closing = True
             await self._lifecycle.drain(lambda: len(app.shared.active))
         finally:
             self._lifecycle.begin_exit()
@@ -152,7 +152,7 @@ async def _admin_plane(
 
 async def _end_requests(app: RouterApp) -> None:
     """End the running requests with an error, and let their clients read it."""
-    app.proxy.is_draining = app.clients.is_closing = True
+    app.admission.is_draining = app.clients.is_closing = True
     for exchange in list(app.shared.active.values()):
         exchange.refuse(DrainingError())
     app.clients.close_idle()
