@@ -87,7 +87,9 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     front = settings.front
     record, key_id = _record(settings.record)
     router = _router(settings, prompt_reader, record, key_id)
-    router.keeps_candidates = record is not None or settings.record.remember > 0
+    # The picker names the next best engines too.
+    is_picker = settings.picker.ext_proc is not None
+    router.keeps_candidates = record is not None or settings.record.remember > 0 or is_picker
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings), time.monotonic_ns)
     counts = Counts()
     policy = settings.policy.route_score or settings.policy.route_policy
@@ -120,7 +122,9 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
         shared=shared,
         admission=admission,
         clients=ClientConnections(proxy, _client_limits(front), faults, access.cors),
-        engine_admin=EngineAdmin(fleet, watch, settings.engines, _withheld(access), prompt_reader.words),
+        engine_admin=EngineAdmin(
+            fleet, watch, settings.engines, _withheld(access), prompt_reader.words, takes_paths=not is_picker
+        ),
         exposition=exposition,
         statistics=statistics,
         record=record,
