@@ -11,15 +11,15 @@ from itertools import count
 
 from moestro.core.request import Request
 from moestro.errors import DrainingError, RequestError, shown
-from moestro.gateway.fleet import Fleet
-from moestro.gateway.http_headers import LOOP_HEADER, LOOP_STATUS, Incoming, RequestHead, has_passed, plain_id
-from moestro.gateway.own_answers import OwnAnswer, OwnAnswers
-from moestro.gateway.paths import MODELS, Routes
-from moestro.gateway.prompt_blocks import PromptReader
-from moestro.gateway.request_body import read
-from moestro.web.access import UNLIMITED, Access
+from moestro.gateway.clients.http_headers import LOOP_HEADER, LOOP_STATUS, Incoming, RequestHead, has_passed, plain_id
+from moestro.gateway.clients.own_answers import OwnAnswer, OwnAnswers
+from moestro.gateway.clients.paths import MODELS, Routes
+from moestro.gateway.clients.request_body import read
+from moestro.gateway.engines.fleet import Fleet
+from moestro.gateway.kv.prompt_blocks import PromptReader
+from moestro.web.access.control import UNLIMITED, Access
+from moestro.web.bodies.packed_bodies import coding_in, unpacked
 from moestro.web.errors import AuthenticationError, HttpError, UnknownModelError, base_url_hint
-from moestro.web.packed_bodies import coding_in, unpacked
 from moestro.web.probes import PROBES, PUBLIC, probe_status
 
 _JSON = "application/json"

@@ -12,11 +12,11 @@ from typing import Protocol, cast
 
 from moestro.core.request import Request
 from moestro.errors import RequestError
-from moestro.gateway.downstream import ClientConnection
-from moestro.gateway.fleet import Fleet, RouteBounds, RoutedEngine
-from moestro.gateway.http_headers import AnswerHead, Incoming, header_text
+from moestro.gateway.clients.downstream import ClientConnection
+from moestro.gateway.clients.http_headers import AnswerHead, Incoming, header_text
+from moestro.gateway.engines.fleet import Fleet, RouteBounds, RoutedEngine
+from moestro.gateway.engines.upstream import EngineConnection
 from moestro.gateway.metrics import Counts, usage_in
-from moestro.gateway.upstream import EngineConnection
 from moestro.gateway.verdicts import (
     FIRST_ERROR,
     AnswerTail,
@@ -29,13 +29,13 @@ from moestro.gateway.verdicts import (
     judge_success,
     origin_of,
 )
-from moestro.routing.decision_log import DecisionLog
-from moestro.routing.evidence import Origin
-from moestro.routing.retry_budget import RetryBudget
+from moestro.routing.health.evidence import Origin
+from moestro.routing.health.retry_budget import RetryBudget
+from moestro.routing.record.decision_log import DecisionLog
 from moestro.routing.router import RouteDecision
-from moestro.web.access import Access
+from moestro.web.access.control import Access
 from moestro.web.errors import GenerationError, HttpError, InternalError, error_body
-from moestro.web.faults import Faults
+from moestro.web.ports.faults import Faults
 
 logger = logging.getLogger(__name__)
 

@@ -9,14 +9,14 @@ from collections.abc import Hashable
 
 from moestro.errors import RequestError
 from moestro.gateway.admission import Admission
-from moestro.gateway.answering import Answering
-from moestro.gateway.downstream import ClientConnection, ClientConnections
+from moestro.gateway.clients.answering import Answering
+from moestro.gateway.clients.downstream import ClientConnection, ClientConnections
+from moestro.gateway.clients.http_headers import Incoming, RequestHead, own_head
+from moestro.gateway.engines.fleet import RoutedEngine
 from moestro.gateway.exchange import Exchange, ExchangeContext
-from moestro.gateway.fleet import RoutedEngine
-from moestro.gateway.http_headers import Incoming, RequestHead, own_head
 from moestro.web.errors import InternalError
-from moestro.web.log_limit import LogLimit
-from moestro.web.pauses import PauseMeter
+from moestro.web.ports.log_limit import LogLimit
+from moestro.web.ports.pauses import PauseMeter
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Hashable
 
 from moestro.core.request import Request
-from moestro.gateway.fleet import Fleet, RoutedEngine
-from moestro.gateway.http_headers import LOOP_HEADER, LOOP_STATUS, Named
-from moestro.routing.evidence import Origin
-from moestro.routing.health import Condition
+from moestro.gateway.clients.http_headers import LOOP_HEADER, LOOP_STATUS, Named
+from moestro.gateway.engines.fleet import Fleet, RoutedEngine
+from moestro.routing.health.engine_health import Condition
+from moestro.routing.health.evidence import Origin
 from moestro.routing.router import RouteDecision
 
 FIRST_ERROR = 400

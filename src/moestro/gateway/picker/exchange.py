@@ -14,9 +14,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, 
 from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.gateway.admission import Admission
+from moestro.gateway.clients.http_headers import Incoming, RequestHead, header_text
+from moestro.gateway.engines.fleet import RouteBounds, RoutedEngine
 from moestro.gateway.exchange import ExchangeContext
-from moestro.gateway.fleet import RouteBounds, RoutedEngine
-from moestro.gateway.http_headers import Incoming, RequestHead, header_text
 from moestro.gateway.metrics import usage_in
 from moestro.gateway.picker import messages
 from moestro.gateway.verdicts import (
@@ -30,9 +30,9 @@ from moestro.gateway.verdicts import (
     judge_success,
     origin_of,
 )
-from moestro.routing.evidence import Origin
+from moestro.routing.health.evidence import Origin
 from moestro.routing.router import RouteDecision
-from moestro.web.body_limits import BodyHold, BodyMemory
+from moestro.web.bodies.body_limits import BodyHold, BodyMemory
 from moestro.web.errors import AuthenticationError, InternalError, too_large
 
 logger = logging.getLogger(__name__)

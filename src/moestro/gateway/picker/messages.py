@@ -23,10 +23,10 @@ from envoy.type.v3.http_status_pb2 import HttpStatus
 from google.protobuf.struct_pb2 import Struct, Value
 
 from moestro.errors import RequestError
-from moestro.gateway.http_headers import Headers, RequestHead, fault_of, size_of
-from moestro.gateway.own_answers import OwnAnswer
+from moestro.gateway.clients.http_headers import Headers, RequestHead, fault_of, size_of
+from moestro.gateway.clients.own_answers import OwnAnswer
 from moestro.web.errors import HttpError, error_body
-from moestro.web.framing import MAX_HEAD_BYTES, MAX_HEADERS, head_too_large
+from moestro.web.ports.framing import MAX_HEAD_BYTES, MAX_HEADERS, head_too_large
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION = "x-gateway-destination-endpoint"

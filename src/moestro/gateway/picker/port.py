@@ -18,13 +18,13 @@ from grpc_health.v1.health import aio as grpc_health
 from moestro.core.hosts import in_address
 from moestro.errors import ConfigError, RequestError
 from moestro.gateway.app import RouterApp
-from moestro.gateway.fleet import RoutedEngine
-from moestro.gateway.http_headers import KEY_HEADERS
+from moestro.gateway.clients.http_headers import KEY_HEADERS
+from moestro.gateway.engines.fleet import RoutedEngine
 from moestro.gateway.picker.exchange import MessageOrderError, PickedExchange, PickerContext, Responses, peer_address
 from moestro.gateway.picker.messages import SERVICE
 from moestro.gateway.picker.settings import PickerSettings
 from moestro.gateway.settings import RouteSettings
-from moestro.web.lifecycle import RESPONSE_FLUSH_S
+from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S
 
 LIVENESS, READINESS = "liveness", "readiness"
 _HEALTH_S = 0.1  # Interval at which the health service learns of changes.
