@@ -43,6 +43,8 @@ _LEFT_STATUS = 499  # nginx' status for a client that disconnected.
 # Stages: no headers yet; the request's body arrives; it is complete and has no engine yet; it is with an engine; the
 # answer's head has passed, and no byte of its body; its body passes; the exchange is over.
 _NEW, _READING, _CHOOSING, _WAITING, _BEGINNING, _ANSWERING, _OVER = range(7)
+# A proxy that refuses a request itself sends its own answer at any time, even before the request's headers.
+_BEFORE_ANSWER = frozenset({_NEW, _READING, _CHOOSING, _WAITING})
 _OF_ANSWER = frozenset({"response_headers", "response_body", "response_trailers"})
 
 
@@ -298,7 +300,7 @@ class PickedExchange:
     # --- the answer
 
     def _receive_of_answer(self, kind: str, message: ProcessingRequest, now_ns: int) -> Responses:
-        if kind == "response_headers" and self._stage in (_READING, _CHOOSING, _WAITING):
+        if kind == "response_headers" and self._stage in _BEFORE_ANSWER:
             return self._answer_head(message, now_ns)
         if kind == "response_body" and self._stage in (_BEGINNING, _ANSWERING):
             piece = message.response_body
@@ -390,7 +392,7 @@ class PickedExchange:
         self._finish(self._status)
 
     def _own_headers(self) -> list[tuple[str, bytes]]:
-        headers = [("x-request-id", self._request_id().encode())]
+        headers = [("x-request-id", self.incoming.request_id.encode())] if self.incoming is not None else []
         engine, decision = self._engine, self._decision
         if self._context.shared.rules.shows_route and engine is not None and decision is not None:
             reason = f"{decision.reason}; {self._why}" if self._why else decision.reason
