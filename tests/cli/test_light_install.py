@@ -18,6 +18,8 @@ from support.running import Running, complete
 from moestro.cli.extras import EXTRAS
 from moestro.native.compiler import CompilerError, find_compiler
 
+# Packages whose modules have other names.
+MODULES = {"grpcio": "grpc", "grpcio_health_checking": "grpc_health", "xds_protos": "envoy"}
 ROOT = Path(__file__).parents[2]
 ABSENT = sorted({"scipy", "pandas"}.union(*EXTRAS.values()))
 ABSENCE = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))"  # a None there makes the import fail
@@ -54,7 +56,7 @@ def test_the_table_of_extras_names_the_packages_of_pyproject():
     }
     extras["serve"] = [*set(extras["serve"]) - {"moestro"}, *extras["tokenizer"]]
     assert {extra: set(modules) for extra, modules in EXTRAS.items()} == {
-        extra: set(modules) for extra, modules in extras.items()
+        extra: {MODULES.get(package, package) for package in packages} for extra, packages in extras.items()
     }
 
 
@@ -117,6 +119,11 @@ def test_a_plot_without_its_extra_says_what_to_install(tmp_path):
 def test_a_tokenizer_without_its_extra_says_what_to_install(tmp_path):
     done = light("route", "--engine", "http://127.0.0.1:1", "--tokenizer", tmp_path)
     assert (done.returncode, done.stderr) == (2, missing("--tokenizer", "tokenizer"))
+
+
+def test_an_endpoint_picker_without_its_extra_says_what_to_install():
+    done = light("route", "--engine", "http://127.0.0.1:1", "--ext-proc", 0)
+    assert (done.returncode, done.stderr) == (2, missing("--ext-proc", "envoy"))
 
 
 @pytest.mark.parametrize("verb", ["serve", "calibrate"])
