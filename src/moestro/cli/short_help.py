@@ -29,7 +29,7 @@ EVERYDAY = {
         *("--config", "--print-config"),
     ),
     "route": (
-        *("--engine", "--engine-api-key", "--health-path", "--kv-events"),
+        *("--engine", "--engine-api-key", "--health-path", "--kv-events", "--ext-proc"),
         *("--route-policy", "--tokenizer", "--block-size"),
         *("--max-retries", "--first-byte-timeout"),
         *("--host", "--port", "--api-key", "--log-level", "--record", "--shutdown-timeout"),
