@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 Responses = list[ProcessingResponse]
 
 _LEFT_STATUS = 499  # nginx' status for a client that disconnected.
+_PIECE_BYTES = 62_000  # Largest piece of a body that goes back, below the 64 KiB that gateways take in one message.
 # Stages: no headers yet; the request's body arrives; it is complete and has no engine yet; it is with an engine; the
 # answer's head has passed, and no byte of its body; its body passes; the exchange is over.
 _NEW, _READING, _CHOOSING, _WAITING, _BEGINNING, _ANSWERING, _OVER = range(7)
@@ -171,18 +172,19 @@ class PickedExchange:
         except RequestError as error:
             return self._refused(error)
         assert self.incoming is not None
-        context, chunks = self._context, self._chunks
+        context, body = self._context, self.incoming.body
         self._stage, self._sent_ns = _WAITING, now_ns
         self._origin = origin_of(self._client_name(), self.incoming.body)
-        fleet = context.shared.fleet
         headers = [("x-request-id", self.incoming.request_id.encode()), *context.added]
-        via = b"1.1 %b" % fleet.pseudonym
+        via = b"1.1 %b" % context.shared.fleet.pseudonym
         responses = [messages.destination(list(self._endpoints), headers, via, context.removed)]
-        last = len(chunks) - 1
-        responses += [
-            messages.request_piece(chunk, is_last=at == last and not self._has_trailers)
-            for at, chunk in enumerate(chunks)
-        ]
+        # In fewer pieces than came: each message costs more than the bytes in it.
+        for begin in range(0, len(body), _PIECE_BYTES):
+            end = begin + _PIECE_BYTES
+            is_last = end >= len(body) and not self._has_trailers
+            responses.append(messages.request_piece(body[begin:end], is_last=is_last))
+        if not body and self._chunks and not self._has_trailers:
+            responses.append(messages.request_piece(b"", is_last=True))
         if self._has_trailers:
             responses.append(messages.request_trailers())
         self._release_body()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
-from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, HeaderValueOption, Metadata
+from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption, Metadata
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     BodyMutation,
@@ -45,11 +46,19 @@ Pairs = Iterable[tuple[str, bytes]]
 
 def head_of(message: HttpHeaders) -> RequestHead:
     """Return the head of a client's request."""
-    pseudo, headers, named = _fields(message.headers)
-    if (authority := pseudo.get(b":authority")) is not None:
+    pseudo: dict[str, bytes] = {}
+    headers: Headers = []
+    for each in message.headers.headers:
+        key, value = each.key, each.raw_value or each.value.encode()
+        if key.startswith(":"):
+            pseudo[key] = value
+        else:
+            name = key.lower().encode()
+            headers.append((name, name, value))
+    if (authority := pseudo.get(":authority")) is not None:
         headers.append((b"host", b"host", authority))
-        named[b"host"] = authority
-    return RequestHead(pseudo.get(b":method", b""), pseudo.get(b":path", b""), headers, named)
+    named = {name: value for name, _, value in headers}
+    return RequestHead(pseudo.get(":method", b""), pseudo.get(":path", b""), headers, named)
 
 
 def head_fault(head: RequestHead) -> RequestError | None:
@@ -61,8 +70,8 @@ def head_fault(head: RequestHead) -> RequestError | None:
 
 def answer_head(message: HttpHeaders) -> tuple[int, dict[bytes, bytes]]:
     """Return the status of an answer, 0 without a valid one, and its headers by name."""
-    pseudo, _, named = _fields(message.headers)
-    status = pseudo.get(b":status", b"")
+    named = {each.key.lower().encode(): each.raw_value or each.value.encode() for each in message.headers.headers}
+    status = named.get(b":status", b"")
     return int(status) if status.isdigit() and len(status) == 3 else 0, named
 
 
@@ -121,16 +130,24 @@ def destination(endpoints: Sequence[str], headers: Pairs, via: bytes, removed: I
         via: Value that is appended to Via.
         removed: Names of client headers that engines do not get.
     """
-    value = ",".join(endpoints)
-    mutation = _mutation(((DESTINATION, value.encode()), *headers))
-    mutation.set_headers.append(HeaderValueOption(header=HeaderValue(key="via", raw_value=via), append_action=_APPEND))
-    # Removed first, so that no second line of a client's own header is left.
-    mutation.remove_headers.extend((DESTINATION, *removed))
-    endpoint = Struct(fields={DESTINATION: Value(string_value=value)})
-    return ProcessingResponse(
-        request_headers=HeadersResponse(response=CommonResponse(header_mutation=mutation)),
-        dynamic_metadata=Struct(fields={_LB_NAMESPACE: Value(struct_value=endpoint)}),
+    header, metadata = _destination_of(",".join(endpoints))
+    via_option = HeaderValueOption(header=HeaderValue(key="via", raw_value=via), append_action=_APPEND)
+    mutation = HeaderMutation(
+        set_headers=[header, *_options(headers), via_option],
+        # Removed first, so that no second line of a client's own header is left.
+        remove_headers=[DESTINATION, *removed],
     )
+    return ProcessingResponse(
+        request_headers=HeadersResponse(response=CommonResponse(header_mutation=mutation)), dynamic_metadata=metadata
+    )
+
+
+@lru_cache(maxsize=4096)
+def _destination_of(value: str) -> tuple[HeaderValueOption, Struct]:
+    """Return the header and the metadata that name endpoints, whose values are equal by construction."""
+    endpoint = Struct(fields={DESTINATION: Value(string_value=value)})
+    [header] = _options(((DESTINATION, value.encode()),))
+    return header, Struct(fields={_LB_NAMESPACE: Value(struct_value=endpoint)})
 
 
 def request_piece(data: bytes, *, is_last: bool) -> ProcessingResponse:
@@ -155,8 +172,7 @@ def response_trailers() -> ProcessingResponse:
 
 def answer_headers(headers: Pairs, removed: Iterable[str]) -> ProcessingResponse:
     """Return the response to an answer's head, which the client gets with `headers` in place of the engine's."""
-    mutation = _mutation(headers)
-    mutation.remove_headers.extend(removed)
+    mutation = HeaderMutation(set_headers=_options(headers), remove_headers=removed)
     return ProcessingResponse(
         response_headers=HeadersResponse(response=CommonResponse(header_mutation=mutation)),
     )
@@ -186,21 +202,6 @@ def own_answer(answer: OwnAnswer, request_id: str) -> ProcessingResponse:
 # --- inside
 
 
-def _fields(headers: HeaderMap) -> tuple[dict[bytes, bytes], Headers, dict[bytes, bytes]]:
-    """Return pseudo-headers by name, the other headers in order, and these by name."""
-    pseudo: dict[bytes, bytes] = {}
-    others: Headers = []
-    named: dict[bytes, bytes] = {}
-    for each in headers.headers:
-        name, value = each.key.lower().encode(), each.raw_value or each.value.encode()
-        if name.startswith(b":"):
-            pseudo[name] = value
-        else:
-            others.append((name, name, value))
-            named[name] = value
-    return pseudo, others, named
-
-
 def _value(metadata: Metadata, namespace: str, key: str) -> Value | None:
     by_namespace = metadata.filter_metadata
     if namespace not in by_namespace:
@@ -209,13 +210,11 @@ def _value(metadata: Metadata, namespace: str, key: str) -> Value | None:
     return fields.get(key)
 
 
-def _mutation(headers: Pairs) -> HeaderMutation:
-    return HeaderMutation(
-        set_headers=[
-            HeaderValueOption(header=HeaderValue(key=name, raw_value=value), append_action=_OVERWRITE)
-            for name, value in headers
-        ]
-    )
+def _options(headers: Pairs) -> list[HeaderValueOption]:
+    return [
+        HeaderValueOption(header=HeaderValue(key=name, raw_value=value), append_action=_OVERWRITE)
+        for name, value in headers
+    ]
 
 
 def _body(data: bytes, *, is_last: bool) -> BodyResponse:
@@ -226,6 +225,9 @@ def _body(data: bytes, *, is_last: bool) -> BodyResponse:
 def _immediate(status: int, headers: Pairs, body: bytes, details: str) -> ProcessingResponse:
     return ProcessingResponse(
         immediate_response=ImmediateResponse(
-            status=HttpStatus(code=status), headers=_mutation(headers), body=body, details=details
+            status=HttpStatus(code=status),
+            headers=HeaderMutation(set_headers=_options(headers)),
+            body=body,
+            details=details,
         )
     )
