@@ -3,9 +3,10 @@
     python bench/routing/picker_overhead.py --rounds 5 --json bench/results/routing/picker_overhead.json
 
 Envoy runs with the configuration of docs/envoy.md, and "Envoy alone" with the same without the picker's filters and by
-turns. `minimal_picker.py` decides nothing and names one engine: what grpc.aio itself costs. Every round measures all three in every case, one after another, so that drift of the machine affects all alike. CPU
-is the user and system time of a process and its threads, in nanoseconds of the kernel's scheduler, over the answered
-requests. The idle figure is the router's CPU with 100 engines, its own checks of health and metrics included.
+turns. `minimal_picker.py` decides nothing and names one engine: what grpc.aio itself costs. Every round measures all
+three in every case, one after another, so that drift of the machine affects all alike. CPU is the user and system time
+of a process and its threads, in nanoseconds of the kernel's scheduler, over the answered requests. The idle figure is
+the router's CPU with 100 engines, its own checks of health and metrics included.
 """
 
 from __future__ import annotations

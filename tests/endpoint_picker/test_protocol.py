@@ -291,10 +291,12 @@ async def test_a_drain_lets_running_requests_finish_and_refuses_new_ones(tmp_pat
         await stream.body(COMPLETION)
         picked = await stream.picked()
         picker.process.send_signal(signal.SIGTERM)
-        for _ in range(500):
-            if await health_of(channel, "readiness") == "NOT_SERVING":
-                break
-            await asyncio.sleep(0.02)
+        for name in ("readiness", SERVICE):
+            for _ in range(500):
+                if (found := await health_of(channel, name)) == "NOT_SERVING":
+                    break
+                await asyncio.sleep(0.02)
+            assert found == "NOT_SERVING"
         assert await health_of(channel, "liveness") == "SERVING"
         late = open_stream(channel)
         await late.headers()
