@@ -43,6 +43,10 @@ async def wait_for_ever(engine: FakeEngine, wire: Wire, request: Received) -> No
     await wire.is_lost.wait()
 
 
+async def answer_nothing(wire: Wire, request: Received) -> None:
+    pass
+
+
 async def begin_and_wait(engine: FakeEngine, wire: Wire, request: Received) -> None:
     wire.open_stream()
     wire.chunk(b"data: {}\n\n")
@@ -328,6 +332,39 @@ async def test_an_engine_that_dies_in_the_middle_of_an_answer_leaves_nothing_in_
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             assert await caller.reader.read() != b"0\r\n\r\n"
         await it.until("in_flight", 0)
+        caller.hang_up()
+
+
+@looped
+async def test_requests_on_an_engine_that_hangs_are_refused_and_the_next_ones_go_elsewhere(tmp_path):
+    async with a_place(tmp_path, "--hang-timeout", "2", "--route-policy", "round_robin") as it:
+        hung, well = it.engines
+        hung.answer = answer_nothing  # not even health checks, as a process that is stopped
+        callers = [await it.envoy.caller() for _ in range(4)]
+        for number, caller in enumerate(callers):
+            caller.ask(CHAT, {"messages": [{"role": "user", "content": f"{number}"}]})
+        answers = [await caller.answer() for caller in callers]
+        assert Counter(answer.status for answer in answers) == {200: 2, 503: 2}
+        refused = next(answer for answer in answers if answer.status == 503)
+        assert refused.code == "upstream_unavailable"
+        assert int(refused.headers["retry-after"]) == 1
+        assert (await it.envoy.call()).json["from"] == well.name
+        await it.until("in_flight", 0)
+        for caller in callers:
+            caller.hang_up()
+
+
+@looped
+async def test_requests_that_outlast_the_drain_get_its_cause(tmp_path):
+    async with a_place(tmp_path, "--shutdown-timeout", "0.5", script=wait_for_ever) as it:
+        caller = await it.envoy.caller()
+        caller.ask(CHAT, {"messages": []})
+        await it.until("in_flight", 1)
+        it.picker.process.send_signal(signal.SIGTERM)
+        answer = await caller.answer()
+        assert answer.status == 503
+        assert answer.code == "shutting_down"
+        assert await it.picker.ended() == 0
         caller.hang_up()
 
 

@@ -33,7 +33,7 @@ from moestro.gateway.verdicts import (
 from moestro.routing.health.evidence import Origin
 from moestro.routing.router import RouteDecision
 from moestro.web.bodies.body_limits import BodyHold, BodyMemory
-from moestro.web.errors import AuthenticationError, InternalError, too_large
+from moestro.web.errors import AuthenticationError, GenerationError, InternalError, too_large
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class PickedExchange:
 
     Args:
         peer: Address of the proxy, which stands for its clients where it does not name them.
+        push: Sends a response that answers no message.
 
     Attributes:
         incoming: The request; None before its headers.
@@ -95,12 +96,13 @@ class PickedExchange:
 
     __slots__ = (
         "_arrival_ns", "_chunks", "_context", "_decision", "_endpoints", "_engine", "_has_trailers", "_hold",
-        "_is_event_stream", "_is_in_router", "_is_success", "_model", "_num_bytes", "_origin", "_peer", "_request",
-        "_sent_ns", "_stage", "_status", "_subset", "_tail", "_why", "deadline_s", "incoming",
+        "_is_event_stream", "_is_in_router", "_is_success", "_model", "_num_bytes", "_origin", "_peer", "_push",
+        "_request", "_sent_ns", "_stage", "_status", "_subset", "_tail", "_why", "deadline_s", "incoming",
     )  # fmt: skip
 
-    def __init__(self, context: PickerContext, peer: str) -> None:
+    def __init__(self, context: PickerContext, peer: str, push: Callable[[ProcessingResponse], None]) -> None:
         self._context = context
+        self._push = push
         self._peer = peer
         self._stage = _NEW
         self._arrival_ns = self._sent_ns = 0
@@ -211,8 +213,11 @@ class PickedExchange:
     # --- called by the router for all running requests
 
     def refuse(self, error: RequestError) -> None:
-        """End the exchange at the end of a drain; the port closes its stream."""
-        self._finish(error.http_status)
+        """End the exchange at the end of a drain, with the cause where the answer has not begun."""
+        has_begun = self._stage in (_BEGINNING, _ANSWERING)
+        for response in self._refused(error):
+            if not has_begun:
+                self._push(response)  # Otherwise the port closes the stream, and the proxy cuts the answer.
 
     def fail(self) -> None:
         """End the exchange because of an unexpected exception, and log it."""
@@ -222,7 +227,13 @@ class PickedExchange:
         """Do nothing: the proxy keeps the time limits of its routes."""
 
     def engine_hangs(self) -> None:
-        """Do nothing: the proxy goes on to the next endpoint by its own rules for retries."""
+        """Refuse a request whose answer has not begun, because its engine has stopped answering.
+
+        A proxy does not notice that, and cannot be sent on to another engine. The client gets 503 and retries.
+        """
+        if self._stage == _WAITING:
+            for response in self._refused(_hanging()):
+                self._push(response)
 
     # --- the request
 
@@ -465,6 +476,13 @@ class PickedExchange:
 
     def _request_id(self) -> str:
         return self.incoming.request_id if self.incoming is not None else ""
+
+
+def _hanging() -> GenerationError:
+    text = "The engine has stopped answering before it answered this request. Retry now: another engine gets it."
+    error = GenerationError(text, code="upstream_unavailable")
+    error.http_status, error.retry_after_s = 503, 1
+    return error
 
 
 def peer_address(peer: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -23,8 +24,10 @@ from moestro.gateway.engines.fleet import RoutedEngine
 from moestro.gateway.picker.exchange import MessageOrderError, PickedExchange, PickerContext, Responses, peer_address
 from moestro.gateway.picker.messages import SERVICE
 from moestro.gateway.picker.settings import PickerSettings
-from moestro.gateway.settings import RouteSettings
+from moestro.gateway.settings import RouteSettings, is_loopback
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S
+
+logger = logging.getLogger(__name__)
 
 LIVENESS, READINESS = "liveness", "readiness"
 _HEALTH_S = 0.1  # Interval at which the health service learns of changes.
@@ -77,6 +80,12 @@ class PickerPort:
         except RuntimeError as error:
             text = f"--ext-proc: cannot listen on {address}; choose another port or --ext-proc-host ({error})"
             raise ConfigError(text) from None
+        if not is_loopback(settings.ext_proc_host) and settings.ext_proc_ssl_ca_certs is None:
+            logger.warning(
+                "the endpoint picker on %s answers every proxy: open its port to proxies alone, or give"
+                " --ext-proc-ssl-ca-certs",
+                address,
+            )
         scheme = "grpc" if credentials is None else "grpcs"
         self.url = f"{scheme}://{in_address(settings.ext_proc_host)}:{port}"
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
@@ -101,19 +110,27 @@ class PickerPort:
 
     async def close(self) -> None:
         """End running streams within a second, and stop listening."""
-        await self._server.stop(RESPONSE_FLUSH_S if self._app.shared.active else 0)
+        await self._server.stop(RESPONSE_FLUSH_S)
         for task in list(self._checks.values()):
             task.cancel()
         await asyncio.gather(*self._checks.values(), return_exceptions=True)
 
-    async def _process(self, requests: AsyncIterator[Any], call: Any) -> AsyncIterator[Any]:
+    async def _process(self, requests: AsyncIterator[Any], call: Any) -> None:
         """Answer the messages of one HTTP request."""
-        exchange = PickedExchange(self._context, peer_address(call.peer()))
+        writes: set[asyncio.Task[None]] = set()
+
+        def push(response: ProcessingResponse) -> None:
+            task = asyncio.get_running_loop().create_task(call.write(response))
+            writes.add(task)
+            task.add_done_callback(writes.discard)
+
+        exchange = PickedExchange(self._context, peer_address(call.peer()), push)
         try:
-            async for message in requests:
+            while (message := await call.read()) is not grpc.aio.EOF:
                 for response in await self._responses(exchange, message):
-                    yield response
+                    await call.write(response)
                 if exchange.is_over:
+                    await asyncio.gather(*writes, return_exceptions=True)
                     return
         except MessageOrderError as error:
             await call.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

@@ -1,0 +1,146 @@
+"""The core of the picker: whatever messages come in whatever order, nothing is left counted."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from gateway.rig import reading_of, settings_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moestro.errors import DrainingError
+from moestro.gateway.app import RouterApp, assemble
+from moestro.web.ports.faults import Faults
+
+pytest.importorskip("grpc_health")
+pytest.importorskip("envoy.service")
+
+from endpoint_picker.pickers import FULL_DUPLEX, SERVED, http_headers, metadata_of, request_headers, trailers
+from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest
+
+from moestro.gateway.picker.exchange import MessageOrderError, PickedExchange, PickerContext
+
+MAX_BODY_BYTES = 2048
+ENDPOINTS = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/sleep", "/v1/models", "//", "", "/health", "/v1/%63ompletions")
+HEADERS = st.lists(
+    st.tuples(
+        st.sampled_from(["x-request-id", "content-encoding", "authorization", "host", "via", "content-length", "te"]),
+        st.sampled_from(["", "a", "gzip", "Bearer x", "99999999", "é", "a" * 300, "1.1 moestro"]),
+    ),
+    max_size=3,
+)
+BODIES = st.sampled_from([b"", b"{", b'{"prompt": "x"}', b'{"model": 1}', b"\xff" * 40, b"x" * 1500, b"data: {}\n\n"])
+SUBSETS = st.none() | st.lists(st.sampled_from([*ENDPOINTS, "", "x"]), max_size=3) | st.integers() | st.booleans()
+ENDS = st.booleans()
+HEADS = st.builds(
+    request_headers,
+    path=st.sampled_from(PATHS),
+    method=st.sampled_from(["POST", "GET", "DELETE", ""]),
+    has_body=ENDS,
+    headers=HEADERS,
+    subset=SUBSETS,
+    client=st.sampled_from(["192.0.2.7:1", "[::1]:80", "", "x"]),
+    mode=st.sampled_from([FULL_DUPLEX] * 4 + [0, 7]),
+)
+GOOD_HEADS = st.builds(request_headers, subset=st.none() | st.just(list(ENDPOINTS[:2])))
+REQUEST_PIECES = st.builds(lambda body, end: {"request_body": HttpBody(body=body, end_of_stream=end)}, BODIES, ENDS)
+LAST_PIECES = st.builds(lambda body: {"request_body": HttpBody(body=body, end_of_stream=True)}, BODIES)
+ANSWER_PIECES = st.builds(lambda body, end: {"response_body": HttpBody(body=body, end_of_stream=end)}, BODIES, ENDS)
+ANSWER_HEADS = st.builds(
+    lambda status, served, end: {
+        "response_headers": http_headers({":status": status, "content-type": "text/event-stream"}, end=end),
+        "metadata_context": metadata_of({"envoy.lb": {SERVED: served}}),
+    },
+    st.sampled_from(["200", "200", "503", "500", "429", "", "x", "20"]),
+    st.sampled_from([*ENDPOINTS, "192.0.2.1:80", ""]),
+    ENDS,
+)
+TRAILERS = st.sampled_from([{"request_trailers": trailers()}, {"response_trailers": trailers()}, {}])
+ANY = st.one_of(HEADS, REQUEST_PIECES, ANSWER_PIECES, ANSWER_HEADS, TRAILERS)
+# What a proxy sends for one request, cut off anywhere, and with a message that does not belong there.
+ORDERLY = st.builds(
+    lambda head, last, answer, pieces, length, stray, place: [
+        *[head, last, answer, *pieces][:length][:place],
+        *stray,
+        *[head, last, answer, *pieces][:length][place:],
+    ],
+    GOOD_HEADS,
+    LAST_PIECES,
+    ANSWER_HEADS,
+    st.lists(ANSWER_PIECES, max_size=3),
+    st.integers(1, 6),
+    st.lists(ANY, max_size=1),
+    st.integers(0, 6),
+)
+EXCHANGES = st.lists(st.one_of(ORDERLY, ORDERLY, st.lists(ANY, max_size=5)), min_size=4, max_size=4)
+
+
+def router() -> tuple[RouterApp, PickerContext]:
+    given = settings_of(engine=tuple(f"http://{endpoint}" for endpoint in ENDPOINTS))
+    app = assemble(given, reading_of(given.routing), Faults())
+    for endpoint in ENDPOINTS:
+        fleet = app.shared.fleet
+        engine = fleet.add(endpoint, f"http://{endpoint}", pool=FakePool(endpoint), head=None)
+        engine.health.checked(time.monotonic_ns(), passed=True)
+        fleet.look(engine, time.monotonic_ns())
+    context = PickerContext(
+        shared=app.shared,
+        admission=app.admission,
+        memory=app.clients.memory,
+        max_body_bytes=MAX_BODY_BYTES,
+        max_endpoints=3,
+        doubt=lambda engine: None,
+    )
+    return app, context
+
+
+class FakePool:
+    """Where an engine is; nothing connects to it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.arrived_ns = 0
+
+
+@settings(max_examples=300)
+@given(EXCHANGES, st.randoms(use_true_random=False), st.integers(-1, 10))
+def test_law_whatever_comes_nothing_is_left_counted(scripts, order, hangs_at):
+    """Messages of four exchanges, mixed; an engine hangs and a drain ends in the middle."""
+    app, context = router()
+    numbers = [number for number, script in enumerate(scripts) for _ in script]
+    order.shuffle(numbers)
+    scripts = [iter(script) for script in scripts]
+    sent = [(number, next(scripts[number])) for number in numbers]
+    pushed = []
+    exchanges = [PickedExchange(context, "10.0.0.1", pushed.append) for _ in range(4)]
+    for at, (number, fields) in enumerate(sent):
+        exchange = exchanges[number]
+        was_over = exchange.is_over
+        try:
+            responses = exchange.receive(ProcessingRequest(**fields), time.monotonic_ns())
+            if exchange.is_complete:
+                assert not responses
+                request, model = app.admission.read(exchange.incoming, time.monotonic_ns())
+                responses = exchange.pick(request, model, time.monotonic_ns())
+                assert responses
+            assert not (was_over and responses)
+            for response in responses:
+                response.SerializeToString()
+        except MessageOrderError:
+            exchange.closed()
+        if at == hangs_at:
+            for request_id in app.shared.fleet.router.in_flight_on(0):
+                app.shared.active[request_id].engine_hangs()
+    for exchange in exchanges[:2]:
+        exchange.closed()
+    for running in list(app.shared.active.values()):
+        running.expire()
+        running.refuse(DrainingError())
+    for exchange in exchanges:
+        exchange.closed()
+    assert app.shared.fleet.router.num_in_flight == 0
+    assert not app.shared.active
+    assert app.clients.memory.num_bytes == 0
+    assert all(engine.num_streaming == 0 for engine in app.shared.fleet)
