@@ -21,7 +21,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, Processin
 
 from moestro.gateway.picker.exchange import MessageOrderError, PickedExchange, PickerContext
 
-MAX_BODY_BYTES = 2048
+MAX_BODY_BYTES = 100_000
 ENDPOINTS = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
 PATHS = ("/v1/completions", "/v1/chat/completions", "/sleep", "/v1/models", "//", "", "/health", "/v1/%63ompletions")
 HEADERS = st.lists(
@@ -31,7 +31,7 @@ HEADERS = st.lists(
     ),
     max_size=3,
 )
-BODIES = st.sampled_from([b"", b"{", b'{"prompt": "x"}', b'{"model": 1}', b"\xff" * 40, b"x" * 1500, b"data: {}\n\n"])
+BODIES = st.sampled_from([b"", b"{", b'{"prompt": "x"}', b'{"model": 1}', b"\xff" * 40, b"x" * 70_000, b"data: {}\n\n"])
 SUBSETS = st.none() | st.lists(st.sampled_from([*ENDPOINTS, "", "x"]), max_size=3) | st.integers() | st.booleans()
 ENDS = st.booleans()
 HEADS = st.builds(
