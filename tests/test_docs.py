@@ -60,3 +60,9 @@ def test_each_link_of_a_page_leads_somewhere(page):
         file = (page.parent / name).resolve() if name else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), target
+
+
+def test_the_menu_of_the_site_has_every_page():
+    menus = re.findall(r"^```{toctree}\n(.*?)^```$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE | re.DOTALL)
+    listed = [line for menu in menus for line in menu.splitlines() if line and not line.startswith(":")]
+    assert sorted(listed) == sorted(page.stem for page in (ROOT / "docs").glob("*.md") if page.stem != "index")
