@@ -60,7 +60,7 @@ test: lint $(OLDEST) $(TRITON)
 test-fast: lint
 	$(BIN)/pytest $(PARALLEL) $(FAST:%=tests/%) $(FAST_SKIP:%=--ignore=tests/%)
 
-# Known faults, each planted in a copy of the package, that the tests must catch (docs/mutants.md).
+# Known faults, each planted in a copy of the package, that the tests must catch (tests/mutants.md).
 mutants: install $(TRITON)
 	PYTHONPATH=$(abspath $(TRITON)) $(BIN)/python tools/mutants.py --json bench/results/robustness/mutants.json
 
