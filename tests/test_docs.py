@@ -9,7 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # docs/log.md is history: its entries name the files as they were.
-PAGES = [ROOT / "README.md", ROOT / "tests" / "mutants.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "log.md"})]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "tests" / "mutants.md",
+    *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "log.md"}),
+]
 # Blocks of commands (```bash, ```console, ...) are not read: their files are the reader's.
 # A path is written from the root of the repository, of the package, or of the tests of one room.
 BASES = [ROOT, ROOT / "src" / "moestro"]
