@@ -66,7 +66,11 @@ class Environment:
     def serve(self) -> None:
         """Start a server, get one answer, and end the server by SIGTERM; its exit status must be 0."""
         with subprocess.Popen(
-            [self._bin / "moestro", "serve", "--port", "0"], cwd=self._bin, stdout=subprocess.PIPE, text=True
+            [self._bin / "moestro", "serve", "--port", "0"],
+            cwd=self._bin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         ) as server:
             try:
                 url = _url_of(server)
