@@ -410,6 +410,28 @@ async def test_a_subset_hint_of_the_route_is_kept(tmp_path):
 
 
 @looped
+async def test_an_original_destination_cluster_takes_the_one_endpoint_of_the_header(tmp_path):
+    def edit(text: str) -> str:
+        return (
+            text.partition("  - name: engines\n    type: STATIC")[0]
+            + """  - name: engines
+    type: ORIGINAL_DST
+    lb_policy: CLUSTER_PROVIDED
+    connect_timeout: 3s
+    original_dst_lb_config: {use_http_header: true, http_header_name: x-gateway-destination-endpoint}
+"""
+        )
+
+    async with a_place(tmp_path, "--max-retries", "0", "--route-policy", "round_robin", edit=edit) as it:
+        target = f"127.0.0.1:{it.engines[0].port}"
+        answers = [await it.envoy.call(x_gateway_destination_endpoint=target) for _ in range(6)]
+        assert Counter(answer.json["from"] for answer in answers) == {"a": 3, "b": 3}
+        for request in it.received():
+            assert "," not in request.header("x-gateway-destination-endpoint")
+        await it.until("in_flight", 0)
+
+
+@looped
 async def test_explain_and_replay_know_the_picked_requests(tmp_path):
     record = tmp_path / "record.jsonl"
     async with a_place(tmp_path, "--record", str(record)) as it:
