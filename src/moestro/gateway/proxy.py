@@ -6,12 +6,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from itertools import count
 
-from moestro.core.request import Request
 from moestro.errors import DrainingError, RequestError, shown
 from moestro.gateway.clients.answering import Answering
 from moestro.gateway.clients.downstream import ClientConnection, ClientConnections
@@ -28,8 +27,9 @@ from moestro.gateway.clients.own_answers import OwnAnswer, OwnAnswers
 from moestro.gateway.clients.paths import MODELS, Routes
 from moestro.gateway.clients.request_body import read
 from moestro.gateway.engines.fleet import RoutedEngine
-from moestro.gateway.exchange import Exchange, ExchangeContext
+from moestro.gateway.exchange import Exchange, ExchangeContext, RoutedBody
 from moestro.gateway.kv.prompt_blocks import PromptReader
+from moestro.routing.health.engine_health import Condition
 from moestro.web.access.control import UNLIMITED, Access
 from moestro.web.bodies.packed_bodies import coding_in, unpacked
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError, base_url_hint
@@ -160,7 +160,7 @@ class Proxy:
         try:
             is_packed = b"content-encoding" in incoming.head.named and bool(incoming.body)
             if len(incoming.body) <= self._prompt_reader.max_inline_bytes and not is_packed:
-                exchange.start(*self._read(incoming, time.monotonic_ns()))
+                exchange.start(self._read(incoming, time.monotonic_ns()))
             else:
                 reading = self._read_and_start(exchange, incoming, client.max_body_bytes)
                 task = asyncio.get_running_loop().create_task(reading)
@@ -172,15 +172,16 @@ class Proxy:
             exchange.fail()
         return exchange
 
-    def _read(self, incoming: Incoming, now_ns: int) -> tuple[Request, str | None]:
-        """Return the request by which the router decides, and the model that the body names."""
-        asked = read(incoming.body, incoming.head.path)
-        return self._prompt_reader.prepare(asked, incoming, now_ns), asked.model
+    def _read(self, incoming: Incoming, now_ns: int) -> RoutedBody:
+        """Return what the router reads of a request."""
+        asked, resumption = read(incoming.body, incoming.head.path), self._shared.resumption
+        resumable = None if resumption is None else resumption.request_for(incoming)
+        return RoutedBody(self._prompt_reader.prepare(asked, incoming, now_ns), asked.model, resumable)
 
     async def _read_and_start(self, exchange: Exchange, incoming: Incoming, max_bytes: int) -> None:
         now_ns = time.monotonic_ns()
 
-        def work() -> tuple[Request, str | None]:
+        def work() -> RoutedBody:
             return self._read(_unpacked(incoming, max_bytes), now_ns)
 
         # A packed body may have any size that is allowed, so it never delays small ones.
@@ -188,7 +189,7 @@ class Proxy:
 
         try:
             exchange.start(
-                *await self._prompt_reader.threads.run(work, size, self.client_of(incoming.head, incoming.client))
+                await self._prompt_reader.threads.run(work, size, self.client_of(incoming.head, incoming.client))
             )
         except RequestError as error:
             exchange.refuse(error)
@@ -311,15 +312,17 @@ def _sweep(shared: ExchangeContext, clients: ClientConnections) -> None:
         engine.pool.sweep(now_s)
         shared.fleet.look(engine, now_ns)
         if engine.silence.is_hung:
-            _leave(shared, engine)
+            _leave(shared, engine, Exchange.engine_hangs)
+        elif shared.resumption is not None and engine.condition is Condition.DRAINING:
+            _leave(shared, engine, Exchange.engine_drains)
 
 
-def _leave(shared: ExchangeContext, engine: RoutedEngine) -> None:
-    """Move the requests on an engine that has stopped answering, as far as their answers have not begun."""
+def _leave(shared: ExchangeContext, engine: RoutedEngine, leave: Callable[[Exchange], None]) -> None:
+    """Let the requests on an engine that hangs or drains leave it, as far as another engine can take them."""
     for request_id in shared.fleet.router.in_flight_on(engine.row):
         if (exchange := shared.active.get(request_id)) is None:
             continue
         try:
-            exchange.engine_hangs()
+            leave(exchange)
         except Exception:
             exchange.fail()

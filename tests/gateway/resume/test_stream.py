@@ -47,7 +47,9 @@ def check_as_one_answer(got: bytes, calm: bytes, *, path: str, has_ids: bool) ->
     assert text_of(got) == text_of(calm)
     assert chunks[-1] == "[DONE]"
     assert chunks.count("[DONE]") == 1
-    heads = {json.dumps({name: chunk.get(name) for name in ("id", "created", "model", "object")}) for chunk in chunks[:-1]}
+    heads = {
+        json.dumps({name: chunk.get(name) for name in ("id", "created", "model", "object")}) for chunk in chunks[:-1]
+    }
     assert len(heads) == 1
     with_choice = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"]]
     reasons = [each["finish_reason"] for each in with_choice]
@@ -58,11 +60,16 @@ def check_as_one_answer(got: bytes, calm: bytes, *, path: str, has_ids: bool) ->
     ]
     if path == CHAT:
         assert [("role" in each["delta"]) for each in with_choice] == [True] + [False] * (len(with_choice) - 1)
-    usages = [{k: chunk["usage"][k] for k in ("prompt_tokens", "completion_tokens", "total_tokens")} for chunk in chunks[:-1] if not chunk["choices"]]
-    assert usages == [{k: chunk["usage"][k] for k in ("prompt_tokens", "completion_tokens", "total_tokens")} for chunk in expected[:-1] if not chunk["choices"]]
+    assert closing_usages(chunks) == closing_usages(expected)
     ids = [token_id for each in with_choice for token_id in each.get("token_ids") or []]
     calm_ids = [i for chunk in expected[:-1] if chunk["choices"] for i in chunk["choices"][0].get("token_ids") or []]
     assert ids == (calm_ids if has_ids else [])
+
+
+def closing_usages(chunks: list[Any]) -> list[list[int]]:
+    """Token counts of the chunks without choices."""
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    return [[chunk["usage"][name] for name in names] for chunk in chunks[:-1] if not chunk["choices"]]
 
 
 @given(
@@ -77,42 +84,52 @@ def check_as_one_answer(got: bytes, calm: bytes, *, path: str, has_ids: bool) ->
     wants=st.fixed_dictionaries({"ids": st.booleans(), "usage": st.booleans(), "all_usage": st.booleans()}),
     dies_aloud=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_stream_cut_anywhere_equals_a_calm_one(path, forms, cuts, most, seed, piece, limit, least, wants, dies_aloud):
-    fields: dict[str, Any] = {"messages": [{"role": "user", "content": f"hello {seed}"}]} if path == CHAT else {"prompt": f"hello {seed}"}
+    fields = wanted_fields(path, seed, limit, least, wants)
+    request = request_of(path, **fields)
+    calm = b"".join(TokenEngine(forms[0]).answer(path, body_of(path, **fields)))
+    engines = [TokenEngine(form, f"e{i}", random_groups(seed + i, most)) for i, form in enumerate(forms)]
+    got = passed_on(request, engines, cuts, piece, dies_aloud=dies_aloud)
+    if got is not None:
+        check_as_one_answer(got, calm, path=path, has_ids=wants["ids"])
+
+
+def wanted_fields(path: str, seed: int, limit: int | None, least: int, wants: dict[str, bool]) -> dict[str, Any]:
+    text = f"hello {seed}"
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    fields["min_tokens"] = min(least, limit or 16)
     if limit is not None:
-        fields |= {"max_tokens": limit}
-    least = min(least, limit or 16)
-    fields |= {"min_tokens": least}
+        fields["max_tokens"] = limit
     if wants["ids"]:
         fields["return_token_ids"] = True
     if wants["usage"] or wants["all_usage"]:
         fields["stream_options"] = {"include_usage": wants["usage"], "continuous_usage_stats": wants["all_usage"]}
-    request = request_of(path, **fields)
-    calm = b"".join(TokenEngine(forms[0]).answer(path, body_of(path, **fields)))
-    stream, traits = None, ModelTraits()
-    stream = ResumableStream(request, traits)
-    got, target, body = b"", path, request.body
+    return fields
+
+
+def passed_on(
+    request: ResumableRequest, engines: list[TokenEngine], cuts: list[int], piece: int, *, dies_aloud: bool
+) -> bytes | None:
+    """What the client gets where an engine dies at each of `cuts`; None where the stream cannot go on."""
+    stream = ResumableStream(request, ModelTraits())
+    got, target, body = b"", request.path, request.body
     for i, cut in enumerate([*cuts, None]):
-        engine = TokenEngine(forms[i % len(forms)], f"e{i}", random_groups(seed + i, most))
-        whole = b"".join(engine.answer(target, body))
+        whole = b"".join(engines[i % len(engines)].answer(target, body))
         end = len(whole) if cut is None else cut % (len(whole) + 1)
         for at in range(0, end, piece):
             got += stream.feed(whole[at : min(at + piece, end)])
         if stream.is_complete:
             break
-        if cut is not None and dies_aloud:
-            border = whole.rfind(b"\n\n", 0, end) + 2
-            if border == end or end == 0:
-                got += stream.feed(ENGINE_DIED)
+        if dies_aloud and whole[:end].endswith((b"\n\n", b"")[end == 0]):
+            got += stream.feed(ENGINE_DIED)
         assert not stream.obstacle
         if left := stream.end():
-            got += left
-            break
+            return got + left
         if not stream.can_resume:
-            return  # More than 16 events without a safe one; the stream ends with an error.
+            return None  # More than 16 events without a safe one.
         target, body, _ = stream.resume()
-    check_as_one_answer(got, calm, path=path, has_ids=wants["ids"])
+    return got
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION_PATH])
@@ -137,14 +154,15 @@ def test_single_tokens_are_passed_on_at_once(path):
 
 
 def test_last_token_that_was_seen_alone_ends_the_wait():
-    request, traits = request_of(COMPLETION_PATH, max_tokens=80), ModelTraits()
+    request, traits = request_of(COMPLETION_PATH, max_tokens=80, min_tokens=80), ModelTraits()
     alone = ResumableStream(request, traits)
     for event in TokenEngine().answer(COMPLETION_PATH, request.body):
         alone.feed(event)
     known, unknown = ResumableStream(request, traits), ResumableStream(request, ModelTraits())
     events = TokenEngine(groups=lambda: 3).answer(COMPLETION_PATH, request.body)
-    waits = [sum(not stream.feed(event) for event in events) for stream in (known, unknown)]
-    assert waits[0] < waits[1] / 2
+    num_passed = [sum(bool(stream.feed(event)) for event in events[:12]) for stream in (known, unknown)]
+    assert num_passed[0] > 3
+    assert num_passed[1] == 0
 
 
 def test_stream_without_a_safe_chunk_waits_for_few_events():
@@ -216,7 +234,9 @@ def test_field_without_an_exact_continuation_makes_a_stream_not_resumable(path, 
 def test_every_refused_field_is_refused_with_an_unusual_value():
     for field in CONTINUED_FIELDS:
         if field.treatment is InContinuation.REFUSED:
-            found = resumable(CHAT, body_of(CHAT, max_tokens=5, temperature=1, **{field.name: [["odd"], 7]}), lambda _: None)
+            found = resumable(
+                CHAT, body_of(CHAT, max_tokens=5, temperature=1, **{field.name: [["odd"], 7]}), lambda _: None
+            )
             assert found == field.name
 
 
@@ -246,7 +266,9 @@ def test_chat_without_a_limit_needs_the_context_of_the_model():
     assert isinstance(resumable(COMPLETION_PATH, body_of(COMPLETION_PATH), lambda _model: None), ResumableRequest)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"stream": "yes"}', b'{"stream": false}', b'\xff', b'{"stream": true, "n": 1}x'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"stream": "yes"}', b'{"stream": false}', b"\xff", b'{"stream": true, "n": 1}x']
+)
 def test_body_without_a_stream_is_left_alone(body):
     assert resumable(CHAT, body, lambda _model: None) is None
 

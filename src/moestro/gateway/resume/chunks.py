@@ -66,17 +66,17 @@ class ReceivedChunk(msgspec.Struct):
     usage: dict[str, Any] | None = None
 
 
-class _Fault(msgspec.Struct):
+class _ErrorFields(msgspec.Struct):
     code: int | str | None = None
     type: str | None = None
 
 
-class _Failed(msgspec.Struct):
-    error: _Fault
+class _ErrorData(msgspec.Struct):
+    error: _ErrorFields
 
 
 _decode_chunk = msgspec.json.Decoder(ReceivedChunk).decode
-_decode_failure = msgspec.json.Decoder(_Failed).decode
+_decode_failure = msgspec.json.Decoder(_ErrorData).decode
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -166,7 +166,7 @@ class ClientChunks:
         for name in ("stop_reason", "matched_stop"):
             if name in made or choice.get(name) is not None:
                 made[name] = choice.get(name)
-        fields["choices"] = [self._trimmed(made | {"token_ids": choice.get("token_ids")}, "token_ids" in made)]
+        fields["choices"] = [self._trimmed(made | {"token_ids": choice.get("token_ids")}, has_ids="token_ids" in made)]
         if usage is not None:
             fields["usage"] = usage
         elif fields.get("usage") is not None:
@@ -193,7 +193,7 @@ class ClientChunks:
         fields.pop("prompt_token_ids", None)
         return fields
 
-    def _trimmed(self, made: dict[str, Any], has_ids: bool) -> dict[str, Any]:
+    def _trimmed(self, made: dict[str, Any], *, has_ids: bool) -> dict[str, Any]:
         """Remove the ids that the client does not want, and those of the prompt, which it has already."""
         if not has_ids:
             made.pop("token_ids", None)

@@ -29,14 +29,23 @@ class ContinuedField:
         treatment: Treatment of the field where the stream is resumable.
         why: Reason, for the reference table.
         neutral: Values of a refused field that request nothing. Null always requests nothing.
-        allows: Further condition under which a refused field does no harm; gets the value and the body.
+        unless: Further condition under which a refused field does no harm, in words.
+        allows: The same condition; gets the value and the body.
     """
 
     name: str
     treatment: InContinuation
     why: str
     neutral: tuple[object, ...] = ()
+    unless: str = ""
     allows: Callable[[Any, Values], bool] | None = None
+
+    @property
+    def condition(self) -> str:
+        """Treatment in words, with the values of a refused field that do no harm."""
+        values = [f"it is `{msgspec.json.encode(each).decode()}`" for each in self.neutral]
+        conditions = [*values, self.unless] if self.unless else values
+        return f"{self.treatment}, unless {' or '.join(conditions)}" if conditions else self.treatment.value
 
     def is_harmless(self, value: object, body: Values) -> bool:
         """Return whether the stream of a request with this value is resumable, as far as this field matters."""
@@ -80,7 +89,9 @@ CONTINUED_FIELDS = (
     ContinuedField("model", _COPIED, _BOOKKEEPING),
     ContinuedField("stream", _COPIED, _BOOKKEEPING),
     ContinuedField("stream_options", _COPIED, "the router adds up the usage of all engines"),
-    ContinuedField("prompt", _REFUSED, "several prompts share one stream; the ids of one are continued", allows=_is_one_prompt),
+    ContinuedField(
+        "prompt", _REFUSED, "several prompts share one stream", unless="it is one prompt", allows=_is_one_prompt
+    ),
     ContinuedField("messages", _LEFT_OUT, _PROMPT),
     *(
         ContinuedField(name, _LEFT_OUT, _PROMPT)
@@ -106,7 +117,7 @@ CONTINUED_FIELDS = (
         ContinuedField(name, _REFUSED, "counts the tokens of the answer alone", (0, 0.0))
         for name in ("presence_penalty", "frequency_penalty")
     ),
-    ContinuedField("seed", _REFUSED, "the draws would begin anew; harmless with `temperature` 0", allows=_is_greedy),
+    ContinuedField("seed", _REFUSED, "the draws would begin anew", unless="`temperature` is 0", allows=_is_greedy),
     ContinuedField("stop", _REFUSED, "a stop string may lie across the seam", ("", [])),
     ContinuedField("bad_words", _REFUSED, "a word may lie across the seam", ([],)),
     *(ContinuedField(name, _REFUSED, "several choices share one stream", (1,)) for name in ("n", "best_of")),
@@ -128,8 +139,9 @@ CONTINUED_FIELDS = (
     ContinuedField(
         "tools",
         _REFUSED,
-        "a continuation is text, which no parser of calls reads; harmless with `tool_choice` `none`",
+        "a continuation is text, which no parser of calls reads",
         ([],),
+        "`tool_choice` is `none`",
         _are_unused,
     ),
     ContinuedField("tool_choice", _REFUSED, "as `tools`", ("none", "auto")),
@@ -178,12 +190,9 @@ def copied(body: Values) -> dict[str, msgspec.Raw]:
 
 def continued_fields_table() -> str:
     """Return the Markdown table of all fields, a row for each group with one treatment and reason."""
-    groups: dict[tuple[InContinuation, str, tuple[object, ...]], list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for field in CONTINUED_FIELDS:
-        groups.setdefault((field.treatment, field.why, field.neutral), []).append(f"`{field.name}`")
+        groups.setdefault((field.condition, field.why), []).append(f"`{field.name}`")
     lines = ["| field | in the continuation | why |", "|---|---|---|"]
-    for (treatment, why, neutral), names in groups.items():
-        values = " or ".join(f"`{msgspec.json.encode(each).decode()}`" for each in neutral)
-        unless = f", unless {values}" if neutral else ""
-        lines.append(f"| {', '.join(names)} | {treatment}{unless} | {why} |")
+    lines += [f"| {', '.join(names)} | {condition} | {why} |" for (condition, why), names in groups.items()]
     return "\n".join(lines)

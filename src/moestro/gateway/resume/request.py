@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moestro.gateway.paths import CHAT_PATH
+from moestro.gateway.clients.paths import CHAT_PATH
 from moestro.gateway.resume.fields import Values, copied, obstacle
 
 COMPLETION_PATH = "/v1/completions"
@@ -17,7 +17,7 @@ _MAX_FIELDS = 256
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-class _Limits(msgspec.Struct):
+class _CountedFields(msgspec.Struct):
     """Fields that count tokens, and those that say what the client reads."""
 
     model: str | None = None
@@ -28,12 +28,12 @@ class _Limits(msgspec.Struct):
     stream_options: dict[str, bool | None] | None = None
 
 
-class _Streamed(msgspec.Struct):
+class _StreamField(msgspec.Struct):
     stream: bool | None = None
 
 
-_decode_streamed = msgspec.json.Decoder(_Streamed).decode
-_decode_limits = msgspec.json.Decoder(_Limits).decode
+_decode_streamed = msgspec.json.Decoder(_StreamField).decode
+_decode_limits = msgspec.json.Decoder(_CountedFields).decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +94,8 @@ def resumable(path: str, body: bytes, context_of: Callable[[str | None], int | N
     try:
         if _decode_streamed(body).stream is not True:
             return None
-        if path not in (COMPLETION_PATH, CHAT_PATH):
-            return "path"
         fields, limits = _decode(body), _decode_limits(body)
-        if len(fields) > _MAX_FIELDS:
-            return "number of fields"
-        if found := obstacle(fields):
-            return found
+        found = _obstacle(path, fields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     context, most = context_of(limits.model), limits.max_completion_tokens
@@ -109,9 +104,9 @@ def resumable(path: str, body: bytes, context_of: Callable[[str | None], int | N
     if most is None and path == COMPLETION_PATH:
         most = DEFAULT_COMPLETION_TOKENS
     if most is None and context is None:
-        return "max_tokens"
+        found = found or "max_tokens"
     options = limits.stream_options or {}
-    return ResumableRequest(
+    return found or ResumableRequest(
         path=path,
         body=msgspec.json.encode(fields | {"return_token_ids": True}),
         model=limits.model,
@@ -122,3 +117,9 @@ def resumable(path: str, body: bytes, context_of: Callable[[str | None], int | N
         _min_tokens=limits.min_tokens or 0,
         _context=context,
     )
+
+
+def _obstacle(path: str, fields: Values) -> str:
+    if path not in (COMPLETION_PATH, CHAT_PATH):
+        return "path"
+    return "number of fields" if len(fields) > _MAX_FIELDS else obstacle(fields)

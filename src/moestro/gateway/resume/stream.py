@@ -41,7 +41,7 @@ class Continuation(NamedTuple):
     num_tokens: int
 
 
-class _Source(Enum):
+class _AnswerSource(Enum):
     """Answer that an engine gives."""
 
     FIRST = auto()  # To the client's request, in the client's form.
@@ -59,6 +59,8 @@ class ResumableStream:
     Attributes:
         failure: Event with which the engine ended the stream because of a fault of its own; empty without one.
         obstacle: Cause for which the stream cannot go on elsewhere; empty while it can.
+        is_ahead: Whether the client has text behind which the answer cannot be continued.
+        is_finished: Whether the last token has arrived.
         is_complete: Whether the client has the last event.
     """
 
@@ -67,13 +69,13 @@ class ResumableStream:
         self._traits = traits
         self._tokens = AnswerTokens(traits)
         self._chunks = ClientChunks(wants_ids=request.wants_ids)
-        self._source = _Source.FIRST
+        self._source = _AnswerSource.FIRST
         self._buffer = b""
         self._held: list[bytes] = []
         self._holds_text = False  # Whether `_held` has text, or ids for the client.
-        self._is_ahead = False  # Whether the client has such events, behind which the answer cannot be continued.
         self._is_silent = True  # Whether the client has no event.
-        self._is_finished = self._has_usage = False
+        self._has_usage = False
+        self.is_ahead = self.is_finished = False
         self.failure = b""
         self.obstacle = ""
         self.is_complete = False
@@ -100,7 +102,7 @@ class ResumableStream:
 
     def _take(self, event: bytes, out: list[bytes]) -> None:
         """Read one event, and add to `out` what the client gets now."""
-        if self.obstacle and self._source is _Source.FIRST:
+        if self.obstacle and self._source is _AnswerSource.FIRST:
             out.append(self._in_form(event))
             return
         data = data_of(event)
@@ -110,7 +112,7 @@ class ResumableStream:
             self.is_complete = True
             self._pass(event, out)
         elif is_error(event, data):
-            if self.obstacle or self._is_finished or not is_engines_fault(data):
+            if self.obstacle or self.is_finished or not is_engines_fault(data):
                 self._lose_track("error", out)
                 out.append(event)
             else:
@@ -137,7 +139,7 @@ class ResumableStream:
             self._lose_track("no token ids", out)
         new_ids = choice.token_ids or []
         tokens.take(new_ids, text, is_last=is_last)
-        self._is_finished = self._is_finished or is_last
+        self.is_finished = self.is_finished or is_last
         written = self._written(choice, event, data)
         self._chunks.keep(written, has_text=bool(text))
         self._holds_text = self._holds_text or bool(text) or (self._request.wants_ids and bool(new_ids))
@@ -150,9 +152,9 @@ class ResumableStream:
         self._held.append(event)
         is_safe = self._tokens.is_safe
         if is_safe:
-            self._is_ahead = False
-        elif self._is_ahead or len(self._held) > _MAX_HELD:
-            self._is_ahead = self._is_ahead or self._holds_text
+            self.is_ahead = False
+        elif self.is_ahead or len(self._held) > _MAX_HELD:
+            self.is_ahead = self.is_ahead or self._holds_text
         elif not self.obstacle:
             return
         self._release(out)
@@ -177,12 +179,12 @@ class ResumableStream:
     @property
     def can_resume(self) -> bool:
         """Whether another engine can continue the answer behind what the client has."""
-        return not self.obstacle and not self._is_ahead
+        return not self.obstacle and not self.is_ahead
 
     def end(self) -> bytes:
         """Return the last events of an answer that lacks no token; empty for another answer."""
         tokens, request, events = self._tokens, self._request, self._held
-        if not self._is_finished:
+        if not self.is_finished:
             is_full = tokens.prompt_ids is not None and request.num_left(len(tokens.prompt_ids), tokens.num_safe) <= 0
             if not (is_full and self._chunks.has_text and self.can_resume):
                 return b""
@@ -205,10 +207,10 @@ class ResumableStream:
         tokens.cut()
         self._held, self._holds_text, self._buffer, self.failure = [], False, b"", b""
         if tokens.prompt_ids is not None and tokens.num_safe:
-            self._source = _Source.CONTINUED
+            self._source = _AnswerSource.CONTINUED
             body = request.continuation(tokens.prompt_ids, tokens.ids)
             return Continuation(COMPLETION_PATH, body, tokens.num_safe)
-        self._source = _Source.FIRST if self._is_silent else _Source.AGAIN
+        self._source = _AnswerSource.FIRST if self._is_silent else _AnswerSource.AGAIN
         if self._is_silent:
             self._chunks.forget()
         return Continuation(request.path, request.body, 0)
@@ -221,16 +223,16 @@ class ResumableStream:
 
     def _written(self, choice: ReceivedChoice, event: bytes, data: bytes) -> bytes:
         """Return the event of a chunk in the client's form; empty for one that the client has already."""
-        if self._source is _Source.FIRST:
+        if self._source is _AnswerSource.FIRST:
             return self._in_form(event)
         fields = msgspec.json.decode(data)
         usage = added_up(fields, self._tokens)
-        if self._source is _Source.AGAIN:
+        if self._source is _AnswerSource.AGAIN:
             return self._chunks.again(choice, fields)
         return self._chunks.text(choice.new_text, choice.finish_reason, fields["choices"][0], usage)
 
     def _closing(self, event: bytes, data: bytes) -> bytes:
         """Return the event of a chunk without choices in the client's form."""
-        if self._source is _Source.FIRST:
+        if self._source is _AnswerSource.FIRST:
             return self._in_form(event)
         return self._chunks.closing(added_up(msgspec.json.decode(data), self._tokens))
