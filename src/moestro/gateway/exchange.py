@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import sys
 import time
 from collections.abc import Hashable
+<<<<<<< HEAD
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import msgspec
+=======
+from dataclasses import dataclass
+from typing import Protocol, cast
+>>>>>>> main
 
 from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.gateway.clients.downstream import ClientConnection
-from moestro.gateway.clients.http_headers import LOOP_HEADER, LOOP_STATUS, AnswerHead, Incoming, Named, header_text
+from moestro.gateway.clients.http_headers import AnswerHead, Incoming, header_text
 from moestro.gateway.engines.fleet import Fleet, RouteBounds, RoutedEngine
 from moestro.gateway.engines.upstream import EngineConnection
 from moestro.gateway.metrics import Counts, usage_in
+<<<<<<< HEAD
 from moestro.gateway.resume.request import ResumableRequest
 from moestro.gateway.resume.resumption import Resumption, continued
 from moestro.gateway.resume.stream import ResumableStream
 from moestro.routing.health.engine_health import Condition
+=======
+from moestro.gateway.verdicts import (
+    FIRST_ERROR,
+    AnswerTail,
+    begins_with_error,
+    blame,
+    cached_share,
+    count_hits,
+    judge_error_event,
+    judge_status,
+    judge_success,
+    origin_of,
+)
+>>>>>>> main
 from moestro.routing.health.evidence import Origin
 from moestro.routing.health.retry_budget import RetryBudget
 from moestro.routing.record.decision_log import DecisionLog
@@ -34,24 +53,16 @@ from moestro.web.ports.faults import Faults
 
 logger = logging.getLogger(__name__)
 
-_RATE_LIMITED = 429  # Concerns the client (RFC 6585).
-_OVERLOADED = frozenset({503, 529})  # 529 comes from Dynamo and Anthropic.
-_FAILED = frozenset({500, 502, 504})
-_FIRST_ERROR = 400
 _STALE_NS = 1_000_000_000  # A kept connection that its engine has closed fails within this time.
+<<<<<<< HEAD
 _TAIL_BYTES = 4096  # Kept end of an answer, which contains its usage.
 _MAX_TAIL_BYTES = 4 * _TAIL_BYTES  # The tail is cut only beyond this size, not at every piece.
 _LAST_BYTES = 256  # Longest end of a stream in which the last event is looked for.
 _MAX_RESUMED = 3  # Engines that one stream may lose after its first byte, as in `moestro serve`.
+=======
+>>>>>>> main
 _MAX_LOST = 1  # Engines that one request may lose: a request that loses two may be the cause.
 _LEFT_STATUS = 499  # nginx' status for a client that disconnected.
-# First event of a stream that has failed before its first token, in OpenAI's or Anthropic's form.
-_ERROR_EVENT = re.compile(rb'\s*(?:event: ?error\r?\n)?data: ?\{"(?:error"|(?:type|object)": ?"error")')
-_ERROR_OF_REQUEST = re.compile(rb'"code": ?4\d\d\b')  # Such an event stands for a 4xx.
-_DIGEST_BYTES = 4096  # Bytes at each end of a body by which bodies differ; a failure must not hash 32 MiB.
-# Many clients close the connection after this event, of OpenAI's or of Anthropic's API.
-_LAST_EVENT = re.compile(rb'(?:data: \[DONE\]|data: ?\{"type": ?"message_stop"[^\n]*)\s*\Z')
-
 
 # Stages of an exchange: no engine has the request; a connection is being made; the request is sent and no byte of a
 # body has arrived; bytes are on their way to the client; the exchange is over. Plain numbers, because each request
@@ -79,13 +90,35 @@ class ExchangeRules:
     shows_route: bool = True
 
 
+class RunningRequest(Protocol):
+    """A request between its admission and its end, at any port.
+
+    Attributes:
+        deadline_s: Time on `time.monotonic` at which the request expires unless the deadline is moved.
+    """
+
+    deadline_s: float
+
+    def refuse(self, error: RequestError) -> None:
+        """End the request with an error of the router."""
+
+    def fail(self) -> None:
+        """End the request because of an unexpected exception. Called from the exception's handler."""
+
+    def expire(self) -> None:
+        """End the request after its deadline."""
+
+    def engine_hangs(self) -> None:
+        """Move the request to another engine if possible, because its engine has stopped answering."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeContext:
     """The parts of the router that all exchanges use.
 
     Attributes:
         access: Names the client of a request.
-        active: Running exchanges by request id, which is unique among them.
+        active: Running requests of all ports by request id, which is unique among them.
         faults: Keeps the log short whatever clients cause.
         resumption: Makes streams that can go on elsewhere; None means that no stream does.
     """
@@ -96,7 +129,7 @@ class ExchangeContext:
     budget: RetryBudget
     counts: Counts
     decision_log: DecisionLog
-    active: dict[str, Exchange]
+    active: dict[str, RunningRequest]
     faults: Faults
     resumption: Resumption | None = None
 
@@ -148,8 +181,12 @@ class Exchange:
         self._why = ""
         self._head: AnswerHead | None = None
         self._length: int | None = None
+<<<<<<< HEAD
         self._tail = bytearray()
         self._stream: ResumableStream | None = None
+=======
+        self._tail = AnswerTail()
+>>>>>>> main
         self._is_event_stream = self._is_success = False
         self.deadline_s = now_ns * 1e-9 + shared.rules.first_byte_s
         shared.active[incoming.request_id] = self
@@ -209,8 +246,7 @@ class Exchange:
         """End the exchange and stop the engine's work, because the client disconnected."""
         if self._stage == _OVER:
             return
-        # A stream whose last event has been sent lacks only its last chunk.
-        is_whole = self._is_event_stream and _LAST_EVENT.search(self._tail, len(self._tail) - _LAST_BYTES) is not None
+        is_whole = self._is_event_stream and self._tail.has_last_event
         if self._engine is not None and not is_whole:
             self._engine.counts.num_left += 1
         self._release_engine(completed=False)
@@ -236,11 +272,16 @@ class Exchange:
         assert engine is not None
         self._status = status
         engine.counts.statuses[status] += 1
+<<<<<<< HEAD
         if status >= _FIRST_ERROR and self._take_failure(engine, head):
             return
         self._head, self._length = head, length
         if self._client.has_begun and not (status == 200 and head.is_event_stream):
             self.refuse(_broken(f"the engine that was to continue it answered {status}"))
+=======
+        if status < FIRST_ERROR or not self._take_failure(engine, head):
+            self._head, self._length = head, length
+>>>>>>> main
 
     def body(self, data: bytes, *, is_last: bool) -> None:
         """Pass a part of the answer to the client."""
@@ -252,6 +293,7 @@ class Exchange:
         if self._is_success:
             engine.last_byte_ns = now_ns  # An engine that only refuses does not get on with its work.
         self.deadline_s = now_ns * 1e-9 + self._idle_s
+<<<<<<< HEAD
         if self._stream is None:
             self._pass(data, is_last=is_last)
             return
@@ -267,6 +309,9 @@ class Exchange:
         if len(tail) > _MAX_TAIL_BYTES:
             del tail[:-_TAIL_BYTES]
         tail += data
+=======
+        self._tail.add(data)
+>>>>>>> main
         self._client.piece(data, is_last=is_last)
 
     def done(self) -> None:
@@ -395,15 +440,8 @@ class Exchange:
     def _take_failure(self, engine: RoutedEngine, head: AnswerHead) -> bool:
         """Count a failure status, and return whether the request goes to another engine."""
         now_ns, shared, status = time.monotonic_ns(), self._shared, head.status
-        if status == LOOP_STATUS and head.named.get(LOOP_HEADER) == shared.fleet.pseudonym:
-            shared.fleet.looped(engine, now_ns)
+        if judge_status(shared.fleet, engine, (status, head.named), self._origin, self._sent_ns, now_ns):
             return self._leave_answer("leads back to this router")
-        if status in _FAILED:
-            self._blame(engine, now_ns)
-        elif status in _OVERLOADED or status == _RATE_LIMITED:
-            client, is_overloaded = self._client_name(), status in _OVERLOADED
-            engine.health.refused(client, _retry_after_ns(head.named), now_ns, is_overloaded=is_overloaded)
-            shared.fleet.look(engine, now_ns)
         if status not in shared.rules.retry_on or self._num_retries >= shared.rules.max_retries:
             return False
         if not shared.fleet.has_other(self._tried, self._model):
@@ -427,14 +465,17 @@ class Exchange:
 
     def _blame(self, engine: RoutedEngine, now_ns: int) -> None:
         """Count a failure that may be the engine's or the request's own."""
-        engine.health.breaker.failed(Origin(self._client_name(), self._body_digest()), self._sent_ns, now_ns)
-        self._shared.fleet.look(engine, now_ns)
+        blame(self._shared.fleet, engine, self._origin(), self._sent_ns, now_ns)
+
+    def _origin(self) -> Origin:
+        return origin_of(self._client_name(), self._incoming.body)
 
     def _client_name(self) -> Hashable:
         named = self._incoming.head.named
         key, other = named.get(b"authorization", b""), named.get(b"x-api-key", b"")
         return self._shared.access.client_of(key, other, self._incoming.client)
 
+<<<<<<< HEAD
     def _body_digest(self) -> int:
         body = self._incoming.body
         return hash((len(body), body[:_DIGEST_BYTES], body[-_DIGEST_BYTES:]))
@@ -446,6 +487,10 @@ class Exchange:
             cause: Cause by which the retry is counted.
             detail: What else the decision's record says.
         """
+=======
+    def _try_elsewhere(self, cause: str) -> bool:
+        """Send the request to an engine that it has not tried, and return False without such an engine."""
+>>>>>>> main
         engine, decision = self._engine, self._decision
         assert engine is not None
         self._end_in_router({})
@@ -549,9 +594,13 @@ class Exchange:
             engine.health.silence.began(now_ns - self._sent_ns)
             engine.counts.first_byte_s.observe((now_ns - self._arrival_ns) * 1e-9)
         self._is_event_stream = head.is_event_stream
+<<<<<<< HEAD
         if status != 200 or not head.is_event_stream:
             self._stream = None
         if status < _FIRST_ERROR:
+=======
+        if status < FIRST_ERROR:
+>>>>>>> main
             self._judge_beginning(engine, now_ns, data)
         framing = b"" if length is None else b"Content-Length: %d\r\n" % length
         has_end = length is not None or self._incoming.head.method == b"HEAD" or status in (204, 304)
@@ -559,14 +608,12 @@ class Exchange:
 
     def _judge_beginning(self, engine: RoutedEngine, now_ns: int, data: bytes) -> None:
         """Count an answer that begins well, and a stream that begins with an error although its status is 200."""
-        if self._is_event_stream and _ERROR_EVENT.match(data):
-            if not _ERROR_OF_REQUEST.search(data):
-                self._blame(engine, now_ns)
-            return
-        self._is_success = True
-        engine.health.succeeded(self._sent_ns, now_ns)
-        if engine.condition is not Condition.UP:
-            self._shared.fleet.look(engine, now_ns)
+        fleet = self._shared.fleet
+        if self._is_event_stream and begins_with_error(data):
+            judge_error_event(fleet, engine, data, self._origin, self._sent_ns, now_ns)
+        else:
+            self._is_success = True
+            judge_success(fleet, engine, self._sent_ns, now_ns)
 
     def _own_lines(self) -> bytes:
         shared, engine, decision = self._shared, self._engine, self._decision
@@ -617,8 +664,8 @@ class Exchange:
         if self._stream is not None and self._stream.obstacle:
             self._note_obstacle(self._stream.obstacle)
         usage = usage_in(self._tail) if self._status == 200 else {}
-        if usage:
-            self._count_hits(usage)
+        if self._engine is not None and self._decision is not None and self._request is not None:
+            count_hits(self._engine, self._request, self._decision, usage)
         self._end_in_router(usage)
         self._shared.decision_log.ended(self._incoming.request_id, status, usage)
 
@@ -626,24 +673,8 @@ class Exchange:
         if self._is_in_router and self._request is not None:
             self._is_in_router = False
             self._shared.fleet.router.ended(
-                self._request.request_id, time.monotonic_ns(), usage.get(b"completion_tokens"), _cached_share(usage)
+                self._request.request_id, time.monotonic_ns(), usage.get(b"completion_tokens"), cached_share(usage)
             )
-
-    def _count_hits(self, usage: dict[bytes, int]) -> None:
-        num_prompt_tokens = usage.get(b"prompt_tokens", 0)
-        if self._engine is None or self._decision is None or self._request is None or not num_prompt_tokens:
-            return
-        counts = self._engine.counts
-        counts.num_prompt_tokens += num_prompt_tokens
-        counts.num_hit_tokens += usage.get(b"cached_tokens", 0)
-        share = min(1.0, self._decision.hit_tokens / self._request.num_prompt_tokens)
-        counts.num_predicted_tokens += share * num_prompt_tokens
-
-
-def _cached_share(usage: dict[bytes, int]) -> float | None:
-    """Return the part of the prompt that the engine had cached; None if it did not say."""
-    num_prompt_tokens, num_cached = usage.get(b"prompt_tokens", 0), usage.get(b"cached_tokens")
-    return min(num_cached / num_prompt_tokens, 1.0) if num_prompt_tokens and num_cached is not None else None
 
 
 def _unavailable(cause: str) -> GenerationError:
@@ -662,9 +693,3 @@ def _with_resumed(request: Request | None, num_tokens: int) -> Request | None:
 
 def _broken(cause: str) -> GenerationError:
     return GenerationError(f"The answer cannot be completed: {cause}.", code="upstream_disconnected")
-
-
-def _retry_after_ns(named: Named) -> int | None:
-    """Return the delay in `Retry-After`; None if it is absent or a date."""
-    value = named.get(b"retry-after", b"")
-    return int(value) * 1_000_000_000 if value.isdigit() and len(value) <= 6 else None
