@@ -7,15 +7,10 @@ import logging
 import sys
 import time
 from collections.abc import Hashable
-<<<<<<< HEAD
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import Protocol, cast
 
 import msgspec
-=======
-from dataclasses import dataclass
-from typing import Protocol, cast
->>>>>>> main
 
 from moestro.core.request import Request
 from moestro.errors import RequestError
@@ -24,12 +19,9 @@ from moestro.gateway.clients.http_headers import AnswerHead, Incoming, header_te
 from moestro.gateway.engines.fleet import Fleet, RouteBounds, RoutedEngine
 from moestro.gateway.engines.upstream import EngineConnection
 from moestro.gateway.metrics import Counts, usage_in
-<<<<<<< HEAD
 from moestro.gateway.resume.request import ResumableRequest
 from moestro.gateway.resume.resumption import Resumption, continued
 from moestro.gateway.resume.stream import ResumableStream
-from moestro.routing.health.engine_health import Condition
-=======
 from moestro.gateway.verdicts import (
     FIRST_ERROR,
     AnswerTail,
@@ -42,7 +34,6 @@ from moestro.gateway.verdicts import (
     judge_success,
     origin_of,
 )
->>>>>>> main
 from moestro.routing.health.evidence import Origin
 from moestro.routing.health.retry_budget import RetryBudget
 from moestro.routing.record.decision_log import DecisionLog
@@ -54,13 +45,7 @@ from moestro.web.ports.faults import Faults
 logger = logging.getLogger(__name__)
 
 _STALE_NS = 1_000_000_000  # A kept connection that its engine has closed fails within this time.
-<<<<<<< HEAD
-_TAIL_BYTES = 4096  # Kept end of an answer, which contains its usage.
-_MAX_TAIL_BYTES = 4 * _TAIL_BYTES  # The tail is cut only beyond this size, not at every piece.
-_LAST_BYTES = 256  # Longest end of a stream in which the last event is looked for.
 _MAX_RESUMED = 3  # Engines that one stream may lose after its first byte, as in `moestro serve`.
-=======
->>>>>>> main
 _MAX_LOST = 1  # Engines that one request may lose: a request that loses two may be the cause.
 _LEFT_STATUS = 499  # nginx' status for a client that disconnected.
 
@@ -111,6 +96,9 @@ class RunningRequest(Protocol):
     def engine_hangs(self) -> None:
         """Move the request to another engine if possible, because its engine has stopped answering."""
 
+    def engine_drains(self) -> None:
+        """Move the request's stream to another engine if possible, because its engine drains."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeContext:
@@ -132,20 +120,6 @@ class ExchangeContext:
     active: dict[str, RunningRequest]
     faults: Faults
     resumption: Resumption | None = None
-
-
-class RoutedBody(NamedTuple):
-    """What the router reads of a request.
-
-    Attributes:
-        request: Request by which the router decides.
-        model: Model that the body names.
-        resumable: Request in resumable form, or what keeps its stream from going on elsewhere; None without a stream.
-    """
-
-    request: Request
-    model: str | None
-    resumable: ResumableRequest | str | None = None
 
 
 class Exchange:
@@ -181,26 +155,26 @@ class Exchange:
         self._why = ""
         self._head: AnswerHead | None = None
         self._length: int | None = None
-<<<<<<< HEAD
-        self._tail = bytearray()
-        self._stream: ResumableStream | None = None
-=======
         self._tail = AnswerTail()
->>>>>>> main
+        self._stream: ResumableStream | None = None
         self._is_event_stream = self._is_success = False
         self.deadline_s = now_ns * 1e-9 + shared.rules.first_byte_s
         shared.active[incoming.request_id] = self
 
-    def start(self, body: RoutedBody) -> None:
-        """Send the request to an engine that serves its model."""
+    def start(self, request: Request, model: str | None, resumable: ResumableRequest | str | None = None) -> None:
+        """Send the request to an engine that serves `model`.
+
+        Args:
+            resumable: Request in resumable form, or what keeps its stream from going on elsewhere; None without either.
+        """
         if self._stage == _OVER:
             return  # The client disconnected while the request was read.
-        self._request, self._model = body.request, body.model
+        self._request, self._model = request, model
         self._shared.budget.request(self._client_name())
         self._shared.counts.num_requests += 1
         try:
             self._choose()
-            self._prepare_stream(body.resumable)
+            self._prepare_stream(resumable)
             self._send()
         except RequestError as error:
             self.refuse(error)
@@ -272,16 +246,11 @@ class Exchange:
         assert engine is not None
         self._status = status
         engine.counts.statuses[status] += 1
-<<<<<<< HEAD
-        if status >= _FIRST_ERROR and self._take_failure(engine, head):
+        if status >= FIRST_ERROR and self._take_failure(engine, head):
             return
         self._head, self._length = head, length
         if self._client.has_begun and not (status == 200 and head.is_event_stream):
             self.refuse(_broken(f"the engine that was to continue it answered {status}"))
-=======
-        if status < FIRST_ERROR or not self._take_failure(engine, head):
-            self._head, self._length = head, length
->>>>>>> main
 
     def body(self, data: bytes, *, is_last: bool) -> None:
         """Pass a part of the answer to the client."""
@@ -293,7 +262,6 @@ class Exchange:
         if self._is_success:
             engine.last_byte_ns = now_ns  # An engine that only refuses does not get on with its work.
         self.deadline_s = now_ns * 1e-9 + self._idle_s
-<<<<<<< HEAD
         if self._stream is None:
             self._pass(data, is_last=is_last)
             return
@@ -305,13 +273,7 @@ class Exchange:
         """Write a part of the answer, which may be empty, to the client."""
         if not data:
             return
-        tail = self._tail
-        if len(tail) > _MAX_TAIL_BYTES:
-            del tail[:-_TAIL_BYTES]
-        tail += data
-=======
         self._tail.add(data)
->>>>>>> main
         self._client.piece(data, is_last=is_last)
 
     def done(self) -> None:
@@ -475,11 +437,6 @@ class Exchange:
         key, other = named.get(b"authorization", b""), named.get(b"x-api-key", b"")
         return self._shared.access.client_of(key, other, self._incoming.client)
 
-<<<<<<< HEAD
-    def _body_digest(self) -> int:
-        body = self._incoming.body
-        return hash((len(body), body[:_DIGEST_BYTES], body[-_DIGEST_BYTES:]))
-
     def _try_elsewhere(self, cause: str, detail: str = "") -> bool:
         """Send the request to an engine that it has not tried, and return False without such an engine.
 
@@ -487,10 +444,6 @@ class Exchange:
             cause: Cause by which the retry is counted.
             detail: What else the decision's record says.
         """
-=======
-    def _try_elsewhere(self, cause: str) -> bool:
-        """Send the request to an engine that it has not tried, and return False without such an engine."""
->>>>>>> main
         engine, decision = self._engine, self._decision
         assert engine is not None
         self._end_in_router({})
@@ -573,9 +526,7 @@ class Exchange:
         if self._request is not None:
             self._shared.fleet.router.first_token(self._request.request_id, now_ns)
         engine.health.silence.began(now_ns - self._sent_ns)
-        engine.health.succeeded(self._sent_ns, now_ns)
-        if engine.condition is not Condition.UP:
-            self._shared.fleet.look(engine, now_ns)
+        judge_success(self._shared.fleet, engine, self._sent_ns, now_ns)
 
     # --- back to the client
 
@@ -594,13 +545,9 @@ class Exchange:
             engine.health.silence.began(now_ns - self._sent_ns)
             engine.counts.first_byte_s.observe((now_ns - self._arrival_ns) * 1e-9)
         self._is_event_stream = head.is_event_stream
-<<<<<<< HEAD
         if status != 200 or not head.is_event_stream:
             self._stream = None
-        if status < _FIRST_ERROR:
-=======
         if status < FIRST_ERROR:
->>>>>>> main
             self._judge_beginning(engine, now_ns, data)
         framing = b"" if length is None else b"Content-Length: %d\r\n" % length
         has_end = length is not None or self._incoming.head.method == b"HEAD" or status in (204, 304)

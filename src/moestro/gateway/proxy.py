@@ -5,34 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-<<<<<<< HEAD
 from collections.abc import Callable, Hashable
-from dataclasses import replace
-from functools import partial
-from itertools import count
-
-from moestro.errors import DrainingError, RequestError, shown
-=======
-from collections.abc import Hashable
 
 from moestro.errors import RequestError
 from moestro.gateway.admission import Admission
->>>>>>> main
 from moestro.gateway.clients.answering import Answering
 from moestro.gateway.clients.downstream import ClientConnection, ClientConnections
 from moestro.gateway.clients.http_headers import Incoming, RequestHead, own_head
 from moestro.gateway.engines.fleet import RoutedEngine
-<<<<<<< HEAD
-from moestro.gateway.exchange import Exchange, ExchangeContext, RoutedBody
-from moestro.gateway.kv.prompt_blocks import PromptReader
+from moestro.gateway.exchange import Exchange, ExchangeContext, RunningRequest
+from moestro.gateway.resume.request import ResumableRequest
 from moestro.routing.health.engine_health import Condition
-from moestro.web.access.control import UNLIMITED, Access
-from moestro.web.bodies.packed_bodies import coding_in, unpacked
-from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError, base_url_hint
-=======
-from moestro.gateway.exchange import Exchange, ExchangeContext
 from moestro.web.errors import InternalError
->>>>>>> main
 from moestro.web.ports.log_limit import LogLimit
 from moestro.web.ports.pauses import PauseMeter
 
@@ -90,14 +74,9 @@ class Proxy:
         self._admission.enter(incoming)
         exchange = Exchange(self._shared, client, incoming)
         try:
-<<<<<<< HEAD
-            is_packed = b"content-encoding" in incoming.head.named and bool(incoming.body)
-            if len(incoming.body) <= self._prompt_reader.max_inline_bytes and not is_packed:
-                exchange.start(self._read(incoming, time.monotonic_ns()))
-=======
             if self._admission.is_read_inline(incoming):
-                exchange.start(*self._admission.read(incoming, time.monotonic_ns()))
->>>>>>> main
+                request, model = self._admission.read(incoming, time.monotonic_ns())
+                exchange.start(request, model, self._resumable(incoming))
             else:
                 reading = self._read_and_start(exchange, incoming, client.max_body_bytes)
                 task = asyncio.get_running_loop().create_task(reading)
@@ -109,31 +88,19 @@ class Proxy:
             exchange.fail()
         return exchange
 
-<<<<<<< HEAD
-    def _read(self, incoming: Incoming, now_ns: int) -> RoutedBody:
-        """Return what the router reads of a request."""
-        asked, resumption = read(incoming.body, incoming.head.path), self._shared.resumption
-        resumable = None if resumption is None else resumption.request_for(incoming)
-        return RoutedBody(self._prompt_reader.prepare(asked, incoming, now_ns), asked.model, resumable)
+    def _resumable(self, incoming: Incoming) -> ResumableRequest | str | None:
+        resumption = self._shared.resumption
+        return None if resumption is None else resumption.request_for(incoming)
 
     async def _read_and_start(self, exchange: Exchange, incoming: Incoming, max_bytes: int) -> None:
-        now_ns = time.monotonic_ns()
-
-        def work() -> RoutedBody:
-            return self._read(_unpacked(incoming, max_bytes), now_ns)
-
-        # A packed body may have any size that is allowed, so it never delays small ones.
-        size = max_bytes if b"content-encoding" in incoming.head.named else len(incoming.body)
-
         try:
-            exchange.start(
-                await self._prompt_reader.threads.run(work, size, self.client_of(incoming.head, incoming.client))
-            )
-=======
-    async def _read_and_start(self, exchange: Exchange, incoming: Incoming, max_bytes: int) -> None:
-        try:
-            exchange.start(*await self._admission.read_on_thread(incoming, max_bytes))
->>>>>>> main
+            request, model = await self._admission.read_on_thread(incoming, max_bytes)
+            resumable = None
+            if self._shared.resumption is not None:
+                client = self.client_of(incoming.head, incoming.client)
+                threads = self._admission.prompt_reader.threads
+                resumable = await threads.run(lambda: self._resumable(incoming), len(incoming.body), client)
+            exchange.start(request, model, resumable)
         except RequestError as error:
             exchange.refuse(error)
         except Exception:
@@ -184,12 +151,12 @@ def _sweep(shared: ExchangeContext, clients: ClientConnections) -> None:
         engine.pool.sweep(now_s)
         shared.fleet.look(engine, now_ns)
         if engine.silence.is_hung:
-            _leave(shared, engine, Exchange.engine_hangs)
+            _leave(shared, engine, lambda request: request.engine_hangs())
         elif shared.resumption is not None and engine.condition is Condition.DRAINING:
-            _leave(shared, engine, Exchange.engine_drains)
+            _leave(shared, engine, lambda request: request.engine_drains())
 
 
-def _leave(shared: ExchangeContext, engine: RoutedEngine, leave: Callable[[Exchange], None]) -> None:
+def _leave(shared: ExchangeContext, engine: RoutedEngine, leave: Callable[[RunningRequest], None]) -> None:
     """Let the requests on an engine that hangs or drains leave it, as far as another engine can take them."""
     for request_id in shared.fleet.router.in_flight_on(engine.row):
         if (exchange := shared.active.get(request_id)) is None:

@@ -222,6 +222,9 @@ class PickedExchange:
     def engine_hangs(self) -> None:
         """Do nothing: the proxy goes on to the next endpoint by its own rules for retries."""
 
+    def engine_drains(self) -> None:
+        """Do nothing: the proxy lets the stream end where it is."""
+
     # --- the request
 
     def _begin(self, message: ProcessingRequest, now_ns: int) -> Responses:

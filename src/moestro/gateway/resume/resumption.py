@@ -26,16 +26,12 @@ class Resumption:
         self._traits: OrderedDict[str | None, ModelTraits] = OrderedDict()
 
     def request_for(self, incoming: Incoming) -> ResumableRequest | str | None:
-        """Return the request in resumable form, or the obstacle to that; None for a request without a stream.
-
-        Args:
-            incoming: Request with its unpacked body.
-        """
+        """Return the request in resumable form, or the obstacle to that; None for a request without a stream."""
+        if b"content-encoding" in incoming.head.named:
+            return "packed body"
         found = resumable(incoming.head.path, incoming.body, self._context_of)
         if not isinstance(found, ResumableRequest):
             return found
-        if b"content-encoding" in incoming.head.named:
-            return "packed body"
         traits = self._traits.get(found.model)
         return "reasoning parser" if found.is_chat and traits is not None and traits.parses_reasoning else found
 
