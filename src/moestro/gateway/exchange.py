@@ -499,8 +499,6 @@ class Exchange:
 
     def _resume(self, stream: ResumableStream, engine: RoutedEngine, cause: str) -> bool:
         shared, now_ns = self._shared, time.monotonic_ns()
-        if stream.is_ahead:
-            self._note_obstacle("chunks of several tokens")
         has_other = shared.fleet.has_other((engine.row,), self._model)
         if not stream.can_resume or not has_other or self._num_resumed >= _MAX_RESUMED:
             return False
@@ -608,8 +606,8 @@ class Exchange:
             logger.exception("%s: its state could not be released", self._incoming.request_id)
 
     def _release_state(self, status: int) -> None:
-        if self._stream is not None and self._stream.obstacle:
-            self._note_obstacle(self._stream.obstacle)
+        if self._stream is not None and self._stream.why_not and status != _LEFT_STATUS:
+            self._note_obstacle(self._stream.why_not)
         usage = usage_in(self._tail) if self._status == 200 else {}
         if self._engine is not None and self._decision is not None and self._request is not None:
             count_hits(self._engine, self._request, self._decision, usage)

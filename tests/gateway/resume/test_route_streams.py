@@ -67,6 +67,12 @@ async def end_early(engine: StreamingEngine, wire: Wire) -> None:
     wire.end_stream()
 
 
+async def abort(engine: StreamingEngine, wire: Wire) -> None:
+    choice = {"index": 0, "text": "", "delta": {}, "finish_reason": "abort", "token_ids": []}
+    wire.chunk(b"data: " + json.dumps({"id": "x", "choices": [choice]}).encode() + b"\n\ndata: [DONE]\n\n")
+    wire.end_stream()
+
+
 async def report_a_fault(engine: StreamingEngine, wire: Wire) -> None:
     wire.chunk(
         b'data: {"error":{"message":"EngineDeadError","type":"InternalServerError","param":null,"code":500}}\n\n'
@@ -86,7 +92,7 @@ def calm(path: str, body: dict[str, Any], form: str = "vllm") -> bytes:
 
 @pytest.mark.parametrize(("path", "form"), [(CHAT, "vllm"), (CHAT, "moestro"), (COMPLETIONS, "vllm")])
 @pytest.mark.parametrize("fails_at", [0, 1, 17])
-@pytest.mark.parametrize("fail", [die, break_off_within_an_event, end_early, report_a_fault])
+@pytest.mark.parametrize("fail", [die, break_off_within_an_event, end_early, report_a_fault, abort])
 @looped
 async def test_stream_goes_on_elsewhere(path, form, fails_at, fail):
     engines = StreamingEngine("a", form), StreamingEngine("b", form)

@@ -221,6 +221,9 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     (CHAT, "bad_words", {"bad_words": ["x"]}),
     (CHAT, "thinking_token_budget", {"thinking_token_budget": 5}),
     (CHAT, "another field", {"frobnicate": 5}),
+    (CHAT, "messages", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+    (CHAT, "messages", {"messages": [{"role": "user", "content": [{"image_url": {"url": "x"}}]}]}),
+    (CHAT, "messages", {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}),
     ("/v1/responses", "path", {}),
     ("/v1/messages", "path", {}),
 ]
@@ -233,7 +236,7 @@ def test_field_without_an_exact_continuation_makes_a_stream_not_resumable(path, 
 
 def test_every_refused_field_is_refused_with_an_unusual_value():
     for field in CONTINUED_FIELDS:
-        if field.treatment is InContinuation.REFUSED:
+        if field.treatment is InContinuation.REFUSED and field.without is None:
             found = resumable(
                 CHAT, body_of(CHAT, max_tokens=5, temperature=1, **{field.name: [["odd"], 7]}), lambda _: None
             )
@@ -250,6 +253,8 @@ HARMLESS: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": "auto"},
     {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
     {"frobnicate": None},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": '"image_url": {"type": "image"'}]}]},
+    {"messages": [{"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}]},
     {"logprobs": False},
     {"stop_token_ids": [3], "ignore_eos": True, "logit_bias": {"3": 1}},
 ]

@@ -18,6 +18,7 @@ END = b"data: [DONE]\n\n"
 # Fields by which the stream of each engine names itself.
 _HEADING = ("id", "created", "model", "system_fingerprint")
 _FIRST_FAULT_OF_SERVERS = 500
+_ENGINES_ENDS = frozenset({"abort", "error"})  # vLLM's finish reasons of requests that it gave up.
 _FAULTS_OF_CLIENTS = frozenset({"invalid_request_error", "BadRequestError"})
 
 
@@ -50,6 +51,11 @@ class ReceivedChoice(msgspec.Struct):
     def new_text(self) -> str:
         """Text that the chunk adds; may be empty."""
         return (self.text if self.delta is None else self.delta.content) or ""
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether the engine has given the answer up, as vLLM does at its end."""
+        return self.finish_reason in _ENGINES_ENDS
 
     @property
     def is_role_alone(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -31,6 +32,7 @@ class ContinuedField:
         neutral: Values of a refused field that request nothing. Null always requests nothing.
         unless: Further condition under which a refused field does no harm, in words.
         allows: The same condition; gets the value and the body.
+        without: The same for a large field, which is not decoded: the bytes that its JSON must not contain.
     """
 
     name: str
@@ -39,6 +41,7 @@ class ContinuedField:
     neutral: tuple[object, ...] = ()
     unless: str = ""
     allows: Callable[[Any, Values], bool] | None = None
+    without: re.Pattern[bytes] | None = None
 
     @property
     def condition(self) -> str:
@@ -47,9 +50,14 @@ class ContinuedField:
         conditions = [*values, self.unless] if self.unless else values
         return f"{self.treatment}, unless {' or '.join(conditions)}" if conditions else self.treatment.value
 
-    def is_harmless(self, value: object, body: Values) -> bool:
-        """Return whether the stream of a request with this value is resumable, as far as this field matters."""
-        if self.treatment is not InContinuation.REFUSED or value is None:
+    def is_harmless(self, body: Values) -> bool:
+        """Return whether the stream of a request is resumable, as far as this field of its body matters."""
+        if self.treatment is not InContinuation.REFUSED:
+            return True
+        if self.without is not None:
+            return self.without.search(body[self.name]) is None
+        value = msgspec.json.decode(body[self.name])
+        if value is None:
             return True
         if any(type(value) is type(each) and value == each for each in self.neutral):
             return True
@@ -78,6 +86,8 @@ def _are_unused(_tools: object, body: Values) -> bool:
     return bool(_value(body, "tool_choice") == "none")
 
 
+# Parts of messages other than text, by their type or, as engines allow, by their key. Strings have no bare quotes.
+_MEDIA = re.compile(rb'"type"\s*:\s*"(?!(?:text|function)")|"(?:image|audio|video|input|file)(?:_\w+)?"\s*:')
 _COPIED, _REDUCED, _LEFT_OUT, _REFUSED = InContinuation
 _STATELESS = "depends on no earlier token"
 _PROMPT = "shapes the prompt, whose token ids are continued"
@@ -92,7 +102,13 @@ CONTINUED_FIELDS = (
     ContinuedField(
         "prompt", _REFUSED, "several prompts share one stream", unless="it is one prompt", allows=_is_one_prompt
     ),
-    ContinuedField("messages", _LEFT_OUT, _PROMPT),
+    ContinuedField(
+        "messages",
+        _REFUSED,
+        "the token ids of the prompt have no images and sounds",
+        unless="all content is text",
+        without=_MEDIA,
+    ),
     *(
         ContinuedField(name, _LEFT_OUT, _PROMPT)
         for name in (
@@ -178,7 +194,7 @@ def obstacle(body: Values) -> str:
         if field is None:
             if bytes(raw) != b"null":
                 return OTHER_FIELD
-        elif field.treatment is InContinuation.REFUSED and not field.is_harmless(msgspec.json.decode(raw), body):
+        elif not field.is_harmless(body):
             return name
     return ""
 

@@ -120,6 +120,8 @@ class ResumableStream:
         elif (chunk := read_chunk(data)) is None:
             self._lose_track("unknown event", out)
             out.append(self._in_form(event))
+        elif chunk.choices and chunk.choices[0].is_broken_off and not self.obstacle:
+            self.failure = event
         elif chunk.choices:
             self._take_choice(chunk, chunk.choices[0], event, data, out)
         else:
@@ -175,6 +177,11 @@ class ResumableStream:
     def num_tokens(self) -> int:
         """Number of tokens behind which the answer can be continued."""
         return self._tokens.num_safe
+
+    @property
+    def why_not(self) -> str:
+        """Cause for which the stream cannot go on elsewhere now; empty if it can."""
+        return self.obstacle or ("chunks of several tokens" if self.is_ahead else "")
 
     @property
     def can_resume(self) -> bool:
