@@ -4,9 +4,9 @@
     python bench/robustness/resume.py [--streams 200] [--kills 20] [--json bench/results/robustness/resume.json]
 
 Ten clients send greedy streams, completions and chats in turn, to three servers of the demo model on one CPU. A server
-with running streams gets SIGKILL; when it is back, the next one does. Each stream is compared with the same request on
-a calm server: its text, its number of tokens, its finish reason, one id and one [DONE]. The script also prints the
-longest pause of each stream that went on elsewhere; the pause has the prefill of prompt and answer.
+with running streams gets SIGKILL; when all are there again, the next one does. Each stream is compared with the same
+request on a calm server: its text, its number of tokens, its finish reason, one id and one [DONE]. The script also
+prints the longest pause of each stream that went on elsewhere; the pause has the prefill of prompt and answer.
 """
 
 from __future__ import annotations
@@ -164,10 +164,11 @@ async def until(name: str, engine: Engine, least: float) -> None:
 
 
 async def kill_in_turn(engines: list[Engine], num_kills: int) -> None:
-    """Kill an engine with running streams, wait until it is back, and go on with the next one."""
+    """Kill an engine with running streams, wait until all are there again, and go on with the next one."""
     for number in range(num_kills):
         victim = engines[number % NUM_ENGINES]
-        await until("moestro:route_engine_ready", victim, 1)
+        for engine in engines:
+            await until("moestro:route_engine_ready", engine, 1)
         await until("moestro:route_in_flight", victim, 2)
         await asyncio.sleep(0.3)
         await asyncio.to_thread(victim.kill)
@@ -184,7 +185,10 @@ async def disturbed(engines: list[Engine], num_streams: int, num_kills: int) -> 
     async def work(number: int) -> None:
         while not killing.done() or len(streams) < num_streams:
             which = number % len(requests)
-            streams.append((which, await read(client, url, *requests[which])))
+            stream = await read(client, url, *requests[which])
+            streams.append((which, stream))
+            if stream.end != "complete":
+                await asyncio.sleep(1)
             number += 7
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(WAIT_S)) as client:
