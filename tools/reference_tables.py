@@ -25,6 +25,7 @@ from stored_results import results_table
 
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES, SHARE_POLICIES
 from moestro.flow.registry import STEP_POLICIES
+from moestro.gateway.resume.fields import continued_fields_table
 from moestro.placement.registry import PLACE_POLICIES
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS
@@ -39,6 +40,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "other metrics of moestro serve": own_metrics,
     "metrics of moestro route": route_metrics,
     "metrics of KV events": kv_event_metrics,
+    "fields of resumed streams": continued_fields_table,
     "route policies": ROUTE_POLICIES.table,
     "order policies": ORDER_POLICIES.table,
     "batch policies": BATCH_POLICIES.table,

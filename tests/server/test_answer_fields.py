@@ -32,8 +32,13 @@ def test_token_ids_of_prompt_and_answer_are_returned_on_request(fake):
     assert [each["choices"][0].get("prompt_token_ids") for each in events] == [prompt, None, None]
     assert [token for each in events for token in each["choices"][0]["token_ids"]] == prompt[:3]
     events = chat(fake, max_tokens=3, return_token_ids=True, stream=True).events[:-1]
-    assert [each.get("prompt_token_ids") for each in events if "prompt_token_ids" in each] == [
-        answer["prompt_token_ids"]
+    assert [each.get("prompt_token_ids") for each in events] == [
+        answer["prompt_token_ids"],
+        *[None] * (len(events) - 1),
+    ]
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert [token for each in events[1:] for token in each["choices"][0]["token_ids"]] == answer["choices"][0][
+        "token_ids"
     ]
 
 

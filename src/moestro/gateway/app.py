@@ -29,6 +29,7 @@ from moestro.gateway.kv.kv_watch import KvEventsWatch
 from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.metrics import Counts
 from moestro.gateway.proxy import Proxy
+from moestro.gateway.resume.resumption import Resumption
 from moestro.gateway.settings import EngineSettings, FrontSettings, RecordSettings, ReliabilitySettings, RouteSettings
 from moestro.routing.health.breaker import BreakerRules
 from moestro.routing.health.engine_health import HealthRules
@@ -110,6 +111,7 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
         decision_log=decision_log,
         active={},
         faults=faults,
+        resumption=Resumption(fleet.models.context_of) if settings.reliability.resume_streams else None,
     )
     collectors, watchers, kv_events = _observers(settings, fleet)
     watch, exposition = Watch(watchers), Exposition(RouteCollector(fleet, counts, record, faults), *collectors)

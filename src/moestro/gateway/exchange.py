@@ -7,8 +7,10 @@ import logging
 import sys
 import time
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
+
+import msgspec
 
 from moestro.core.request import Request
 from moestro.errors import RequestError
@@ -17,6 +19,9 @@ from moestro.gateway.clients.http_headers import AnswerHead, Incoming, header_te
 from moestro.gateway.engines.fleet import Fleet, RouteBounds, RoutedEngine
 from moestro.gateway.engines.upstream import EngineConnection
 from moestro.gateway.metrics import Counts, usage_in
+from moestro.gateway.resume.request import ResumableRequest
+from moestro.gateway.resume.resumption import Resumption, continued
+from moestro.gateway.resume.stream import ResumableStream
 from moestro.gateway.verdicts import (
     FIRST_ERROR,
     AnswerTail,
@@ -40,6 +45,7 @@ from moestro.web.ports.faults import Faults
 logger = logging.getLogger(__name__)
 
 _STALE_NS = 1_000_000_000  # A kept connection that its engine has closed fails within this time.
+_MAX_RESUMED = 3  # Engines that one stream may lose after its first byte, as in `moestro serve`.
 _MAX_LOST = 1  # Engines that one request may lose: a request that loses two may be the cause.
 _LEFT_STATUS = 499  # nginx' status for a client that disconnected.
 
@@ -90,6 +96,9 @@ class RunningRequest(Protocol):
     def engine_hangs(self) -> None:
         """Move the request to another engine if possible, because its engine has stopped answering."""
 
+    def engine_drains(self) -> None:
+        """Move the request's stream to another engine if possible, because its engine drains."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeContext:
@@ -99,6 +108,7 @@ class ExchangeContext:
         access: Names the client of a request.
         active: Running requests of all ports by request id, which is unique among them.
         faults: Keeps the log short whatever clients cause.
+        resumption: Makes streams that can go on elsewhere; None means that no stream does.
     """
 
     fleet: Fleet
@@ -109,6 +119,7 @@ class ExchangeContext:
     decision_log: DecisionLog
     active: dict[str, RunningRequest]
     faults: Faults
+    resumption: Resumption | None = None
 
 
 class Exchange:
@@ -120,14 +131,15 @@ class Exchange:
 
     __slots__ = (
         "_arrival_ns", "_client", "_connection", "_decision", "_engine", "_head", "_idle_s", "_incoming",
-        "_is_event_stream", "_is_in_router", "_is_success", "_length", "_model", "_num_lost", "_num_retries",
-        "_request", "_sent_ns", "_shared", "_stage", "_status", "_tail", "_task", "_tried", "_why", "deadline_s",
+        "_is_event_stream", "_is_in_router", "_is_success", "_length", "_model", "_num_lost", "_num_resumed",
+        "_num_retries", "_outgoing", "_request", "_sent_ns", "_shared", "_stage", "_status", "_stream", "_tail",
+        "_task", "_tried", "_why", "deadline_s",
     )  # fmt: skip
 
     def __init__(self, shared: ExchangeContext, client: ClientConnection, incoming: Incoming) -> None:
         self._shared = shared
         self._client = client
-        self._incoming = incoming
+        self._incoming = self._outgoing = incoming  # The client's request, and the one for the engine.
         self._arrival_ns = self._sent_ns = now_ns = time.monotonic_ns()
         self._idle_s = shared.rules.idle_s
         self._stage = _CHOOSING
@@ -139,17 +151,22 @@ class Exchange:
         self._connection: EngineConnection | None = None
         self._task: asyncio.Task[None] | None = None
         self._tried: tuple[int, ...] = ()
-        self._num_retries = self._num_lost = self._status = 0
+        self._num_retries = self._num_lost = self._num_resumed = self._status = 0
         self._why = ""
         self._head: AnswerHead | None = None
         self._length: int | None = None
         self._tail = AnswerTail()
+        self._stream: ResumableStream | None = None
         self._is_event_stream = self._is_success = False
         self.deadline_s = now_ns * 1e-9 + shared.rules.first_byte_s
         shared.active[incoming.request_id] = self
 
-    def start(self, request: Request, model: str | None) -> None:
-        """Send the request to an engine that serves `model`."""
+    def start(self, request: Request, model: str | None, resumable: ResumableRequest | str | None = None) -> None:
+        """Send the request to an engine that serves `model`.
+
+        Args:
+            resumable: Request in resumable form, or what keeps its stream from going on elsewhere; None without either.
+        """
         if self._stage == _OVER:
             return  # The client disconnected while the request was read.
         self._request, self._model = request, model
@@ -157,6 +174,7 @@ class Exchange:
         self._shared.counts.num_requests += 1
         try:
             self._choose()
+            self._prepare_stream(resumable)
             self._send()
         except RequestError as error:
             self.refuse(error)
@@ -167,7 +185,7 @@ class Exchange:
         """End the exchange with an error of the router. A stream that has begun is cut off with the cause in it."""
         if self._stage == _OVER:
             return
-        has_begun = self._stage == _ANSWERING
+        has_begun = self._client.has_begun
         self._release_engine(completed=False)
         self._shared.counts.refusals.add(error)
         self._finish(error.http_status)
@@ -188,7 +206,10 @@ class Exchange:
             self._blame(self._engine, time.monotonic_ns())
             self._engine.counts.num_broken += 1
         if self._stage == _ANSWERING:
-            self.refuse(_broken(f"the engine sent nothing for {rules.idle_s:g} s"))
+            if not self._continue_elsewhere("sent nothing for too long"):
+                self.refuse(_broken(f"the engine sent nothing for {rules.idle_s:g} s"))
+        elif self._client.has_begun:
+            self.refuse(_broken(f"no engine continued it within {rules.first_byte_s:g} s"))
         else:
             text = f"No engine began to answer within {rules.first_byte_s:g} s."
             self.refuse(HttpError(504, text, "upstream_timeout"))
@@ -225,8 +246,11 @@ class Exchange:
         assert engine is not None
         self._status = status
         engine.counts.statuses[status] += 1
-        if status < FIRST_ERROR or not self._take_failure(engine, head):
-            self._head, self._length = head, length
+        if status >= FIRST_ERROR and self._take_failure(engine, head):
+            return
+        self._head, self._length = head, length
+        if self._client.has_begun and not (status == 200 and head.is_event_stream):
+            self.refuse(_broken(f"the engine that was to continue it answered {status}"))
 
     def body(self, data: bytes, *, is_last: bool) -> None:
         """Pass a part of the answer to the client."""
@@ -238,6 +262,17 @@ class Exchange:
         if self._is_success:
             engine.last_byte_ns = now_ns  # An engine that only refuses does not get on with its work.
         self.deadline_s = now_ns * 1e-9 + self._idle_s
+        if self._stream is None:
+            self._pass(data, is_last=is_last)
+            return
+        self._pass(self._stream.feed(data), is_last=is_last)
+        if self._stream.failure and not self._continue_elsewhere("ended a stream with an error"):
+            self._pass(self._stream.give_up(), is_last=is_last)
+
+    def _pass(self, data: bytes, *, is_last: bool = False) -> None:
+        """Write a part of the answer, which may be empty, to the client."""
+        if not data:
+            return
         self._tail.add(data)
         self._client.piece(data, is_last=is_last)
 
@@ -246,6 +281,11 @@ class Exchange:
         if self._stage == _WAITING:
             assert self._engine is not None
             self._begin(self._engine, time.monotonic_ns(), b"")  # The answer had no body.
+        if self._stream is not None and not self._stream.is_complete:
+            self._connection = None  # Another request may have it already.
+            if not self._stream.obstacle and self._continue_elsewhere("ended a stream too early"):
+                return
+            self._pass(self._stream.give_up())
         self._release_engine(completed=True)
         self._finish(self._status)
         self._client.end()
@@ -259,7 +299,8 @@ class Exchange:
         if self._stage == _ANSWERING:
             self._blame(engine, now_ns)
             engine.counts.num_broken += 1
-            self.refuse(_broken(cause))
+            if not self._continue_elsewhere("broke off a stream"):
+                self.refuse(_broken(cause))
         elif self._head is None and not connection.is_fresh and now_ns - self._sent_ns < _STALE_NS:
             self._connect()  # The engine closed an idle connection, which is no failure.
         else:
@@ -310,7 +351,7 @@ class Exchange:
 
     def _send_on(self, connection: EngineConnection) -> None:
         assert self._engine is not None
-        incoming = self._incoming
+        incoming = self._outgoing
         self._connection = connection
         self._stage = _WAITING
         self._sent_ns = time.monotonic_ns()
@@ -321,7 +362,13 @@ class Exchange:
     # --- retries
 
     def engine_hangs(self) -> None:
-        """Move the request to another engine once, unless its answer has begun: its engine has stopped answering."""
+        """Move the request to another engine, because its engine has stopped answering.
+
+        A request whose answer has begun moves only if its stream is resumable, and another one moves once.
+        """
+        if self._stage == _ANSWERING:
+            self._continue_elsewhere("stopped answering")
+            return
         shared, is_waiting = self._shared, self._stage in (_CONNECTING, _WAITING)
         if not is_waiting or self._num_lost >= _MAX_LOST or not shared.fleet.has_other(self._tried, self._model):
             return
@@ -390,12 +437,17 @@ class Exchange:
         key, other = named.get(b"authorization", b""), named.get(b"x-api-key", b"")
         return self._shared.access.client_of(key, other, self._incoming.client)
 
-    def _try_elsewhere(self, cause: str) -> bool:
-        """Send the request to an engine that it has not tried, and return False without such an engine."""
+    def _try_elsewhere(self, cause: str, detail: str = "") -> bool:
+        """Send the request to an engine that it has not tried, and return False without such an engine.
+
+        Args:
+            cause: Cause by which the retry is counted.
+            detail: What else the decision's record says.
+        """
         engine, decision = self._engine, self._decision
         assert engine is not None
         self._end_in_router({})
-        self._why = f"{engine.name} {cause}"
+        self._why = f"{engine.name} {cause}{detail}"
         try:
             self._choose()
             self._head = None
@@ -410,12 +462,79 @@ class Exchange:
         self._shared.counts.retries[cause] += 1
         return True
 
+    # --- streams that go on elsewhere
+
+    def _prepare_stream(self, resumable: ResumableRequest | str | None) -> None:
+        """Make the stream of a resumable request, or record why it is not resumable."""
+        if isinstance(resumable, ResumableRequest):
+            assert self._shared.resumption is not None
+            self._stream = self._shared.resumption.stream_of(resumable)
+            self._outgoing = replace(self._incoming, body=resumable.body)
+        elif resumable is not None:
+            self._note_obstacle(resumable)
+
+    def _note_obstacle(self, obstacle: str) -> None:
+        self._shared.counts.not_resumable[obstacle] += 1
+        self._shared.decision_log.not_resumable(self._incoming.request_id, obstacle)
+
+    def engine_drains(self) -> None:
+        """Move a stream whose engine drains; an answer that is not resumable ends there."""
+        stream = self._stream
+        if self._stage == _ANSWERING and stream is not None and stream.can_resume and not stream.is_finished:
+            self._continue_elsewhere("drains")
+
+    def _continue_elsewhere(self, cause: str) -> bool:
+        """Complete the client's stream, or let another engine continue it; return False if neither is possible."""
+        stream, engine = self._stream, self._engine
+        if stream is None or engine is None:
+            return False
+        left = b"" if stream.is_complete else stream.end()
+        if stream.is_complete:
+            self._pass(left)
+            self._release_engine(completed=False)
+            self._finish(self._status)
+            self._client.end()
+            return True
+        return self._resume(stream, engine, cause)
+
+    def _resume(self, stream: ResumableStream, engine: RoutedEngine, cause: str) -> bool:
+        shared, now_ns = self._shared, time.monotonic_ns()
+        has_other = shared.fleet.has_other((engine.row,), self._model)
+        if not stream.can_resume or not has_other or self._num_resumed >= _MAX_RESUMED:
+            return False
+        self._release_engine(completed=False)
+        self._stage = _CHOOSING
+        self._num_resumed += 1
+        self._tried = (engine.row,)
+        self.deadline_s = now_ns * 1e-9 + shared.rules.first_byte_s
+        continuation = stream.resume()
+        self._outgoing = continued(self._incoming, continuation)
+        self._request = _with_resumed(self._request, continuation.num_tokens)
+        if not self._try_elsewhere(cause, f"; resumed behind {continuation.num_tokens} tokens"):
+            self.refuse(_broken(f"its engine {cause}, and no other engine can continue it"))
+            return True
+        shared.counts.resumed[cause] += 1
+        shared.budget.charge(self._client_name(), now_ns)
+        return True
+
+    def _go_on(self, engine: RoutedEngine, now_ns: int) -> None:
+        """Note the first bytes of a continuation."""
+        self._stage, self._num_lost, self._is_success = _ANSWERING, 0, True
+        engine.num_streaming += 1
+        if self._request is not None:
+            self._shared.fleet.router.first_token(self._request.request_id, now_ns)
+        engine.health.silence.began(now_ns - self._sent_ns)
+        judge_success(self._shared.fleet, engine, self._sent_ns, now_ns)
+
     # --- back to the client
 
     def _begin(self, engine: RoutedEngine, now_ns: int, data: bytes) -> None:
         """Begin the client's answer with the engine's first bytes, after which no retry is possible."""
         head, length = self._head, self._length
         assert head is not None
+        if self._client.has_begun:
+            self._go_on(engine, now_ns)
+            return
         status = head.status
         self._stage = _ANSWERING
         engine.num_streaming += 1
@@ -424,6 +543,8 @@ class Exchange:
             engine.health.silence.began(now_ns - self._sent_ns)
             engine.counts.first_byte_s.observe((now_ns - self._arrival_ns) * 1e-9)
         self._is_event_stream = head.is_event_stream
+        if status != 200 or not head.is_event_stream:
+            self._stream = None
         if status < FIRST_ERROR:
             self._judge_beginning(engine, now_ns, data)
         framing = b"" if length is None else b"Content-Length: %d\r\n" % length
@@ -452,6 +573,8 @@ class Exchange:
     def _cut(self, error: RequestError) -> None:
         """Write the cause and close the connection, because every client notices this end of a broken stream."""
         if self._is_event_stream:
+            if self._stream is not None:
+                self._pass(self._stream.give_up())
             border = b"" if self._tail.endswith(b"\n\n") else b"\n\n"
             body = error_body(self._incoming.head.path, error, self._incoming.request_id)
             self._client.piece(border + b"event: error\ndata: " + body + b"\n\n")
@@ -483,6 +606,8 @@ class Exchange:
             logger.exception("%s: its state could not be released", self._incoming.request_id)
 
     def _release_state(self, status: int) -> None:
+        if self._stream is not None and self._stream.why_not and status != _LEFT_STATUS:
+            self._note_obstacle(self._stream.why_not)
         usage = usage_in(self._tail) if self._status == 200 else {}
         if self._engine is not None and self._decision is not None and self._request is not None:
             count_hits(self._engine, self._request, self._decision, usage)
@@ -502,6 +627,13 @@ def _unavailable(cause: str) -> GenerationError:
     error = GenerationError(text, code="upstream_unavailable")
     error.http_status = 502
     return error
+
+
+def _with_resumed(request: Request | None, num_tokens: int) -> Request | None:
+    """Return the request with the number of tokens that an engine computes before it continues the answer."""
+    if request is None or num_tokens >= request.sampling.max_tokens:
+        return request  # The router's limit is an estimate where the client gives none.
+    return msgspec.structs.replace(request, resumed_token_ids=bytes(4 * num_tokens))
 
 
 def _broken(cause: str) -> GenerationError:

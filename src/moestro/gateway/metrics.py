@@ -60,12 +60,16 @@ class Counts:
         decision_s: duration of each decision, seconds.
         refusals: number of refused requests by error code.
         retries: number of retries by cause.
+        resumed: number of streams that went on elsewhere, by cause.
+        not_resumable: number of streams that could not, by the field of the request or another cause.
     """
 
     def __init__(self) -> None:
         self.decision_s = Histogram(_DECISION_S)
         self.refusals = Refusals()
         self.retries: Counter[str] = Counter()
+        self.resumed: Counter[str] = Counter()
+        self.not_resumable: Counter[str] = Counter()
         self.num_retries_denied = 0
         self.num_requests = 0
 

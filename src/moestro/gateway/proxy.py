@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from moestro.errors import RequestError
 from moestro.gateway.admission import Admission
@@ -13,7 +13,9 @@ from moestro.gateway.clients.answering import Answering
 from moestro.gateway.clients.downstream import ClientConnection, ClientConnections
 from moestro.gateway.clients.http_headers import Incoming, RequestHead, own_head
 from moestro.gateway.engines.fleet import RoutedEngine
-from moestro.gateway.exchange import Exchange, ExchangeContext
+from moestro.gateway.exchange import Exchange, ExchangeContext, RunningRequest
+from moestro.gateway.resume.request import ResumableRequest
+from moestro.routing.health.engine_health import Condition
 from moestro.web.errors import InternalError
 from moestro.web.ports.log_limit import LogLimit
 from moestro.web.ports.pauses import PauseMeter
@@ -73,7 +75,8 @@ class Proxy:
         exchange = Exchange(self._shared, client, incoming)
         try:
             if self._admission.is_read_inline(incoming):
-                exchange.start(*self._admission.read(incoming, time.monotonic_ns()))
+                request, model = self._admission.read(incoming, time.monotonic_ns())
+                exchange.start(request, model, self._resumable(incoming))
             else:
                 reading = self._read_and_start(exchange, incoming, client.max_body_bytes)
                 task = asyncio.get_running_loop().create_task(reading)
@@ -85,9 +88,19 @@ class Proxy:
             exchange.fail()
         return exchange
 
+    def _resumable(self, incoming: Incoming) -> ResumableRequest | str | None:
+        resumption = self._shared.resumption
+        return None if resumption is None else resumption.request_for(incoming)
+
     async def _read_and_start(self, exchange: Exchange, incoming: Incoming, max_bytes: int) -> None:
         try:
-            exchange.start(*await self._admission.read_on_thread(incoming, max_bytes))
+            request, model = await self._admission.read_on_thread(incoming, max_bytes)
+            resumable = None
+            if self._shared.resumption is not None:
+                client = self.client_of(incoming.head, incoming.client)
+                threads = self._admission.prompt_reader.threads
+                resumable = await threads.run(lambda: self._resumable(incoming), len(incoming.body), client)
+            exchange.start(request, model, resumable)
         except RequestError as error:
             exchange.refuse(error)
         except Exception:
@@ -138,15 +151,17 @@ def _sweep(shared: ExchangeContext, clients: ClientConnections) -> None:
         engine.pool.sweep(now_s)
         shared.fleet.look(engine, now_ns)
         if engine.silence.is_hung:
-            _leave(shared, engine)
+            _leave(shared, engine, lambda request: request.engine_hangs())
+        elif shared.resumption is not None and engine.condition is Condition.DRAINING:
+            _leave(shared, engine, lambda request: request.engine_drains())
 
 
-def _leave(shared: ExchangeContext, engine: RoutedEngine) -> None:
-    """Move the requests on an engine that has stopped answering, as far as their answers have not begun."""
+def _leave(shared: ExchangeContext, engine: RoutedEngine, leave: Callable[[RunningRequest], None]) -> None:
+    """Let the requests on an engine that hangs or drains leave it, as far as another engine can take them."""
     for request_id in shared.fleet.router.in_flight_on(engine.row):
         if (exchange := shared.active.get(request_id)) is None:
             continue
         try:
-            exchange.engine_hangs()
+            leave(exchange)
         except Exception:
             exchange.fail()

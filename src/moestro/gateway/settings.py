@@ -229,6 +229,11 @@ class ReliabilitySettings(CheckedSettings):
     "Seconds without a token, while its queue grows, after which an engine gets no more requests."
     slow_start: Annotated[float, at_least(0), Parameter(group=_RELIABILITY)] = 30.0
     "Seconds in which a returning engine, whose cache is cold, is brought up to its share of requests."
+    resume_streams: Annotated[bool, Parameter(group=_RELIABILITY)] = False
+    (
+        "Let another engine continue a stream whose engine dies, hangs or drains, if the continuation is exact. Asks"
+        " engines for token ids, which clients do not get unless they want them."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

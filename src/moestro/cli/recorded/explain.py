@@ -102,6 +102,8 @@ def _told(story: RequestTrace) -> Iterator[str | Table]:
     for attempt in story.attempts:
         yield from _attempt_told(attempt)
     yield from tell_levels(story)
+    if story.not_resumable:
+        yield f"its stream could not go on elsewhere: {escape(story.not_resumable)}"
     yield _outcome(story)
 
 

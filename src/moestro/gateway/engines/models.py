@@ -16,6 +16,10 @@ class _Id(msgspec.Struct):
     id: str
 
 
+class _ContextField(msgspec.Struct):
+    max_model_len: int | None = None
+
+
 class Models:
     """The model cards of `/v1/models` by engine, as the engines wrote them."""
 
@@ -61,6 +65,16 @@ class Models:
         """Return the body of `GET /v1/models/NAME`, or None for an unknown model."""
         return self._merged().get(name)
 
+    def context_of(self, name: str | None) -> int | None:
+        """Return the tokens of the longest sequence of a model; None if its engines differ or do not report it.
+
+        Args:
+            name: Name of the model; None means all models.
+        """
+        cards = [card for each in self._cards.values() for known, card in each.items() if name in (None, known)]
+        lengths = {_length_of(card) for card in cards}
+        return lengths.pop() if len(lengths) == 1 else None
+
     def _merged(self) -> dict[str, bytes]:
         merged: dict[str, bytes] = {}
         for cards in self._cards.values():
@@ -71,3 +85,10 @@ class Models:
         names = {name for cards in self._cards.values() for name in cards}
         lacking = {name: frozenset(row for row, cards in self._cards.items() if name not in cards) for name in names}
         self._excluded = {name: rows for name, rows in lacking.items() if rows}
+
+
+def _length_of(card: bytes) -> int | None:
+    try:
+        return msgspec.json.decode(card, type=_ContextField).max_model_len
+    except msgspec.ValidationError:
+        return None

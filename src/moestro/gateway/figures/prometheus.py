@@ -83,6 +83,12 @@ class RouteCollector(Collector):
         yield CounterMetricFamily("moestro:route_requests", "Requests for engines.", value=counts.num_requests)
         for name, text, by_reason in (
             ("retries", "Retries, by cause.", counts.retries),
+            ("streams_resumed", "Streams that went on elsewhere, by cause.", counts.resumed),
+            (
+                "streams_not_resumable",
+                "Streams that could not go on elsewhere, by the request's field or another cause.",
+                counts.not_resumable,
+            ),
             ("refused", "Requests refused or cut off by the router, by the error's code.", counts.refusals),
         ):
             family = CounterMetricFamily(f"moestro:route_{name}", text, labels=("reason",))

@@ -235,6 +235,9 @@ class PickedExchange:
             for response in self._refused(_hanging()):
                 self._push(response)
 
+    def engine_drains(self) -> None:
+        """Do nothing: the proxy lets the stream end where it is."""
+
     # --- the request
 
     def _begin(self, message: ProcessingRequest, now_ns: int) -> Responses:

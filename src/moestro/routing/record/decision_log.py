@@ -40,8 +40,8 @@ class _Entry:
     """Compact form of a request's trace, expanded only for a reader."""
 
     __slots__ = (
-        "attempts", "began", "ended_ns", "events", "moves", "num_omitted", "request", "request_id", "status", "usage",
-        "visits",
+        "attempts", "began", "ended_ns", "events", "moves", "num_omitted", "obstacle", "request", "request_id",
+        "status", "usage", "visits",
     )  # fmt: skip
 
     def __init__(self, request: Request, began: ClockPair) -> None:
@@ -51,6 +51,7 @@ class _Entry:
         self.began = began
         self.ended_ns = 0
         self.attempts: list[_Attempt] = []
+        self.obstacle = ""
         self.status: int | None = None
         self.usage: dict[bytes, int] = {}
         self.events: list[EngineEvent] = []
@@ -100,6 +101,11 @@ class DecisionLog:
         if entry is None:
             entry = self._running[request.request_id] = _Entry(request, self._read_clocks())
         entry.attempts.append(_Attempt(decision, because, self._names()))
+
+    def not_resumable(self, request_id: str, obstacle: str) -> None:
+        """Record why the stream of a running request cannot go on elsewhere. Unknown requests are ignored."""
+        if entry := self._running.get(request_id):
+            entry.obstacle = obstacle
 
     def scheduled(self, request_id: str, engine: str, event: RequestEvent) -> None:
         """Record what an engine's scheduler did with a request. Unknown requests are ignored."""
@@ -201,6 +207,7 @@ class DecisionLog:
             status=entry.status,
             seconds=(entry.ended_ns - began_ns) / NS_PER_S if is_over else None,
             usage={name.decode(): count for name, count in entry.usage.items()},
+            not_resumable=entry.obstacle,
             arrival_ns=began_ns if is_server else None,
             service_class=service_class if is_server else "",
             priority=priority if is_server else 0,

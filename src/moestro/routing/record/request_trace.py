@@ -81,6 +81,7 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         status: status of the response. 499 means that the client disconnected; None means still running.
         seconds: time from arrival to the end, seconds; None means still running.
         usage: token counts reported by the response.
+        not_resumable: why its stream could not go on elsewhere; empty where it could, or without --resume-streams.
         arrival_ns: arrival on the clock of `events` and `moves`; None means that there are none.
         service_class, priority: as requested.
         server: the server; None means a router, whose servers have records of their own.
@@ -98,6 +99,7 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     status: int | None
     seconds: float | None
     usage: dict[str, int]
+    not_resumable: str = ""
     arrival_ns: int | None = None
     service_class: str = ""
     priority: int = 0

@@ -90,8 +90,12 @@ class AnswerForm(Protocol):
         """Return the complete response."""
         ...
 
-    def openings(self) -> Sequence[Answer]:
-        """Return the chunks that precede any text."""
+    def openings(self, first: Piece | None) -> Sequence[Answer]:
+        """Return the chunks that precede any text.
+
+        Args:
+            first: First piece, of which `chunk` returns the rest; None means that there is none.
+        """
         ...
 
     def chunk(self, piece: Piece) -> Answer:
@@ -116,7 +120,7 @@ class CompletionForm:
         answer.service_tier = answer.kv_transfer_params = None
         return answer
 
-    def openings(self) -> Sequence[Answer]:
+    def openings(self, first: Piece | None) -> Sequence[Answer]:
         """Return no chunks, because a completion begins with its text."""
         return ()
 
@@ -169,10 +173,13 @@ class ChatForm:
             answer.prompt_token_ids = list(choices[0].prompt_token_ids)
         return answer
 
-    def openings(self) -> Sequence[Answer]:
-        """Return one chunk with the role for each choice."""
-        first = ChatDelta(role="assistant", content="")
-        return [self._chunk([ChatChunkChoice(index, first, None)]) for index in range(self._options.n)]
+    def openings(self, first: Piece | None) -> Sequence[Answer]:
+        """Return one chunk with the role for each choice; as in vLLM, the first has the tokens of the prompt."""
+        delta = ChatDelta(role="assistant", content="")
+        chunks = [self._chunk([ChatChunkChoice(index, delta, None)]) for index in range(self._options.n)]
+        if first is not None and first.prompt_token_ids is not None:
+            chunks[0].prompt_token_ids = list(first.prompt_token_ids)
+        return chunks
 
     def chunk(self, piece: Piece) -> Answer:
         """Return the chunk for a new piece of one choice."""
@@ -184,10 +191,7 @@ class ChatForm:
             piece.stop_reason,
             _ids(piece.token_ids),
         )
-        chunk = self._chunk([choice])
-        if piece.prompt_token_ids is not None and piece.index == 0:
-            chunk.prompt_token_ids = list(piece.prompt_token_ids)
-        return chunk
+        return self._chunk([choice])
 
     def closing(self, usage: Usage) -> Answer:
         """Return the last chunk, with the usage and no choices."""

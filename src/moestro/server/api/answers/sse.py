@@ -224,7 +224,7 @@ async def stream(
     generation.has_begun = True  # Set before the headers leave: from now on the client may have a part of the answer.
     response = await events.open()
     try:
-        for opening in form.openings():
+        for opening in form.openings(piece):
             if usage.in_chunks:
                 opening.usage = _of_prompt(generation.usage())
             await events.send(events.encoding.chunk(opening))
