@@ -339,7 +339,7 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
     made = Rig(app, listener.getsockname()[1], faults)
     try:
         if is_up:
-            await made.until_up(*(engine.name for engine in engines))
+            await made.until(lambda: all(engine.condition == "up" for engine in app.shared.fleet))
         yield made
         for caller in made.callers:
             caller.hang_up()
@@ -354,8 +354,8 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
             caller.hang_up()
         await app.engine_admin.watch.close()
         app.threads.close()
-        for engine in app.shared.fleet:
-            engine.pool.close()
+        for address in app.shared.fleet.addresses:
+            address.pool.close()
         for engine in engines:
             engine.die()
 

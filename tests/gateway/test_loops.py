@@ -37,7 +37,7 @@ async def closed_circle(num: int) -> AsyncIterator[list[Rig]]:
         await routers[0].until_up("e")
         for it in routers:
             await it.until_up("next")
-        await routers[0].app.engine_admin.remove(routers[0].engine("e"))
+        await routers[0].app.engine_admin.remove(routers[0].engine("e").address)
         yield routers
 
 

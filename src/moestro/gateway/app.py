@@ -14,7 +14,7 @@ from moestro.gateway.downstream import ClientConnections
 from moestro.gateway.engine_admin import EngineAdmin
 from moestro.gateway.exchange import ExchangeContext, ExchangeRules
 from moestro.gateway.fleet import Fleet
-from moestro.gateway.health_checks import HealthWatch, MetricsWatch, Watch, Watcher, WatchRules
+from moestro.gateway.health_checks import EngineWatcher, HealthWatch, MetricsWatch, Watch, WatchRules
 from moestro.gateway.http_headers import CORS_HEADERS, KEY_HEADERS
 from moestro.gateway.kv_prometheus import KvFigures
 from moestro.gateway.kv_sources import KvSources
@@ -109,7 +109,9 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
         faults=faults,
     )
     collectors, watchers, kv_events = _observers(settings, fleet)
-    watch, exposition = Watch(watchers), Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
+    rules = _watch_rules(settings.engines)
+    watch = Watch([HealthWatch(fleet, rules), MetricsWatch(fleet, rules)], watchers)
+    exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
     routes = Routes(front.open_path)
     answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
@@ -128,20 +130,25 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     )
 
 
-def _observers(settings: RouteSettings, fleet: Fleet) -> tuple[list[Collector], list[Watcher], KvEventsWatch | None]:
-    """Make what watches the engines: collectors of its figures, watchers of each engine, and that of KV events."""
-    engines = settings.engines
-    rules = WatchRules(
+def _watch_rules(engines: EngineSettings) -> WatchRules:
+    return WatchRules(
         health_path=engines.health_path,
         soon_s=min(_SOON_S, engines.health_interval),
         limit_s=_silence_rules(engines).limit_ns * 1e-9,
         timeout_s=engines.probe_timeout,
         metrics_s=engines.metrics_interval,
     )
+
+
+def _observers(
+    settings: RouteSettings, fleet: Fleet
+) -> tuple[list[Collector], list[EngineWatcher], KvEventsWatch | None]:
+    """Make what watches single engines: collectors of its figures, watchers of each engine, and that of KV events."""
+    engines = settings.engines
     policy = settings.policy.route_score or settings.policy.route_policy
     reports = SourceReports(fleet, policy, _fresh_ns(engines), _has_events(engines.kv_sources))
     collectors: list[Collector] = [reports]
-    watchers: list[Watcher] = [HealthWatch(fleet, rules), MetricsWatch(fleet, rules), reports]
+    watchers: list[EngineWatcher] = [reports]
     if not engines.kv_sources:
         return collectors, watchers, None
     kv_events = KvEventsWatch(fleet, engines.kv_sources, settings.routing.block_size, engines.kv_tiers)
@@ -191,7 +198,7 @@ def _fresh_ns(engines: EngineSettings) -> int:
 
 
 def _has_events(sources: KvSources) -> HasEvents:
-    return lambda engine: sources.of(engine.name, "") is not None
+    return lambda engine: sources.of(engine.address.name, "", engine.rank) is not None
 
 
 def _health_rules(settings: RouteSettings) -> HealthRules:

@@ -296,7 +296,7 @@ class Exchange:
 
     def _send_on(self, connection: EngineConnection) -> None:
         assert self._engine is not None
-        incoming = self._incoming
+        incoming = self._engine.outgoing(self._incoming)
         self._connection = connection
         self._stage = _WAITING
         self._sent_ns = time.monotonic_ns()
@@ -329,8 +329,7 @@ class Exchange:
         if was_sent:
             self._blame(engine, now_ns)  # The request may be what ended the connection.
         else:
-            engine.health.breaker.unreachable(now_ns)
-            self._shared.fleet.lost(engine, cause, now_ns)
+            self._shared.fleet.unreachable(engine.address, cause, now_ns)
         self._connection = self._head = None
         self._num_lost += was_sent
         if self._num_lost <= _MAX_LOST and self._try_elsewhere("lost" if was_sent else "unreachable"):

@@ -307,11 +307,13 @@ def _sweep(shared: ExchangeContext, clients: ClientConnections) -> None:
         except Exception:
             exchange.fail()
     clients.sweep(now_s)
-    for engine in shared.fleet:
-        engine.pool.sweep(now_s)
-        shared.fleet.look(engine, now_ns)
-        if engine.silence.is_hung:
-            _leave(shared, engine)
+    for address in shared.fleet.addresses:
+        address.pool.sweep(now_s)
+        for engine in address.engines:
+            shared.fleet.look(engine, now_ns)
+        if address.silence.is_hung:  # All its ranks are out of rotation now, so no request moves to one of them.
+            for engine in address.engines:
+                _leave(shared, engine)
 
 
 def _leave(shared: ExchangeContext, engine: RoutedEngine) -> None:

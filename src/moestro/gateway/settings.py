@@ -17,11 +17,13 @@ from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, 
 from moestro.errors import ConfigError
 from moestro.gateway.kv_sources import KvSources
 from moestro.gateway.paths import can_be_opened
+from moestro.routing.scrape import MAX_RANKS
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access_settings import AccessSettings
 
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
 
+_AUTO = "auto"
 _FAILURE_STATUSES = range(400, 600)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -97,6 +99,11 @@ class EngineSettings(CheckedSettings):
 
     engine: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
     "Address of an engine: http://HOST:PORT, or NAME=http://HOST:PORT with a name. Repeat the flag for each engine."
+    dp_ranks: Annotated[str, Parameter(group=_ENGINES)] = "1"
+    (
+        "Data-parallel ranks behind each address, which are engines of their own: a number, or auto, by what the server"
+        " shows in /metrics or server info. Of vLLM (--data-parallel-size) and SGLang (--dp-size)."
+    )
     engine_api_key: Annotated[str | None, Parameter(group=_ENGINES, show_default=False)] = field(
         default=None, repr=False
     )
@@ -131,7 +138,25 @@ class EngineSettings(CheckedSettings):
         super().__post_init__()
         if self.engine_api_key == "":
             raise ConfigError("--engine-api-key is empty: give a key, or leave the flag out")
-        self.kv_sources.check_names([url.name for url in map(EngineUrl.parse, self.engine)])
+        names = [url.name for url in map(EngineUrl.parse, self.engine)]
+        self.kv_sources.check_names(names)
+        if self.num_ranks is not None:
+            self.kv_sources.check_ranks(names, self.num_ranks)
+        elif not self.metrics_interval:
+            raise ConfigError("--dp-ranks auto reads /metrics: set --metrics-interval above 0, or give a number")
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Number of data-parallel ranks behind each address; None means that each server shows it.
+
+        Raises:
+            ConfigError: `dp_ranks` is neither a number of ranks nor auto.
+        """
+        if self.dp_ranks == _AUTO:
+            return None
+        if not self.dp_ranks.isdecimal() or not 1 <= int(self.dp_ranks) <= MAX_RANKS:
+            raise ConfigError(f"--dp-ranks {self.dp_ranks}: give auto, or a number from 1 to {MAX_RANKS}")
+        return int(self.dp_ranks)
 
     @property
     def kv_sources(self) -> KvSources:
