@@ -12,7 +12,7 @@ from gateway.test_hung_engines import HANG, Hanging
 from gateway.test_kv_events import BLOCK_SIZE, DEMO, Published, ask, tokens, until_known
 
 from moestro.errors import ConfigError
-from moestro.gateway.body_edits import with_fields
+from moestro.gateway.engines.body_edits import with_fields
 
 QUICK_FIGURES = {"metrics_interval": 0.02}
 
@@ -274,8 +274,9 @@ class TestHealth:
         vllm = server(script=fail_on_rank_0)
         settings = {"api_key": KEYS, "route_policy": "round_robin", "health_interval": 30.0}
         async with rig(vllm, dp_ranks="2", **settings) as it:
-            for at in range(6):
-                await it.call(body={"prompt": f"{at}"}, Authorization=f"Bearer {KEYS[at // 2]}")
+            for at in range(8):
+                await it.call(body={"prompt": f"{at}"}, Authorization=f"Bearer {KEYS[at // 2 % 3]}")
+                await asyncio.sleep(1.1 if at == 5 else 0)  # A breaker waits so long for a success.
             assert (it.engine("v@0").condition, it.engine("v@1").condition) == ("open", "up")
             assert (await it.call(Authorization=f"Bearer {KEYS[0]}")).status == 200
 
