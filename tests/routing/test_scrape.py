@@ -188,6 +188,6 @@ def test_law_any_bytes_are_read_without_failing():
         for _ in range(rng.randrange(1, 30)):
             text[rng.randrange(len(text))] = rng.randrange(256)
         start = rng.randrange(len(text))
-        found = scrape(bytes(text[start:]))
-        assert found.figures.kv_usage is None or 0 <= found.figures.kv_usage <= 1
-        assert found.figures.num_running is None or found.figures.num_running >= 0
+        for found in (scrape(bytes(text[start:])), *scrape_ranks(bytes(text[start:])).values()):
+            assert found.figures.kv_usage is None or 0 <= found.figures.kv_usage <= 1
+            assert found.figures.num_running is None or found.figures.num_running >= 0

@@ -128,6 +128,7 @@ class _Exposed:
     def __init__(self, text: bytes) -> None:
         self._text = b"\n" + text[:MAX_BYTES]  # so that each line follows a newline
         self._found: dict[str, list[_Sample]] = {}
+        self._by_rank: dict[str, dict[int | None, list[_Sample]]] = {}
 
     def of(self, names: Sequence[str], rank: int | None = None) -> list[_Sample]:
         """Return (labels, value) for each sample of the first of `names` that has samples.
@@ -140,8 +141,16 @@ class _Exposed:
             if found is None:
                 found = self._found[name] = _samples_of(self._text, name.encode())
             if found:
-                return found if rank is None else [sample for sample in found if _rank_of(sample[0]) == rank]
+                return found if rank is None else self._of_ranks(name).get(rank, [])
         return []
+
+    def _of_ranks(self, name: str) -> dict[int | None, list[_Sample]]:
+        by_rank = self._by_rank.get(name)
+        if by_rank is None:
+            by_rank = self._by_rank[name] = {}
+            for sample in self._found[name]:
+                by_rank.setdefault(_rank_of(sample[0]), []).append(sample)
+        return by_rank
 
 
 def _load(exposed: _Exposed, rank: int | None) -> ScrapedLoad:
