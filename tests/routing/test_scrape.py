@@ -8,7 +8,15 @@ import time
 import pytest
 
 from moestro.core.load_figures import FIGURES, ROUTED_FIGURES, LoadFigures
-from moestro.routing.scrape import MAX_BYTES, MAX_RANKS, SCRAPED_FIGURES, EngineTotals, ScrapedLoad, scrape, scrape_ranks
+from moestro.routing.scrape import (
+    MAX_BYTES,
+    MAX_RANKS,
+    SCRAPED_FIGURES,
+    EngineTotals,
+    ScrapedLoad,
+    scrape,
+    scrape_ranks,
+)
 
 VLLM = b"""\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
