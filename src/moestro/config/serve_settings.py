@@ -10,8 +10,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from moestro.config.kv_events_settings import KvEventsSettings, kv_events_from
-from moestro.config.launcher_settings import LauncherSettings
-from moestro.config.server_settings import ProcessSettings, ServerSettings
+from moestro.config.server_settings import LauncherSettings, ProcessSettings, ServerSettings
 from moestro.cost.settings import PACED, PACED_NETWORK, PACED_QLLM, PacedOptions, PacedSettings, overridden_popularity
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError

@@ -17,6 +17,7 @@ from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, 
 from moestro.errors import ConfigError
 from moestro.gateway.clients.paths import can_be_opened
 from moestro.gateway.kv.kv_sources import KvSources
+from moestro.gateway.picker.settings import PickerSettings
 from moestro.routing.scrape import MAX_RANKS
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access.access_settings import AccessSettings
@@ -90,6 +91,18 @@ class EngineUrl:
             raise ConfigError(f"--engine {text}: a name has letters, digits and . _ : - in it, 64 at most")
         is_tls = parts.scheme == "https"
         return cls(name, f"{parts.scheme}://{netloc}{path}", netloc, host, port, path, is_tls)
+
+    def check_is_endpoint(self) -> None:
+        """Check that an address and a port name this engine, as the endpoint picker protocol demands.
+
+        Raises:
+            ConfigError: The engine's API is below a path.
+        """
+        if self.path:
+            raise ConfigError(
+                f"--engine {self.name}={self.url}: --ext-proc names engines by address and port, so the API cannot be"
+                f" below {self.path}; serve it at / or leave --ext-proc out"
+            )
 
 
 @Parameter(name="*")
@@ -330,12 +343,16 @@ class RouteSettings:
     reliability: ReliabilitySettings = field(default_factory=ReliabilitySettings)
     front: FrontSettings = field(default_factory=FrontSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
+    picker: PickerSettings = field(default_factory=PickerSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
 
     def __post_init__(self) -> None:
         if self.engines.kv_sources and self.routing.tokenizer is None:
             raise ConfigError("--kv-events describes blocks of tokens: give --tokenizer, and the engines' --block-size")
+        if self.picker.ext_proc is not None:
+            for url in map(EngineUrl.parse, self.engines.engine):
+                url.check_is_endpoint()
 
 
 ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
@@ -344,6 +361,11 @@ ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
     Need("needs --kv-events", lambda settings: bool(settings.engines.kv_events), ("kv_tiers",)),
     Need(
         "leave --max-retries 0 out", lambda settings: settings.reliability.max_retries > 0, ("retry_on", "retry_share")
+    ),
+    Need(
+        "needs --ext-proc",
+        lambda settings: settings.picker.ext_proc is not None,
+        ("ext_proc_host", "ext_proc_ssl_certfile", "ext_proc_ssl_keyfile", "ext_proc_ssl_ca_certs"),
     ),
     Need("needs --record", lambda settings: settings.record.record is not None, ("record_key_file",)),
     Need(

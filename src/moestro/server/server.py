@@ -30,8 +30,8 @@ from moestro.server.admin.expert_admin import ExpertAdmin
 from moestro.server.admin.explain_admin import ExplainAdmin
 from moestro.server.admin.live_placement import LivePlacement, open_placement
 from moestro.server.admin.worker_admin import WorkerAdmin
-from moestro.server.api.docs_api import ROOT_PATH
 from moestro.server.api.fields.request_builder import ServedModel
+from moestro.server.api.operations import ROOT_PATH
 from moestro.server.api.routes import ApiServer
 from moestro.server.api.server_info import server_info
 from moestro.server.engines.engine_client import EngineClient

@@ -40,6 +40,7 @@ class EngineAdmin:
     Args:
         withheld: names of client headers that engines do not get.
         reading: method of comparing prompts, in words.
+        takes_paths: whether an engine's API may be below a path.
     """
 
     fleet: Fleet
@@ -47,13 +48,16 @@ class EngineAdmin:
     settings: EngineSettings
     withheld: frozenset[bytes]
     reading: str
+    takes_paths: bool = True
 
     def add(self, url: EngineUrl) -> EngineAddress:
         """Add the engines of an address and start its health checks; requests follow once a check has passed.
 
         Raises:
-            ConfigError: an engine with this name or address exists already.
+            ConfigError: an engine with this name or address exists already, or its path cannot be used.
         """
+        if not self.takes_paths:
+            url.check_is_endpoint()
         tls = ssl.create_default_context() if url.is_tls else None
         pool = Pool(Address(url.host, url.port, tls), self.settings.connect_timeout)
         key = self.settings.engine_api_key
