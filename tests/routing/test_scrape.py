@@ -117,6 +117,12 @@ def test_each_rank_of_vllm_has_its_own_figures():
     }
 
 
+def test_ranks_follow_from_counters_while_there_are_no_gauges():
+    """vLLM with several API servers shows no gauge before its first request."""
+    text = b'vllm:generation_tokens_total{engine="0"} 0\nvllm:generation_tokens_total{engine="1"} 0\n'
+    assert [*scrape_ranks(text)] == [0, 1]
+
+
 def test_each_rank_of_sglang_has_the_figures_of_its_group():
     text = series("sglang:num_running_reqs", tp0_dp0=7, tp1_dp0=7, tp2_dp1=5, tp3_dp1=5)
     assert {rank: load.figures.num_running for rank, load in scrape_ranks(text).items()} == {0: 7, 1: 5}

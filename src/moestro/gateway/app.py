@@ -29,7 +29,8 @@ from moestro.gateway.kv.kv_watch import KvEventsWatch
 from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.metrics import Counts
 from moestro.gateway.proxy import Proxy
-from moestro.gateway.settings import EngineSettings, FrontSettings, RecordSettings, ReliabilitySettings, RouteSettings
+from moestro.gateway.request_queue import RequestQueue, RequestQueueRules
+from moestro.gateway.settings import EngineSettings, FrontSettings, RecordSettings, RouteSettings
 from moestro.routing.health.breaker import BreakerRules
 from moestro.routing.health.engine_health import HealthRules
 from moestro.routing.health.retry_budget import RetryBudget, RetryRules
@@ -37,7 +38,9 @@ from moestro.routing.health.silence import SilenceRules
 from moestro.routing.policy_contract import FRESH_NS, RouteInputs
 from moestro.routing.record.decision_log import DecisionLog
 from moestro.routing.record.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
+from moestro.routing.route_queue import RouteQueue
 from moestro.routing.router import Router
+from moestro.routing.saturation import Saturation
 from moestro.routing.scrape import SCRAPED_FIGURES
 from moestro.routing.settings import RouterSettings
 from moestro.text.thread_pool import PrepareThreads
@@ -101,19 +104,22 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
         read_clocks,
     )
     access = Access.of(front.api_key, settings.access)
+    queue = _request_queue(settings, fleet)
     shared = ExchangeContext(
         fleet=fleet,
         access=access,
-        rules=_exchange_rules(settings.reliability, front),
+        rules=_exchange_rules(settings),
         budget=RetryBudget(RetryRules(share=settings.reliability.retry_share), time.monotonic_ns()),
         counts=counts,
         decision_log=decision_log,
         active={},
         faults=faults,
+        queue=queue,
     )
     collectors, watchers, kv_events = _observers(settings, fleet)
     rules = _watch_rules(settings.engines)
-    watch = Watch([HealthWatch(fleet, rules), MetricsWatch(fleet, rules)], watchers)
+    watch = Watch([HealthWatch(fleet, rules), MetricsWatch(fleet, rules, queue)], watchers)
+    collectors += [] if queue is None else [queue]
     exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
     routes = Routes(front.open_path)
@@ -221,13 +227,24 @@ def _silence_rules(engines: EngineSettings) -> SilenceRules:
     return SilenceRules(check_ns=int(engines.health_interval * 1e9), hang_ns=int(engines.hang_timeout * 1e9))
 
 
-def _exchange_rules(reliability: ReliabilitySettings, front: FrontSettings) -> ExchangeRules:
+def _request_queue(settings: RouteSettings, fleet: Fleet) -> RequestQueue | None:
+    queue = settings.queue
+    if not queue.has_queue:
+        return None
+    rules = RequestQueueRules(ttl_s=queue.queue_ttl, refusal_status=queue.queue_refusal, evicts=queue.evict_best_effort)
+    saturation = Saturation(queue.saturation, _fresh_ns(settings.engines))
+    return RequestQueue(fleet, RouteQueue(queue.make_policy(), queue.rules), saturation, rules)
+
+
+def _exchange_rules(settings: RouteSettings) -> ExchangeRules:
+    reliability, front = settings.reliability, settings.front
     return ExchangeRules(
         max_retries=reliability.max_retries,
         retry_on=frozenset(reliability.retry_on),
         first_byte_s=reliability.first_byte_timeout,
         idle_s=reliability.idle_timeout,
         shows_route=front.route_headers,
+        class_fields=settings.queue.class_fields,
     )
 
 

@@ -128,6 +128,8 @@ def _forgive(shared: ExchangeContext, clients: ClientConnections, pause_ns: int)
 def _sweep(shared: ExchangeContext, clients: ClientConnections) -> None:
     now_ns = time.monotonic_ns()
     now_s = now_ns * 1e-9
+    if shared.queue is not None:
+        shared.queue.tick(now_ns)
     for exchange in [exchange for exchange in shared.active.values() if exchange.deadline_s < now_s]:
         try:
             exchange.expire()

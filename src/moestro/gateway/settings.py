@@ -18,6 +18,7 @@ from moestro.errors import ConfigError
 from moestro.gateway.clients.paths import can_be_opened
 from moestro.gateway.kv.kv_sources import KvSources
 from moestro.gateway.picker.settings import PickerSettings
+from moestro.gateway.queue_settings import QueueSettings
 from moestro.routing.scrape import MAX_RANKS
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access.access_settings import AccessSettings
@@ -343,6 +344,7 @@ class RouteSettings:
     reliability: ReliabilitySettings = field(default_factory=ReliabilitySettings)
     front: FrontSettings = field(default_factory=FrontSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
+    queue: QueueSettings = field(default_factory=QueueSettings)
     picker: PickerSettings = field(default_factory=PickerSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
@@ -353,6 +355,10 @@ class RouteSettings:
         if self.picker.ext_proc is not None:
             for url in map(EngineUrl.parse, self.engines.engine):
                 url.check_is_endpoint()
+            if self.engines.num_ranks != 1:
+                raise ConfigError("--ext-proc names addresses, not ranks: leave --dp-ranks out")
+        if self.queue.has_queue and not self.engines.metrics_interval:
+            raise ConfigError("--queue-policy reads the engines' /metrics: set --metrics-interval above 0")
 
 
 ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
@@ -366,6 +372,14 @@ ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
         "needs --ext-proc",
         lambda settings: settings.picker.ext_proc is not None,
         ("ext_proc_host", "ext_proc_ssl_certfile", "ext_proc_ssl_keyfile", "ext_proc_ssl_ca_certs"),
+    ),
+    Need(
+        "needs --queue-policy",
+        lambda settings: settings.queue.has_queue,
+        (
+            *("queue_kv_usage", "queue_waiting", "queue_ttft", "queue_ttl", "queue_max_requests", "queue_max_tokens"),
+            *("queue_refusal", "evict_best_effort"),
+        ),
     ),
     Need("needs --record", lambda settings: settings.record.record is not None, ("record_key_file",)),
     Need(

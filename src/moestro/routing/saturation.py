@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from moestro.core.load_figures import LoadFigures
 from moestro.core.request import Request
-from moestro.core.views import EngineTable
+from moestro.core.views import NEVER_NS, EngineTable
 from moestro.routing.ttft import LearnedTtft
 
 Bools = NDArray[np.bool_]
@@ -53,10 +53,6 @@ class Saturation:
             known = self._capacity.get(engine, 0)
             self._capacity[engine] = running if waiting else max(known, running)
 
-    def forget(self, engine: int) -> None:
-        """Discard what is known of an engine whose process is gone."""
-        self._capacity.pop(engine, None)
-
     def full(self, table: EngineTable, now_ns: int) -> Bools:
         """Return bool[n], whether each engine is saturated.
 
@@ -64,6 +60,8 @@ class Saturation:
             table: the engines, with the requests that were sent by now.
         """
         rules, fresh_ns = self._rules, self._fresh_ns
+        for row in [row for row in self._capacity if row >= len(table) or table.num_running.as_of_ns[row] == NEVER_NS]:
+            del self._capacity[row]  # of a process that is gone
         capacity = np.fromiter((self._capacity.get(row, 0) for row in range(len(table))), np.int64, len(table))
         capacity = np.maximum(capacity, table.num_running.values)
         is_full = table.num_in_flight + table.num_foreign >= capacity + rules.num_waiting

@@ -115,10 +115,11 @@ def scrape_ranks(text: bytes) -> dict[int, ScrapedLoad]:
         its engines have their own router, and take no rank from a client.
     """
     exposed = _Exposed(text)
-    names = [each for each in _NAMES["num_running"] if not each.startswith("moestro:")]
     if exposed.of(_NAMES["num_running"][:1]):
         return {}
-    ranks = sorted({rank for labels, _ in exposed.of(names) if (rank := _rank_of(labels)) is not None})
+    # A server with several front ends shows gauges only after its first request, but counters from its start.
+    shown = [each for names in (_NAMES["num_running"], _GENERATED) for each in exposed.of(names)]
+    ranks = sorted({rank for labels, _ in shown if (rank := _rank_of(labels)) is not None})
     return {rank: _load(exposed, rank) for rank in ranks[:MAX_RANKS]}
 
 

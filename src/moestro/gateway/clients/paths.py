@@ -33,6 +33,8 @@ OWN_PATHS: dict[str, Methods] = {
 }
 CHAT_PATH, BATCH_PATH = "/v1/chat/completions", "/v1/chat/completions/batch"
 GENERATE_PATH = "/generate"  # SGLang's own
+# Paths of generation whose bodies may name a class.
+CLASS_PATHS = frozenset({CHAT_PATH, "/v1/completions", "/v1/responses", "/v1/messages", GENERATE_PATH})
 MODELS = "/v1/models/"  # prefix of the model cards, which the router answers too
 # Paths of vLLM, SGLang and Moestro that answer prompts or describe the model. Paths that change, stop, trace or
 # describe the process are left out.

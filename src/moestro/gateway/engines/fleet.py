@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -39,11 +39,13 @@ class RouteBounds(NamedTuple):
         model: Model that the engine must serve. None, or a model that no engine lists, allows every engine.
         tried: Rows of engines that have failed this request.
         client: Name of the client. Needed only while the fleet has pauses.
+        full: Rows of saturated engines.
     """
 
     model: str | None
     tried: Collection[int] = ()
     client: Hashable = None
+    full: Collection[int] = ()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -139,13 +141,16 @@ class RoutedEngine:
         """Signs of life of the server, with all bytes that have arrived by now."""
         return self.address.silence
 
-    def outgoing(self, incoming: Incoming) -> Incoming:
-        """Return the request as the engine gets it: SGLang's own path reads the rank from the body alone."""
+    def outgoing(self, incoming: Incoming, fields: Mapping[str, bytes | None]) -> Incoming:
+        """Return the request as the engine gets it: SGLang's own path reads the rank from the body alone.
+
+        Args:
+            fields: further fields of the body, as `with_fields` takes them.
+        """
         rank = self.head.rank
-        if rank is None or incoming.head.path != GENERATE_PATH:
-            return incoming
-        fields = dict.fromkeys(_OLD_RANK_FIELDS) | {"routed_dp_rank": b"%d" % rank}
-        return replace(incoming, body=with_fields(incoming.body, fields))
+        if rank is not None and incoming.head.path == GENERATE_PATH:
+            fields = {**fields, **dict.fromkeys(_OLD_RANK_FIELDS), "routed_dp_rank": b"%d" % rank}
+        return replace(incoming, body=with_fields(incoming.body, fields)) if fields else incoming
 
 
 class Fleet:
@@ -284,7 +289,8 @@ class Fleet:
             NoEngineError: No engine is left; the error contains the time after which to retry.
             QueueFullError: All remaining engines are full.
         """
-        is_open = not (bounds.tried or self._returning or self._suspected or self._pausing) and self.models.are_alike
+        is_bound = bounds.tried or bounds.full or self._returning or self._suspected or self._pausing
+        is_open = not is_bound and self.models.are_alike
         exclude = () if is_open else self._excluded(bounds, now_ns)
         try:
             return self.router.submit(request, now_ns, exclude)
@@ -368,7 +374,7 @@ class Fleet:
         """Return the rows in rotation that must not get this request."""
         lacking = self.models.excluded(bounds.model)
         in_rotation = [row for row in self._by_row if self.router.is_routable(row)]
-        excluded = [row for row in in_rotation if row in bounds.tried or row in lacking]
+        excluded = [row for row in in_rotation if row in bounds.tried or row in lacking or row in bounds.full]
         left = [row for row in in_rotation if row not in excluded]
         if trusted := [row for row in left if row not in self._suspected]:
             excluded += [row for row in left if row in self._suspected]

@@ -7,10 +7,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
+from moestro.core.load_figures import LoadFigures
 from moestro.gateway.clients.http_headers import LOOP_STATUS
 from moestro.gateway.engines.fleet import EngineAddress, Fleet, RoutedEngine
 from moestro.gateway.engines.probe_client import NoAnswerError, ask
@@ -27,6 +28,7 @@ _FORWARDED_PATH = "/get_model_info"  # Routers forward it, and engines answer it
 _SERVER_INFO_PATHS = ("/server_info", "/get_server_info")  # of SGLang: the newer one, and the older one
 _MAX_INFO_BYTES = 4 << 20
 _AGAIN_S = 1.0
+_HURRY_S = 0.1  # interval between reads of /metrics while requests wait for figures
 _MOST_CHECKS = 4  # of one engine at once; an engine that hangs for long holds no more connections
 # A check is judged this long after its time is over. If this process was stopped, its answer is read meanwhile.
 _READ_S = 0.02
@@ -209,15 +211,28 @@ class HealthWatch:
         return True
 
 
+class FiguresListener(Protocol):
+    """Receives the figures of all engines, beside the router."""
+
+    @property
+    def needs_figures(self) -> bool:
+        """Whether newer figures are needed soon."""
+        ...
+
+    def reported(self, row: int, figures: LoadFigures) -> None:
+        """Take in the figures of the engine in `row`."""
+
+
 class MetricsWatch:
     """Watcher that reads `/metrics` of an address and reports the figures of its engines to the router.
 
     It also finds the data-parallel ranks of a server, by their figures, or by the answer of SGLang's server info.
     """
 
-    def __init__(self, fleet: Fleet, rules: WatchRules) -> None:
+    def __init__(self, fleet: Fleet, rules: WatchRules, listener: FiguresListener | None = None) -> None:
         self._fleet = fleet
         self._rules = rules
+        self._listener = listener
 
     async def __call__(self, address: EngineAddress) -> None:
         """Read `/metrics` until cancelled, at growing intervals for an address without it."""
@@ -235,7 +250,15 @@ class MetricsWatch:
             if status == 200:
                 self._take(address, text, by_rank, asked_ns, specs)
             pause_s = min(60.0, 2 * pause_s) if status == 404 else self._rules.metrics_s
-            await asyncio.sleep(pause_s)
+            await self._rest(pause_s)
+
+    async def _rest(self, pause_s: float) -> None:
+        """Wait until the next read, which comes early while the listener needs figures."""
+        end_s = time.monotonic() + pause_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            await asyncio.sleep(left_s if self._listener is None else min(left_s, _HURRY_S))
+            if self._listener is not None and self._listener.needs_figures:
+                return
 
     async def _find_ranks(self, address: EngineAddress, ranks: Sequence[int]) -> None:
         """Give the address the ranks that its figures name, or else those of its server info."""
@@ -274,6 +297,8 @@ class MetricsWatch:
         """Report figures as of the time of the request, because they contain nothing that arrived later."""
         now_ns = time.monotonic_ns()
         self._fleet.router.report(engine.row, load.figures, asked_ns, now_ns)
+        if self._listener is not None:
+            self._listener.reported(engine.row, load.figures)
         engine.totals = load.totals
         if load.num_tokens_computed is not None:
             num_in_flight = self._fleet.router.num_in_flight_on(engine.row)
