@@ -20,6 +20,7 @@ from moestro.gateway.app import RouterApp, assemble
 from moestro.gateway.kv.prompt_blocks import PromptReader, text_prompt_reader
 from moestro.gateway.kv.tokenized_blocks import tokenized_prompt_reader
 from moestro.gateway.proxy import sweep_forever
+from moestro.gateway.queue_settings import QueueSettings
 from moestro.gateway.settings import (
     AdminSettings,
     EngineSettings,
@@ -43,6 +44,7 @@ GROUPS = {
     "routing": RoutingSettings,
     "reliability": ReliabilitySettings,
     "front": FrontSettings,
+    "queue": QueueSettings,
     "access": AccessSettings,
     "admin": AdminSettings,
     "record": RecordSettings,
