@@ -40,7 +40,7 @@ from moestro.routing.record.decision_log import DecisionLog
 from moestro.routing.record.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
 from moestro.routing.route_queue import RouteQueue
 from moestro.routing.router import Router
-from moestro.routing.saturation import Saturation
+from moestro.routing.saturation import EngineSaturation
 from moestro.routing.scrape import SCRAPED_FIGURES
 from moestro.routing.settings import RouterSettings
 from moestro.text.thread_pool import PrepareThreads
@@ -232,7 +232,7 @@ def _request_queue(settings: RouteSettings, fleet: Fleet) -> RequestQueue | None
     if not queue.has_queue:
         return None
     rules = RequestQueueRules(ttl_s=queue.queue_ttl, refusal_status=queue.queue_refusal, evicts=queue.evict_best_effort)
-    saturation = Saturation(queue.saturation, _fresh_ns(settings.engines))
+    saturation = EngineSaturation(queue.saturation, _fresh_ns(settings.engines))
     return RequestQueue(fleet, RouteQueue(queue.make_policy(), queue.rules), saturation, rules)
 
 

@@ -13,10 +13,9 @@ from moestro.core.request import ServiceClass
 from moestro.core.setting_checks import CheckedSettings, above, at_least
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
-from moestro.routing.route_queue import QueueRules
+from moestro.routing.route_queue import NO_QUEUE, QueueRules
 from moestro.routing.saturation import SaturationRules
 
-NO_QUEUE = "none"
 _QUEUE = Group.create_ordered(
     "Queue",
     help="While every engine for a request is saturated, the request waits in the router and not in an engine.",

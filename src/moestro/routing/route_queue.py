@@ -21,6 +21,7 @@ from moestro.errors import QueueBoundError
 Group = Hashable  # requests of one group may go to the same engines
 HasRoom = Callable[[Group], bool]
 
+NO_QUEUE = "none"  # in place of an order policy: no request waits in front of the router
 _FIRST_ROWS = 16
 _GAIN = 1 / 16  # weight of the newest wait in the usual one
 _MOST_RETRY_AFTER_S = 60

@@ -30,7 +30,7 @@ class SaturationRules:
     ttft_ns: int | None = None
 
 
-class Saturation:
+class EngineSaturation:
     """Judges engines by their last figures, and by the router's own counts since then.
 
     An engine where requests wait is full: what it runs is its capacity. So an engine may have its capacity and
