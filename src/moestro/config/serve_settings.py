@@ -21,6 +21,7 @@ from moestro.placement.settings import ExpertLoadSettings
 from moestro.routing.settings import RoutePolicySettings
 from moestro.text.settings import ChatSettings
 from moestro.web.access.access_settings import AccessSettings
+from moestro.web.ports.tls_settings import TlsSettings
 
 
 def _panel(name: str, text: str, sort_key: int) -> Parameter:
@@ -49,6 +50,7 @@ class ServeSettings:
     server: Annotated[ServerSettings, _SERVER] = field(default_factory=ServerSettings)
     chat: Annotated[ChatSettings, _CHAT] = field(default_factory=ChatSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
+    tls: TlsSettings = field(default_factory=TlsSettings)
     processes: Annotated[ProcessSettings, _PROCESSES] = field(default_factory=ProcessSettings)
     launching: Annotated[LauncherSettings, _PROCESSES] = field(default_factory=LauncherSettings)
     routing: Annotated[RoutePolicySettings, _PROCESSES] = field(default_factory=RoutePolicySettings)

@@ -33,6 +33,7 @@ from moestro.web.ports.connections import (
 from moestro.web.ports.faults import Faults, Port
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, wait_until
 from moestro.web.ports.startup import process_age_s
+from moestro.web.ports.tls import ServerTls
 from moestro.web.statline import log_forever
 
 _SWEEP_S = 0.25
@@ -80,6 +81,7 @@ class _RouteServer:
         self._prompt_reader = prompt_reader
         self._lifecycle = lifecycle
         self._open_picker = open_picker
+        self._tls = ServerTls.of(settings.tls)
 
     async def run(self) -> None:
         warn_of_idle_flags(self._settings, ROUTE_NEEDS)
@@ -110,7 +112,7 @@ class _RouteServer:
     async def _serve(
         self, app: RouterApp, listener: socket.socket, admin_listener: socket.socket, picker_url: str
     ) -> None:
-        server = Front(Port.CLIENTS, listener, app.clients, app.front_limits, self._lifecycle.faults).open()
+        server = Front(Port.CLIENTS, listener, app.clients, app.front_limits, self._lifecycle.faults, self._tls).open()
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
@@ -132,12 +134,12 @@ class _RouteServer:
         self, app: RouterApp, listener: socket.socket, admin_listener: socket.socket, picker_url: str
     ) -> None:
         settings = self._settings
-        warn_if_open(listener, settings.front.api_key)
+        warn_if_open(listener, settings.front.api_key, self._tls)
         summary = RouteSummary(
             engines=app.engine_admin.views(),
             policy=settings.policy.route_policy,
             prompts=self._prompt_reader.words,
-            url=url_of(listener),
+            url=url_of(listener, is_tls=self._tls is not None),
             admin_url=url_of(admin_listener),
             needs_key=bool(settings.front.api_key),
             seconds=process_age_s(),

@@ -22,6 +22,7 @@ from moestro.gateway.queue_settings import QueueSettings
 from moestro.routing.scrape import MAX_RANKS
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access.access_settings import AccessSettings
+from moestro.web.ports.tls_settings import TlsSettings
 
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
 
@@ -122,6 +123,12 @@ class EngineSettings(CheckedSettings):
         default=None, repr=False
     )
     "Key that engines get in place of the client's. MOESTRO_ENGINE_API_KEY keeps it out of the process list."
+    engine_ca_certs: Annotated[Path | None, Parameter(group=_ENGINES)] = None
+    "File with the authorities of https:// engines, in PEM form. Unset: those of the system."
+    engine_certfile: Annotated[Path | None, Parameter(group=_ENGINES)] = None
+    "File with the router's own certificate for https:// engines that want one, in PEM form."
+    engine_keyfile: Annotated[Path | None, Parameter(group=_ENGINES)] = None
+    "File with the private key of --engine-certfile. Unset: the certificate's own file."
     connect_timeout: Annotated[float, above(0), Parameter(group=_ENGINES)] = 3.0
     "Seconds in which a connection to an engine must be made."
     health_path: Annotated[str, Parameter(group=_ENGINES)] = "/health"
@@ -152,6 +159,8 @@ class EngineSettings(CheckedSettings):
         super().__post_init__()
         if self.engine_api_key == "":
             raise ConfigError("--engine-api-key is empty: give a key, or leave the flag out")
+        if self.engine_keyfile is not None and self.engine_certfile is None:
+            raise ConfigError("--engine-keyfile is the key of --engine-certfile: give the certificate too")
         names = [url.name for url in map(EngineUrl.parse, self.engine)]
         self.kv_sources.check_names(names)
         if self.num_ranks is not None:
@@ -345,6 +354,7 @@ class RouteSettings:
     front: FrontSettings = field(default_factory=FrontSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
+    tls: TlsSettings = field(default_factory=TlsSettings)
     picker: PickerSettings = field(default_factory=PickerSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
@@ -380,6 +390,11 @@ ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
             *("queue_kv_usage", "queue_waiting", "queue_ttft", "queue_ttl", "queue_max_requests", "queue_max_tokens"),
             *("queue_refusal", "evict_best_effort"),
         ),
+    ),
+    Need(
+        "needs an --engine with https://",
+        lambda settings: any(EngineUrl.parse(text).is_tls for text in settings.engines.engine),
+        ("engine_ca_certs", "engine_certfile", "engine_keyfile"),
     ),
     Need("needs --record", lambda settings: settings.record.record is not None, ("record_key_file",)),
     Need(

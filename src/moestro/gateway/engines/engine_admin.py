@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 import time
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from moestro.gateway.engines.health_checks import Watch
 from moestro.gateway.engines.upstream import Address, Pool
 from moestro.gateway.settings import EngineSettings, EngineUrl
 from moestro.routing.policy_contract import FRESH_NS
+from moestro.web.ports.tls import engine_context
 
 
 class EngineView(msgspec.Struct, kw_only=True):
@@ -58,7 +58,10 @@ class EngineAdmin:
         """
         if not self.takes_paths:
             url.check_is_endpoint()
-        tls = ssl.create_default_context() if url.is_tls else None
+        settings = self.settings
+        tls = None
+        if url.is_tls:
+            tls = engine_context(settings.engine_ca_certs, settings.engine_certfile, settings.engine_keyfile)
         pool = Pool(Address(url.host, url.port, tls), self.settings.connect_timeout)
         key = self.settings.engine_api_key
         head = EngineHead(
