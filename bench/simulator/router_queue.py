@@ -1,12 +1,12 @@
 """Compares a queue in the router with engines that get every request at once, at 120 % of their capacity.
 
-    python bench/simulator/router_queue.py [--seeds 3] [--requests 3000] [--json FILE]
+    python bench/simulator/router_queue.py [--seeds 3] [--requests 800] [--json FILE]
 
-Everything is simulated: four H20 engines with Qwen3-30B-A3B, production router, queue and schedulers. Requests
-are turns of chats (`session_shapes.py`, CHAT); a third is latency-sensitive (urgent), the others are best effort.
-Engines schedule first come, first served, as vLLM does by default; the last row has engines that know the classes.
-Figures reach the router every 100 ms. Throughput is output tokens over the time from the first arrival to the last
-token.
+Everything is simulated: two H20 engines with Qwen3-30B-A3B and 32 sequences each, production router, queue and
+schedulers. Requests are turns of chats (`session_shapes.py`, CHAT); a third is latency-sensitive (urgent), the others
+are best effort. Engines schedule first come, first served, as vLLM does by default; the last row has engines that know
+the classes. Figures reach the router every 100 ms. Throughput is output tokens over the time from the first arrival to
+the last token.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def settings_of(num_requests: int, seed: int) -> SimSettings:
             load=LOAD,
             ls_share=1 / 3,
         ),
-        engines=SimEngineSettings(count=4, max_num_seqs=64),
+        engines=SimEngineSettings(count=2, max_num_seqs=32),
         policies=(policy_of("no queue"),),
         seed=seed,
     )
@@ -80,7 +80,7 @@ def figures_of(results: Results) -> dict[str, float]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--requests", type=int, default=800)
     asked = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ROWS}
     rates = []
