@@ -81,11 +81,11 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=800)
-    asked = parser.parse_args()
+    given = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ROWS}
     rates = []
-    for seed in range(asked.seeds):
-        settings, saturation = at_load(settings_of(asked.requests, seed), Path())
+    for seed in range(given.seeds):
+        settings, saturation = at_load(settings_of(given.requests, seed), Path())
         rates.append(saturation.rate)
         scenario = make_scenario(settings, Path())
         for name in ROWS:
@@ -107,8 +107,8 @@ def main() -> None:
         for name in ROWS
     }
     print(ratios["queue, qllm"])
-    facts = {"seeds": asked.seeds, "requests": asked.requests, "load": LOAD, "requests_per_s": spread(rates)}
-    save(asked.json, run_record("simulated"), {**facts, "rows": table, "over_no_queue": ratios})
+    facts = {"seeds": given.seeds, "requests": given.requests, "load": LOAD, "requests_per_s": spread(rates)}
+    save(given.json, run_record("simulated"), {**facts, "rows": table, "over_no_queue": ratios})
 
 
 if __name__ == "__main__":

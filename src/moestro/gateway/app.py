@@ -117,8 +117,7 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
         queue=queue,
     )
     collectors, watchers, kv_events = _observers(settings, fleet)
-    rules = _watch_rules(settings.engines)
-    watch = Watch([HealthWatch(fleet, rules), MetricsWatch(fleet, rules, queue)], watchers)
+    watch = _watch(settings.engines, fleet, queue, watchers)
     collectors += [] if queue is None else [queue]
     exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
@@ -142,14 +141,15 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     )
 
 
-def _watch_rules(engines: EngineSettings) -> WatchRules:
-    return WatchRules(
+def _watch(engines: EngineSettings, fleet: Fleet, queue: RequestQueue | None, of_engines: list[EngineWatcher]) -> Watch:
+    rules = WatchRules(
         health_path=engines.health_path,
         soon_s=min(_SOON_S, engines.health_interval),
         limit_s=_silence_rules(engines).limit_ns * 1e-9,
         timeout_s=engines.probe_timeout,
         metrics_s=engines.metrics_interval,
     )
+    return Watch([HealthWatch(fleet, rules), MetricsWatch(fleet, rules, queue)], of_engines)
 
 
 def _observers(
