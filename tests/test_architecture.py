@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "planner": {"sim", "core", "wire", "cost", "workload", "config", *LEVELS},
     "worker": {"core", "wire", "text", "grammar", "model", "cost", "config", *LEVELS},
     "server": {"core", "files", "wire", "routing", "placement", "cost", "text", "grammar", "web", "workload", "config"},
-    "gateway": {"core", "wire", "routing", "text", "web", "workload", "config"},
+    "gateway": {"core", "wire", "routing", "engine", "text", "web", "workload", "config"},
     "loadgen": {"core", "workload", "cost", "web", "config"},
     "offline": {"core", "files", "web", "workload", "loadgen"},
     # It times a rank, with the main loop and the messages of a server's, in its own process.

@@ -85,6 +85,29 @@ class QueueFullError(RequestError):
         )
 
 
+class QueueBoundError(RequestError):
+    """A client has as many requests in the router's queue as it may have."""
+
+    http_status = 429
+    error_type = "rate_limit_error"
+    retry_after_s = 1
+
+    def __init__(self, problem: str) -> None:
+        text = f"All engines are full, and {problem}. Retry later, or send fewer at a time."
+        super().__init__(text, code="queue_full")
+
+
+class QueueTimeoutError(RequestError):
+    """A request has waited in the router's queue for as long as it may."""
+
+    http_status = 429
+    error_type = "rate_limit_error"
+    retry_after_s = 1
+
+    def __init__(self, ttl_s: float) -> None:
+        super().__init__(f"No engine had room for the request within {ttl_s:g} s. Retry later.", code="queue_timeout")
+
+
 class NoEngineError(RequestError):
     """No engine can take a request now."""
 

@@ -20,6 +20,7 @@ from moestro.gateway.app import RouterApp, assemble
 from moestro.gateway.kv.prompt_blocks import PromptReader, text_prompt_reader
 from moestro.gateway.kv.tokenized_blocks import tokenized_prompt_reader
 from moestro.gateway.proxy import sweep_forever
+from moestro.gateway.queue_settings import QueueSettings
 from moestro.gateway.settings import (
     AdminSettings,
     EngineSettings,
@@ -43,6 +44,7 @@ GROUPS = {
     "routing": RoutingSettings,
     "reliability": ReliabilitySettings,
     "front": FrontSettings,
+    "queue": QueueSettings,
     "access": AccessSettings,
     "admin": AdminSettings,
     "record": RecordSettings,
@@ -339,7 +341,7 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
     made = Rig(app, listener.getsockname()[1], faults)
     try:
         if is_up:
-            await made.until_up(*(engine.name for engine in engines))
+            await made.until(lambda: all(engine.condition == "up" for engine in app.shared.fleet))
         yield made
         for caller in made.callers:
             caller.hang_up()
@@ -354,8 +356,8 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
             caller.hang_up()
         await app.engine_admin.watch.close()
         app.threads.close()
-        for engine in app.shared.fleet:
-            engine.pool.close()
+        for address in app.shared.fleet.addresses:
+            address.pool.close()
         for engine in engines:
             engine.die()
 

@@ -127,9 +127,9 @@ async def test_a_watcher_that_fails_begins_anew(monkeypatch, caplog):
 
     async with rig(FakeEngine("a")) as it:
         watch = Watch([watcher])
-        watch.begin(it.engine("a"))
+        watch.begin(it.engine("a").address)
         await it.until(lambda: num_begun == 3)
-        await watch.end(it.engine("a"))
+        await watch.end(it.engine("a").address)
     assert "the watcher of engine a failed" in caplog.text
 
 

@@ -317,9 +317,9 @@ class TestAdmin:
         async with rig(one) as it:
             assert (await it.call(X_Request_Id="r")).headers["x-moestro-engine"] == "one"
             row = it.engine("one").row
-            await it.app.engine_admin.remove(it.engine("one"))
+            await it.app.engine_admin.remove(it.engine("one").address)
             await two.start()
-            assert it.app.engine_admin.add(EngineUrl.parse(f"two=http://127.0.0.1:{two.port}")).row == row
+            assert it.app.engine_admin.add(EngineUrl.parse(f"two=http://127.0.0.1:{two.port}")).engines[0].row == row
             await it.until_up("two")
             [attempt] = it.app.shared.decision_log.trace("r").attempts
             assert [attempt.engine, *(each.engine for each in attempt.candidates)] == ["one", "one"]

@@ -8,7 +8,15 @@ import time
 import pytest
 
 from moestro.core.load_figures import FIGURES, ROUTED_FIGURES, LoadFigures
-from moestro.routing.scrape import MAX_BYTES, SCRAPED_FIGURES, EngineTotals, ScrapedLoad, scrape
+from moestro.routing.scrape import (
+    MAX_BYTES,
+    MAX_RANKS,
+    SCRAPED_FIGURES,
+    EngineTotals,
+    ScrapedLoad,
+    scrape,
+    scrape_ranks,
+)
 
 VLLM = b"""\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -94,6 +102,43 @@ sglang:num_queue_reqs{model_name="m",priority="0",tp_rank="0"} 3
     assert scrape(text.replace(b'priority=""', b'priority="9"')).figures.num_waiting == 10
 
 
+def test_each_rank_of_vllm_has_its_own_figures():
+    assert scrape_ranks(VLLM) == {
+        0: ScrapedLoad(
+            figures=LoadFigures(num_running=3, num_waiting=1, kv_usage=0.5),
+            totals=EngineTotals(num_generated_tokens=24),
+            num_tokens_computed=1024.0,
+            block_size=32,
+            num_kv_tokens=32_000,
+        ),
+        1: ScrapedLoad(
+            figures=LoadFigures(num_running=4, num_waiting=0, kv_usage=0.25), block_size=32, num_kv_tokens=16_000
+        ),
+    }
+
+
+def test_ranks_follow_from_counters_while_there_are_no_gauges():
+    """vLLM with several API servers shows no gauge before its first request."""
+    text = b'vllm:generation_tokens_total{engine="0"} 0\nvllm:generation_tokens_total{engine="1"} 0\n'
+    assert [*scrape_ranks(text)] == [0, 1]
+
+
+def test_each_rank_of_sglang_has_the_figures_of_its_group():
+    text = series("sglang:num_running_reqs", tp0_dp0=7, tp1_dp0=7, tp2_dp1=5, tp3_dp1=5)
+    assert {rank: load.figures.num_running for rank, load in scrape_ranks(text).items()} == {0: 7, 1: 5}
+
+
+@pytest.mark.parametrize("text", [b"", SGLANG, VLLM + VLLM.replace(b"vllm:", b"moestro:")])
+def test_a_text_without_ranks_to_choose_names_none(text):
+    assert scrape_ranks(text) == {}
+
+
+def test_ranks_are_bounded_and_a_name_inside_of_a_value_is_none():
+    lines = [b'vllm:num_requests_running{engine="%d"} 1' % rank for rank in range(3000)]
+    assert len(scrape_ranks(b"\n".join(lines))) == MAX_RANKS
+    assert scrape_ranks(b'vllm:num_requests_running{model_name="a,engine=\\"1\\""} 1') == {}
+
+
 def test_totals_for_the_page_are_those_of_all_engines_of_an_address():
     text = b"""vllm:prefix_cache_queries_total{engine="0"} 100
 vllm:prefix_cache_queries_total{engine="1"} 50
@@ -157,6 +202,6 @@ def test_law_any_bytes_are_read_without_failing():
         for _ in range(rng.randrange(1, 30)):
             text[rng.randrange(len(text))] = rng.randrange(256)
         start = rng.randrange(len(text))
-        found = scrape(bytes(text[start:]))
-        assert found.figures.kv_usage is None or 0 <= found.figures.kv_usage <= 1
-        assert found.figures.num_running is None or found.figures.num_running >= 0
+        for found in (scrape(bytes(text[start:])), *scrape_ranks(bytes(text[start:])).values()):
+            assert found.figures.kv_usage is None or 0 <= found.figures.kv_usage <= 1
+            assert found.figures.num_running is None or found.figures.num_running >= 0

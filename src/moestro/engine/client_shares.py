@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.hashing import name_key
+from moestro.core.order_contract import OrderPolicy
 from moestro.core.views import BatchLimits, ShareView
 from moestro.core.work import Slots
-from moestro.engine.policy_contract import OrderPolicy, SharePolicy
+from moestro.engine.policy_contract import SharePolicy
 from moestro.engine.sequences import Sequence, SequenceTable
 
 

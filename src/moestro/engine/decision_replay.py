@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from moestro.core.order_contract import Admitted, Left, OrderPolicy
 from moestro.core.scheduling_events import (
     EvictDecision,
     OrderDecision,
@@ -15,7 +16,7 @@ from moestro.core.scheduling_events import (
     SequenceLeft,
 )
 from moestro.core.views import EvictView, Victim, WaitingView
-from moestro.engine.policy_contract import Admitted, EvictPolicy, Left, OrderPolicy
+from moestro.engine.policy_contract import EvictPolicy
 from moestro.engine.registry import EVICT_POLICIES, ORDER_POLICIES
 from moestro.errors import ConfigError
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.order_contract import OrderPolicy
 from moestro.core.scheduling_events import (
     BatchPassed,
     EvictDecision,
@@ -26,7 +27,6 @@ from moestro.core.scheduling_events import (
 from moestro.core.side_job import ending_on_error
 from moestro.core.views import EvictView, Victim
 from moestro.core.work import StepVisits
-from moestro.engine.policy_contract import OrderPolicy
 from moestro.engine.sequences import Sequence
 from moestro.engine.waiting import WaitingQueue, view_of_one
 

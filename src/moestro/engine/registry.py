@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from moestro.core.clock import NS_PER_S
+from moestro.core.order_contract import OrderPolicy
 from moestro.core.policy_registry import PolicyKind
 from moestro.core.views import BE, LS, EvictView, Victim
-from moestro.engine.policy_contract import BatchPolicy, EvictPolicy, OrderPolicy, SharePolicy
+from moestro.engine.policy_contract import BatchPolicy, EvictPolicy, SharePolicy
 from moestro.errors import ConfigError
 
 _PACKAGE = "moestro.engine.policies"

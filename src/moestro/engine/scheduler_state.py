@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from moestro.core.columns import true_rows
 from moestro.core.hashing import ROOT, block_hash
+from moestro.core.order_contract import Admitted, Left, OrderPolicy
 from moestro.core.work import Int32s, Slots
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.client_shares import ClientShares
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.host_blocks import HostBlocks
-from moestro.engine.policy_contract import Admitted, Left, OrderPolicy, SharePolicy
+from moestro.engine.policy_contract import SharePolicy
 from moestro.engine.sequences import NEVER, BlockContent, Sequence, SequenceTable
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import SchedulerCounts

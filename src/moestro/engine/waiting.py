@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
+from moestro.core.order_contract import OrderEvent, OrderPolicy
 from moestro.core.views import BE, LS, WaitingView
 from moestro.core.work import Int32s
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.client_shares import Claims
-from moestro.engine.policy_contract import OrderEvent, OrderPolicy
 from moestro.engine.sequences import Sequence
 
 MAX_LOOKED_UP = 64  # the oldest rows, which are looked up in the prefix cache; log2(blocks) look-ups each

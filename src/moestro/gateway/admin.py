@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 from aiohttp import web
@@ -88,35 +88,41 @@ class Admin:
         return _json({"engines": self._engine_admin.views()})
 
     async def engine(self, http: web.Request) -> web.Response:
-        """Handle GET /admin/engines/{name}: return one engine."""
-        return _json(self._engine_admin.view(self._named(http)))
+        """Handle GET /admin/engines/{name}: return one engine, or all ranks of an address."""
+        return self._shown(self._named(http))
 
     async def add(self, http: web.Request) -> web.Response:
         """Handle POST /admin/engines {"url": "NAME=http://HOST:PORT"}: add an engine and answer 201."""
         try:
             async with self._bodies.holding(http) as body:
                 url = EngineUrl.parse(msgspec.json.decode(body, type=_NewEngine).url)
-            engine = self._engine_admin.add(url)
+            address = self._engine_admin.add(url)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
             raise RequestError(shown(error), param="url", code="invalid_value") from None
-        return _json(self._engine_admin.view(engine), status=201)
+        return self._shown(address.engines, status=201)
 
     async def remove(self, http: web.Request) -> web.Response:
         """Handle DELETE /admin/engines/{name}: send the engine no more requests, and let running ones finish."""
-        await self._engine_admin.remove(self._named(http))
+        engine = self._named(http)[0]
+        if engine.address.name != http.match_info["name"]:
+            text = f"{engine.name} is a rank of {engine.address.name}: drain the rank, or remove {engine.address.name}."
+            raise HttpError(409, text, "is_a_rank")
+        await self._engine_admin.remove(engine.address)
         return web.Response(status=204)
 
     async def drain(self, http: web.Request) -> web.Response:
         """Handle POST /admin/engines/{name}/drain: send the engine no more requests until it is resumed."""
-        engine = self._named(http)
-        self._engine_admin.drain(engine, is_draining=True)
-        return _json(self._engine_admin.view(engine))
+        return self._set_draining(http, is_draining=True)
 
     async def resume(self, http: web.Request) -> web.Response:
         """Handle POST /admin/engines/{name}/resume: send the engine requests again."""
-        engine = self._named(http)
-        self._engine_admin.drain(engine, is_draining=False)
-        return _json(self._engine_admin.view(engine))
+        return self._set_draining(http, is_draining=False)
+
+    def _set_draining(self, http: web.Request, *, is_draining: bool) -> web.Response:
+        engines = self._named(http)
+        for engine in engines:
+            self._engine_admin.drain(engine, is_draining=is_draining)
+        return self._shown(engines)
 
     async def explain(self, http: web.Request) -> web.Response:
         """Handle GET /admin/explain/{request_id}: return the request's engines, scores, reasons and outcome."""
@@ -131,12 +137,18 @@ class Admin:
         """Handle GET /admin/decisions?limit=N: return the decisions for the newest requests."""
         return _json({"decisions": self._decision_log.recent(limit_in(http.query))})
 
-    def _named(self, http: web.Request) -> RoutedEngine:
-        name = http.match_info["name"]
-        engine = self._engine_admin.fleet.named(name)
-        if engine is None:
-            raise HttpError(404, f"There is no engine {shown(name)}.", "not_found")
-        return engine
+    def _named(self, http: web.Request) -> list[RoutedEngine]:
+        """Return the engine of a name, or the ranks of an address."""
+        name, fleet = http.match_info["name"], self._engine_admin.fleet
+        if (engine := fleet.named(name)) is not None:
+            return [engine]
+        if (address := fleet.address_named(name)) is not None:
+            return list(address.engines)
+        raise HttpError(404, f"There is no engine {shown(name)}.", "not_found")
+
+    def _shown(self, engines: Sequence[RoutedEngine], status: int = 200) -> web.Response:
+        views = [self._engine_admin.view(engine) for engine in engines]
+        return _json(views[0] if len(views) == 1 else {"engines": views}, status)
 
 
 def _json(value: object, status: int = 200) -> web.Response:

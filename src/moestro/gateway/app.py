@@ -18,7 +18,7 @@ from moestro.gateway.clients.own_answers import own_answers
 from moestro.gateway.clients.paths import Routes
 from moestro.gateway.engines.engine_admin import EngineAdmin
 from moestro.gateway.engines.fleet import Fleet
-from moestro.gateway.engines.health_checks import HealthWatch, MetricsWatch, Watch, Watcher, WatchRules
+from moestro.gateway.engines.health_checks import EngineWatcher, HealthWatch, MetricsWatch, Watch, WatchRules
 from moestro.gateway.engines.source_reports import HasEvents, SourceReports
 from moestro.gateway.exchange import ExchangeContext, ExchangeRules
 from moestro.gateway.figures.prometheus import RouteCollector
@@ -29,8 +29,9 @@ from moestro.gateway.kv.kv_watch import KvEventsWatch
 from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.metrics import Counts
 from moestro.gateway.proxy import Proxy
+from moestro.gateway.request_queue import RequestQueue, RequestQueueRules
 from moestro.gateway.resume.resumption import Resumption
-from moestro.gateway.settings import EngineSettings, FrontSettings, RecordSettings, ReliabilitySettings, RouteSettings
+from moestro.gateway.settings import EngineSettings, FrontSettings, RecordSettings, RouteSettings
 from moestro.routing.health.breaker import BreakerRules
 from moestro.routing.health.engine_health import HealthRules
 from moestro.routing.health.retry_budget import RetryBudget, RetryRules
@@ -38,7 +39,9 @@ from moestro.routing.health.silence import SilenceRules
 from moestro.routing.policy_contract import FRESH_NS, RouteInputs
 from moestro.routing.record.decision_log import DecisionLog
 from moestro.routing.record.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
+from moestro.routing.route_queue import RouteQueue
 from moestro.routing.router import Router
+from moestro.routing.saturation import EngineSaturation
 from moestro.routing.scrape import SCRAPED_FIGURES
 from moestro.routing.settings import RouterSettings
 from moestro.text.thread_pool import PrepareThreads
@@ -102,19 +105,23 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
         read_clocks,
     )
     access = Access.of(front.api_key, settings.access)
+    queue = _request_queue(settings, fleet)
     shared = ExchangeContext(
         fleet=fleet,
         access=access,
-        rules=_exchange_rules(settings.reliability, front),
+        rules=_exchange_rules(settings),
         budget=RetryBudget(RetryRules(share=settings.reliability.retry_share), time.monotonic_ns()),
         counts=counts,
         decision_log=decision_log,
         active={},
         faults=faults,
         resumption=Resumption(fleet.models.context_of) if settings.reliability.resume_streams else None,
+        queue=queue,
     )
     collectors, watchers, kv_events = _observers(settings, fleet)
-    watch, exposition = Watch(watchers), Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
+    watch = _watch(settings.engines, fleet, queue, watchers)
+    collectors += [] if queue is None else [queue]
+    exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
     routes = Routes(front.open_path)
     answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
@@ -136,9 +143,7 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     )
 
 
-def _observers(settings: RouteSettings, fleet: Fleet) -> tuple[list[Collector], list[Watcher], KvEventsWatch | None]:
-    """Make what watches the engines: collectors of its figures, watchers of each engine, and that of KV events."""
-    engines = settings.engines
+def _watch(engines: EngineSettings, fleet: Fleet, queue: RequestQueue | None, of_engines: list[EngineWatcher]) -> Watch:
     rules = WatchRules(
         health_path=engines.health_path,
         soon_s=min(_SOON_S, engines.health_interval),
@@ -146,10 +151,18 @@ def _observers(settings: RouteSettings, fleet: Fleet) -> tuple[list[Collector], 
         timeout_s=engines.probe_timeout,
         metrics_s=engines.metrics_interval,
     )
+    return Watch([HealthWatch(fleet, rules), MetricsWatch(fleet, rules, queue)], of_engines)
+
+
+def _observers(
+    settings: RouteSettings, fleet: Fleet
+) -> tuple[list[Collector], list[EngineWatcher], KvEventsWatch | None]:
+    """Make what watches single engines: collectors of its figures, watchers of each engine, and that of KV events."""
+    engines = settings.engines
     policy = settings.policy.route_score or settings.policy.route_policy
     reports = SourceReports(fleet, policy, _fresh_ns(engines), _has_events(engines.kv_sources))
     collectors: list[Collector] = [reports]
-    watchers: list[Watcher] = [HealthWatch(fleet, rules), MetricsWatch(fleet, rules), reports]
+    watchers: list[EngineWatcher] = [reports]
     if not engines.kv_sources:
         return collectors, watchers, None
     kv_events = KvEventsWatch(fleet, engines.kv_sources, settings.routing.block_size, engines.kv_tiers)
@@ -199,7 +212,7 @@ def _fresh_ns(engines: EngineSettings) -> int:
 
 
 def _has_events(sources: KvSources) -> HasEvents:
-    return lambda engine: sources.of(engine.name, "") is not None
+    return lambda engine: sources.of(engine.address.name, "", engine.rank) is not None
 
 
 def _health_rules(settings: RouteSettings) -> HealthRules:
@@ -216,13 +229,24 @@ def _silence_rules(engines: EngineSettings) -> SilenceRules:
     return SilenceRules(check_ns=int(engines.health_interval * 1e9), hang_ns=int(engines.hang_timeout * 1e9))
 
 
-def _exchange_rules(reliability: ReliabilitySettings, front: FrontSettings) -> ExchangeRules:
+def _request_queue(settings: RouteSettings, fleet: Fleet) -> RequestQueue | None:
+    queue = settings.queue
+    if not queue.has_queue:
+        return None
+    rules = RequestQueueRules(ttl_s=queue.queue_ttl, refusal_status=queue.queue_refusal, evicts=queue.evict_best_effort)
+    saturation = EngineSaturation(queue.saturation, _fresh_ns(settings.engines))
+    return RequestQueue(fleet, RouteQueue(queue.make_policy(), queue.rules), saturation, rules)
+
+
+def _exchange_rules(settings: RouteSettings) -> ExchangeRules:
+    reliability, front = settings.reliability, settings.front
     return ExchangeRules(
         max_retries=reliability.max_retries,
         retry_on=frozenset(reliability.retry_on),
         first_byte_s=reliability.first_byte_timeout,
         idle_s=reliability.idle_timeout,
         shows_route=front.route_headers,
+        class_fields=settings.queue.class_fields,
     )
 
 

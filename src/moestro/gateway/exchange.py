@@ -6,19 +6,21 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
 import msgspec
 
-from moestro.core.request import Request
+from moestro.core.request import Request, ServiceClass
 from moestro.errors import RequestError
 from moestro.gateway.clients.downstream import ClientConnection
 from moestro.gateway.clients.http_headers import AnswerHead, Incoming, header_text
+from moestro.gateway.clients.paths import CLASS_PATHS
 from moestro.gateway.engines.fleet import Fleet, RouteBounds, RoutedEngine
 from moestro.gateway.engines.upstream import EngineConnection
 from moestro.gateway.metrics import Counts, usage_in
+from moestro.gateway.request_queue import RequestQueue
 from moestro.gateway.resume.request import ResumableRequest
 from moestro.gateway.resume.resumption import Resumption, continued
 from moestro.gateway.resume.stream import ResumableStream
@@ -66,6 +68,7 @@ class ExchangeRules:
         first_byte_s: Time until the answer's body begins, seconds.
         idle_s: Time between two bytes of the body, seconds.
         shows_route: Whether answers name their engine and the reason for the choice.
+        class_fields: Fields of a body by which engines know the class; empty means that bodies stay as they are.
     """
 
     max_retries: int = 3
@@ -73,6 +76,7 @@ class ExchangeRules:
     first_byte_s: float = 600.0
     idle_s: float = 300.0
     shows_route: bool = True
+    class_fields: Mapping[ServiceClass, Mapping[str, bytes | None]] = field(default_factory=dict)
 
 
 class RunningRequest(Protocol):
@@ -109,6 +113,7 @@ class ExchangeContext:
         active: Running requests of all ports by request id, which is unique among them.
         faults: Keeps the log short whatever clients cause.
         resumption: Makes streams that can go on elsewhere; None means that no stream does.
+        queue: Holds requests while all their engines are saturated; None means that none waits in the router.
     """
 
     fleet: Fleet
@@ -120,6 +125,7 @@ class ExchangeContext:
     active: dict[str, RunningRequest]
     faults: Faults
     resumption: Resumption | None = None
+    queue: RequestQueue | None = None
 
 
 class Exchange:
@@ -132,8 +138,8 @@ class Exchange:
     __slots__ = (
         "_arrival_ns", "_client", "_connection", "_decision", "_engine", "_head", "_idle_s", "_incoming",
         "_is_event_stream", "_is_in_router", "_is_success", "_length", "_model", "_num_lost", "_num_resumed",
-        "_num_retries", "_outgoing", "_request", "_sent_ns", "_shared", "_stage", "_status", "_stream", "_tail",
-        "_task", "_tried", "_why", "deadline_s",
+        "_num_retries", "_outgoing", "_request", "_resumable", "_sent_ns", "_shared", "_stage", "_status",
+        "_stream", "_tail", "_task", "_tried", "_why", "deadline_s",
     )  # fmt: skip
 
     def __init__(self, shared: ExchangeContext, client: ClientConnection, incoming: Incoming) -> None:
@@ -145,6 +151,7 @@ class Exchange:
         self._stage = _CHOOSING
         self._request: Request | None = None
         self._model: str | None = None
+        self._resumable: ResumableRequest | str | None = None
         self._engine: RoutedEngine | None = None
         self._decision: RouteDecision | None = None
         self._is_in_router = False
@@ -169,11 +176,27 @@ class Exchange:
         """
         if self._stage == _OVER:
             return  # The client disconnected while the request was read.
-        self._request, self._model = request, model
+        self._request, self._model, self._resumable = request, model, resumable
         self._shared.budget.request(self._client_name())
         self._shared.counts.num_requests += 1
+        queue = self._shared.queue
+        if queue is None or not self._incoming.body:
+            self.go()
+            return
         try:
-            self._choose()
+            queue.enter(self, request, model, self._client_name())
+        except RequestError as error:
+            self.refuse(error)
+        except Exception:
+            self.fail()
+
+    def go(self, full: Collection[int] = (), wait_ns: int = 0) -> None:
+        """Send the request to an engine that is not among `full`, after a wait in the router's queue."""
+        if self._stage == _OVER:
+            return
+        try:
+            self._choose(full, wait_ns)
+            resumable, self._resumable = self._resumable, None
             self._prepare_stream(resumable)
             self._send()
         except RequestError as error:
@@ -213,6 +236,18 @@ class Exchange:
         else:
             text = f"No engine began to answer within {rules.first_byte_s:g} s."
             self.refuse(HttpError(504, text, "upstream_timeout"))
+
+    def give_up_engine(self) -> bool:
+        """Take the request from its engine if no byte of its answer has left, and return whether it was taken."""
+        if self._stage not in (_CONNECTING, _WAITING):
+            return False
+        self._release_engine(completed=False)
+        self._end_in_router({})
+        self._stage, self._status = _CHOOSING, 0
+        self._engine = self._decision = self._head = None
+        self._tried = self._tried[:-1]  # The engine has not failed.
+        self._why = "it gave way to a latency-sensitive request"
+        return True
 
     # --- called by the client's connection
 
@@ -308,19 +343,19 @@ class Exchange:
 
     # --- sending to an engine
 
-    def _choose(self) -> None:
-        """Choose an engine; raise RequestError if none is left."""
+    def _choose(self, full: Collection[int] = (), wait_ns: int = 0) -> None:
+        """Choose an engine that is not among `full`; raise RequestError if none is left."""
         assert self._request is not None
         shared, before_ns = self._shared, time.monotonic_ns()
         fleet, counts = shared.fleet, shared.counts
         client = self._client_name() if fleet.has_pauses else None
-        decision = fleet.submit(self._request, RouteBounds(self._model, self._tried, client), before_ns)
+        decision = fleet.submit(self._request, RouteBounds(self._model, self._tried, client, full), before_ns)
         counts.decision_s.observe((time.monotonic_ns() - before_ns) * 1e-9)
         self._decision, self._is_in_router = decision, True
         self._engine = engine = fleet[decision.engine]
         engine.counts.num_decisions += 1
         self._tried += (decision.engine,)
-        shared.decision_log.routed(self._request, decision, self._why)
+        shared.decision_log.routed(self._request, decision, self._why, wait_ns)
 
     def _send(self) -> None:
         assert self._engine is not None
@@ -351,13 +386,18 @@ class Exchange:
 
     def _send_on(self, connection: EngineConnection) -> None:
         assert self._engine is not None
-        incoming = self._outgoing
+        incoming = self._engine.outgoing(self._outgoing, self._class_fields())
         self._connection = connection
         self._stage = _WAITING
         self._sent_ns = time.monotonic_ns()
         connection.send(
             self._engine.head.of(incoming), incoming.body, self, is_bodiless=incoming.head.method == b"HEAD"
         )
+
+    def _class_fields(self) -> Mapping[str, bytes | None]:
+        """Return the fields of the body by which engines know the request's class."""
+        fields, path = self._shared.rules.class_fields, self._outgoing.head.path
+        return fields[self._request.service_class] if fields and self._request and path in CLASS_PATHS else {}
 
     # --- retries
 
@@ -390,8 +430,7 @@ class Exchange:
         if was_sent:
             self._blame(engine, now_ns)  # The request may be what ended the connection.
         else:
-            engine.health.breaker.unreachable(now_ns)
-            self._shared.fleet.lost(engine, cause, now_ns)
+            self._shared.fleet.unreachable(engine.address, cause, now_ns)
         self._connection = self._head = None
         self._num_lost += was_sent
         if self._num_lost <= _MAX_LOST and self._try_elsewhere("lost" if was_sent else "unreachable"):
@@ -523,6 +562,8 @@ class Exchange:
         engine.num_streaming += 1
         if self._request is not None:
             self._shared.fleet.router.first_token(self._request.request_id, now_ns)
+            if self._shared.queue is not None:
+                self._shared.queue.began(self._request.request_id)
         engine.health.silence.began(now_ns - self._sent_ns)
         judge_success(self._shared.fleet, engine, self._sent_ns, now_ns)
 
@@ -540,6 +581,8 @@ class Exchange:
         engine.num_streaming += 1
         if status < 300 and self._request is not None:
             self._shared.fleet.router.first_token(self._request.request_id, now_ns)
+            if self._shared.queue is not None:
+                self._shared.queue.began(self._request.request_id)
             engine.health.silence.began(now_ns - self._sent_ns)
             engine.counts.first_byte_s.observe((now_ns - self._arrival_ns) * 1e-9)
         self._is_event_stream = head.is_event_stream
@@ -598,6 +641,8 @@ class Exchange:
         self._stage = _OVER
         self.deadline_s = float("inf")
         self._shared.active.pop(self._incoming.request_id, None)
+        if self._shared.queue is not None:
+            self._shared.queue.leave(self._incoming.request_id)
         if self._incoming.on_over is not None:
             self._incoming.on_over()
         try:
@@ -620,6 +665,8 @@ class Exchange:
             self._shared.fleet.router.ended(
                 self._request.request_id, time.monotonic_ns(), usage.get(b"completion_tokens"), cached_share(usage)
             )
+            if self._shared.queue is not None:
+                self._shared.queue.ended(self._request.request_id, usage.get(b"completion_tokens", 0))
 
 
 def _unavailable(cause: str) -> GenerationError:

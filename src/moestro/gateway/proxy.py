@@ -141,19 +141,30 @@ def _forgive(shared: ExchangeContext, clients: ClientConnections, pause_ns: int)
 def _sweep(shared: ExchangeContext, clients: ClientConnections) -> None:
     now_ns = time.monotonic_ns()
     now_s = now_ns * 1e-9
+    if shared.queue is not None:
+        shared.queue.tick(now_ns)
     for exchange in [exchange for exchange in shared.active.values() if exchange.deadline_s < now_s]:
         try:
             exchange.expire()
         except Exception:
             exchange.fail()
     clients.sweep(now_s)
-    for engine in shared.fleet:
-        engine.pool.sweep(now_s)
-        shared.fleet.look(engine, now_ns)
-        if engine.silence.is_hung:
-            _leave(shared, engine, lambda request: request.engine_hangs())
-        elif shared.resumption is not None and engine.condition is Condition.DRAINING:
-            _leave(shared, engine, lambda request: request.engine_drains())
+    _sweep_engines(shared, now_ns)
+
+
+def _sweep_engines(shared: ExchangeContext, now_ns: int) -> None:
+    """Look at all engines, and let requests leave those that hang or drain."""
+    for address in shared.fleet.addresses:
+        address.pool.sweep(now_ns * 1e-9)
+        for engine in address.engines:
+            shared.fleet.look(engine, now_ns)
+        if address.silence.is_hung:  # All its ranks are out of rotation now, so no request moves to one of them.
+            for engine in address.engines:
+                _leave(shared, engine, lambda request: request.engine_hangs())
+    if shared.resumption is not None:
+        for engine in shared.fleet:
+            if engine.condition is Condition.DRAINING:
+                _leave(shared, engine, lambda request: request.engine_drains())
 
 
 def _leave(shared: ExchangeContext, engine: RoutedEngine, leave: Callable[[RunningRequest], None]) -> None:

@@ -165,8 +165,8 @@ async def _running(app: RouterApp, urls: tuple[EngineUrl, ...]) -> AsyncIterator
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await app.engine_admin.watch.close()
-        for engine in app.shared.fleet:
-            engine.pool.close()
+        for address in app.shared.fleet.addresses:
+            address.pool.close()
         app.threads.close()
 
 

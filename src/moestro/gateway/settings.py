@@ -18,12 +18,15 @@ from moestro.errors import ConfigError
 from moestro.gateway.clients.paths import can_be_opened
 from moestro.gateway.kv.kv_sources import KvSources
 from moestro.gateway.picker.settings import PickerSettings
+from moestro.gateway.queue_settings import QueueSettings
+from moestro.routing.scrape import MAX_RANKS
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access.access_settings import AccessSettings
 from moestro.web.ports.tls_settings import TlsSettings
 
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
 
+_AUTO = "auto"
 _FAILURE_STATUSES = range(400, 600)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -111,6 +114,11 @@ class EngineSettings(CheckedSettings):
 
     engine: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
     "Address of an engine: http://HOST:PORT, or NAME=http://HOST:PORT with a name. Repeat the flag for each engine."
+    dp_ranks: Annotated[str, Parameter(group=_ENGINES)] = "1"
+    (
+        "Data-parallel ranks behind each address, which are engines of their own: a number, or auto, by what the server"
+        " shows in /metrics or server info. Of vLLM (--data-parallel-size) and SGLang (--dp-size)."
+    )
     engine_api_key: Annotated[str | None, Parameter(group=_ENGINES, show_default=False)] = field(
         default=None, repr=False
     )
@@ -153,7 +161,25 @@ class EngineSettings(CheckedSettings):
             raise ConfigError("--engine-api-key is empty: give a key, or leave the flag out")
         if self.engine_keyfile is not None and self.engine_certfile is None:
             raise ConfigError("--engine-keyfile is the key of --engine-certfile: give the certificate too")
-        self.kv_sources.check_names([url.name for url in map(EngineUrl.parse, self.engine)])
+        names = [url.name for url in map(EngineUrl.parse, self.engine)]
+        self.kv_sources.check_names(names)
+        if self.num_ranks is not None:
+            self.kv_sources.check_ranks(names, self.num_ranks)
+        elif not self.metrics_interval:
+            raise ConfigError("--dp-ranks auto reads /metrics: set --metrics-interval above 0, or give a number")
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Number of data-parallel ranks behind each address; None means that each server shows it.
+
+        Raises:
+            ConfigError: `dp_ranks` is neither a number of ranks nor auto.
+        """
+        if self.dp_ranks == _AUTO:
+            return None
+        if not self.dp_ranks.isdecimal() or not 1 <= int(self.dp_ranks) <= MAX_RANKS:
+            raise ConfigError(f"--dp-ranks {self.dp_ranks}: give auto, or a number from 1 to {MAX_RANKS}")
+        return int(self.dp_ranks)
 
     @property
     def kv_sources(self) -> KvSources:
@@ -332,6 +358,7 @@ class RouteSettings:
     reliability: ReliabilitySettings = field(default_factory=ReliabilitySettings)
     front: FrontSettings = field(default_factory=FrontSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
+    queue: QueueSettings = field(default_factory=QueueSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
     picker: PickerSettings = field(default_factory=PickerSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
@@ -343,6 +370,10 @@ class RouteSettings:
         if self.picker.ext_proc is not None:
             for url in map(EngineUrl.parse, self.engines.engine):
                 url.check_is_endpoint()
+            if self.engines.num_ranks != 1:
+                raise ConfigError("--ext-proc names addresses, not ranks: leave --dp-ranks out")
+        if self.queue.has_queue and not self.engines.metrics_interval:
+            raise ConfigError("--queue-policy reads the engines' /metrics: set --metrics-interval above 0")
 
 
 ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
@@ -356,6 +387,14 @@ ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
         "needs --ext-proc",
         lambda settings: settings.picker.ext_proc is not None,
         ("ext_proc_host", "ext_proc_ssl_certfile", "ext_proc_ssl_keyfile", "ext_proc_ssl_ca_certs"),
+    ),
+    Need(
+        "needs --queue-policy",
+        lambda settings: settings.queue.has_queue,
+        (
+            *("queue_kv_usage", "queue_waiting", "queue_ttft", "queue_ttl", "queue_max_requests", "queue_max_tokens"),
+            *("queue_refusal", "evict_best_effort"),
+        ),
     ),
     Need(
         "needs an --engine with https://",

@@ -136,6 +136,11 @@ class InFlight:
         flight = self._by_id.get(request_id)
         return flight is not None and not flight.is_prefilling
 
+    def engine_of(self, request_id: str) -> int | None:
+        """Return the engine of a request; None if it is not in flight."""
+        flight = self._by_id.get(request_id)
+        return None if flight is None else flight.engine
+
     def of_engine(self, engine: int) -> tuple[str, ...]:
         """Return the ids of the requests on one engine, in sending order."""
         return tuple(self._rows[engine].flights)

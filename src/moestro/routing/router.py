@@ -325,6 +325,16 @@ class Router:
         """Return the ids of the requests on one engine, oldest first."""
         return self._flights.of_engine(engine)
 
+    def engine_of(self, request_id: str) -> int | None:
+        """Return the engine of a request in flight; None if it is not in flight."""
+        return self._flights.engine_of(request_id)
+
+    def best_hit_tokens(self, request: Request) -> int:
+        """Return the most tokens of a prompt that any engine is expected to have cached; 0 without a prefix index."""
+        if not self._policy.needs.hits:
+            return 0
+        return int(self._index.match(request.block_hashes).max(initial=0)) * self._settings.block_size
+
     def waits_since_ns(self, engine: int) -> int | None:
         """Return when the oldest request on `engine` without a first token was submitted; None without such one."""
         return self._flights.waits_since_ns(engine)

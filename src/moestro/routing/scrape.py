@@ -15,6 +15,7 @@ from moestro.core.load_figures import FIGURES, FigureKind, FigureSpec, FigureUni
 
 MAX_BYTES = 4 << 20  # limit of parsed text; no known server writes more
 _LARGEST = 2**53  # larger counts are invalid
+MAX_RANKS = 1024  # data-parallel ranks behind one address; no known server has more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class EngineTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapedLoad:
-    """Figures of all engines behind one address; None means missing, or not a possible value.
+    """Figures of all engines behind one address, or of one of its ranks; None means missing, or no possible value.
 
     Series of the ranks that compute one engine (tensor, pipeline and expert parallel) are copies of one figure.
 
@@ -96,28 +97,84 @@ _MAX_SERIES = 4096  # of one figure: ranks times priorities
 _LABEL = re.compile(rb'[{,]\s*([A-Za-z_]\w*+)="((?:[^"\\]|\\.)*+)"')
 _BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d{1,9})"')
 _NUM_BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,12})"')
+_DP_RANK = re.compile(rb'[{,](?:engine|dp_rank)="(\d{1,4})"')
+
+_Sample = tuple[bytes, float]  # (labels, value)
 
 
 def scrape(text: bytes) -> ScrapedLoad:
     """Read figures from Prometheus' text format. Never fails: an unreadable figure is None."""
-    text = b"\n" + text[:MAX_BYTES]  # so that each line follows a newline
-    configs = [labels for labels, _ in _samples(text, _CACHE_CONFIG)]
+    return _load(_Exposed(text), None)
+
+
+def scrape_ranks(text: bytes) -> dict[int, ScrapedLoad]:
+    """Read the figures of each data-parallel rank behind one address. Never fails: an unreadable figure is None.
+
+    Returns:
+        The load of each rank by its number, in ascending order. Empty if the text names no rank, or is Moestro's own:
+        its engines have their own router, and take no rank from a client.
+    """
+    exposed = _Exposed(text)
+    if exposed.of(_NAMES["num_running"][:1]):
+        return {}
+    # A server with several front ends shows gauges only after its first request, but counters from its start.
+    shown = [each for names in (_NAMES["num_running"], _GENERATED) for each in exposed.of(names)]
+    ranks = sorted({rank for labels, _ in shown if (rank := _rank_of(labels)) is not None})
+    return {rank: _load(exposed, rank) for rank in ranks[:MAX_RANKS]}
+
+
+class _Exposed:
+    """The samples of a text. Each name is searched for once, however many ranks the text shows."""
+
+    def __init__(self, text: bytes) -> None:
+        self._text = b"\n" + text[:MAX_BYTES]  # so that each line follows a newline
+        self._found: dict[str, list[_Sample]] = {}
+        self._by_rank: dict[str, dict[int | None, list[_Sample]]] = {}
+
+    def of(self, names: Sequence[str], rank: int | None = None) -> list[_Sample]:
+        """Return (labels, value) for each sample of the first of `names` that has samples.
+
+        Args:
+            rank: data-parallel rank whose samples alone count; None means all.
+        """
+        for name in names:
+            found = self._found.get(name)
+            if found is None:
+                found = self._found[name] = _samples_of(self._text, name.encode())
+            if found:
+                return found if rank is None else self._of_ranks(name).get(rank, [])
+        return []
+
+    def _of_ranks(self, name: str) -> dict[int | None, list[_Sample]]:
+        by_rank = self._by_rank.get(name)
+        if by_rank is None:
+            by_rank = self._by_rank[name] = {}
+            for sample in self._found[name]:
+                by_rank.setdefault(_rank_of(sample[0]), []).append(sample)
+        return by_rank
+
+
+def _load(exposed: _Exposed, rank: int | None) -> ScrapedLoad:
+    def figure(names: Sequence[str], combine: Callable[[list[float]], float] = sum) -> float | None:
+        return _figure(exposed.of(names, rank), combine)
+
+    configs = [labels for labels, _ in exposed.of(_CACHE_CONFIG, rank)]
     blocks = [_labelled(_NUM_BLOCKS, labels) for labels in configs]
     sizes = [_labelled(_BLOCK_SIZE, labels) for labels in configs]
     num_kv_tokens: float | None = None
     if configs and all(blocks) and all(sizes):
         num_kv_tokens = sum((block or 0) * (size or 0) for block, size in zip(blocks, sizes, strict=True))
     else:
-        num_kv_tokens = _figure(text, _KV_TOKENS, sum)
-    num_generated = _figure(text, _GENERATED, sum)
-    known = [count for count in (_figure(text, _PROMPT, sum), num_generated) if count is not None]
-    seconds, num_computed = _figure(text, _PREFILL_S, sum), _figure(text, _COMPUTED, sum)
+        num_kv_tokens = figure(_KV_TOKENS)
+    num_generated = figure(_GENERATED)
+    known = [count for count in (figure(_PROMPT), num_generated) if count is not None]
+    seconds, num_computed = figure(_PREFILL_S), figure(_COMPUTED)
     return ScrapedLoad(
-        figures=LoadFigures(**{figure: _load_figure(text, figure, names) for figure, names in _NAMES.items()}),
+        figures=LoadFigures(**{name: _load_figure(exposed.of(names, rank), name) for name, names in _NAMES.items()}),
         totals=EngineTotals(
             num_generated_tokens=_count(num_generated),
-            num_queried_tokens=_count(_figure(text, _QUERIED, sum)),
-            num_hit_tokens=_count(_figure(text, _HITS, sum)),
+            num_queried_tokens=_count(figure(_QUERIED)),
+            num_hit_tokens=_count(figure(_HITS)),
             prompt_token_s=seconds / num_computed if seconds and num_computed else None,
         ),
         num_tokens_computed=sum(known) if known else None,
@@ -126,18 +183,17 @@ def scrape(text: bytes) -> ScrapedLoad:
     )
 
 
-def _load_figure(text: bytes, figure: str, names: Sequence[str]) -> Any:
+def _load_figure(found: Sequence[_Sample], figure: str) -> Any:
     unit = FIGURES[figure].unit
     if unit is FigureUnit.RATIO:
-        return _figure(text, names, _mean)
+        return _figure(found, _mean)
     if unit is FigureUnit.FRACTION:
-        mean = _figure(text, names, _mean)
+        mean = _figure(found, _mean)
         return None if mean is None else min(mean, 1.0)
-    return _count(_figure(text, names, sum))
+    return _count(_figure(found, sum))
 
 
-def _figure(text: bytes, names: Sequence[str], combine: Callable[[list[float]], float]) -> float | None:
-    found = _samples(text, names)
+def _figure(found: Sequence[_Sample], combine: Callable[[list[float]], float]) -> float | None:
     if not 0 < len(found) <= _MAX_SERIES or any(len(labels) > _MAX_LABEL_BYTES for labels, _ in found):
         return None
     if not all(math.isfinite(value) and 0 <= value <= _LARGEST for _, value in found):
@@ -153,17 +209,14 @@ def _figure(text: bytes, names: Sequence[str], combine: Callable[[list[float]], 
     return combine(list(engines.values()))
 
 
-def _samples(text: bytes, names: Sequence[str]) -> list[tuple[bytes, float]]:
-    """Return (labels, value) for each sample of the first of `names` that has samples."""
-    for name in names:
-        found = _samples_of(text, name.encode())
-        if found:
-            return found
-    return []
+def _rank_of(labels: bytes) -> int | None:
+    """Return the data-parallel rank of a series; None means that it belongs to none, or to an unlikely one."""
+    found = _DP_RANK.search(labels) if len(labels) <= _MAX_LABEL_BYTES else None
+    return int(found[1]) if found else None
 
 
-def _samples_of(text: bytes, name: bytes) -> list[tuple[bytes, float]]:
-    found: list[tuple[bytes, float]] = []
+def _samples_of(text: bytes, name: bytes) -> list[_Sample]:
+    found: list[_Sample] = []
     start = text.find(b"\n" + name)
     while start >= 0:
         begin = start + 1 + len(name)
@@ -175,7 +228,7 @@ def _samples_of(text: bytes, name: bytes) -> list[tuple[bytes, float]]:
     return found
 
 
-def _sample(line: bytes) -> tuple[bytes, float] | None:
+def _sample(line: bytes) -> _Sample | None:
     """Parse the rest of a sample's line: optional labels, a value, an optional time. None means a longer name."""
     if line[:1] == b"{":
         close = line.rfind(b"}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,8 +18,9 @@ from moestro.sim.engine import Ranks
 from moestro.sim.figures.results import ANSWERED, Results
 from moestro.sim.groups.group import Seat
 from moestro.sim.load.arrivals import Arrivals, AtTimes
+from moestro.sim.router_queue import LOOK_NS, SimulatedQueue, WaitingJob
 from moestro.sim.signals import AT_ONCE, Signals, SignalSettings
-from moestro.sim.world import ARRIVAL, FIRST_ARRIVAL, STEP, World
+from moestro.sim.world import ARRIVAL, FIRST_ARRIVAL, LOOK, STEP, World
 
 _BE = ServiceClass.BE  # to find the member of an enumeration costs more than to compare with it
 
@@ -67,6 +68,7 @@ class Cluster:
         router: router with as many engines, all routable.
         signals: figures and events that reach the router, and their delays.
         on_arrival: called at each arrival, for progress bars.
+        queue: holds requests while all engines are saturated. None means that none waits in front of the router.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Cluster:
         router: Router,
         signals: SignalSettings = AT_ONCE,
         on_arrival: Callable[[], None] | None = None,
+        queue: SimulatedQueue | None = None,
     ) -> None:
         self.groups = groups
         self.router = router
@@ -90,6 +93,10 @@ class Cluster:
         for engine in self.engines:
             self._of_group[engine.group].append(engine)
         self._on_arrival = on_arrival
+        self._queue = queue
+        self._is_look_due = False
+        if queue is not None:
+            self.signals.on_report = queue.reported
         self._arrivals: Arrivals = AtTimes(np.empty(0, np.int64))
         self._firsts: Iterator[tuple[int, int]] = iter(())
 
@@ -105,6 +112,10 @@ class Cluster:
             if kind == STEP:
                 if self.groups[number].next_ns == world.now_ns:  # else an arrival shortened the jump, and replaced it
                     self._turn(number, results)
+                continue
+            if kind == LOOK:
+                self._is_look_due = False
+                self._send_waiting(results)
                 continue
             if kind == FIRST_ARRIVAL:
                 self._await_next()
@@ -133,8 +144,29 @@ class Cluster:
         results.arrival_ns[row] = now_ns
         results.num_prompt_tokens[row] = request.num_prompt_tokens
         results.is_best_effort[row] = request.service_class is _BE
+        job = WaitingJob(request, script, row)
+        if self._queue is None:
+            self._submit(job, (), results)
+        else:
+            self._queue.enter(job, now_ns)
+            self._send_waiting(results)
+
+    def _send_waiting(self, results: Results) -> None:
+        """Send requests on that wait in front of the router, as long as an engine has room."""
+        queue, now_ns = self._queue, self.world.now_ns
+        if queue is None or not queue:
+            return
+        self.signals.bring(now_ns)
+        while (found := queue.next(now_ns)) is not None:
+            self._submit(*found, results)
+        if queue and not self._is_look_due:
+            self._is_look_due = True
+            self.world.at(now_ns + LOOK_NS, LOOK, 0)
+
+    def _submit(self, job: WaitingJob, full: Collection[int], results: Results) -> None:
+        (request, script, row), now_ns = job, self.world.now_ns
         try:
-            decision = self.router.submit(request, now_ns)
+            decision = self.router.submit(request, now_ns, full)
         except RequestError as error:
             results.refused(row, error.code or error.error_type, error.message)
             self._over(row)
@@ -149,6 +181,8 @@ class Cluster:
             results.refused(row, error.code or error.error_type, error.message)
             self._over(row)
             return
+        if self._queue is not None:
+            self._queue.sent(request, engine.number, now_ns)
         results.engine[row] = engine.number
         engine.row_of[serial] = row
         engine.without_token.add(serial)
@@ -174,6 +208,7 @@ class Cluster:
                 self.signals.turned(engine.number, now_ns)
         if (next_ns := group.next_ns) is not None:
             world.at(next_ns, STEP, number)
+        self._send_waiting(results)
 
     def _take(self, engine: ClusterEngine, output: StepOutput, results: Results) -> None:
         """Record the first tokens and the ends of requests in a step's output."""
@@ -189,11 +224,15 @@ class Cluster:
             for sequence in reversed(first):
                 results.first_token_ns[engine.row_of[sequence.serial]] = now_ns
                 self.signals.first_token(sequence.request.request_id, now_ns)
+                if self._queue is not None:
+                    self._queue.first_token(sequence.request.request_id, now_ns)
         for ended in output.finish_reasons:
             sequence = output.sequences[ended]
             row = engine.row_of.pop(sequence.serial)
             _note_end(results, row, sequence, now_ns)
             self.signals.ended(sequence.request.request_id, now_ns, len(sequence.generated))
+            if self._queue is not None:
+                self._queue.ended(sequence.request, len(sequence.generated))
             self._over(row)
 
 

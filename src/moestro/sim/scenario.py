@@ -15,12 +15,15 @@ from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import GIB, gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.popularity import PopularityForm
+from moestro.engine.registry import ORDER_POLICIES
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies, SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.routing.policy_contract import RouteInputs, RoutePolicy
 from moestro.routing.registry import ANY_INPUTS, policy_from
 from moestro.routing.request_names import unnamed_note
+from moestro.routing.route_queue import NO_QUEUE
 from moestro.routing.router import Router
+from moestro.routing.saturation import SaturationRules
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.routing.ttft import priced_ttft
 from moestro.sim.cluster import Cluster, Workload
@@ -34,6 +37,7 @@ from moestro.sim.groups.staged import StagedRank
 from moestro.sim.load.arrivals import Arrivals
 from moestro.sim.load.workload_builder import describe, make_workload, workload_notes
 from moestro.sim.prices import Prices
+from moestro.sim.router_queue import SimulatedQueue
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
 from moestro.sim.signals import AT_ONCE, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker
@@ -238,8 +242,25 @@ def _serve(
         for seat in group.seats:
             seat.has_prompt_kv = scenario.engines.dummy_kv
             router.set_routable(router.add_engine(EngineSpec(num_blocks=bounds.num_blocks)), routable=True)
-    cluster = Cluster(groups, router, policy.signals or scenario.signals, on_arrival)
+    signals = policy.signals or scenario.signals
+    cluster = Cluster(groups, router, signals, on_arrival, make_queue(policy, signals, router))
     return cluster.run(scenario.workload, scenario.arrivals)
+
+
+def make_queue(policy: PolicySettings, signals: SignalSettings, router: Router) -> SimulatedQueue | None:
+    """Make the queue in front of a simulated router; None if the combination has none.
+
+    Raises:
+        ConfigError: there is no such order policy, or the router gets no figures by which engines are saturated.
+    """
+    if policy.queue_policy == NO_QUEUE:
+        return None
+    known = {name for channel in signals.channels for name in channel.figures}
+    if lacking := {"num_running", "num_waiting", "kv_usage"} - known:
+        names = ", ".join(sorted(lacking))
+        raise ConfigError(f"queue_policy needs {names}: give [[signals.channels]] with them in figures")
+    rules = SaturationRules(kv_usage=policy.queue_kv_usage, num_waiting=policy.queue_waiting)
+    return SimulatedQueue(router, ORDER_POLICIES.make(policy.queue_policy), rules)
 
 
 def route_inputs(scenario: Scenario, policy: PolicySettings) -> RouteInputs:

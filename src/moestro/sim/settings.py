@@ -13,13 +13,14 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from moestro.core.setting_checks import CheckedSettings, at_least, check_settings, choices_of
+from moestro.core.setting_checks import CheckedSettings, above, at_least, check_settings, choices_of
 from moestro.cost.popularity import PopularityForm
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies
 from moestro.errors import ConfigError
 from moestro.files.text_files import read_text
 from moestro.flow.settings import PreemptionSettings
 from moestro.model.settings import CacheSettings
+from moestro.routing.route_queue import NO_QUEUE
 from moestro.sim.groups.group_settings import GROUP_MODES, GroupModeSettings, GroupSettings
 from moestro.sim.load.workload_settings import WorkloadSettings
 from moestro.sim.signals import AT_ONCE, SignalSettings
@@ -89,6 +90,10 @@ class PolicySettings(PreemptionSettings, SchedulerPolicies, GroupModeSettings):
         max_num_urgent_seqs: sequences of each engine beyond max_num_seqs, reserved for latency-sensitive requests;
             unset: none in `fused` mode and max_num_seqs in `preemptive` mode, as in `moestro serve`.
         signals: signals that reach the router, and their delays; unset: the file's [signals].
+        queue_policy: order policy of a queue in front of the router, as --queue-policy of `moestro route`. none means
+            that engines get every request at once.
+        queue_waiting: requests that may wait in an engine before it is saturated.
+        queue_kv_usage: fraction of its KV cache in use from which an engine is saturated.
     """
 
     PLACE: ClassVar[str | None] = "[[policies]] "
@@ -98,6 +103,9 @@ class PolicySettings(PreemptionSettings, SchedulerPolicies, GroupModeSettings):
     route_score: str | None = None
     max_num_urgent_seqs: Annotated[int | None, at_least(0)] = None
     signals: SignalSettings | None = None
+    queue_policy: str = NO_QUEUE
+    queue_waiting: Annotated[int, at_least(1)] = 4
+    queue_kv_usage: Annotated[float, above(0, at_most=1)] = 0.95
 
     def check_engines(self, engines: SimEngineSettings, group: GroupSettings | None) -> None:
         """Raise ConfigError if the mode needs other prices than those of `engines`, or another group of workers."""

@@ -7,7 +7,7 @@ need not stop for this: the figures at each of its step boundaries follow from t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar
@@ -179,11 +179,13 @@ class Signals:
         settings: signals and their delays.
 
     Attributes:
+        on_report: called with the row of an engine and its figures when they reach the router. None means no call.
         reports_load: whether any channel reports load figures. Without one, `turned` and `cut` need not be called.
     """
 
     def __init__(self, router: Router, engines: Sequence[tuple[Ranks, int]], settings: SignalSettings) -> None:
         self._router = router
+        self.on_report: Callable[[int, LoadFigures], None] | None = None
         self._engines = engines
         self._voices = [_Voice(group, seat) for group, seat in engines] if settings.channels else []
         self._channels, self.reports_load = settings.channels, bool(settings.channels)
@@ -275,4 +277,7 @@ class Signals:
             if as_of_ns != told_ns[engine]:
                 told_ns[engine] = as_of_ns
                 figures = voice.figures(moment, num_steps, channel.figures)
-                self._router.report(engine, LoadFigures(**figures), as_of_ns, now_ns)
+                load = LoadFigures(**figures)
+                self._router.report(engine, load, as_of_ns, now_ns)
+                if self.on_report is not None:
+                    self.on_report(engine, load)

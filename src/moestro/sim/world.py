@@ -6,10 +6,10 @@ from heapq import heappop, heappush
 
 from moestro.core.clock import FOREVER_NS
 
-# Kinds of events: a request whose time is known from the start, one that follows another, and the end of a step. At the
-# same nanosecond the smaller kind comes first: a request that arrives exactly when a step ends enters the next step, as
-# in a worker, which reads its inbox first.
-FIRST_ARRIVAL, ARRIVAL, STEP = range(3)
+# Kinds of events: a request whose time is known from the start, one that follows another, the end of a step, and a look
+# at figures for requests that wait in front of the router. At the same nanosecond the smaller kind comes first: a
+# request that arrives exactly when a step ends enters the next step, as in a worker, which reads its inbox first.
+FIRST_ARRIVAL, ARRIVAL, STEP, LOOK = range(4)
 
 
 class World:

@@ -10,12 +10,12 @@ from support.policy_text import policy_text
 
 from moestro.core.clock import FOREVER_NS, NS_PER_S
 from moestro.core.hashing import name_key
+from moestro.core.order_contract import Admitted, Left
 from moestro.core.policy_registry import parse_policy
 from moestro.core.views import BE, LS, WaitingView
 from moestro.engine.policies.ordering.ageing import PrefillAware, QllmOrder, Sjf
 from moestro.engine.policies.ordering.basic import EarliestDeadline
 from moestro.engine.policies.ordering.weighted_fair import WeightedFair
-from moestro.engine.policy_contract import Admitted, Left
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
 

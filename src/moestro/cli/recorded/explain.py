@@ -109,7 +109,8 @@ def _told(story: RequestTrace) -> Iterator[str | Table]:
 
 def _attempt_told(attempt: Attempt) -> Iterator[str | Table]:
     because = f" ({escape(attempt.because)})" if attempt.because else ""
-    yield f"to [bold]{escape(attempt.engine)}[/bold]{because}: {escape(attempt.reason)}"
+    wait = f", after {attempt.wait_s:.3f} s in the router's queue" if attempt.wait_s else ""
+    yield f"to [bold]{escape(attempt.engine)}[/bold]{because}{wait}: {escape(attempt.reason)}"
     table = Table("engine", "score", "hit tokens", box=None, padding=(0, 2))
     for candidate in attempt.candidates:
         chosen = "[bold]*[/bold] " if candidate.engine == attempt.engine else "  "

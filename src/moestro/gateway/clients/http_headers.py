@@ -30,6 +30,8 @@ _NOT_TO_ENGINE = _HOP_BY_HOP | {
 # Only the router sets these; an engine's values would be mistaken for the router's.
 _NOT_TO_CLIENT = _HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-moestro-engine", b"x-moestro-reason"}
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+# vLLM and SGLang send the request to this data-parallel rank. Letters' case does not matter.
+RANK_HEADER = b"x-data-parallel-rank"
 # Withheld where the router handles CORS: an engine that handles it too would add its headers a second time.
 CORS_HEADERS = frozenset({b"origin", b"access-control-request-method", b"access-control-request-headers"})
 _NEEDED = frozenset({b"content-length", b"content-type", b"authorization"})
@@ -113,6 +115,7 @@ class EngineHead:
         prefix: path prefix of the engine's API; usually empty.
         via: pseudonym of this router in Via (RFC 9110, 7.6.3), by which it finds out that a request has come back.
         authorization: replacement for the client's Authorization, for an engine with its own key.
+        rank: data-parallel rank that the request is for, in place of the client's choice. None means no rank.
         withheld: names of client headers, in lower case, that are meant for this router only.
     """
 
@@ -120,11 +123,14 @@ class EngineHead:
     prefix: bytes = b""
     via: bytes = b"moestro"
     authorization: bytes | None = None
+    rank: int | None = None
     withheld: frozenset[bytes] = frozenset()
     _dropped: frozenset[bytes] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
         replaced = KEY_HEADERS if self.authorization is not None else frozenset()
+        if self.rank is not None:
+            replaced |= {RANK_HEADER}
         object.__setattr__(self, "_dropped", _NOT_TO_ENGINE | self.withheld | replaced)
 
     def of(self, incoming: Incoming) -> bytes:
@@ -148,6 +154,8 @@ class EngineHead:
         lines += [b"%b: %b\r\n" % (name, value) for lower, name, value in head.headers if lower not in dropped]
         if self.authorization is not None:
             lines.append(b"Authorization: %b\r\n" % self.authorization)
+        if self.rank is not None:
+            lines.append(b"%b: %d\r\n" % (RANK_HEADER, self.rank))
         lines.append(b"Via: 1.1 %b\r\n" % self.via)
         return b"".join(lines)
 

@@ -32,6 +32,9 @@ OWN_PATHS: dict[str, Methods] = {
     "/v1/models": _READ,
 }
 CHAT_PATH, BATCH_PATH = "/v1/chat/completions", "/v1/chat/completions/batch"
+GENERATE_PATH = "/generate"  # SGLang's own
+# Paths of generation whose bodies may name a class.
+CLASS_PATHS = frozenset({CHAT_PATH, "/v1/completions", "/v1/responses", "/v1/messages", GENERATE_PATH})
 MODELS = "/v1/models/"  # prefix of the model cards, which the router answers too
 # Paths of vLLM, SGLang and Moestro that answer prompts or describe the model. Paths that change, stop, trace or
 # describe the process are left out.
@@ -48,7 +51,7 @@ _ENGINE_PATHS: dict[str, Methods] = {
         ),
         _POST,
     ),
-    **dict.fromkeys(("/generate", "/encode", "/classify"), _POST | {b"PUT"}),  # SGLang answers PUT as well
+    **dict.fromkeys((GENERATE_PATH, "/encode", "/classify"), _POST | {b"PUT"}),  # SGLang answers PUT as well
     **dict.fromkeys(("/get_model_info", "/model_info", "/tokenizer_info"), _READ_OF_ENGINE),
 }
 _ENGINE_TREES: dict[str, Methods] = {"/v1/responses/": _READ_OF_ENGINE | {b"POST", b"DELETE"}}

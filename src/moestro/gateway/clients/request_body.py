@@ -11,7 +11,7 @@ import msgspec
 
 from moestro.core.hashing import hash_key, hash_text
 from moestro.core.json_elements import MAX_ELEMENTS, has_many_elements
-from moestro.core.request import Request, SamplingParams
+from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.gateway.clients.http_headers import Incoming
 from moestro.gateway.clients.paths import BATCH_PATH
 from moestro.web.session_names import session_in
@@ -20,6 +20,7 @@ BYTES_PER_TOKEN = 4  # typical for English text; a unit of load and hits, not a 
 DEFAULT_MAX_TOKENS = 16
 _MAX_AFFINITY_CHARS = 256  # limit of session and user names
 _MAX_CACHED_CHARS = 256  # of a model's name and a salt; longer ones are rare, and a cache of them would fill memory
+_BEST_EFFORT = b'"%b"' % ServiceClass.BE.value.encode()
 ABSENT = msgspec.Raw()  # marks a missing field, because a Raw cannot be in a union; null is a Raw too
 
 
@@ -74,6 +75,7 @@ class RequestBody(msgspec.Struct):
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    service_class: msgspec.Raw = ABSENT
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
 
@@ -193,6 +195,7 @@ def make_request(asked: RequestBody, incoming: Incoming, now_ns: int, prompt: tu
         block_hashes=block_hashes,
         hash_key=key,
         priority=asked.priority or 0,
+        service_class=ServiceClass.BE if bytes(asked.service_class) == _BEST_EFFORT else ServiceClass.LS,
         user=user[:_MAX_AFFINITY_CHARS] if user else None,
         session_id=session_id[:_MAX_AFFINITY_CHARS] if session_id else None,
     )

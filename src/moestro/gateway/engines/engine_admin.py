@@ -9,7 +9,7 @@ import msgspec
 
 from moestro.core.views import Figure
 from moestro.gateway.clients.http_headers import EngineHead
-from moestro.gateway.engines.fleet import Fleet, RoutedEngine
+from moestro.gateway.engines.fleet import EngineAddress, Fleet, RoutedEngine
 from moestro.gateway.engines.health_checks import Watch
 from moestro.gateway.engines.upstream import Address, Pool
 from moestro.gateway.settings import EngineSettings, EngineUrl
@@ -22,6 +22,7 @@ class EngineView(msgspec.Struct, kw_only=True):
 
     name: str
     url: str
+    rank: int | None  # number of the data-parallel rank at the URL; None means that it has one engine
     condition: str
     breaker: str
     num_in_flight: int
@@ -49,8 +50,8 @@ class EngineAdmin:
     reading: str
     takes_paths: bool = True
 
-    def add(self, url: EngineUrl) -> RoutedEngine:
-        """Add an engine and start its health checks; requests follow once a check has passed.
+    def add(self, url: EngineUrl) -> EngineAddress:
+        """Add the engines of an address and start its health checks; requests follow once a check has passed.
 
         Raises:
             ConfigError: an engine with this name or address exists already, or its path cannot be used.
@@ -70,15 +71,15 @@ class EngineAdmin:
             authorization=None if key is None else f"Bearer {key}".encode("utf-8", "surrogateescape"),
             withheld=self.withheld,
         )
-        engine = self.fleet.add(url.name, url.url, pool, head)
-        self.watch.begin(engine)
-        return engine
+        address = self.fleet.add(url.name, url.url, pool, head, self.settings.num_ranks)
+        self.watch.begin(address)
+        return address
 
-    async def remove(self, engine: RoutedEngine) -> None:
-        """Send the engine no more requests, let running ones finish, and close its connections."""
-        self.fleet.remove(engine)
-        engine.pool.retire()
-        await self.watch.end(engine)
+    async def remove(self, address: EngineAddress) -> None:
+        """Send the engines of an address no more requests, let running ones finish, and close its connections."""
+        self.fleet.remove(address)
+        address.pool.retire()
+        await self.watch.end(address)
 
     def drain(self, engine: RoutedEngine, *, is_draining: bool) -> None:
         """Drain the engine, or send it requests again."""
@@ -93,7 +94,8 @@ class EngineAdmin:
         """Return the current state of one engine."""
         return EngineView(
             name=engine.name,
-            url=engine.url,
+            url=engine.address.url,
+            rank=engine.rank,
             condition=engine.condition,
             breaker=self.fleet.breaker_state(engine),
             num_in_flight=self.fleet.router.num_in_flight_on(engine.row),

@@ -1,17 +1,21 @@
-"""The engines behind the router: their connections, health and counts, and their place in the rotation."""
+"""The engines behind the router: their addresses, health and counts, and their place in the rotation."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection, Hashable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from moestro.core.request import Request
 from moestro.errors import ConfigError, NoEngineError
-from moestro.gateway.clients.http_headers import EngineHead
+from moestro.gateway.clients.http_headers import EngineHead, Incoming
+from moestro.gateway.clients.paths import GENERATE_PATH
+from moestro.gateway.engines.body_edits import with_fields
 from moestro.gateway.engines.models import Models
 from moestro.gateway.engines.upstream import Pool
 from moestro.gateway.metrics import EngineCounts
@@ -24,6 +28,7 @@ from moestro.routing.scrape import EngineTotals
 logger = logging.getLogger(__name__)
 
 _IN_ROTATION = frozenset({Condition.UP, Condition.PROBING, Condition.SUSPECTED})
+_OLD_RANK_FIELDS: tuple[str, ...] = ("data_parallel_rank",)  # SGLang's older name of `routed_dp_rank`
 _CONDITIONS_OF_A_NEW_PROCESS = frozenset({Condition.DOWN, Condition.OPEN})
 
 
@@ -34,11 +39,57 @@ class RouteBounds(NamedTuple):
         model: Model that the engine must serve. None, or a model that no engine lists, allows every engine.
         tried: Rows of engines that have failed this request.
         client: Name of the client. Needed only while the fleet has pauses.
+        full: Rows of saturated engines.
     """
 
     model: str | None
     tried: Collection[int] = ()
     client: Hashable = None
+    full: Collection[int] = ()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class EngineAddress:
+    """One server behind the router, which has one engine, or one for each of its data-parallel ranks.
+
+    Attributes:
+        name: Name of the address; the engine has it too, and ranks have it with `@RANK`.
+        url: Base URL of the server.
+        head: Head of the router's own requests, which go to no rank.
+        life: Signs of life of the server.
+        finds_ranks: Whether the ranks follow from what the server shows of itself.
+        engines: Engines behind the address, in the order of their ranks.
+        ranks_changed: Set after `engines` has changed.
+        unreachable: Cause of the last connection failure; empty after a success.
+        models_due_s: Time on `time.monotonic` at which the server's models are read again.
+    """
+
+    name: str
+    url: str
+    pool: Pool
+    head: EngineHead
+    life: Silence
+    finds_ranks: bool = False
+    engines: list[RoutedEngine] = field(default_factory=list)
+    ranks_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    unreachable: str = ""
+    models_due_s: float = 0.0
+
+    @property
+    def silence(self) -> Silence:
+        """Signs of life, with all bytes that have arrived by now."""
+        self.life.arrived(self.pool.arrived_ns)
+        return self.life
+
+    @property
+    def host(self) -> str:
+        """Host of the URL."""
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Numbers of the data-parallel ranks; empty for a server with one engine."""
+        return tuple(engine.rank for engine in self.engines if engine.rank is not None)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,37 +99,58 @@ class RoutedEngine:
     Attributes:
         row: Number of the engine in the router.
         name: Name of the engine in headers, logs and metrics.
-        url: Base URL of the engine.
+        rank: Number of the data-parallel rank at the address; None for the only engine of its address.
+        head: Head of requests to the engine, which names its rank.
         condition: Result of the last health verdict, which decides whether the engine gets requests.
         last_byte_ns: Time of the last byte of an answer; 0 after the health verdict has used it.
         num_streaming: Number of answers that have begun and not ended.
-        unreachable: Cause of the last connection failure; empty after a success.
         num_forgotten: Number of times that the router discarded the known cache contents.
         totals: What the engine counted since its start, as its `/metrics` showed last.
-        models_due_s: Time on `time.monotonic` at which the engine's models are read again.
     """
 
     row: int
     name: str
-    url: str
-    pool: Pool
+    address: EngineAddress
+    rank: int | None
     head: EngineHead
     health: Health
     counts: EngineCounts = field(default_factory=EngineCounts)
     condition: Condition = Condition.UNCHECKED
     last_byte_ns: int = 0
     num_streaming: int = 0
-    unreachable: str = ""
     num_forgotten: int = 0
     totals: EngineTotals = field(default_factory=EngineTotals)
-    models_due_s: float = 0.0
+
+    @property
+    def pool(self) -> Pool:
+        """Connections to the address, which its ranks share."""
+        return self.address.pool
+
+    @property
+    def url(self) -> str:
+        """Base URL of the address, with `@RANK` for a data-parallel rank. No other engine has it."""
+        return self.address.url if self.rank is None else f"{self.address.url}@{self.rank}"
+
+    @property
+    def unreachable(self) -> str:
+        """Cause of the last connection failure; empty after a success."""
+        return self.address.unreachable
 
     @property
     def silence(self) -> Silence:
-        """Signs of life, with all bytes that have arrived by now."""
-        silence = self.health.silence
-        silence.arrived(self.pool.arrived_ns)
-        return silence
+        """Signs of life of the server, with all bytes that have arrived by now."""
+        return self.address.silence
+
+    def outgoing(self, incoming: Incoming, fields: Mapping[str, bytes | None]) -> Incoming:
+        """Return the request as the engine gets it: SGLang's own path reads the rank from the body alone.
+
+        Args:
+            fields: further fields of the body, as `with_fields` takes them.
+        """
+        rank = self.head.rank
+        if rank is not None and incoming.head.path == GENERATE_PATH:
+            fields = {**fields, **dict.fromkeys(_OLD_RANK_FIELDS), "routed_dp_rank": b"%d" % rank}
+        return replace(incoming, body=with_fields(incoming.body, fields)) if fields else incoming
 
 
 class Fleet:
@@ -99,6 +171,7 @@ class Fleet:
         self.block_tokens = block_tokens
         self._rules = rules
         self._now_ns = now_ns
+        self._addresses: dict[str, EngineAddress] = {}  # By name.
         self._by_row: dict[int, RoutedEngine] = {}
         self.names: tuple[str, ...] = ()
         self._returning: set[int] = set()  # Rows in slow start or in doubt.
@@ -116,23 +189,79 @@ class Fleet:
     def __getitem__(self, row: int) -> RoutedEngine:
         return self._by_row[row]
 
-    def add(self, name: str, url: str, pool: Pool, head: EngineHead) -> RoutedEngine:
-        """Add an engine, which gets requests once a health check has passed.
+    @property
+    def addresses(self) -> tuple[EngineAddress, ...]:
+        """The servers behind the router."""
+        return tuple(self._addresses.values())
+
+    def add(self, name: str, url: str, pool: Pool, head: EngineHead, num_ranks: int | None = 1) -> EngineAddress:
+        """Add the engines of an address, which get requests once a health check has passed.
+
+        Args:
+            head: Head of the router's own requests to the address.
+            num_ranks: Number of data-parallel ranks. None means that the server's own figures show it.
 
         Raises:
-            ConfigError: Another engine has this name or address.
+            ConfigError: Another address has this name or URL.
         """
-        for engine in self._by_row.values():
-            if engine.name == name or engine.url == url:
-                raise ConfigError(f"engine {name}={url}: {engine.name}={engine.url} exists already")
+        for known in self._addresses.values():
+            if known.name == name or known.url == url:
+                raise ConfigError(f"engine {name}={url}: {known.name}={known.url} exists already")
+        address = self._addresses[name] = EngineAddress(
+            name=name,
+            url=url,
+            pool=pool,
+            head=head,
+            life=Silence(self._rules.silence),
+            finds_ranks=num_ranks is None,
+        )
+        self.set_ranks(address, range(num_ranks or 1))
+        return address
+
+    def set_ranks(self, address: EngineAddress, ranks: Sequence[int]) -> None:
+        """Give `address` an engine for each of `ranks`, and remove the others.
+
+        A server with one rank chooses nothing, so its engine has no rank. A new engine is as well as those before it.
+
+        Args:
+            ranks: Numbers by which the server's figures name its ranks, ascending. A request names a rank by its place
+                in them: a server that has the ranks 2 and 3 of a larger group takes 0 and 1.
+        """
+        wanted: list[int | None] = [None] if len(ranks) == 1 else [*ranks]
+        before = address.engines
+        kept = {engine.rank: engine for engine in before if engine.rank in wanted}
+        is_well = any(engine.condition in _IN_ROTATION for engine in before)
+        is_draining = bool(before) and all(engine.health.is_draining for engine in before)
+        address.engines = [kept.get(rank) or self._add_engine(address, rank, at) for at, rank in enumerate(wanted)]
+        for engine in before:
+            if engine not in address.engines:
+                self._remove_engine(engine)
+        for engine in address.engines:
+            if engine not in before:
+                engine.health.is_draining = is_draining
+                if is_well:
+                    engine.health.checked(self._now_ns(), passed=True)
+                self.look_now(engine)
+        address.models_due_s = 0.0
+        address.ranks_changed.set()
+
+    def _add_engine(self, address: EngineAddress, rank: int | None, at: int) -> RoutedEngine:
         row = self.router.add_engine()
+        name = address.name if rank is None else f"{address.name}@{rank}"
         self.names = (*self.names[:row], name, *self.names[row + 1 :])
-        health = Health(self._rules, self._now_ns())
-        engine = self._by_row[row] = RoutedEngine(row=row, name=name, url=url, pool=pool, head=head, health=health)
+        head = address.head if rank is None else replace(address.head, rank=at)
+        health = Health(self._rules, self._now_ns(), address.life)
+        engine = RoutedEngine(row=row, name=name, address=address, rank=rank, head=head, health=health)
+        self._by_row[row] = engine
         return engine
 
-    def remove(self, engine: RoutedEngine) -> None:
-        """Send `engine` no more requests; its running requests still finish."""
+    def remove(self, address: EngineAddress) -> None:
+        """Send the engines of `address` no more requests; their running requests still finish."""
+        del self._addresses[address.name]
+        for engine in address.engines:
+            self._remove_engine(engine)
+
+    def _remove_engine(self, engine: RoutedEngine) -> None:
         del self._by_row[engine.row]
         self._returning.discard(engine.row)
         self._pausing.discard(engine.row)
@@ -143,6 +272,10 @@ class Fleet:
     def named(self, name: str) -> RoutedEngine | None:
         """Return the engine named `name`, or None for an unknown name."""
         return next((engine for engine in self._by_row.values() if engine.name == name), None)
+
+    def address_named(self, name: str) -> EngineAddress | None:
+        """Return the address named `name`, or None for an unknown name."""
+        return self._addresses.get(name)
 
     @property
     def has_pauses(self) -> bool:
@@ -156,7 +289,8 @@ class Fleet:
             NoEngineError: No engine is left; the error contains the time after which to retry.
             QueueFullError: All remaining engines are full.
         """
-        is_open = not (bounds.tried or self._returning or self._suspected or self._pausing) and self.models.are_alike
+        is_bound = bounds.tried or bounds.full or self._returning or self._suspected or self._pausing
+        is_open = not is_bound and self.models.are_alike
         exclude = () if is_open else self._excluded(bounds, now_ns)
         try:
             return self.router.submit(request, now_ns, exclude)
@@ -200,15 +334,22 @@ class Fleet:
             self._log_change(engine, before, now_ns)
 
     def looped(self, engine: RoutedEngine, now_ns: int) -> None:
-        """Record that a request for `engine` has come back to this router."""
+        """Record that a request for `engine` has come back to this router: its address leads here."""
         engine.counts.num_loops += 1
-        engine.health.looped(now_ns)
-        engine.unreachable = "it leads back to this router, which answers 508"
-        self.look(engine, now_ns)
+        engine.address.unreachable = "it leads back to this router, which answers 508"
+        for each in engine.address.engines:
+            each.health.looped(now_ns)
+            self.look(each, now_ns)
+
+    def unreachable(self, address: EngineAddress, cause: str, now_ns: int) -> None:
+        """Record that `address` takes no connection: all its engines are gone."""
+        for engine in address.engines:
+            engine.health.breaker.unreachable(now_ns)
+            self.lost(engine, cause, now_ns)
 
     def lost(self, engine: RoutedEngine, cause: str, now_ns: int) -> None:
         """Record that `engine` is unreachable, and discard the known contents of its cache."""
-        engine.unreachable = cause
+        engine.address.unreachable = cause
         if self._by_row.get(engine.row) is engine:
             num_forgotten = engine.num_forgotten
             self.look(engine, now_ns)
@@ -233,7 +374,7 @@ class Fleet:
         """Return the rows in rotation that must not get this request."""
         lacking = self.models.excluded(bounds.model)
         in_rotation = [row for row in self._by_row if self.router.is_routable(row)]
-        excluded = [row for row in in_rotation if row in bounds.tried or row in lacking]
+        excluded = [row for row in in_rotation if row in bounds.tried or row in lacking or row in bounds.full]
         left = [row for row in in_rotation if row not in excluded]
         if trusted := [row for row in left if row not in self._suspected]:
             excluded += [row for row in left if row in self._suspected]
@@ -253,9 +394,9 @@ class Fleet:
         return row in self._pausing and self._by_row[row].health.pauses.concern(client, now_ns)
 
     def _longest_wait_ns(self, engine: RoutedEngine, now_ns: int) -> int:
-        """Return the time for which a request has waited for its first byte; 0 means that none waits."""
-        since_ns = self.router.waits_since_ns(engine.row)
-        return 0 if since_ns is None else now_ns - since_ns
+        """Return the time for which a request at the address has waited for its first byte; 0 means that none waits."""
+        since_ns = [self.router.waits_since_ns(each.row) for each in engine.address.engines]
+        return now_ns - min((each for each in since_ns if each is not None), default=now_ns)
 
     def _has_share(self, row: int, most: int, now_ns: int) -> bool:
         """Return whether an engine in slow start may get one more request; settled engines have at most `most`."""
@@ -270,7 +411,7 @@ class Fleet:
         engine.counts.num_transitions += 1
         after = engine.condition
         if after is Condition.UP:
-            engine.unreachable = ""
+            engine.address.unreachable = ""
             logger.info("engine %s is up (was %s)", engine.name, before)
             return
         cause = f": {engine.unreachable}" if engine.unreachable else ""

@@ -1,4 +1,4 @@
-"""Health checks: background tasks that watch each engine while the router runs."""
+"""Health checks: background tasks that watch each address and its engines while the router runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+import msgspec
+
+from moestro.core.load_figures import LoadFigures
 from moestro.gateway.clients.http_headers import LOOP_STATUS
-from moestro.gateway.engines.fleet import Fleet, RoutedEngine
+from moestro.gateway.engines.fleet import EngineAddress, Fleet, RoutedEngine
 from moestro.gateway.engines.probe_client import NoAnswerError, ask
 from moestro.routing.health.engine_health import Condition
-from moestro.routing.scrape import MAX_BYTES, ScrapedLoad, scrape
+from moestro.routing.scrape import MAX_BYTES, MAX_RANKS, ScrapedLoad, scrape, scrape_ranks
 from moestro.routing.settings import EngineSpec
 
 logger = logging.getLogger(__name__)
@@ -21,13 +25,18 @@ MODELS_EVERY_S = 10.0
 _MAX_MODELS_BYTES = 4 << 20
 _MAX_HEALTH_BYTES = 64 << 10
 _FORWARDED_PATH = "/get_model_info"  # Routers forward it, and engines answer it at no cost, if only with 404.
+_SERVER_INFO_PATHS = ("/server_info", "/get_server_info")  # of SGLang: the newer one, and the older one
+_MAX_INFO_BYTES = 4 << 20
 _AGAIN_S = 1.0
+_HURRY_S = 0.1  # interval between reads of /metrics while requests wait for figures
 _MOST_CHECKS = 4  # of one engine at once; an engine that hangs for long holds no more connections
 # A check is judged this long after its time is over. If this process was stopped, its answer is read meanwhile.
 _READ_S = 0.02
 _WELL = frozenset({Condition.UP, Condition.SUSPECTED})  # checked at the intervals of `Silence`
 
-Watcher = Callable[[RoutedEngine], Awaitable[None]]  # watches one engine until cancelled
+Watched = TypeVar("Watched", EngineAddress, RoutedEngine)
+AddressWatcher = Callable[[EngineAddress], Awaitable[None]]  # watches one address until cancelled
+EngineWatcher = Callable[[RoutedEngine], Awaitable[None]]  # watches one engine until cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,35 +59,54 @@ class WatchRules:
 
 
 class Watch:
-    """Runs every watcher for every engine.
+    """Runs every watcher for every address and every engine.
 
     Args:
-        watchers: watchers, each run as one task per engine. Other sources, such as KV events, are watchers too.
+        of_addresses: watchers, each run as one task per address.
+        of_engines: watchers, each run as one task per engine, also for engines that an address gets later.
     """
 
-    def __init__(self, watchers: Sequence[Watcher]) -> None:
-        self._watchers = watchers
-        self._tasks: dict[RoutedEngine, list[asyncio.Task[None]]] = {}
+    def __init__(self, of_addresses: Sequence[AddressWatcher], of_engines: Sequence[EngineWatcher] = ()) -> None:
+        self._of_addresses = of_addresses
+        self._of_engines = of_engines
+        self._tasks: dict[EngineAddress, list[asyncio.Task[None]]] = {}
 
-    def begin(self, engine: RoutedEngine) -> None:
-        """Start watching `engine`."""
-        self._tasks[engine] = [asyncio.create_task(_run(watcher, engine)) for watcher in self._watchers]
+    def begin(self, address: EngineAddress) -> None:
+        """Start watching `address` and its engines."""
+        tasks = [asyncio.create_task(_run(watcher, address)) for watcher in self._of_addresses]
+        self._tasks[address] = [*tasks, asyncio.create_task(self._watch_engines(address))]
 
-    async def end(self, engine: RoutedEngine) -> None:
-        """Stop watching `engine`."""
-        tasks = self._tasks.pop(engine, [])
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def end(self, address: EngineAddress) -> None:
+        """Stop watching `address` and its engines."""
+        await _cancel(self._tasks.pop(address, []))
 
     async def close(self) -> None:
-        """Stop watching all engines."""
-        for engine in list(self._tasks):
-            await self.end(engine)
+        """Stop watching all addresses."""
+        for address in list(self._tasks):
+            await self.end(address)
+
+    async def _watch_engines(self, address: EngineAddress) -> None:
+        """Watch the engines that the address has, whenever they change."""
+        tasks: dict[RoutedEngine, list[asyncio.Task[None]]] = {}
+        try:
+            while True:
+                for engine in [engine for engine in tasks if engine not in address.engines]:
+                    await _cancel(tasks.pop(engine))
+                for engine in address.engines:
+                    if engine not in tasks:
+                        tasks[engine] = [asyncio.create_task(_run(watcher, engine)) for watcher in self._of_engines]
+                await address.ranks_changed.wait()
+                address.ranks_changed.clear()
+        finally:
+            await _cancel([task for each in tasks.values() for task in each])
+
+
+class _ServerInfo(msgspec.Struct):
+    dp_size: int = 0
 
 
 class HealthWatch:
-    """Watcher that runs the health checks, and periodically reads the engine's models.
+    """Watcher that runs the health checks of an address, and periodically reads its models.
 
     A check does not wait for the one before it. So an engine that answers late is found to be alive, and one that hangs
     has missed several checks after a few seconds.
@@ -88,119 +116,189 @@ class HealthWatch:
         self._fleet = fleet
         self._rules = rules
 
-    async def __call__(self, engine: RoutedEngine) -> None:
-        """Check the engine's health until cancelled."""
+    async def __call__(self, address: EngineAddress) -> None:
+        """Check the health of the address until cancelled."""
         running: set[asyncio.Task[None]] = set()
         async with asyncio.TaskGroup() as checks:
             while True:
-                pause_ns = self._next_check_ns(engine) - time.monotonic_ns()
+                pause_ns = self._next_check_ns(address) - time.monotonic_ns()
                 if pause_ns > 0:
                     await asyncio.sleep(pause_ns * 1e-9)
                 elif len(running) >= _MOST_CHECKS:
                     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 else:
                     sent_ns = time.monotonic_ns()
-                    engine.silence.checked(sent_ns)
-                    task = checks.create_task(self._check(engine, sent_ns))
+                    address.silence.checked(sent_ns)
+                    task = checks.create_task(self._check(address, sent_ns))
                     running.add(task)
                     task.add_done_callback(running.discard)
 
-    def _next_check_ns(self, engine: RoutedEngine) -> int:
-        silence = engine.silence
-        if engine.condition in _WELL:
+    def _next_check_ns(self, address: EngineAddress) -> int:
+        silence = address.silence
+        if all(engine.condition in _WELL for engine in address.engines):
             return silence.next_check_ns
         return silence.checked_ns + int(self._rules.soon_s * 1e9)
 
-    async def _check(self, engine: RoutedEngine, sent_ns: int) -> None:
+    async def _check(self, address: EngineAddress, sent_ns: int) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(self._rules.limit_s, loop.call_later, _READ_S, self._miss, engine, sent_ns)
-        passed = await self._passes(engine)
-        if passed and time.monotonic() >= engine.models_due_s:
-            engine.models_due_s = time.monotonic() + MODELS_EVERY_S
-            if not await self._learn_models(engine):
-                engine.models_due_s = 0.0
+        loop.call_later(self._rules.limit_s, loop.call_later, _READ_S, self._miss, address, sent_ns)
+        passed = await self._passes(address)
+        if passed and time.monotonic() >= address.models_due_s:
+            address.models_due_s = time.monotonic() + MODELS_EVERY_S
+            if not await self._learn_models(address):
+                address.models_due_s = 0.0
         now_ns = time.monotonic_ns()
-        engine.health.checked(now_ns, passed=passed)
         if passed:
-            engine.unreachable = ""
-        self._fleet.look(engine, now_ns)
+            address.unreachable = ""
+        # Output of one rank excuses a failed check of the address, and so all its ranks.
+        if passed or not any(engine.health.has_just_answered(now_ns) for engine in address.engines):
+            for engine in address.engines:
+                engine.health.checked(now_ns, passed=passed)
+        self._look(address, now_ns)
 
-    def _miss(self, engine: RoutedEngine, sent_ns: int) -> None:
-        """Count a check as missed, unless the engine has sent any byte since."""
-        silence, now_ns = engine.silence, time.monotonic_ns()
+    def _miss(self, address: EngineAddress, sent_ns: int) -> None:
+        """Count a check as missed, unless the address has sent any byte since."""
+        silence, now_ns = address.silence, time.monotonic_ns()
         num_missed = silence.num_missed
         silence.missed(sent_ns)
         if silence.num_missed > num_missed:
-            engine.unreachable = f"{self._rules.health_path}: nothing for {(now_ns - sent_ns) * 1e-9:.1f} s"
+            address.unreachable = f"{self._rules.health_path}: nothing for {(now_ns - sent_ns) * 1e-9:.1f} s"
+            self._look(address, now_ns)
+
+    def _look(self, address: EngineAddress, now_ns: int) -> None:
+        for engine in address.engines:
             self._fleet.look(engine, now_ns)
 
-    async def _passes(self, engine: RoutedEngine) -> bool:
+    async def _passes(self, address: EngineAddress) -> bool:
         try:
-            status, body = await ask(engine, self._rules.health_path, self._rules.timeout_s, _MAX_HEALTH_BYTES)
+            status, body = await ask(address, self._rules.health_path, self._rules.timeout_s, _MAX_HEALTH_BYTES)
         except NoAnswerError as error:
-            engine.unreachable = f"{self._rules.health_path}: {error}"
+            address.unreachable = f"{self._rules.health_path}: {error}"
             return False
+        now_ns = time.monotonic_ns()
         if self._is_own_refusal(status, body):
-            self._fleet.looped(engine, time.monotonic_ns())
+            self._fleet.looped(address.engines[0], now_ns)
             return False
         if status >= 300:
-            engine.unreachable = f"{self._rules.health_path} answered {status}"
-        elif engine.health.is_loop_check_due(time.monotonic_ns()):
-            await self._check_loop(engine)
+            address.unreachable = f"{self._rules.health_path} answered {status}"
+        elif any(engine.health.is_loop_check_due(now_ns) for engine in address.engines):
+            await self._check_loop(address)
         return status < 300
 
-    async def _check_loop(self, engine: RoutedEngine) -> None:
+    async def _check_loop(self, address: EngineAddress) -> None:
         """Ask through the engine, because a router that leads back here answers its health check itself."""
         try:
-            status, body = await ask(engine, _FORWARDED_PATH, self._rules.timeout_s, _MAX_HEALTH_BYTES)
+            status, body = await ask(address, _FORWARDED_PATH, self._rules.timeout_s, _MAX_HEALTH_BYTES)
         except NoAnswerError:
             return  # This shows neither a loop nor that there is none.
         if self._is_own_refusal(status, body):
-            self._fleet.looped(engine, time.monotonic_ns())
-        else:
+            self._fleet.looped(address.engines[0], time.monotonic_ns())
+            return
+        for engine in address.engines:
             engine.health.loop_ended(time.monotonic_ns())
 
     def _is_own_refusal(self, status: int, body: bytes) -> bool:
         return status == LOOP_STATUS and self._fleet.pseudonym in body
 
-    async def _learn_models(self, engine: RoutedEngine) -> bool:
+    async def _learn_models(self, address: EngineAddress) -> bool:
         try:
-            status, body = await ask(engine, "/v1/models", self._rules.timeout_s, _MAX_MODELS_BYTES)
+            status, body = await ask(address, "/v1/models", self._rules.timeout_s, _MAX_MODELS_BYTES)
         except NoAnswerError:
             return False
         if status == 200:
-            self._fleet.models.learn(engine.row, body)
+            for engine in address.engines:
+                self._fleet.models.learn(engine.row, body)
         return True
 
 
-class MetricsWatch:
-    """Watcher that reads `/metrics` and reports its figures to the router."""
+class FiguresListener(Protocol):
+    """Receives the figures of all engines, beside the router."""
 
-    def __init__(self, fleet: Fleet, rules: WatchRules) -> None:
+    @property
+    def needs_figures(self) -> bool:
+        """Whether newer figures are needed soon."""
+        ...
+
+    def reported(self, row: int, figures: LoadFigures) -> None:
+        """Take in the figures of the engine in `row`."""
+
+
+class MetricsWatch:
+    """Watcher that reads `/metrics` of an address and reports the figures of its engines to the router.
+
+    It also finds the data-parallel ranks of a server, by their figures, or by the answer of SGLang's server info.
+    """
+
+    def __init__(self, fleet: Fleet, rules: WatchRules, listener: FiguresListener | None = None) -> None:
         self._fleet = fleet
         self._rules = rules
+        self._listener = listener
 
-    async def __call__(self, engine: RoutedEngine) -> None:
-        """Read `/metrics` until cancelled, at growing intervals for an engine without it."""
+    async def __call__(self, address: EngineAddress) -> None:
+        """Read `/metrics` until cancelled, at growing intervals for an address without it."""
         pause_s = self._rules.metrics_s
-        spec: EngineSpec | None = None
+        specs: dict[RoutedEngine, EngineSpec] = {}
         while pause_s:
             asked_ns = time.monotonic_ns()
             try:
-                status, text = await ask(engine, "/metrics", self._rules.timeout_s, MAX_BYTES)
+                status, text = await ask(address, "/metrics", self._rules.timeout_s, MAX_BYTES)
             except NoAnswerError:
                 status, text = 0, b""
+            by_rank = scrape_ranks(text) if address.ranks or address.finds_ranks else {}
+            if address.finds_ranks and status:
+                await self._find_ranks(address, tuple(by_rank))
             if status == 200:
-                load = scrape(text)
-                self._report(engine, load, asked_ns)
-                spec = self._specify(engine, load, spec)
+                self._take(address, text, by_rank, asked_ns, specs)
             pause_s = min(60.0, 2 * pause_s) if status == 404 else self._rules.metrics_s
-            await asyncio.sleep(pause_s)
+            await self._rest(pause_s)
+
+    async def _rest(self, pause_s: float) -> None:
+        """Wait until the next read, which comes early while the listener needs figures."""
+        end_s = time.monotonic() + pause_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            await asyncio.sleep(left_s if self._listener is None else min(left_s, _HURRY_S))
+            if self._listener is not None and self._listener.needs_figures:
+                return
+
+    async def _find_ranks(self, address: EngineAddress, ranks: Sequence[int]) -> None:
+        """Give the address the ranks that its figures name, or else those of its server info."""
+        for path in () if ranks else _SERVER_INFO_PATHS:
+            try:
+                status, body = await ask(address, path, self._rules.timeout_s, _MAX_INFO_BYTES)
+            except NoAnswerError:
+                return
+            if num_ranks := _num_ranks(body) if status == 200 else 0:
+                ranks = range(num_ranks)
+                break
+        known = address.ranks or (0,)
+        if (ranks and len(ranks) != len(known)) or (len(ranks) > 1 and tuple(ranks) != known):
+            logger.info("engine %s has %d data-parallel ranks (had %d)", address.name, len(ranks), len(known))
+            self._fleet.set_ranks(address, ranks)
+
+    def _take(
+        self,
+        address: EngineAddress,
+        text: bytes,
+        by_rank: dict[int, ScrapedLoad],
+        asked_ns: int,
+        specs: dict[RoutedEngine, EngineSpec],
+    ) -> None:
+        """Report the figures of each engine. A rank that the text does not name has none."""
+        for engine in address.engines:
+            load = scrape(text) if engine.rank is None else by_rank.get(engine.rank)
+            if load is None:
+                continue
+            self._report(engine, load, asked_ns)
+            spec = self._specify(engine, load, specs.get(engine))
+            if spec is not None:
+                specs[engine] = spec
 
     def _report(self, engine: RoutedEngine, load: ScrapedLoad, asked_ns: int) -> None:
         """Report figures as of the time of the request, because they contain nothing that arrived later."""
         now_ns = time.monotonic_ns()
         self._fleet.router.report(engine.row, load.figures, asked_ns, now_ns)
+        if self._listener is not None:
+            self._listener.reported(engine.row, load.figures)
         engine.totals = load.totals
         if load.num_tokens_computed is not None:
             num_in_flight = self._fleet.router.num_in_flight_on(engine.row)
@@ -216,12 +314,27 @@ class MetricsWatch:
         return spec
 
 
-async def _run(watcher: Watcher, engine: RoutedEngine) -> None:
-    """Run a watcher, and restart it after an unexpected exception so that the engine does not stay unwatched."""
+def _num_ranks(info: bytes) -> int:
+    """Return the number of ranks in an answer of SGLang's server info; 0 if it names none."""
+    try:
+        found = msgspec.json.decode(info, type=_ServerInfo).dp_size
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+    return found if 1 <= found <= MAX_RANKS else 0
+
+
+async def _run(watcher: Callable[[Watched], Awaitable[None]], watched: Watched) -> None:
+    """Run a watcher, and restart it after an unexpected exception so that nothing stays unwatched."""
     while True:
         try:
-            await watcher(engine)
+            await watcher(watched)
             return
         except Exception:
-            logger.exception("the watcher of engine %s failed; it is restarted", engine.name)
+            logger.exception("the watcher of engine %s failed; it is restarted", watched.name)
         await asyncio.sleep(_AGAIN_S)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from moestro.gateway.clients.http_headers import AnswerHead, Incoming, RequestHead
-from moestro.gateway.engines.fleet import RoutedEngine
+from moestro.gateway.engines.fleet import EngineAddress
 from moestro.gateway.engines.upstream import EngineConnection
 
 
@@ -50,34 +50,34 @@ class _Whole:
             self.answer.set_exception(NoAnswerError(cause))
 
 
-async def ask(engine: RoutedEngine, path: str, timeout_s: float, max_bytes: int) -> tuple[int, bytes]:
-    """Send `GET path` on a connection of the engine's pool, and return the answer's status and body.
+async def ask(address: EngineAddress, path: str, timeout_s: float, max_bytes: int) -> tuple[int, bytes]:
+    """Send `GET path` on a connection to `address`, and return the answer's status and body.
 
     Raises:
         NoAnswerError: no answer arrived in time, or the answer is too large.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            kept = engine.pool.take()
+            kept = address.pool.take()
             if kept is not None:
                 try:
-                    return await _ask_on(kept, engine, path, max_bytes)
+                    return await _ask_on(kept, address, path, max_bytes)
                 except NoAnswerError:
                     pass  # an idle connection may have been closed; only a new one proves a failure
-            return await _ask_on(await engine.pool.connect(), engine, path, max_bytes)
+            return await _ask_on(await address.pool.connect(), address, path, max_bytes)
     except TimeoutError:
         raise NoAnswerError(f"nothing within {timeout_s:g} s") from None
     except OSError as error:
         raise NoAnswerError(f"cannot connect: {error}") from None
 
 
-async def _ask_on(connection: EngineConnection, engine: RoutedEngine, path: str, max_bytes: int) -> tuple[int, bytes]:
+async def _ask_on(connection: EngineConnection, address: EngineAddress, path: str, max_bytes: int) -> tuple[int, bytes]:
     incoming = Incoming(RequestHead(b"GET", path.encode(), [], {}), b"", "127.0.0.1", "moestro-route")
     if not connection.is_open:
         raise NoAnswerError("it closed the connection at once")
     sink = _Whole(max_bytes)
     try:
-        connection.send(engine.head.of(incoming), b"", sink, is_bodiless=False)
+        connection.send(address.head.of(incoming), b"", sink, is_bodiless=False)
         return await sink.answer
     finally:
         if not sink.is_done:  # a complete answer has returned the connection to the pool

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 from moestro.gateway.engines.fleet import Fleet, RoutedEngine
 from moestro.gateway.kv.kv_sources import KvSources
@@ -40,7 +39,7 @@ class KvEventsWatch:
 
     async def __call__(self, engine: RoutedEngine) -> None:
         """Follow the engine's events until cancelled. Returns at once for an engine without a publisher."""
-        source = self._sources.of(engine.name, urlsplit(engine.url).hostname or "")
+        source = self._sources.of(engine.address.name, engine.address.host, engine.rank)
         if source is None:
             return
         naming = NamingRules(model=await self._model_of(engine), block_size=self._block_size, tiers=self._tiers)

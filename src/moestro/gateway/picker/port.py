@@ -172,8 +172,7 @@ class PickerPort:
         except OSError as error:
             now_ns = time.monotonic_ns()
             engine.counts.num_unreachable += 1
-            engine.health.breaker.unreachable(now_ns)
-            self._app.shared.fleet.lost(engine, f"cannot connect: {error or 'timed out'}", now_ns)
+            self._app.shared.fleet.unreachable(engine.address, f"cannot connect: {error or 'timed out'}", now_ns)
 
 
 @contextlib.asynccontextmanager

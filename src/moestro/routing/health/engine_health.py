@@ -108,6 +108,9 @@ class HealthRules:
 class Health:
     """The health of one engine.
 
+    Args:
+        silence: signs of life of the engine's server, which the ranks of one address share.
+
     Attributes:
         breaker: circuit breaker fed by the engine's responses.
         pauses: clients that the engine has refused.
@@ -115,11 +118,11 @@ class Health:
         is_draining: whether the operator drains the engine. Callers may set it at any time.
     """
 
-    def __init__(self, rules: HealthRules, now_ns: int) -> None:
+    def __init__(self, rules: HealthRules, now_ns: int, silence: Silence | None = None) -> None:
         self._rules = rules
         self.breaker = Breaker(rules.breaker)
         self.pauses = Pauses(rules.breaker.silence_ns)
-        self.silence = Silence(rules.silence)
+        self.silence = silence or Silence(rules.silence)
         self.is_draining = False
         self._loop_until_ns: int | None = None  # time of the next look for a loop; None means no loop
         self._loop_back_off = BackOff(_FIRST_LOOP_NS, _LONGEST_LOOP_NS)
@@ -141,8 +144,12 @@ class Health:
         if passed:
             self._num_failed_checks = 0
             self.breaker.check_passed(now_ns)
-        elif self._num_failed_checks is not None and (self._heard_ns is None or now_ns - self._heard_ns >= _RECENT_NS):
+        elif self._num_failed_checks is not None and not self.has_just_answered(now_ns):
             self._num_failed_checks += 1
+
+    def has_just_answered(self, now_ns: int) -> bool:
+        """Return whether output of the engine arrived a moment ago, which excuses a failed check."""
+        return self._heard_ns is not None and now_ns - self._heard_ns < _RECENT_NS
 
     def looped(self, now_ns: int) -> None:
         """Record that a request for the engine has come back to its router."""

@@ -34,6 +34,7 @@ class _Attempt(NamedTuple):
     decision: RouteDecision
     because: str
     names: Sequence[str]
+    wait_ns: int = 0
 
 
 class _Entry:
@@ -95,12 +96,17 @@ class DecisionLog:
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
-    def routed(self, request: Request, decision: RouteDecision, because: str) -> None:
-        """Record that a request was sent to an engine. `because` is the reason for a retry; empty for the first."""
+    def routed(self, request: Request, decision: RouteDecision, because: str, wait_ns: int = 0) -> None:
+        """Record that a request was sent to an engine.
+
+        Args:
+            because: the reason for a retry; empty for the first attempt.
+            wait_ns: wait in the router's queue, ns.
+        """
         entry = self._running.get(request.request_id)
         if entry is None:
             entry = self._running[request.request_id] = _Entry(request, self._read_clocks())
-        entry.attempts.append(_Attempt(decision, because, self._names()))
+        entry.attempts.append(_Attempt(decision, because, self._names(), wait_ns))
 
     def not_resumable(self, request_id: str, obstacle: str) -> None:
         """Record why the stream of a running request cannot go on elsewhere. Unknown requests are ignored."""
@@ -220,7 +226,7 @@ class DecisionLog:
 
 
 def _told(attempt: _Attempt) -> Attempt:
-    decision, because, names = attempt
+    decision, because, names, wait_ns = attempt
     candidates = decision.candidates
     assert candidates is not None, "the router keeps none"
     return Attempt(
@@ -228,6 +234,7 @@ def _told(attempt: _Attempt) -> Attempt:
         score=finite(decision.score),
         reason=decision.reason,
         because=because,
+        wait_s=wait_ns / NS_PER_S,
         hit_tokens=decision.hit_tokens,
         candidates=[
             ScoredEngine(names[candidates.rows[at]], candidates.score(at), int(candidates.hit_tokens[at]))

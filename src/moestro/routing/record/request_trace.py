@@ -21,6 +21,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         engine: name of the chosen engine.
         because: reason for a further attempt; empty for the first.
+        wait_s: wait in the router's queue, seconds.
         candidates: candidate engines, best first, including the chosen one.
         num_candidates: number of candidates, of which the list may contain only the best.
         regret: the value of `Candidates.regret`.
@@ -36,6 +37,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     num_candidates: int
     regret: float | None
     not_compared: dict[str, list[str]] = {}
+    wait_s: float = 0.0
 
 
 class EngineEvent(msgspec.Struct, frozen=True):

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S, to_ns
+from moestro.core.order_contract import OrderPolicy
 from moestro.core.views import BE, WaitingView
-from moestro.engine.policy_contract import OrderPolicy
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.hashing import name_key
+from moestro.core.order_contract import Admitted, OrderEvent, OrderPolicy
 from moestro.core.views import WaitingView
-from moestro.engine.policy_contract import Admitted, OrderEvent, OrderPolicy
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
 
