@@ -70,6 +70,10 @@ class ClientShares:
         self._num_seqs[number] += 1
         return number
 
+    def number_of(self, client: str | None) -> int | None:
+        """Return the number of a client. None means that it has no sequence."""
+        return self._number_of.get(client)
+
     def leave(self, number: int) -> None:
         """Count the end of a sequence of the client with this number."""
         self._num_seqs[number] -= 1

@@ -108,6 +108,11 @@ class Sequence:
         edits_logits = request.token_ids is not None and request.sampling.edits_logits  # a hashed trace has no logits
         self.edits = SequenceEdits(request, matcher) if edits_logits else None
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no engine has computed any of it."""
+        return self.num_cached_tokens is None and not self.request.resumed_token_ids
+
     def readable_hashes(self) -> list[bytes]:
         """Hashes by which cached blocks may be shared; none while prompt logprobs are still to be computed."""
         return [] if self.prompt_logprobs is not None else self.hashes

@@ -7,10 +7,17 @@ from moestro.wire.messages import Refused
 
 
 class RefusedByRankError(RequestError):
-    """A rank refused a request; built from the rank's message."""
+    """A rank refused a request; built from the rank's message.
+
+    Attributes:
+        request_id: Id of the request.
+        may_be_repeated: Whether the rank may take the same request later.
+    """
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message, param=refused.param, code=refused.code)
+        self.request_id = refused.request_id
+        self.may_be_repeated = refused.code == "queue_full"
         self.http_status = refused.http_status
         self.error_type = refused.error_type
         self.retry_after_s = refused.retry_after_s
