@@ -91,3 +91,33 @@ def test_choices_that_give_way_are_generated_later(real_command, tmp_path):
         assert len({choice["text"] for choice in choices}) == 1
     finally:
         server.kill()
+
+
+@pytest.mark.parametrize(("flag", "counts_apart"), [("--router-api-key", True), ("--api-key", False)])
+def test_clients_behind_a_trusted_router_count_apart(real_command, tmp_path, flag, counts_apart):
+    """The stranger names another client in each request, which changes nothing."""
+    long = {"prompt": "def f(x):", "max_tokens": 600, "ignore_eos": True}
+    key = "of-the-router"
+    small = ("--max-num-seqs", "2", "--max-num-queued-reqs", "4")
+    server = Running((*real_command, *small, flag, key), tmp_path)
+
+    def count(name: str) -> int:
+        return call(server, "GET", "/load", Authorization=f"Bearer {key}").json["engines"][0][name]
+
+    def stranger(number: int) -> socket.socket:
+        return send(router, STRANGER, long, f"X-Moestro-Client: {number}")
+
+    try:
+        assert call(server, "GET", "/load").status == 401
+        with routing(server, tmp_path, "--engine-api-key", key) as router:
+            strangers = [stranger(number) for number in range(2)]
+            wait_until(lambda: count("num_running") == 2)
+            strangers += [stranger(number) for number in range(2, 6)]
+            wait_until(lambda: count("num_waiting") == 4)
+            assert answer_of(stranger(6))[0] == 503, "a name that a client gives itself counts for nothing"
+            status, _ = answer_of(send(router, HONEST, {"prompt": "import os", "max_tokens": 2}))
+            assert status == (200 if counts_apart else 503)
+            for each in strangers:
+                each.close()
+    finally:
+        server.kill()

@@ -177,7 +177,8 @@ class _ServeProcess:
     ) -> None:
         self._settings = settings
         self._on_ready = on_ready
-        self._access = Access.of(settings.server.api_key, settings.access)
+        server = settings.server
+        self._access = Access.of(server.api_key, settings.access, server.router_api_key)
         self._make_launcher = make_launcher
         self._lifecycle = lifecycle
         self._clock = StartClock()
@@ -506,13 +507,13 @@ class _ServeProcess:
 
     def _announce(self, listener: socket.socket, model: ServedModel, infos: Sequence[ModelInfo]) -> None:
         server = self._settings.server
-        warn_if_open(listener, server.api_key)
+        warn_if_open(listener, server.all_keys)
         self._clock.mark("listen")
         url = url_of(listener)
         if self._on_ready is not None:
             self._on_ready(url)
             return
-        print_banner(serve_banner(model, infos, self._clock.phases, url, needs_key=bool(server.api_key)))
+        print_banner(serve_banner(model, infos, self._clock.phases, url, needs_key=bool(server.all_keys)))
 
 
 def _describe_start(cluster: _Cluster) -> str:
