@@ -368,7 +368,9 @@ class _ServeProcess:
         server, model = self._settings.server, self._settings.model
         startup_timeout = self._settings.processes.startup_timeout
         chat = self._settings.chat
-        tokenizer = await asyncio.to_thread(Tokenizer, model.tokenizer_directory, chat.chat_template)
+        # The library holds the interpreter while it reads a vocabulary, which takes seconds for a large one.
+        with self._lifecycle.ended_by_kernel():
+            tokenizer = await asyncio.to_thread(Tokenizer, model.tokenizer_directory, chat.chat_template)
         tokenizer.warm_chats()
         progress = asyncio.create_task(log_forever(lambda _: [_describe_start(cluster)]))
         try:
