@@ -18,9 +18,8 @@ from moestro.errors import QueueFullError, RequestError
 from moestro.server.api.answers.logprobs import Score, first_score, score_of
 from moestro.server.api.fields.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
 from moestro.server.api.fields.request_builder import Job, ServedModel
-from moestro.server.engines.engine_client import EngineClient
+from moestro.server.engines.engine_client import EngineClient, RefusedByRankError
 from moestro.server.engines.piece import Piece
-from moestro.server.engines.rank_errors import RefusedByRankError
 from moestro.server.engines.request_state import Inbox, InboxEvent, Interrupted, PromptChoices, UnreadEvents
 from moestro.text.parsing.answer_parser import ChatPart
 from moestro.text.parsing.stop_strings import StopFinder
