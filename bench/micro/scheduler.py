@@ -8,6 +8,9 @@ that has one Python object for each sequence. The twin keeps the same state and 
 A second part measures `schedule` alone, for each order, with a long waiting queue whose first request does not fit. One
 queue stays as it is. In the other, a request arrives and another leaves at every step, so that each step sorts it. No
 budget covers these; `fcfs` with an empty queue stands beside them.
+
+A third part (`--only clients` measures it alone) repeats that with requests of several clients under `fcfs`, in turn
+without shares by client and with them. Each client holds an equal part, so that no share changes a plan.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from shared.results import make_parser, save
 BLOCK_SIZE, PROMPT, STEPS, REPEATS = 16, 256, 1000, 7
 
 
-def make_request(i: int) -> Request:
+def make_request(i: int, num_clients: int = 1) -> Request:
     ids, key = np.arange(PROMPT, dtype=np.int32), hash_key("bench", None, str(i))
     return Request(
         request_id=f"r{i}",
@@ -43,6 +46,7 @@ def make_request(i: int) -> Request:
         token_ids=ids.tobytes(),
         block_hashes=hash_blocks(key, ids, BLOCK_SIZE),
         hash_key=key,
+        client=f"10.0.0.{i % num_clients}",
     )
 
 
@@ -102,7 +106,7 @@ def plain_step_us(num_sequences: int) -> float:
     return (time.perf_counter_ns() - started) / STEPS / 1e3
 
 
-def full_scheduler(order: str, num_waiting: int) -> Scheduler:
+def full_scheduler(order: str, num_waiting: int, num_clients: int = 1, share: str = "equal") -> Scheduler:
     """Make a scheduler with 64 decodes, 16 free blocks, and `num_waiting` requests, the first of which never fits."""
     per_sequence = (PROMPT + STEPS) // BLOCK_SIZE + 1
     scheduler = Scheduler(
@@ -114,10 +118,11 @@ def full_scheduler(order: str, num_waiting: int) -> Scheduler:
             max_num_batched_tokens=64 * PROMPT,
             max_num_queued_reqs=64 + num_waiting + 1,
             scheduling_policy=order,
+            share_policy=share,
         )
     )
     for i in range(64):
-        scheduler.add(make_request(i))
+        scheduler.add(make_request(i, num_clients))
     plan = scheduler.schedule(0)
     assert plan is not None
     assert len(scheduler.waiting) == 0
@@ -126,22 +131,22 @@ def full_scheduler(order: str, num_waiting: int) -> Scheduler:
         while len(scheduler.table.at(slot).blocks) < per_sequence:
             scheduler.table.add_block(slot, scheduler.pool.allocate())
     for i in range(64, 64 + num_waiting):
-        scheduler.add(make_request(i))
+        scheduler.add(make_request(i, num_clients))
     return scheduler
 
 
-def long_queue_us(order: str, num_waiting: int, *, changes: bool) -> float:
-    """Measure the mean microseconds of `schedule` over 200 decode steps at intervals of 50 ms."""
-    scheduler, spent, steps = full_scheduler(order, num_waiting), 0, 200
+def long_queue_us(order: str, num_waiting: int, *, changes: bool, num_clients: int = 1, share: str = "equal") -> float:
+    """Measure the mean microseconds of `schedule` over 200 decode steps at intervals of 50 ms, in time of the CPU."""
+    scheduler, spent, steps = full_scheduler(order, num_waiting, num_clients, share), 0, 200
     for step in range(-10, steps):
         now_ns = (step + 10) * 50_000_000
         if changes:
             scheduler.abort(f"r{64 + step + 10}", 0)
-            scheduler.add(make_request(10**6 + step))
-        started = time.perf_counter_ns()
+            scheduler.add(make_request(10**6 + step, num_clients))
+        started = time.thread_time_ns()
         plan = scheduler.schedule(now_ns)
         if step >= 0:
-            spent += time.perf_counter_ns() - started
+            spent += time.thread_time_ns() - started
         assert plan is not None
         assert len(plan.units) == 64, "the policy admitted a waiting request"
         scheduler.update(StepResult(plan.units.slot, np.ones(len(plan.units), np.int32)), now_ns)
@@ -162,11 +167,29 @@ def long_queue_rows() -> list[dict[str, object]]:
     return rows
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    args = parser.parse_args()
-    conditions = run_record("measured")
-    rows = []
+def client_rows() -> list[dict[str, object]]:
+    """Measure `schedule` with several clients, in turn without shares and with them."""
+    rows: list[dict[str, object]] = []
+    for num_clients in (1, 8, 64):
+        for num_waiting, changes in ((0, False), (1000, False), (1000, True)):
+            times: dict[str, list[float]] = {"none": [], "equal": []}
+            for _ in range(REPEATS):
+                for share, found in times.items():
+                    found.append(
+                        long_queue_us("fcfs", num_waiting, changes=changes, num_clients=num_clients, share=share)
+                    )
+            row: dict[str, object] = {"clients": num_clients, "waiting": num_waiting, "queue_changes": changes}
+            for share, found in times.items():
+                found.sort()
+                row[f"schedule_us_{share}"] = {"min": found[0], "median": found[REPEATS // 2], "max": found[-1]}
+            rows.append(row)
+            print(json.dumps(row))
+    return rows
+
+
+def step_rows() -> list[dict[str, object]]:
+    """Measure whole steps with all sequences in decode."""
+    rows: list[dict[str, object]] = []
     for num_sequences, budget in ((12, 25), (64, 60)):
         pairs = [(scheduler_step_us(num_sequences), plain_step_us(num_sequences)) for _ in range(REPEATS)]
         totals = sorted(schedule + update for (schedule, update), _ in pairs)
@@ -181,8 +204,19 @@ def main() -> None:
             }
         )
         print(json.dumps(rows[-1]))
-    long_queue = long_queue_rows()
-    save(args.json, conditions, {"repeats": REPEATS, "rows": rows, "long_queue": long_queue})
+    return rows
+
+
+PARTS = {"rows": step_rows, "long_queue": long_queue_rows, "clients": client_rows}
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", choices=PARTS, help="the part that is measured; all of them if it is left out")
+    args = parser.parse_args()
+    conditions = run_record("measured")
+    parts = [args.only] if args.only else list(PARTS)
+    save(args.json, conditions, {"repeats": REPEATS} | {part: PARTS[part]() for part in parts})
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ MoestroError
 ├── RequestError                one request is refused; the others go on
 │   ├── PromptTooLongError
 │   ├── QueueFullError
+│   ├── GaveWayError
 │   ├── NoEngineError
 │   ├── DrainingError
 │   └── BusyError
@@ -106,6 +107,21 @@ class QueueTimeoutError(RequestError):
 
     def __init__(self, ttl_s: float) -> None:
         super().__init__(f"No engine had room for the request within {ttl_s:g} s. Retry later.", code="queue_timeout")
+
+
+class GaveWayError(RequestError):
+    """A waiting request gave its place in a full queue to a client that has fewer."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    retry_after_s = 1
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The request queue is full, and this client has most of its places: its newest request gave way to another"
+            " client's. Retry later, or raise --max-num-queued-reqs.",
+            code="queue_full",
+        )
 
 
 class NoEngineError(RequestError):

@@ -13,10 +13,13 @@ import pytest
 
 from moestro.cli import main
 from moestro.config.config_file import read_config_file
+from moestro.config.config_sources import SECRETS, settings_in
+from moestro.config.serve_settings import ServeSettings
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES, SHARE_POLICIES
 from moestro.engine.settings import SchedulerOptions, SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.registry import STEP_POLICIES
+from moestro.gateway.settings import RouteSettings
 from moestro.routing.registry import ROUTE_POLICIES
 
 YAML = """\
@@ -89,6 +92,11 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(capsys, w
         "tokenizer: null  # default",
     ):
         assert line in lines
+
+
+def test_every_key_is_a_secret():
+    settings = [*settings_in(ServeSettings()), *settings_in(RouteSettings())]
+    assert {name for name, _ in settings if name.endswith("api_key")} == SECRETS
 
 
 def test_secrets_are_not_shown(capsys, write, monkeypatch):

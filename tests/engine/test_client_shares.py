@@ -77,6 +77,15 @@ def test_without_shares_it_waits_for_the_end_of_an_answer():
     assert steps_until_end(rank, "honest") > 4 * 30
 
 
+@pytest.mark.parametrize(("share", "is_needed"), [("none", False), ("equal", True)])
+def test_a_step_looks_at_shares_only_where_a_client_may_not_have_all(share, is_needed):
+    rank = rank_of(share_policy=share)
+    flood(rank)
+    send(rank, HONEST, "honest")
+    assert rank.scheduler.state.shares.are_needed == is_needed
+    assert bool(rank.scheduler.admission.claimants(rank.scheduler.limits, 0)) == is_needed
+
+
 def test_one_client_has_all_places_and_is_never_preempted():
     rank = rank_of()
     flood(rank)

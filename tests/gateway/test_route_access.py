@@ -34,6 +34,19 @@ async def test_a_router_without_keys_hands_on_a_key_unless_the_engine_has_its_ow
         assert engine.received[0].header("authorization") == (None if key is None else "Bearer e1")
 
 
+@pytest.mark.parametrize("keys", [(), ("k1", "k2")])
+@pytest.mark.parametrize("key", [None, "e1"])
+@looped
+async def test_a_router_names_its_clients_to_engines_with_its_key_and_no_client_names_itself(key, keys):
+    engine = FakeEngine("e")
+    async with rig(engine, engine_api_key=key, api_key=keys) as it:
+        for name in ("evil", "evil", "127.0.0.9"):
+            await it.call(**({"X_Api_Key": "k2"} if keys else {}), X_Moestro_Client=name)
+        names = {request.header("x-moestro-client") for request in engine.received}
+        assert len(engine.received) == 3
+        assert names == {None if key is None else "1" if keys else "127.0.0.1"}
+
+
 @looped
 async def test_the_requests_of_each_key_are_limited():
     engine = FakeEngine("e")

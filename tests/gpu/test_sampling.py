@@ -117,6 +117,20 @@ def test_log_probabilities_and_ranks_are_those_of_the_cpu(vocabulary, count, acc
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_listed_log_probabilities_are_those_of_the_cpu(vocabulary, accelerator):
+    logits, rng = random_logits(vocabulary), np.random.default_rng(vocabulary)
+    ids, listed = torch.arange(ROWS), torch.from_numpy(rng.integers(vocabulary, size=(ROWS, 7)))
+    listed[::2] = -1
+    with torch.inference_mode():
+        near = measure_logprobs(logits, ids, 3, listed)
+        there = [tensor.to(accelerator.device) for tensor in (logits, ids, listed)]
+        far = measure_logprobs(there[0], there[1], 3, there[2])
+        assert torch.equal(near.top_ids[1::2], listed[1::2])
+        assert torch.equal(near.top_ids, far.top_ids.cpu())
+        torch.testing.assert_close(near.top_logprobs, far.top_logprobs.cpu(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_edited_logits_are_those_of_the_cpu(vocabulary, accelerator):
     rng, logits = np.random.default_rng(vocabulary), random_logits(vocabulary)
     rows, units = random_rows(rng), np.arange(ROWS)

@@ -85,6 +85,24 @@ def test_logprobs_come_back_for_the_units_that_want_them(device):
     assert result.prompt_logprobs == {}
 
 
+def test_listed_logprobs_are_those_of_the_distribution_in_any_batch(device):
+    rows = drive.greedy(2)
+    rows["num_logprobs"] = [3, 2]
+    rows["num_listed"][1] = 2
+    rows["listed"][1, :2] = [9, 4]
+    result = drive.run(device, drive.make_units(PARTS, TABLES, sampling=rows))
+    alone = drive.run(device, drive.make_units(PARTS[1:], TABLES[1:], sampling=rows[1:]))
+    every = drive.greedy(2)
+    every["num_logprobs"] = 1 << 20
+    whole = [
+        dict(entry.top)
+        for entry in drive.run(device, drive.make_units(PARTS, TABLES, sampling=every)).logprobs.values()
+    ]
+    assert result.logprobs[1] == alone.logprobs[0]
+    assert result.logprobs[1].top == tuple((token_id, whole[1][token_id]) for token_id in (9, 4))
+    assert result.logprobs[0].top == tuple(list(whole[0].items())[:3])
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_seeded_random_sequence_is_the_same_alone_in_a_batch_and_in_chunks(seed, device):
     hot = drive.greedy(1, temperature=1.2, top_k=30, top_p=0.95, seed=seed)

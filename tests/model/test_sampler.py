@@ -210,6 +210,29 @@ def test_logits_that_are_not_numbers_have_alternatives_all_the_same():
     assert measure_logprobs(logits, torch.zeros(2, dtype=torch.int64), 2).top_ids[0].tolist() == [2, 1]
 
 
+@given(
+    lists=st.lists(st.lists(st.integers(0, 39), unique=True, max_size=8), min_size=1, max_size=6),
+    seed=st.integers(0, 2**32),
+    count=st.integers(0, 12),
+)
+def test_listed_alternatives_are_those_of_the_whole_distribution_whatever_others_ask_for(lists, seed, count):
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(len(lists), 40)).astype(np.float32))
+    own = torch.zeros(len(lists), dtype=torch.int64)
+    width = max(map(len, lists))
+    rows = np.full((len(lists), width), -1, np.int64)
+    for row, ids in enumerate(lists):
+        rows[row, : len(ids)] = ids
+    num_top = np.array([len(ids) or count for ids in lists], np.int32)
+    listed = torch.from_numpy(rows) if width else None
+    entries = measure_logprobs(logits, own, count, listed).rows(num_top)
+    plain = measure_logprobs(logits, own, count).rows(np.full(len(lists), count, np.int32))
+    raw = logits.log_softmax(-1)
+    for row, (ids, entry) in enumerate(zip(lists, entries, strict=True)):
+        wanted = [(token_id, float(raw[row, token_id])) for token_id in ids] if ids else list(plain[row].top)
+        assert list(entry.top) == wanted
+        assert (entry.logprob, entry.rank) == (plain[row].logprob, plain[row].rank)
+
+
 def test_more_alternatives_than_tokens_are_all_tokens():
     (entry,) = measure_logprobs(torch.zeros(1, 3), torch.tensor([0]), 20).rows(np.array([20], np.int32))
     assert len(entry.top) == 3

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.running import (
@@ -146,9 +148,15 @@ def test_ctrl_c_ends_everything_with_status_0_as_sigterm_does_elsewhere(fake_com
     assert_nothing_is_left(server, ranks)
 
 
+def catches_sigterm(server: Running) -> bool:
+    """Whether the API server has read its tokenizer, during which the kernel would end it at once."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{server.process.pid}/status").read_text())
+    return bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def test_a_signal_while_engines_load_ends_everything(fake_command, tmp_path):
     server = Running((*fake_command, "--seed", "3"), tmp_path, wait=False)
-    wait_until(lambda: "pretend" in server.text)
+    wait_until(lambda: "pretend" in server.text and catches_sigterm(server))
     ranks = server.ranks()
     assert server.stop() == 0
     assert_nothing_is_left(server, ranks)

@@ -70,6 +70,71 @@ def test_log_probabilities_name_tokens_by_their_ids(place):
     assert [entry for each in found if each for entry in each["content"]] == entries
 
 
+def values_of(top: dict[str, float]) -> dict[int, float]:
+    return {int(name.removeprefix("token_id:")): value for name, value in top.items()}
+
+
+def test_log_probabilities_of_listed_tokens_are_those_of_the_whole_distribution(place):
+    """The oracle scores the same text as a prompt with all alternatives."""
+    listed, prompt = [5, 300, 17, 9], call(place, "POST", "/tokenize", {"prompt": TEXT}).json["tokens"]
+    fields = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "return_token_ids": True, "logit_bias": {"7": 50}}
+    named = {"return_tokens_as_token_ids": True, "logprob_token_ids": [*listed, listed[0]]}
+    plain = complete(place, **fields).json["choices"][0]
+    choice = complete(place, **fields, **named).json["choices"][0]
+    assert choice["token_ids"] == plain["token_ids"] == [7, 7, 7]
+    whole = complete(place, prompt=[*prompt, *plain["token_ids"]], max_tokens=1, prompt_logprobs=-1)
+    wanted = whole.json["choices"][0]["prompt_logprobs"][len(prompt) :]
+    for own, top, raw in zip(
+        choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"], wanted, strict=True
+    ):
+        found = values_of(top)
+        assert set(found) == {*listed, 7}, "exactly these tokens and the sampled one"
+        for token_id, value in found.items():
+            assert value == pytest.approx(raw[str(token_id)]["logprob"], abs=1e-4)
+        assert own == found[7]
+    streamed = complete(place, **fields, **named, logprobs=2, stream=True).events[:-1]
+    tops = [top for each in streamed for part in each["choices"] for top in part["logprobs"]["top_logprobs"]]
+    assert tops == choice["logprobs"]["top_logprobs"], "streamed alike, and logprobs adds none"
+
+
+def test_an_echo_lists_the_same_tokens_for_its_prompt(place):
+    listed = [5, 300]
+    fields = {"prompt": TEXT, "max_tokens": 0, "echo": True, "return_tokens_as_token_ids": True}
+    tops = complete(place, **fields, logprob_token_ids=listed).json["choices"][0]["logprobs"]["top_logprobs"]
+    raw = complete(place, prompt=TEXT, max_tokens=1, prompt_logprobs=-1).json["choices"][0]["prompt_logprobs"]
+    assert tops[0] is None
+    for top, wanted in zip(tops[1:], raw[1:], strict=True):
+        found = values_of(top)
+        assert {*listed} <= set(found)
+        assert len(found) <= len(listed) + 1
+        for token_id, value in found.items():
+            assert value == pytest.approx(wanted[str(token_id)]["logprob"], abs=1e-4)
+
+
+def test_a_chat_lists_tokens_in_the_clients_order(place):
+    asked = {"max_tokens": 2, "temperature": 0, "return_tokens_as_token_ids": True, "logprob_token_ids": [300, 5, 17]}
+    whole = chat(place, TEXT, **asked).json["choices"][0]["logprobs"]["content"]
+    for entry in whole:
+        assert [other["token"] for other in entry["top_logprobs"]] == ["token_id:300", "token_id:5", "token_id:17"]
+    assert chat(place, TEXT, **asked, logprobs=True, top_logprobs=1).json["choices"][0]["logprobs"]["content"] == whole
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprob_token_ids": [-1]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [10**12]}, "logprob_token_ids"),
+        ({"logprob_token_ids": list(range(21))}, "logprob_token_ids"),
+        ({"logprob_token_ids": [1], "echo": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+def test_lists_of_tokens_that_cannot_be_scored_are_refused_by_name(place, fields, param):
+    assert error(complete(place, prompt="x", max_tokens=1, **fields)) == (400, param)
+    if "echo" not in fields:
+        assert error(chat(place, "x", max_tokens=1, **fields)) == (400, param)
+    assert error(chat(place, "x", logprobs=False, logprob_token_ids=[1])) == (400, "logprob_token_ids")
+
+
 def test_a_prompt_is_truncated_on_the_side_that_the_client_names(place):
     ids = call(place, "POST", "/tokenize", {"prompt": TEXT}).json["tokens"]
     fields = {"prompt": TEXT, "max_tokens": 1, "truncate_prompt_tokens": 3, "return_token_ids": True}

@@ -60,6 +60,9 @@ class FakeRank:
         self.requests[request.request_id] = (request, request.num_resumed_tokens)
         self.num_queried += request.num_prompt_tokens
 
+    def take_given_way(self) -> list[str]:
+        return []
+
     def abort(self, request_id: str, now_ns: int) -> None:
         self.requests.pop(request_id, None)
 

@@ -1,11 +1,12 @@
 """`moestro serve` before fake ranks, or `moestro route`, with something that hangs.
 
-Arguments: what hangs (executor, threads, loop, stderr, tokenizer, interpreter), then the verb and its flags.
+Arguments: what hangs (executor, threads, loop, stderr, tokenizer, native, interpreter), then the verb and its flags.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import re
@@ -43,6 +44,12 @@ def hold_the_interpreter() -> None:
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 
+def hold_natively(*_: object) -> None:
+    """Native code that holds the interpreter's lock, as the reader of a large vocabulary does."""
+    os.write(2, b"native code holds the interpreter\n")
+    ctypes.PyDLL(None).sleep(600)
+
+
 def hang(what: str) -> None:
     if what == "executor":
         asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
@@ -70,4 +77,6 @@ if __name__ == "__main__":
     moestro.server.server.serve = lambda settings: real(settings, command)
     if what == "tokenizer":
         moestro.server.server.Tokenizer = spin
+    elif what == "native":
+        moestro.server.server.Tokenizer = hold_natively
     main(arguments)

@@ -16,7 +16,7 @@ from moestro.web.access.access_settings import AccessSettings
 from moestro.web.access.control import Access, ApiKeys
 from moestro.web.access.cors import Cors
 from moestro.web.access.rate_limits import AtATime, RateLimitError, RequestLimits, RequestRate
-from moestro.web.errors import HttpError
+from moestro.web.errors import AuthenticationError, HttpError
 
 PAGE = "https://chat.example"
 
@@ -143,6 +143,26 @@ def test_impossible_settings_are_refused_when_made(given):
 def test_limits_for_keys_need_keys():
     with pytest.raises(ConfigError, match="--api-key"):
         Access.of([], AccessSettings(max_concurrent_requests_per_key=1))
+
+
+def test_a_router_names_its_clients_and_no_client_names_itself():
+    routed = Access.of(["a"], router_keys=["r"])
+    assert routed.client_of("Bearer r", "", "10.0.0.1", "10.0.0.7") == "10.0.0.7"
+    assert routed.client_of("", "r", "10.0.0.1", "3") == "3"
+    for bad in ("", " ", "a b", "é", "x" * 129, "a\r\nb"):
+        assert routed.client_of("Bearer r", "", "10.0.0.1", bad) == "router 0", "then all its clients are one"
+    for key in ("Bearer a", "Bearer wrong", ""):
+        assert routed.client_of(key, "", "10.0.0.1", "10.0.0.7") == "10.0.0.1"
+    assert Access.of(["a", "b"], router_keys=["r"]).client_of("Bearer b", "", "10.0.0.1", "0") == 1
+    assert Access.of(["a", "b"]).client_of("Bearer b", "", "10.0.0.1", "0") == 1
+    assert Access.of([]).client_of("", "", "10.0.0.1", "0") == "10.0.0.1"
+
+
+def test_a_server_with_a_routers_key_alone_needs_a_key():
+    access = Access.of([], router_keys=["r"])
+    with pytest.raises(AuthenticationError):
+        access.key_of("", "")
+    assert access.key_of("Bearer r", "") == 0
 
 
 # --- CORS

@@ -15,6 +15,7 @@ from moestro.web.adapters.messages_request import ConversationTurn, MessagesFiel
 from moestro.web.adapters.paths import chat_body
 from moestro.web.adapters.responses_answer import ResponseStream, response_of_chat, settings_of
 from moestro.web.adapters.responses_request import ResponsesFields, chat_of_response
+from moestro.web.adapters.responses_tools import OfferedTools
 
 USAGE = {
     "prompt_tokens": 20, "completion_tokens": 7, "total_tokens": 27, "prompt_tokens_details": {"cached_tokens": 16},
@@ -515,3 +516,21 @@ def test_both_apis_answer_what_a_chat_answers_for_the_same_fields():
     fields = MessagesFields(messages=[ConversationTurn("user", "x")], max_tokens=3)
     assert chat_of_message(fields).fields["max_completion_tokens"] == 3
     assert chat_of_response(ResponsesFields(input="x")).chat.fields["messages"] == [user("x")]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "thought", "text", "wanted"),
+    [
+        (["<think>", "Hi", " x", "</think>", "Hi", " there", "<tool_call>", "Hi there"], "Hi x", "Hi there", [4, 5]),
+        (["Hi", " there"], None, "Hi there", [0, 1]),
+        (["a", "\n\nHi ", "there\n"], None, "Hi there", [1, 2]),
+        (["<unk>Hi", "there"], None, "Hi there", [0, 1]),
+    ],
+)
+def test_log_probabilities_of_a_response_are_those_of_its_text_alone(pieces, thought, text, wanted):
+    entries = [{"token": piece, "logprob": -1.0, "bytes": list(piece.encode()), "top_logprobs": []} for piece in pieces]
+    message = {"role": "assistant", "content": text, "reasoning_content": thought}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": {"content": entries}}
+    answer = {"id": "chatcmpl-1", "created": 1, "model": "m", "choices": [choice]}
+    *_, item = response_of_chat(answer, {}, OfferedTools(FieldPlaces({})))["output"]
+    assert item["content"][0]["logprobs"] == [entries[number] for number in wanted]

@@ -97,13 +97,16 @@ def test_a_thread_that_hangs_takes_no_time_from_the_requests_that_run(demo_dir, 
         server.kill()
 
 
-def test_a_signal_while_the_tokenizer_hangs_ends_the_start(demo_dir, tmp_path):
-    server = Running(serve_hanging("tokenizer", demo_dir), tmp_path, wait=False)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("what", "line"), [("tokenizer", "pretend"), ("native", "native code holds the interpreter")])
+def test_a_signal_while_the_tokenizer_hangs_ends_the_start_at_once(demo_dir, tmp_path, what, line, number):
+    """No handler of Python runs while native code holds the interpreter, so the kernel ends the process."""
+    server = Running(serve_hanging(what, demo_dir), tmp_path, wait=False)
     try:
-        wait_until(lambda: "pretend" in server.text)
+        wait_until(lambda: line in server.text)
         ranks = server.ranks()
-        assert server.stop(signal.SIGTERM) == 0
-        assert_gone(server, ranks)
+        assert server.stop(number) == -number
+        wait_until(lambda: all(map(has_ended, ranks)))
     finally:
         server.kill()
 

@@ -15,7 +15,7 @@ from moestro.config.config_file import read_config_file
 from moestro.config.vllm_flags import flag_named, take_or_refuse, warn_of_taken
 from moestro.errors import ConfigError
 
-SECRETS = frozenset({"api_key", "engine_api_key", "admin_api_key"})
+SECRETS = frozenset({"api_key", "router_api_key", "engine_api_key", "admin_api_key"})
 _NOT_IN_FILES = frozenset({"config", "print-config"})
 
 

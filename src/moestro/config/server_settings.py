@@ -59,6 +59,11 @@ class ServerSettings(CheckedSettings):
     "One or more names of the model for clients. Unset: the name on the command line."
     api_key: Annotated[tuple[str, ...], Parameter(consume_multiple=True, show_default=False)] = ()
     "Accepted keys: clients send one as a bearer token or in x-api-key. Unset: no key is required."
+    router_api_key: Annotated[tuple[str, ...], Parameter(consume_multiple=True, show_default=False)] = ()
+    (
+        "Further accepted keys, of routers (moestro route --engine-api-key). A request with one counts for the client"
+        " that the router names in X-Moestro-Client."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     "Lowest severity that is logged. Prompts and answers are never logged."
     record: Path | None = None
@@ -105,8 +110,20 @@ class ServerSettings(CheckedSettings):
             )
         if not all(self.api_key):
             raise ConfigError("--api-key is empty: give a key, or leave the flag out to serve without one")
+        if not all(self.router_api_key):
+            raise ConfigError("--router-api-key is empty: give a key, or leave the flag out to trust no router")
+        if both := set(self.api_key) & set(self.router_api_key):
+            raise ConfigError(
+                f"--api-key and --router-api-key have {len(both)} keys in common: a client with a router's key could"
+                " take any name, so give routers keys of their own"
+            )
         if not all(self.served_model_name):
             raise ConfigError("--served-model-name is empty: give a name, or leave the flag out")
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """Accepted keys, of clients and of routers; empty means that no key is required."""
+        return self.api_key + self.router_api_key
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from moestro.core.grammar import Grammar
 from moestro.core.hashing import HASH_BYTES
 
+MAX_LISTED_TOKENS = 20  # tokens of `SamplingParams.logprob_token_ids`
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended."""
@@ -84,6 +86,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True)
     stop_token_ids: tuple[int, ...] = ()  # includes the model's end tokens, unless the client ignores them
     logprobs: int | None = None  # alternatives reported for each sampled token; None means no logprobs
     prompt_logprobs: int | None = None  # the same for each prompt token except the first
+    # Tokens reported for each sampled one, in place of the most likely ones; then `logprobs` is their number.
+    logprob_token_ids: tuple[int, ...] = ()
+    lists_prompt: bool = False  # whether they are those of prompt tokens too; then `prompt_logprobs` is their number
     grammar: Grammar | None = None  # language of the answer's text; None means any text
     allowed_tokens: bytes = b""  # `packed_tokens`: no other tokens are sampled; b"" means all tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that no answer contains
@@ -97,6 +102,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True)
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be in 0 .. 2**64 - 1, got {self.seed}")
+        num_listed = len(self.logprob_token_ids)
+        if num_listed > MAX_LISTED_TOKENS or (num_listed and self.logprobs != num_listed):
+            raise ValueError(f"logprobs must be the number of logprob_token_ids, {num_listed}, got {self.logprobs}")
 
     @property
     def has_penalties(self) -> bool:
@@ -231,7 +239,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     token_id: int
     logprob: float
     rank: int  # 1 for the most likely token
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first or as the request lists them
 
 
 _encode_entries = msgspec.msgpack.Encoder().encode

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moestro.core.grammar import TokenMask
 from moestro.core.load_figures import PassCounts
-from moestro.core.request import SAMPLING_RANGES, SamplingParams, TokenLogprobs
+from moestro.core.request import MAX_LISTED_TOKENS, SAMPLING_RANGES, SamplingParams, TokenLogprobs
 
 Int32s = NDArray[np.int32]
 Slots = NDArray[np.int64]  # NumPy's index width; a narrower type would be converted at every look-up
@@ -36,6 +36,9 @@ SAMPLING_ROW = np.dtype(
         *((name, np.int32 if type(getattr(_DEFAULTS, name)) is int else np.float32) for name in SAMPLING_RANGES),
         ("num_logprobs", np.int32),
         ("num_prompt_logprobs", np.int32),
+        ("num_listed", np.int32),  # tokens in `listed` that are reported in place of the most likely ones; 0 means none
+        ("listed", np.int32, (MAX_LISTED_TOKENS,)),
+        ("lists_prompt", np.int32),  # 0 or 1: a narrower type would break the strides that torch reads
         ("seed", np.uint64),
     ]
 )

@@ -42,7 +42,7 @@ class ClientShares:
         num_blocks: KV blocks of the engine.
 
     Attributes:
-        are_needed: whether several clients have sequences.
+        are_needed: whether several clients have sequences, and one of them may not claim all.
         part: float64[clients], part of the engine that each client may claim, by number; 1 for numbers without client.
     """
 
@@ -71,6 +71,10 @@ class ClientShares:
         self._num_seqs[number] += 1
         return number
 
+    def number_of(self, client: str | None) -> int | None:
+        """Return the number of a client. None means that it has no sequence."""
+        return self._number_of.get(client)
+
     def leave(self, number: int) -> None:
         """Count the end of a sequence of the client with this number."""
         self._num_seqs[number] -= 1
@@ -81,11 +85,11 @@ class ClientShares:
 
     def _divide(self) -> None:
         """Give each client its part, because a client has come or gone."""
-        self.are_needed = len(self._number_of) > 1
         self.part = np.ones(len(self._clients))
         weights = [self._order.weight(name_key(client)) for client in self._number_of]
         if weights:
             self.part[list(self._number_of.values())] = self._policy(ShareView(np.array(weights)))
+        self.are_needed = len(weights) > 1 and bool((self.part < 1).any())
 
     def held(self) -> Held:
         """What each client's running sequences hold now."""

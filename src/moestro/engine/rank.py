@@ -78,6 +78,12 @@ class Rank:
         self._has_news = True
         return self.scheduler.add(request, num_output_tokens)
 
+    def take_given_way(self) -> list[str]:
+        """Return the ids of requests that left the full queue since the last call, for requests of other clients."""
+        if not self.scheduler.given_way:
+            return []
+        return [sequence.request.request_id for sequence in self.scheduler.take_given_way()]
+
     def abort(self, request_id: str, now_ns: int) -> None:
         """Drop a request within one step; unknown ids are ignored. No output follows."""
         self.scheduler.abort(request_id, now_ns)

@@ -22,7 +22,7 @@ from moestro.core.views import BE, LS, BatchLimits, BatchView
 from moestro.core.work import Int32s, Plan, Slots, StepResult, Units
 from moestro.engine.decode_run import DecodeRun
 from moestro.engine.event_recorder import EventRecorder
-from moestro.engine.policies.admission import admit
+from moestro.engine.policies.admission import check_length
 from moestro.engine.policy_views import PolicyViews
 from moestro.engine.scheduler_state import SchedulerState
 from moestro.engine.sequence_preemption import PreemptionVictim, Recall, SequencePreemption
@@ -31,7 +31,7 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput, append_sampled_tokens
 from moestro.engine.units import make_units
 from moestro.engine.waiting_admission import AdmissionCandidate, WaitingAdmission
-from moestro.errors import InvariantError, RequestError
+from moestro.errors import InvariantError, QueueFullError, RequestError
 
 # Of the token budget: a prompt waits for others' rows rather than be cut into smaller chunks, each of which reads the
 # weights anew. bench/simulator/least_chunk.py sweeps it.
@@ -52,6 +52,7 @@ class Scheduler:
         state: sequences, blocks and counters. `pool`, `table`, `waiting`, `by_id` and `counts` are its parts.
         decode_run: makes plans and applies results while the batch stays the same.
         num_steps: plans made so far.
+        given_way: sequences that left the full queue for requests of other clients, until `take_given_way`.
 
     Invariants: a sequence with a unit in flight is not preempted unless the unit is recalled, and `NextStep` alone
     schedules it; a shared block is never written; blocks are conserved (`check`); a sequence whose token mask is late
@@ -76,6 +77,7 @@ class Scheduler:
         self.decode_run = DecodeRun(self.state)
         self.num_steps = 0
         self._num_added = 0
+        self.given_way: list[Sequence] = []
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -90,21 +92,33 @@ class Scheduler:
             The sequence's serial number, unique in this scheduler, which its units carry.
 
         Raises:
-            RequestError: the request can never fit, or the queue is full; nothing has changed.
+            RequestError: the request can never fit, or the queue is full and no other client gives way; nothing has
+                changed.
         """
-        settings = self.settings
-        admit(
-            request,
-            len(self.waiting),
-            max_model_len=settings.max_model_len,
-            max_num_queued_reqs=settings.max_num_queued_reqs,
-        )
+        check_length(request, self.settings.max_model_len)
         if request.request_id in self.by_id:
             raise InvariantError(f"request id {request.request_id!r} is in use")
         sequence = Sequence(request, self._num_added, self._matcher(request), num_output_tokens)
+        if len(self.waiting) >= self.settings.max_num_queued_reqs:
+            self._make_room(request.client)
         self._num_added += 1
         self.state.add(sequence)
         return sequence.serial
+
+    def _make_room(self, client: str | None) -> None:
+        """Let another client's request leave the full queue; QueueFullError if none does."""
+        leaving = self.waiting.giving_way_to(self.state.shares.number_of(client))
+        if leaving is None:
+            raise QueueFullError(len(self.waiting))
+        self.given_way.append(leaving)
+        self.waiting.remove(leaving)
+        del self.by_id[leaving.request.request_id]
+        self.state.leave(leaving)
+
+    def take_given_way(self) -> list[Sequence]:
+        """Return the sequences that left the full queue since the last call, for requests of other clients."""
+        given_way, self.given_way = self.given_way, []
+        return given_way
 
     def use_grammars(self, grammars: GrammarBackend) -> None:
         """Let answers follow grammars from now on."""

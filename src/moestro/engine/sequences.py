@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 from moestro.core.columns import SHORT, ZERO, has_true
 from moestro.core.grammar import GrammarBackend
 from moestro.core.hashing import HASH_BYTES, name_key, split_hashes
-from moestro.core.request import Request, SamplingParams, ServiceClass, TokenLogprobs
+from moestro.core.request import (
+    MAX_LISTED_TOKENS,
+    SAMPLING_RANGES,
+    Request,
+    SamplingParams,
+    ServiceClass,
+    TokenLogprobs,
+)
 from moestro.core.views import BE, LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Int32s, LogitEdits, Slots
 from moestro.engine.logit_edits import SequenceEdits, join_edits
@@ -108,6 +115,11 @@ class Sequence:
         edits_logits = request.token_ids is not None and request.sampling.edits_logits  # a hashed trace has no logits
         self.edits = SequenceEdits(request, matcher) if edits_logits else None
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no engine has computed any of it."""
+        return self.num_cached_tokens is None and not self.request.resumed_token_ids
+
     def readable_hashes(self) -> list[bytes]:
         """Hashes by which cached blocks may be shared; none while prompt logprobs are still to be computed."""
         return [] if self.prompt_logprobs is not None else self.hashes
@@ -143,10 +155,14 @@ def sampling_row(sampling: SamplingParams) -> NDArray[np.void]:
         -1 if sampling.logprobs is None else sampling.logprobs,
         -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
     )
-    return np.array((*_sampled(sampling), *counts, sampling.seed), SAMPLING_ROW)
+    num_listed = len(sampling.logprob_token_ids)
+    listed = sampling.logprob_token_ids + (0,) * (MAX_LISTED_TOKENS - num_listed)
+    return np.array(
+        (*_sampled(sampling), *counts, num_listed, listed, sampling.lists_prompt, sampling.seed), SAMPLING_ROW
+    )
 
 
-_sampled = attrgetter(*(SAMPLING_ROW.names or ())[:-3])
+_sampled = attrgetter(*SAMPLING_RANGES)
 
 
 class FixedColumns(msgspec.Struct, frozen=True, eq=False, gc=False):

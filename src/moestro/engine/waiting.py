@@ -14,6 +14,7 @@ from moestro.core.views import BE, LS, WaitingView
 from moestro.core.work import Int32s
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.client_shares import Claims
+from moestro.engine.policies.admission import client_giving_way
 from moestro.engine.sequences import Sequence
 
 MAX_LOOKED_UP = 64  # the oldest rows, which are looked up in the prefix cache; log2(blocks) look-ups each
@@ -128,6 +129,25 @@ class WaitingQueue:
         self.num_kept -= sequence.num_kept
         self.num_ls -= sequence.service_class == LS
         self._until_ns = self._from_ns
+
+    def giving_way_to(self, client: int | None) -> Sequence | None:
+        """Return the sequence that leaves a full queue for a request of another client. None means that none does.
+
+        It is the newest one of its client. Sequences that have been admitted before, here or by another engine, stay.
+
+        Args:
+            client: number of the new request's client. None means that it has no sequence yet.
+        """
+        waiting = [self._sequences[row] for row in self._row_of.values()]
+        in_queue = [sequence for sequence in waiting if sequence is not None]
+        clients = np.array([sequence.client for sequence in in_queue], np.int64)
+        is_new = np.array([sequence.is_new for sequence in in_queue], np.bool_)
+        num_waiting = np.bincount(clients)
+        giver = client_giving_way(num_waiting, np.bincount(clients[is_new], minlength=len(num_waiting)) > 0, client)
+        if giver is None:
+            return None
+        new = [sequence for sequence in in_queue if sequence.is_new and sequence.client == giver]
+        return max(new, key=lambda sequence: sequence.serial)
 
     def observe(self, event: OrderEvent) -> None:
         """Pass an event to the policy; the order may change."""

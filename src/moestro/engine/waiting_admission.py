@@ -129,8 +129,11 @@ class WaitingAdmission:
 
     def lacks_room_for_claims(self, limits: BatchLimits, now_ns: int) -> bool:
         """Whether sequences with a claim find no place while a client holds more than its part."""
+        # The shares first: mostly none is over its part, and claims look at the queue.
+        if not self.shares.are_needed or not len(self.shares.over_share(self.table.running)):
+            return False
         claimants = self.claimants(limits, now_ns)
-        if not claimants or not len(self.shares.over_share(self.table.running)):
+        if not claimants:
             return False
         num_be = sum(sequence.service_class == BE for sequence in claimants)
         num_blocks = sum(self.needs(sequence).num_taken for sequence in claimants)

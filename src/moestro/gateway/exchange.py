@@ -390,9 +390,8 @@ class Exchange:
         self._connection = connection
         self._stage = _WAITING
         self._sent_ns = time.monotonic_ns()
-        connection.send(
-            self._engine.head.of(incoming), incoming.body, self, is_bodiless=incoming.head.method == b"HEAD"
-        )
+        head = self._engine.head.of(incoming, self._client_name())
+        connection.send(head, incoming.body, self, is_bodiless=incoming.head.method == b"HEAD")
 
     def _class_fields(self) -> Mapping[str, bytes | None]:
         """Return the fields of the body by which engines know the request's class."""

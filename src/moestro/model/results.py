@@ -172,13 +172,38 @@ def compute_result(
 
 def _measure_sampled(step: PagedStep, sampled_units: Int64s, last: Tensor, tokens: Tensor) -> LogprobRows | None:
     """Measure the log probabilities of sampled tokens; a row without a token gets those of any."""
-    num_top: NDArray[np.int32] = step.units.sampling["num_logprobs"][sampled_units]
-    rows = np.flatnonzero(num_top >= 0)
+    sampling = step.units.sampling
+    rows = np.flatnonzero(sampling["num_logprobs"][sampled_units] >= 0)
     if not len(rows):
         return None
+    units = sampled_units[rows]
+    num_top: NDArray[np.int32] = sampling["num_logprobs"][units]
+    lists: NDArray[np.bool_] = sampling["num_listed"][units] > 0
+    listed = _listed(sampling, units, lists)
     at = step.upload(rows)
-    tensors = measure_logprobs(last[at], tokens[at].clamp(min=0), int(num_top.max()))
-    return LogprobRows(sampled_units[rows], num_top[rows], tensors)
+    tensors = measure_logprobs(
+        last[at],
+        tokens[at].clamp(min=0),
+        int(num_top[~lists].max(initial=0)),
+        None if listed is None else step.upload(listed),
+    )
+    return LogprobRows(units, num_top, tensors)
+
+
+def _listed(sampling: NDArray[np.void], units: Int64s, lists: NDArray[np.bool_]) -> Int64s | None:
+    """Return the tokens that some rows list, as `measure_logprobs` takes them. None means that no row lists any.
+
+    Args:
+        sampling: SAMPLING_ROW of all units.
+        units: int64[n], unit of each row.
+        lists: bool[n], rows that list tokens.
+    """
+    if not lists.any():
+        return None
+    width = int(sampling["num_listed"][units[lists]].max())
+    listed: Int64s = sampling["listed"][units, :width].astype(np.int64)
+    listed[~lists] = -1
+    return listed
 
 
 def _measure_prompts(step: PagedStep, logits: Tensor) -> LogprobRows | None:
@@ -191,10 +216,17 @@ def _measure_prompts(step: PagedStep, logits: Tensor) -> LogprobRows | None:
     token_rows = np.flatnonzero(asks[unit_of_row])
     of_unit = unit_of_row[token_rows]
     num_top: NDArray[np.int32] = units.sampling["num_prompt_logprobs"][of_unit].clip(0)
+    lists: NDArray[np.bool_] = units.sampling["lists_prompt"][of_unit] > 0
+    listed = _listed(units.sampling, of_unit, lists)
     rows = np.searchsorted(step.logit_rows, token_rows)
-    next_ids, most = units.next_token_ids.astype(np.int64), int(num_top.max())
+    next_ids, most = units.next_token_ids.astype(np.int64), int(num_top[~lists].max(initial=0))
     parts = [
-        measure_logprobs(logits[step.upload(rows[piece])], step.upload(next_ids[piece]), most)
+        measure_logprobs(
+            logits[step.upload(rows[piece])],
+            step.upload(next_ids[piece]),
+            most,
+            None if listed is None else step.upload(listed[piece]),
+        )
         for piece in (slice(i, i + _MAX_MEASURED_ROWS) for i in range(0, len(rows), _MAX_MEASURED_ROWS))
     ]
     return LogprobRows(of_unit, num_top, LogprobTensors.join(parts))

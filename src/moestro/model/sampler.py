@@ -146,7 +146,7 @@ class LogprobTensors:
 
     Attributes:
         token_ids, logprobs, ranks: [n], the given token; rank 1 is the most likely.
-        top_ids, top_logprobs: [n, largest number of alternatives], most likely first.
+        top_ids, top_logprobs: [n, largest number of alternatives], most likely first or as the request lists them.
     """
 
     token_ids: Tensor
@@ -176,19 +176,31 @@ class LogprobTensors:
         ]
 
 
-def measure_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
+def measure_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, listed: Tensor | None = None) -> LogprobTensors:
     """Log probability and rank of a token a row, and of the `num_top` most likely ones, the lowest of equal ids first.
 
     Args:
         logits: [n, vocabulary].
         token_ids: int64[n].
         num_top: number of alternatives, limited to the vocabulary.
+        listed: int64[n, k], tokens that are a row's alternatives in place of the most likely ones; -1 in the first
+            column of rows without. None means that no row has any.
     """
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > own).sum(-1) + 1
     top_ids = _most_likely(logprobs, min(num_top, logits.shape[1]))
+    if listed is not None:
+        top_ids = _with_listed(top_ids, listed)
     return LogprobTensors(token_ids, own[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
+
+
+def _with_listed(top_ids: Tensor, listed: Tensor) -> Tensor:
+    """Return `top_ids` with those of `listed` in the rows that have any; both get the width of the wider one."""
+    missing = listed.shape[1] - top_ids.shape[1]
+    pad = functional.pad
+    top_ids, listed = pad(top_ids, (0, max(0, missing))), pad(listed, (0, max(0, -missing)))
+    return top_ids.where(listed[:, :1] < 0, listed.clamp(min=0))
 
 
 def _most_likely(logprobs: Tensor, count: int) -> Tensor:

@@ -117,17 +117,20 @@ class Router:
 
     # --- requests
 
-    def submit(self, request: Request, now_ns: int, exclude: Collection[int] = ()) -> RouteDecision:
+    def submit(
+        self, request: Request, now_ns: int, exclude: Collection[int] = (), making_room: Collection[int] = ()
+    ) -> RouteDecision:
         """Choose an engine and count the request there.
 
         Args:
             exclude: engines that must not get this request, for instance because they have failed it.
+            making_room: engines that take the request even if their queues are full.
 
         Raises:
             NoEngineError: no engine outside of `exclude` is routable.
             QueueFullError: all these engines have the maximum number of waiting requests.
         """
-        self.check_room(exclude)
+        self.check_room(exclude, making_room=making_room)
         view = self._view(request, now_ns, exclude)
         choice = self._policy.decide(view, Draws(self._settings.seed, self._num_decisions))
         engine = choice.engine
@@ -147,7 +150,7 @@ class Router:
             self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
         return RouteDecision(engine, choice.score, choice.reason, hit_tokens, candidates)
 
-    def check_room(self, exclude: Collection[int] = (), num_coming: int = 0) -> None:
+    def check_room(self, exclude: Collection[int] = (), num_coming: int = 0, making_room: Collection[int] = ()) -> None:
         """Raise the error that `submit` would raise now, so that a flood is refused before its bodies are read.
 
         Sets the column `routable`: in rotation and with room in the queue.
@@ -155,6 +158,7 @@ class Router:
         Args:
             exclude: engines that may not be chosen.
             num_coming: requests that will be submitted before this one.
+            making_room: engines that take the request even if their queues are full.
         """
         if self._pending_reports:
             self._take_reports()
@@ -171,6 +175,9 @@ class Router:
         is_up = is_up[: len(table)]
         num_waiting = table.num_in_flight + table.num_foreign - table.num_running.values
         room = is_up * np.maximum(bound - num_waiting, 0)
+        if making_room:
+            engines = list(making_room)
+            room[engines] = np.maximum(room[engines], is_up[engines])
         if room.sum() <= num_coming:
             raise QueueFullError(int(num_waiting[is_up].sum()) + num_coming)
         columns.routable[: len(table)] = room > 0
@@ -347,6 +354,11 @@ class Router:
     def num_in_flight(self) -> int:
         """Number of requests on all engines."""
         return len(self._flights)
+
+    @property
+    def max_num_queued(self) -> int | None:
+        """Places in each engine's queue; None means no limit."""
+        return self._settings.max_num_queued
 
     @property
     def num_routable(self) -> int:

@@ -178,7 +178,8 @@ class _ServeProcess:
     ) -> None:
         self._settings = settings
         self._on_ready = on_ready
-        self._access = Access.of(settings.server.api_key, settings.access)
+        server = settings.server
+        self._access = Access.of(server.api_key, settings.access, server.router_api_key)
         self._make_launcher = make_launcher
         self._lifecycle = lifecycle
         self._clock = StartClock()
@@ -370,7 +371,9 @@ class _ServeProcess:
         server, model = self._settings.server, self._settings.model
         startup_timeout = self._settings.processes.startup_timeout
         chat = self._settings.chat
-        tokenizer = await asyncio.to_thread(Tokenizer, model.tokenizer_directory, chat.chat_template)
+        # The library holds the interpreter while it reads a vocabulary, which takes seconds for a large one.
+        with self._lifecycle.ended_by_kernel():
+            tokenizer = await asyncio.to_thread(Tokenizer, model.tokenizer_directory, chat.chat_template)
         tokenizer.warm_chats()
         progress = asyncio.create_task(log_forever(lambda _: [_describe_start(cluster)]))
         try:
@@ -509,13 +512,13 @@ class _ServeProcess:
 
     def _announce(self, listener: socket.socket, model: ServedModel, infos: Sequence[ModelInfo]) -> None:
         server = self._settings.server
-        warn_if_open(listener, server.api_key, self._tls)
+        warn_if_open(listener, server.all_keys, self._tls)
         self._clock.mark("listen")
         url = url_of(listener, is_tls=self._tls is not None)
         if self._on_ready is not None:
             self._on_ready(url)
             return
-        print_banner(serve_banner(model, infos, self._clock.phases, url, needs_key=bool(server.api_key)))
+        print_banner(serve_banner(model, infos, self._clock.phases, url, needs_key=bool(server.all_keys)))
 
 
 def _describe_start(cluster: _Cluster) -> str:

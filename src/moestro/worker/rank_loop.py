@@ -14,7 +14,7 @@ from moestro.core.request import NewOutputs, Request
 from moestro.core.scheduling_events import SchedulingEvent
 from moestro.core.work import IsWanted
 from moestro.engine.cache_events import UNCHANGED, CacheChanges
-from moestro.errors import RequestError
+from moestro.errors import GaveWayError, RequestError
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
 from moestro.wire.layer_messages import DropLayer, MoveLayer
 from moestro.wire.messages import Abort, Add, EngineEvents, FromRank, Outputs, Refused, Shutdown, ToRank, WakeGroup
@@ -25,6 +25,10 @@ class Steppable(Protocol):
 
     def add(self, request: Request, now_ns: int) -> int:
         """Take a request, or raise RequestError. Returns its serial."""
+        ...
+
+    def take_given_way(self) -> Sequence[str]:
+        """Return the ids of requests that left the full queue since the last call."""
         ...
 
     def abort(self, request_id: str, now_ns: int) -> None:
@@ -175,10 +179,7 @@ def _obey(
     for message in messages:
         match message:
             case Add(request):
-                try:
-                    rank.add(request, now_ns())
-                except RequestError as error:
-                    channel.send(_refused(request.request_id, error))
+                _add(request, rank, channel, now_ns())
             case Abort(request_ids):
                 for request_id in request_ids:
                     rank.abort(request_id, now_ns())
@@ -191,6 +192,16 @@ def _obey(
             case Shutdown():
                 return False
     return True
+
+
+def _add(request: Request, rank: Steppable, channel: RankInbox, now_ns: int) -> None:
+    """Give the rank a request, and report which requests it refuses: this one, or those that gave way to it."""
+    try:
+        rank.add(request, now_ns)
+    except RequestError as error:
+        channel.send(_refused(request.request_id, error))
+    for request_id in rank.take_given_way():
+        channel.send(_refused(request_id, GaveWayError()))
 
 
 def _refused(request_id: str, error: RequestError) -> Refused:

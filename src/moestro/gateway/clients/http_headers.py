@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from moestro.gateway.clients.paths import plain_path
+from moestro.web.access.control import CLIENT_HEADER
 from moestro.web.bodies.body_limits import BodyHold
 from moestro.web.errors import HttpError
 from moestro.web.ports.heads import HOST_PATTERN
@@ -26,6 +27,7 @@ _HOP_BY_HOP = frozenset(
 _NOT_TO_ENGINE = _HOP_BY_HOP | {
     *(b"host", b"content-length", b"expect", b"x-request-id"),
     *(b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"),
+    CLIENT_HEADER.lower().encode(),
 }
 # Only the router sets these; an engine's values would be mistaken for the router's.
 _NOT_TO_CLIENT = _HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-moestro-engine", b"x-moestro-reason"}
@@ -133,8 +135,12 @@ class EngineHead:
             replaced |= {RANK_HEADER}
         object.__setattr__(self, "_dropped", _NOT_TO_ENGINE | self.withheld | replaced)
 
-    def of(self, incoming: Incoming) -> bytes:
-        """Return the head of the request to the engine. The body follows unchanged."""
+    def of(self, incoming: Incoming, client: Hashable = None) -> bytes:
+        """Return the head of the request to the engine. The body follows unchanged.
+
+        Args:
+            client: Name of the client, which an engine with its own key gets; None means none.
+        """
         head, body = incoming.head, incoming.body
         written = head.written.get(self)
         if written is None:
@@ -142,7 +148,8 @@ class EngineHead:
         length = b"Content-Length: %d\r\n" % len(body) if body or head.method not in _BODILESS else b""
         before = head.named.get(b"x-forwarded-for")
         chain = incoming.client if before is None else f"{before.decode('latin-1')}, {incoming.client}"
-        own = f"X-Forwarded-For: {chain}\r\nX-Request-Id: {incoming.request_id}\r\n\r\n"
+        named = "" if client is None or self.authorization is None else f"{CLIENT_HEADER}: {client}\r\n"
+        own = f"X-Forwarded-For: {chain}\r\n{named}X-Request-Id: {incoming.request_id}\r\n\r\n"
         return b"%b%b%b" % (written, length, own.encode("latin-1"))
 
     def _written(self, head: RequestHead) -> bytes:

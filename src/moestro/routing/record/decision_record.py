@@ -127,6 +127,7 @@ class Submitted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     decision: Decision | None
     refusal: str | None = None
     exclude: tuple[int, ...] = ()
+    making_room: tuple[int, ...] = ()
 
 
 class SentElsewhere(msgspec.Struct, frozen=True, tag=True):
@@ -334,7 +335,9 @@ class RecordedRouter(Router):
         super().engine_lost(engine, now_ns)
         self._write(EngineWasLost(engine, now_ns))
 
-    def submit(self, request: Request, now_ns: int, exclude: Collection[int] = ()) -> RouteDecision:
+    def submit(
+        self, request: Request, now_ns: int, exclude: Collection[int] = (), making_room: Collection[int] = ()
+    ) -> RouteDecision:
         """Implement `Router.submit`, and record the decision or refusal."""
         # The decision depends on the number of resumed tokens; their values are private content.
         resumed = bytes(len(request.resumed_token_ids))
@@ -343,11 +346,11 @@ class RecordedRouter(Router):
             request, token_ids=None, resumed_token_ids=resumed, cache_salt=None, sampling=sampling
         )
         try:
-            answer = super().submit(request, now_ns, exclude)
+            answer = super().submit(request, now_ns, exclude, making_room)
         except RequestError as refusal:
-            self._write(Submitted(bare, now_ns, None, type(refusal).__name__, tuple(exclude)))
+            self._write(Submitted(bare, now_ns, None, type(refusal).__name__, tuple(exclude), tuple(making_room)))
             raise
-        self._write(Submitted(bare, now_ns, self._decision, exclude=tuple(exclude)))
+        self._write(Submitted(bare, now_ns, self._decision, exclude=tuple(exclude), making_room=tuple(making_room)))
         return answer
 
     def first_token(self, request_id: str, now_ns: int) -> None:

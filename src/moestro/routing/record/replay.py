@@ -69,7 +69,7 @@ def replay(lines: Iterable[bytes], policy: PolicyText | None = None) -> Iterator
         remade.clear()
         if isinstance(entry, Submitted):
             with contextlib.suppress(RequestError):  # the record contains refusals too
-                router.submit(entry.request, entry.now_ns, entry.exclude)
+                router.submit(entry.request, entry.now_ns, entry.exclude, entry.making_room)
             again = remade[-1]  # the reports before it are written with it
             assert isinstance(again, Submitted)
             yield entry, again

@@ -88,9 +88,10 @@ class RequestRunner:
         arrival = Arrival(answer_id, time.monotonic_ns(), session_id, str(client))
         self.traffic.check_open()
         # Before the body is decoded and tokenized, so that a refusal is cheap.
-        self._engines.check_room(self.threads.num_preparing + self.chat_threads.num_preparing)
+        self._engines.check_room(arrival.client)
         async with self.bodies.reading(http) as body:
-            return await threads.run(lambda: prepare(body, self._model, arrival), len(body), client)
+            with self._engines.preparing(arrival.client):
+                return await threads.run(lambda: prepare(body, self._model, arrival), len(body), client)
 
     async def answer(
         self, http: web.Request, prepared: Prepared, form: AnswerForm, encoding: AnswerEncoding

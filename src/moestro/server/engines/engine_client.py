@@ -6,18 +6,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from moestro.core.load_figures import IDLE
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import WITHOUT_TOKEN, FinishReason, Output, Request
 from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError, QueueFullError, RequestError
-from moestro.routing.router import Router
+from moestro.routing.router import RouteDecision, Router
 from moestro.routing.settings import EngineSpec
 from moestro.server.engines.expert_loads import ExpertLoads
 from moestro.server.engines.metrics import Metrics
 from moestro.server.engines.request_log import RequestLog
 from moestro.server.engines.request_state import Inbox, Interrupted, PromptChoices, RequestState
+from moestro.server.engines.waiting_clients import WaitingClients
 from moestro.web.errors import GenerationError, InternalError
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
 from moestro.wire.messages import (
@@ -36,10 +37,17 @@ from moestro.workload.traces.request_record import RecordedRequest
 
 
 class RefusedByRankError(RequestError):
-    """A rank refused a request; built from the rank's message."""
+    """A rank refused a request; built from the rank's message.
+
+    Attributes:
+        request_id: Id of the request.
+        may_be_repeated: Whether the rank may take the same request later.
+    """
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message, param=refused.param, code=refused.code)
+        self.request_id = refused.request_id
+        self.may_be_repeated = refused.code == "queue_full"
         self.http_status = refused.http_status
         self.error_type = refused.error_type
         self.retry_after_s = refused.retry_after_s
@@ -87,6 +95,7 @@ class EngineClient:
         self._metrics = metrics
         self._now_ns = now_ns
         self._requests: dict[str, RequestState] = {}
+        self._waiting = WaitingClients(router.num_engines, router.max_num_queued)
         self._unassigned: dict[str, int] = {}  # Deadline of each request that waits for another engine.
         self._unsent_aborts: dict[int, list[str]] = {}  # Ids whose abort could not be sent, by engine.
         self._causes: dict[int, MoestroError] = {}
@@ -150,12 +159,13 @@ class EngineClient:
 
         Raises:
             NoEngineError: No engine is ready.
-            QueueFullError: The waiting queue of every engine is full.
+            QueueFullError: The waiting queue of every engine is full, and no other client gives way in any.
         """
         state = RequestState(request, inbox, self._send_somewhere(request))
         if choices is not None:
             state.choices = choices
         self._requests[request.request_id] = state
+        self._waiting.add(state.engine, request.client, request.request_id)
 
     def unused_id(self, request_id: str) -> str:
         """Return `request_id`, with a number behind it if a running request has it."""
@@ -165,9 +175,19 @@ class EngineClient:
             unused = f"{request_id}~{number}"
         return unused
 
-    def check_room(self, num_coming: int) -> None:
-        """Raise the error that `submit` would raise after `num_coming` other requests."""
-        self._router.check_room(num_coming=num_coming)
+    @contextlib.contextmanager
+    def preparing(self, client: str | None) -> Iterator[None]:
+        """Count a request of `client` that is being prepared, because it will need a place in a queue."""
+        with self._waiting.coming(client):
+            yield
+
+    def check_room(self, client: str | None) -> None:
+        """Raise the error that `submit` would raise after the requests that are being prepared."""
+        try:
+            self._router.check_room(num_coming=self._waiting.num_coming)
+        except QueueFullError:
+            if not self._waiting.may_come(client):
+                raise
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Stop a request and count its end under `reason`. A request that has ended is ignored."""
@@ -208,6 +228,7 @@ class EngineClient:
             return
         now_ns = self._now_ns()
         self._unassigned.pop(request_id, None)
+        self._waiting.discard(request_id)
         if self.log is not None:
             self.log.ended(state.request, state.engine, FinishReason.STOP, state.num_tokens)
         if state.is_placed:
@@ -340,6 +361,7 @@ class EngineClient:
                 continue
             self._router.ended(request_id, self._now_ns())
             state.is_placed = False
+            self._waiting.discard(request_id)
             if state.may_move():
                 state.inbox.put_nowait(Interrupted(request_id, error))
             else:
@@ -365,7 +387,7 @@ class EngineClient:
 
     def _send_somewhere(self, request: Request, because: str = "") -> int:
         while True:
-            decision = self._router.submit(request, self._now_ns())
+            decision = self._decide(request)
             engine = decision.engine
             try:
                 self._send(engine, Add(request))
@@ -379,6 +401,17 @@ class EngineClient:
                 if self.log is not None:
                     self.log.routed(request, decision, because)
                 return engine
+
+    def _decide(self, request: Request) -> RouteDecision:
+        """Let the router choose an engine with room or, where none has, one in which another client gives way."""
+        now_ns = self._now_ns()
+        try:
+            return self._router.submit(request, now_ns)
+        except QueueFullError:
+            making_room = self._waiting.makes_room_for(request.client)
+            if not making_room:
+                raise
+            return self._router.submit(request, now_ns, making_room=making_room)
 
     def _place(self, state: RequestState, because: str = "") -> bool:
         """Send an unassigned request to an engine, and return whether it was sent or has ended.
@@ -396,6 +429,7 @@ class EngineClient:
             self._fail(request_id, InternalError(request_id))
             return True
         state.is_placed = state.is_prefilling = True
+        self._waiting.add(state.engine, state.request.client, request_id)
         del self._unassigned[request_id]
         return True
 
@@ -423,6 +457,7 @@ class EngineClient:
             if reason not in WITHOUT_TOKEN:
                 if state.is_prefilling:
                     state.is_prefilling = False
+                    self._waiting.discard(output.request_id)
                     self._router.first_token(output.request_id, now_ns)
                 state.count_output(output, self._metrics.engines[state.engine], now_ns)
             if reason is not None:
@@ -461,6 +496,7 @@ class EngineClient:
         if state is None:
             return None
         self._unassigned.pop(request_id, None)
+        self._waiting.discard(request_id)
         if state.is_placed:
             self._router.ended(request_id, self._now_ns(), state.num_tokens)
         if reason is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Hashable, Iterable
+import re
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from moestro.core.hosts import network_of
@@ -67,6 +68,9 @@ def _digest(key: bytes) -> bytes:
 # Requested by the operator's machines, and by the page at `/`, once a second.
 UNLIMITED = PROBES | PAGE_PATHS | {"/metrics", "/statistics"}
 NO_LIMITS = AccessSettings()
+# By it a router names its client to a server that has the router's key. A router passes no client's own value on.
+CLIENT_HEADER = "X-Moestro-Client"
+_CLIENT_NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,8 @@ class Access:
     """Checks that precede the handling of a request.
 
     Attributes:
-        keys: API keys; empty means that no key is needed.
+        keys: API keys, and behind them those of routers; empty means that no key is needed.
+        num_router_keys: Number of keys of routers.
         limits: Request limits for each key and address.
         cors: CORS rules; None means no CORS headers.
     """
@@ -82,18 +87,26 @@ class Access:
     keys: ApiKeys
     limits: RequestLimits
     cors: Cors | None
+    num_router_keys: int = 0
 
     @classmethod
-    def of(cls, api_keys: Iterable[str], settings: AccessSettings = NO_LIMITS) -> Access:
+    def of(
+        cls, api_keys: Iterable[str], settings: AccessSettings = NO_LIMITS, router_keys: Sequence[str] = ()
+    ) -> Access:
         """Return the checks that a server's settings ask for.
+
+        Args:
+            api_keys: Accepted keys of clients.
+            router_keys: Accepted keys of routers, whose requests name their client.
 
         Raises:
             ConfigError: There are limits for each key, but no keys.
         """
-        keys = ApiKeys(api_keys)
+        keys = ApiKeys([*api_keys, *router_keys])
         if not keys and (settings.max_requests_per_minute_per_key or settings.max_concurrent_requests_per_key):
             raise ConfigError("limits for each key need keys: give --api-key, or limit each address")
-        return cls(keys, RequestLimits(settings), Cors(settings) if settings.allowed_origins else None)
+        cors = Cors(settings) if settings.allowed_origins else None
+        return cls(keys, RequestLimits(settings), cors, len(router_keys))
 
     def key_of(self, authorization: str | bytes, x_api_key: str | bytes) -> int | None:
         """Return the index of a request's key, from the values of two headers; None means that no key is needed.
@@ -108,11 +121,19 @@ class Access:
             raise AuthenticationError
         return key
 
-    def client_of(self, authorization: str | bytes, x_api_key: str | bytes, address: str) -> Hashable:
+    def client_of(self, authorization: str | bytes, x_api_key: str | bytes, address: str, named: str = "") -> Hashable:
         """Return the name under which a client's failures, retries and bodies count together.
 
         It is the key where several keys tell clients apart, otherwise the network. A key that this server does not
-        check would let one client be many.
+        check would let one client be many. Behind a router with a router's key, it is the router's name of the client.
+
+        Args:
+            named: Value of `CLIENT_HEADER`, which counts only beside a router's key; empty if absent.
         """
-        key = self.keys.find(authorization, x_api_key) if self.keys.num_keys > 1 else None
-        return network_of(address) if key is None else key
+        num_clients = self.keys.num_keys - self.num_router_keys
+        if num_clients <= 1 and not self.num_router_keys:
+            return network_of(address)
+        key = self.keys.find(authorization, x_api_key)
+        if key is not None and key >= num_clients:
+            return named if _CLIENT_NAME.fullmatch(named) else f"router {key - num_clients}"
+        return network_of(address) if key is None or num_clients <= 1 else key

@@ -6,6 +6,7 @@ A chat completion comes as its JSON in builtin types, so that fields which this 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -65,7 +66,7 @@ def response_of_chat(answer: dict[str, Any], settings: dict[str, Any], tools: Of
         output.append(_reasoning_item(_item_id(answer, "rs", 0), thought, _COMPLETE))
     text, calls = said.get("content"), said.get("tool_calls") or ()
     if text or not (calls or output):
-        logprobs = (choice.get("logprobs") or {}).get("content") or []
+        logprobs = _logprobs_of(text or "", thought or "", (choice.get("logprobs") or {}).get("content") or [])
         output.append(_message_item(_item_id(answer, "msg", len(output)), text or "", logprobs, _COMPLETE))
     for call in calls:
         function = call["function"]
@@ -76,6 +77,27 @@ def response_of_chat(answer: dict[str, Any], settings: dict[str, Any], tools: Of
     if not calls:
         output[-1]["status"] = status  # A limit cuts only the last item.
     return _response(answer, settings, status, output, answer.get("usage"))
+
+
+def _logprobs_of(text: str, thought: str, entries: list[Any]) -> list[Any]:
+    """Return the entries of the tokens of `text`, as a stream has them: without those of reasoning and of calls.
+
+    Args:
+        thought: Reasoning before the text.
+        entries: Entries of all tokens of the answer. If their bytes do not spell the text, all of them are returned.
+    """
+    pieces = [bytes(entry["bytes"] or ()) for entry in entries]
+    whole, first = b"".join(pieces), thought.encode()
+    begin = whole.find(text.encode(), max(0, whole.find(first)) + len(first))
+    if begin < 0:
+        return entries
+    ends = list(accumulate(map(len, pieces)))
+    last = begin + len(text.encode())
+    return [
+        entry
+        for entry, piece, end in zip(entries, pieces, ends, strict=True)
+        if end > begin and end - len(piece) < last
+    ]
 
 
 def _status(choice: dict[str, Any]) -> str:

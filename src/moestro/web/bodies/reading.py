@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Hashable
 from aiohttp import web
 
 from moestro.errors import shown
-from moestro.web.access.control import Access
+from moestro.web.access.control import CLIENT_HEADER, Access
 from moestro.web.bodies.body_limits import MAX_HELD_BYTES, BodyDeadline, BodyHold, BodyMemory
 from moestro.web.bodies.packed_bodies import Unpacker, coding_in
 from moestro.web.errors import BodyTimeoutError, HttpError, too_large
@@ -99,4 +99,4 @@ def client_of(http: web.Request) -> Hashable:
     """Return the name of a request's client (`Access.client_of`)."""
     headers = http.headers
     authorization, x_api_key = headers.get("Authorization", ""), headers.get("X-Api-Key", "")
-    return http[ACCESS].client_of(authorization, x_api_key, http.remote or "")
+    return http[ACCESS].client_of(authorization, x_api_key, http.remote or "", headers.get(CLIENT_HEADER, ""))

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any
 
@@ -94,6 +94,20 @@ class Lifecycle:
         finally:
             if self._join(set(threading.enumerate()) - before):
                 signal.setitimer(signal.ITIMER_REAL, *alarm)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def ended_by_kernel(self) -> Iterator[None]:
+        """Let the kernel end the process at a signal while the block lasts, for native code that holds the interpreter.
+
+        Python's handlers would run only after that code. The status is that of the signal, nothing is cleaned up, and
+        other processes notice the end as they notice a crash. Call it on the main thread.
+        """
+        handlers = {number: signal.signal(number, signal.SIG_DFL) for number in _SIGNALS}
+        try:
+            yield
+        finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 

@@ -10,16 +10,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import NamedTuple
 
 import msgspec
 
 from moestro.core.request import FinishReason, Output, PackedLogprobs, Request
-from moestro.errors import RequestError
+from moestro.errors import QueueFullError, RequestError
 from moestro.server.api.answers.logprobs import Score, first_score, score_of
 from moestro.server.api.fields.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
 from moestro.server.api.fields.request_builder import Job, ServedModel
-from moestro.server.engines.engine_client import EngineClient
+from moestro.server.engines.engine_client import EngineClient, RefusedByRankError
 from moestro.server.engines.piece import Piece
 from moestro.server.engines.request_state import Inbox, InboxEvent, Interrupted, PromptChoices, UnreadEvents
 from moestro.text.parsing.answer_parser import ChatPart
@@ -199,14 +198,6 @@ class _Choice:
         return tuple(scores)
 
 
-class _Held(NamedTuple):
-    """A choice that is not submitted yet."""
-
-    number: int
-    job: Job
-    siblings: PromptChoices
-
-
 class Generation:
     """Runs the sequences of one HTTP request: submits `jobs` on entry, and aborts those that still run on exit.
 
@@ -238,26 +229,31 @@ class Generation:
         self._choices: list[_Choice] = []
         self._collected: list[list[Piece]] = [[] for _ in jobs]
         self._running: dict[str, _Choice] = {}
-        self._held: deque[_Held] = deque()
+        self._held: deque[int] = deque()  # Numbers of the choices that no engine has.
+        self._siblings: list[PromptChoices] = []
         self._retry_at_s = math.inf  # Time of the next try to submit choices for which the queues were full.
 
     async def __aenter__(self) -> Generation:
         """Submit the jobs, and serve others between some of them: a request may have a thousand large ones."""
-        siblings, num_bytes = PromptChoices(), 0
-        for index, job in enumerate(self._jobs):
+        num_bytes = 0
+        for job in self._jobs:
             if not job.is_copy:
-                siblings = PromptChoices()
                 self._num_prompt += job.request.num_prompt_tokens
-            siblings.num_choices += 1
-            self._held.append(_Held(index, job, siblings))
+            self._siblings.append(self._siblings[-1] if job.is_copy else PromptChoices())
+            self._siblings[-1].num_choices += 1
+        self._held.extend(range(len(self._jobs)))
         try:
             while self._may_submit:
-                job = self._held[0].job
+                job = self._jobs[self._held[0]]
                 self._submit(job)
                 num_bytes += _JOB_BYTES + len(job.request.token_ids or b"")
                 if num_bytes > _BYTES_AT_ONCE:
                     num_bytes = 0
                     await asyncio.sleep(0)
+        except QueueFullError:
+            if not self._running:
+                raise
+            self._retry_at_s = time.monotonic() + RETRY_S
         except BaseException:
             self._stop_all()
             raise
@@ -265,13 +261,27 @@ class Generation:
 
     def _submit(self, job: Job) -> None:
         """Submit the first held choice, as `job`."""
-        number, _, siblings = self._held[0]
+        number = self._held[0]
         choice = _Choice(number, _with_unused_id(job, self._engines), self._model.tokenizer)
         request = choice.job.request
-        self._engines.submit(request, self._inbox, siblings)
+        self._engines.submit(request, self._inbox, self._siblings[number])
         self._held.popleft()
-        self._choices.append(choice)
+        self._choices[number : number + 1] = [choice]  # The next one, or one that is submitted again.
         self._running[request.request_id] = choice
+
+    def _hold_again(self, refusal: Exception) -> bool:
+        """Hold a choice that found no place in an engine's queue. Returns False if no other choice runs."""
+        if not isinstance(refusal, RefusedByRankError) or not refusal.may_be_repeated:
+            return False
+        choice = self._running.get(refusal.request_id)
+        if choice is None:
+            return True  # Its end is known.
+        if choice.num_generated or len(self._running) == 1:
+            return False
+        del self._running[refusal.request_id]
+        self._held.appendleft(choice.index)
+        self._retry_at_s = time.monotonic() + RETRY_S
+        return True
 
     @property
     def _may_submit(self) -> bool:
@@ -283,7 +293,7 @@ class Generation:
         num_bytes, self._retry_at_s = 0, math.inf
         try:
             while self._may_submit and num_bytes <= _BYTES_AT_ONCE:
-                job = self._held[0].job
+                job = self._jobs[self._held[0]]
                 arrived = msgspec.structs.replace(job.request, arrival_ns=time.monotonic_ns())
                 self._submit(replace(job, request=arrived))
                 num_bytes += _JOB_BYTES + len(arrived.token_ids or b"")
@@ -330,7 +340,9 @@ class Generation:
         while self._running:
             event = self._inbox.get_nowait() or await self._inbox.get()
             if isinstance(event, Exception):
-                raise event
+                if not self._hold_again(event):
+                    raise event
+                continue
             if isinstance(event, Interrupted):
                 self._move(event)
                 continue

@@ -137,7 +137,8 @@ class CompletionForm:
         if piece.scores is not None:
             choice.logprobs = _completion_logprobs(piece.scores, self._options)
             if piece.token_ids is not None:
-                choice.logprobs.by_token_id = _logprobs_by_id(piece.scores, self._options.logprobs or 0)
+                num_top, is_ranked = self._options.logprobs or 0, not self._options.logprob_token_ids
+                choice.logprobs.by_token_id = _logprobs_by_id(piece.scores, num_top, is_ranked=is_ranked)
         if piece.prompt_scores is not None:
             choice.prompt_logprobs = _logprobs_by_id(piece.prompt_scores, self._options.prompt_logprobs or 0)
         choice.token_ids = _ids(piece.token_ids)
@@ -248,17 +249,21 @@ def _chat_logprob(score: Score, options: Options) -> ChatLogprob:
     return ChatLogprob(_name(score.token_id, score.token, options), score.logprob, list(score.token.raw), top)
 
 
-def _logprobs_by_id(scores: Sequence[Score], num_top: int) -> PromptLogprobs:
-    return [_by_id(score, num_top) for score in scores]
+def _logprobs_by_id(scores: Sequence[Score], num_top: int, *, is_ranked: bool = True) -> PromptLogprobs:
+    return [_by_id(score, num_top, is_ranked=is_ranked) for score in scores]
 
 
-def _by_id(score: Score, num_top: int) -> dict[str, PromptLogprob] | None:
-    """Return log probabilities by token id in vLLM's order: the token itself, then the most likely ones."""
+def _by_id(score: Score, num_top: int, *, is_ranked: bool) -> dict[str, PromptLogprob] | None:
+    """Return log probabilities by token id in vLLM's order: the token itself, then its alternatives.
+
+    Args:
+        is_ranked: Whether the alternatives are the most likely tokens.
+    """
     if score.logprob is None:
         return None
     found = {str(score.token_id): PromptLogprob(score.logprob, score.rank, score.token.text)}
     for rank, (token_id, token, logprob) in enumerate(score.top[:num_top], 1):
-        found.setdefault(str(token_id), PromptLogprob(logprob, rank, token.text))
+        found.setdefault(str(token_id), PromptLogprob(logprob, rank if is_ranked else None, token.text))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moestro.core.request import SAMPLING_RANGES, AllowedRange, ServiceClass
+from moestro.core.request import MAX_LISTED_TOKENS, SAMPLING_RANGES, AllowedRange, ServiceClass
 from moestro.server.api.fields.chat_fields import MAX_TOOLS, ROLES, VERBOSITIES
 from moestro.server.api.fields.unsupported import (
     IN_CHAT,
@@ -73,6 +73,7 @@ _OF_BOTH: Mapping[str, Mapping[str, Schema]] = {
     "seed": {"integer": _between(-(2**63), 2**63 - 1)},
     "priority": {"integer": _between(-(2**31), 2**31 - 1)},
     "prompt_logprobs": {"integer": _between(ALL_LOGPROBS, MAX_LOGPROBS)},
+    "logprob_token_ids": {"array": {"maxItems": MAX_LISTED_TOKENS}},
     "truncate_prompt_tokens": {"integer": _between(-1, 2**31 - 1) | {"not": {"const": 0}}},
     "stop": {
         "string": _chars(1, MAX_STOP_CHARS),

@@ -79,6 +79,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     n: int | None = None
     best_of: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None  # Alternatives of each token, in place of the most likely ones.
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     response_format: ResponseFormat | None = None
@@ -235,10 +236,10 @@ class Usage(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """A token at one position of a prompt, or of an answer. Rank 1 is the most likely token."""
+    """A token at one position of a prompt, or of an answer. Rank 1 is the most likely token; None means unknown."""
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str
 
 

@@ -352,6 +352,7 @@ def _jobs(prompts: Sequence[_Prompt], options: Options, model: ServedModel, arri
     refuse_foreign_ids("allowed_token_ids", options.allowed_token_ids, model.info.vocab_size)
     bad_words = _bad_words(options.bad_words, model)
     refuse_foreign_ids("stop_token_ids", options.stop_token_ids, model.info.vocab_size)
+    refuse_foreign_ids("logprob_token_ids", options.logprob_token_ids, model.info.vocab_size)
     refuse_foreign_ids("logit_bias", [token_id for token_id, _ in options.logit_bias], model.info.vocab_size)
     num_tokens = options.n * sum(len(prompt.ids) for prompt in prompts)
     _refuse_many_copies(options, num_tokens, len(prompts) * options.n, model.info.max_model_len)
@@ -447,6 +448,8 @@ def _sampling(num_prompt_tokens: int, options: Options, info: ModelInfo) -> Samp
         stop_token_ids=stops,
         logprobs=options.logprobs,
         prompt_logprobs=_scored(options),
+        logprob_token_ids=options.logprob_token_ids,
+        lists_prompt=bool(options.echo and options.logprob_token_ids),
         grammar=None if options.grammar is None else options.grammar.grammar,
         allowed_tokens=packed_tokens(options.allowed_token_ids),
         **numbers,

@@ -43,7 +43,6 @@ _BOTH: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "logit_processors": ([],),
     "logits_processors": ([],),
-    "logprob_token_ids": ([],),
     "lora": ([],),
     "lora_path": (),
     "max_length": (),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moestro.core.json_elements import count_elements
-from moestro.core.request import SAMPLING_RANGES, SamplingDefaults, SamplingParams, ServiceClass
+from moestro.core.request import MAX_LISTED_TOKENS, SAMPLING_RANGES, SamplingDefaults, SamplingParams, ServiceClass
 from moestro.errors import PromptTooLongError, shown
 from moestro.server.api.fields.chat_fields import check_messages, invalid, offered_tools, template_options
 from moestro.server.api.fields.protocol import ChatFields, GenerationFields
@@ -68,6 +68,7 @@ class Options:
     n: int
     echo: bool
     logprobs: int | None  # Number of alternatives for each token; None means no log probabilities.
+    logprob_token_ids: tuple[int, ...]  # These alternatives; () means the most likely tokens.
     prompt_logprobs: int | None
     grammar: AskedGrammar | None  # Language of the answer, and the field that asks for it.
     allowed_token_ids: tuple[int, ...]  # () means all tokens.
@@ -128,7 +129,10 @@ def parse_completion(body: bytes, max_prompt_ids: int = sys.maxsize) -> Completi
         max_prompt_ids: Most token ids of one prompt.
     """
     fields, unknown = decode_completion(body, lambda prompt: _refuse_swarm(prompt, max_prompt_ids))
-    echo = bool(fields.echo)
+    echo, listed = bool(fields.echo), _listed(fields.logprob_token_ids)
+    if echo and listed and fields.prompt_logprobs is not None:
+        text = "cannot be used together with echo and logprob_token_ids: a prompt token gets one kind of alternatives"
+        raise invalid("prompt_logprobs", text)
     limit = DEFAULT_COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
     _refuse_too_many_ids(fields.prompt, limit, max_prompt_ids)
     prompts = _prompts(fields.prompt)
@@ -136,7 +140,7 @@ def parse_completion(body: bytes, max_prompt_ids: int = sys.maxsize) -> Completi
     shape = _Shape(
         _range("max_tokens", limit, 0 if echo else 1, 2**31 - 1),
         echo=echo,
-        logprobs=_logprobs("logprobs", fields.logprobs),
+        logprobs=len(listed) if listed else _logprobs("logprobs", fields.logprobs),
         has_default_limit=fields.max_tokens is None,
         unknown_fields=unknown,
     )
@@ -188,7 +192,12 @@ def chat_ask(fields: ChatFields, unknown: tuple[str, ...]) -> ChatAsk:
     messages = check_messages(fields.messages)
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "is only allowed with logprobs: true")
+    listed = _listed(fields.logprob_token_ids)
+    if listed and fields.logprobs is False:
+        raise invalid("logprob_token_ids", "asks for log probabilities: send logprobs: true, or leave logprobs out")
     logprobs = _logprobs("top_logprobs", fields.top_logprobs or 0) if fields.logprobs else None
+    if listed:
+        logprobs = len(listed)
     use, left_out = offered_tools(fields)
     shape = _Shape(_limit(name, limit), echo=False, logprobs=logprobs, unknown_fields=unknown + named(left_out))
     options = _options(fields, shape)
@@ -211,7 +220,7 @@ def _thinking_budget(fields: ChatFields) -> int | None:
     budget = fields.thinking_token_budget
     if budget in (None, -1):
         return None
-    if fields.logprobs:
+    if fields.logprobs or fields.logprob_token_ids:
         raise invalid("thinking_token_budget", "cannot be used together with logprobs: no token that it adds has any")
     return _range("thinking_token_budget", budget, 0, 2**31 - 1)
 
@@ -255,6 +264,7 @@ def _options(fields: GenerationFields, shape: _Shape) -> Options:
         n=_copies(fields.n, fields.best_of),
         echo=shape.echo,
         logprobs=shape.logprobs,
+        logprob_token_ids=_listed(fields.logprob_token_ids),
         prompt_logprobs=_prompt_logprobs(fields.prompt_logprobs, streaming=streaming),
         grammar=grammar,
         allowed_token_ids=_allowed_token_ids(fields.allowed_token_ids),
@@ -316,6 +326,13 @@ def _copies(n: int | None, best_of: int | None) -> int:
 
 def _logprobs(param: str, value: int | None) -> int | None:
     return None if value is None else _range(param, value, 0, MAX_LOGPROBS)
+
+
+def _listed(ids: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the tokens of `logprob_token_ids`, each once and in the client's order."""
+    if ids is not None and len(ids) > MAX_LISTED_TOKENS:
+        raise invalid("logprob_token_ids", f"may hold {MAX_LISTED_TOKENS} tokens at most, got {len(ids)}")
+    return tuple(dict.fromkeys(ids or ()))
 
 
 def _prompt_logprobs(value: int | None, *, streaming: bool) -> int | None:
