@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "flow": {"core"},
     "engine": {"core", "flow"},
     "routing": {"core", "wire", "cost"},
-    "placement": {"core", "native", "cost"},
+    "placement": {"core", "native", "cost", "wire"},
     "model": {"core", "native"},
     "config": {"core"},
     "web": {"core"},

@@ -17,6 +17,8 @@ from moestro.gateway.kv_prometheus import KvFigures
 from moestro.gateway.metrics import Counts, EngineCounts
 from moestro.gateway.prometheus import RouteCollector
 from moestro.gateway.source_reports import SourceReports
+from moestro.placement.live.control import PlacementControl
+from moestro.placement.live.migration import MigrationProgress
 from moestro.placement.live_settings import LivePlacementSettings
 from moestro.routing.breaker import BreakerState
 from moestro.routing.health import Condition
@@ -24,8 +26,6 @@ from moestro.routing.policy_contract import Needs
 from moestro.server.expert_loads import ExpertLoads
 from moestro.server.expert_signals import ExpertSignal
 from moestro.server.metrics import Metrics
-from moestro.server.migration import MigrationProgress
-from moestro.server.placement_control import PlacementControl
 from moestro.server.prometheus import ServerCollector, Sources
 from moestro.web.faults import Fault, Faults, Port
 from moestro.wire.expert_reports import report_of

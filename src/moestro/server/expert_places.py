@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.clock import NS_PER_S
 from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.placement.live.ep_migration import EpMigration
+from moestro.placement.live.group_view import machine_numbers
 from moestro.server.coordinator import Coordinator
-from moestro.server.ep_migration import EpMigration
 from moestro.server.expert_signals import ExpertPlaces
-from moestro.server.machines import MachineOf, machine_numbers
+from moestro.server.machines import MachineOf
 
 
 class LockStepExpertPlaces(ExpertPlaces):

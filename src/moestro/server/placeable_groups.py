@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from moestro.placement.live.ep_migration import EpMigration
+from moestro.placement.live.group_view import GroupPlaces, PlaceableGroup, group_places
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
-from moestro.server.ep_migration import EpMigration
 from moestro.server.machines import MachineOf
-from moestro.server.placement_view import GroupPlaces, PlaceableGroup, group_places
 
 ELSEWHERE = -1  # the worker of an engine that has no place for experts
 

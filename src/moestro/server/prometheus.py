@@ -11,13 +11,13 @@ from prometheus_client.registry import Collector
 from moestro.core.load_figures import FIGURES, FigureKind, figure_values
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import FinishReason
+from moestro.placement.live.control import PlacementControl
 from moestro.server.coordinator import Coordinator
 from moestro.server.engine_client import EngineClient
 from moestro.server.expert_metrics import expert_metrics, signal_metrics
 from moestro.server.expert_signals import ExpertSignals
 from moestro.server.group_metrics import group_metrics
 from moestro.server.metrics import ByClass, EngineMetrics, Metrics
-from moestro.server.placement_control import PlacementControl
 from moestro.server.placement_metrics import placement_metrics
 from moestro.web.faults import Faults
 from moestro.web.prometheus import Histogram, buckets, merge

@@ -24,6 +24,8 @@ from moestro.config.server_settings import ProcessSettings
 from moestro.core.clock import NS_PER_MS
 from moestro.core.model_info import ModelInfo
 from moestro.errors import DrainingError, EngineDiedError
+from moestro.placement.live.ep_migration import EpMigration
+from moestro.placement.live.group_view import PlaceableGroup
 from moestro.routing.settings import RouterSettings
 from moestro.server.admin_plane import ADMIN_HOST, OperatorsPort, admin_runner
 from moestro.server.api import ApiServer
@@ -31,7 +33,6 @@ from moestro.server.banner import serve_banner
 from moestro.server.coordinator import Coordinator
 from moestro.server.docs_api import ROOT_PATH
 from moestro.server.engine_client import EngineClient
-from moestro.server.ep_migration import EpMigration
 from moestro.server.expert_admin import ExpertAdmin
 from moestro.server.expert_places import places_of
 from moestro.server.expert_signals import ExpertSignals
@@ -44,7 +45,6 @@ from moestro.server.local_launcher import LocalLauncher
 from moestro.server.metrics import Metrics
 from moestro.server.pace_lines import PaceLines
 from moestro.server.placeable_groups import async_group, lock_step_group
-from moestro.server.placement_view import PlaceableGroup
 from moestro.server.private_directory import private_directory
 from moestro.server.prometheus import ServerCollector, Sources
 from moestro.server.rank_socket import RankSocket

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moestro.core.clock import NS_PER_S
+from moestro.placement.live.migration import Migration
+from moestro.placement.live.plan import Measured, PlacementPlan
 from moestro.placement.live_settings import LivePlacementSettings
-from moestro.server.migration import Migration
-from moestro.server.placement_plan import Measured, PlacementPlan
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class _StepCount:
 
 
 class _ProgressWatch:
-    """Tells for how long something that runs has made no progress."""
+    """Measures for how long something that runs has made no progress."""
 
     def __init__(self) -> None:
         self._mark: object = None
@@ -192,7 +192,7 @@ class PlacementControl:
         self._planning_ns = now_ns
 
     def end_planning(self) -> None:
-        """Note that the policy has answered, or that nobody waits for its answer any more."""
+        """Note that the policy has answered, or that its answer is not awaited any more."""
         self._planning_ns = None
 
     def planned(self, plan: PlacementPlan, now_ns: int) -> None:
