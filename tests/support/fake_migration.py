@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from moestro.core.expert_table import ExpertTable
-from moestro.core.source_load import SourceLoad
+from moestro.core.experts.expert_table import ExpertTable
+from moestro.core.experts.source_load import SourceLoad
 from moestro.placement.live.migration import MigrationProgress
-from moestro.server.expert_loads import ExpertLoads
+from moestro.server.engines.expert_loads import ExpertLoads
 from moestro.wire.expert_reports import ReadExperts, report_of
 
 

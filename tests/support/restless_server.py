@@ -13,7 +13,7 @@ from support.moving_tables import random_target
 
 import moestro.server.server
 from moestro.cli import main
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.placement.live.ep_migration import EpMigration
 from moestro.wire.messages import FromRank
 

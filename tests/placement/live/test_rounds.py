@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moestro.core.expert_table import EMPTY
+from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.live.rounds import MoveRound, SlotDrop, SlotLoad, plan_rounds
 
 BOTH = np.ones(2, np.bool_)

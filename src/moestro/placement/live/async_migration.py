@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.worker_names import Worker
 from moestro.placement.live.group_table import GroupTable, any_of, held_by
 from moestro.placement.live.migration import MigrationProgress

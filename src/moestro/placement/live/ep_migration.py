@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from moestro.core.expert_table import ExpertTable
-from moestro.core.layer_moves import LayerPlan, SettledLayer, with_layer
-from moestro.core.table_message import ExpertLayers, TableMessage
+from moestro.core.experts.expert_table import ExpertTable
+from moestro.core.experts.layer_moves import LayerPlan, SettledLayer, with_layer
+from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.errors import NoEngineError
 from moestro.placement.live.migration import MigrationProgress
 from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer

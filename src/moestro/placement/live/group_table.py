@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import EMPTY
-from moestro.core.table_message import ExpertLayers
+from moestro.core.experts.expert_table import EMPTY
+from moestro.core.experts.table_message import ExpertLayers
 
 Bools = NDArray[np.bool_]
 Int32s = NDArray[np.int32]

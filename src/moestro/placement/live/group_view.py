@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import Devices, PlaceLimits, PlacePrices
 from moestro.placement.live.migration import Migration
 from moestro.placement.placement_file import table_of_contents
 from moestro.placement.registry import PlacementError, PlaceView
-from moestro.placement.slots import in_slots_of
+from moestro.placement.search.slots import in_slots_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

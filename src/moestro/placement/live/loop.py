@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any, Protocol, TypeVar
 
 from moestro.core.clock import NS_PER_S
-from moestro.core.expert_load import ExpertLoad
+from moestro.core.experts.expert_load import ExpertLoad
 from moestro.errors import MoestroError
 from moestro.placement.live.control import PlacementControl, PlacementDecision, Trigger
 from moestro.placement.live.group_view import GroupView

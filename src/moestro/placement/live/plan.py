@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.errors import MoestroError
 from moestro.placement.live.group_view import GroupPlaces, GroupView, part_of, whole_of
 from moestro.placement.payback import Payback, payback
