@@ -1,6 +1,6 @@
 """Live placement, step by step: when loads are read, when a policy plans, and what is done with its plan.
 
-Nothing here has an effect: a procedure is a generator that yields what it wants done and is resumed with an `Answer`.
+Nothing here has an effect: a procedure is a generator that yields what it wants done and is resumed with an `EffectAnswer`.
 `moestro serve` drives it with sockets, threads and its clock, and the simulator on virtual time.
 """
 
@@ -56,7 +56,7 @@ Effect = ReadLoads | Compute
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class EffectAnswer:
     """What came of an effect.
 
     Attributes:
@@ -71,7 +71,7 @@ class Answer:
 
 
 T = TypeVar("T")
-Procedure = Generator[Effect, Answer, T]
+Procedure = Generator[Effect, EffectAnswer, T]
 
 
 class KnownLoads(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from moestro.core.clock import NS_PER_S
 from moestro.placement.live.control import PlacementControl, PlacementDecision, Trigger
 from moestro.placement.live.group_view import GroupView
-from moestro.placement.live.loop import Answer, Cancelled, Effect, PlacementLoop, Procedure, ReadLoads
+from moestro.placement.live.loop import Cancelled, Effect, EffectAnswer, PlacementLoop, Procedure, ReadLoads
 from moestro.placement.live.plan import PlacementPlan
 from moestro.server.engines.expert_loads import ExpertLoads
 
@@ -45,7 +45,7 @@ class PlacementDriver:
         self.control, self.view, self.now_ns = control, view, now_ns
         self.loop = PlacementLoop(control, view, loads, now_ns())
         self._loads = loads
-        self._planning: asyncio.Future[Any] | None = None  # Answer of the policy that plans.
+        self._planning: asyncio.Future[Any] | None = None  # EffectAnswer of the policy that plans.
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -126,12 +126,12 @@ class PlacementDriver:
                 result: T = end.value
                 return result
 
-    async def _answer(self, effect: Effect) -> Answer:
+    async def _answer(self, effect: Effect) -> EffectAnswer:
         try:
             value = await self._do(effect)
         except Exception as error:
-            return Answer(self.now_ns(), error=error)
-        return Answer(self.now_ns(), value)
+            return EffectAnswer(self.now_ns(), error=error)
+        return EffectAnswer(self.now_ns(), value)
 
     async def _do(self, effect: Effect) -> Any:
         if isinstance(effect, ReadLoads):
