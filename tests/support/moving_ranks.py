@@ -132,7 +132,7 @@ class MovingRanks:
         self.migration.on_message(0, ExpertsPlaced(self.devices[0].placed))
         for rank in range(num_ranks):
             self.migration.on_message(rank, Ready(None))
-        self.devices[0].on_settled = lambda settled: self.events.put(LayerSettled(settled))
+        self.devices[0].moves.on_settled = lambda settled: self.events.put(LayerSettled(settled))
         self._threads = [threading.Thread(target=self._run, args=(rank,)) for rank in range(num_ranks)]
         for thread in self._threads:
             thread.start()

@@ -112,6 +112,8 @@ class PlacementControl:
     Args:
         migration: The group's table, and moves towards another one.
         settings: Flags of live placement.
+        steps_before: Steps that count as made before the start. vLLM plans first after a quarter of its interval, as if
+            it had made three quarters of it.
 
     Attributes:
         is_frozen: Whether no migration may start.
@@ -126,7 +128,7 @@ class PlacementControl:
         moved_bytes: Bytes of weights of all migrations.
     """
 
-    def __init__(self, migration: Migration, settings: LivePlacementSettings) -> None:
+    def __init__(self, migration: Migration, settings: LivePlacementSettings, steps_before: int = 0) -> None:
         self.migration, self.settings = migration, settings
         self.is_frozen = False
         self.decision: PlacementDecision | None = None
@@ -140,7 +142,7 @@ class PlacementControl:
         self.num_migrations: Counter[MigrationOutcome] = Counter()
         self.num_stalls = self.moved_bytes = 0
         self._steps = _StepCount()
-        self._steps_decided = 0
+        self._steps_decided = -steps_before
         self._reference = 1.0  # balance below which drift is counted; an even load is that of the first plan
         self._last_bytes = 0
         self._is_cancelled = False

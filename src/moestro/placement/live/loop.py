@@ -1,6 +1,6 @@
 """Live placement, step by step: when loads are read, when a policy plans, and what is done with its plan.
 
-Nothing here has an effect: a procedure is a generator that yields what it wants done and is resumed with an `EffectAnswer`.
+Nothing here has an effect: a procedure is a generator that yields what it wants done, and takes an `EffectAnswer`.
 `moestro serve` drives it with sockets, threads and its clock, and the simulator on virtual time.
 """
 
@@ -138,6 +138,11 @@ class PlacementLoop:
     def check_ns(self) -> int:
         """Time of the next reading of the load; that of the last one while it goes on."""
         return self._check_ns
+
+    @property
+    def watch_ns(self) -> int:
+        """Time of the next look at the progress of a migration."""
+        return self._watch_ns
 
     def on_time(self, now_ns: int) -> Procedure[None] | None:
         """Look at what runs, and return the check if it is due. The caller runs the check to its end."""

@@ -45,7 +45,7 @@ class PlacementDriver:
         self.control, self.view, self.now_ns = control, view, now_ns
         self.loop = PlacementLoop(control, view, loads, now_ns())
         self._loads = loads
-        self._planning: asyncio.Future[Any] | None = None  # EffectAnswer of the policy that plans.
+        self._planning: asyncio.Future[Any] | None = None  # Answer of the policy that plans.
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
