@@ -18,6 +18,7 @@ from moestro.cost.popularity import PopularityForm
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
 from moestro.placement.devices import PlaceLimits, even_devices
+from moestro.placement.live.loop import CHECK_NS
 from moestro.placement.live_settings import LivePlacementSettings
 from moestro.placement.prices import place_prices
 from moestro.repro.gimbal.systems import System
@@ -55,6 +56,7 @@ class EpBed:
         interval_steps: steps between two plans (tau). The first plan comes after a quarter of them, as in vLLM.
         slowdown: factor on the time of every step. The paper's latencies do not fit the A100's kernels and vLLM's host,
             which bear ten times its rates; with a factor its rates load the engine as the paper's figures imply.
+        check_ns: time between two readings of the load, after which a plan may be due.
     """
 
     network: str = "qwen3-30b-a3b"
@@ -69,6 +71,7 @@ class EpBed:
     has_cache: bool = False
     interval_steps: int = 3000
     slowdown: float = 1.0
+    check_ns: int = CHECK_NS
 
     @property
     def shape(self) -> NetworkShape:
@@ -149,6 +152,7 @@ class EpBed:
             ),
             first_steps=self.interval_steps // 4,
             is_synchronous=system.bytes_per_step is None,
+            check_ns=self.check_ns,
         )
         placement = start_placement(gate, table, shape.expert_layers, site, settings)
         deployment = Deployment(
