@@ -266,6 +266,19 @@ async def _plan(group: PlacedGroup):
 
 
 @run
+async def test_a_migration_that_ended_since_the_last_look_is_counted_when_another_begins():
+    group = PlacedGroup(policy="none")
+    group.serve(3000)
+    for _ in range(2):
+        group.driver.apply(await _plan(group), Trigger.OPERATOR)
+        group.migration.commit()
+        group.migration.fail("engine 1 ended")
+    group.tick()
+    assert group.control.num_migrations == {MigrationOutcome.FAILED: 2}
+    assert group.control.moved_bytes == 2000
+
+
+@run
 async def test_cleared_windows_do_not_undo_steps():
     group = PlacedGroup()
     for num_steps in (2000, 500, 900, 2100):

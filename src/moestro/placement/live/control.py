@@ -203,6 +203,7 @@ class PlacementControl:
 
     def decide(self, plan: PlacementPlan, trigger: Trigger, now_ns: int) -> PlacementDecision:
         """Begin to move towards a plan if it changes anything, pays, and nothing holds it."""
+        self._observe_migration()  # One that has ended since the last look would be forgotten when another begins.
         if self.is_frozen:
             return self._record(trigger, DecisionOutcome.FROZEN, "placement is frozen", now_ns)
         if not plan.changes_anything:
@@ -253,12 +254,7 @@ class PlacementControl:
 
     def tick(self, now_ns: int) -> None:
         """Look at the migration and at the policy that plans; called every second."""
-        progress = self.migration.progress
-        grown = progress.num_bytes - self._last_bytes
-        self.moved_bytes += grown if grown >= 0 else progress.num_bytes  # Another migration counts from 0.
-        self._last_bytes = progress.num_bytes
-        if self.active is not None and not progress.is_running:
-            self._end(self.active)
+        self._observe_migration()
         stall = self._find_stall(now_ns)
         if stall and not self.stall:
             self.num_stalls += 1
@@ -266,6 +262,15 @@ class PlacementControl:
         if self.stall and not stall:
             logger.info("placement: no longer stalled")
         self.stall = stall
+
+    def _observe_migration(self) -> None:
+        """Count the bytes that have moved, and note the end of a migration."""
+        progress = self.migration.progress
+        grown = progress.num_bytes - self._last_bytes
+        self.moved_bytes += grown if grown >= 0 else progress.num_bytes  # Another migration counts from 0.
+        self._last_bytes = progress.num_bytes
+        if self.active is not None and not progress.is_running:
+            self._end(self.active)
 
     def _find_stall(self, now_ns: int) -> str:
         """Return what stands still, and for how long; "" means nothing."""
