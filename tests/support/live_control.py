@@ -188,7 +188,8 @@ class AsyncWorkers:
     def quiet(self) -> bool:
         if not self.down:
             for worker in range(2, 5):
-                self.coordinator.drain(worker, is_draining=False)
+                if self.coordinator.view(worker).is_draining:
+                    self.coordinator.drain(worker, is_draining=False)
         return not self.down
 
 
@@ -324,7 +325,7 @@ class LiveHistory:
     def settle(self) -> None:
         """Without deaths and operators, what runs comes to an end."""
         self.loop._decide = lambda view: view.table
-        for _ in range(3000):
+        for _ in range(600):
             self.turn(has_operator=False)
             if self.workers.quiet() and not self.migration.progress.is_running and self.control.active is None:
                 return
