@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "flow": {"core"},
     "engine": {"core", "flow"},
     "routing": {"core", "wire", "cost"},
-    "placement": {"core", "native", "cost"},
+    "placement": {"core", "native", "cost", "wire"},
     "model": {"core", "files", "native"},
     "config": {"core", "files"},
     "web": {"core"},

@@ -17,6 +17,8 @@ from moestro.gateway.engines.source_reports import SourceReports
 from moestro.gateway.figures.prometheus import RouteCollector
 from moestro.gateway.kv.kv_prometheus import KvFigures
 from moestro.gateway.metrics import Counts, EngineCounts
+from moestro.placement.live.control import PlacementControl
+from moestro.placement.live.migration import MigrationProgress
 from moestro.placement.live_settings import LivePlacementSettings
 from moestro.routing.health.breaker import BreakerState
 from moestro.routing.health.engine_health import Condition
@@ -24,8 +26,6 @@ from moestro.routing.policy_contract import Needs
 from moestro.server.engines.expert_loads import ExpertLoads
 from moestro.server.engines.metrics import Metrics
 from moestro.server.experts.expert_signals import ExpertSignal
-from moestro.server.experts.migration import MigrationProgress
-from moestro.server.experts.placement_control import PlacementControl
 from moestro.server.figures.prometheus import ServerCollector, Sources
 from moestro.web.ports.faults import Fault, Faults, Port
 from moestro.wire.expert_reports import report_of

@@ -40,7 +40,7 @@ from moestro.repro.results import merged
 from moestro.repro.testbed import Latency
 
 CONFIGS["small"] = {**CONFIGS["qwen3-30b-a3b"], "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}
-BED = EpBed(network="small", interval_steps=40)
+BED = EpBed(network="small", interval_steps=40, check_ns=10**6)
 TINY = (
     GimbalPart(
         name="healthy_random", num_requests=6, rates=(4.0,), bed=BED, systems=(VLLM, DPLB, SJFS, EDR, GIMBAL_V1)

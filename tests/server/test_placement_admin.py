@@ -58,7 +58,7 @@ class Operator:
 
 
 def operator(group: PlacedGroup) -> Operator:
-    return Operator(PlacementAdmin(group.loop).routes())
+    return Operator(PlacementAdmin(group.driver, group.prices).routes())
 
 
 def swapped(group: PlacedGroup) -> dict:
@@ -190,7 +190,7 @@ async def test_frozen_placement_refuses_tables_until_it_is_lifted():
 
 @run
 async def test_where_nothing_can_be_placed_every_request_says_why():
-    async with Operator(LivePlacement(None, "The model is dense: it has no experts.").routes()) as ask:
+    async with Operator(LivePlacement(None, why_not="The model is dense: it has no experts.").routes()) as ask:
         for method, path in (("GET", ""), ("POST", "/plan"), ("POST", "/apply"), ("POST", "/freeze")):
             status, error = await ask(method, path)
             assert (status, error["message"]) == (404, "The model is dense: it has no experts.")

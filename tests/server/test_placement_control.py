@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from support.placed_group import EVEN, NUM_EXPERTS, NUM_LAYERS, SKEWED, PlacedGroup, run
 
-from moestro.server.experts import placement_loop
-from moestro.server.experts.placement_control import (
+from moestro.placement.live import loop as placement_loop
+from moestro.placement.live.control import (
     DRIFT_STEPS,
     DecisionOutcome,
     MigrationOutcome,
@@ -130,8 +130,8 @@ async def test_frozen_placement_stays():
     for _ in range(3):
         group.serve(3000)
         await group.check()
-    plan = await group.loop.plan("eplb")
-    assert group.loop.apply(plan, Trigger.OPERATOR).outcome is DecisionOutcome.FROZEN
+    plan = await group.driver.plan("eplb")
+    assert group.driver.apply(plan, Trigger.OPERATOR).outcome is DecisionOutcome.FROZEN
     assert group.migration.num_started == 0
     group.control.freeze(is_frozen=False)
     await group.check()
@@ -146,11 +146,11 @@ async def test_a_cancelled_migration_keeps_the_layers_that_it_has_committed():
     group.serve(3000)
     await group.check()
     group.migration.commit()
-    assert group.loop.cancel()
+    assert group.driver.cancel()
     group.tick()
     assert group.control.num_migrations == {MigrationOutcome.CANCELLED: 1}
     assert (group.migration.table.version, group.control.applied) == (1, None)
-    assert not group.loop.cancel(), "nothing runs"
+    assert not group.driver.cancel(), "nothing runs"
     group.serve(3000)
     await group.check()
     assert group.migration.num_started == 2
@@ -182,7 +182,7 @@ async def test_a_policy_that_raises_changes_nothing(caplog):
     def broken(view):
         raise ZeroDivisionError("a bug")
 
-    group.loop._decide = broken
+    group.driver.loop._decide = broken
     group.serve(3000)
     await group.check()
     assert group.outcome is DecisionOutcome.FAILED
@@ -229,22 +229,22 @@ async def test_a_pause_of_the_server_is_no_stall():
 @run
 async def test_an_alarm_comes_for_a_policy_that_never_answers_and_an_operator_gives_it_up():
     group, release = PlacedGroup(), threading.Event()
-    group.loop._decide = lambda view: release.wait(30) and view.table
+    group.driver.loop._decide = lambda view: release.wait(30) and view.table
     group.serve(3000)
-    checking = asyncio.create_task(group.loop.check())
-    while group.loop._answer is None:  # noqa: ASYNC110 the loop has no event for it
+    checking = asyncio.create_task(group.driver.check())
+    while group.driver._planning is None:  # noqa: ASYNC110 the loop has no event for it
         await asyncio.sleep(0.001)
     for _ in range(10):
         group.tick()
     assert "planning" in group.control.stall
     with pytest.raises(placement_loop.PlacementError, match="planning already"):
-        await group.loop.plan("eplb")
-    assert group.loop.cancel()
+        await group.driver.plan("eplb")
+    assert group.driver.cancel()
     await checking
     group.tick()
     release.set()
     assert (group.outcome, group.control.stall) == (DecisionOutcome.FAILED, "")
-    assert (await group.loop.plan("eplb")).changes_anything, "others can plan again"
+    assert (await group.driver.plan("eplb")).changes_anything, "others can plan again"
 
 
 @run
@@ -255,14 +255,27 @@ async def test_a_plan_of_an_older_table_is_refused():
     await group.check()
     group.migration.commit_all()
     group.tick()
-    decision = group.loop.apply(old, Trigger.OPERATOR)
+    decision = group.driver.apply(old, Trigger.OPERATOR)
     assert decision.outcome is DecisionOutcome.FAILED
     assert "the table changed since the plan" in decision.reason
 
 
 async def _plan(group: PlacedGroup):
-    await group.loop.read()
-    return await group.loop.plan("eplb")
+    await group.driver.read()
+    return await group.driver.plan("eplb")
+
+
+@run
+async def test_a_migration_that_ended_since_the_last_look_is_counted_when_another_begins():
+    group = PlacedGroup(policy="none")
+    group.serve(3000)
+    for _ in range(2):
+        group.driver.apply(await _plan(group), Trigger.OPERATOR)
+        group.migration.commit()
+        group.migration.fail("engine 1 ended")
+    group.tick()
+    assert group.control.num_migrations == {MigrationOutcome.FAILED: 2}
+    assert group.control.moved_bytes == 2000
 
 
 @run
@@ -270,7 +283,7 @@ async def test_cleared_windows_do_not_undo_steps():
     group = PlacedGroup()
     for num_steps in (2000, 500, 900, 2100):
         group.engines.num_steps = num_steps
-        await group.loop.read()
+        await group.driver.read()
     assert group.control.num_steps == 2000 + 500 + 400 + 1200
 
 
@@ -297,12 +310,12 @@ async def test_the_placement_is_priced_only_when_something_changed(monkeypatch):
     real = placement_loop.measure
     monkeypatch.setattr(placement_loop, "measure", lambda *given: calls.append(1) or real(*given))
     group.serve(100)
-    await group.loop.read()
+    await group.driver.read()
     for _ in range(3):
         await group.check()
     assert len(calls) == 1
-    await group.loop.plan("eplb")
-    group.loop.apply(group.control.plan, Trigger.OPERATOR)
+    await group.driver.plan("eplb")
+    group.driver.apply(group.control.plan, Trigger.OPERATOR)
     group.migration.commit()
     await group.check()
     assert len(calls) == 2, "a layer was committed, or the load read again"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,11 +15,11 @@ from server.test_ray_launcher import FakeCluster, launcher_on
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.placement.devices import PlaceLimits
+from moestro.placement.live.group_view import GroupView
+from moestro.placement.live.plan import PlacementPlan, PlanRequest, ask_policy
 from moestro.placement.registry import PLACE_POLICIES
 from moestro.server.experts.machines import MachineOf
 from moestro.server.experts.placeable_groups import async_group
-from moestro.server.experts.placement_plan import PlacementPlan, PlanRequest, ask_policy
-from moestro.server.experts.placement_view import GroupView, LivePrices
 
 HOMES, HOLDERS = (0, 1), (2, 3)
 NUM_LAYERS = len(LAYERS.layers)
@@ -51,14 +50,7 @@ def load_of(far_experts: dict[int, range]) -> ExpertLoad:
 
 
 def plan_on(group: Group, machine_of: MachineOf, load: ExpertLoad) -> PlacementPlan:
-    prices = LivePrices(
-        network=SimpleNamespace(name="a-network", groups=()),
-        gpu="a-gpu",
-        link="a-link",
-        link_across="a-wire",
-        prices=PRICES,
-    )
-    view = GroupView(async_group(group.coordinator, machine_of), prices, PlaceLimits(horizon_steps=1e6))
+    view = GroupView(async_group(group.coordinator, machine_of), PRICES, PlaceLimits(horizon_steps=1e6))
     request = PlanRequest(view, load, group.coordinator.migration.table)
     return ask_policy("moestro", PLACE_POLICIES.make("moestro"), request)
 

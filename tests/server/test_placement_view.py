@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +18,15 @@ from moestro.errors import ConfigError
 from moestro.flow.settings import SteppingSettings
 from moestro.model.settings import ModelSettings
 from moestro.placement.devices import PlaceLimits
+from moestro.placement.live.group_view import (
+    GroupPlaces,
+    GroupView,
+    PlaceableGroup,
+    group_places,
+    part_of,
+    whole_of,
+)
+from moestro.placement.live.plan import PlanRequest, ask_policy
 from moestro.placement.live_settings import LivePlacementSettings
 from moestro.placement.registry import PLACE_POLICIES, PlacementError
 from moestro.placement.score import score
@@ -26,17 +34,7 @@ from moestro.placement.search.slots import in_slots_of
 from moestro.server.admin.live_placement import open_placement
 from moestro.server.engines.expert_loads import ExpertLoads
 from moestro.server.experts.placeable_groups import ELSEWHERE
-from moestro.server.experts.placement_plan import PlanRequest, ask_policy
-from moestro.server.experts.placement_view import (
-    GroupPlaces,
-    GroupView,
-    LivePrices,
-    PlaceableGroup,
-    group_places,
-    live_prices,
-    part_of,
-    whole_of,
-)
+from moestro.server.experts.placement_prices import live_prices
 
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 3, 8, 6
 HOLDERS = (1, 2, 4)  # of five workers; the others have no room
@@ -69,9 +67,7 @@ def in_group(part: ExpertTable) -> ExpertTable:
 
 def view_of(sources=HOLDERS, *, has_shares: bool = True) -> GroupView:
     places = group_places(HOLDERS, sources)
-    network = SimpleNamespace(name="a-network", groups=())
-    prices = LivePrices(network=network, gpu="a-gpu", link="a-link", link_across="a-wire", prices=PRICES)
-    return GroupView(placeable(places, has_shares=has_shares), prices, PlaceLimits())
+    return GroupView(placeable(places, has_shares=has_shares), PRICES, PlaceLimits())
 
 
 def placeable(places: GroupPlaces, *, has_shares: bool = True) -> PlaceableGroup:
@@ -216,7 +212,7 @@ def test_what_cannot_be_placed_has_a_reason_and_its_flags_are_refused(num_expert
     group = placeable(places)
     loads = ExpertLoads(2, lambda engine, question: False)
     found = open_placement(settings(), info, loads, group if has_group else None)
-    assert found.loop is None
+    assert found.driver is None
     assert words in found.why_not
     with pytest.raises(ConfigError, match=words):
         open_placement(settings(placement_policy="eplb"), info, loads, group if has_group else None)

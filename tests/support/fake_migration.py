@@ -8,13 +8,13 @@ import numpy as np
 
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.experts.source_load import SourceLoad
+from moestro.placement.live.migration import MigrationProgress
 from moestro.server.engines.expert_loads import ExpertLoads
-from moestro.server.experts.migration import MigrationProgress
 from moestro.wire.expert_reports import ReadExperts, report_of
 
 
 class FakeMigration:
-    """Implements `server.migration.Migration`: each `commit` serves another layer by the new table."""
+    """Implements `placement.live.migration.Migration`: each `commit` serves another layer by the new table."""
 
     def __init__(self, table: ExpertTable) -> None:
         self.table = table

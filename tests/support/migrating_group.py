@@ -20,7 +20,7 @@ from moestro.flow.executor import FlowExecutor
 from moestro.flow.policies.basic import in_order
 from moestro.flow.settings import GroupOptions
 from moestro.flow.token_pool import THERE
-from moestro.server.experts.async_migration import AsyncMigration
+from moestro.placement.live.async_migration import AsyncMigration
 from moestro.server.experts.coordinator import Coordinator
 from moestro.wire.messages import Joined, Ready
 from moestro.worker.peer_inbox import PeerInbox

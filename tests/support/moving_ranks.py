@@ -27,7 +27,7 @@ from moestro.model.device import open_device
 from moestro.model.experts.spread_device import SpreadDevice
 from moestro.model.experts.worker_share import WorkerShare
 from moestro.model.settings import LocalRank
-from moestro.server.experts.ep_migration import EpMigration
+from moestro.placement.live.ep_migration import EpMigration
 from moestro.wire.layer_messages import ExpertsPlaced, LayerSettled, MoveLayer
 from moestro.wire.messages import Add, Outputs, Ready, Shutdown, WakeGroup
 from moestro.worker.rank_loop import SideJobs, run_rank
@@ -129,10 +129,10 @@ class MovingRanks:
             for rank, device in enumerate(self.devices)
         ]
         self.migration = EpMigration(num_ranks, lambda rank, message: self.channels[rank].inbox.put(message))
-        self.migration.heard(0, ExpertsPlaced(self.devices[0].placed))
+        self.migration.on_message(0, ExpertsPlaced(self.devices[0].placed))
         for rank in range(num_ranks):
-            self.migration.heard(rank, Ready(None))
-        self.devices[0].on_settled = lambda settled: self.events.put(LayerSettled(settled))
+            self.migration.on_message(rank, Ready(None))
+        self.devices[0].moves.on_settled = lambda settled: self.events.put(LayerSettled(settled))
         self._threads = [threading.Thread(target=self._run, args=(rank,)) for rank in range(num_ranks)]
         for thread in self._threads:
             thread.start()
@@ -186,7 +186,7 @@ class MovingRanks:
         if message is CANCEL:
             self.migration.cancel()
         else:
-            self.migration.heard(0, message)
+            self.migration.on_message(0, message)
         return True
 
     def settle(self) -> None:

@@ -11,10 +11,11 @@ from support.expert_loads import PRICES
 from support.fake_migration import FakeEngines, FakeMigration
 
 from moestro.core.experts.expert_table import spread_evenly
+from moestro.placement.live.control import DecisionOutcome, PlacementControl
+from moestro.placement.live.group_view import GroupView, PlaceableGroup, group_places
 from moestro.placement.live_settings import LivePlacementSettings
-from moestro.server.experts.placement_control import DecisionOutcome, PlacementControl
-from moestro.server.experts.placement_loop import PlacementLoop
-from moestro.server.experts.placement_view import GroupView, LivePrices, PlaceableGroup, group_places
+from moestro.server.experts.placement_driver import PlacementDriver
+from moestro.server.experts.placement_prices import LivePrices
 
 NUM_WORKERS, NUM_LAYERS, NUM_EXPERTS = 2, 3, 8
 LAYERS = (1, 2, 4)  # of the network; the others are dense
@@ -36,7 +37,7 @@ class PlacedGroup:
         settings = LivePlacementSettings(placement_policy=policy, **flags)
         self.control = PlacementControl(self.migration, settings)
         network = SimpleNamespace(name="a-network", groups=())
-        prices = LivePrices(network=network, gpu="a-gpu", link="a-link", link_across="a-wire", prices=PRICES)
+        self.prices = LivePrices(network=network, gpu="a-gpu", link="a-link", link_across="a-wire", prices=PRICES)
         places = group_places(range(NUM_WORKERS), range(NUM_WORKERS))
         self.now_ns, self.is_complete = 0, True
         group = PlaceableGroup(
@@ -46,8 +47,8 @@ class PlacedGroup:
             is_complete=lambda: self.is_complete,
             has_shares=True,
         )
-        view = GroupView(group, prices, settings.limits)
-        self.loop = PlacementLoop(self.control, view, self.engines.loads, lambda: self.now_ns)
+        view = GroupView(group, PRICES, settings.limits)
+        self.driver = PlacementDriver(self.control, view, self.engines.loads, lambda: self.now_ns)
 
     def serve(self, num_steps: int, shares: list[float] | None = None) -> None:
         self.engines.num_steps += num_steps
@@ -59,7 +60,7 @@ class PlacedGroup:
         self.control.tick(self.now_ns)
 
     async def check(self) -> None:
-        await self.loop.check()
+        await self.driver.check()
         self.tick()
 
     @property

@@ -14,7 +14,7 @@ from support.moving_tables import random_target
 import moestro.server.server
 from moestro.cli import main
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.server.experts.ep_migration import EpMigration
+from moestro.placement.live.ep_migration import EpMigration
 from moestro.wire.messages import FromRank
 
 MAX_BYTES_PER_STEP = 1  # one expert, so that a layer takes several steps
@@ -28,8 +28,8 @@ class RestlessMigration(EpMigration):
         self._rng = np.random.default_rng(7)
         self._first: ExpertTable | None = None
 
-    def heard(self, rank: int, message: FromRank) -> None:
-        super().heard(rank, message)
+    def on_message(self, rank: int, message: FromRank) -> None:
+        super().on_message(rank, message)
         if self._table is None or self.progress.is_running:
             return
         self._first = self._first or self.table

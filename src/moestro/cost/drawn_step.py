@@ -127,8 +127,7 @@ class StepPricer:
         network = deployment.cost.network
         self.groups = network.groups
         self.num_layers = network.num_layers
-        sparse = [layer for group in network.groups if group.has_experts for layer in group.layers]
-        self.sparse: Int64s = np.sort(np.array(sparse, np.int64))
+        self.sparse: Int64s = np.array(network.expert_layers, np.int64)
         self.column_starts: Int64s = np.append(0, self.sparse + 1)
         self.place(deployment.table)
         self.expert_prices = ExpertPrices(deployment.cost)

@@ -110,6 +110,11 @@ class NetworkShape:
         return sum(group.num_layers for group in self.groups if group.has_experts)
 
     @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers with routed experts, ascending."""
+        return tuple(sorted(layer for group in self.groups if group.has_experts for layer in group.layers))
+
+    @property
     def attention_weight_bytes(self) -> float:
         """Weights of an attention worker: all but the routed experts, with gates, shared experts and dense layers."""
         h = self.hidden_size

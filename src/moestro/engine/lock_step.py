@@ -31,13 +31,12 @@ _IDLE_STEPS_A_REPORT = 32
 
 
 class LockStepDevice(Device, Protocol):
-    """A device that computes the experts of a step for all ranks of a group.
+    """A device that computes the experts of a step for all ranks of a group."""
 
-    Attributes:
-        is_moving: whether experts move between the ranks as of the last opened step; the same on all ranks.
-    """
-
-    is_moving: bool
+    @property
+    def is_moving(self) -> bool:
+        """Whether experts move between the ranks as of the last opened step; the same on all ranks."""
+        ...
 
     def open_step(self, units: Units | None) -> NDArray[np.int64]:
         """Open a step; the call returns when all ranks of the group have made it.

@@ -24,6 +24,8 @@ from moestro.config.server_settings import ProcessSettings
 from moestro.core.clock import NS_PER_MS
 from moestro.core.model_info import ModelInfo
 from moestro.errors import DrainingError, EngineDiedError
+from moestro.placement.live.ep_migration import EpMigration
+from moestro.placement.live.group_view import PlaceableGroup
 from moestro.routing.settings import RouterSettings
 from moestro.server.admin.admin_plane import ADMIN_HOST, OperatorsPort, admin_runner
 from moestro.server.admin.expert_admin import ExpertAdmin
@@ -38,11 +40,9 @@ from moestro.server.engines.engine_client import EngineClient
 from moestro.server.engines.metrics import Metrics
 from moestro.server.engines.rank_socket import RankSocket
 from moestro.server.experts.coordinator import Coordinator
-from moestro.server.experts.ep_migration import EpMigration
 from moestro.server.experts.expert_places import places_of
 from moestro.server.experts.expert_signals import ExpertSignals
 from moestro.server.experts.placeable_groups import async_group, lock_step_group
-from moestro.server.experts.placement_view import PlaceableGroup
 from moestro.server.experts.table_watch import ReadTable, ServedTable
 from moestro.server.figures.banner import serve_banner
 from moestro.server.figures.group_metrics import GroupLines

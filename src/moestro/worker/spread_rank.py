@@ -45,8 +45,8 @@ def build_spread_rank(
         device.network.count_visits(lock_step.num_ranks)
     if spec.rank == 0:  # all ranks know the same
         send(ExpertsPlaced(device.placed))
-        device.on_moved = lambda version, num_bytes: send(LayerMoving(version, num_bytes))
-        device.on_settled = lambda settled: send(LayerSettled(settled))
+        device.moves.on_moved = lambda version, num_bytes: send(LayerMoving(version, num_bytes))
+        device.moves.on_settled = lambda settled: send(LayerSettled(settled))
     rank = build_lock_step_rank(scheduler_settings(spec, info), device, lambda step: send(WakeGroup(step)))
     device.network.on_exchanged = rank.forget_cache
     return rank, info

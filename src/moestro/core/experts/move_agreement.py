@@ -6,12 +6,16 @@ so they move in the same steps and change to the new placement in the same step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.experts.layer_moves import LayerPlan
+from moestro.core.experts.expert_table import ExpertTable
+from moestro.core.experts.layer_moves import LayerPlan, SettledLayer, with_layer
+from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.errors import InvariantError
 
 NUM_NUMBERS = 4
@@ -93,3 +97,123 @@ class MoveAgreement:
     def settled(self) -> None:
         """Forget the plan after COMMIT or DROP."""
         self.plan, self.is_prepared, self._cancelled = None, False, 0
+
+
+class LayerCarrier(Protocol):
+    """Moves the weights of one layer, some in each step; `model.experts.layer_mover.LayerMover` implements it.
+
+    Attributes:
+        num_bytes: bytes of weights that went from one worker to another so far, of all workers.
+    """
+
+    num_bytes: int
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all experts have arrived."""
+        ...
+
+    def step(self) -> None:
+        """Move the experts of the next round. All workers make this call in the same step."""
+        ...
+
+    def commit(self) -> None:
+        """Make the new placement that of the slots."""
+        ...
+
+    def drop(self) -> None:
+        """Forget what has arrived; the old placement stays."""
+        ...
+
+
+class MovingTable:
+    """One worker's table of experts, and its part in the moves that change it. A real and a priced worker have one.
+
+    Args:
+        table: placement at the start, over all layers of the network.
+        begin: callable that begins to move a layer, from the present table and the plan.
+
+    Attributes:
+        table: placement by which the group computes now.
+        is_moving: whether experts move, so that the group opens the next step even without tokens.
+        on_moved: called after each step in which experts move, with the version of the plan and the bytes of weights
+            that went from one worker to another so far.
+        on_settled: called when the moves of a layer end, with what became of them.
+    """
+
+    def __init__(self, table: ExpertTable, begin: Callable[[ExpertTable, LayerPlan], LayerCarrier]) -> None:
+        self.table, self._begin = table, begin
+        self._agreement = MoveAgreement(table.version)
+        self._carrier: LayerCarrier | None = None
+        self.is_moving = False
+        self.on_moved: Callable[[int, int], None] = lambda _version, _num_bytes: None
+        self.on_settled: Callable[[SettledLayer], None] = lambda _: None
+
+    def placed(self, layers: tuple[int, ...]) -> TableMessage:
+        """Return the placement of the layers with experts, by which the group computes now."""
+        table, shares = self.table, self.table.shares
+        own = ExpertTable(
+            table.version,
+            table.logical_of[:, layers],
+            table.num_experts,
+            table.is_alive,
+            None if shares is None else shares[:, layers],
+        )
+        experts = ExpertLayers(num_layers=table.logical_of.shape[1], layers=layers, num_experts=table.num_experts)
+        return TableMessage.of_table(experts, own)
+
+    def take(self, plan: LayerPlan) -> None:
+        """Move the experts of a layer, from the first step on that opens when all workers know the plan."""
+        self._agreement.take(plan)
+
+    def cancel(self, version: int) -> None:
+        """End the moves of the plan of this version, unless they are committed before all workers agree."""
+        self._agreement.cancel(version)
+
+    def numbers(self) -> NDArray[np.int64]:
+        """int64[NUM_NUMBERS], numbers of this worker for the opening of a step."""
+        return self._agreement.numbers()
+
+    def open_step(self, gathered: NDArray[np.int64]) -> LayerPlan | None:
+        """Do the group's part of a step that concerns moving experts.
+
+        Args:
+            gathered: int64[workers, NUM_NUMBERS], numbers of all workers.
+
+        Returns:
+            The plan that the group has committed in this step. None means that the table has not changed.
+
+        Raises:
+            InvariantError: the workers use different tables.
+        """
+        action, plan = self._agreement.decide(gathered), self._agreement.plan
+        self.is_moving = action in {MoveAction.WAIT, MoveAction.MOVE}
+        if action is MoveAction.MOVE:
+            assert plan is not None, "all workers know the plan"
+            self._move(plan)
+        elif action in {MoveAction.COMMIT, MoveAction.DROP}:
+            is_committed = action is MoveAction.COMMIT
+            self._settle(plan, is_committed=is_committed)
+            return plan if is_committed else None
+        return None
+
+    def _move(self, plan: LayerPlan) -> None:
+        if self._carrier is None:
+            self._carrier = self._begin(self.table, plan)
+        if not self._carrier.is_done:
+            self._carrier.step()
+            self.on_moved(plan.version, self._carrier.num_bytes)
+        self._agreement.is_prepared = self._carrier.is_done
+
+    def _settle(self, plan: LayerPlan | None, *, is_committed: bool) -> None:
+        """End the moves of a layer. `plan`: None where this worker never learnt of the plan that is dropped."""
+        carrier, self._carrier = self._carrier, None
+        if carrier is not None and is_committed:
+            carrier.commit()
+        elif carrier is not None:
+            carrier.drop()
+        if plan is not None and is_committed:
+            self.table = with_layer(self.table, plan.version, plan.layer, plan.rows(), plan.part_rows())
+        self._agreement.settled()
+        num_bytes = 0 if carrier is None else carrier.num_bytes
+        self.on_settled(SettledLayer(version=self._agreement.over, is_committed=is_committed, num_bytes=num_bytes))

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it unmarked
 
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.core.experts.layer_moves import LayerPlan, SettledLayer, with_layer
-from moestro.core.experts.move_agreement import MoveAction, MoveAgreement
-from moestro.core.experts.table_message import ExpertLayers, TableMessage
+from moestro.core.experts.layer_moves import LayerPlan
+from moestro.core.experts.move_agreement import MovingTable
+from moestro.core.experts.table_message import TableMessage
 from moestro.core.model_info import ModelInfo
 from moestro.core.work import Units
 from moestro.model.device import TorchDevice, open_device
@@ -36,37 +36,24 @@ class SpreadDevice(TorchDevice):
         table: placement of the experts, over all layers of the network.
 
     Attributes:
-        is_moving: whether experts move, so that the group opens the next step even without tokens.
-        on_moved: called after each step in which experts move, with the version of the plan and the bytes of weights
-            that went from one worker to another so far.
-        on_settled: called when the moves of a layer end, with what became of them.
+        moves: its table of experts, and the moves that change it.
     """
 
     def __init__(self, network: Network, pools: KVPools, exchange: GroupExchange, table: ExpertTable) -> None:
         super().__init__(network, pools)
-        self._exchange, self._table = exchange, table
+        self._exchange = exchange
         self._spread = SpreadExperts(network, exchange, table)
-        self._agreement = MoveAgreement(table.version)
-        self._mover: LayerMover | None = None
-        self.is_moving = False
-        self.on_moved: Callable[[int, int], None] = lambda _version, _num_bytes: None
-        self.on_settled: Callable[[SettledLayer], None] = lambda _: None
+        self.moves = MovingTable(table, self._begin_layer)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether experts move, so that the group opens the next step even without tokens."""
+        return self.moves.is_moving
 
     @property
     def placed(self) -> TableMessage:
         """The placement by which the group computes now."""
-        layers = [layer for layer, _ in self.network.experts]
-        table, shares = self._table, self._table.shares
-        own = ExpertTable(
-            table.version,
-            table.logical_of[:, layers],
-            table.num_experts,
-            table.is_alive,
-            None if shares is None else shares[:, layers],
-        )
-        num_layers = table.logical_of.shape[1]
-        experts = ExpertLayers(num_layers=num_layers, layers=tuple(layers), num_experts=table.num_experts)
-        return TableMessage.of_table(experts, own)
+        return self.moves.placed(tuple(layer for layer, _ in self.network.experts))
 
     def open_step(self, units: Units | None) -> NDArray[np.int64]:
         """Implement `LockStepDevice.open_step`. Experts move here, between two steps.
@@ -76,50 +63,24 @@ class SpreadDevice(TorchDevice):
             InvariantError: the workers would exchange tokens by different tables.
         """
         num_tokens = 0 if units is None else int(units.num_tokens.sum())
-        gathered = self._exchange.gather(np.array([num_tokens, *self._agreement.numbers()], np.int64))
-        self._move(self._agreement.decide(gathered[:, 1:]))
+        gathered = self._exchange.gather(np.array([num_tokens, *self.moves.numbers()], np.int64))
+        plan = self.moves.open_step(gathered[:, 1:])
+        if plan is not None:
+            self._spread.use_layer(plan.layer, plan.rows(), plan.part_rows())
+            self._spread.version = plan.version
         return gathered[:, 0]
 
     def move_layer(self, plan: LayerPlan) -> None:
         """Implement `LockStepDevice.move_layer`."""
-        self._agreement.take(plan)
+        self.moves.take(plan)
 
     def drop_layer(self, version: int) -> None:
         """Implement `LockStepDevice.drop_layer`."""
-        self._agreement.cancel(version)
+        self.moves.cancel(version)
 
-    def _move(self, action: MoveAction) -> None:
-        """Do the group's part of a step that concerns moving experts."""
-        self.is_moving = action in {MoveAction.WAIT, MoveAction.MOVE}
-        plan = self._agreement.plan
-        if action is MoveAction.MOVE:
-            assert plan is not None, "all workers know the plan"
-            if self._mover is None:
-                module = dict(self.network.experts)[plan.layer]
-                move = layer_move_of(module, self._table.logical_of[:, plan.layer], plan)
-                self._mover = LayerMover(move, self._exchange)
-            if not self._mover.is_done:
-                self._mover.step()
-                self.on_moved(plan.version, self._mover.num_bytes)
-            self._agreement.is_prepared = self._mover.is_done
-        elif action in {MoveAction.COMMIT, MoveAction.DROP}:
-            self._settle(plan, is_committed=action is MoveAction.COMMIT)
-
-    def _settle(self, plan: LayerPlan | None, *, is_committed: bool) -> None:
-        """End the moves of a layer. `plan`: None where this worker never learnt of the plan that is dropped."""
-        mover, self._mover = self._mover, None
-        if mover is not None and is_committed:
-            mover.commit()
-        elif mover is not None:
-            mover.drop()
-        if plan is not None and is_committed:
-            rows, parts = plan.rows(), plan.part_rows()
-            self._table = with_layer(self._table, plan.version, plan.layer, rows, parts)
-            self._spread.use_layer(plan.layer, rows, parts)
-            self._spread.version = plan.version
-        self._agreement.settled()
-        num_bytes = 0 if mover is None else mover.num_bytes
-        self.on_settled(SettledLayer(version=self._agreement.over, is_committed=is_committed, num_bytes=num_bytes))
+    def _begin_layer(self, table: ExpertTable, plan: LayerPlan) -> LayerMover:
+        module = dict(self.network.experts)[plan.layer]
+        return LayerMover(layer_move_of(module, table.logical_of[:, plan.layer], plan), self._exchange)
 
     def take_part(self, now_ns: int) -> None:
         """Implement `LockStepDevice.take_part`."""

@@ -18,12 +18,20 @@ from moestro.cost.popularity import PopularityForm
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
 from moestro.placement.devices import PlaceLimits, even_devices
+from moestro.placement.live.loop import CHECK_NS
+from moestro.placement.live_settings import LivePlacementSettings
 from moestro.placement.prices import place_prices
 from moestro.repro.gimbal.systems import System
 from moestro.sim.groups.baselines import LOCK_STEP, slowed
+from moestro.sim.groups.live_placement import (
+    UNBOUNDED_BYTES,
+    PlacementSite,
+    SimPlacement,
+    SimPlacementSettings,
+    with_spare_slots,
+)
 from moestro.sim.groups.lock_step_group import LockStepGroup
 from moestro.sim.groups.offline_routing import start_placement
-from moestro.sim.groups.placement_loop import PlacementSite, ReplanSettings, SimPlacement, with_spare_slots
 from moestro.workload.rows import Rows
 
 BLOCK_SIZE = 16
@@ -48,6 +56,7 @@ class EpBed:
         interval_steps: steps between two plans (tau). The first plan comes after a quarter of them, as in vLLM.
         slowdown: factor on the time of every step. The paper's latencies do not fit the A100's kernels and vLLM's host,
             which bear ten times its rates; with a factor its rates load the engine as the paper's figures imply.
+        check_ns: time between two readings of the load, after which a plan may be due.
     """
 
     network: str = "qwen3-30b-a3b"
@@ -62,6 +71,7 @@ class EpBed:
     has_cache: bool = False
     interval_steps: int = 3000
     slowdown: float = 1.0
+    check_ns: int = CHECK_NS
 
     @property
     def shape(self) -> NetworkShape:
@@ -117,7 +127,7 @@ class EpBed:
         )
 
     def build(self, system: System, rows: Rows, seed: int) -> tuple[LockStepGroup, SimPlacement]:
-        """Build the ranks of a system, and the control of their placement.
+        """Build the ranks of a system, and their live placement.
 
         Args:
             seed: seed of the popularity and of the experts that tokens visit, equal for all systems.
@@ -133,23 +143,29 @@ class EpBed:
             prices=place_prices(shape, self.device, NVSWITCH_A100, INFINIBAND_HDR),
             limits=PlaceLimits(horizon_steps=self.interval_steps),
         )
-        settings = ReplanSettings(
-            interval_steps=self.interval_steps,
+        settings = SimPlacementSettings(
+            live=LivePlacementSettings(
+                placement_policy=system.place,
+                placement_interval=self.interval_steps,
+                placement_payback_horizon=self.interval_steps if system.has_payback_gate else 0,
+                placement_max_bytes_per_step=system.bytes_per_step or UNBOUNDED_BYTES,
+            ),
             first_steps=self.interval_steps // 4,
-            bytes_per_step=system.bytes_per_step,
+            is_synchronous=system.bytes_per_step is None,
+            check_ns=self.check_ns,
         )
-        loop = start_placement(system.place, gate, table, site, settings)
+        placement = start_placement(gate, table, shape.expert_layers, site, settings)
         deployment = Deployment(
             cost=cost,
             gate=AheadGate(gate, shape.num_layers, experts.num_experts),
-            table=loop.table,
+            table=placement.table,
             num_ranks=self.num_ranks,
             exchange=self.exchange(),
             host=VLLM_HOST,
             grouped_experts_ns=cost.grouped_experts_ns,
         )
         pricing = LOCK_STEP if self.slowdown == 1.0 else slowed(self.slowdown)
-        return LockStepGroup(self.scheduler(rows, system.order), deployment, pricing, loop), loop
+        return LockStepGroup(self.scheduler(rows, system.order), deployment, pricing, placement), placement
 
     def _gate(self, seed: int) -> PopularityGate:
         shape, experts = self.shape, self.shape.experts

@@ -22,8 +22,8 @@ from moestro.sim.cluster import Cluster
 from moestro.sim.engine import Ranks
 from moestro.sim.figures.results import Results
 from moestro.sim.groups.group import Group
+from moestro.sim.groups.live_placement import SimPlacement
 from moestro.sim.groups.lock_step_group import LockStepGroup
-from moestro.sim.groups.placement_loop import SimPlacement
 from moestro.sim.load.arrivals import AtTimes
 from moestro.sim.prices import Barrier
 from moestro.sim.saturation import middle_rate
@@ -52,11 +52,11 @@ class RunName:
 def serve(bed: EpBed, load: TimedLoad, run: RunName) -> GimbalCell:
     """Serve a load until all requests are answered, and return the figures of all of them, as the paper does."""
     system = SYSTEMS[run.system]
-    group, loop = bed.build(system, load.rows, run.seed)
+    group, placement = bed.build(system, load.rows, run.seed)
     policy = ROUTE_POLICIES.make(system.route)
     maker = RequestMaker(_known_rows(load.rows, system), RequestForm(block_size=BLOCK_SIZE, names_blocks=bed.has_cache))
     results = _serve(bed, group, policy, system, maker, AtTimes(load.offsets_ns))
-    return _cell(run, load, results, group, loop, policy)
+    return _cell(run, load, results, group, placement, policy)
 
 
 def serve_prefixes(bed: EpBed, load: TimedLoad, run: RunName) -> PrefixCell:
@@ -104,12 +104,13 @@ def _known_rows(rows: Rows, system: System) -> Rows:
 
 
 def _cell(
-    run: RunName, load: TimedLoad, results: Results, group: LockStepGroup, loop: SimPlacement, policy: RoutePolicy
+    run: RunName, load: TimedLoad, results: Results, group: LockStepGroup, placement: SimPlacement, policy: RoutePolicy
 ) -> GimbalCell:
     gaps = results.num_tokens.astype(np.int64) - 1
     spans = results.last_token_ns - results.first_token_ns
     seconds = (int(results.last_token_ns.max()) - int(results.arrival_ns.min())) / NS_PER_S
-    found = [plan.balance_found for plan in loop.plans[1:]]
+    plans = [each for each in placement.decisions if each.plan is not None]
+    found = [each.balance_found for each in plans[1:] if each.balance_found is not None]
     return GimbalCell(
         load=run.load,
         rate=run.rate,
@@ -122,9 +123,9 @@ def _cell(
         requests_per_s=middle_rate(results.last_token_ns),
         tokens_per_s=float(results.num_tokens.sum()) / seconds,
         step_ms=group.stepping_ns / group.num_steps / 1e6,
-        num_plans=len(loop.plans),
-        moved_gb=sum(plan.moved_bytes for plan in loop.plans) / 1e9,
-        stall_ms=loop.stall_ns / 1e6,
+        num_plans=len(plans),
+        moved_gb=placement.moved_bytes / 1e9,
+        stall_ms=placement.stall_ns / 1e6,
         balance=float(np.mean(found)) if found else 0.0,
         branches=dict(policy.counts) if isinstance(policy, GimbalV1) else {},
         num_aged=int((results.admitted_ns - results.arrival_ns >= _AGE_NS).sum()),

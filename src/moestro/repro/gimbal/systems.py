@@ -18,6 +18,8 @@ class System:
         order: order of each rank's queue (level 2).
         place: placement policy (level 4).
         bytes_per_step: weights that a device receives between two steps. None means that one step waits for all.
+        has_payback_gate: whether a plan that does not pay within the interval is dropped, as `moestro serve` does; vLLM
+            and Gimbal have no such gate.
         knows_users: whether requests name their users.
     """
 
@@ -26,6 +28,7 @@ class System:
     order: str = "fcfs"
     place: str = "static"
     bytes_per_step: int | None = None
+    has_payback_gate: bool = False
     knows_users: bool = True
 
 
@@ -49,13 +52,13 @@ SYSTEMS: dict[str, System] = {
     ),
     MOESTRO: System(
         about="Moestro: its own routing and placement, least uncached prefill first, weights in small parts",
-        route="moestro", order="prefill_aware", place="moestro", bytes_per_step=BUDGET_BYTES,
+        route="moestro", order="prefill_aware", place="moestro", bytes_per_step=BUDGET_BYTES, has_payback_gate=True,
     ),
     ROUTE: System(about="vllm_eplb with Moestro's routing alone", route="moestro", place="eplb"),
     ORDER: System(about="vllm_eplb with Moestro's order alone", route="vllm-0.26", order="prefill_aware", place="eplb"),
     PLACE: System(
         about="vllm_eplb with Moestro's placement alone, weights in small parts",
-        route="vllm-0.26", place="moestro", bytes_per_step=BUDGET_BYTES,
+        route="vllm-0.26", place="moestro", bytes_per_step=BUDGET_BYTES, has_payback_gate=True,
     ),
 }  # fmt: skip
 SYSTEMS[V1_NO_USERS] = replace(
@@ -69,6 +72,7 @@ for _name in _LOADS:
         route="user_affinity",
         place=_name,
         bytes_per_step=BUDGET_BYTES if _name == "moestro" else None,
+        has_payback_gate=_name == "moestro",
     )
 
 TABLE = (VLLM, VLLM_LEAST, DPLB, SJFS, EDR, GIMBAL_V1, GIMBAL_V2, MOESTRO)  # of the latency tables

@@ -14,12 +14,13 @@ from moestro.config.serve_settings import ServeSettings
 from moestro.core.model_info import ModelInfo
 from moestro.errors import ConfigError
 from moestro.files.text_files import read_text
+from moestro.placement.live.control import DecisionOutcome, PlacementControl, Trigger
+from moestro.placement.live.group_view import GroupView, PlaceableGroup
 from moestro.placement.registry import PlacementError
 from moestro.server.admin.placement_admin import NoPlacementAdmin, PlacementAdmin
 from moestro.server.engines.expert_loads import ExpertLoads
-from moestro.server.experts.placement_control import DecisionOutcome, PlacementControl, Trigger
-from moestro.server.experts.placement_loop import PlacementLoop
-from moestro.server.experts.placement_view import GroupView, PlaceableGroup, live_prices
+from moestro.server.experts.placement_driver import PlacementDriver
+from moestro.server.experts.placement_prices import LivePrices, live_prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +28,33 @@ class LivePlacement:
     """Live placement of a server.
 
     Attributes:
-        loop: Controls the placement; None where nothing can be placed.
+        driver: Controls the placement; None where nothing can be placed.
+        prices: Prices by which its plans are judged.
         why_not: Why nothing can be placed, as a sentence.
     """
 
-    loop: PlacementLoop | None
+    driver: PlacementDriver | None
+    prices: LivePrices | None = None
     why_not: str = ""
 
     @property
     def control(self) -> PlacementControl | None:
         """State of live placement; None where nothing can be placed."""
-        return None if self.loop is None else self.loop.control
+        return None if self.driver is None else self.driver.control
 
     def routes(self) -> list[web.RouteDef]:
         """Return the operators' routes, which say why where nothing can be placed."""
-        return NoPlacementAdmin(self.why_not).routes() if self.loop is None else PlacementAdmin(self.loop).routes()
+        if self.driver is None or self.prices is None:
+            return NoPlacementAdmin(self.why_not).routes()
+        return PlacementAdmin(self.driver, self.prices).routes()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Control the placement inside the block."""
-        if self.loop is None:
+        if self.driver is None:
             yield
             return
-        async with self.loop.running():
+        async with self.driver.running():
             yield
 
 
@@ -75,15 +80,16 @@ def open_placement(
             raise ConfigError(_why_fixed(settings))
         if len(group.places().holders) < 2:
             raise ConfigError("One worker holds all experts, so there is nothing to place: start more workers.")
-        view = GroupView(group, live_prices(settings, info.dtype), live.limits)
+        prices = live_prices(settings, info.dtype)
+        view = GroupView(group, prices.prices, live.limits)
     except ConfigError as error:
         if live.plans_by_itself or live.init_expert_location is not None:
             raise ConfigError(f"--placement-policy and --init-expert-location: {error}") from None
-        return LivePlacement(None, str(error))
-    loop = PlacementLoop(PlacementControl(group.migration, live), view, loads)
+        return LivePlacement(None, why_not=str(error))
+    driver = PlacementDriver(PlacementControl(group.migration, live), view, loads)
     if live.init_expert_location is not None:
-        _move_to_file(loop, live.init_expert_location)
-    return LivePlacement(loop)
+        _move_to_file(driver, live.init_expert_location)
+    return LivePlacement(driver, prices)
 
 
 def _why_fixed(settings: ServeSettings) -> str:
@@ -93,7 +99,7 @@ def _why_fixed(settings: ServeSettings) -> str:
     return f"In --mode {mode} each engine has all experts: start the server in --mode ep or async."
 
 
-def _move_to_file(loop: PlacementLoop, path: Path) -> None:
+def _move_to_file(driver: PlacementDriver, path: Path) -> None:
     """Begin to move towards the placement of a file.
 
     Raises:
@@ -101,7 +107,7 @@ def _move_to_file(loop: PlacementLoop, path: Path) -> None:
     """
     try:
         contents = json.loads(read_text(path))
-        decision = loop.apply(loop.plan_of(path.name, contents), Trigger.START)
+        decision = driver.apply(driver.plan_of(path.name, contents), Trigger.START)
     except (OSError, ValueError, PlacementError) as error:
         raise ConfigError(f"--init-expert-location {path}: {error}") from None
     if decision.outcome is DecisionOutcome.FAILED:

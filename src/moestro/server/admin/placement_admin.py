@@ -8,12 +8,13 @@ import msgspec
 from aiohttp import web
 
 from moestro.errors import ConfigError, shown
+from moestro.placement.live.control import DecisionOutcome, Trigger
+from moestro.placement.live.plan import PlacementPlan
 from moestro.placement.live_settings import NO_POLICY
 from moestro.placement.registry import PlacementError
 from moestro.server.admin.admin_plane import ADMIN_BODY_BYTES
-from moestro.server.experts.placement_control import DecisionOutcome, Trigger
-from moestro.server.experts.placement_loop import PlacementLoop
-from moestro.server.experts.placement_plan import PlacementPlan
+from moestro.server.experts.placement_driver import PlacementDriver
+from moestro.server.experts.placement_prices import LivePrices
 from moestro.server.experts.placement_views import PlanView, placement_view, plan_view
 from moestro.web.bodies.reading import Bodies
 from moestro.web.errors import HttpError
@@ -25,11 +26,12 @@ class PlacementAdmin:
     """Handles the operator's requests.
 
     Args:
-        loop: Controls the placement.
+        driver: Controls the placement.
+        prices: Prices by which plans are judged.
     """
 
-    def __init__(self, loop: PlacementLoop) -> None:
-        self._loop, self._control = loop, loop.control
+    def __init__(self, driver: PlacementDriver, prices: LivePrices) -> None:
+        self._driver, self._control, self._prices = driver, driver.control, prices
         self._bodies = Bodies(max_body_bytes=ADMIN_BODY_BYTES)
 
     def routes(self) -> list[web.RouteDef]:
@@ -39,7 +41,7 @@ class PlacementAdmin:
     async def show(self, http: web.Request) -> web.Response:
         """Handle GET /admin/placement: return the table, its balance, and what was decided last."""
         has_arrays = _has_arrays(http)
-        await self._loop.read()
+        await self._driver.read()
         return self._shown(has_arrays=has_arrays)
 
     async def plan(self, http: web.Request) -> web.Response:
@@ -56,7 +58,7 @@ class PlacementAdmin:
         if self._control.is_planning:
             raise HttpError(409, "A policy is planning already.", "planning")
         try:
-            plan = await self._loop.plan(policy)
+            plan = await self._driver.plan(policy)
         except ConfigError as error:
             raise HttpError(400, f"{error}.", "bad_policy") from None
         except (PlacementError, ValueError) as error:
@@ -79,7 +81,7 @@ class PlacementAdmin:
         if plan is None:
             text = "There is no plan yet: POST /admin/placement/plan, or send a placement as the body."
             raise HttpError(409, text, "no_plan")
-        decision = self._loop.apply(plan, Trigger.OPERATOR)
+        decision = self._driver.apply(plan, Trigger.OPERATOR)
         if decision.outcome is DecisionOutcome.FAILED:
             raise HttpError(409, f"The placement stays: {decision.reason}.", "refused")
         status = 202 if decision.outcome is DecisionOutcome.STARTED else 200
@@ -97,7 +99,7 @@ class PlacementAdmin:
 
     async def cancel(self, _http: web.Request) -> web.Response:
         """Handle POST /admin/placement/cancel: end the migration after its layer, or give up a policy that plans."""
-        if not self._loop.cancel():
+        if not self._driver.cancel():
             raise HttpError(409, "Nothing is running: no migration, and no policy plans.", "nothing_running")
         return self._shown(has_arrays=False)
 
@@ -107,18 +109,19 @@ class PlacementAdmin:
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise HttpError(400, f"The body is no JSON: {shown(str(error))}.", "bad_json") from None
         try:
-            return self._loop.plan_of("an operator's file", contents)
+            return self._driver.plan_of("an operator's file", contents)
         except PlacementError as error:
             raise HttpError(400, f"The placement is refused: {shown(str(error))}.", "bad_placement") from None
 
     def _plan_view(self, plan: PlacementPlan, *, has_arrays: bool) -> PlanView:
         horizon_steps = self._control.settings.placement_payback_horizon
-        return plan_view(plan, self._loop.view, horizon_steps, has_arrays=has_arrays)
+        layers = self._driver.view.group.layers()
+        return plan_view(plan, layers, self._prices, horizon_steps, has_arrays=has_arrays)
 
     def _shown(self, *, has_arrays: bool) -> web.Response:
-        self._control.tick(self._loop.now_ns())  # A migration may have ended since the last look.
-        places = self._loop.view.group.places()
-        return _json(placement_view(self._control, places, self._loop.now_ns(), has_arrays=has_arrays))
+        self._control.tick(self._driver.now_ns())  # A migration may have ended since the last look.
+        places = self._driver.view.group.places()
+        return _json(placement_view(self._control, places, self._driver.now_ns(), has_arrays=has_arrays))
 
 
 class NoPlacementAdmin:

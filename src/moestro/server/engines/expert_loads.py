@@ -170,6 +170,15 @@ class ExpertLoads:
 
     # --- for operators ----------------------------------------------------------------------------------------------
 
+    def num_steps(self) -> list[int]:
+        """Return the steps of each engine since its window was cleared, with those of its former processes."""
+        return [report.num_steps + report.earlier_steps for report in self.engines]
+
+    def load(self) -> ExpertLoad | None:
+        """Return the load of all engines together; None means that nothing was counted."""
+        merged = self.merged()
+        return None if merged is None else merged.load
+
     def merged(self) -> GroupLoad | None:
         """Return the load of all engines together; None means that nothing was counted."""
         if not self._is_merged:

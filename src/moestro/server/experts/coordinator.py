@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from moestro.config.launch_spec import GroupSpec, name_of
 from moestro.core.clock import NS_PER_S
-from moestro.core.experts.expert_table import EMPTY
-from moestro.core.experts.table_message import TableMessage
+from moestro.core.experts.expert_table import EMPTY, slots_of_shares
+from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.core.worker_names import Worker, WorkerKind
 from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError
 from moestro.flow.settings import GroupOptions
-from moestro.server.experts.async_migration import AsyncMigration
-from moestro.server.experts.group_table import GroupTable
+from moestro.placement.live.async_migration import AsyncMigration
+from moestro.placement.live.group_table import GroupTable
 from moestro.web.errors import HttpError
 from moestro.wire.messages import (
     ExpertsPrepared,
@@ -185,7 +185,7 @@ class Coordinator:
         match message:
             case Joined(address, experts):
                 member.address = address
-                self._table = self._table or GroupTable(self._options, self._num_spare, experts)
+                self._table = self._table or self._first_table(experts)
                 self._enter(member, MemberPhase.CONNECTING, now_ns)
                 self._begin(now_ns)
             case Ready():
@@ -201,6 +201,17 @@ class Coordinator:
             case Failed(cause, is_config):
                 kind = ConfigError if is_config else EngineDiedError
                 self._causes[worker] = kind(f"{self.name(worker)}: {cause}")
+
+    def _first_table(self, experts: ExpertLayers) -> GroupTable:
+        """Return the slots with which the group starts."""
+        options = self._options
+        num_experts, num_shares = experts.num_experts, options.num_shares
+        return GroupTable(
+            experts,
+            slots_of_shares(num_experts, num_shares, options.first_shares, self._num_spare),
+            first=options.num_homes if options.num_expert_workers else 0,
+            num_filled=-(-num_experts // num_shares),
+        )
 
     def ended(self, worker: int, how: str, now_ns: int) -> MoestroError:
         """Note that a worker's process has ended, and return the cause.
@@ -355,10 +366,10 @@ class Coordinator:
         members = self.members()
         for worker, member in enumerate(self._members):
             if member.is_up:
-                self.tell(worker, members)
+                self.send(worker, members)
         return self._version
 
-    def tell(self, worker: int, message: ToRank) -> None:
+    def send(self, worker: int, message: ToRank) -> None:
         """Send a message to a worker; one whose process has just ended gets none, and the supervisor will say so."""
         with contextlib.suppress(NoEngineError):
             self._send(worker, message)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from moestro.placement.live.ep_migration import EpMigration
+from moestro.placement.live.group_view import GroupPlaces, PlaceableGroup, group_places
 from moestro.server.engines.engine_client import EngineClient
 from moestro.server.experts.coordinator import Coordinator
-from moestro.server.experts.ep_migration import EpMigration
 from moestro.server.experts.machines import MachineOf
-from moestro.server.experts.placement_view import GroupPlaces, PlaceableGroup, group_places
 
 ELSEWHERE = -1  # the worker of an engine that has no place for experts
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
 from moestro.core.clock import NS_PER_S
 from moestro.core.experts.near_experts import OTHER_NODE, SAME_NODE
+from moestro.placement.live.control import PlacementControl
+from moestro.placement.live.group_view import GroupPlaces
+from moestro.placement.live.plan import PlacementPlan
 from moestro.placement.payback import Payback
 from moestro.placement.placement_file import figures
 from moestro.placement.score import NOT_HELD
-from moestro.server.experts.placement_control import PlacementControl
-from moestro.server.experts.placement_plan import PlacementPlan
-from moestro.server.experts.placement_view import GroupPlaces, GroupView, LivePrices
+from moestro.server.experts.placement_prices import LivePrices
 
 
 class ProgressView(msgspec.Struct, kw_only=True):
@@ -158,17 +161,20 @@ def prices_view(prices: LivePrices) -> PricesView:
     )
 
 
-def plan_view(plan: PlacementPlan, view: GroupView, horizon_steps: float, *, has_arrays: bool) -> PlanView:
+def plan_view(
+    plan: PlacementPlan, layers: Sequence[int], prices: LivePrices, horizon_steps: float, *, has_arrays: bool
+) -> PlanView:
     """Return a plan as operators see it.
 
     Args:
         plan: The plan.
-        view: The group, and the prices by which the plan was judged.
+        layers: The network's layer of each layer of the table.
+        prices: Prices by which the plan was judged.
         horizon_steps: Steps within which the loop wants it to pay.
         has_arrays: Whether to list all moves and slots.
     """
     moves, change, held = plan.moves, plan.change, plan.places.holders
-    columns = (np.array(view.group.layers())[moves.layer], moves.expert, held[moves.target])
+    columns = (np.array(layers)[moves.layer], moves.expert, held[moves.target])
     source = [NOT_HELD if at == NOT_HELD else int(held[at]) for at in moves.source.tolist()]
     layer, expert, target = (column.tolist() for column in columns)
     return PlanView(
@@ -184,7 +190,7 @@ def plan_view(plan: PlacementPlan, view: GroupView, horizon_steps: float, *, has
         saved_s_per_step=None if change is None else change.saved_s,
         payback_steps=None if change is None else change.steps,
         refused=plan.why_not(horizon_steps) if plan.changes_anything else "",
-        prices=prices_view(view.prices),
+        prices=prices_view(prices),
         moves=list(zip(layer, expert, source, target, strict=True)) if has_arrays else None,
         table=plan.target.logical_of.swapaxes(0, 1).tolist() if has_arrays else None,
     )

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from moestro.core.clock import NS_PER_S
+from moestro.placement.live.control import DecisionOutcome, MigrationOutcome, PlacementControl
 from moestro.placement.score import PlaceScore
-from moestro.server.experts.placement_control import DecisionOutcome, MigrationOutcome, PlacementControl
 from moestro.server.experts.placement_views import found_s, predicted_s
 
 

@@ -11,11 +11,11 @@ from prometheus_client.registry import Collector
 from moestro.core.load_figures import FIGURES, FigureKind, figure_values
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import FinishReason
+from moestro.placement.live.control import PlacementControl
 from moestro.server.engines.engine_client import EngineClient
 from moestro.server.engines.metrics import ByClass, EngineMetrics, Metrics
 from moestro.server.experts.coordinator import Coordinator
 from moestro.server.experts.expert_signals import ExpertSignals
-from moestro.server.experts.placement_control import PlacementControl
 from moestro.server.figures.expert_metrics import expert_metrics, signal_metrics
 from moestro.server.figures.group_metrics import group_metrics
 from moestro.server.figures.placement_metrics import placement_metrics

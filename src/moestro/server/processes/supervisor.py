@@ -14,11 +14,11 @@ from typing import Any
 from moestro.config.launch_spec import LaunchSpec
 from moestro.core.clock import NS_PER_S
 from moestro.errors import EngineDiedError, MoestroError, NoEngineError
+from moestro.placement.live.ep_migration import EpMigration
 from moestro.server.engines.engine_client import EngineClient
 from moestro.server.engines.metrics import Metrics
 from moestro.server.engines.rank_socket import RankSocket
 from moestro.server.experts.coordinator import Coordinator
-from moestro.server.experts.ep_migration import EpMigration
 from moestro.server.processes.engine_group import EngineGroup
 from moestro.server.processes.launcher import Launcher
 from moestro.server.processes.liveness import LivenessTimeouts
@@ -194,7 +194,7 @@ class Supervisor:
         if self._coordinator is not None:
             self._coordinator.heard(rank, message, now)
         if self.migration is not None:
-            self.migration.heard(rank, message)
+            self.migration.on_message(rank, message)
         match message:
             case Heartbeat(num_steps, owes, is_idle):
                 state.liveness.counted(num_steps, now, is_idle=is_idle)

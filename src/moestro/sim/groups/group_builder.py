@@ -25,6 +25,7 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.registry import make_step_policy
 from moestro.placement.devices import PlaceLimits, even_devices
+from moestro.placement.live_settings import LivePlacementSettings
 from moestro.placement.prices import place_prices
 from moestro.sim.engine_prices import default_popularity, stage_cost
 from moestro.sim.groups.baselines import (
@@ -37,9 +38,15 @@ from moestro.sim.groups.baselines import (
     with_stalls,
 )
 from moestro.sim.groups.group_settings import GroupSettings
+from moestro.sim.groups.live_placement import (
+    UNBOUNDED_BYTES,
+    PlacementSite,
+    SimPlacement,
+    SimPlacementSettings,
+    with_spare_slots,
+)
 from moestro.sim.groups.lock_step_group import LockStepGroup
 from moestro.sim.groups.offline_routing import start_placement
-from moestro.sim.groups.placement_loop import PlacementSite, ReplanSettings, SimPlacement, with_spare_slots
 from moestro.sim.groups.uneven_devices import StageJitter, item_factors
 from moestro.sim.groups.worker_group import GroupLayout, WorkerGroup
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
@@ -151,12 +158,12 @@ def make_group(setup: GroupSetup, policy: PolicySettings, bounds: SchedulerSetti
     )
     if not policy.plans_placement:
         return LockStepGroup(bounds, uneven, pricing_of(policy))
-    control = _placement(setup, policy, deployment.table)
-    return LockStepGroup(bounds, replace(uneven, table=control.table), pricing_of(policy), control)
+    placement = _placement(setup, policy, deployment.table)
+    return LockStepGroup(bounds, replace(uneven, table=placement.table), pricing_of(policy), placement)
 
 
 def _placement(setup: GroupSetup, policy: PolicySettings, table: ExpertTable) -> SimPlacement:
-    """Make the control of placement of a group whose workers all have attention and experts."""
+    """Make the live placement of a group whose workers all have attention and experts."""
     gpu, machines = gpu_named(setup.engines.gpu), _machines(setup, policy)
     devices = even_devices(len(table.logical_of), table.logical_of.shape[2] + policy.num_spare_slots)
     devices = replace(devices, node_of=np.array(machines.machine_of, np.int32), speed=1 / setup.slowdown)
@@ -165,12 +172,19 @@ def _placement(setup: GroupSetup, policy: PolicySettings, table: ExpertTable) ->
         prices=place_prices(setup.cost.network, gpu, machines.within, machines.across),
         limits=PlaceLimits(horizon_steps=policy.place_interval_steps),
     )
-    settings = ReplanSettings(
-        interval_steps=policy.place_interval_steps,
+    settings = SimPlacementSettings(
+        live=LivePlacementSettings(
+            placement_policy=policy.place,
+            placement_interval=policy.place_interval_steps,
+            placement_drift=policy.place_drift,
+            placement_payback_horizon=policy.payback_horizon_steps,
+            placement_max_bytes_per_step=policy.place_bytes_per_step or UNBOUNDED_BYTES,
+        ),
         first_steps=policy.place_interval_steps // 4,
-        bytes_per_step=policy.place_bytes_per_step,
+        is_synchronous=policy.place_bytes_per_step is None,
     )
-    return start_placement(policy.place, setup.gate(), with_spare_slots(table, policy.num_spare_slots), site, settings)
+    table = with_spare_slots(table, policy.num_spare_slots)
+    return start_placement(setup.gate(), table, setup.cost.network.expert_layers, site, settings)
 
 
 def deployment_of(setup: GroupSetup, policy: PolicySettings) -> Deployment:

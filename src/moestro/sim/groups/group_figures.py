@@ -26,7 +26,7 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_plans: answers of the placement policy.
-        num_moving_plans: answers by which at least one copy moves.
+        num_moving_plans: answers that were followed and by which at least one copy moves.
         num_moves: copies that devices received.
     """
 
@@ -85,10 +85,11 @@ def group_figures(
 
 
 def _plans(groups: Sequence[SimGroup]) -> PlanFigures | None:
-    loops = [group.loop for group in groups if isinstance(group, LockStepGroup) and group.loop is not None]
-    if not loops:
+    ranks = [group for group in groups if isinstance(group, LockStepGroup)]
+    placements = [group.placement for group in ranks if group.placement is not None]
+    if not placements:
         return None
-    num_moves = [plan.num_moves for loop in loops for plan in loop.plans]
+    num_moves = [each.num_moves for placement in placements for each in placement.decisions if each.plan is not None]
     return PlanFigures(
         num_plans=len(num_moves),
         num_moving_plans=sum(num > 0 for num in num_moves),

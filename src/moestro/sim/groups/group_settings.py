@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from moestro.core.setting_checks import MAX_SETTING, CheckedSettings, at_least, name_of
+from moestro.core.setting_checks import MAX_SETTING, CheckedSettings, at_least, between, name_of
 from moestro.cost.links import link_named
 from moestro.errors import ConfigError
 from moestro.flow.registry import make_step_policy
@@ -80,7 +80,12 @@ class GroupModeSettings(CheckedSettings):
         free_links: whether messages and collectives take no time, as in ideal `ep`.
         place: placement policy that plans anew while the group serves, in `ep` and `ep-overlap`.
         place_interval_steps: steps between two plans; the first one comes after a quarter of them, as in vLLM.
-        place_bytes_per_step: bytes of weights that a worker receives between two steps; unset: one step waits for all.
+        place_drift: fall of the observed balance below that of the last plan, at which the policy plans at once, as
+            --placement-drift; 0: never by drift.
+        place_payback_steps: steps within which a plan must pay for itself, as --placement-payback-horizon; unset:
+            `place_interval_steps`; 0: no such gate, as in vLLM and SGLang.
+        place_bytes_per_step: bytes of weights that a worker sends or receives between two steps, one expert at least;
+            unset: one step waits for all.
         num_spare_slots: expert slots of each worker and layer beyond its share, in `ep` and `ep-overlap`.
     """
 
@@ -94,6 +99,8 @@ class GroupModeSettings(CheckedSettings):
     free_links: bool = False
     place: str = "static"
     place_interval_steps: Annotated[int, at_least(4)] = 3000
+    place_drift: Annotated[float, between(0, 1)] = 0.0
+    place_payback_steps: Annotated[float | None, at_least(0)] = None
     place_bytes_per_step: Annotated[int | None, at_least(1)] = None
     num_spare_slots: Annotated[int, at_least(0)] = 0
 
@@ -122,6 +129,11 @@ class GroupModeSettings(CheckedSettings):
             name = "place" if self.place != "static" else "num_spare_slots"
             raise ConfigError(f"{name_of(self, name)} goes with mode 'ep' or 'ep-overlap', not with {self.mode!r}")
         PLACE_POLICIES.make(self.place)
+
+    @property
+    def payback_horizon_steps(self) -> float:
+        """Steps within which a plan must pay for itself; 0 means no such gate."""
+        return self.place_interval_steps if self.place_payback_steps is None else self.place_payback_steps
 
     @property
     def plans_placement(self) -> bool:

@@ -18,7 +18,7 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
 from moestro.sim.groups.baselines import LOCK_STEP, StepPricing
 from moestro.sim.groups.group import FusedSeat
-from moestro.sim.groups.placement_loop import SimPlacement
+from moestro.sim.groups.live_placement import SimPlacement
 
 Int64s = NDArray[np.int64]
 
@@ -30,10 +30,10 @@ class LockStepGroup:
         settings: scheduler settings of each rank.
         deployment: workers of the group and the prices of their stages.
         pricing: baseline.
-        loop: control of placement, which begins with the deployment's table. None means that experts stay.
+        placement: live placement, which begins with the deployment's table. None means that experts stay.
 
     Attributes:
-        loop: as above.
+        placement: as above.
         seats: ranks, which are the first workers.
         tells_prefill: True.
         next_ns: end of the current step. None means that the group is idle.
@@ -53,7 +53,7 @@ class LockStepGroup:
         settings: SchedulerSettings,
         deployment: Deployment,
         pricing: StepPricing = LOCK_STEP,
-        loop: SimPlacement | None = None,
+        placement: SimPlacement | None = None,
     ) -> None:
         self.seats = [FusedSeat(settings) for _ in range(deployment.num_ranks)]
         self.next_ns: int | None = None
@@ -61,9 +61,10 @@ class LockStepGroup:
         self.ends: Int64s | None = None
         self._cost, self._price = deployment.cost, pricing.price
         self._pricer = StepPricer(deployment, pricing.num_segments)
-        self.loop, self._table = loop, deployment.table
-        if loop is not None:
-            assert loop.table is deployment.table, "the control begins with the placement of the first step"
+        self.placement, self._table = placement, deployment.table
+        self._is_idle = True  # whether `next_ns`, if there is one, is a time at which the placement alone has to act
+        if placement is not None:
+            assert placement.table is deployment.table, "the control begins with the placement of the first step"
             self._pricer.joins_sources = False
         self.busy_ns: Int64s = np.zeros(deployment.num_workers, np.int64)
         self.stepping_ns = self.num_tokens = self.num_steps = 0
@@ -88,8 +89,8 @@ class LockStepGroup:
             RequestError: the rank refuses the request; no state has changed.
         """
         serial = self.seats[seat].add(request, script, now_ns)
-        if self.next_ns is None:
-            self.next_ns = now_ns
+        if self._is_idle:
+            self.next_ns, self._is_idle = now_ns, False
         return serial
 
     def catch_up(self, before_ns: int) -> None:
@@ -102,25 +103,36 @@ class LockStepGroup:
         for seat in self.seats:
             seat.plan = seat.rank.begin(now_ns)
         batches = [_keyed_batch(seat) for seat in self.seats]
-        if any(batch is not None for batch in batches):
+        self._is_idle = not any(batch is not None for batch in batches)
+        if self._is_idle:
+            self._turn_idle(now_ns)
+        else:
             num_moved = max(seat.device.take_num_moved() for seat in self.seats)
             moving_ns = self._cost.move_ns(num_moved) if num_moved else 0
-            self.next_ns = now_ns + moving_ns + self._migration_ns() + self._step_ns(batches)
+            self.next_ns = now_ns + moving_ns + self._migration_ns(now_ns) + self._step_ns(batches)
             for seat in self.seats:
                 if seat.plan is not None:
                     seat.device.finish_at(self.next_ns)
             self.stepping_ns += self.next_ns - now_ns
         return outputs
 
-    def _migration_ns(self) -> int:
-        """Let the control of placement plan and move, and return the time for which the step waits."""
-        if self.loop is None:
+    def _turn_idle(self, now_ns: int) -> None:
+        """Let experts move without tokens, and wake up when the control of placement has to look at the load."""
+        if self.placement is None:
+            return
+        waits_ns = self._migration_ns(now_ns)
+        self.next_ns = now_ns + waits_ns if waits_ns else self.placement.wake_ns(now_ns)
+        self._is_idle = not waits_ns
+
+    def _migration_ns(self, now_ns: int) -> int:
+        """Let live placement plan and move, and return the time for which the step waits."""
+        if self.placement is None:
             return 0
-        stall_ns = self.loop.begin_step()
-        if self.loop.table is not self._table:
-            self._table = self.loop.table
+        waits_ns = self.placement.turn(now_ns)
+        if self.placement.table is not self._table:
+            self._table = self.placement.table
             self._pricer.place(self._table)
-        return stall_ns
+        return waits_ns
 
     def _step_ns(self, batches: list[KeyedBatch | None]) -> int:
         step = self._pricer.draw(batches)
@@ -130,9 +142,9 @@ class LockStepGroup:
         self.num_tokens += sum(len(batch.keys) for batch in batches if batch is not None)
         if step.expert_counts is not None:
             self.expert_counts += step.expert_counts
-        if self.loop is not None and step.counts_by_source is not None:
-            self.loop.observe(step.counts_by_source)
-            for seat, pressure in zip(self.seats, self.loop.expert_pressure.tolist(), strict=True):
+        if self.placement is not None and step.counts_by_source is not None:
+            self.placement.observe(step.counts_by_source)
+            for seat, pressure in zip(self.seats, self.placement.expert_pressure.tolist(), strict=True):
                 seat.expert_pressure = pressure
         return duration_ns
 

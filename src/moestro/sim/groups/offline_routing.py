@@ -14,7 +14,7 @@ from moestro.cost.gate import PopularityGate
 from moestro.placement.pair_window import PairWindow
 from moestro.placement.policies.gimbal_v1 import GimbalV1Placement
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
-from moestro.sim.groups.placement_loop import PlacementSite, ReplanSettings, SimPlacement
+from moestro.sim.groups.live_placement import PlacementSite, SimPlacement, SimPlacementSettings
 
 _NUM_TOKENS = 512
 _REQUEST = 1 << 31  # whose tokens they are; no request of a load has this number
@@ -54,24 +54,30 @@ class OfflineRouting:
 
 
 def start_placement(
-    text: str, gate: PopularityGate, table: ExpertTable, site: PlacementSite, settings: ReplanSettings
+    gate: PopularityGate,
+    table: ExpertTable,
+    layers: tuple[int, ...],
+    site: PlacementSite,
+    settings: SimPlacementSettings,
 ) -> SimPlacement:
-    """Make the control of placement by a policy.
+    """Make the live placement of a group.
 
     Gimbal v1 gets the pairs of an offline run, and places the experts by it before the first step.
 
     Args:
-        text: policy, as in `moestro place --policy`.
         gate: draws the experts of the load.
-        table: experts in order, with EMPTY spare slots. Every layer has experts.
+        table: experts in order, with EMPTY spare slots.
+        layers: layers with experts; Gimbal v1 needs that all of them have.
+        site: devices and prices.
+        settings: policy, interval, window and budget.
 
     Raises:
         ConfigError: no policy has the name, or a setting is wrong.
     """
-    policy = PLACE_POLICIES.make(text)
+    policy = PLACE_POLICIES.make(settings.live.placement_policy)
     if isinstance(policy, GimbalV1Placement):
         offline = OfflineRouting.drawn(gate, table.logical_of.shape[1], table.num_experts)
         site = replace(site, offline_pairs=offline.pairs())
         load = offline.load(len(site.devices.source_on))
         table = policy(PlaceView(load, table, site.devices, site.prices, site.limits))
-    return SimPlacement(policy, table, site, settings)
+    return SimPlacement(table, layers, site, settings)

@@ -10,7 +10,7 @@ from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.experts.layer_moves import SettledLayer
 from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.errors import NoEngineError
-from moestro.server.experts.ep_migration import EpMigration
+from moestro.placement.live.ep_migration import EpMigration
 from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
 from moestro.wire.messages import Ready, decode_from_rank, decode_to_rank, encode
 
@@ -29,9 +29,9 @@ class Group:
         self.sent: list[list] = [[], []]
         self.unreachable: set[int] = set()
         self.migration = EpMigration(2, self._send)
-        self.migration.heard(0, ExpertsPlaced(TableMessage.of_table(EXPERTS, first_table())))
+        self.migration.on_message(0, ExpertsPlaced(TableMessage.of_table(EXPERTS, first_table())))
         for rank in range(2 if is_ready else 1):
-            self.migration.heard(rank, Ready(None))
+            self.migration.on_message(rank, Ready(None))
         self.rng = np.random.default_rng(1)
 
     def _send(self, rank: int, message) -> None:
@@ -46,7 +46,7 @@ class Group:
         """Report the end of the layer that was sent last."""
         version = next(each.plan.version for each in reversed(self.sent[0]) if isinstance(each, MoveLayer))
         settled = SettledLayer(version=version, is_committed=is_committed, num_bytes=num_bytes)
-        self.migration.heard(0, decode_from_rank(encode(LayerSettled(settled))))
+        self.migration.on_message(0, decode_from_rank(encode(LayerSettled(settled))))
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ def test_bytes_of_a_layer_that_moves_are_progress(group):
     group.migration.start(group.target(), 1)
     found = []
     for version, num_bytes in ((1, 40), (1, 80), (7, 999)):
-        group.migration.heard(0, decode_from_rank(encode(LayerMoving(version, num_bytes))))
+        group.migration.on_message(0, decode_from_rank(encode(LayerMoving(version, num_bytes))))
         found.append(group.migration.progress.num_bytes)
     group.settle(num_bytes=100)
-    group.migration.heard(0, LayerMoving(2, 40))
+    group.migration.on_message(0, LayerMoving(2, 40))
     assert [*found, group.migration.progress.num_bytes] == [40, 80, 80, 140]
 
 
@@ -156,9 +156,9 @@ def test_the_end_of_a_rank_ends_the_migration_and_the_group_restarts_with_the_co
     assert placed.experts == EXPERTS
     assert (placed.table().logical_of[:, 0] == target.logical_of[:, 0]).all()
     assert (placed.table().logical_of[:, 1] == first_table().logical_of[:, 1]).all()
-    group.migration.heard(0, ExpertsPlaced(placed))
+    group.migration.on_message(0, ExpertsPlaced(placed))
     for rank in range(2):
-        group.migration.heard(rank, Ready(None))
+        group.migration.on_message(rank, Ready(None))
     group.migration.start(target, 1)
     assert group.sent[0][-1].plan.version == 3, "the second plan of the former group is not mistaken for it"
 
@@ -179,9 +179,9 @@ def test_what_does_not_fit_is_refused(group):
         group.migration.start(ExpertTable(0, target.logical_of[:, :2], 4, np.ones(2, np.bool_)), 1)
     few = EpMigration(2, lambda *_: None)  # of a network so small that one rank can have all experts
     rows, one = np.array([[[0, 1]], [[0, 1]]], np.int32), ExpertLayers(num_layers=1, layers=(0,), num_experts=2)
-    few.heard(0, ExpertsPlaced(TableMessage.of_table(one, ExpertTable(0, rows, 2, np.ones(2, np.bool_)))))
+    few.on_message(0, ExpertsPlaced(TableMessage.of_table(one, ExpertTable(0, rows, 2, np.ones(2, np.bool_)))))
     for rank in range(2):
-        few.heard(rank, Ready(None))
+        few.on_message(rank, Ready(None))
     with pytest.raises(ValueError, match="dead engines"):
         few.start(ExpertTable(0, rows, 2, np.array([True, False])), 1)
     group.migration.start(target, 1)

@@ -9,10 +9,10 @@ import numpy as np
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.errors import MoestroError
+from moestro.placement.live.group_view import GroupPlaces, GroupView, part_of, whole_of
 from moestro.placement.payback import Payback, payback
 from moestro.placement.registry import PlacementError, PlacePolicy, check_answer
 from moestro.placement.score import Moves, PlaceScore, move_s, moves_between, score
-from moestro.server.experts.placement_view import GroupPlaces, GroupView, part_of, whole_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,7 +113,7 @@ def plan_of_table(origin: str, target: ExpertTable, request: PlanRequest) -> Pla
 
 def _priced(policy: str, request: PlanRequest, target: ExpertTable, places: GroupPlaces) -> PlacementPlan:
     group, table = request.view, request.table
-    # Any load will do where only the moves are asked for.
+    # Any load will do where only the moves are wanted.
     shape = (1, table.logical_of.shape[1], table.num_experts)
     none = ExpertLoad(np.zeros((len(places.sources), *shape[1:])), np.zeros(shape[1:]), np.zeros(shape[1:]), 0.0)
     view = group.view(request.load or none, table, places)

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.worker_names import Worker
-from moestro.server.experts.expert_rounds import MoveRound, plan_rounds
-from moestro.server.experts.group_table import GroupTable, any_of, held_by
-from moestro.server.experts.migration import MigrationProgress
+from moestro.placement.live.group_table import GroupTable, any_of, held_by
+from moestro.placement.live.migration import MigrationProgress
+from moestro.placement.live.rounds import MoveRound, plan_rounds
 from moestro.wire.messages import ExpertsPrepared, PrepareExperts, ToRank
 
 
@@ -47,12 +47,12 @@ class MovingGroup(Protocol):
         """bool[places], whether homes send to each worker or wait for it; and the version of the table that says so."""
         ...
 
-    def tell(self, worker: int, message: ToRank) -> None:
+    def send(self, worker: int, message: ToRank) -> None:
         """Send a message to a worker, if it runs."""
         ...
 
     def announce(self) -> int:
-        """Tell all workers of the present table, and return its version."""
+        """Send all workers the present table, and return its version."""
         ...
 
     def name(self, worker: int) -> Worker:
@@ -90,12 +90,12 @@ class _Drain:
 
 
 class AsyncMigration:
-    """Implements `server.migration.Migration`. Its workers are the places of the group that can have experts.
+    """Implements `placement.live.migration.Migration`. Its workers are the places of the group that can have experts.
 
     The order of the experts within a worker's row has no meaning: an expert that stays on a worker stays in its slot.
 
     Args:
-        group: The group, which passes on what workers tell of moves.
+        group: The group, which passes on the workers' reports of moves.
     """
 
     def __init__(self, group: MovingGroup) -> None:
@@ -161,7 +161,7 @@ class AsyncMigration:
             if self._drain is None and self._rounds[0].is_first:
                 self._end("cancelled")
 
-    # --- what workers tell ------------------------------------------------------------------------------------------
+    # --- reports of workers -----------------------------------------------------------------------------------------
 
     def prepared(self, worker: int, answer: ExpertsPrepared) -> None:
         """Note that a worker has loaded experts, or cannot."""
@@ -220,7 +220,7 @@ class AsyncMigration:
                 experts=tuple(experts),
                 max_bytes=self._max_bytes,
             )
-            self._group.tell(worker, question)
+            self._group.send(worker, question)
         if not by_worker:
             self._commit()
 
@@ -258,7 +258,7 @@ class AsyncMigration:
             self._go_on()
 
     def _end(self, error: str) -> None:
-        """End the migration. What workers load for a round that is not committed stays in slots that nobody uses."""
+        """End the migration. What workers loaded for an uncommitted round stays in slots that no token visits."""
         self._rounds.clear()
         self._loading.clear()
         self._preparing.clear()

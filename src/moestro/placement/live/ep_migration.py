@@ -17,7 +17,7 @@ from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.experts.layer_moves import LayerPlan, SettledLayer, with_layer
 from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.errors import NoEngineError
-from moestro.server.experts.migration import MigrationProgress
+from moestro.placement.live.migration import MigrationProgress
 from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
 from moestro.wire.messages import FromRank, Ready, ToRank
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class EpMigration:
-    """Migration of a group in lock-step; implements `server.migration.Migration`.
+    """Migration of a group in lock-step; implements `placement.live.migration.Migration`.
 
     Args:
         num_ranks: Ranks of the group.
@@ -90,7 +90,7 @@ class EpMigration:
         """The committed table for a group that restarts; None before its first start."""
         return None if self._table is None else TableMessage.of_table(self._experts, self._table)
 
-    def heard(self, rank: int, message: FromRank) -> None:
+    def on_message(self, rank: int, message: FromRank) -> None:
         """Take in a message of a rank."""
         match message:
             case ExpertsPlaced(placed):
@@ -159,7 +159,7 @@ class EpMigration:
             try:
                 self._send(rank, DropLayer(self._version))
             except NoEngineError:
-                logger.warning("engine %d was not told that the moves of experts end", rank)
+                logger.warning("engine %d could not be reached to end the moves of experts", rank)
 
     def _settled(self, settled: SettledLayer) -> None:
         """Take in the end of the present layer, and go on with the next one."""

@@ -8,64 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.config.serve_settings import ServeSettings
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.cost.gpus import gpu_named
-from moestro.cost.links import link_named
-from moestro.cost.named_parts import link_within, read_network
-from moestro.cost.networks import NetworkShape
 from moestro.placement.devices import Devices, PlaceLimits, PlacePrices
+from moestro.placement.live.migration import Migration
 from moestro.placement.placement_file import table_of_contents
-from moestro.placement.prices import place_prices
 from moestro.placement.registry import PlacementError, PlaceView
 from moestro.placement.search.slots import in_slots_of
-from moestro.server.experts.machines import machine_numbers
-from moestro.server.experts.migration import Migration
-
-_DEFAULT_GPU = "h100"  # as in `moestro place`
-_BYTES = {"float32": 4, "float64": 8}  # of a weight, where it is not 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LivePrices:
-    """Prices by which plans of a running group are judged.
-
-    Attributes:
-        network: Sizes of the model.
-        gpu, link, link_across: Names of the GPU, and of the links between GPUs within a machine and between machines.
-        prices: The prices.
-    """
-
-    network: NetworkShape
-    gpu: str
-    link: str
-    link_across: str
-    prices: PlacePrices
-
-
-def live_prices(settings: ServeSettings, dtype: str) -> LivePrices:
-    """Return the prices of the model on the paced GPU, or on the one that `--placement-gpu` names.
-
-    Args:
-        settings: Settings of the server.
-        dtype: Type of the served weights. Experts of 2 bytes a weight move in that type; packed ones move packed.
-
-    Raises:
-        ConfigError: The model has no experts or unknown sizes, or the GPU needs the name of a link.
-    """
-    live, paced = settings.placement, settings.paced
-    is_priced = paced is not None and paced.table is None
-    name = paced.gpu if paced is not None and is_priced else _DEFAULT_GPU
-    link_name = paced.paced_link if paced is not None and is_priced else None
-    gpu = gpu_named(live.placement_gpu or name)
-    link = link_within(live.placement_link or link_name, gpu, "--placement-link")
-    network = read_network(paced.network if paced is not None and is_priced else settings.model.model)
-    across = link_named(live.placement_link_across)
-    prices = place_prices(network, gpu, link, across)
-    if not is_priced and network.experts is not None and network.experts.bytes_per_weight == 2:
-        prices = replace(prices, expert_bytes=prices.expert_bytes * _BYTES.get(dtype, 2) // 2)
-    return LivePrices(network=network, gpu=gpu.name, link=link.name, link_across=across.name, prices=prices)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,17 +26,25 @@ class GroupPlaces:
         sources: Worker of each engine.
         holder_machines: int32[holders], machine of each holder.
         source_machines: int32[engines], machine of each engine.
+        speeds: float64[holders], work per time of each holder, relative to the GPU of the prices. None means 1 for all.
     """
 
     holders: NDArray[np.int64]
     sources: tuple[int, ...]
     holder_machines: NDArray[np.int32]
     source_machines: NDArray[np.int32]
+    speeds: NDArray[np.float64] | None = None
 
     @property
     def sources_hold(self) -> bool:
         """Whether each engine's worker holds experts too."""
         return bool(np.isin(self.sources, self.holders).all())
+
+
+def machine_numbers(names: Sequence[str]) -> NDArray[np.int32]:
+    """Return int32[names], a number from 0 for each machine: the same for the same name."""
+    _, numbers = np.unique(np.array(names), return_inverse=True)
+    return numbers.astype(np.int32)
 
 
 def group_places(
@@ -160,8 +117,9 @@ class GroupView:
         limits: Bounds on what may move.
     """
 
-    def __init__(self, group: PlaceableGroup, prices: LivePrices, limits: PlaceLimits) -> None:
-        self.group, self.prices, self._limits = group, prices, limits
+    def __init__(self, group: PlaceableGroup, prices: PlacePrices, limits: PlaceLimits) -> None:
+        self.group = group
+        self._prices, self._limits = prices, limits
 
     def view(self, load: ExpertLoad, table: ExpertTable, places: GroupPlaces) -> PlaceView:
         """Return the view of the workers that hold experts.
@@ -179,7 +137,7 @@ class GroupView:
                 f"the engines counted {counted[1]} experts in {counted[0]} layers, and the group has {placed[1]} in"
                 f" {placed[0]}"
             )
-        part, prices = part_of(table, places), self.prices.prices
+        part, prices = part_of(table, places), self._prices
         num_holders = len(places.holders)
         if places.sources_hold:
             source_on = np.searchsorted(places.holders, places.sources).astype(np.int32)
@@ -219,12 +177,12 @@ def _spread(tokens: NDArray[np.float64], places: GroupPlaces) -> NDArray[np.floa
 
 
 def _devices(part: ExpertTable, source_on: NDArray[np.int32], places: GroupPlaces) -> Devices:
-    """Return devices of equal speed, each with all slots of the table."""
+    """Return the devices of the holders, each with all slots of the table."""
     num_workers, _, num_slots = part.logical_of.shape
     return Devices(
         node_of=places.holder_machines,
         num_slots=np.full(num_workers, num_slots, np.int32),
         is_alive=part.is_alive,
-        speed=np.ones(num_workers),
+        speed=np.ones(num_workers) if places.speeds is None else places.speeds,
         source_on=source_on,
     )

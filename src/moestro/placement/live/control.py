@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moestro.core.clock import NS_PER_S
+from moestro.placement.live.migration import Migration
+from moestro.placement.live.plan import Measured, PlacementPlan
 from moestro.placement.live_settings import LivePlacementSettings
-from moestro.server.experts.migration import Migration
-from moestro.server.experts.placement_plan import Measured, PlacementPlan
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class _StepCount:
 
 
 class _ProgressWatch:
-    """Tells for how long something that runs has made no progress."""
+    """Measures for how long something that runs has made no progress."""
 
     def __init__(self) -> None:
         self._mark: object = None
@@ -112,6 +112,8 @@ class PlacementControl:
     Args:
         migration: The group's table, and moves towards another one.
         settings: Flags of live placement.
+        steps_before: Steps that count as made before the start. vLLM plans first after a quarter of its interval, as if
+            it had made three quarters of it.
 
     Attributes:
         is_frozen: Whether no migration may start.
@@ -126,7 +128,7 @@ class PlacementControl:
         moved_bytes: Bytes of weights of all migrations.
     """
 
-    def __init__(self, migration: Migration, settings: LivePlacementSettings) -> None:
+    def __init__(self, migration: Migration, settings: LivePlacementSettings, steps_before: int = 0) -> None:
         self.migration, self.settings = migration, settings
         self.is_frozen = False
         self.decision: PlacementDecision | None = None
@@ -140,7 +142,7 @@ class PlacementControl:
         self.num_migrations: Counter[MigrationOutcome] = Counter()
         self.num_stalls = self.moved_bytes = 0
         self._steps = _StepCount()
-        self._steps_decided = 0
+        self._steps_decided = -steps_before
         self._reference = 1.0  # balance below which drift is counted; an even load is that of the first plan
         self._last_bytes = 0
         self._is_cancelled = False
@@ -192,7 +194,7 @@ class PlacementControl:
         self._planning_ns = now_ns
 
     def end_planning(self) -> None:
-        """Note that the policy has answered, or that nobody waits for its answer any more."""
+        """Note that the policy has answered, or that its answer is not awaited any more."""
         self._planning_ns = None
 
     def planned(self, plan: PlacementPlan, now_ns: int) -> None:
@@ -201,6 +203,7 @@ class PlacementControl:
 
     def decide(self, plan: PlacementPlan, trigger: Trigger, now_ns: int) -> PlacementDecision:
         """Begin to move towards a plan if it changes anything, pays, and nothing holds it."""
+        self._observe_migration()  # One that has ended since the last look would be forgotten when another begins.
         if self.is_frozen:
             return self._record(trigger, DecisionOutcome.FROZEN, "placement is frozen", now_ns)
         if not plan.changes_anything:
@@ -251,12 +254,7 @@ class PlacementControl:
 
     def tick(self, now_ns: int) -> None:
         """Look at the migration and at the policy that plans; called every second."""
-        progress = self.migration.progress
-        grown = progress.num_bytes - self._last_bytes
-        self.moved_bytes += grown if grown >= 0 else progress.num_bytes  # Another migration counts from 0.
-        self._last_bytes = progress.num_bytes
-        if self.active is not None and not progress.is_running:
-            self._end(self.active)
+        self._observe_migration()
         stall = self._find_stall(now_ns)
         if stall and not self.stall:
             self.num_stalls += 1
@@ -264,6 +262,15 @@ class PlacementControl:
         if self.stall and not stall:
             logger.info("placement: no longer stalled")
         self.stall = stall
+
+    def _observe_migration(self) -> None:
+        """Count the bytes that have moved, and note the end of a migration."""
+        progress = self.migration.progress
+        grown = progress.num_bytes - self._last_bytes
+        self.moved_bytes += grown if grown >= 0 else progress.num_bytes  # Another migration counts from 0.
+        self._last_bytes = progress.num_bytes
+        if self.active is not None and not progress.is_running:
+            self._end(self.active)
 
     def _find_stall(self, now_ns: int) -> str:
         """Return what stands still, and for how long; "" means nothing."""

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.experts.expert_table import EMPTY, slots_of_shares
+from moestro.core.experts.expert_table import EMPTY
 from moestro.core.experts.table_message import ExpertLayers
-from moestro.flow.settings import GroupOptions
 
 Bools = NDArray[np.bool_]
 Int32s = NDArray[np.int32]
@@ -19,23 +18,21 @@ class GroupTable:
     """Slots of all places of a group, in the layers that have experts.
 
     Args:
-        options: Workers at the start of the group.
-        num_spare: Slots of each worker that are empty at the start.
         experts: Layers of the network that have experts.
+        slots: int32[places, slots], slots with which each place starts, the same in every layer; EMPTY means none.
+        first: First place that can have experts; all later ones can.
+        num_filled: Experts of a layer that an added worker gets.
 
     Attributes:
-        experts: As given.
+        experts, first: As given.
         logical_of: int32[places, layers, slots], logical expert in each slot; EMPTY means none. A worker that restarts
             loads these.
-        first: First place that can have experts; all later ones can.
     """
 
-    def __init__(self, options: GroupOptions, num_spare: int, experts: ExpertLayers) -> None:
-        self.experts = experts
-        self._num_shares = options.num_shares
-        slots = slots_of_shares(experts.num_experts, options.num_shares, options.first_shares, num_spare)
+    def __init__(self, experts: ExpertLayers, slots: Int32s, *, first: int, num_filled: int) -> None:
+        self.experts, self.first = experts, first
+        self._num_filled = num_filled
         self.logical_of: Int32s = np.repeat(slots[:, None], len(experts.layers), axis=1)
-        self.first = options.num_homes if options.num_expert_workers else 0
 
     def held(self) -> Bools:
         """bool[places, layers, experts], which experts each worker holds."""
@@ -67,10 +64,10 @@ class GroupTable:
     def fill(self, worker: int, others: Iterable[int]) -> None:
         """Give an added worker as many experts as one has at the start: those with the fewest copies at `others`."""
         copies = self.held()[list(others)].sum(axis=0)
-        num_experts = -(-self.experts.num_experts // self._num_shares)
+        num = self._num_filled
         self.clear(worker)
-        fewest = copies.argsort(axis=1, kind="stable")[:, :num_experts]
-        self.logical_of[worker, :, :num_experts] = np.sort(fewest, axis=1)
+        fewest = copies.argsort(axis=1, kind="stable")[:, :num]
+        self.logical_of[worker, :, :num] = np.sort(fewest, axis=1)
 
     def clear(self, worker: int) -> None:
         """Empty the slots of a worker that is gone."""
