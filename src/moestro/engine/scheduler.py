@@ -71,7 +71,9 @@ class Scheduler:
         )
         shares = self.state.shares
         self.views = PolicyViews(self.table, shares, policies.order.promotes_after_ns)
-        self.admission = WaitingAdmission(self.pool, self.table, self.waiting, settings.max_num_seqs, shares)
+        self.admission = WaitingAdmission(
+            self.pool, self.table, self.waiting, self.state.host, settings.max_num_seqs, shares
+        )
         self.preemption = SequencePreemption(policies.evict, self.admission, self.views, self.state.host, recall)
         self.decode_run = DecodeRun(self.state)
         self.num_steps = 0
@@ -219,8 +221,9 @@ class Scheduler:
         return self.plan_of(units)
 
     def plan_of(self, units: Units) -> Plan:
-        """Number the next plan. It takes the KV copies that preemptions and admissions have asked for."""
+        """Number the next plan. It takes the KV copies that preemptions, admissions and evictions have asked for."""
         self.num_steps += 1
+        self.state.host.write_ahead()
         return Plan(self.num_steps, units, self.state.host.take_moves())
 
     def _without_slivers(self, view: BatchView, chunk: Int32s) -> Int32s:
@@ -364,8 +367,8 @@ class Scheduler:
             if tokens == 0:
                 continue  # the batch policy prefers other sequences
             num_free_now, needs = self.pool.num_free, candidate.needs
-            if needs.shared and num_free_now != num_free:
-                # An allocation may have taken a cached block that the candidate counted on.
+            if needs.num_prefix and num_free_now != num_free:
+                # An allocation may have taken a cached block that the candidate counted on, in either tier.
                 needs = self.admission.needs(candidate.sequence)
             if needs.num_taken > num_free_now - reserved:
                 break

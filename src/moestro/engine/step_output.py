@@ -143,6 +143,7 @@ class SchedulerCounts:
         num_preemptions: preemptions of sequences.
         num_queried_tokens: prompt tokens of admitted sequences.
         num_hit_tokens: those of them that the prefix cache held.
+        num_host_hit_tokens: those of the hits that were copied from host memory.
         num_kept_tokens: tokens of preempted sequences whose KV was copied to host memory.
         num_restored_tokens: tokens whose KV was copied back.
         num_dropped_rows: computed units without use, because their sequences had ended or were aborted meanwhile.
@@ -152,6 +153,7 @@ class SchedulerCounts:
     num_preemptions: int = 0
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
+    num_host_hit_tokens: int = 0
     num_kept_tokens: int = 0
     num_restored_tokens: int = 0
     num_dropped_rows: int = 0
