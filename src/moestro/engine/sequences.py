@@ -76,7 +76,8 @@ class Sequence:
     __slots__ = (
         "admitted_ns", "blocks", "client", "edits", "generated", "hashes", "host_blocks", "is_leaving", "is_told",
         "last_num_tokens", "may_cache", "num_cached_tokens", "num_host_tokens", "num_kept", "num_preemptions",
-        "num_tokens", "prompt_logprobs", "request", "sampling_row", "serial", "service_class", "slot", "stop_token_ids", "user",
+        "num_tokens", "prompt_logprobs", "request", "sampling_row", "serial", "service_class", "slot", "stop_token_ids",
+        "user",
     )  # fmt: skip
 
     def __init__(
