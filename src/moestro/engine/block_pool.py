@@ -100,6 +100,10 @@ class BlockPool:
         """The cached block with a hash; None if there is none."""
         return self._block_of.get(block_hash)
 
+    def names_of(self, blocks: Iterable[int]) -> list[bytes]:
+        """Hashes of those of `blocks` that have one."""
+        return [name for block in blocks if (name := self._hash_of[block]) is not None]
+
     def find_prefix(self, hashes: list[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of `hashes`; changes nothing."""
         found, block_of = [], self._block_of

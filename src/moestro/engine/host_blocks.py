@@ -21,6 +21,7 @@ class HostBlocks:
 
     Attributes:
         read: host blocks that the next plan reads.
+        num_out, num_in: copies out of the device, and into it, that plans have taken.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -30,6 +31,7 @@ class HostBlocks:
         self._kept: dict[int, int] = {}  # device block by host block
         self._restored: list[tuple[int, int]] = []  # (host block, device block)
         self.read: set[int] = set()
+        self.num_out = self.num_in = 0
 
     @property
     def num_free(self) -> int:
@@ -63,6 +65,8 @@ class HostBlocks:
             return None
         kept = [(device_block, host_block) for host_block, device_block in self._kept.items()]
         moves = BlockMoves(_columns(kept), _columns(self._restored))
+        self.num_out += len(self._kept)
+        self.num_in += len(self._restored)
         self._kept, self._restored = {}, []
         self._free += self._freed_when_read
         self._freed_when_read.clear()

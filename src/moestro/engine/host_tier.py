@@ -17,50 +17,15 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
 
 from moestro.core.work import BlockMoves
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.host_blocks import HostBlocks
+from moestro.engine.load_prices import FREE_COPIES, LoadPrices
 from moestro.engine.sequences import Sequence
 from moestro.errors import InvariantError
 
 _RESERVE_SHARE = 8  # of the smaller tier's blocks: one of so many is written ahead, and is then in both tiers
-
-
-class LoadPrices(Protocol):
-    """Costs that decide whether a prefix is copied from host memory or computed again."""
-
-    def copying_ns(self, num_blocks: int) -> int:
-        """Time of a copy of blocks to the device."""
-        ...
-
-    def computing_ns(self, start: int, num_tokens: int) -> int:
-        """Time that the computation of a prompt's tokens from position `start` on takes."""
-        ...
-
-
-class LinearPrices(NamedTuple):
-    """Prices in proportion to the blocks copied and to the tokens computed.
-
-    Attributes:
-        block_ns: time of the copy of a block.
-        token_ns: time of the computation of a token.
-    """
-
-    block_ns: float
-    token_ns: float
-
-    def copying_ns(self, num_blocks: int) -> int:
-        """Implement `LoadPrices.copying_ns`."""
-        return round(num_blocks * self.block_ns)
-
-    def computing_ns(self, start: int, num_tokens: int) -> int:
-        """Implement `LoadPrices.computing_ns`."""
-        return round(num_tokens * self.token_ns)
-
-
-FREE_COPIES = LinearPrices(0.0, 1.0)  # where nothing is measured: a copy always pays
 
 
 class HostTier:
@@ -73,8 +38,6 @@ class HostTier:
 
     Attributes:
         prices: costs of a copy from the host and of the computation that it saves.
-        num_stored_blocks: cached blocks that were copied to the host so far.
-        num_loaded_blocks: cached blocks that were copied back so far.
     """
 
     def __init__(self, num_blocks: int, pool: BlockPool, block_size: int) -> None:
@@ -90,7 +53,6 @@ class HostTier:
         self._leaving: set[bytes] = set()  # blocks that have left the device and are not on the host yet
         self._reserve = min(num_blocks, pool.num_blocks) // _RESERVE_SHARE
         self.prices: LoadPrices = FREE_COPIES
-        self.num_stored_blocks = self.num_loaded_blocks = 0
         if num_blocks and pool.is_caching:
             pool.lower = self
 
@@ -102,6 +64,16 @@ class HostTier:
     def num_blocks(self) -> int:
         """Blocks of host memory."""
         return self._blocks.num_blocks
+
+    @property
+    def num_stored_blocks(self) -> int:
+        """Blocks that went to the host with plans so far, cached ones and those of preempted sequences."""
+        return self._blocks.num_out
+
+    @property
+    def num_loaded_blocks(self) -> int:
+        """Blocks that came from the host with plans so far."""
+        return self._blocks.num_in
 
     @property
     def num_used_blocks(self) -> int:
@@ -224,7 +196,6 @@ class HostTier:
         """Copy cached blocks into blocks of the device, with the next plan."""
         for block_hash, device_block in zip(hashes, device_blocks, strict=True):
             self._blocks.copy_in(self._block_of[block_hash], device_block)
-        self.num_loaded_blocks += len(hashes)
 
     def pin(self, hashes: list[bytes]) -> None:
         """Keep blocks, which `load` copies, from being evicted before the next plan."""
@@ -287,7 +258,6 @@ class HostTier:
         self._blocks.copy_out(block, host_block)
         self._block_of[block_hash] = host_block
         self._lru[block_hash] = None
-        self.num_stored_blocks += 1
         self._pool.version += 1
         return True
 

@@ -19,7 +19,7 @@ from moestro.core.grammar import GrammarBackend
 from moestro.core.request import FinishReason, Request
 from moestro.core.scheduling_events import SequencePreempted
 from moestro.core.views import BE, LS, BatchLimits, BatchView
-from moestro.core.work import Int32s, Plan, Slots, StepResult, Units
+from moestro.core.work import BlockMoves, Int32s, Plan, Slots, StepResult, Units
 from moestro.engine.decode_run import DecodeRun
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.policies.admission import admit
@@ -386,6 +386,12 @@ class Scheduler:
         if not self.state.num_leaving and (output := self.decode_run.take(result)) is not None:
             return output
         self.decode_run.end()
+        if result.failed is not None:
+            return self._withdraw(result.slot, result.failed)
+        return self._apply(result)
+
+    def _apply(self, result: StepResult) -> StepOutput:
+        """Apply a result that is not one of a decode run."""
         # 1. The units are no longer in flight, and their tokens have their KV in the pool.
         table = self.table
         num_done = table.end_units(result.slot)
@@ -418,6 +424,19 @@ class Scheduler:
         if failed:
             output.add_failed(failed)
         return output
+
+    def _withdraw(self, slots: Slots, failed: BlockMoves) -> StepOutput:
+        """Take back units that were not computed, because the KV copies of their plan failed.
+
+        All of host memory counts as lost, and so does what should have been copied from there. Sequences that hold such
+        blocks are preempted, and compute them again.
+        """
+        self.table.end_units(slots)
+        if self.state.num_leaving:
+            for slot in slots[self.table.are_leaving(slots)].tolist():
+                self.state.drop_row(self.table.at(slot))
+        self.state.drop_copies(set(failed.restored[1].tolist()))
+        return StepOutput()
 
     def _without_unmasked(self, result: StepResult, unmasked: Slots, computed: Int32s) -> Int32s:
         """Let the sequences sit out whose masks were not ready, the rows `unmasked` of the result.

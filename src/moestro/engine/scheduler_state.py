@@ -123,7 +123,7 @@ class SchedulerState:
         self.counts.num_host_hit_tokens += sequence.num_host_tokens
         sequence.num_cached_tokens, sequence.admitted_ns = num_cached, now_ns
         self.counts.num_queried_tokens += num_prompt_tokens
-        self.counts.num_hit_tokens += num_cached
+        self.counts.num_hit_tokens += num_cached - sequence.num_host_tokens
         if self._order.observes:
             self.waiting.observe(Admitted(sequence.user, num_prompt_tokens))
 
@@ -245,6 +245,21 @@ class SchedulerState:
         self.table.next_full_at[self.table.running] = NEVER
         self.pool.forget_all()
         self.host.forget_all()
+
+    def drop_copies(self, device_blocks: set[int]) -> None:
+        """Drop all KV in host memory, and that of device blocks which should have come from there."""
+        self.counts.num_failed_copies += 1
+        self.pool.forget(self.pool.names_of(device_blocks))
+        self.host.forget_all()
+        for sequence in self.by_id.values():
+            if sequence.host_blocks:
+                self.waiting.remove(sequence)
+                self.host.drop_kept(sequence)
+                sequence.prompt_logprobs = None if sequence.prompt_logprobs is None else []
+                self.waiting.add(sequence)
+        for slot in self.table.running.tolist():
+            if not device_blocks.isdisjoint(self.table.at(slot).blocks):
+                self.preempt(slot, keeps=False)
 
     def check(self) -> None:
         """Recount blocks and slots from scratch.

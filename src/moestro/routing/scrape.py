@@ -23,7 +23,7 @@ class EngineTotals:
 
     Attributes:
         num_generated_tokens: generated tokens.
-        num_queried_tokens, num_hit_tokens: prompt tokens looked up, and found, in the prefix cache.
+        num_queried_tokens, num_hit_tokens: prompt tokens looked up, and found, in the prefix cache, in any tier.
         prompt_token_s: mean time to compute a prompt token, seconds.
     """
 
@@ -78,6 +78,7 @@ _PROMPT = ("moestro:prompt_tokens_total", "vllm:prompt_tokens_total", "sglang:pr
 _GENERATED = ("moestro:generation_tokens_total", "vllm:generation_tokens_total", "sglang:generation_tokens_total")
 _QUERIED = ("moestro:prefix_cache_queries_total", "vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total")
 _HITS = ("moestro:prefix_cache_hits_total", "vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
+_HOST_HITS = ("moestro:external_prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
 _PREFILL_S = ("vllm:request_prefill_time_seconds_sum",)
 _COMPUTED = ("vllm:request_prefill_kv_computed_tokens_sum",)
 _CACHE_CONFIG = ("moestro:cache_config_info", "vllm:cache_config_info")
@@ -111,13 +112,14 @@ def scrape(text: bytes) -> ScrapedLoad:
         num_kv_tokens = _figure(text, _KV_TOKENS, sum)
     num_generated = _figure(text, _GENERATED, sum)
     known = [count for count in (_figure(text, _PROMPT, sum), num_generated) if count is not None]
+    num_hits = _figure(text, _HITS, sum)
     seconds, num_computed = _figure(text, _PREFILL_S, sum), _figure(text, _COMPUTED, sum)
     return ScrapedLoad(
         figures=LoadFigures(**{figure: _load_figure(text, figure, names) for figure, names in _NAMES.items()}),
         totals=EngineTotals(
             num_generated_tokens=_count(num_generated),
             num_queried_tokens=_count(_figure(text, _QUERIED, sum)),
-            num_hit_tokens=_count(_figure(text, _HITS, sum)),
+            num_hit_tokens=_count(None if num_hits is None else num_hits + (_figure(text, _HOST_HITS, sum) or 0)),
             prompt_token_s=seconds / num_computed if seconds and num_computed else None,
         ),
         num_tokens_computed=sum(known) if known else None,
