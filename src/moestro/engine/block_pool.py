@@ -21,17 +21,21 @@ from moestro.errors import InvariantError
 
 
 class CacheEvent(NamedTuple):
-    """A full block that enters the prefix cache or leaves it.
+    """A full block that enters a tier of the prefix cache or leaves it.
 
     Attributes:
         step: index of the step among those that were taken at once; 0 for a single step.
         is_stored: whether the block enters.
         block_hash: the block's hash.
+        is_on_host: whether the tier is host memory; else it is the device.
+        is_alone: whether the other tier does not have the block, so that the cache as a whole gains or loses it.
     """
 
     step: int
     is_stored: bool
     block_hash: bytes
+    is_on_host: bool = False
+    is_alone: bool = True
 
 
 class LowerTier(Protocol):
@@ -178,7 +182,7 @@ class BlockPool:
     def _forget_oldest(self, num_blocks: int) -> list[int]:
         """Remove the least recently used blocks from the prefix cache, and return them."""
         freed, first = self._freed, self._first_freed
-        hash_of, block_of, journal = self._hash_of, self._block_of, self.journal
+        hash_of, block_of = self._hash_of, self._block_of
         blocks: list[int] = []
         while self._stale and len(blocks) < num_blocks:
             block = freed[first]
@@ -192,9 +196,6 @@ class BlockPool:
             del freed[:end]
             self._first_freed = 0
             self._end_offered = max(self._end_offered - end, 0)
-        if journal is not None:
-            for block in blocks:
-                journal.append(CacheEvent(self.step, is_stored=False, block_hash=hash_of[block]))  # type: ignore[arg-type]
         hashes: list[bytes] = [hash_of[block] for block in blocks]  # type: ignore[misc]  # cached blocks have one
         for block, block_hash in zip(blocks, hashes, strict=True):
             del block_of[block_hash]
@@ -202,7 +203,16 @@ class BlockPool:
         self.version += num_blocks
         if self.lower is not None:
             self.lower.evicted(blocks, hashes)
+        if self.journal is not None:  # after the events of the lower tier, which has the blocks from here on
+            for block_hash in hashes:
+                self._note(block_hash, is_stored=False)
         return blocks
+
+    def _note(self, block_hash: bytes, *, is_stored: bool) -> None:
+        """Write to the journal, if there is one, that a block enters the prefix cache or leaves it."""
+        if self.journal is not None:
+            is_alone = self.lower is None or block_hash not in self.lower
+            self.journal.append(CacheEvent(self.step, is_stored, block_hash, is_alone=is_alone))
 
     def next_to_evict(self, reserve: int) -> list[tuple[int, bytes]]:
         """Cached blocks that have come to be among the next `reserve` blocks to be allocated, coldest first.
@@ -270,7 +280,7 @@ class BlockPool:
                 block_of[block_hash] = block
                 hash_of[block] = block_hash
                 if journal is not None:
-                    journal.append(CacheEvent(self.step, is_stored=True, block_hash=block_hash))
+                    self._note(block_hash, is_stored=True)
         self.version += len(block_of) - num_known
 
     def forget(self, hashes: list[bytes]) -> None:
@@ -290,8 +300,7 @@ class BlockPool:
                 self._leave_cached(block)
                 self._blank.append(block)
             self.version += 1
-            if self.journal is not None:
-                self.journal.append(CacheEvent(self.step, is_stored=False, block_hash=block_hash))
+            self._note(block_hash, is_stored=False)
 
     def forget_all(self) -> None:
         """Remove all blocks from the prefix cache; sequences keep those that they hold."""

@@ -19,7 +19,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 
 from moestro.core.work import BlockMoves
-from moestro.engine.block_pool import BlockPool
+from moestro.engine.block_pool import BlockPool, CacheEvent
 from moestro.engine.host_blocks import HostBlocks
 from moestro.engine.load_prices import FREE_COPIES, LoadPrices
 from moestro.engine.sequences import Sequence
@@ -259,7 +259,15 @@ class HostTier:
         self._block_of[block_hash] = host_block
         self._lru[block_hash] = None
         self._pool.version += 1
+        self._note(block_hash, is_stored=True)
         return True
+
+    def _note(self, block_hash: bytes, *, is_stored: bool) -> None:
+        """Write to the pool's journal, if there is one, that a block enters host memory or leaves it."""
+        if self._pool.journal is not None:
+            is_alone = block_hash not in self._pool and block_hash not in self._leaving
+            event = CacheEvent(self._pool.step, is_stored, block_hash, is_on_host=True, is_alone=is_alone)
+            self._pool.journal.append(event)
 
     def _allocate(self) -> int | None:
         """Take a free block, or that of the cached block that is worth least. None means that there is none."""
@@ -288,6 +296,7 @@ class HostTier:
             self._lru.pop(block_hash, None)
             self._blocks.release(host_block)
             self._pool.version += 1
+            self._note(block_hash, is_stored=False)
 
     # --- plans ------------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,8 @@ def measure_copy(pools: HostPools, num_blocks: int) -> int:
 
     Host block i is copied into block i of the device, before anything else is there.
     """
+    if not num_blocks:
+        return 0
     none, pairs = np.zeros((2, 0), np.int64), np.stack([np.arange(num_blocks)] * 2)
     best_ns = None
     for _ in range(_NUM_TRIALS):
