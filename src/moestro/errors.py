@@ -10,6 +10,7 @@ MoestroError
 │   ├── NoEngineError
 │   ├── DrainingError
 │   └── BusyError
+├── CopyError                   KV could not be copied to or from host memory; it is computed again
 ├── EngineDiedError             a rank process ended; its requests end with an error
 ├── GroupLostError              a rank of a group ended, so the others cannot go on
 └── InvariantError              a bug of ours: stop the rank, keep the report
@@ -36,6 +37,10 @@ class ConfigError(MoestroError):
 
 class UnsupportedModelError(ConfigError):
     """The checkpoint's architecture or weight format cannot run here: raised at load with the reason."""
+
+
+class CopyError(MoestroError):
+    """KV blocks could not be copied between a device and its host; what they were to hold is computed again."""
 
 
 class RequestError(MoestroError):

@@ -8,7 +8,7 @@ from support.fake_device import KvDevice, make_request
 from support.fake_publisher import Sink
 
 from moestro.core.hashing import split_hashes
-from moestro.engine.cache_events import CacheEvents
+from moestro.engine.cache_events import CacheEvents, changes_of
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
@@ -26,26 +26,36 @@ def test_what_is_published_is_what_is_cached(seed, host):
     naming = NamingRules(model="fake", block_size=4)
     feed = KvFeed(sink, KvFeedSettings(engine=0, name="e", naming=naming, can_replay=False), lambda _kind, _text: None)
     feed.stream.connected(0)
-    num_removed = 0
+    num_removed = num_on_host = 0
+    by_medium, reported = {False: set(), True: set()}, set()
     for step in range(400):
         if rng.random() < 0.3:
             tokens = np.concatenate([np.arange(rng.integers(1, 12)), rng.integers(0, 3, rng.integers(1, 20))])
             salt = ("a", "b", None)[rng.integers(3)]
             rank.add(make_request(str(step), tokens, salt=salt, max_tokens=int(rng.integers(1, 12))), step)
         rank.step(step)
+        changes = changes_of(rank.scheduler.pool.journal)
+        reported = (reported | set(split_hashes(changes.stored))) - set(split_hashes(changes.removed))
         events = cache.take()
         for event in events:
             names.update(event.names)
+            own = by_medium[event.is_on_host]
+            by_medium[event.is_on_host] = own | {*event.names} if hasattr(event, "parent") else own - {*event.names}
         if events:
             batch = encode_batch(0.0, events, rank=0, block_size=4)
             feed.live([b"", num_batches.to_bytes(8, "big"), batch], step)
             feed.work(step)
             num_batches += 1
-        found = {name for name in names if rank.scheduler.pool.find_prefix([name])}
-        assert sink.held.get(0, set()) == found
+        on_device = {name for name in names if name in rank.scheduler.pool}
+        on_host = {name for name in names if name in rank.scheduler.state.host}
+        assert sink.held.get(0, set()) == on_device | on_host
+        assert reported == (on_device | on_host)
+        assert by_medium == {False: on_device, True: on_host}
+        num_on_host = max(num_on_host, len(on_host - on_device))
         num_removed = feed.counts.blocks.removed
     assert feed.counts.blocks.orphaned == feed.counts.blocks.unnamed == 0
     assert num_removed > 50
+    assert (num_on_host > 0) == (host > 0)
 
 
 def test_hashes_of_prompts_are_those_that_are_heard():

@@ -29,6 +29,7 @@ class FigureUnit(StrEnum):
     FRACTION = "fraction"  # 0 .. 1; several ranks behind one address have the mean
     RATIO = "ratio"  # several ranks behind one address have the mean; of all other units, they have the sum
     TIMES = "times"
+    BYTES = "bytes"
     NANOSECONDS = "nanoseconds"  # seconds at `/metrics`
 
 
@@ -220,7 +221,11 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             worker, as `core.expert_pressure` defines it. None where each engine holds the whole network.
         expert_local_share: fraction of the visits of the engine's tokens that experts on its own device compute.
         num_preemptions: times that a request gave up its KV.
-        num_queried_tokens, num_hit_tokens: prompt tokens looked up, and found, in the prefix cache.
+        num_queried_tokens, num_hit_tokens: prompt tokens looked up, and found, in the prefix cache on the device.
+        num_host_queried_tokens, num_host_hit_tokens: of the others, those looked up in host memory, and copied from it.
+        host_usage: fraction of host memory for KV in use, 0 .. 1.
+        num_stored_bytes, num_loaded_bytes: KV copied to host memory, and back from it.
+        num_failed_copies: steps that were computed again because their copies failed.
         num_kept_tokens: tokens whose KV preempted requests left in host memory.
         num_restored_tokens: tokens whose KV was copied back.
         num_dropped_rows: computed units without use, because their requests had ended or were aborted meanwhile.
@@ -337,6 +342,65 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             "Prompt tokens found in the prefix cache.",
             metric="prefix_cache_hits",
             has_vllm_name=True,
+        ),
+    ] = None
+    num_host_queried_tokens: Annotated[
+        int | None,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.TOKENS,
+            "Prompt tokens looked up in host memory, because the prefix cache on the device had them not.",
+            metric="external_prefix_cache_queries",
+            has_vllm_name=True,
+        ),
+    ] = None
+    num_host_hit_tokens: Annotated[
+        int | None,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.TOKENS,
+            "Prompt tokens whose KV was copied from host memory.",
+            metric="external_prefix_cache_hits",
+            has_vllm_name=True,
+        ),
+    ] = None
+    host_usage: Annotated[
+        float | None,
+        FigureSpec(
+            _GAUGE,
+            FigureUnit.FRACTION,
+            "Fraction of host memory for KV in use (0 .. 1).",
+            metric="kv_offload_cpu_cache_usage_perc",
+            has_vllm_name=True,
+        ),
+    ] = None
+    num_stored_bytes: Annotated[
+        int | None,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.BYTES,
+            "KV copied to host memory.",
+            metric="kv_offload_store_bytes",
+            has_vllm_name=True,
+        ),
+    ] = None
+    num_loaded_bytes: Annotated[
+        int | None,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.BYTES,
+            "KV copied back from host memory.",
+            metric="kv_offload_load_bytes",
+            has_vllm_name=True,
+        ),
+    ] = None
+    num_failed_copies: Annotated[
+        int | None,
+        FigureSpec(
+            _COUNTER,
+            FigureUnit.TIMES,
+            "Steps computed again because a copy of KV to or from host memory failed.",
+            metric="kv_copies_failed",
         ),
     ] = None
     num_kept_tokens: Annotated[

@@ -38,7 +38,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         sampling_defaults: values for fields that a request does not set.
         block_size: tokens of a KV block.
         num_blocks: KV blocks.
-        num_host_blocks: blocks of host memory for the KV of preempted sequences.
+        num_host_blocks: blocks of host memory for KV: of preempted sequences, and below the prefix cache.
+        block_bytes: KV of one block in all layers of the rank; 0 without a KV cache.
+        host_block_ns: measured time of the copy of such a block to the device. None means that there are none.
         num_parameters: all parameters of the network.
         model_type: the family's name in transformers.
         dtype: of weights and KV, for instance `bfloat16`.
@@ -61,6 +63,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     num_host_blocks: int = 0
+    block_bytes: int = 0
+    host_block_ns: int | None = None
     num_parameters: int
     model_type: str
     dtype: str

@@ -287,7 +287,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: PackedLogprobs | None = None  # once, with the first token or the end
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache, of either tier, at first admission
+    num_host_tokens: int = 0  # those of them that were copied from host memory
     admitted_ns: int = 0  # time of first admission, by the rank's clock
     num_preemptions: int = 0  # times that the request gave up its KV so far
 

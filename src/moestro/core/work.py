@@ -207,6 +207,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
         expert_choices: int32[layers with experts, sampled tokens, chosen], logical experts of some tokens of a step
             that is sampled. None means that the step is not.
         visits: workers that computed each unit's experts. None means that they are not counted, or that there is one.
+        failed: copies of the units' plan that failed, so that none of the units was computed. None means no failure.
     """
 
     slot: Slots
@@ -220,6 +221,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
     expert_counts: NDArray[np.int64] | None = None
     expert_choices: NDArray[np.int32] | None = None
     visits: StepVisits | None = None
+    failed: BlockMoves | None = None
 
     def select(self, rows: NDArray[np.int64]) -> StepResult:
         """Select rows of the result. What experts did belongs to the whole step and stays unchanged."""
@@ -235,6 +237,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False, gc=False):
             block_hashes={row_of[i]: v for i, v in self.block_hashes.items() if i in row_of},
             expert_counts=self.expert_counts,
             expert_choices=self.expert_choices,
+            failed=self.failed,
             visits=None if self.visits is None else self.visits._replace(num_pairs=self.visits.num_pairs[rows]),
         )
 
@@ -258,7 +261,11 @@ class Device(Protocol):
         ...
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
-        """Copy KV after all items launched before and before all items launched later. There is no result."""
+        """Copy KV after all items launched before and before all items launched later. There is no result.
+
+        Raises:
+            CopyError: the copies failed, some of them perhaps.
+        """
         ...
 
     def poll(self, now_ns: int) -> list[StepResult]:

@@ -13,24 +13,41 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from moestro.errors import InvariantError
 
 
 class CacheEvent(NamedTuple):
-    """A full block that enters the prefix cache or leaves it.
+    """A full block that enters a tier of the prefix cache or leaves it.
 
     Attributes:
         step: index of the step among those that were taken at once; 0 for a single step.
         is_stored: whether the block enters.
         block_hash: the block's hash.
+        is_on_host: whether the tier is host memory; else it is the device.
+        is_alone: whether the other tier does not have the block, so that the cache as a whole gains or loses it.
     """
 
     step: int
     is_stored: bool
     block_hash: bytes
+    is_on_host: bool = False
+    is_alone: bool = True
+
+
+class LowerTier(Protocol):
+    """Memory below the pool, which keeps blocks that leave the prefix cache."""
+
+    def evicted(self, blocks: list[int], hashes: list[bytes]) -> None:
+        """Take in blocks that have just left the prefix cache, and whose KV is overwritten after the next copies."""
+
+    def forgotten(self, hashes: list[bytes]) -> None:
+        """Drop blocks whose KV nothing may read any more."""
+
+    def __contains__(self, block_hash: bytes) -> bool: ...
 
 
 class BlockPool:
@@ -45,6 +62,7 @@ class BlockPool:
         version: a counter that grows whenever a block enters or leaves the prefix cache.
         journal: log of these events in order, for a publisher that empties it. None means no publisher.
         step: index of the current step for the journal, set by a caller that takes many steps at once.
+        lower: memory that takes in evicted blocks. None means that they are lost.
     """
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
@@ -57,6 +75,7 @@ class BlockPool:
         # `_first_freed` are taken: a slice takes many at once, unlike a deque.
         self._freed: list[int] = []
         self._first_freed = 0
+        self._end_offered = 0  # entries before it were returned by `next_to_evict`
         self._stale: dict[int, int] = {}
         self.num_free = num_blocks
         self._ref_count = [0] * num_blocks
@@ -65,6 +84,29 @@ class BlockPool:
         self.version = 0
         self.journal: list[CacheEvent] | None = None
         self.step = 0
+        self.lower: LowerTier | None = None
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Whether the prefix cache has the block."""
+        return block_hash in self._block_of
+
+    @property
+    def is_caching(self) -> bool:
+        """Whether blocks may enter the prefix cache."""
+        return self._enabled
+
+    @property
+    def num_blank(self) -> int:
+        """Blocks that can be allocated without an eviction."""
+        return len(self._blank)
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The cached block with a hash; None if there is none."""
+        return self._block_of.get(block_hash)
+
+    def names_of(self, blocks: Iterable[int]) -> list[bytes]:
+        """Hashes of those of `blocks` that have one."""
+        return [name for block in blocks if (name := self._hash_of[block]) is not None]
 
     def find_prefix(self, hashes: list[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of `hashes`; changes nothing."""
@@ -79,13 +121,18 @@ class BlockPool:
     def estimate_prefix(self, hashes: list[bytes], at_most: int) -> int:
         """Estimate how many of the first `at_most` of `hashes` are cached, with about log2(at_most) look-ups.
 
+        Blocks of the lower tier count as cached ones.
+
         The bisection assumes that all blocks before a cached block are cached too. The estimate may be wrong where two
         sequences computed one prefix at the same time, and the sequence whose blocks have the hashes left first.
         """
         known = self._block_of
-        if not hashes or hashes[0] not in known:
+        if not hashes or (hashes[0] not in known and (self.lower is None or hashes[0] not in self.lower)):
             return 0  # the usual case
-        return bisect_left(hashes, 1, hi=min(at_most, len(hashes)), key=lambda name: name not in known)
+        end = min(at_most, len(hashes))
+        if (lower := self.lower) is not None:
+            return bisect_left(hashes, 1, hi=end, key=lambda name: name not in known and name not in lower)
+        return bisect_left(hashes, 1, hi=end, key=lambda name: name not in known)
 
     def num_free_among(self, blocks: list[int]) -> int:
         """How many of `blocks` (from `find_prefix`) are free now; sharing them takes these from the pool."""
@@ -135,7 +182,7 @@ class BlockPool:
     def _forget_oldest(self, num_blocks: int) -> list[int]:
         """Remove the least recently used blocks from the prefix cache, and return them."""
         freed, first = self._freed, self._first_freed
-        hash_of, block_of, journal = self._hash_of, self._block_of, self.journal
+        hash_of, block_of = self._hash_of, self._block_of
         blocks: list[int] = []
         while self._stale and len(blocks) < num_blocks:
             block = freed[first]
@@ -148,14 +195,41 @@ class BlockPool:
         if end > self.num_blocks:
             del freed[:end]
             self._first_freed = 0
-        if journal is not None:
-            for block in blocks:
-                journal.append(CacheEvent(self.step, is_stored=False, block_hash=hash_of[block]))  # type: ignore[arg-type]
-        for block in blocks:
-            del block_of[hash_of[block]]  # type: ignore[arg-type]  # cached blocks have one
+            self._end_offered = max(self._end_offered - end, 0)
+        hashes: list[bytes] = [hash_of[block] for block in blocks]  # type: ignore[misc]  # cached blocks have one
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            del block_of[block_hash]
             hash_of[block] = None
         self.version += num_blocks
+        if self.lower is not None:
+            self.lower.evicted(blocks, hashes)
+        if self.journal is not None:  # after the events of the lower tier, which has the blocks from here on
+            for block_hash in hashes:
+                self._note(block_hash, is_stored=False)
         return blocks
+
+    def _note(self, block_hash: bytes, *, is_stored: bool) -> None:
+        """Write to the journal, if there is one, that a block enters the prefix cache or leaves it."""
+        if self.journal is not None:
+            is_alone = self.lower is None or block_hash not in self.lower
+            self.journal.append(CacheEvent(self.step, is_stored, block_hash, is_alone=is_alone))
+
+    def next_to_evict(self, reserve: int) -> list[tuple[int, bytes]]:
+        """Cached blocks that have come to be among the next `reserve` blocks to be allocated, coldest first.
+
+        Each is returned once for each time that it became free. A block that was hit since may be among them.
+        """
+        begin = max(self._end_offered, self._first_freed)
+        end = min(self._first_freed + reserve - len(self._blank), len(self._freed))
+        if end <= begin:
+            return []
+        self._end_offered = end
+        offered = []
+        for block in self._freed[begin:end]:
+            block_hash = self._hash_of[block]
+            if block_hash is not None and self._ref_count[block] == 0:
+                offered.append((block, block_hash))
+        return offered
 
     def _is_stale(self, block: int) -> bool:
         """Whether the oldest entry of `block` is stale, and count it as taken."""
@@ -187,7 +261,7 @@ class BlockPool:
                 become_cached(block)
         self.num_free += len(blocks) - num_held
         if len(self._freed) > 3 * self.num_blocks:  # many hits, and few allocations that would take old entries away
-            self._freed, self._first_freed = self.cached(), 0
+            self._freed, self._first_freed, self._end_offered = self.cached(), 0, 0
             self._stale.clear()
 
     def remember(self, blocks: list[int], hashes: list[bytes]) -> None:
@@ -206,11 +280,17 @@ class BlockPool:
                 block_of[block_hash] = block
                 hash_of[block] = block_hash
                 if journal is not None:
-                    journal.append(CacheEvent(self.step, is_stored=True, block_hash=block_hash))
+                    self._note(block_hash, is_stored=True)
         self.version += len(block_of) - num_known
 
     def forget(self, hashes: list[bytes]) -> None:
-        """Remove the blocks of `hashes` from the prefix cache; sequences that hold them keep them."""
+        """Remove the blocks of `hashes` from the prefix cache and the tier below; sequences keep those they hold."""
+        self.remove_names(hashes)
+        if self.lower is not None:
+            self.lower.forgotten(hashes)
+
+    def remove_names(self, hashes: Iterable[bytes]) -> None:
+        """Remove the blocks of `hashes` from the prefix cache alone; sequences that hold them keep them."""
         for block_hash in hashes:
             block = self._block_of.pop(block_hash, None)
             if block is None:
@@ -220,8 +300,7 @@ class BlockPool:
                 self._leave_cached(block)
                 self._blank.append(block)
             self.version += 1
-            if self.journal is not None:
-                self.journal.append(CacheEvent(self.step, is_stored=False, block_hash=block_hash))
+            self._note(block_hash, is_stored=False)
 
     def forget_all(self) -> None:
         """Remove all blocks from the prefix cache; sequences keep those that they hold."""

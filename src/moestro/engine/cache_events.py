@@ -18,22 +18,26 @@ class StoredBlocks(NamedTuple):
         names: hashes of the blocks.
         token_ids: packed int32, the tokens of all blocks.
         cache_salt: salt of the names, where the first block begins a prompt.
+        is_on_host: whether they entered host memory. They have neither parent nor tokens then, which were reported when
+            they entered the device's cache.
     """
 
     parent: bytes | None
     names: tuple[bytes, ...]
     token_ids: bytes
     cache_salt: str | None
+    is_on_host: bool = False
 
 
 class RemovedBlocks(NamedTuple):
-    """Blocks that left the prefix cache."""
+    """Blocks that left the prefix cache on the device, or in host memory."""
 
     names: tuple[bytes, ...]
+    is_on_host: bool = False
 
 
 class CacheChanges(NamedTuple):
-    """Blocks by which a prefix cache differs from an earlier state of itself.
+    """Blocks by which a prefix cache, of both tiers together, differs from an earlier state of itself.
 
     Attributes:
         stored: packed hashes of the blocks that it has gained, in the order of their entries.
@@ -51,6 +55,8 @@ def changes_of(journal: Sequence[CacheEvent]) -> CacheChanges:
     """Return the net changes of a journal. A block that entered and left in it counts as removed, which is harmless."""
     is_stored: dict[bytes, bool] = {}
     for event in journal:
+        if not event.is_alone:
+            continue
         is_stored.pop(event.block_hash, None)  # so that the order is that of the last events
         is_stored[event.block_hash] = event.is_stored
     return CacheChanges(
@@ -72,14 +78,16 @@ class CacheEvents:
         events: list[StoredBlocks | RemovedBlocks] = []
         for each in self._journal:
             last = events[-1] if events else None
-            if not each.is_stored:
-                if isinstance(last, RemovedBlocks):
-                    events[-1] = RemovedBlocks((*last.names, each.block_hash))
+            if each.is_on_host or not each.is_stored:
+                kind = StoredBlocks if each.is_stored else RemovedBlocks
+                if isinstance(last, kind) and last.is_on_host == each.is_on_host:
+                    events[-1] = last._replace(names=(*last.names, each.block_hash))
                 else:
-                    events.append(RemovedBlocks((each.block_hash,)))
+                    events.append(_without_tokens(each))
                 continue
             content = self._contents[each.block_hash]
-            if isinstance(last, StoredBlocks) and content.parent == last.names[-1]:
+            follows = isinstance(last, StoredBlocks) and not last.is_on_host and content.parent == last.names[-1]
+            if isinstance(last, StoredBlocks) and follows:
                 names, token_ids = (*last.names, each.block_hash), last.token_ids + content.token_ids
                 events[-1] = last._replace(names=names, token_ids=token_ids)
             else:
@@ -87,3 +95,10 @@ class CacheEvents:
         self._journal.clear()
         self._contents.clear()
         return events
+
+
+def _without_tokens(event: CacheEvent) -> StoredBlocks | RemovedBlocks:
+    """Make the event of a block whose tokens are not reported with it."""
+    if event.is_stored:
+        return StoredBlocks(None, (event.block_hash,), b"", None, event.is_on_host)
+    return RemovedBlocks((event.block_hash,), event.is_on_host)

@@ -113,6 +113,9 @@ class DecodeJumps:
         if -(-most // block_size) * num > self._pool.num_free:
             num_blocks = table.capacity[running] // block_size
             most = steps_that_fit(computed, num_blocks, block_size, self._pool.num_free, most)
+        if self._state.host.writes_within(-(-most // block_size) * num):
+            # A block that is taken may cause a copy to the host, which belongs to the step that takes it.
+            most = min(most, min(decodes.short_after) - decodes.num_taken)
         self.computed = computed
         return Horizon(most, until_ns)
 

@@ -105,8 +105,8 @@ class NextStep:
                 first, end = computed.item(row) // size, after.item(row) // size
                 filled.update(table.at(running.item(row)).hashes[first:end])
         for candidate in candidates if filled else ():
-            hashes, num_shared = candidate.sequence.readable_hashes(), len(candidate.needs.shared)
-            if num_shared < len(hashes) and hashes[num_shared] in filled:
+            hashes, num_prefix = candidate.sequence.readable_hashes(), candidate.needs.num_prefix
+            if num_prefix < len(hashes) and hashes[num_prefix] in filled:
                 return True
         return False
 

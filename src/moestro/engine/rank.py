@@ -15,6 +15,7 @@ from moestro.core.views import BE, StepPolicy
 from moestro.core.work import Device, Executor, Int32s, IsWanted, Plan, PlanWanted, StepResult, never_wanted
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.fused import FusedExecutor
+from moestro.engine.load_prices import MeasuredPrices
 from moestro.engine.next_step import NextStep
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.sequences import COMPUTED
@@ -50,6 +51,8 @@ class Rank:
         expert_counts: int64[num_layers, num_experts], tokens that each logical expert computed so far. None means a
             dense network.
         expert_observer: learns the counts of each step; None means that nothing does.
+        step_prices: learns from the duration of each step what a prompt's computation takes. None means that nothing
+            does.
         pace_counts: supplier of the counts of a paced device; returns None for another device.
     """
 
@@ -61,6 +64,8 @@ class Rank:
         self._has_news = False  # something happened since the last plan for which more units might be scheduled
         self.expert_counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None = None
         self.expert_observer: ExpertObserver | None = None
+        self.step_prices: MeasuredPrices | None = None
+        self._num_ended = 0  # results since the last plan, whose durations are known when the caller reads its clock
         self.pace_counts: Callable[[], PaceCounts | None] = lambda: None
 
     def add(self, request: Request, now_ns: int, num_output_tokens: int | None = None) -> int:
@@ -127,6 +132,7 @@ class Rank:
         if result is None:
             return StepOutput()
         self._has_news = True
+        self._num_ended += 1
         if result.expert_counts is not None:
             if self.expert_counts is None:
                 self.expert_counts = np.zeros_like(result.expert_counts)
@@ -139,6 +145,10 @@ class Rank:
 
     def begin(self, now_ns: int) -> Plan | None:
         """Submit the next plan, if the executor wants one: the second half of `step`. Returns the plan."""
+        if self.step_prices is not None:
+            for _ in range(self._num_ended):
+                self.step_prices.ended(now_ns)
+        self._num_ended = 0
         plan = self._plan(now_ns)
         self.executor.start(now_ns)
         return plan
@@ -162,7 +172,7 @@ class Rank:
         elif (recorder := self.scheduler.state.recorder) is not None:
             table = self.scheduler.table
             recorder.may_pass(table.at_all(plan.units.slot), table.at_all(table.in_flight(BE)))
-        self.executor.submit(plan, now_ns)
+        self._submit(plan, now_ns)
         next_wanted = self.executor.wanted_plan()
         self._has_news |= next_wanted is not None and next_wanted.follows
         return plan
@@ -172,8 +182,13 @@ class Rank:
         plan = self._next_step.plan(now_ns)
         self._has_news = False
         if plan is not None:
-            self.executor.submit(plan, now_ns)
+            self._submit(plan, now_ns)
         return plan
+
+    def _submit(self, plan: Plan, now_ns: int) -> None:
+        if self.step_prices is not None:
+            self.step_prices.began(plan, now_ns)
+        self.executor.submit(plan, now_ns)
 
     def _is_worth_it(self, wanted: PlanWanted, now_ns: int) -> bool:
         """Whether scheduling may find units for the wanted plan, and these are worth splitting the batch in flight."""
@@ -215,7 +230,7 @@ class Rank:
     def stats(self) -> LoadFigures:
         """Figures for routers, metrics and log lines."""
         scheduler, counts, table = self.scheduler, self.scheduler.counts, self.scheduler.table
-        waiting = scheduler.waiting
+        waiting, host = scheduler.waiting, scheduler.state.host
         num_known, num_prompt_left = scheduler.decode_run.num_known, 0
         if num_known is None:
             known, computed = table.growth[: COMPUTED + 1].take(table.running, axis=1)
@@ -229,6 +244,12 @@ class Rank:
             num_preemptions=counts.num_preemptions,
             num_queried_tokens=counts.num_queried_tokens,
             num_hit_tokens=counts.num_hit_tokens,
+            num_host_queried_tokens=counts.num_queried_tokens - counts.num_hit_tokens if host.num_blocks else 0,
+            num_host_hit_tokens=counts.num_host_hit_tokens,
+            host_usage=host.num_used_blocks / host.num_blocks if host.num_blocks else 0.0,
+            num_stored_bytes=host.num_stored_blocks * scheduler.settings.block_bytes,
+            num_loaded_bytes=host.num_loaded_blocks * scheduler.settings.block_bytes,
+            num_failed_copies=counts.num_failed_copies,
             num_kept_tokens=counts.num_kept_tokens,
             num_restored_tokens=counts.num_restored_tokens,
             num_dropped_rows=counts.num_dropped_rows,
@@ -251,9 +272,19 @@ def recorder_of(rank: Rank) -> EventRecorder:
     return recorder
 
 
-def build_rank(settings: SchedulerSettings, device: Device, *, runs_ahead: bool = False) -> Rank:
-    """Build a rank in `fused` mode on `device`. `runs_ahead`: as in `FusedExecutor`."""
-    return Rank(Scheduler(settings), FusedExecutor(device, runs_ahead=runs_ahead))
+def build_rank(
+    settings: SchedulerSettings, device: Device, *, runs_ahead: bool = False, host_block_ns: int | None = None
+) -> Rank:
+    """Build a rank in `fused` mode on `device`.
+
+    Args:
+        runs_ahead: as in `FusedExecutor`.
+        host_block_ns: measured time of the copy of a KV block from host memory. None means that a copy always pays.
+    """
+    rank = Rank(Scheduler(settings), FusedExecutor(device, runs_ahead=runs_ahead))
+    if host_block_ns is not None:
+        rank.step_prices = rank.scheduler.state.host.prices = MeasuredPrices(host_block_ns)
+    return rank
 
 
 def build_preemptive_rank(

@@ -19,7 +19,7 @@ from moestro.core.grammar import GrammarBackend
 from moestro.core.request import FinishReason, Request
 from moestro.core.scheduling_events import SequencePreempted
 from moestro.core.views import BE, LS, BatchLimits, BatchView
-from moestro.core.work import Int32s, Plan, Slots, StepResult, Units
+from moestro.core.work import BlockMoves, Int32s, Plan, Slots, StepResult, Units
 from moestro.engine.decode_run import DecodeRun
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.policies.admission import check_length
@@ -72,7 +72,9 @@ class Scheduler:
         )
         shares = self.state.shares
         self.views = PolicyViews(self.table, shares, policies.order.promotes_after_ns)
-        self.admission = WaitingAdmission(self.pool, self.table, self.waiting, settings.max_num_seqs, shares)
+        self.admission = WaitingAdmission(
+            self.pool, self.table, self.waiting, self.state.host, settings.max_num_seqs, shares
+        )
         self.preemption = SequencePreemption(policies.evict, self.admission, self.views, self.state.host, recall)
         self.decode_run = DecodeRun(self.state)
         self.num_steps = 0
@@ -233,8 +235,9 @@ class Scheduler:
         return self.plan_of(units)
 
     def plan_of(self, units: Units) -> Plan:
-        """Number the next plan. It takes the KV copies that preemptions and admissions have asked for."""
+        """Number the next plan. It takes the KV copies that preemptions, admissions and evictions have asked for."""
         self.num_steps += 1
+        self.state.host.write_ahead()
         return Plan(self.num_steps, units, self.state.host.take_moves())
 
     def _without_slivers(self, view: BatchView, chunk: Int32s) -> Int32s:
@@ -378,8 +381,8 @@ class Scheduler:
             if tokens == 0:
                 continue  # the batch policy prefers other sequences
             num_free_now, needs = self.pool.num_free, candidate.needs
-            if needs.shared and num_free_now != num_free:
-                # An allocation may have taken a cached block that the candidate counted on.
+            if needs.num_prefix and num_free_now != num_free:
+                # An allocation may have taken a cached block that the candidate counted on, in either tier.
                 needs = self.admission.needs(candidate.sequence)
             if needs.num_taken > num_free_now - reserved:
                 break
@@ -397,6 +400,12 @@ class Scheduler:
         if not self.state.num_leaving and (output := self.decode_run.take(result)) is not None:
             return output
         self.decode_run.end()
+        if result.failed is not None:
+            return self._withdraw(result.slot, result.failed)
+        return self._apply(result)
+
+    def _apply(self, result: StepResult) -> StepOutput:
+        """Apply a result that is not one of a decode run."""
         # 1. The units are no longer in flight, and their tokens have their KV in the pool.
         table = self.table
         num_done = table.end_units(result.slot)
@@ -429,6 +438,19 @@ class Scheduler:
         if failed:
             output.add_failed(failed)
         return output
+
+    def _withdraw(self, slots: Slots, failed: BlockMoves) -> StepOutput:
+        """Take back units that were not computed, because the KV copies of their plan failed.
+
+        All of host memory counts as lost, and so does what should have been copied from there. Sequences that hold such
+        blocks are preempted, and compute them again.
+        """
+        self.table.end_units(slots)
+        if self.state.num_leaving:
+            for slot in slots[self.table.are_leaving(slots)].tolist():
+                self.state.drop_row(self.table.at(slot))
+        self.state.drop_copies(set(failed.restored[1].tolist()))
+        return StepOutput()
 
     def _without_unmasked(self, result: StepResult, unmasked: Slots, computed: Int32s) -> Int32s:
         """Let the sequences sit out whose masks were not ready, the rows `unmasked` of the result.

@@ -18,7 +18,7 @@ from moestro.core.work import Int32s, Slots
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.client_shares import ClientShares
 from moestro.engine.event_recorder import EventRecorder
-from moestro.engine.host_blocks import HostBlocks
+from moestro.engine.host_tier import HostTier
 from moestro.engine.policy_contract import SharePolicy
 from moestro.engine.sequences import NEVER, BlockContent, Sequence, SequenceTable
 from moestro.engine.settings import SchedulerSettings
@@ -49,7 +49,7 @@ class SchedulerState:
         self.pool = BlockPool(settings.num_blocks, enable_prefix_caching=settings.enable_prefix_caching)
         self.table = SequenceTable(settings.num_slots, settings.max_model_len, settings.block_size)
         self.waiting = WaitingQueue(order, self.pool, settings.block_size)
-        self.host = HostBlocks(settings.num_host_blocks, settings.block_size)
+        self.host = HostTier(settings.num_host_blocks, self.pool, settings.block_size)
         self.shares = ClientShares(share, order, self.table, settings.num_blocks)
         self.by_id: dict[str, Sequence] = {}
         self.counts = SchedulerCounts()
@@ -84,25 +84,47 @@ class SchedulerState:
         Returns:
             The slot.
         """
-        num_shared = len(needs.shared)
         if self.recorder is not None:
             self.recorder.admitted(sequence, needs.num_cached, now_ns)
         self.waiting.remove(sequence)
         if needs.shared:
             self.pool.share(needs.shared)
+        if needs.loaded:
+            self.host.pin([sequence.hashes[at] for at in needs.loaded])  # an allocation may evict to the host
         sequence.blocks = needs.shared + self.pool.allocate_many(needs.num_own)
         if sequence.num_kept:
-            self.counts.num_restored_tokens += self.host.restore(sequence, num_shared)
+            self.counts.num_restored_tokens += self.host.restore(sequence, len(needs.shared))
+        if needs.loaded:
+            sequence.blocks = _in_order(sequence.blocks, needs)
         if sequence.num_cached_tokens is None:
-            self._note_first_admission(sequence, needs.num_cached, now_ns)
-        return self.table.insert(sequence, needs.num_cached, num_shared)
+            self._note_first_admission(sequence, needs, now_ns)
+        slot = self.table.insert(sequence, needs.num_cached, needs.num_prefix)
+        if needs.loaded:
+            self._load(sequence, slot, needs.loaded)
+        if needs.num_prefix:
+            self.host.used(sequence.hashes[: needs.num_prefix])
+        return slot
 
-    def _note_first_admission(self, sequence: Sequence, num_cached: int, now_ns: int) -> None:
+    def _load(self, sequence: Sequence, slot: int, positions: tuple[int, ...]) -> None:
+        """Copy blocks from host memory into those of a sequence at `positions`, which are cached there from now on.
+
+        The copies come before the units of the next plan, so a sequence that shares the blocks reads what they hold.
+        """
+        names, blocks = [sequence.hashes[at] for at in positions], [sequence.blocks[at] for at in positions]
+        self.host.load(names, blocks)
+        if self.block_contents is not None:
+            for at in positions:
+                self.block_contents |= sequence.contents(at, at + 1, self.table.token_ids[slot], self.block_size)
+        self.pool.remember(blocks, names)
+
+    def _note_first_admission(self, sequence: Sequence, needs: AdmissionNeeds, now_ns: int) -> None:
         """Count the prefix cache's hits, and tell the order policy."""
-        num_prompt_tokens = sequence.request.num_prompt_tokens
+        num_prompt_tokens, num_cached = sequence.request.num_prompt_tokens, needs.num_cached
+        sequence.num_host_tokens = min(len(needs.loaded) * self.block_size, num_cached)
+        self.counts.num_host_hit_tokens += sequence.num_host_tokens
         sequence.num_cached_tokens, sequence.admitted_ns = num_cached, now_ns
         self.counts.num_queried_tokens += num_prompt_tokens
-        self.counts.num_hit_tokens += num_cached
+        self.counts.num_hit_tokens += num_cached - sequence.num_host_tokens
         if self._order.observes:
             self.waiting.observe(Admitted(sequence.user, num_prompt_tokens))
 
@@ -149,7 +171,7 @@ class SchedulerState:
             self._release_slot(sequence.slot)
         self.shares.leave(sequence.client)
         if sequence.host_blocks:
-            self.host.forget(sequence)
+            self.host.drop_kept(sequence)
         if self._order.observes or self.recorder is not None:
             num_generated = min(len(sequence.generated), sequence.request.sampling.max_tokens)
             if self.recorder is not None:
@@ -204,6 +226,9 @@ class SchedulerState:
             start = len(hashes) * block_size
             parent = hashes[-1] if hashes else ROOT
             hashes.append(block_hash(request.hash_key, parent, table.token_ids[slot, start : start + block_size]))
+        table.next_full_at[slot] = (end + 1) * block_size if has_tokens or len(hashes) > end else NEVER
+        if not self.host.link(hashes, first, end):
+            return  # behind a block that is gone, these could hit nothing
         if self.block_contents is not None:
             self.block_contents.update(sequence.contents(first, end, table.token_ids[slot], block_size))
         if first + 1 == end:  # a decode
@@ -212,7 +237,6 @@ class SchedulerState:
         else:
             blocks += sequence.blocks[first:end]
             names += hashes[first:end]
-        table.next_full_at[slot] = (end + 1) * block_size if has_tokens or len(hashes) > end else NEVER
 
     def forget_cache(self) -> None:
         """Empty the prefix cache. Sequences that have KV now enter no block any more, but those of now on may."""
@@ -221,6 +245,22 @@ class SchedulerState:
                 sequence.may_cache = False
         self.table.next_full_at[self.table.running] = NEVER
         self.pool.forget_all()
+        self.host.forget_all()
+
+    def drop_copies(self, device_blocks: set[int]) -> None:
+        """Drop all KV in host memory, and that of device blocks which should have come from there."""
+        self.counts.num_failed_copies += 1
+        self.pool.forget(self.pool.names_of(device_blocks))
+        self.host.forget_all()
+        for sequence in self.by_id.values():
+            if sequence.host_blocks:
+                self.waiting.remove(sequence)
+                self.host.drop_kept(sequence)
+                sequence.prompt_logprobs = None if sequence.prompt_logprobs is None else []
+                self.waiting.add(sequence)
+        for slot in self.table.running.tolist():
+            if not device_blocks.isdisjoint(self.table.at(slot).blocks):
+                self.preempt(slot, keeps=False)
 
     def check(self) -> None:
         """Recount blocks and slots from scratch.
@@ -233,3 +273,11 @@ class SchedulerState:
             raise InvariantError("slots in use and running sequences differ")
         self.pool.check([sequence.blocks for sequence in running])
         self.host.check(sequence for sequence in self.by_id.values() if sequence.slot is None)
+
+
+def _in_order(blocks: list[int], needs: AdmissionNeeds) -> list[int]:
+    """Put the blocks of a sequence, shared ones first, in the order of its tokens."""
+    shared, own = iter(blocks[: len(needs.shared)]), iter(blocks[len(needs.shared) :])
+    loaded = set(needs.loaded)
+    prefix = [next(own if at in loaded else shared) for at in range(needs.num_prefix)]
+    return [*prefix, *own]

@@ -14,7 +14,7 @@ import numpy as np
 from moestro.core.views import BE, EvictView
 from moestro.core.work import Slots
 from moestro.engine.event_recorder import EventRecorder
-from moestro.engine.host_blocks import HostBlocks
+from moestro.engine.host_tier import HostTier
 from moestro.engine.policy_contract import EvictPolicy
 from moestro.engine.policy_views import PolicyViews
 from moestro.engine.sequences import Sequence
@@ -52,7 +52,7 @@ class SequencePreemption:
         policy: EvictPolicy,
         admission: WaitingAdmission,
         views: PolicyViews,
-        host: HostBlocks,
+        host: HostTier,
         recall: Recall | None = None,
     ) -> None:
         self.makes_way = policy.makes_way

@@ -66,7 +66,9 @@ class Sequence:
         edits: changes to its logits. None means no change.
         num_tokens: known tokens while it waits: the prompt and `generated`.
         last_num_tokens: known tokens with which it ends, by max_tokens or because a replayed answer has no more.
-        num_cached_tokens: prompt tokens found in the prefix cache at its first admission; None before.
+        num_cached_tokens: prompt tokens found in the prefix cache, on the device or in host memory, at its first
+            admission; None before.
+        num_host_tokens: those of them that were copied from host memory.
         admitted_ns: time of its first admission.
         prompt_logprobs: entries collected so far. None means delivered or not wanted.
         num_preemptions: number of its preemptions.
@@ -80,8 +82,9 @@ class Sequence:
 
     __slots__ = (
         "admitted_ns", "blocks", "client", "edits", "generated", "hashes", "host_blocks", "is_leaving", "is_told",
-        "last_num_tokens", "may_cache", "num_cached_tokens", "num_kept", "num_preemptions", "num_tokens",
-        "prompt_logprobs", "request", "sampling_row", "serial", "service_class", "slot", "stop_token_ids", "user",
+        "last_num_tokens", "may_cache", "num_cached_tokens", "num_host_tokens", "num_kept", "num_preemptions",
+        "num_tokens", "prompt_logprobs", "request", "sampling_row", "serial", "service_class", "slot", "stop_token_ids",
+        "user",
     )  # fmt: skip
 
     def __init__(
@@ -101,6 +104,7 @@ class Sequence:
             num_output = num_output_tokens
         self.last_num_tokens = request.num_prompt_tokens + num_output
         self.num_cached_tokens: int | None = None
+        self.num_host_tokens = 0
         self.admitted_ns = 0
         self.num_preemptions = 0
         self.is_leaving = self.is_told = False

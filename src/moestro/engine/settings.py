@@ -103,7 +103,9 @@ class SchedulerSettings(SchedulerOptions):
 
     Attributes:
         num_blocks, block_size: the KV pool: blocks, and tokens a block.
-        num_host_blocks: blocks of host memory for the KV of preempted sequences; 0: it is always computed again.
+        num_host_blocks: blocks of host memory for the KV of preempted sequences and for blocks that the prefix cache
+            evicts; 0: such KV is computed again.
+        block_bytes: KV of one block; 0: unknown, so that copies to and from the host count as 0 bytes.
         max_model_len: tokens of one sequence, prompt and output; at most `num_blocks * block_size`.
         max_num_urgent_seqs: running sequences beside `max_num_seqs`, for latency-sensitive sequences alone: these need
             not wait until a best-effort one ends. 0: classes are alike in this.
@@ -116,6 +118,7 @@ class SchedulerSettings(SchedulerOptions):
     block_size: Annotated[int, at_least(1)]
     max_model_len: Annotated[int, at_least(1)]
     num_host_blocks: Annotated[int, at_least(0)] = 0
+    block_bytes: Annotated[int, at_least(0)] = 0
     max_num_urgent_seqs: Annotated[int, at_least(0)] = 0
     max_chunk: Annotated[int | None, at_least(1)] = None
 

@@ -125,6 +125,7 @@ def _output_of(output: StepOutput, row: int) -> Output:
         logprobs=(output.logprobs[row],) if row in output.logprobs else (),
         prompt_logprobs=None if prompt is None else PackedLogprobs.pack(prompt),
         num_cached_tokens=sequence.num_cached_tokens or 0,
+        num_host_tokens=sequence.num_host_tokens,
         admitted_ns=sequence.admitted_ns,
         num_preemptions=sequence.num_preemptions,
     )
@@ -142,7 +143,9 @@ class SchedulerCounts:
     Attributes:
         num_preemptions: preemptions of sequences.
         num_queried_tokens: prompt tokens of admitted sequences.
-        num_hit_tokens: those of them that the prefix cache held.
+        num_hit_tokens: those of them that the prefix cache held on the device.
+        num_host_hit_tokens: those of the others that were copied from host memory.
+        num_failed_copies: plans whose copies to or from host memory failed.
         num_kept_tokens: tokens of preempted sequences whose KV was copied to host memory.
         num_restored_tokens: tokens whose KV was copied back.
         num_dropped_rows: computed units without use, because their sequences had ended or were aborted meanwhile.
@@ -152,6 +155,8 @@ class SchedulerCounts:
     num_preemptions: int = 0
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
+    num_host_hit_tokens: int = 0
+    num_failed_copies: int = 0
     num_kept_tokens: int = 0
     num_restored_tokens: int = 0
     num_dropped_rows: int = 0

@@ -14,6 +14,7 @@ import numpy as np
 from moestro.core.views import BE, BatchLimits
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.client_shares import ClientShares
+from moestro.engine.host_tier import HostTier
 from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.engine.waiting import WaitingQueue
 
@@ -24,6 +25,7 @@ class AdmissionNeeds(msgspec.Struct, frozen=True, eq=False, gc=False):
     Attributes:
         shared: cached blocks that the sequence would share.
         num_own: further blocks that it would be given.
+        loaded: positions in the prompt of those further blocks into which cached KV is copied from host memory.
         num_taken: free blocks that the pool would lose: the own ones, and shared ones without a holder now.
         num_cached: tokens that need no computation, from the prefix cache or from host memory.
         num_left: tokens that the sequence would compute.
@@ -34,6 +36,12 @@ class AdmissionNeeds(msgspec.Struct, frozen=True, eq=False, gc=False):
     num_taken: int
     num_cached: int
     num_left: int
+    loaded: tuple[int, ...] = ()
+
+    @property
+    def num_prefix(self) -> int:
+        """Leading blocks of the prompt whose KV is cached on the device or in host memory."""
+        return len(self.shared) + len(self.loaded)
 
 
 class AdmissionCandidate(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -48,6 +56,7 @@ class WaitingAdmission:
     """Finds the waiting sequences of one scheduler that could be admitted.
 
     Attributes:
+        host: host memory, where the prefix cache's evicted blocks may be.
         max_num_be: best-effort sequences that may run at once.
         shares: parts of the clients.
     """
@@ -55,20 +64,25 @@ class WaitingAdmission:
     pool: BlockPool
     table: SequenceTable
     waiting: WaitingQueue
+    host: HostTier
     max_num_be: int
     shares: ClientShares
 
     def needs(self, sequence: Sequence) -> AdmissionNeeds:
         """Blocks and computation that a waiting sequence would take now."""
         block_size, num_tokens = self.table.block_size, sequence.num_tokens
-        shared = self.pool.find_prefix(sequence.readable_hashes()[: num_tokens // block_size])
+        hashes = sequence.readable_hashes()[: num_tokens // block_size]
+        shared = self.pool.find_prefix(hashes)
+        loaded: tuple[int, ...] = ()
+        if not sequence.num_kept and len(shared) < len(hashes) and hashes[len(shared)] in self.host:
+            shared, loaded = self.host.find_prefix(hashes, shared)
         num_own = -(-num_tokens // block_size) - len(shared)
-        if not shared and not sequence.num_kept:
+        if not shared and not loaded and not sequence.num_kept:
             return AdmissionNeeds(shared, num_own, num_own, 0, num_tokens)
         # The last token is computed even when the cache holds the whole prompt, because its logits are wanted.
-        num_cached = min(max(len(shared) * block_size, sequence.num_kept), num_tokens - 1)
+        num_cached = min(max((len(shared) + len(loaded)) * block_size, sequence.num_kept), num_tokens - 1)
         num_taken = num_own + self.pool.num_free_among(shared)
-        return AdmissionNeeds(shared, num_own, num_taken, num_cached, num_tokens - num_cached)
+        return AdmissionNeeds(shared, num_own, num_taken, num_cached, num_tokens - num_cached, loaded)
 
     def has_place(self, sequence: Sequence, preempted: Collection[int] = ()) -> bool:
         """Whether a waiting sequence would find a slot and blocks if the sequences in slots `preempted` were gone."""

@@ -211,7 +211,7 @@ class CheckedNetwork:
         if self.network.exchange is not None:
             notes += (self.network.exchange.note,)
         num_blocks = choose_num_blocks(settings, kv_bytes - parked_bytes, probe.bytes_per_block)
-        num_host_blocks = choose_num_host_blocks(settings, probe.bytes_per_block)
+        num_host_blocks = choose_num_host_blocks(settings, probe.bytes_per_block, self.local)
         is_measured = card is not None and is_share_of_card(settings)
         max_model_len = fit_max_model_len(
             settings, wanted_len, num_blocks, probe.bytes_per_block, is_measured=is_measured
@@ -223,13 +223,14 @@ class CheckedNetwork:
         if name not in TESTED_FAMILIES:
             notes += (f"model_type {name!r} is not a tested family; it passed a comparison with transformers.",)
         pools = probe.allocate(num_blocks)
-        if num_host_blocks:
-            pools.allocate_host(num_host_blocks)
+        host_block_ns = pools.allocate_host(num_host_blocks) if num_host_blocks else None
         return pools, msgspec.structs.replace(
             self.facts.describe(settings, self.network, self.num_chosen),
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
+            block_bytes=probe.bytes_per_block,
+            host_block_ns=host_block_ns,
             notes=notes,
             card=card and card.described(num_blocks * probe.bytes_per_block),
         )

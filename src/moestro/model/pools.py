@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from moestro.core.work import BlockMoves
-from moestro.errors import ConfigError, UnsupportedModelError
-from moestro.model.host_pools import HostPools, make_host_pools
-from moestro.model.settings import ModelSettings
+from moestro.errors import ConfigError, CopyError, UnsupportedModelError
+from moestro.model.host_pools import HostPools, make_host_pools, measure_copy
+from moestro.model.settings import LocalRank, ModelSettings
+
+_MEASURED_BLOCKS = 64  # copied to measure the time of a copy
 
 
 class KVPools:
@@ -113,14 +115,18 @@ class KVPools:
             ) from error
         return larger
 
-    def allocate_host(self, num_blocks: int) -> None:
-        """Allocate host memory beside these pools, with room for `num_blocks` blocks.
+    def allocate_host(self, num_blocks: int) -> int:
+        """Allocate host memory beside these pools, with room for `num_blocks` blocks. No step has run yet.
+
+        Returns:
+            The time of the copy of a block to the device, in nanoseconds, as measured.
 
         Raises:
             ConfigError: the memory does not suffice.
         """
         try:
             self._host = make_host_pools(list(self.blocks()), num_blocks)
+            return measure_copy(self._host, min(num_blocks, self.num_blocks, _MEASURED_BLOCKS))
         except RuntimeError as error:
             raise ConfigError(
                 f"Host memory for {num_blocks} KV blocks ({num_blocks * self.bytes_per_block} bytes) cannot be"
@@ -128,9 +134,16 @@ class KVPools:
             ) from error
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Copy between these pools and host memory, after earlier launches and before later ones. No host waits."""
+        """Copy between these pools and host memory, after earlier launches and before later ones. No host waits.
+
+        Raises:
+            CopyError: the copies failed.
+        """
         assert self._host is not None, "moves without host memory"
-        self._host.move(moves)
+        try:
+            self._host.move(moves)
+        except RuntimeError as error:
+            raise CopyError(f"{moves.num_blocks} KV blocks could not be copied: {error}") from error
 
     def blocks(self) -> Iterator[Tensor]:
         """Yield views [num_blocks, block_size, heads, head size] of each pool of each layer that has written."""
@@ -148,12 +161,19 @@ class KVPools:
         return torch.zeros(self.zero_slot + 1, *like.shape[1:], dtype=like.dtype, device=like.device)
 
 
-def choose_num_host_blocks(settings: ModelSettings, bytes_per_block: int) -> int:
+def choose_num_host_blocks(settings: ModelSettings, bytes_per_block: int, local: LocalRank) -> int:
     """Number of blocks that `kv_offloading_size` holds.
 
     Raises:
-        ConfigError: the size is above 0 and holds no block.
+        ConfigError: the size is above 0 and holds no block, or the host has less memory.
     """
+    free = None if local.free_host_bytes is None else local.free_host_bytes / local.num_ranks / (1 << 30)
+    if free is not None and settings.kv_offloading_size > free:
+        each = f" for each of {local.num_ranks} engines" if local.num_ranks > 1 else ""
+        raise ConfigError(
+            f"--kv-offloading-size {settings.kv_offloading_size:g} GiB{each} is more than this host has free:"
+            f" {free:.2f} GiB{each} fit. Give less, or 0 to compute evicted KV again."
+        )
     num_blocks = int(settings.kv_offloading_size * (1 << 30)) // bytes_per_block
     if settings.kv_offloading_size and not num_blocks:
         raise ConfigError(

@@ -83,7 +83,7 @@ class CacheSettings(CheckedSettings):
     block_size: Annotated[int, at_least(1), _MEMORY] = 16
     "Tokens of one KV block, the unit of memory and of prefix caching."
     kv_offloading_size: Annotated[float, at_least(0), _MEMORY] = 0.0
-    "GiB of host memory, for each engine, that keep the KV of preempted requests. 0: it is computed again."
+    "GiB of host memory of each engine, for KV of preempted requests and evicted prefixes. 0: it is computed again."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,7 @@ class LocalRank:
         num_ranks: processes that take accelerators in turn.
         max_tokens, max_seqs: tokens and sequences of the largest step.
         records_steps: whether a GPU's steps are recorded as CUDA graphs.
+        free_host_bytes: host memory that new processes can take. None means unknown.
     """
 
     rank: int = 0
@@ -121,6 +122,7 @@ class LocalRank:
     max_tokens: int = 2048
     max_seqs: int = 64
     records_steps: bool = False
+    free_host_bytes: int | None = None
 
     def num_sharing(self, num_accelerators: int) -> int:
         """Count the processes, this one included, that use its accelerator."""

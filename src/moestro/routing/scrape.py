@@ -24,7 +24,7 @@ class EngineTotals:
 
     Attributes:
         num_generated_tokens: generated tokens.
-        num_queried_tokens, num_hit_tokens: prompt tokens looked up, and found, in the prefix cache.
+        num_queried_tokens, num_hit_tokens: prompt tokens looked up, and found, in the prefix cache, in any tier.
         prompt_token_s: mean time to compute a prompt token, seconds.
     """
 
@@ -79,6 +79,7 @@ _PROMPT = ("moestro:prompt_tokens_total", "vllm:prompt_tokens_total", "sglang:pr
 _GENERATED = ("moestro:generation_tokens_total", "vllm:generation_tokens_total", "sglang:generation_tokens_total")
 _QUERIED = ("moestro:prefix_cache_queries_total", "vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total")
 _HITS = ("moestro:prefix_cache_hits_total", "vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
+_HOST_HITS = ("moestro:external_prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
 _PREFILL_S = ("vllm:request_prefill_time_seconds_sum",)
 _COMPUTED = ("vllm:request_prefill_kv_computed_tokens_sum",)
 _CACHE_CONFIG = ("moestro:cache_config_info", "vllm:cache_config_info")
@@ -168,13 +169,14 @@ def _load(exposed: _Exposed, rank: int | None) -> ScrapedLoad:
         num_kv_tokens = figure(_KV_TOKENS)
     num_generated = figure(_GENERATED)
     known = [count for count in (figure(_PROMPT), num_generated) if count is not None]
+    num_hits = figure(_HITS)
     seconds, num_computed = figure(_PREFILL_S), figure(_COMPUTED)
     return ScrapedLoad(
         figures=LoadFigures(**{name: _load_figure(exposed.of(names, rank), name) for name, names in _NAMES.items()}),
         totals=EngineTotals(
             num_generated_tokens=_count(num_generated),
             num_queried_tokens=_count(figure(_QUERIED)),
-            num_hit_tokens=_count(figure(_HITS)),
+            num_hit_tokens=_count(None if num_hits is None else num_hits + (figure(_HOST_HITS) or 0)),
             prompt_token_s=seconds / num_computed if seconds and num_computed else None,
         ),
         num_tokens_computed=sum(known) if known else None,

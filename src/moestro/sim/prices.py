@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from moestro.cost.model import Batch, CostModel, GroupCostModel, Int64s, Ints
 from moestro.cost.tables import MeasuredCost
+from moestro.engine.load_prices import LinearPrices
 
 
 class Prices(Protocol):
@@ -36,6 +39,22 @@ class Prices(Protocol):
     def notes(self) -> list[str]:
         """Return limits of the prices given so far, for readers of the results; usually none."""
         ...
+
+
+_TRIAL_TOKENS = 1024  # of a prompt, in the step whose price per token counts
+
+
+def load_prices(prices: Prices, block_size: int) -> LinearPrices:
+    """Prices by which a rank that steps alone copies a prefix from host memory or computes it again.
+
+    A token costs what a step of twice as many tokens takes more: a step reads the weights in any case.
+    """
+    small, large = (_prompt_ns(prices, num_tokens) for num_tokens in (_TRIAL_TOKENS, 2 * _TRIAL_TOKENS))
+    return LinearPrices(prices.move_ns(block_size), (large - small) / _TRIAL_TOKENS)
+
+
+def _prompt_ns(prices: Prices, num_tokens: int) -> int:
+    return prices.step_ns([Batch(np.zeros(1, np.int32), np.array([num_tokens], np.int32))])
 
 
 class OneRank:

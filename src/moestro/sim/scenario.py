@@ -173,6 +173,7 @@ def make_bounds(engines: SimEngineSettings, num_blocks: int | None = None) -> Sc
     return SchedulerSettings(
         num_blocks=num_blocks,
         num_host_blocks=int(engines.kv_offloading_size * GIB) // block_bytes,
+        block_bytes=block_bytes,
         block_size=engines.block_size,
         max_model_len=engines.max_model_len or num_blocks * engines.block_size,
         **fields_of(engines, SchedulerLimits),

@@ -38,6 +38,10 @@ class ExpertRank:
     def abort(self, request_id: str, now_ns: int) -> None:
         """Ignore: there are no requests."""
 
+    def take_given_way(self) -> list[str]:
+        """Return none: no request waits here."""
+        return []
+
     def wake(self, step: int) -> None:
         """Refuse: workers of this group take no steps together."""
         raise InvariantError("a worker without attention was told to take part in a step")

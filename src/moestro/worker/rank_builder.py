@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from moestro.config.launch_spec import LaunchSpec
+from moestro.config.linux_process import available_memory_bytes
 from moestro.core.model_info import ModelInfo
 from moestro.core.stages import StagedDevice
 from moestro.core.work import Device
@@ -30,7 +31,8 @@ Send = Callable[[FromRank], None]  # sends a message to the API server
 
 def make_rank(spec: LaunchSpec, device: Device, info: ModelInfo, *, runs_ahead: bool = False) -> Rank:
     """Build the rank that `spec` describes in `fused` mode, on `device`. `runs_ahead`: as in `FusedExecutor`."""
-    return build_rank(scheduler_settings(spec, info), device, runs_ahead=runs_ahead)
+    settings = scheduler_settings(spec, info)
+    return build_rank(settings, device, runs_ahead=runs_ahead, host_block_ns=info.host_block_ns)
 
 
 def make_preemptive_rank(spec: LaunchSpec, device: StagedDevice, info: ModelInfo, launch_ahead: int = 1) -> Rank:
@@ -56,6 +58,7 @@ def local_rank_of(spec: LaunchSpec, num_classes: int = 1) -> LocalRank:
         num_ranks=spec.num_local,
         max_tokens=spec.scheduler.max_num_batched_tokens,
         max_seqs=num_classes * spec.scheduler.max_num_seqs,
+        free_host_bytes=available_memory_bytes(),
     )
 
 
@@ -64,6 +67,7 @@ def scheduler_settings(spec: LaunchSpec, info: ModelInfo) -> SchedulerSettings:
     return SchedulerSettings(
         num_blocks=info.num_blocks,
         num_host_blocks=info.num_host_blocks,
+        block_bytes=info.block_bytes,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         **asdict(spec.scheduler),

@@ -49,6 +49,7 @@ class EngineMetrics:
         num_preemptions: Number of preemptions of each finished request.
         num_choices, longest_choice: Number of choices of each finished prompt, and tokens of the longest of them.
         num_cached_tokens: Number of prompt tokens that came from a cache.
+        num_host_tokens: Number of those that were copied from host memory.
         num_prompt_tokens: Number of prompt tokens of requests with a first output.
         num_generated_tokens: Number of tokens received from the engine, shown or not.
         ended: Number of ended requests by finish reason.
@@ -60,6 +61,7 @@ class EngineMetrics:
     __slots__ = (
         "computed_tokens", "decode_s", "ended", "first_token_s", "gap_s", "generation_tokens", "inference_s",
         "longest_choice", "max_tokens", "mean_gap_s", "num_cached_tokens", "num_choices", "num_generated_tokens",
+        "num_host_tokens",
         "num_moved", "num_preemptions", "num_prompt_tokens", "num_restarts", "num_stalls", "num_streams_resumed",
         "prefill_s", "prompt_tokens", "queue_s", "step_tokens", "whole_s",
     )  # fmt: skip
@@ -81,7 +83,7 @@ class EngineMetrics:
         self.num_preemptions = Histogram(_PREEMPTIONS)
         self.num_choices = Histogram(_CHOICES)
         self.longest_choice = Histogram(_TOKENS)
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_host_tokens = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.ended = dict.fromkeys(FinishReason, 0)

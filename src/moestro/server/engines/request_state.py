@@ -189,6 +189,7 @@ class RequestState:
             self.admitted_ns, self.num_hit_tokens = output.admitted_ns, output.num_cached_tokens
             metrics.num_prompt_tokens += request.num_prompt_tokens
             metrics.num_cached_tokens += output.num_cached_tokens
+            metrics.num_host_tokens += output.num_host_tokens
             metrics.queue_s[request.service_class].observe((output.admitted_ns - request.arrival_ns) / 1e9)
             metrics.prefill_s.observe((now_ns - output.admitted_ns) / 1e9)
         if not num_tokens:

@@ -112,7 +112,8 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] =
 # Sources of prompt tokens by vLLM's names.
 _SOURCES: tuple[tuple[str, Callable[[EngineMetrics], float]], ...] = (
     ("local_compute", lambda m: m.num_prompt_tokens - m.num_cached_tokens),
-    ("local_cache_hit", lambda m: m.num_cached_tokens),
+    ("local_cache_hit", lambda m: m.num_cached_tokens - m.num_host_tokens),
+    ("external_kv_transfer", lambda m: m.num_host_tokens),
 )
 # vLLM's reasons of requests that wait. Nothing but a lack of capacity makes a request wait here.
 _WAITING_REASONS = ("capacity", "deferred")

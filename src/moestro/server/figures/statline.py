@@ -90,7 +90,9 @@ def _line(engine: int, load: LoadFigures, gained: _EngineTotals, seconds: float)
     shown = [spec.log_format.format(values[name]) for name, spec in FIGURES.items() if spec.log_format is not None]
     num_queried, num_hit, num_passes = (counters[n] for n in ("num_queried_tokens", "num_hit_tokens", "num_passes"))
     if num_queried:
-        shown.append(f"prefix hits {num_hit / num_queried:.0%}")
+        num_host = counters["num_host_hit_tokens"]
+        from_host = f" and {num_host / num_queried:.0%} from host memory" if num_host else ""
+        shown.append(f"prefix hits {num_hit / num_queried:.0%}{from_host}")
     passes = f"; {num_passes} passes in {_time(counters['passed_over_ns'] / 1e9)}" if num_passes else ""
     latencies = "".join(_class_part(each, gained.latencies) for each in ServiceClass)
     return (

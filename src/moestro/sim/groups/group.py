@@ -29,7 +29,7 @@ from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
-from moestro.sim.prices import Prices
+from moestro.sim.prices import Prices, load_prices
 
 
 def give_prompt_kv(scheduler: Scheduler, request_id: str) -> None:
@@ -103,7 +103,7 @@ class Seat:
         """Date the KV events of the steps just taken by the ends of these steps."""
         journal = self.rank.scheduler.pool.journal
         if journal and self.kv_events is not None:
-            self.kv_events.extend(KvEvent(int(ends[e.step]), e.is_stored, e.block_hash) for e in journal)
+            self.kv_events.extend(KvEvent(int(ends[e.step]), e.is_stored, e.block_hash) for e in journal if e.is_alone)
             journal.clear()
 
     def add(self, request: Request, script: Script, now_ns: int) -> int:
@@ -164,6 +164,9 @@ class Group:
 
     def __init__(self, settings: SchedulerSettings, prices: Prices, *, jump: bool = True) -> None:
         self.seats = [FusedSeat(settings) for _ in range(prices.num_ranks)]
+        if settings.num_host_blocks and prices.num_ranks == 1:
+            for seat in self.seats:
+                seat.rank.scheduler.state.host.prices = load_prices(prices, settings.block_size)
         self.next_ns: int | None = None
         self.began_ns = 0
         self._prices = prices

@@ -19,7 +19,7 @@ from moestro.errors import ConfigError
 from moestro.worker.kv_events.listeners import BatchLog
 from moestro.worker.kv_events.server import KvServer
 
-_MEDIUM = "GPU"  # vLLM's name of a cache's first tier
+_DEVICE, _HOST = "GPU", "CPU"  # media as vLLM names them, also where the device is a CPU
 
 
 class KvPublisher:
@@ -73,8 +73,9 @@ def of_rank(endpoint: str, rank: int) -> str:
 
 
 def _on_the_wire(event: StoredBlocks | RemovedBlocks, block_size: int) -> dict[str, Any]:
+    medium = _HOST if event.is_on_host else _DEVICE
     if isinstance(event, RemovedBlocks):
-        return {"type": "BlockRemoved", "block_hashes": [_number(name) for name in event.names], "medium": _MEDIUM}
+        return {"type": "BlockRemoved", "block_hashes": [_number(name) for name in event.names], "medium": medium}
     stored = {
         "type": "BlockStored",
         "block_hashes": [_number(name) for name in event.names],
@@ -82,7 +83,7 @@ def _on_the_wire(event: StoredBlocks | RemovedBlocks, block_size: int) -> dict[s
         "token_ids": np.frombuffer(event.token_ids, np.int32).tolist(),
         "block_size": block_size,
         "lora_id": None,
-        "medium": _MEDIUM,
+        "medium": medium,
         "lora_name": None,
     }
     if event.cache_salt is not None:

@@ -43,7 +43,7 @@ class _Choice:
         self.index = index
         self.job = job
         self.num_generated = 0
-        self.num_cached = 0
+        self.num_cached = self.num_host_cached = 0
         self._token_ids = array("i")
         self.num_reasoning = 0
         self._tokenizer = tokenizer
@@ -64,7 +64,7 @@ class _Choice:
         if self._wants_text_alone and self._token_ids and output.finish_reason is None:
             return self._take_text(output.token_ids)
         if not self._token_ids:  # An engine that resumes the answer may have cached more, or less, of the prompt.
-            self.num_cached = output.num_cached_tokens
+            self.num_cached, self.num_host_cached = output.num_cached_tokens, output.num_host_tokens
         is_first = not self._token_ids
         self._token_ids.extend(output.token_ids)
         num_before = self.num_generated
@@ -219,6 +219,7 @@ class Generation:
 
     def __init__(self, engines: EngineClient, model: ServedModel, jobs: Sequence[Job], threads: PrepareThreads) -> None:
         self.has_begun = False
+        self._num_host_cached = 0
         self._num_prompt = self._num_cached = self._num_generated = self._num_reasoning = 0  # in all choices
         self._threads = threads
         self._jobs = jobs
@@ -383,6 +384,7 @@ class Generation:
         self._num_reasoning += choice.num_reasoning
         if not choice.job.is_copy:
             self._num_cached += choice.num_cached
+            self._num_host_cached += choice.num_host_cached
         return piece
 
     def _end_reasoning(self, choice: _Choice) -> Piece:
@@ -398,6 +400,7 @@ class Generation:
         self._num_reasoning -= choice.num_reasoning
         if not choice.job.is_copy:
             self._num_cached -= choice.num_cached
+            self._num_host_cached -= choice.num_host_cached
 
     async def all_pieces(self) -> list[list[Piece]]:
         """Return the pieces of each choice, in order.
@@ -417,7 +420,8 @@ class Generation:
     def usage(self) -> Usage:
         """Return the token counts so far, summed over all choices."""
         prompt, generated = self._num_prompt, self._num_generated
-        usage = Usage(prompt, generated, prompt + generated, PromptTokensDetails(self._num_cached))
+        details = PromptTokensDetails(self._num_cached, self._num_host_cached)
+        usage = Usage(prompt, generated, prompt + generated, details)
         if self._model.chat.reasoning is not None:
             usage.completion_tokens_details = CompletionTokensDetails(self._num_reasoning)
         return usage

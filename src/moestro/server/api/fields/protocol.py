@@ -212,10 +212,11 @@ class BatchChatFields(ChatFields, kw_only=True):
 # --- response bodies ----------------------------------------------------------------------------------------------
 
 
-class PromptTokensDetails(msgspec.Struct):
-    """Number of prompt tokens that came from the prefix cache."""
+class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
+    """Number of prompt tokens that came from the prefix cache, and of those whose KV was copied from host memory."""
 
     cached_tokens: int
+    host_cached_tokens: int = 0
 
 
 class CompletionTokensDetails(msgspec.Struct):
