@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import EMPTY
-from moestro.placement.activation import idle_parts
-from moestro.placement.copies import held_by, live_counts
+from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.kernel.choice import search_kernel
-from moestro.placement.problem import Experts, PlaceProblem
 from moestro.placement.registry import PlaceView
+from moestro.placement.search.activation import idle_parts
+from moestro.placement.search.copies import held_by, live_counts
+from moestro.placement.search.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats, TokenOrigins
 
 MOST_STEPS = 64  # of a layer
@@ -172,7 +172,9 @@ class _Layer:
         if not len(kept):
             return False
         steps = steps.of(kept)
-        compute_s, rows_s = self._after(steps, np.broadcast_to(np.arange(len(self._slow)), (len(kept), len(self._slow))))
+        compute_s, rows_s = self._after(
+            steps, np.broadcast_to(np.arange(len(self._slow)), (len(kept), len(self._slow)))
+        )
         value = compute_s.max(axis=1) + rows_s.max(axis=1) + move_s[kept]
         best = int(value.argmin())
         if not value[best] < enough:
@@ -217,8 +219,9 @@ class _Layer:
             for devices, sign in ((steps.enters[side], 1), (steps.leaves[side], -1)):
                 counts = (devices != NONE) & self._moved[what, np.maximum(devices, 0)]
                 received += sign * counts
-        seconds: Floats = np.where(received == 0, 0.0, received * self._prices.move_s)
-        return seconds
+        if np.isinf(self._prices.move_s):  # nothing may be received; what is received less earns nothing
+            return np.where(received > 0, np.inf, 0.0)
+        return received.astype(np.float64) * self._prices.move_s
 
     def _after(self, steps: _Steps, device: Experts) -> tuple[Floats, Floats]:
         """Return float64[steps, devices] twice, seconds of some devices after each step."""
@@ -241,7 +244,8 @@ class _Layer:
                 is_there = (is_used & (at == device)) * sign
                 is_near = (is_used & (at != NONE) & self._same_node[np.maximum(at, 0), device]) * sign
                 compute_s = compute_s + is_there * (work_s * slow)
-                rows_s = rows_s + (is_there * (after * near_s) - is_near * (after * sooner_s))
+                rows_s = rows_s + is_there * (after * near_s)
+                rows_s = rows_s - is_near * (after * sooner_s)
         return compute_s, rows_s
 
     def _take(self, steps: _Steps) -> None:
