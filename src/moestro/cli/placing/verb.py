@@ -59,7 +59,7 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
     if settings.policy.compare:
         with progress("comparing policies", len(PLACE_POLICIES.names())) as advance:
             others = ask_all(question.view, advance, fills_slots=fills_slots)
-        print_comparison(console, {answer.policy: answer} | others)
+        print_comparison(console, {answer.policy: answer} | others, question.view.limits.horizon_steps)
     _write(console, question, answer)
     end_search(COMPILED_WITHIN_S)
 

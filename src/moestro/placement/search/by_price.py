@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +11,11 @@ from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.eplb import rebalance_experts
 from moestro.placement.registry import PlaceView
 from moestro.placement.search.copies import Packing, even_shares, packing_of
+from moestro.placement.search.packing import pack
 from moestro.placement.search.price_steps import lower_prices, step_prices
 from moestro.placement.search.pricing import Pricer
 from moestro.placement.search.problem import Experts, PlaceProblem
+from moestro.placement.search.replicas import copy_counts
 from moestro.placement.search.sharing import share_out
 from moestro.placement.search.small import is_small
 from moestro.placement.traffic import Floats
@@ -145,6 +147,12 @@ def _exchange_at_random(expert: Experts, room: NDArray[np.bool_], draws: np.rand
             gives, takes = layer[one], layer[other]
             if gives not in by_device[other // num_slots] and takes not in by_device[one // num_slots]:
                 layer[one], layer[other] = takes, gives
+
+
+def pack_tokens(view: PlaceView, problem: PlaceProblem) -> Experts:
+    """Fill all slots by tokens alone, the heaviest copies first, each on the least loaded device, as FlashLB does."""
+    plain = replace(problem, token_s=view.load.total, expert_s=0.0, row_s=None)
+    return pack(plain, copy_counts(plain), 0.0, 0.0)
 
 
 def eplb_starts(view: PlaceView, problem: PlaceProblem) -> list[Experts]:

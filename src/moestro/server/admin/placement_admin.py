@@ -118,7 +118,9 @@ class PlacementAdmin:
     def _shown(self, *, has_arrays: bool) -> web.Response:
         self._control.tick(self._loop.now_ns())  # A migration may have ended since the last look.
         places = self._loop.view.group.places()
-        return _json(placement_view(self._control, places, self._loop.now_ns(), has_arrays=has_arrays))
+        return _json(
+            placement_view(self._control, places, self._loop.view.prices, self._loop.now_ns(), has_arrays=has_arrays)
+        )
 
 
 class NoPlacementAdmin:
