@@ -182,7 +182,7 @@ RTX_PRO_6000 = Gpu(
     all_to_all_start_ns=30_000,
 )
 
-# Peaks: NVIDIA's data sheets of the HGX B200 and the GB200 NVL72, a GPU each; NVLink 5. The GB200's host is reached over
+# Peaks: NVIDIA's data sheets of the HGX B200 and the GB200 NVL72, for one GPU; NVLink 5. The GB200's host is behind
 # NVLink-C2C. Efficiencies and delays: an assumption, those of the H200, because no open table of single operations on
 # Blackwell's data center GPUs was at hand.
 B200 = replace(
@@ -215,8 +215,20 @@ MI300X = replace(
     link_bytes_per_s=448e9,
 )
 
+# A worker of `--mode ep` or `async` that computes on two cores of a server: an order of magnitude, not a fit. Beside a
+# GPU's, its arithmetic is dear and reading weights is cheap, so that plans level tokens.
+CPU = replace(
+    H200,
+    name="cpu",
+    bf16_flops_per_s=0.2e12,
+    fp8_flops_per_s=0.0,
+    memory_bytes_per_s=20e9,
+    link_bytes_per_s=4e9,
+    host_bytes_per_s=4e9,
+)
+
 GPUS = {gpu.name: gpu for gpu in (A100, A100_40G, H20, H100, H200, B200, GB200, MI300X, RTX_PRO_6000)}
-_OTHER_NAMES = {"a100": A100, "h20": H20, "mi300": MI300X}
+_OTHER_NAMES = {"a100": A100, "h20": H20, "mi300": MI300X, "cpu": CPU}
 
 
 def gpu_named(name: str) -> Gpu:

@@ -81,6 +81,9 @@ EFA_P4D = Link(name="efa-p4d", message_ns=_START_NS, latency_ns=75_000, bytes_pe
 # copies for each message.
 ETHERNET_100G = Link(name="ethernet-100g", message_ns=20_000, latency_ns=30_000, bytes_per_s=12.5e9 * _OF_A_PORT)
 
+# Memory that processes of one machine share, through a local socket: an order of magnitude.
+LOCAL_SOCKET = Link(name="local-socket", message_ns=10_000, latency_ns=10_000, bytes_per_s=4e9)
+
 # Takes no time: an ideal that bounds what better links could gain.
 FREE_LINK = Link(name="free", message_ns=0, latency_ns=0, bytes_per_s=math.inf)
 
@@ -95,6 +98,7 @@ LINKS = {
         INFINIBAND_NDR,
         EFA_P4D,
         ETHERNET_100G,
+        LOCAL_SOCKET,
     )
 }
 

@@ -35,9 +35,9 @@ class LastingSettings:
         hysteresis: Part by which the expected saving over the horizon must exceed the seconds of the move.
     """
 
-    least_share: float = 0.01
+    least_share: float = 0.02
     num_windows: int = 6
-    half_life: float = 4.0
+    half_life: float = 3.0
     trust: float = 0.5
     hysteresis: float = 0.1
 
@@ -46,25 +46,26 @@ class LastingSettings:
 class _Trust:
     """What plans of a kind predicted, and what the next window found of it; both decay.
 
-    The first prediction stands for as much as one judged plan, so that a single window decides little.
+    The first prediction counts once as if it had found the part that is expected without knowledge.
     """
 
+    prior: float
     predicted_s: float = 0.0
     found_s: float = 0.0
-    prior_s: float = 0.0
 
     def judge(self, predicted_s: float, found_s: float, kept: float) -> None:
         """Take in a plan that the next window has judged."""
-        self.prior_s = self.prior_s or predicted_s
+        if not self.predicted_s:
+            self.predicted_s, self.found_s = predicted_s, self.prior * predicted_s
         self.predicted_s = kept * self.predicted_s + predicted_s
         self.found_s = kept * self.found_s + found_s
 
-    def part(self, prior: float) -> float:
+    @property
+    def part(self) -> float:
         """Part of a prediction that is to be expected, from 0 to 1."""
-        predicted_s = self.predicted_s + self.prior_s
-        if predicted_s <= 0:
-            return prior
-        return min(max((self.found_s + prior * self.prior_s) / predicted_s, 0.0), 1.0)
+        if self.predicted_s <= 0:
+            return self.prior
+        return min(max(self.found_s / self.predicted_s, 0.0), 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,10 +93,18 @@ class LastingPlans:
     measured_step_s: float | None = None
     reason: str = ""
     _windows: list[ExpertLoad] = field(default_factory=list)
-    _trust: dict[str, _Trust] = field(default_factory=lambda: {SHORT: _Trust(), LONG: _Trust()})
+    _trust: dict[str, _Trust] = field(default_factory=dict)
     _shadows: dict[str, _Shadow] = field(default_factory=dict)
     _first: ExpertTable | None = None
     _num_calls: int = 0
+
+    def __post_init__(self) -> None:
+        self._trust = {name: _Trust(self.settings.trust) for name in (SHORT, LONG)}
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether the policy needs pairs of experts."""
+        return bool(getattr(self.policy, "needs_pairs", False))
 
     def __call__(self, view: PlaceView) -> ExpertTable:
         """Return the placement of the plan that is expected to save enough, or the present one."""
@@ -110,7 +119,7 @@ class LastingPlans:
         candidates = self._candidates(view)
         best, saved_s, kind = view.table, 0.0, ""
         for name, (table, predicted_s) in candidates.items():
-            part = self._trust[name].part(self.settings.trust) if name in self._trust else 1.0
+            part = self._trust[name].part if name in self._trust else 1.0
             net_s = part * predicted_s - self._moves_s(view, table)
             if net_s > saved_s:
                 best, saved_s, kind = table, net_s, name

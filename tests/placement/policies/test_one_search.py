@@ -19,8 +19,8 @@ from moestro.placement.kernel.choice import kernel_search
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 
 EPLB = ("eplb", "eplb:hierarchy=never")
-# A layer that is within 0.1 % of its lower bound is left alone, so a peer may be as much below it.
-BOUND = 1.001
+# A layer that is within 0.1 % of its lower bound is left alone, and steps of single copies end at a local optimum.
+BOUND = 1.002
 # The same search without shares and risk, which has other starts.
 OTHER_STARTS = 1.005
 # One step after the other by smoothed maxima: seconds for what takes milliseconds, and at times another local optimum.

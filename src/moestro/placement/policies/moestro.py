@@ -12,7 +12,7 @@ from moestro.errors import ConfigError
 from moestro.placement.payback import live_table
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.search.budget import Allowance, LayerOffers, allowance_of, layers_that_pay
-from moestro.placement.search.by_price import PriceSearch, eplb_starts, pack_tokens
+from moestro.placement.search.by_price import PriceSearch, eplb_starts, pack_tokens, thinned
 from moestro.placement.search.copies import Packing, in_old_slots
 from moestro.placement.search.one_core import on_one_core
 from moestro.placement.search.pricing import LayerPrices, Pricer, present_packing, table_of
@@ -203,6 +203,8 @@ class _Plan:
         if may_receive:
             starts += [pack_anew(self.problem, counts).expert, pack_tokens(self.view, self.problem)]
             starts += eplb_starts(self.view, self.problem)
+        else:
+            starts.append(thinned(self.problem, self.base.expert, counts))
         stepped = self._all_layers(found[1])
         stepped.put(worthwhile, search.best(starts, worthwhile))
         return stepped

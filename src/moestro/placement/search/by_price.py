@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.eplb import rebalance_experts
 from moestro.placement.registry import PlaceView
-from moestro.placement.search.copies import Packing, even_shares, packing_of
+from moestro.placement.search.copies import Packing, even_shares, held_by, packing_of
 from moestro.placement.search.packing import pack
 from moestro.placement.search.price_steps import lower_prices, step_prices
 from moestro.placement.search.pricing import Pricer
 from moestro.placement.search.problem import Experts, PlaceProblem
-from moestro.placement.search.replicas import copy_counts
+from moestro.placement.search.replicas import copy_counts, copy_work
 from moestro.placement.search.sharing import share_out
 from moestro.placement.search.small import is_small
 from moestro.placement.traffic import Floats
@@ -147,6 +147,28 @@ def _exchange_at_random(expert: Experts, room: NDArray[np.bool_], draws: np.rand
             gives, takes = layer[one], layer[other]
             if gives not in by_device[other // num_slots] and takes not in by_device[one // num_slots]:
                 layer[one], layer[other] = takes, gives
+
+
+def thinned(problem: PlaceProblem, expert: Experts, counts: Experts) -> Experts:
+    """Give up copies above the best numbers, so that devices stay level; no single one may make a step shorter.
+
+    Args:
+        expert: int64[layers, devices, slots], experts in the slots.
+        counts: int64[layers, experts], the best numbers of copies.
+    """
+    held = held_by(expert, problem.shape[1])[:, :-1]
+    work = copy_work(problem, counts)
+    order = np.argsort(-work, axis=1, kind="stable")
+    every, load, kept = np.arange(len(expert)), np.zeros((len(expert), problem.shape[2])), np.zeros_like(held)
+    for what in order.T:
+        key = np.where(held[every, what], load, np.inf)
+        place = np.argsort(np.argsort(key, axis=1, kind="stable"), axis=1)
+        taken = held[every, what] & (place < counts[every, what, None])
+        kept[every, what] = taken
+        load += taken * work[every, what, None]
+    is_used = expert != EMPTY
+    device = np.arange(expert.shape[1])[:, None]
+    return np.where(is_used & kept[every[:, None, None], np.where(is_used, expert, 0), device], expert, EMPTY)
 
 
 def pack_tokens(view: PlaceView, problem: PlaceProblem) -> Experts:

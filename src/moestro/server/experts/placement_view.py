@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.config.idle_flags import may_have_gpu
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
@@ -23,7 +24,7 @@ from moestro.placement.search.slots import in_slots_of
 from moestro.server.experts.machines import machine_numbers
 from moestro.server.experts.migration import Migration
 
-_DEFAULT_GPU = "h100"  # as in `moestro place`
+_DEFAULT_GPU, _CPU = "h100", "cpu"  # the first as in `moestro place`
 _BYTES = {"float32": 4, "float64": 8}  # of a weight, where it is not 2
 
 
@@ -45,7 +46,10 @@ class LivePrices:
 
 
 def live_prices(settings: ServeSettings, dtype: str) -> LivePrices:
-    """Return the prices of the model on the paced GPU, or on the one that `--placement-gpu` names.
+    """Return the prices of the model on the paced GPU, on the one that `--placement-gpu` names, or on CPUs.
+
+    Engines that compute on CPUs are priced as CPUs: with a GPU's prices, plans would give up balance to read fewer
+    experts.
 
     Args:
         settings: Settings of the server.
@@ -57,6 +61,8 @@ def live_prices(settings: ServeSettings, dtype: str) -> LivePrices:
     live, paced = settings.placement, settings.paced
     is_priced = paced is not None and paced.table is None
     name = paced.gpu if paced is not None and is_priced else _DEFAULT_GPU
+    if paced is None and not may_have_gpu(settings):
+        name = _CPU
     link_name = paced.paced_link if paced is not None and is_priced else None
     gpu = gpu_named(live.placement_gpu or name)
     link = link_within(live.placement_link or link_name, gpu, "--placement-link")
