@@ -34,6 +34,8 @@ FAR_OFF = 0.65
 MISSED_BY = 0.01
 # A layer that is placed anew comes closer to its target by this factor, because its exchanges move nothing further.
 CLOSER = 0.25
+# With a lower target, few moves come before the last percent: steps by the price itself leave level layers alone.
+WHOLE_PRICE = 0.999
 ROUNDING = 1e-9  # of the seconds of a step; a smaller gain is none
 
 
@@ -197,6 +199,8 @@ class _Plan:
         may_receive = not left.is_limited
         search = PriceSearch(self.pricer, self.problem, weight, may_receive, limits.num_share_steps)
         worthwhile = np.intersect1d(layers, search.worthwhile(self.pricer.price(found[1]).step_s))
+        if limits.target < WHOLE_PRICE:
+            worthwhile = worthwhile[~is_level(self.problem, found[1], limits.target)[worthwhile]]
         if not len(worthwhile):
             return None
         starts = [each.expert for each in (found if may_receive else found[:2])]
