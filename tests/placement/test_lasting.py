@@ -85,7 +85,7 @@ def test_a_saving_that_is_small_beside_the_measured_step_moves_nothing():
     loads = list(loads_of("stays"))
     lasting = LastingPlans(PLACE_POLICIES.make("moestro"), measured_step_s=10.0)
     assert play(loads[:3], lasting)[1] == 0
-    assert "of a step, and 2.00% are asked for" in lasting.reason
+    assert "of a step, and 2.00% are required" in lasting.reason
 
 
 def test_a_window_of_few_steps_promises_less():

@@ -131,7 +131,7 @@ class LastingPlans:
         if saved_s < self.settings.least_share * step_s:
             self.reason = (
                 f"the {kind} plan is expected to save {saved_s / step_s:.2%} of a step, and"
-                f" {self.settings.least_share:.2%} are asked for"
+                f" {self.settings.least_share:.2%} are required"
             )
             return view.table
         self.reason = f"the {kind} plan is expected to save {saved_s / step_s:.2%} of a step"

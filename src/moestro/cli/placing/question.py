@@ -1,4 +1,4 @@
-"""What `moestro place` is asked, with all files read and all names looked up."""
+"""The question of `moestro place`, with all files read and all names looked up."""
 
 from __future__ import annotations
 
