@@ -37,7 +37,17 @@ from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.policies import gimbal_v2, moestro
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.score import score
-from moestro.placement.search import descent, few_moves, replicas, restoring, search, sharing, small
+from moestro.placement.search import (
+    by_price,
+    descent,
+    few_moves,
+    price_steps,
+    replicas,
+    restoring,
+    search,
+    sharing,
+    small,
+)
 from moestro.placement.search.linear_costs import objective_s
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -97,9 +107,9 @@ SWEEPS = (
     Sweep(small, "MOST_STARTS", (32, 64, 128, 256, 512), "small"),
     Sweep(small, "NUM_CLIMBERS", (4, 12, 24), "small"),
     Sweep(small, "MOST_CLIMBS", (4, 12, 24), "small"),
-    Sweep(gimbal_v2, "_MAX_SWEEPS", (1, 2, 4, 8), "gimbal"),
-    Sweep(gimbal_v2, "_NUM_RESTARTS", (0, 4, 8), "gimbal"),
-    Sweep(gimbal_v2, "_LARGE_STEPS", (0, 4, 8, 24), "gimbal"),
+    Sweep(by_price, "NUM_STARTS", (1, 2, 4), "gimbal"),
+    Sweep(by_price, "NUM_KICKS", (0, 4, 8, 16), "gimbal"),
+    Sweep(price_steps, "MOST_STEPS", (16, 64, 256), "gimbal"),
 )
 
 

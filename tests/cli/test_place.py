@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -16,8 +17,10 @@ import pytest
 import yaml
 
 from moestro.cli import main
+from moestro.cli.placing.answer import mean_sources
 from moestro.cli.placing.devices import make_devices, spread_sources
 from moestro.cli.placing.placements import filled_slots, first_table
+from moestro.cli.placing.question import missing_ranks
 from moestro.cli.placing.settings import DeviceSettings
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
@@ -441,6 +444,70 @@ SERVED = {
     "table": [[[11, 10, 9, -1], [-1] * 4, [8, 7, 6, -1], [5, 4, 3, -1], [2, 1, 0, -1]]] * 3,
     "shares": [[[1.0, 1.0, 1.0, 0.0], [0.0] * 4, *[[1.0, 1.0, 1.0, 0.0]] * 3]] * 3,
 }
+
+
+PRICES = {"prices": {"expert_bytes": 5_000_000, "move_s": 0.01, "move_across_s": 0.02}}
+
+
+def test_moves_are_priced_with_the_bytes_of_the_server(tmp_path, admin_url, capsys, monkeypatch):
+    monkeypatch.setitem(SERVED, "prices", PRICES["prices"])
+    assert place(*GOOD[:5], "--policy", "eplb", "--apply", admin_url, "--horizon-steps", 1e9) == 0
+    printed = capsys.readouterr().out
+    assert f"- moves are priced with the experts and links of {admin_url}" in printed
+    moves = int(printed.split("Moves: ")[1].split()[0])
+    assert f"{moves * 5} MB" in printed
+
+
+def test_files_and_ranks_that_are_given_twice_are_named(tmp_path, capsys):
+    again = tmp_path / "again.pt"
+    again.write_bytes(RANKS[0].read_bytes())
+    assert place(*RANKS, RANKS[0], "--devices", 4) == 2
+    assert f"{RANKS[0]} has the same contents as {RANKS[0]}" in capsys.readouterr().err
+    assert place(RANKS[0], again, "--devices", 4) == 2
+    assert f"{again} has the same contents as {RANKS[0]}: give each file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_devices", "words"),
+    [
+        ((0,), 8, "ranks 1-7 have no file, and the load is that of rank 0 alone"),
+        ((0, 2), 3, "rank 1 has no file, and the load is that of ranks 0, 2 alone"),
+        ((1, 4, 5, 6), 4, "ranks 0, 2, 3 have no file, and the load is that of ranks 1, 4-6 alone"),
+    ],
+)
+def test_ranks_without_a_file_are_named(ranks, num_devices, words):
+    assert missing_ranks(ranks, num_devices).startswith(words)
+    assert not missing_ranks(tuple(range(num_devices)), num_devices)
+    assert not missing_ranks((), num_devices)
+
+
+def test_one_rank_of_a_recording_does_not_pass_as_all(capsys):
+    assert place(RANKS[0], "--devices", 4, "--slots-per-device", 4, "--policy", "static") == 0
+    assert "- ranks 1-3 have no file" in capsys.readouterr().out
+
+
+def test_the_comparison_says_which_policy_is_priced_lowest(capsys):
+    assert place(*GOOD, "--compare", "--horizon-steps", 1e9) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"\w+ is priced \d+\.\d% lower than static, .* --policy \w+", printed)
+    assert place(*GOOD[:5], "--compare", "--horizon-steps", 1e9) == 0
+    assert "moestro is priced lowest" in capsys.readouterr().out
+
+
+def test_plans_for_engines_see_the_mean_of_the_sources(tmp_path, capsys):
+    group = (*RANKS, "--devices", 2, "--slots-per-device", 8, "--sglang", tmp_path / "a.json")
+    assert place(*group) == 0
+    assert "- plans see the mean of all sources (--sources own" in capsys.readouterr().out
+    assert place(*group, "--sources", "own") == 0
+    assert "the mean of all sources" not in capsys.readouterr().out
+
+
+def test_the_mean_of_sources_keeps_what_each_one_sends_and_each_expert_gets():
+    tokens = np.random.default_rng(0).random((3, 2, 4))
+    found = mean_sources(ExpertLoad(tokens, tokens.sum(axis=0), np.ones((2, 4)), 10.0)).tokens
+    assert found.sum(axis=0) == pytest.approx(tokens.sum(axis=0))
+    assert found.sum(axis=(1, 2)) == pytest.approx(tokens.sum(axis=(1, 2)))
+    assert found[0] / found[0].sum() == pytest.approx(found[1] / found[1].sum())
 
 
 @pytest.fixture

@@ -52,6 +52,17 @@ def test_the_program_finds_the_best_of_all_maps(seed):
     assert program.cost(found) == pytest.approx(best, rel=1e-6, abs=1e-6)
 
 
+def test_a_device_with_too_little_load_counts_as_one_with_too_much():
+    # Equation 9. Without it, the program takes a map whose lightest device is 7 below the mean.
+    activation = np.array([[9.0, 10, 0, 2, 0, 0], [9, 4, 0, 2, 5, 5], [11, 5, 8, 0, 0, 9]])
+    none = rank_pairs(random_pairs(np.random.default_rng(0), 3, 6, 0), 6, "model", "literal")
+    program = GimbalProgram(activation, none, np.array([2, 2, 2]), 1.0, 1.0)
+    maps = [m for m in product(range(3), repeat=6) if (np.bincount(m, minlength=3) == 2).all()]
+    best = min(program.cost(np.array(each)) for each in maps)
+    assert best == pytest.approx(17 / 3)
+    assert program.cost(solve_program(program, 20.0)) == pytest.approx(best)
+
+
 def test_the_policy_uses_live_devices_and_one_map_for_all_layers():
     view = random_view(1, Shape(6, 3, 3, layers=3), dead=(1,))
     view = replace(view, load=replace(view.load, pairs=random_pairs(np.random.default_rng(1), 3, 6, 20)))

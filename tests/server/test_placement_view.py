@@ -183,6 +183,14 @@ def test_prices_are_those_of_the_named_gpu_in_the_served_type(demo_dir):
     assert (found.gpu, found.link, found.network.name) == ("a100-80g", "ethernet-100g", "mixtral-8x7b")
 
 
+def test_workers_on_cpus_are_priced_as_cpus(demo_dir):
+    found = live_prices(replace(settings(), model=ModelSettings(model=str(demo_dir), device="cpu")), "bfloat16")
+    gpu = live_prices(replace(settings(placement_gpu="h100"), model=ModelSettings(model=str(demo_dir))), "bfloat16")
+    assert (found.gpu, found.link) == ("cpu", "local-socket")
+    # A token's work weighs many times more beside reading an expert than on a GPU.
+    assert found.prices.token_s / found.prices.expert_s > 10 * gpu.prices.token_s / gpu.prices.expert_s
+
+
 def test_rows_and_moves_between_machines_have_the_price_of_the_link_across(demo_dir):
     model = ModelSettings(model=str(demo_dir))
     slow, fast = (

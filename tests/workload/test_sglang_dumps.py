@@ -107,6 +107,13 @@ def test_dumps_of_stat_are_windows_one_after_another(tmp_path, counts):
     assert profile.load.total == pytest.approx(counts.sum(axis=1).mean(axis=0))
 
 
+def test_two_dumps_of_one_rank_are_refused():
+    counts = np.random.default_rng(0).integers(1, 9, (3, 2, 8))
+    one, other = dump(1, counts, SLOTS), dump(1, counts + 1, SLOTS)
+    with pytest.raises(ConfigError, match=r"rank 1 is in 1\.pt and in 1\.pt: give one dump a rank"):
+        profile_of_dumps([one, other], 8)
+
+
 def test_dumps_that_do_not_fit_together_are_refused():
     with pytest.raises(ConfigError, match="mix dumps"):
         read_profile([DUMPS / "stat.pt", DUMPS / "per_pass_0.pt"], READING)

@@ -57,7 +57,7 @@ def _computes(settings: ServeSettings) -> bool:
     return settings.paced is None or settings.paced.paced_arithmetic != "none"
 
 
-def _has_gpu(settings: ServeSettings) -> bool:
+def may_have_gpu(settings: ServeSettings) -> bool:
     """Whether there may be a GPU. Those of other machines are unknown here."""
     if settings.paced is not None or settings.launching.launcher == "ray":
         return True
@@ -89,6 +89,7 @@ SERVE_NEEDS: tuple[Need[ServeSettings], ...] = (
         (
             "num_redundant_experts",
             "placement_payback_horizon",
+            "placement_least_saving",
             "placement_max_bytes_per_step",
             "placement_gpu",
             "placement_link",
@@ -144,7 +145,7 @@ SERVE_NEEDS: tuple[Need[ServeSettings], ...] = (
         lambda settings: settings.model.kv_cache_memory_bytes is None,
         ("gpu_memory_utilization",),
     ),
-    Need("needs a GPU, real or paced", _has_gpu, ("gpu_memory_utilization",)),
+    Need("needs a GPU, real or paced", may_have_gpu, ("gpu_memory_utilization",)),
     Need("needs --record", lambda settings: settings.server.record is not None, ("record_key_file", "record_max_size")),
     Need(
         "needs --allowed-origins",

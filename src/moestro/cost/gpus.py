@@ -182,8 +182,53 @@ RTX_PRO_6000 = Gpu(
     all_to_all_start_ns=30_000,
 )
 
-GPUS = {gpu.name: gpu for gpu in (A100, A100_40G, H20, H100, H200, RTX_PRO_6000)}
-_OTHER_NAMES = {"a100": A100, "h20": H20}
+# Peaks: NVIDIA's data sheets of the HGX B200 and the GB200 NVL72, for one GPU; NVLink 5. The GB200's host is behind
+# NVLink-C2C. Efficiencies and delays: an assumption, those of the H200, because no open table of single operations on
+# Blackwell's data center GPUs was at hand.
+B200 = replace(
+    H200,
+    name="b200",
+    memory_bytes=180 * GIB,
+    bf16_flops_per_s=2250e12,
+    fp8_flops_per_s=4500e12,
+    memory_bytes_per_s=8.0e12,
+    link_bytes_per_s=900e9,
+)
+GB200 = replace(
+    B200,
+    name="gb200",
+    memory_bytes=186 * GIB,
+    bf16_flops_per_s=2500e12,
+    fp8_flops_per_s=5000e12,
+    host_bytes_per_s=450e9,
+)
+
+# Peaks: AMD's data sheet of the MI300X; seven links of 64 GB/s to its neighbours. Efficiencies and delays: an
+# assumption, those of the H200, because no open table of single operations on it was at hand.
+MI300X = replace(
+    H200,
+    name="mi300x",
+    memory_bytes=192 * GIB,
+    bf16_flops_per_s=1307e12,
+    fp8_flops_per_s=2615e12,
+    memory_bytes_per_s=5.3e12,
+    link_bytes_per_s=448e9,
+)
+
+# A worker of `--mode ep` or `async` that computes on two cores of a server: an order of magnitude, not a fit. Beside a
+# GPU's, its arithmetic is dear and reading weights is cheap, so that plans level tokens.
+CPU = replace(
+    H200,
+    name="cpu",
+    bf16_flops_per_s=0.2e12,
+    fp8_flops_per_s=0.0,
+    memory_bytes_per_s=20e9,
+    link_bytes_per_s=4e9,
+    host_bytes_per_s=4e9,
+)
+
+GPUS = {gpu.name: gpu for gpu in (A100, A100_40G, H20, H100, H200, B200, GB200, MI300X, RTX_PRO_6000)}
+_OTHER_NAMES = {"a100": A100, "h20": H20, "mi300": MI300X, "cpu": CPU}
 
 
 def gpu_named(name: str) -> Gpu:

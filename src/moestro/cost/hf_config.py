@@ -31,6 +31,19 @@ _GPT_OSS = {
     "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
 
+_DEEPSEEK_V3 = {
+    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "vocab_size": 129280, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "quantization_config": {"quant_method": "fp8"},
+}  # fmt: skip
+_GLM_4_5 = {
+    "hidden_size": 5120, "num_hidden_layers": 92, "num_attention_heads": 96, "num_key_value_heads": 8,
+    "head_dim": 128, "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_routed_experts": 160,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "vocab_size": 151552,
+}  # fmt: skip
+
 _MIXTRAL_MQA = {**_MIXTRAL, "num_key_value_heads": 1}
 
 # Sizes from each config.json on the Hugging Face hub. The multi-query Mixtrals are AMoE's (section 5): Mixtral with one
@@ -45,12 +58,26 @@ CONFIGS: dict[str, Config] = {
     "mixtral-8x7b-mqa": _MIXTRAL_MQA,
     "mixtral-8x7b-mqa-top1": {**_MIXTRAL_MQA, "num_experts_per_tok": 1},
     "mixtral-16x7b-mqa-top1": {**_MIXTRAL_MQA, "num_local_experts": 16, "num_experts_per_tok": 1},
-    "deepseek-v3": {
-        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
-        "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
-        "num_experts_per_tok": 8, "first_k_dense_replace": 3, "vocab_size": 129280, "q_lora_rank": 1536,
-        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "quantization_config": {"quant_method": "fp8"},
+    "qwen3-235b-a22b": {
+        "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4,
+        "head_dim": 128, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_experts": 128,
+        "num_experts_per_tok": 8, "vocab_size": 151936,
+    },
+    "deepseek-v3": _DEEPSEEK_V3,
+    "kimi-k2-instruct": {
+        **_DEEPSEEK_V3, "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384,
+        "first_k_dense_replace": 1, "vocab_size": 163840,
+    },
+    "glm-4.5": _GLM_4_5,
+    "glm-4.6": _GLM_4_5,
+    "glm-4.5-air": {
+        **_GLM_4_5, "hidden_size": 4096, "num_hidden_layers": 46, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408, "n_routed_experts": 128, "first_k_dense_replace": 1,
+    },
+    "minimax-m2": {
+        "hidden_size": 3072, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 1536, "num_local_experts": 256, "num_experts_per_tok": 8,
+        "vocab_size": 200064, "quantization_config": {"quant_method": "fp8"},
     },
     "gpt-oss-20b": {
         **_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32,

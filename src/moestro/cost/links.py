@@ -59,6 +59,12 @@ _OF_A_PORT = 0.9
 NVSWITCH_A100 = Link(name="nvswitch-a100", message_ns=_START_NS, latency_ns=_NVLINK_LATENCY_NS, bytes_per_s=150e9)
 # 900 GB/s both ways (data sheet). NCCL between two H200 reaches 266 GB/s one way (AIConfigurator, 67 MB in 252 us).
 NVSWITCH_H100 = Link(name="nvswitch-h100", message_ns=_START_NS, latency_ns=_NVLINK_LATENCY_NS, bytes_per_s=266e9)
+# 1,800 GB/s both ways (data sheet), of which the same part is assumed as NCCL reaches between two H200.
+NVSWITCH_B200 = Link(name="nvswitch-b200", message_ns=_START_NS, latency_ns=_NVLINK_LATENCY_NS, bytes_per_s=532e9)
+# AMD's MI300X: seven links of 64 GB/s one way (data sheet), of which the same part is assumed.
+INFINITY_FABRIC_MI300X = Link(
+    name="infinity-fabric-mi300x", message_ns=_START_NS, latency_ns=_NVLINK_LATENCY_NS, bytes_per_s=265e9
+)
 # A port of 200 Gb/s for each GPU, as in DGX A100. nccl-tests issue 214 measures 31 to 34 us for small messages between
 # two A40 in two hosts, so 22.4 us in all is a good installation's.
 INFINIBAND_HDR = Link(
@@ -75,11 +81,25 @@ EFA_P4D = Link(name="efa-p4d", message_ns=_START_NS, latency_ns=75_000, bytes_pe
 # copies for each message.
 ETHERNET_100G = Link(name="ethernet-100g", message_ns=20_000, latency_ns=30_000, bytes_per_s=12.5e9 * _OF_A_PORT)
 
+# Memory that processes of one machine share, through a local socket: an order of magnitude.
+LOCAL_SOCKET = Link(name="local-socket", message_ns=10_000, latency_ns=10_000, bytes_per_s=4e9)
+
 # Takes no time: an ideal that bounds what better links could gain.
 FREE_LINK = Link(name="free", message_ns=0, latency_ns=0, bytes_per_s=math.inf)
 
 LINKS = {
-    link.name: link for link in (NVSWITCH_A100, NVSWITCH_H100, INFINIBAND_HDR, INFINIBAND_NDR, EFA_P4D, ETHERNET_100G)
+    link.name: link
+    for link in (
+        NVSWITCH_A100,
+        NVSWITCH_H100,
+        NVSWITCH_B200,
+        INFINITY_FABRIC_MI300X,
+        INFINIBAND_HDR,
+        INFINIBAND_NDR,
+        EFA_P4D,
+        ETHERNET_100G,
+        LOCAL_SOCKET,
+    )
 }
 
 # AMoE announces each batch by ZeroMQ before NCCL sends it. One way by pyzmq over TCP on one machine takes 17 us, half

@@ -6,13 +6,31 @@ from pathlib import Path
 
 from moestro.cost.gpus import Gpu
 from moestro.cost.hf_config import CONFIGS, known_name, network_from_config, network_named
-from moestro.cost.links import NVSWITCH_A100, NVSWITCH_H100, Link, link_named
+from moestro.cost.links import (
+    INFINITY_FABRIC_MI300X,
+    LOCAL_SOCKET,
+    NVSWITCH_A100,
+    NVSWITCH_B200,
+    NVSWITCH_H100,
+    Link,
+    link_named,
+)
 from moestro.cost.networks import NetworkShape
 from moestro.errors import ConfigError
 from moestro.files.checkpoint_files import read_json_object
 from moestro.files.config_fields import refuse_sizes
 
-_NVSWITCH = {"a100": NVSWITCH_A100, "h20-": NVSWITCH_H100, "h100": NVSWITCH_H100, "h200": NVSWITCH_H100}
+_WITHIN = {
+    "a100-80g": NVSWITCH_A100,
+    "a100-40g": NVSWITCH_A100,
+    "h20-96g": NVSWITCH_H100,
+    "h100": NVSWITCH_H100,
+    "h200": NVSWITCH_H100,
+    "b200": NVSWITCH_B200,
+    "gb200": NVSWITCH_B200,
+    "cpu": LOCAL_SOCKET,
+    "mi300x": INFINITY_FABRIC_MI300X,
+}
 
 
 def read_network(model: str) -> NetworkShape:
@@ -51,7 +69,7 @@ def link_within(name: str | None, gpu: Gpu, flag: str = "--link-within") -> Link
     """
     if name is not None:
         return link_named(name)
-    link = _NVSWITCH.get(gpu.name[:4])
+    link = _WITHIN.get(gpu.name)
     if link is None:
         raise ConfigError(f"{flag} has no default for {gpu.name}, which has no NVSwitch: name a link")
     return link

@@ -13,7 +13,8 @@ from moestro.cost.gpus import GPUS, gpu_named
 from moestro.cost.links import INFINIBAND_HDR, LINKS, link_named
 from moestro.errors import ConfigError
 from moestro.placement.devices import PlaceLimits
-from moestro.placement.registry import PLACE_POLICIES
+from moestro.placement.lasting import LastingPlans, LastingSettings
+from moestro.placement.registry import PLACE_POLICIES, PlacePolicy
 
 NO_POLICY = "none"
 _POLICY = (
@@ -39,6 +40,11 @@ class LivePlacementSettings(CheckedSettings):
     (
         "Steps within which a move must pay for itself by the traffic model; a plan that does not is dropped. 0: no"
         " such gate, as in vLLM and SGLang."
+    )
+    placement_least_saving: Annotated[float, between(0, 1)] = LastingSettings().least_share
+    (
+        "Part of a step that a plan must be expected to save, by what earlier plans found of what they predicted. 0:"
+        " the server follows each plan that pays, without a memory."
     )
     # 64 MiB pass a link of 50 GB/s (400 Gbit/s) in 1.3 ms, about 5 % of a decode step of 25 ms. Not swept.
     placement_max_bytes_per_step: Annotated[int, at_least(1)] = 64 << 20
@@ -83,6 +89,12 @@ class LivePlacementSettings(CheckedSettings):
     def limits(self) -> PlaceLimits:
         """Limits as policies read them."""
         return PlaceLimits(horizon_steps=self.placement_payback_horizon or _NO_GATE_STEPS)
+
+    def lasting(self, policy: PlacePolicy) -> PlacePolicy:
+        """Return the policy with the memory that the settings ask for; a group has one of its own."""
+        if not self.placement_payback_horizon or not self.placement_least_saving:
+            return policy
+        return LastingPlans(policy, LastingSettings(least_share=self.placement_least_saving))
 
     def check_mode(self, mode: str) -> None:
         """Refuse flags of live placement in a mode that has no experts to move.

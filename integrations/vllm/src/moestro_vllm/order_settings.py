@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moestro.core.clock import NS_PER_S
-from moestro.engine.policy_contract import OrderPolicy
+from moestro.core.order_contract import OrderPolicy
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS, NS_PER_S
 from moestro.core.hashing import name_key
+from moestro.core.order_contract import Admitted, Left, OrderPolicy
 from moestro.core.request import ServiceClass
 from moestro.core.views import BE, LS, WaitingView
-from moestro.engine.policy_contract import Admitted, Left, OrderPolicy
 from moestro.engine.waiting import MAX_LOOKED_UP, WAITING_COLUMNS, waiting_view
 
 _CLIENT = 0  # of all requests: vLLM does not say who sent one

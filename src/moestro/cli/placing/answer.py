@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from moestro.cli.placing.placements import Ints, filled_slots, present_copies, table_of_rows
 from moestro.cli.placing.question import PlaceQuestion
+from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.errors import ConfigError, MoestroError
 from moestro.placement.payback import Payback, payback
@@ -35,7 +36,14 @@ class PlaceAnswer:
     rows: Ints | None = None
 
 
-def ask(policy: str, view: PlaceView, *, fills_slots: bool = False) -> PlaceAnswer:
+def mean_sources(load: ExpertLoad) -> ExpertLoad:
+    """Return the load as if all sources sent the same mix: what one of them sends by chance then moves no copy."""
+    totals, tokens = load.tokens.sum(axis=(1, 2)), load.total
+    parts = totals / max(float(totals.sum()), 1e-300)
+    return replace(load, tokens=parts[:, None, None] * tokens)
+
+
+def ask(policy: str, view: PlaceView, *, fills_slots: bool = False, mixes_sources: bool = False) -> PlaceAnswer:
     """Ask one policy.
 
     Args:
@@ -44,6 +52,7 @@ def ask(policy: str, view: PlaceView, *, fills_slots: bool = False) -> PlaceAnsw
         fills_slots: Whether the placement is for an engine that has an expert in every slot and divides tokens evenly
             among copies. Then no slot is saved by leaving it empty, so the policy sees no price for reading an expert;
             empty slots are filled afterwards, within the limits, and the answer is priced as it then is.
+        mixes_sources: Whether the policy sees the mean of all sources. The answer is priced with each source's tokens.
 
     Raises:
         ConfigError: No policy has this name, a setting is wrong, or no placement within the limits fills every slot.
@@ -61,6 +70,8 @@ def ask(policy: str, view: PlaceView, *, fills_slots: bool = False) -> PlaceAnsw
                 " --slots-per-device"
             ) from None
         seen = replace(view, prices=replace(view.prices, expert_s=0.0), limits=limits)
+    if mixes_sources:
+        seen = replace(seen, load=mean_sources(seen.load))
     try:
         table = decide(seen)
         check_answer(view, table)
@@ -75,18 +86,20 @@ def ask(policy: str, view: PlaceView, *, fills_slots: bool = False) -> PlaceAnsw
     return PlaceAnswer(policy=policy, table=table, change=payback(view, table), rows=rows)
 
 
-def ask_all(view: PlaceView, advance: Callable[[], None], *, fills_slots: bool = False) -> dict[str, PlaceAnswer | str]:
+def ask_all(
+    view: PlaceView, advance: Callable[[], None], *, fills_slots: bool = False, mixes_sources: bool = False
+) -> dict[str, PlaceAnswer | str]:
     """Ask every registered policy under its default settings; in place of an answer, a failed one has its reason.
 
     Args:
         view: What the policies see.
         advance: Called after each policy.
-        fills_slots: Whether every slot gets an expert, as in `ask`.
+        fills_slots, mixes_sources: As in `ask`.
     """
     found: dict[str, PlaceAnswer | str] = {}
     for name in PLACE_POLICIES.names():
         try:
-            found[name] = ask(name, view, fills_slots=fills_slots)
+            found[name] = ask(name, view, fills_slots=fills_slots, mixes_sources=mixes_sources)
         except (ConfigError, PlacementError) as error:
             found[name] = str(error)
         advance()

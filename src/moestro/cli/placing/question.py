@@ -1,4 +1,4 @@
-"""What `moestro place` is asked, with all files read and all names looked up."""
+"""The question of `moestro place`, with all files read and all names looked up."""
 
 from __future__ import annotations
 
@@ -67,22 +67,56 @@ def make_question(settings: PlaceSettings) -> PlaceQuestion:
         profile = replace(profile, model=network.name)
     profile = _numbered(profile, network)
     devices = make_devices(settings.devices, profile.num_experts)
+    url = settings.output.apply
+    served = None if url is None else served_placement(url, settings.output.admin_api_key)
     view = PlaceView(
         load=spread_sources(profile.load, devices),
-        table=_current(settings, devices, profile),
+        table=_current(settings, devices, profile, served),
         devices=devices,
-        prices=_prices(settings.prices, network),
+        prices=with_served_bytes(_prices(settings.prices, network), served),
         limits=settings.policy.limits,
         num_groups=settings.policy.num_groups,
     )
     if profile.num_experts % settings.policy.num_groups:
         raise ConfigError(f"--num-groups {settings.policy.num_groups} does not divide {profile.num_experts} experts")
     notes = [*profile.notes, *([why] if why else [])]
+    if missing := missing_ranks(profile.ranks, devices.num_devices):
+        notes.append(missing)
     if profile.num_sources not in (1, devices.num_devices):
         notes.append(f"the {profile.num_sources} sources are laid on the {devices.num_devices} devices in order")
-    if settings.devices.current is None and settings.output.apply is not None:
-        notes.append(f"the present placement is that of {settings.output.apply}")
+    if settings.devices.current is None and url is not None:
+        notes.append(f"the present placement is that of {url}")
+    if isinstance(served, dict) and "prices" in served:
+        notes.append(f"moves are priced with the experts and links of {url}")
     return PlaceQuestion(settings=settings, profile=profile, view=view, network=network, notes=tuple(notes))
+
+
+def missing_ranks(ranks: tuple[int, ...], num_devices: int) -> str:
+    """Return which ranks of a group have no file, in a sentence; "" means none.
+
+    Args:
+        ranks: Ranks whose files were read; empty means that there is one file for all.
+        num_devices: Devices of the group, each of which is a rank of the recording.
+    """
+    lacking = sorted(set(range(max(num_devices, *ranks, 0))) - set(ranks)) if ranks else []
+    if not lacking:
+        return ""
+    which = f"rank {lacking[0]} has" if len(lacking) == 1 else f"ranks {_runs(lacking)} have"
+    return (
+        f"{which} no file, and the load is that of {'rank' if len(ranks) == 1 else 'ranks'} {_runs(sorted(ranks))}"
+        " alone: give all dumps of the recording, unless it had no other ranks or each rank saw all tokens"
+    )
+
+
+def _runs(numbers: list[int]) -> str:
+    """Return numbers in words, with runs of three and more as first-last: 0, 2-5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(str(each) for each in run) for run in runs)
 
 
 def load_to_check(question: PlaceQuestion, path: Path) -> ExpertLoad:
@@ -168,10 +202,37 @@ def _prices(settings: PriceSettings, network: NetworkShape) -> PlacePrices:
     return place_prices(network, gpu, link_within(settings.link_within, gpu), link_named(settings.link_across))
 
 
-def _current(settings: PlaceSettings, devices: Devices, profile: ExpertProfile) -> ExpertTable:
+def with_served_bytes(prices: PlacePrices, served: Any) -> PlacePrices:
+    """Return prices with the bytes of an expert, and the seconds of its move, that a server itself plans with.
+
+    Args:
+        prices: Prices of the network that the profile is of.
+        served: The server's answer to `GET /admin/placement`; None, and one without prices, change nothing.
+    """
+    try:
+        own = msgspec.convert(served, _Served).prices
+    except msgspec.ValidationError:
+        return prices
+    if own is None or min(own.expert_bytes, own.move_s, own.move_across_s) <= 0:
+        return prices
+    bytes_per_s = (prices.move_bytes_per_s[0], own.expert_bytes / own.move_s, own.expert_bytes / own.move_across_s)
+    return replace(prices, expert_bytes=own.expert_bytes, move_bytes_per_s=bytes_per_s)
+
+
+class _ServedPrices(msgspec.Struct):
+    expert_bytes: int
+    move_s: float
+    move_across_s: float
+
+
+class _Served(msgspec.Struct):
+    prices: _ServedPrices | None = None
+
+
+def _current(settings: PlaceSettings, devices: Devices, profile: ExpertProfile, served: Any) -> ExpertTable:
     path, url = settings.devices.current, settings.output.apply
     if path is None and url is not None:
-        contents = served_placement(url, settings.output.admin_api_key)
+        contents = served
         flag = f"--apply {url}: the server's placement"
         return read_current(flag, contents, devices, profile.layers, profile.num_experts)
     if path is None:

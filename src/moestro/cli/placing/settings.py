@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
@@ -101,6 +101,9 @@ class PriceSettings(CheckedSettings):
     )
 
 
+Sources = Literal["own", "mean"]
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class PlacePolicySettings(CheckedSettings):
@@ -109,6 +112,11 @@ class PlacePolicySettings(CheckedSettings):
     policy: Annotated[str, Parameter(help=_POLICIES), _POLICY] = "moestro"
     compare: Annotated[bool, Parameter(negative=()), _POLICY] = False
     "Ask every policy under its default settings, and show all answers in a table."
+    sources: Annotated[Sources | None, _POLICY] = None
+    (
+        "Whose tokens a plan knows. own: each source's, which pays where sources keep sending different mixes. mean:"
+        " the mean of all sources. Unset: mean for files that engines load, whose ranks get requests by load; else own."
+    )
     num_groups: Annotated[int, at_least(1), _POLICY] = 1
     "Groups of experts that the gate chooses first (DeepSeek-V3: 8)."
     check: Annotated[Path | None, _POLICY] = None

@@ -216,8 +216,8 @@ def print_check(console: Console, name: str, before: PlaceScore, after: PlaceSco
     )
 
 
-def print_comparison(console: Console, answers: Mapping[str, PlaceAnswer | str]) -> None:
-    """Print all policies in a table, and the reasons of those that failed."""
+def print_comparison(console: Console, answers: Mapping[str, PlaceAnswer | str], horizon_steps: float) -> None:
+    """Print all policies in a table, the reasons of those that failed, and which one is priced lowest."""
     table = _table(
         "This policy, and all under their default settings",
         "policy", "balance\n(vLLM)", "balance\n(SGLang)", "step\nms", "between\nnodes %", "moved\n%", "payback\nsteps",
@@ -241,3 +241,33 @@ def print_comparison(console: Console, answers: Mapping[str, PlaceAnswer | str])
     for name, answer in answers.items():
         if isinstance(answer, str):
             line(console, f"{name} failed: {answer}")
+    if advice := better_policy(answers, horizon_steps):
+        line(console, advice)
+
+
+WORTH_ANOTHER = 0.001  # of a step; a smaller difference is no reason to take another policy
+
+
+def better_policy(answers: Mapping[str, PlaceAnswer | str], horizon_steps: float) -> str:
+    """Return which policy is priced below the first one, its moves included, in a sentence; "" means none.
+
+    Args:
+        answers: Answers of policies, the chosen one first.
+        horizon_steps: Steps over which the seconds of the moves are spread.
+    """
+    costs = {
+        name: answer.change.after.step_s + answer.change.move_s / max(horizon_steps, 1.0)
+        for name, answer in answers.items()
+        if not isinstance(answer, str)
+    }
+    chosen = next(iter(answers))
+    if chosen not in costs:
+        return ""
+    best = min(costs, key=lambda name: costs[name])
+    saved = 1 - costs[best] / costs[chosen] if costs[chosen] else 0.0
+    if saved < WORTH_ANOTHER:
+        return f"{chosen} is priced lowest, its moves spread over {horizon_steps:,.0f} steps included."
+    return (
+        f"{best} is priced {saved:.1%} lower than {chosen}, its moves spread over {horizon_steps:,.0f} steps included:"
+        f" --policy {best}"
+    )

@@ -49,17 +49,20 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
     if fills_slots:
         line(console, "- every slot gets an expert, and copies share evenly, as SGLang and TensorRT-LLM have it")
         policy = EVEN_POLICY if policy == PlacePolicySettings().policy else policy
+    mixes_sources = (settings.policy.sources or ("mean" if fills_slots else "own")) == "mean"
+    if mixes_sources and question.profile.num_sources > 1:
+        line(console, "- plans see the mean of all sources (--sources own: those of each)")
     with progress_bar(Console(stderr=True)) as bar:
         bar.add_task("placing", total=None)
-        answer = ask(policy, question.view, fills_slots=fills_slots)
+        answer = ask(policy, question.view, fills_slots=fills_slots, mixes_sources=mixes_sources)
     print_answer(console, question, answer)
     if check is not None and later is not None:
         change = payback(replace(question.view, load=later), answer.table)
         print_check(console, check.name, change.before, change.after)
     if settings.policy.compare:
         with progress("comparing policies", len(PLACE_POLICIES.names())) as advance:
-            others = ask_all(question.view, advance, fills_slots=fills_slots)
-        print_comparison(console, {answer.policy: answer} | others)
+            others = ask_all(question.view, advance, fills_slots=fills_slots, mixes_sources=mixes_sources)
+        print_comparison(console, {answer.policy: answer} | others, question.view.limits.horizon_steps)
     _write(console, question, answer)
     end_search(COMPILED_WITHIN_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from moestro.native.functions import DOUBLE, INT, POINTER, load_functions
 from moestro.placement.search.copies import Packing, QueuedCopies
 from moestro.placement.search.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
+
+if TYPE_CHECKING:
+    from moestro.placement.search.price_steps import StepPrices
 
 
 class _Problem(ctypes.Structure):
@@ -26,10 +30,22 @@ class _Packing(ctypes.Structure):
     _fields_ = tuple((name, POINTER) for name in ("expert", "share", "work", "held"))
 
 
+_STEP_ARRAYS = ("work_s", "near_s", "sooner_s", "rest_s", "speed", "node_at", "room", "moved")
+
+
+class _StepPrices(ctypes.Structure):
+    _fields_ = (
+        *((name, INT) for name in ("num_layers", "num_experts", "num_devices", "num_slots")),
+        *((name, POINTER) for name in _STEP_ARRAYS),
+        ("move_s", DOUBLE),
+    )
+
+
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "best_exchanges": (POINTER, POINTER, INT, *[POINTER] * 6),
     "pack": (*[POINTER] * 8, *[INT] * 3, *[POINTER] * 2),
     "balance": (*[POINTER] * 4, INT, INT, DOUBLE, DOUBLE),
+    "lower_prices": (POINTER, POINTER, INT, DOUBLE),
 }
 
 
@@ -95,6 +111,18 @@ class SearchKernel:
             _problem_struct(problem), *addresses, *sizes, copies.load.ctypes.data, expert.ctypes.data
         )
         return expert
+
+    def lower_prices(self, prices: StepPrices, expert: Experts, num_steps: int, least_gain: float) -> None:
+        """Take the steps of `price_steps.lower_prices`.
+
+        Args:
+            expert: int64[layers, devices, slots], contiguous; changed.
+        """
+        num_layers, num_experts, num_devices = prices.near_s.shape
+        arrays = [np.ascontiguousarray(getattr(prices, name)) for name in _STEP_ARRAYS]
+        addresses = [each.ctypes.data for each in arrays]
+        struct = _StepPrices(num_layers, num_experts, num_devices, expert.shape[2], *addresses, prices.move_s)
+        self._function["lower_prices"](ctypes.byref(struct), expert.ctypes.data, num_steps, least_gain)
 
 
 def _structs(problem: PlaceProblem, packing: Packing) -> tuple[ctypes._CArgObject, ctypes._CArgObject]:

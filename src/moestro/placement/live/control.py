@@ -207,7 +207,8 @@ class PlacementControl:
         if self.is_frozen:
             return self._record(trigger, DecisionOutcome.FROZEN, "placement is frozen", now_ns)
         if not plan.changes_anything:
-            return self._record(trigger, DecisionOutcome.UNCHANGED, f"{plan.policy} keeps the table", now_ns)
+            why = f": {plan.reason}" if plan.reason else ""
+            return self._record(trigger, DecisionOutcome.UNCHANGED, f"{plan.policy} keeps the table{why}", now_ns)
         if trigger is not Trigger.OPERATOR and (why := plan.why_not(self.settings.placement_payback_horizon)):
             return self._record(trigger, DecisionOutcome.DOES_NOT_PAY, f"{describe_plan(plan)}; {why}", now_ns)
         version = self.migration.table.version

@@ -119,7 +119,9 @@ class PlacementLoop:
         self.control, self.view = control, view
         self._loads, self._now_ns = loads, now_ns
         self._policy = control.settings.placement_policy
-        self._decide = None if self._policy == NO_POLICY else PLACE_POLICIES.make(self._policy)
+        self._decide: PlacePolicy | None = None
+        if self._policy != NO_POLICY:
+            self._decide = control.settings.lasting(PLACE_POLICIES.make(self._policy))
         # What the present figures are of: its identity, and the objects, which therefore live.
         self._priced: tuple[tuple[int, int, int], PlanRequest, PlacementPlan | None] | None = None
         self._is_given_up = False  # Whether an operator wants no plan from the policy that plans.

@@ -28,6 +28,7 @@ class PlacementPlan:
         move_s: Seconds in which the busiest worker receives its copies.
         change: Costs before and after by the traffic model; None means that no load was known.
         expert_bytes: Weights of one expert in one layer.
+        reason: Why the policy leaves the table or changes it, in its words; "" means that it does not say.
     """
 
     policy: str
@@ -38,6 +39,7 @@ class PlacementPlan:
     move_s: float
     change: Payback | None
     expert_bytes: int
+    reason: str = ""
 
     @property
     def changes_anything(self) -> bool:
@@ -99,7 +101,7 @@ def ask_policy(policy: str, decide: PlacePolicy, request: PlanRequest) -> Placem
         if part.shares is not None and not request.view.group.has_shares:
             part = replace(part, shares=None)
         target = request.table if part is view.table else whole_of(part, request.table, places)
-        return _priced(policy, request, target, places)
+        return replace(_priced(policy, request, target, places), reason=str(getattr(decide, "reason", "")))
     except MoestroError:
         raise
     except Exception as error:  # a policy of a user's file may raise anything

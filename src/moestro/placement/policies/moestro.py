@@ -12,6 +12,7 @@ from moestro.errors import ConfigError
 from moestro.placement.payback import live_table
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.search.budget import Allowance, LayerOffers, allowance_of, layers_that_pay
+from moestro.placement.search.by_price import PriceSearch, eplb_starts, pack_tokens, thinned
 from moestro.placement.search.copies import Packing, in_old_slots
 from moestro.placement.search.one_core import on_one_core
 from moestro.placement.search.pricing import LayerPrices, Pricer, present_packing, table_of
@@ -33,6 +34,8 @@ FAR_OFF = 0.65
 MISSED_BY = 0.01
 # A layer that is placed anew comes closer to its target by this factor, because its exchanges move nothing further.
 CLOSER = 0.25
+# With a lower target, few moves come before the last percent: steps by the price itself leave level layers alone.
+WHOLE_PRICE = 0.999
 ROUNDING = 1e-9  # of the seconds of a step; a smaller gain is none
 
 
@@ -155,27 +158,60 @@ class _Plan:
         is_near = is_level(self.problem, self.base, FAR_OFF)[layers] | allowance.is_limited
         counts = copy_counts(self.problem)
         plan = self._searched((layers[is_near], layers[~is_near]), counts, limits, allowance)
-        offers = self._offers(plan, base)
-        chosen, net = self._pay(offers, left)
-        has_missed = ~is_level(self.problem, plan, limits.target - MISSED_BY)[layers]
-        missed = self._worth_anew(plan, layers[is_near & has_missed], left)
-        anew: Packing | None = None
+        offer = _Offer.of(self, plan, self._offers(plan, base), left)
+        missed = layers[is_near & ~is_level(self.problem, plan, limits.target - MISSED_BY)[layers]]
+        anew = self._anew(plan, self._worth_anew(plan, missed, left), counts, limits)
+        if anew is not None:
+            offer = self._better(offer, anew, self._offers(anew, base), left)
+        found = [self.base, plan] if anew is None else [self.base, plan, anew]
+        stepped = self._stepped(found, counts, limits, layers, allowance)
+        if stepped is not None:
+            offer = self._better(offer, stepped, self._offers(stepped, base), left)
+        if not len(offer.chosen) and (self.view.table.is_alive == self.view.devices.is_alive).all():
+            return self.view.table
+        return self._table(offer.chosen, offer.plan)
+
+    def _anew(self, plan: Packing, missed: NDArray[np.intp], counts: Experts, limits: SearchLimits) -> Packing | None:
+        """Return the plan with the layers that missed the target placed anew; all layers where the problem is small."""
         if is_small(self.problem):
             weight = (1 + self.hysteresis) / max(self.view.limits.horizon_steps, TINY)
-            anew = SmallSearch(self.pricer, self.problem, limits, weight).best(self.base)
-            missed = layers
-        elif len(missed):
-            anew = self._all_layers(self.base)
-            closer_limits = replace(limits, target=closer(limits.target))
-            anew.put(missed, start_anew(self.problem.of_layers(missed), counts[missed], closer_limits))
-        if anew is not None:
-            other, other_offers = self._better(plan, offers, (anew, self._offers(anew, base)), missed)
-            other_chosen, other_net = self._pay(other_offers, left)
-            if other_net > net:
-                plan, chosen = other, other_chosen
-        if not len(chosen) and (self.view.table.is_alive == self.view.devices.is_alive).all():
-            return self.view.table
-        return self._table(chosen, plan)
+            return SmallSearch(self.pricer, self.problem, limits, weight).best(self.base)
+        if not len(missed):
+            return None
+        anew = self._all_layers(plan)
+        closer_limits = replace(limits, target=closer(limits.target))
+        anew.put(missed, start_anew(self.problem.of_layers(missed), counts[missed], closer_limits))
+        return anew
+
+    def _stepped(
+        self, found: list[Packing], counts: Experts, limits: SearchLimits, layers: NDArray[np.intp], left: Allowance
+    ) -> Packing | None:
+        """Return the plan with some layers as steps by the price itself leave them; None where none is worth it.
+
+        Args:
+            found: The base, the plan, and where there is one, the plan with layers that were placed anew.
+            counts: int64[layers, experts], the best numbers of copies.
+            limits: How far the search goes.
+            layers: Layers that may change.
+            left: Copies that may be received; where they are limited, copies are only dropped.
+        """
+        weight = (1 + self.hysteresis) / max(self.view.limits.horizon_steps, 1.0)
+        may_receive = not left.is_limited
+        search = PriceSearch(self.pricer, self.problem, weight, may_receive, limits.num_share_steps)
+        worthwhile = np.intersect1d(layers, search.worthwhile(self.pricer.price(found[1]).step_s))
+        if limits.target < WHOLE_PRICE:
+            worthwhile = worthwhile[~is_level(self.problem, found[1], limits.target)[worthwhile]]
+        if not len(worthwhile):
+            return None
+        starts = [each.expert for each in (found if may_receive else found[:2])]
+        if may_receive:
+            starts += [pack_anew(self.problem, counts).expert, pack_tokens(self.view, self.problem)]
+            starts += eplb_starts(self.view, self.problem)
+        else:
+            starts.append(thinned(self.problem, self.base.expert, counts))
+        stepped = self._all_layers(found[1])
+        stepped.put(worthwhile, search.best(starts, worthwhile))
+        return stepped
 
     def _table(self, layers: NDArray[np.intp], plan: Packing) -> ExpertTable:
         """Return the base with some layers from a plan; what a device keeps stays in its slot."""
@@ -211,16 +247,13 @@ class _Plan:
             plan.put(layers, changed)
         return plan
 
-    def _better(
-        self, plan: Packing, offers: LayerOffers, other: tuple[Packing, LayerOffers], layers: NDArray[np.intp]
-    ) -> tuple[Packing, LayerOffers]:
-        """Return a plan with those of some layers from another one that gain by it."""
-        anew, priced = other
-        is_better = self._net(priced) > self._net(offers)
-        is_better &= np.isin(np.arange(self.problem.shape[0]), layers)
-        best, rows = self._all_layers(plan), np.flatnonzero(is_better)
-        best.put(rows, anew.of_layers(rows))
-        return best, offers.with_layers(is_better, priced)
+    def _better(self, offer: _Offer, other: Packing, priced: LayerOffers, left: Allowance) -> _Offer:
+        """Return the better of an offer and the same with those layers from another plan that gain by it."""
+        is_better = self._net(priced) > self._net(offer.layers)
+        best, rows = self._all_layers(offer.plan), np.flatnonzero(is_better)
+        best.put(rows, other.of_layers(rows))
+        mixed = _Offer.of(self, best, offer.layers.with_layers(is_better, priced), left)
+        return mixed if mixed.net > offer.net else offer
 
     def _all_layers(self, packing: Packing) -> Packing:
         """Return a copy."""
@@ -246,10 +279,6 @@ class _Plan:
         excess[changed] = np.inf
         return np.sort(np.argsort(-excess, kind="stable")[:most])
 
-    def _pay(self, offers: LayerOffers, left: Allowance) -> tuple[NDArray[np.intp], float]:
-        limits = self.view.limits
-        return layers_that_pay(offers, left, limits.max_layers, limits.horizon_steps, self.hysteresis)
-
     def _net(self, offers: LayerOffers) -> Floats:
         """Return float64[layers], seconds per step that each layer gains, net of its move spread over devices."""
         net: Floats = offers.saved_s - (1 + self.hysteresis) * offers.receive_s.mean(axis=1) / max(
@@ -263,3 +292,26 @@ class _Plan:
         saved_s = base.step_s - prices.step_s
         saved_s[np.abs(saved_s) <= ROUNDING * base.step_s] = 0.0
         return LayerOffers(saved_s, prices.receives - base.receives, prices.receive_s - base.receive_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Offer:
+    """What a plan would save, and the layers of it that pay.
+
+    Attributes:
+        plan, layers: The plan, and what its layers save and cost.
+        chosen: Layers that pay.
+        net: Seconds that these gain over the horizon, net of the move.
+    """
+
+    plan: Packing
+    layers: LayerOffers
+    chosen: NDArray[np.intp]
+    net: float
+
+    @classmethod
+    def of(cls, of: _Plan, plan: Packing, layers: LayerOffers, left: Allowance) -> _Offer:
+        """Choose the layers that pay within what may be received."""
+        limits = of.view.limits
+        chosen, net = layers_that_pay(layers, left, limits.max_layers, limits.horizon_steps, of.hysteresis)
+        return cls(plan, layers, chosen, net)

@@ -121,7 +121,7 @@ class PlacementAdmin:
     def _shown(self, *, has_arrays: bool) -> web.Response:
         self._control.tick(self._driver.now_ns())  # A migration may have ended since the last look.
         places = self._driver.view.group.places()
-        return _json(placement_view(self._control, places, self._driver.now_ns(), has_arrays=has_arrays))
+        return _json(placement_view(self._control, places, self._prices, self._driver.now_ns(), has_arrays=has_arrays))
 
 
 class NoPlacementAdmin:

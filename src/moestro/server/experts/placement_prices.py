@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from moestro.config.idle_flags import may_have_gpu
 from moestro.config.serve_settings import ServeSettings
 from moestro.cost.gpus import gpu_named
 from moestro.cost.links import link_named
@@ -12,7 +13,7 @@ from moestro.cost.networks import NetworkShape
 from moestro.placement.devices import PlacePrices
 from moestro.placement.prices import place_prices
 
-_DEFAULT_GPU = "h100"  # as in `moestro place`
+_DEFAULT_GPU, _CPU = "h100", "cpu"  # the first as in `moestro place`
 _BYTES = {"float32": 4, "float64": 8}  # of a weight, where it is not 2
 
 
@@ -34,7 +35,10 @@ class LivePrices:
 
 
 def live_prices(settings: ServeSettings, dtype: str) -> LivePrices:
-    """Return the prices of the model on the paced GPU, or on the one that `--placement-gpu` names.
+    """Return the prices of the model on the paced GPU, on the one that `--placement-gpu` names, or on CPUs.
+
+    Engines that compute on CPUs are priced as CPUs: with a GPU's prices, plans would give up balance to read fewer
+    experts.
 
     Args:
         settings: Settings of the server.
@@ -46,6 +50,8 @@ def live_prices(settings: ServeSettings, dtype: str) -> LivePrices:
     live, paced = settings.placement, settings.paced
     is_priced = paced is not None and paced.table is None
     name = paced.gpu if paced is not None and is_priced else _DEFAULT_GPU
+    if paced is None and not may_have_gpu(settings):
+        name = _CPU
     link_name = paced.paced_link if paced is not None and is_priced else None
     gpu = gpu_named(live.placement_gpu or name)
     link = link_within(live.placement_link or link_name, gpu, "--placement-link")

@@ -112,6 +112,7 @@ class PlacementView(msgspec.Struct, kw_only=True):
         num_steps, steps_since_decision: Steps since the start of the server, and since the last decision.
         stall: What stands still; "" means nothing.
         migrations, decisions: Ended migrations and decisions, by outcome.
+        prices: Prices by which plans are judged.
         table: Experts by layer, worker and slot, with ?arrays=true; -1 means empty.
         shares: Part of its expert's tokens that each slot gets, with ?arrays=true.
     """
@@ -138,6 +139,7 @@ class PlacementView(msgspec.Struct, kw_only=True):
     migrations: dict[str, int]
     decisions: dict[str, int]
     decision: DecisionView | None
+    prices: PricesView
     table: list[list[list[int]]] | None = None
     shares: list[list[list[float]]] | None = None
 
@@ -196,12 +198,15 @@ def plan_view(
     )
 
 
-def placement_view(control: PlacementControl, places: GroupPlaces, now_ns: int, *, has_arrays: bool) -> PlacementView:
+def placement_view(
+    control: PlacementControl, places: GroupPlaces, prices: LivePrices, now_ns: int, *, has_arrays: bool
+) -> PlacementView:
     """Return the state of live placement as operators see it.
 
     Args:
         control: The state.
         places: Workers that hold experts, and their machines.
+        prices: Prices by which plans are judged.
         now_ns: Time.
         has_arrays: Whether to list all slots.
     """
@@ -236,6 +241,7 @@ def placement_view(control: PlacementControl, places: GroupPlaces, now_ns: int, 
         moved_bytes=control.moved_bytes,
         migrations={outcome.value: count for outcome, count in sorted(control.num_migrations.items())},
         decisions={outcome.value: count for outcome, count in sorted(control.num_decisions.items())},
+        prices=prices_view(prices),
         decision=None
         if decision is None
         else DecisionView(

@@ -25,6 +25,7 @@ class ExpertProfile:
         origin: What was recorded, in words.
         notes: What the reader had to assume, a sentence each.
         created_by: Program that made the profile.
+        ranks: Ranks whose files were read, where each rank writes one; empty means that there is one for all.
     """
 
     load: ExpertLoad
@@ -34,6 +35,7 @@ class ExpertProfile:
     origin: str = ""
     notes: tuple[str, ...] = ()
     created_by: str = CREATED_BY
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.num_layers:

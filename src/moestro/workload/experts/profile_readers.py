@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,7 @@ def read_profile(paths: Sequence[Path], reading: ProfileReading) -> ExpertProfil
     Raises:
         ConfigError: A file cannot be read, is damaged or foreign, or the files do not fit together.
     """
+    _refuse_repeated(paths)
     forms = {_form_of(path) for path in paths}
     if len(forms) != 1:
         raise ConfigError(f"the profile's files have different forms: {', '.join(sorted(forms)) or 'there is none'}")
@@ -94,6 +96,28 @@ def read_profile(paths: Sequence[Path], reading: ProfileReading) -> ExpertProfil
             " (--num-experts, --model)"
         )
     return profile
+
+
+def _refuse_repeated(paths: Sequence[Path]) -> None:
+    """Refuse files that are given twice, under one name or under two.
+
+    Raises:
+        ConfigError: Two of them are the same file, or have the same contents.
+    """
+    by_size: dict[int, list[Path]] = {}
+    for path in paths:
+        try:
+            by_size.setdefault(path.stat().st_size, []).append(path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+    for alike in by_size.values():
+        seen: dict[bytes, Path] = {}
+        for path in alike if len(alike) > 1 else ():
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "blake2b").digest()
+            if digest in seen:
+                raise ConfigError(f"{path} has the same contents as {seen[digest]}: give each file of a recording once")
+            seen[digest] = path
 
 
 def _of_dumps(dumps: Sequence[SglangDump], reading: ProfileReading) -> ExpertProfile:

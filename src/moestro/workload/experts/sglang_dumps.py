@@ -114,6 +114,7 @@ def _of_records(dumps: Sequence[SglangDump]) -> ExpertProfile:
     if any(not np.array_equal(slots, dump.fields["last_physical_to_logical_map"]) for dump in dumps):
         raise ConfigError("the dumps have different physical_to_logical_maps: they are of different times or servers")
     records = [record for dump in dumps for record in dump.fields["records"]]
+    _refuse_repeated_ranks(dumps)
     ranks = sorted({int(record["rank"]) for record in records})
     passes = sorted({int(record["forward_pass_id"]) for record in records})
     if not records:
@@ -139,7 +140,24 @@ def _of_records(dumps: Sequence[SglangDump]) -> ExpertProfile:
         num_model_layers=len(slots),
         origin=f"SGLang's recorder ({kind}), {len(passes)} forward passes, {len(ranks)} ranks",
         notes=_notes(sees_all=sees_all, receives=receives, num_ranks=len(ranks)),
+        ranks=tuple(ranks),
     )
+
+
+def _refuse_repeated_ranks(dumps: Sequence[SglangDump]) -> None:
+    """Refuse two dumps of one rank.
+
+    Raises:
+        ConfigError: Two files have passes of the same rank.
+    """
+    first: dict[int, Path] = {}
+    for dump in dumps:
+        for rank in sorted({int(record["rank"]) for record in dump.fields["records"]}):
+            if rank in first:
+                raise ConfigError(
+                    f"rank {rank} is in {first[rank]} and in {dump.path}: give one dump a rank, all of one recording"
+                )
+            first[rank] = dump.path
 
 
 def _meaning(counts: Int64s, ranks: list[int]) -> tuple[bool, bool]:

@@ -26,6 +26,15 @@ struct Packing {
     uint8_t* held;
 };
 
+// `StepPrices`; shapes as there.
+struct StepPrices {
+    int64_t num_layers, num_experts, num_devices, num_slots;
+    const double *work_s, *near_s, *sooner_s, *rest_s, *speed;
+    const int64_t* node_at;
+    const uint8_t *room, *moved;
+    double move_s;
+};
+
 // Index of an expert in arrays [batches, experts + 1, devices], whose last expert is EMPTY.
 inline int64_t expert_base(const Problem& problem, int64_t batch, int64_t expert) {
     const int64_t row = expert == EMPTY ? problem.num_experts : expert;

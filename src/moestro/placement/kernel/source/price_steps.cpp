@@ -1,0 +1,381 @@
+// Steps of single copies by a layer's own price: `placement/search/price_steps.py` in C++.
+//
+// NumPy's code is the definition. Each number is computed by the same operations in the same order, steps come in the
+// same order, and the first one of equal ones is taken, so both end with equal copies.
+
+#include "search.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr int64_t NONE = -1;
+constexpr double ROUNDING = 1e-12;  // of a price, by which a bound may be too high
+
+// One expert's part of a step: how many copies it gets more, and the devices that lose and get one.
+struct Part {
+    int64_t expert, more, leaves, enters;
+};
+
+struct Step {
+    Part part[2];
+    int64_t slot[2], then[2];  // slots, numbered over all devices, and what each then has
+};
+
+class Layer {
+   public:
+    Layer(const StepPrices& prices, int64_t layer, int64_t* expert)
+        : prices_(prices),
+          num_experts_(prices.num_experts),
+          num_devices_(prices.num_devices),
+          num_slots_(prices.num_slots),
+          work_s_(prices.work_s + layer * prices.num_experts * (prices.num_devices + 1)),
+          near_s_(prices.near_s + layer * prices.num_experts * prices.num_devices),
+          sooner_s_(prices.sooner_s + layer * prices.num_experts * prices.num_devices),
+          moved_(prices.moved + layer * (prices.num_experts + 1) * prices.num_devices),
+          expert_(expert),
+          held_(prices.num_experts * prices.num_devices, 0),
+          in_node_(prices.num_experts * prices.num_devices, 0),
+          copies_(prices.num_experts, 0),
+          compute_s_(prices.num_devices, 0.0),
+          rows_s_(prices.rest_s + layer * prices.num_devices, prices.rest_s + (layer + 1) * prices.num_devices),
+          slow_(prices.num_devices),
+          inverse_(prices.num_devices + 1, 1.0) {
+        for (int64_t count = 1; count <= num_devices_; ++count) inverse_[count] = 1.0 / double(count);
+        for (int64_t device = 0; device < num_devices_; ++device) {
+            slow_[device] = 1 / prices.speed[device];
+            for (int64_t slot = 0; slot < num_slots_; ++slot) {
+                const int64_t what = expert_[device * num_slots_ + slot];
+                if (what == EMPTY) continue;
+                ++copies_[what];
+                hold(what, device, true);
+            }
+        }
+        for (int64_t what = 0; what < num_experts_; ++what) {
+            const double share = 1.0 / double(std::max<int64_t>(copies_[what], 1));
+            for (int64_t device = 0; device < num_devices_; ++device) {
+                const int64_t at = what * num_devices_ + device;
+                const double held = held_[at];
+                compute_s_[device] += held * work(what, copies_[what]) * slow_[device];
+                rows_s_[device] += share * (held * near_s_[at] - sooner_s_[at] * double(in_node_[at]));
+            }
+        }
+    }
+
+    bool step(double least_gain) {
+        slowest_ = std::max_element(compute_s_.begin(), compute_s_.end()) - compute_s_.begin();
+        busiest_ = std::max_element(rows_s_.begin(), rows_s_.end()) - rows_s_.begin();
+        const double now = compute_s_[slowest_] + rows_s_[busiest_];
+        least_ = now - least_gain * now;
+        has_found_ = false;
+        set_highest();
+        const Largest compute_s(compute_s_), rows_s(rows_s_);
+        for (int nth = 0; nth < 2; ++nth) {
+            slow_ones_[nth] = compute_s.device[nth + 1];
+            busy_ones_[nth] = rows_s.device[nth + 1];
+        }
+        look_up_changes();
+        try_steps_of(slowest_, compute_s, rows_s);
+        if (busiest_ != slowest_) try_steps_of(busiest_, compute_s, rows_s);
+        if (has_found_) take(best_);
+        return has_found_;
+    }
+
+   private:
+    double work(int64_t what, int64_t copies) const { return work_s_[what * (num_devices_ + 1) + copies]; }
+
+    bool is_held(int64_t what, int64_t device) const { return held_[what * num_devices_ + device]; }
+
+    bool same_node(int64_t one, int64_t other) const { return prices_.node_at[one] == prices_.node_at[other]; }
+
+    void hold(int64_t what, int64_t device, bool is_held) {
+        held_[what * num_devices_ + device] = is_held;
+        for (int64_t other = 0; other < num_devices_; ++other) {
+            if (same_node(device, other)) in_node_[what * num_devices_ + other] += is_held ? 1 : -1;
+        }
+    }
+
+    // Largest values of the devices, in falling order, as many as leave one when two devices are left out.
+    struct Largest {
+        int64_t device[3];
+        double value[3];
+
+        explicit Largest(const std::vector<double>& values) {
+            for (int nth = 0; nth < 3; ++nth) {
+                device[nth] = NONE;
+                value[nth] = 0.0;
+                for (int64_t i = 0; i < int64_t(values.size()); ++i) {
+                    if (i == device[0] || (nth == 2 && i == device[1])) continue;
+                    if (device[nth] == NONE || values[i] > value[nth]) {
+                        device[nth] = i;
+                        value[nth] = values[i];
+                    }
+                }
+            }
+        }
+
+        double without(int64_t one, int64_t other) const {
+            int nth = 0;
+            while (nth < 2 && (device[nth] == one || device[nth] == other)) ++nth;
+            return value[nth];
+        }
+    };
+
+    // What the copy of a slot adds to its own device and would add to another one, and what it saves the busiest one
+    // while it is on that one's node.
+    struct SlotCosts {
+        double work_s, here_s, near_here_s, there_s, near_there_s, sooner_s;
+    };
+
+    struct Change {
+        double compute_s, rows_s;
+    };
+
+    void look_up_slots(int64_t device) {
+        slots_.resize(num_devices_ * num_slots_);
+        for (int64_t slot = 0; slot < num_devices_ * num_slots_; ++slot) {
+            const int64_t what = expert_[slot];
+            SlotCosts& costs = slots_[slot];
+            costs = {};
+            if (what == EMPTY) continue;
+            const double share = inverse_[copies_[what]];
+            const int64_t here = what * num_devices_ + slot / num_slots_, there = what * num_devices_ + device;
+            costs.work_s = work(what, copies_[what]);
+            costs.here_s = share * near_s_[here];
+            costs.near_here_s = share * (near_s_[here] - sooner_s_[here]);
+            costs.there_s = share * near_s_[there];
+            costs.near_there_s = share * (near_s_[there] - sooner_s_[there]);
+            costs.sooner_s = share * sooner_s_[what * num_devices_ + busiest_];
+        }
+    }
+
+    // What one copy more of each expert changes at the slowest and the busiest device, and one fewer in each spare slot.
+    void look_up_changes() {
+        added_.resize(num_experts_);
+        for (int64_t what = 0; what < num_experts_; ++what) {
+            added_[what] = copies_[what] < num_devices_ ? scaled(what, copies_[what] + 1) : Change{};
+        }
+        dropped_.resize(num_devices_ * num_slots_);
+        for (int64_t slot = 0; slot < num_devices_ * num_slots_; ++slot) {
+            const int64_t what = expert_[slot], device = slot / num_slots_;
+            dropped_[slot] = {};
+            if (what == EMPTY || copies_[what] < 2) continue;
+            const int64_t then = copies_[what] - 1;
+            Change& change = dropped_[slot] = scaled(what, then);
+            if (device == slowest_) change.compute_s -= work(what, then) * slow_[slowest_];
+            const int64_t at = what * num_devices_ + busiest_;
+            if (device == busiest_) change.rows_s -= inverse_[then] * near_s_[at];
+            if (same_node(device, busiest_)) change.rows_s += inverse_[then] * sooner_s_[at];
+        }
+    }
+
+    // What the copies that stay change at the slowest and the busiest device if there are other numbers of them.
+    Change scaled(int64_t what, int64_t then) const {
+        const int64_t now = copies_[what], slowest = what * num_devices_ + slowest_, busiest = what * num_devices_ + busiest_;
+        const double held = held_[busiest], more_s = work(what, then) - work(what, now);
+        return {double(held_[slowest]) * more_s * slow_[slowest_],
+                (inverse_[then] - inverse_[now]) * (held * near_s_[busiest] - sooner_s_[busiest] * double(in_node_[busiest]))};
+    }
+
+    // Lower bound of the price after an expert gets a further copy in a slot: by the slowest and the busiest device.
+    double bound_of_further(int64_t what, int64_t to) const {
+        const int64_t there = to / num_slots_, then = copies_[what] + 1, at = what * num_devices_ + busiest_;
+        double compute_s = compute_s_[slowest_] + added_[what].compute_s + dropped_[to].compute_s;
+        double rows_s = rows_s_[busiest_] + added_[what].rows_s + dropped_[to].rows_s;
+        if (there == slowest_) compute_s += work(what, then) * slow_[slowest_];
+        if (there == busiest_) rows_s += inverse_[then] * near_s_[at];
+        if (same_node(there, busiest_)) rows_s -= inverse_[then] * sooner_s_[at];
+        return compute_s + rows_s;
+    }
+
+    void attempt_further(int64_t what, int64_t to) {
+        if (bound_of_further(what, to) <= highest_) attempt(further(what, to));
+    }
+
+    // Lower bound of the price after an exchange of two slots: by their devices, and by those that stay as they are.
+    double bound(int64_t device, int64_t slot, int64_t to, const Largest& compute_s, const Largest& rows_s) const {
+        const int64_t there = to / num_slots_, what = expert_[slot];
+        const SlotCosts &one = slots_[slot], &other = slots_[to];
+        const bool is_same = same_node(device, there);
+        const double share = inverse_[copies_[what]];
+        const int64_t at = what * num_devices_ + there;
+        const double arriving_s = share * (is_same ? near_s_[at] : near_s_[at] - sooner_s_[at]);
+        const double first_s = compute_s_[device] + (other.work_s - one.work_s) * slow_[device];
+        const double second_s = compute_s_[there] + (one.work_s - other.work_s) * slow_[there];
+        const double most_s = std::max(std::max(first_s, second_s), compute_s.without(device, there));
+        const double first_rows_s = rows_s_[device] + (is_same ? other.there_s - one.here_s : other.near_there_s - one.near_here_s);
+        const double second_rows_s = rows_s_[there] + arriving_s - (is_same ? other.here_s : other.near_here_s);
+        double least_s = rows_s.without(device, there);
+        if (!is_same) {  // receivers on both nodes change, too
+            const double change_s = one.sooner_s - other.sooner_s;
+            least_s = 0.0;
+            if (busiest_ != device && busiest_ != there) {
+                least_s = rows_s_[busiest_];
+                if (same_node(device, busiest_)) least_s += change_s;
+                if (same_node(there, busiest_)) least_s -= change_s;
+            }
+        }
+        return most_s + std::max(std::max(first_rows_s, second_rows_s), least_s);
+    }
+
+    void try_steps_of(int64_t device, const Largest& compute_s, const Largest& rows_s) {
+        const int64_t num_all = num_devices_ * num_slots_;
+        look_up_slots(device);
+        for (int64_t slot = device * num_slots_; slot < (device + 1) * num_slots_; ++slot) {
+            const int64_t what = expert_[slot];
+            if (what != EMPTY) {
+                for (int64_t to = 0; to < num_all; ++to) {
+                    const int64_t there = to / num_slots_, other = expert_[to];
+                    if (!prices_.room[to] || is_held(what, there)) continue;
+                    if (other != EMPTY && is_held(other, device)) continue;
+                    if (bound(device, slot, to, compute_s, rows_s) > highest_) continue;
+                    Step step = {{{what, 0, device, there}, {NONE, 0, NONE, NONE}}, {slot, to}, {other, what}};
+                    if (other != EMPTY) step.part[1] = {other, 0, there, device};
+                    attempt(step);
+                }
+                for (int64_t to = 0; to < num_all; ++to) {
+                    if (is_spare(to) && !is_held(what, to / num_slots_)) attempt_further(what, to);
+                }
+                if (copies_[what] > 1) {
+                    attempt({{{what, -1, device, NONE}, {NONE, 0, NONE, NONE}}, {slot, NONE}, {EMPTY, NONE}});
+                }
+            }
+            if (!is_spare(slot)) continue;
+            for (int64_t more = 0; more < num_experts_; ++more) {
+                if (!is_held(more, device)) attempt_further(more, slot);
+            }
+        }
+    }
+
+    bool is_spare(int64_t slot) const {
+        return expert_[slot] == EMPTY ? prices_.room[slot] : copies_[expert_[slot]] > 1;
+    }
+
+    Step further(int64_t what, int64_t to) const {
+        const int64_t there = to / num_slots_, other = expert_[to];
+        Step step = {{{what, 1, NONE, there}, {NONE, 0, NONE, NONE}}, {to, NONE}, {what, NONE}};
+        if (other != EMPTY) step.part[1] = {other, -1, there, NONE};
+        return step;
+    }
+
+    double moving_s(const Step& step) const {
+        int64_t received = 0;
+        for (const Part& part : step.part) {
+            if (part.expert == NONE) continue;
+            const uint8_t* moved = moved_ + part.expert * num_devices_;
+            if (part.enters != NONE) received += moved[part.enters];
+            if (part.leaves != NONE) received -= moved[part.leaves];
+        }
+        // Where nothing may be received, what is received less earns nothing.
+        if (prices_.move_s == std::numeric_limits<double>::infinity()) return received > 0 ? prices_.move_s : 0.0;
+        return double(received) * prices_.move_s;
+    }
+
+    void after(const Step& step, int64_t device, double& compute_s, double& rows_s) const {
+        compute_s = compute_s_[device];
+        rows_s = rows_s_[device];
+        for (const Part& part : step.part) {
+            if (part.expert == NONE) continue;
+            const int64_t at = part.expert * num_devices_ + device;
+            const int64_t now = copies_[part.expert], then = now + part.more;
+            const double share = inverse_[then], held = held_[at];
+            const double work_s = work(part.expert, then);
+            if (part.more != 0) {
+                compute_s += held * (work_s - work(part.expert, now)) * slow_[device];
+                rows_s += (share - inverse_[now]) * (held * near_s_[at] - sooner_s_[at] * double(in_node_[at]));
+            }
+            if (part.leaves != NONE) {
+                if (part.leaves == device) compute_s -= work_s * slow_[device];
+                if (part.leaves == device) rows_s -= share * near_s_[at];
+                if (same_node(part.leaves, device)) rows_s += share * sooner_s_[at];
+            }
+            if (part.enters != NONE) {
+                if (part.enters == device) compute_s += work_s * slow_[device];
+                if (part.enters == device) rows_s += share * near_s_[at];
+                if (same_node(part.enters, device)) rows_s -= share * sooner_s_[at];
+            }
+        }
+    }
+
+    void attempt(const Step& step) {
+        const double move_s = moving_s(step);
+        double compute_s, rows_s, most_compute_s = 0.0, most_rows_s = 0.0;
+        // Devices that decide most often come first.
+        const int64_t probes[] = {slowest_, busiest_, step.part[0].leaves, step.part[1].leaves, step.part[0].enters,
+                                  step.part[1].enters, slow_ones_[0], slow_ones_[1], busy_ones_[0], busy_ones_[1]};
+        for (const int64_t device : probes) {
+            if (device == NONE) continue;
+            after(step, device, compute_s, rows_s);
+            most_compute_s = std::max(most_compute_s, compute_s);
+            most_rows_s = std::max(most_rows_s, rows_s);
+            if (!(most_compute_s + most_rows_s + move_s < least_)) return;
+        }
+        for (int64_t device = 0; device < num_devices_; ++device) {
+            after(step, device, compute_s, rows_s);
+            most_compute_s = std::max(most_compute_s, compute_s);
+            most_rows_s = std::max(most_rows_s, rows_s);
+            if (!(most_compute_s + most_rows_s + move_s < least_)) return;
+        }
+        least_ = most_compute_s + most_rows_s + move_s;
+        best_ = step;
+        has_found_ = true;
+        set_highest();
+    }
+
+    // A step may receive two copies fewer than before, and a bound may be rounded up.
+    void set_highest() {
+        const bool is_finite = prices_.move_s < std::numeric_limits<double>::infinity();
+        highest_ = least_ * (1 + ROUNDING) + (is_finite ? 2 * prices_.move_s : 0.0);
+    }
+
+    void take(const Step& step) {
+        for (int64_t device = 0; device < num_devices_; ++device) {
+            double compute_s, rows_s;
+            after(step, device, compute_s, rows_s);
+            next_compute_s_.push_back(compute_s);
+            next_rows_s_.push_back(rows_s);
+        }
+        compute_s_.swap(next_compute_s_);
+        rows_s_.swap(next_rows_s_);
+        next_compute_s_.clear();
+        next_rows_s_.clear();
+        for (int side = 0; side < 2; ++side) {
+            if (step.slot[side] != NONE) expert_[step.slot[side]] = step.then[side];
+        }
+        for (const Part& part : step.part) {
+            if (part.expert == NONE) continue;
+            copies_[part.expert] += part.more;
+            if (part.leaves != NONE) hold(part.expert, part.leaves, false);
+            if (part.enters != NONE) hold(part.expert, part.enters, true);
+        }
+    }
+
+    const StepPrices& prices_;
+    const int64_t num_experts_, num_devices_, num_slots_;
+    const double *work_s_, *near_s_, *sooner_s_;
+    const uint8_t* moved_;
+    int64_t* expert_;
+    std::vector<uint8_t> held_;
+    std::vector<int64_t> in_node_, copies_;
+    std::vector<double> compute_s_, rows_s_, next_compute_s_, next_rows_s_, slow_;
+    int64_t slowest_ = 0, busiest_ = 0, slow_ones_[2] = {}, busy_ones_[2] = {};
+    double least_ = 0.0, highest_ = 0.0;
+    bool has_found_ = false;
+    Step best_ = {};
+    std::vector<SlotCosts> slots_;
+    std::vector<Change> added_, dropped_;
+    std::vector<double> inverse_;
+};
+
+}  // namespace
+
+// expert: [layers, devices, slots].
+KERNEL void moestro_lower_prices(const StepPrices* prices, int64_t* expert, int64_t num_steps, double least_gain) {
+    for (int64_t at = 0; at < prices->num_layers; ++at) {
+        Layer layer(*prices, at, expert + at * prices->num_devices * prices->num_slots);
+        for (int64_t nth = 0; nth < num_steps && layer.step(least_gain); ++nth) {
+        }
+    }
+}

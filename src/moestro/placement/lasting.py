@@ -1,0 +1,220 @@
+"""Follows a placement policy only where its plans have lasted: the memory of a group that plans again and again.
+
+A plan fits the window that it was made for, and the next window is another one: noise, or other domains. So a saving is
+expected only as far as earlier plans of the same kind have found what they predicted.
+
+1. *Short* plans are made for the last window. What they predict is priced under that window with its noise once more.
+2. *Long* plans are made for the mean of all remembered windows, and priced as the mean over these.
+3. The *first* placement and that of now are candidates, too, and need no trust, because no window made them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import ExpertTable
+from moestro.placement.payback import live_table
+from moestro.placement.registry import PlacePolicy, PlaceView
+from moestro.placement.score import move_s, moves_between, score
+
+SHORT, LONG, FIRST = "short", "long", "first"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastingSettings:
+    """When a plan is followed.
+
+    Attributes:
+        least_share: Part of a step that a plan must be expected to save.
+        num_windows: Windows that are remembered.
+        half_life: Windows after which one counts half.
+        trust: Part of a predicted saving that is expected before any plan was judged.
+        hysteresis: Part by which the expected saving over the horizon must exceed the seconds of the move.
+    """
+
+    least_share: float = 0.02
+    num_windows: int = 6
+    half_life: float = 3.0
+    trust: float = 0.5
+    hysteresis: float = 0.1
+
+
+@dataclass(slots=True)
+class _Trust:
+    """What plans of a kind predicted, and what the next window found of it; both decay.
+
+    The first prediction counts once as if it had found the part that is expected without knowledge.
+    """
+
+    prior: float
+    predicted_s: float = 0.0
+    found_s: float = 0.0
+
+    def judge(self, predicted_s: float, found_s: float, kept: float) -> None:
+        """Take in a plan that the next window has judged."""
+        if not self.predicted_s:
+            self.predicted_s, self.found_s = predicted_s, self.prior * predicted_s
+        self.predicted_s = kept * self.predicted_s + predicted_s
+        self.found_s = kept * self.found_s + found_s
+
+    @property
+    def part(self) -> float:
+        """Part of a prediction that is to be expected, from 0 to 1."""
+        if self.predicted_s <= 0:
+            return self.prior
+        return min(max(self.found_s / self.predicted_s, 0.0), 1.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shadow:
+    """A plan that the next window will judge, whether it was followed or not."""
+
+    base: ExpertTable
+    table: ExpertTable
+    predicted_s: float
+
+
+@dataclass(slots=True, eq=False)
+class LastingPlans:
+    """A placement policy that follows another one where its plans last. It belongs to one group.
+
+    Attributes:
+        policy: Makes plans; sees loads of one window or of several.
+        settings: When a plan is followed.
+        measured_step_s: Seconds of a step as the group measured it. None means that only the priced seconds are known.
+        reason: Why the last call left the table or changed it, in words.
+    """
+
+    policy: PlacePolicy
+    settings: LastingSettings = field(default_factory=LastingSettings)
+    measured_step_s: float | None = None
+    reason: str = ""
+    _windows: list[ExpertLoad] = field(default_factory=list)
+    _trust: dict[str, _Trust] = field(default_factory=dict)
+    _shadows: dict[str, _Shadow] = field(default_factory=dict)
+    _first: ExpertTable | None = None
+    _num_calls: int = 0
+
+    def __post_init__(self) -> None:
+        self._trust = {name: _Trust(self.settings.trust) for name in (SHORT, LONG)}
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether the policy needs pairs of experts."""
+        return bool(getattr(self.policy, "needs_pairs", False))
+
+    def __call__(self, view: PlaceView) -> ExpertTable:
+        """Return the placement of the plan that is expected to save enough, or the present one."""
+        if live_table(view.table, view.devices) is None or not (view.devices.is_alive == view.table.is_alive).all():
+            self._forget()
+            self.reason = "devices changed"
+            return self.policy(view)
+        if self._windows and self._windows[-1].tokens.shape != view.load.tokens.shape:
+            self._forget()
+        self._judge(view)
+        self._remember(view)
+        candidates = self._candidates(view)
+        best, saved_s, kind = view.table, 0.0, ""
+        for name, (table, predicted_s) in candidates.items():
+            part = self._trust[name].part if name in self._trust else 1.0
+            net_s = part * predicted_s - self._moves_s(view, table)
+            if net_s > saved_s:
+                best, saved_s, kind = table, net_s, name
+        step_s = self.measured_step_s or _step_s(view.load, view.table, view)
+        self._num_calls += 1
+        if best is view.table:
+            self.reason = "no plan is expected to save anything"
+            return best
+        if saved_s < self.settings.least_share * step_s:
+            self.reason = (
+                f"the {kind} plan is expected to save {saved_s / step_s:.2%} of a step, and"
+                f" {self.settings.least_share:.2%} are required"
+            )
+            return view.table
+        self.reason = f"the {kind} plan is expected to save {saved_s / step_s:.2%} of a step"
+        return replace(best, version=view.table.version + 1)
+
+    def _forget(self) -> None:
+        self._windows.clear()
+        self._shadows.clear()
+        self._first = None
+
+    def _judge(self, view: PlaceView) -> None:
+        """Let the window judge the plans that were made before it."""
+        kept = 0.5 ** (1 / self.settings.half_life)
+        for name, shadow in self._shadows.items():
+            if shadow.predicted_s > 0 and shadow.table.logical_of.shape == view.table.logical_of.shape:
+                before_s, after_s = (_step_s(view.load, each, view) for each in (shadow.base, shadow.table))
+                self._trust[name].judge(shadow.predicted_s, before_s - after_s, kept)
+        self._shadows.clear()
+
+    def _remember(self, view: PlaceView) -> None:
+        self._first = self._first or view.table
+        self._windows.append(replace(view.load, pairs=None))
+        del self._windows[: -self.settings.num_windows]
+
+    def _candidates(self, view: PlaceView) -> dict[str, tuple[ExpertTable, float]]:
+        """Return placements by kind, with the seconds a step that each one is predicted to save."""
+        found: dict[str, tuple[ExpertTable, float]] = {}
+        short = self.policy(view)
+        noisy = with_noise(view.load, self._num_calls)
+        found[SHORT] = short, _step_s(noisy, view.table, view) - _step_s(noisy, short, view)
+        if len(self._windows) > 1:
+            weights = self._weights()
+            long = self.policy(replace(view, load=replace(mean_load(self._windows, weights), pairs=view.load.pairs)))
+            found[LONG] = long, self._saved_s(view, long, weights)
+            if self._first is not None and self._first.logical_of.shape == view.table.logical_of.shape:
+                found[FIRST] = self._first, self._saved_s(view, self._first, weights)
+        for name in self._trust:
+            if name in found and found[name][0] is not view.table:
+                self._shadows[name] = _Shadow(view.table, *found[name])
+        return found
+
+    def _weights(self) -> np.ndarray:
+        """Return float64[windows], weights of windows by their age and their steps; they sum to 1."""
+        ages = np.arange(len(self._windows))[::-1]
+        weights = 0.5 ** (ages / self.settings.half_life) * [max(each.num_steps, 1.0) for each in self._windows]
+        return np.asarray(weights / weights.sum())
+
+    def _saved_s(self, view: PlaceView, table: ExpertTable, weights: np.ndarray) -> float:
+        each = [_step_s(load, view.table, view) - _step_s(load, table, view) for load in self._windows]
+        return float(weights @ each)
+
+    def _moves_s(self, view: PlaceView, table: ExpertTable) -> float:
+        """Return the seconds per step of the moves, spread over the horizon."""
+        if table is view.table:
+            return 0.0
+        seconds = move_s(moves_between(view.table, table, view.devices), view.devices, view.prices)
+        return (1 + self.settings.hysteresis) * seconds / max(view.limits.horizon_steps, 1.0)
+
+
+def _step_s(load: ExpertLoad, table: ExpertTable, view: PlaceView) -> float:
+    return score(load, table, view.devices, view.prices).step_s
+
+
+def with_noise(load: ExpertLoad, seed: int) -> ExpertLoad:
+    """Return a window as another one of as many steps might be, if only chance differs.
+
+    A plan that fits the chance of its own window gains nothing by it in this one.
+    """
+    total = load.total
+    spread = np.sqrt(load.variance / max(load.num_steps, 1.0)) / np.maximum(total, np.finfo(float).tiny)
+    factor = np.maximum(1 + spread * np.random.default_rng(seed).standard_normal(total.shape), 0.0)
+    return replace(load, tokens=load.tokens * np.where(total > 0, factor, 1.0))
+
+
+def mean_load(windows: list[ExpertLoad], weights: np.ndarray) -> ExpertLoad:
+    """Return the load of several windows together, with the variance between them.
+
+    Args:
+        weights: float64[windows], which sum to 1.
+    """
+    tokens = np.tensordot(weights, np.stack([each.tokens for each in windows]), 1)
+    within = np.tensordot(weights, np.stack([each.variance for each in windows]), 1)
+    totals = np.stack([each.total for each in windows])
+    between = np.tensordot(weights, (totals - tokens.sum(axis=0)) ** 2, 1)
+    activated = np.tensordot(weights, np.stack([each.activated for each in windows]), 1)
+    return ExpertLoad(tokens, within + between, activated, sum(each.num_steps for each in windows))
