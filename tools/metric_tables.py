@@ -11,23 +11,23 @@ import numpy as np
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from moestro.core.experts.source_load import SourceLoad
 from moestro.core.load_figures import IDLE
-from moestro.core.source_load import SourceLoad
-from moestro.gateway.kv_prometheus import KvFigures
+from moestro.gateway.engines.source_reports import SourceReports
+from moestro.gateway.figures.prometheus import RouteCollector
+from moestro.gateway.kv.kv_prometheus import KvFigures
 from moestro.gateway.metrics import Counts, EngineCounts
-from moestro.gateway.prometheus import RouteCollector
-from moestro.gateway.source_reports import SourceReports
 from moestro.placement.live_settings import LivePlacementSettings
-from moestro.routing.breaker import BreakerState
-from moestro.routing.health import Condition
+from moestro.routing.health.breaker import BreakerState
+from moestro.routing.health.engine_health import Condition
 from moestro.routing.policy_contract import Needs
-from moestro.server.expert_loads import ExpertLoads
-from moestro.server.expert_signals import ExpertSignal
-from moestro.server.metrics import Metrics
-from moestro.server.migration import MigrationProgress
-from moestro.server.placement_control import PlacementControl
-from moestro.server.prometheus import ServerCollector, Sources
-from moestro.web.faults import Fault, Faults, Port
+from moestro.server.engines.expert_loads import ExpertLoads
+from moestro.server.engines.metrics import Metrics
+from moestro.server.experts.expert_signals import ExpertSignal
+from moestro.server.experts.migration import MigrationProgress
+from moestro.server.experts.placement_control import PlacementControl
+from moestro.server.figures.prometheus import ServerCollector, Sources
+from moestro.web.ports.faults import Fault, Faults, Port
 from moestro.wire.expert_reports import report_of
 
 

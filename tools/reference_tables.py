@@ -27,7 +27,7 @@ from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICI
 from moestro.flow.registry import STEP_POLICIES
 from moestro.placement.registry import PLACE_POLICIES
 from moestro.routing.registry import ROUTE_POLICIES
-from moestro.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 
 DOCS = Path(__file__).parents[1] / "docs"
 

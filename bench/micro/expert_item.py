@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moestro.core.expert_table import spread_evenly
-from moestro.core.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
+from moestro.core.experts.expert_table import spread_evenly
+from moestro.core.experts.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
 from moestro.core.stages import StageShape
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.executor import FlowExecutor

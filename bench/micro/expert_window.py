@@ -34,7 +34,7 @@ from moestro.model.device import TorchDevice
 from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.library import KernelLibrary
-from moestro.model.load import load_network, read_config
+from moestro.model.loading.load import load_network, read_config
 from moestro.model.settings import ModelSettings
 from moestro.placement.load_window import LoadWindow
 from moestro.placement.pair_window import PAIR_INTERVAL

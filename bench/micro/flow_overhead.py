@@ -139,7 +139,7 @@ def quartiles_ms(executors, item, limit_s: float) -> np.ndarray:
 
 
 def decode_rows(model: str, directory: Path, dtype: str) -> list[dict[str, object]]:
-    from moestro.model.staged_open import open_staged_device  # noqa: PLC0415 - the core needs no network
+    from moestro.model.staged.staged_open import open_staged_device  # noqa: PLC0415 - the core needs no network
 
     kernels = "own" if dtype == "bfloat16" else "auto"
     settings = ModelSettings(

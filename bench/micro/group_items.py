@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.core.expert_table import spread_evenly
+from moestro.core.experts.expert_table import spread_evenly
 from moestro.core.stages import Attention, AttentionDone, Experts, ExpertsDone, Sample, StageShape
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Plan, StepResult, Units
 from moestro.flow.dispatcher import PeerSettings

@@ -35,11 +35,11 @@ from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.functions import CudaKernels
 from moestro.model.cuda.launch import replace_launcher
 from moestro.model.device import open_network
-from moestro.model.expert_pieces import Progress
+from moestro.model.experts.expert_pieces import Progress
 from moestro.model.settings import LocalRank, ModelSettings
-from moestro.model.staged_device import StagedTorchDevice
-from moestro.model.staged_network import StagedNetwork
-from moestro.model.staged_open import open_staged_device
+from moestro.model.staged.staged_device import StagedTorchDevice
+from moestro.model.staged.staged_network import StagedNetwork
+from moestro.model.staged.staged_open import open_staged_device
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.models import make_qwen3_config

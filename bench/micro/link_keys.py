@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.core.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
+from moestro.core.experts.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
 from moestro.wire.curve import ListenAddress, new_curve_keys
 from moestro.wire.hop_frames import Hello, HopLimits
 from moestro.worker.peer_links import PeerLinks

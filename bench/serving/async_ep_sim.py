@@ -21,16 +21,16 @@ from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.cluster import Cluster
-from moestro.sim.group_builder import SimGroup, group_kv_blocks, make_group, make_group_setup
-from moestro.sim.group_settings import GroupSettings
-from moestro.sim.results import Results
+from moestro.sim.figures.results import Results
+from moestro.sim.groups.group_builder import SimGroup, group_kv_blocks, make_group, make_group_setup
+from moestro.sim.groups.group_settings import GroupSettings
+from moestro.sim.groups.worker_group import WorkerGroup
+from moestro.sim.load.workload_settings import WorkloadSettings
 from moestro.sim.scenario import make_bounds
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
-from moestro.sim.worker_group import WorkerGroup
-from moestro.sim.workload_settings import WorkloadSettings
-from moestro.workload.report import spread_of
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import equal_rows
+from moestro.workload.runs.report import spread_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from serving.async_ep_load import Load

@@ -34,8 +34,8 @@ import aiohttp
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.cost.gpus import gpu_named
 from moestro.cost.named_parts import link_within, read_network
 from moestro.placement.devices import PlacePrices, even_devices

@@ -31,10 +31,10 @@ from moestro.cost.popularity import PopularityForm
 from moestro.cost.roofline import HostCost, Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.registry import make_step_policy
-from moestro.sim.staged import StagedRank
+from moestro.sim.groups.staged import StagedRank
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
-from moestro.workload.traces import read_trace
+from moestro.workload.traces.reading import read_trace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.core.expert_table import spread_evenly
+from moestro.core.experts.expert_table import spread_evenly
 from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_named
@@ -28,7 +28,7 @@ from moestro.cost.roofline import HostCost, Roofline, RooflineSettings
 from moestro.engine import scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.registry import make_step_policy
-from moestro.sim.worker_group import GroupLayout, WorkerGroup
+from moestro.sim.groups.worker_group import GroupLayout, WorkerGroup
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

@@ -21,7 +21,7 @@ from moestro.routing.policies.moestro import CONSTANTS, Moestro, MoestroConstant
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.cluster import Cluster
-from moestro.sim.group import Group
+from moestro.sim.groups.group import Group
 from moestro.sim.scenario import Scenario, make_scenario
 from moestro.sim.settings import SimEngineSettings, SimSettings, WorkloadSettings
 from moestro.sim.signals import ChannelSettings, SignalSettings

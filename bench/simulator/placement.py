@@ -33,8 +33,8 @@ from rich.progress import track
 from rich.table import Table
 
 from moestro.config.run_record import run_record
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.errors import MoestroError
 from moestro.placement.eplb import rebalance_experts
 from moestro.placement.kernel.choice import kernel_search, without_kernel

@@ -32,13 +32,13 @@ from rich.progress import track
 from rich.table import Table
 
 from moestro.config.run_record import run_record
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import EMPTY
-from moestro.placement import descent, few_moves, replicas, restoring, search, sharing, small
-from moestro.placement.linear_costs import objective_s
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.policies import gimbal_v2, moestro
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.score import score
+from moestro.placement.search import descent, few_moves, replicas, restoring, search, sharing, small
+from moestro.placement.search.linear_costs import objective_s
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -25,8 +25,8 @@ from rich.progress import track
 from rich.table import Table
 
 from moestro.config.run_record import run_record
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.score import score
 

@@ -25,11 +25,11 @@ from pathlib import Path
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.core import expert_pressure
 from moestro.core.clock import NS_PER_S
-from moestro.core.expert_pressure import expert_pressures
-from moestro.core.expert_table import spread_evenly
-from moestro.server.expert_signals import HALF_LIFE_NS, PERIOD_S
+from moestro.core.experts import expert_pressure
+from moestro.core.experts.expert_pressure import expert_pressures
+from moestro.core.experts.expert_table import spread_evenly
+from moestro.server.experts.expert_signals import HALF_LIFE_NS, PERIOD_S
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))

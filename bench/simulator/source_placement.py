@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.core.expert_load import ExpertLoad
+from moestro.core.experts.expert_load import ExpertLoad
 from moestro.placement.registry import PLACE_POLICIES
 from moestro.placement.score import score
 

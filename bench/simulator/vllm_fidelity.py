@@ -18,14 +18,14 @@ import numpy as np
 
 from moestro.config.run_record import run_record
 from moestro.core.timeline import Timelines
-from moestro.sim.arrivals import AtTimes
 from moestro.sim.engine_prices import make_prices
+from moestro.sim.load.arrivals import AtTimes
 from moestro.sim.scenario import Scenario, make_bounds, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.traces import read_trace
-from moestro.workload.vllm_run import read_vllm_run
+from moestro.workload.traces.reading import read_trace
+from moestro.workload.traces.vllm_run import read_vllm_run
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.models import ROOT

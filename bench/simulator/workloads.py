@@ -20,13 +20,13 @@ import numpy as np
 
 from moestro.config.run_record import run_record
 from moestro.core.hashing import hash_key
+from moestro.workload.generated.session_generator import generate, steady_rows
+from moestro.workload.generated.session_shapes import CHAT, SHAPES
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows, equal_rows
-from moestro.workload.servegen import Span, draw_requests, read_clients
-from moestro.workload.session_generator import generate, steady_rows
-from moestro.workload.session_shapes import CHAT, SHAPES
 from moestro.workload.statistics import Statistics, measure
-from moestro.workload.traces import read_trace
+from moestro.workload.traces.reading import read_trace
+from moestro.workload.traces.servegen import Span, draw_requests, read_clients
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save

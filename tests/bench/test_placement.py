@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "simulator" / "placement.py"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moestro.core import expert_pressure
+from moestro.core.experts import expert_pressure
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from simulator import pressure_constants as bench

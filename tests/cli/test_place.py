@@ -19,8 +19,8 @@ from moestro.cli import main
 from moestro.cli.placing.devices import make_devices, spread_sources
 from moestro.cli.placing.placements import filled_slots, first_table
 from moestro.cli.placing.settings import DeviceSettings
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.cost.hf_config import known_name, network_named
 from moestro.errors import ConfigError
 from moestro.placement.placement_file import PlacementFile, table_of_slots
@@ -30,7 +30,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "gptoss20b_mmlu.npz"
 RANKS = [DUMPS / "per_token_0.pt", DUMPS / "per_token_1.pt"]
 HEAVIEST_FIRST = """
 import numpy as np
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 
 def heaviest_first(view):
     devices, total = view.devices, view.load.total

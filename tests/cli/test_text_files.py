@@ -14,14 +14,14 @@ from workload.test_profile_readers import GOOD as ROUTED
 from workload.test_profile_readers import READING
 
 from moestro.cli import main
-from moestro.core.checkpoint import read_checkpoint
 from moestro.cost.named_parts import read_network
 from moestro.cost.tables import load_table
 from moestro.errors import UnsupportedModelError
-from moestro.sim.recorded_engines import read_engines
+from moestro.files.checkpoint import read_checkpoint
+from moestro.sim.load.recorded_engines import read_engines
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.record_key import record_key
-from moestro.workload.profile_readers import read_profile
+from moestro.workload.experts.profile_readers import read_profile
 
 SCENARIO = """
 [workload]

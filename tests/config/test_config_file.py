@@ -206,7 +206,7 @@ SERVE_KINDS = [ROUTE_POLICIES, ORDER_POLICIES, BATCH_POLICIES, EVICT_POLICIES, S
 def test_help_says_what_each_policy_does(capsys, monkeypatch, verb, kinds):
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit):
-        main([verb, "--help"])
+        main([verb, "--help-all"])
     text = capsys.readouterr().out
     for kind in kinds:
         for name, entry in kind.entries().items():

@@ -57,7 +57,7 @@ def test_every_declared_setting_can_be_set_and_is_printed(capsys, monkeypatch):
     assert sorted(printed) == sorted(declared(ServeSettings, set()))
     assert printed == [name for name, _ in settings_in(ServeSettings())]
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help-all"])
     flags = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')}" in flags for name in printed)
 

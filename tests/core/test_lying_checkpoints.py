@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.lying_checkpoints import fault_of, make_checkpoint, write_tensors
 
-from moestro.core.checkpoint import read_checkpoint
 from moestro.errors import UnsupportedModelError
+from moestro.files.checkpoint import read_checkpoint
 
 PROGRAM = Path(__file__).parents[1] / "support" / "lying_checkpoints.py"
 MOST_BYTES = 200 << 20  # the program takes 40 MB, and a file that is read 64 MiB

@@ -7,7 +7,7 @@ import io
 import pytest
 from support.text_files import WRITERS
 
-from moestro.core.text_files import decoded, open_utf8, read_text, text_of
+from moestro.files.text_files import decoded, open_utf8, read_text, text_of
 
 TEXT = 'a: "é"\n\nb\n'
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moestro.core.hops import HOP_RECORD
+from moestro.core.experts.hops import HOP_RECORD
 from moestro.cost.hf_config import network_named
 from moestro.cost.links import (
     EFA_P4D,

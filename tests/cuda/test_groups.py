@@ -13,14 +13,14 @@ from support.torch_group import BLOCK_SIZE, Layout, TorchGroup
 
 from moestro.flow.policies.basic import in_order
 from moestro.model import device as device_under_test
-from moestro.model import expert_open
 from moestro.model.cuda import exchange
 from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.experts import CudaExperts
 from moestro.model.cuda.functions import CudaKernels
-from moestro.model.experts import in_place_of
+from moestro.model.experts import expert_open
+from moestro.model.experts.routed import in_place_of
+from moestro.model.experts.spread_experts import SpreadExperts
 from moestro.model.network import Network
-from moestro.model.spread_experts import SpreadExperts
 
 NUM_NEW = 2
 PROMPTS = ([7, 8, 9, 30, 11], [12, 40])

@@ -34,8 +34,8 @@ from moestro.model.cuda.functions import CudaKernels
 from moestro.model.cuda.launch import replace_launcher
 from moestro.model.cuda.step_memory import GraphShape
 from moestro.model.network import Network
-from moestro.model.staged_device import StagedTorchDevice
-from moestro.model.staged_network import StagedNetwork
+from moestro.model.staged.staged_device import StagedTorchDevice
+from moestro.model.staged.staged_network import StagedNetwork
 
 SIZES, NUM_ROWS, NUM_BLOCKS, MAX_LEN = (1, 5), 24, 32, 128
 CHANGES = {

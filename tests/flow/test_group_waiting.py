@@ -12,7 +12,7 @@ from support.fake_group import IS_SPARSE, NUM_EXPERTS, FakeGroup
 from support.fake_stages import FakeStages, make_shape
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.core.request import ServiceClass
 from moestro.core.stages import StageShape
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, Run, StepFunction

@@ -9,8 +9,8 @@ from support.fake_device import make_request
 from support.fake_group import IS_SPARSE, NUM_EXPERTS, FakeGroup
 from support.fake_stages import expected_tokens, make_shape
 
-from moestro.core.expert_table import ExpertTable, spread_evenly
-from moestro.core.hops import REPLY, Hop
+from moestro.core.experts.expert_table import ExpertTable, spread_evenly
+from moestro.core.experts.hops import REPLY, Hop
 from moestro.core.request import ServiceClass
 from moestro.core.stages import StageShape
 from moestro.flow.dispatcher import Dispatcher, PeerSettings

@@ -9,8 +9,8 @@ import pytest
 from support.fake_group import IS_SPARSE, NUM_EXPERTS
 from support.random_units import units_of
 
-from moestro.core.expert_table import spread_evenly
-from moestro.core.hops import HOP_RECORD, REPLY, Hop
+from moestro.core.experts.expert_table import spread_evenly
+from moestro.core.experts.hops import HOP_RECORD, REPLY, Hop
 from moestro.core.stages import StageShape
 from moestro.core.views import BE, LS
 from moestro.flow.dispatcher import Dispatcher, PeerSettings

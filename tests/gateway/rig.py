@@ -17,7 +17,8 @@ import uvloop
 
 from moestro.gateway.admin import Admin
 from moestro.gateway.app import RouterApp, assemble
-from moestro.gateway.prompt_blocks import PromptReader, text_prompt_reader
+from moestro.gateway.kv.prompt_blocks import PromptReader, text_prompt_reader
+from moestro.gateway.kv.tokenized_blocks import tokenized_prompt_reader
 from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.settings import (
     AdminSettings,
@@ -29,11 +30,10 @@ from moestro.gateway.settings import (
     RouteSettings,
     RoutingSettings,
 )
-from moestro.gateway.tokenized_blocks import tokenized_prompt_reader
 from moestro.routing.settings import RoutePolicySettings
-from moestro.web.access_settings import AccessSettings
-from moestro.web.connections import Front, FrontLimits, bound_socket, http_front
-from moestro.web.faults import Faults, Port
+from moestro.web.access.access_settings import AccessSettings
+from moestro.web.ports.connections import Front, FrontLimits, bound_socket, http_front
+from moestro.web.ports.faults import Faults, Port
 
 CHAT = "/v1/chat/completions"
 KEYS = ("key-0", "key-1", "key-2")  # of three clients that a router tells apart, and enough to open a breaker

@@ -10,8 +10,8 @@ import pytest
 from gateway.rig import FakeEngine, Received, Rig, Wire, looped, rig, say_ok
 
 from moestro.config.user_code import accept_user_code
-from moestro.gateway.health_checks import Watch
-from moestro.gateway.upstream import _LATE_S
+from moestro.gateway.engines.health_checks import Watch
+from moestro.gateway.engines.upstream import _LATE_S
 
 accept_user_code()
 
@@ -116,7 +116,7 @@ async def test_a_policy_that_will_not_hear_costs_no_request_and_no_engine(moody,
 
 @looped
 async def test_a_watcher_that_fails_begins_anew(monkeypatch, caplog):
-    monkeypatch.setattr("moestro.gateway.health_checks._AGAIN_S", 0.01)
+    monkeypatch.setattr("moestro.gateway.engines.health_checks._AGAIN_S", 0.01)
     num_begun = 0
 
     async def watcher(engine) -> None:

@@ -14,7 +14,7 @@ from gateway.test_listeners import admin_of
 
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.prefix_tree import PrefixTree
-from moestro.gateway.index_transfer import PromptsPart, TransferHead, _parts, _Runs
+from moestro.gateway.kv.index_transfer import PromptsPart, TransferHead, _parts, _Runs
 
 TEXT = "one router has seen this, the other has not; " * 60
 BODY = json.dumps({"messages": [{"role": "user", "content": TEXT}]}).encode()
@@ -111,7 +111,7 @@ def chains(rng: random.Random, num_prompts: int) -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_law_prompts_come_out_as_they_were_whatever_the_tree_does_meanwhile(seed, monkeypatch):
-    monkeypatch.setattr("moestro.gateway.index_transfer._PART_PROMPTS", 3)
+    monkeypatch.setattr("moestro.gateway.kv.index_transfer._PART_PROMPTS", 3)
     rng = random.Random(seed)
     tree, prompts = PrefixTree(), chains(rng, 60)
     last_runs = [tree.add(0, prompt) for prompt in prompts]

@@ -12,12 +12,12 @@ import pytest
 from gateway.rig import looped
 from support.fake_publisher import BLOCK_SIZE, MODEL, Sink, payload, stored
 
-from moestro.gateway.kv_sources import KvSource
-from moestro.gateway.kv_subscriber import KvSubscription
-from moestro.gateway.zmtp_connection import ZmtpConnection
-from moestro.routing.kv_events import KvFeed, KvFeedSettings
-from moestro.routing.kv_stream import BATCH_BYTES, StreamRules
-from moestro.web.log_limit import LogLimit
+from moestro.gateway.kv.kv_sources import KvSource
+from moestro.gateway.kv.kv_subscriber import KvSubscription
+from moestro.gateway.kv.zmtp_connection import ZmtpConnection
+from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
+from moestro.routing.kv.kv_stream import BATCH_BYTES, StreamRules
+from moestro.web.ports.log_limit import LogLimit
 from moestro.wire.kv_events import MAX_MESSAGE_BYTES
 from moestro.wire.kv_names import NamingRules
 from moestro.wire.zmtp import greeting, message, ready

@@ -14,11 +14,11 @@ from rich.console import Console
 from support.running import MOESTRO, REAL, Running, call_admin, complete, free_port, metrics, wait_until
 
 from moestro.cli.recorded.replay import replay_record
-from moestro.core.expert_pressure import expert_pressures
-from moestro.core.expert_table import spread_evenly
-from moestro.core.near_experts import DISTANCES
-from moestro.routing.decision_record import Reported, decode_entry, encode_entry
-from moestro.routing.replay import replay
+from moestro.core.experts.expert_pressure import expert_pressures
+from moestro.core.experts.expert_table import spread_evenly
+from moestro.core.experts.near_experts import DISTANCES
+from moestro.routing.record.decision_record import Reported, decode_entry, encode_entry
+from moestro.routing.record.replay import replay
 
 # Real processes and messages; the devices are modelled and answer without torch. The network has 8 experts, top-1.
 PACED = ("--device", "paced:h200", "--model", "mixtral-8x7b-mqa-top1", "--paced-arithmetic", "none")

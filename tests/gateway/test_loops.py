@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from gateway.rig import FakeEngine, Received, Rig, Wire, looped, rig
 
-from moestro.gateway.http_headers import LOOP_HEADER
+from moestro.gateway.clients.http_headers import LOOP_HEADER
 from moestro.gateway.settings import EngineUrl
 
 

@@ -6,7 +6,7 @@ import pytest
 from gateway.rig import CHAT, FakeEngine, Rig, looped, request_bytes, rig, settings_of
 
 from moestro.errors import ConfigError
-from moestro.gateway.paths import OWN_PATHS
+from moestro.gateway.clients.paths import OWN_PATHS
 
 # What changes or stops an engine, of vLLM and SGLang.
 ADMINISTRATION = (

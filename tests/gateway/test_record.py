@@ -21,11 +21,11 @@ from moestro.cli.recorded.replay import replay_record
 from moestro.core.hashing import hash_text, keyed_names, split_hashes
 from moestro.errors import ConfigError
 from moestro.gateway.app import _record
-from moestro.gateway.request_body import BYTES_PER_TOKEN, BodyMessage, RequestBody, plain_text, prompt_key
+from moestro.gateway.clients.request_body import BYTES_PER_TOKEN, BodyMessage, RequestBody, plain_text, prompt_key
 from moestro.gateway.settings import RecordSettings
-from moestro.routing.decision_record import Gap, PolicyText, RecordedRouter, Submitted, decode_entry
-from moestro.routing.replay import replay
-from moestro.routing.request_trace import RequestTrace
+from moestro.routing.record.decision_record import Gap, PolicyText, RecordedRouter, Submitted, decode_entry
+from moestro.routing.record.replay import replay
+from moestro.routing.record.request_trace import RequestTrace
 from moestro.routing.settings import RouterSettings
 from moestro.web.record_file import RecordFile
 from moestro.web.record_key import record_key

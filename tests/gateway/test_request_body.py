@@ -18,13 +18,13 @@ from support.fake_rank import INFO
 
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, hash_text, split_hashes
 from moestro.core.json_elements import MAX_ELEMENTS
-from moestro.gateway import request_body
-from moestro.gateway.http_headers import Incoming, RequestHead
-from moestro.gateway.paths import BATCH_PATH, CHAT_PATH
-from moestro.gateway.request_body import NOTHING, plain_text, prompt_key, read, request_from_text
-from moestro.gateway.tokenized_blocks import TokenizedReader
-from moestro.server.request_builder import ServedModel, chat_prompt
-from moestro.server.validation import parse_chat
+from moestro.gateway.clients import request_body
+from moestro.gateway.clients.http_headers import Incoming, RequestHead
+from moestro.gateway.clients.paths import BATCH_PATH, CHAT_PATH
+from moestro.gateway.clients.request_body import NOTHING, plain_text, prompt_key, read, request_from_text
+from moestro.gateway.kv.tokenized_blocks import TokenizedReader
+from moestro.server.api.fields.request_builder import ServedModel, chat_prompt
+from moestro.server.api.fields.validation import parse_chat
 from moestro.text.tokenizer import Tokenizer
 
 LONG = "You are a helpful assistant. " * 40

@@ -17,12 +17,12 @@ from moestro.cli import main
 from moestro.cli.recorded.redecide import print_redecisions, redecide
 from moestro.core.hashing import HASH_BYTES, name_key
 from moestro.errors import ConfigError, QueueFullError
-from moestro.routing.decision_record import PolicyText, RecordedRouter, RequestEnded, Submitted, decode_entry
-from moestro.routing.replay import replay
+from moestro.routing.record.decision_record import PolicyText, RecordedRouter, RequestEnded, Submitted, decode_entry
+from moestro.routing.record.replay import replay
 from moestro.routing.settings import RouterSettings
-from moestro.sim.recorded_engines import WhatIfSettings, read_engines
+from moestro.sim.load.recorded_engines import WhatIfSettings, read_engines
+from moestro.sim.load.router_record import is_router_record, read_router_record
 from moestro.sim.replay import what_if
-from moestro.sim.router_record import is_router_record, read_router_record
 
 COST = "h20/qwen3-30b-a3b"
 

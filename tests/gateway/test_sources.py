@@ -15,9 +15,9 @@ from rich.console import Console
 from moestro.cli.recorded.explain import tell
 from moestro.errors import ConfigError
 from moestro.gateway.app import assemble
-from moestro.gateway.prompt_blocks import text_prompt_reader
-from moestro.gateway.source_reports import SourceReports
-from moestro.web.faults import Faults
+from moestro.gateway.engines.source_reports import SourceReports
+from moestro.gateway.kv.prompt_blocks import text_prompt_reader
+from moestro.web.ports.faults import Faults
 
 S = 1_000_000_000
 METRICS = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0.5\n"

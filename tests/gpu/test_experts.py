@@ -8,7 +8,7 @@ import torch
 from parity import drive, tiny
 from torch.overrides import TorchFunctionMode
 
-from moestro.model.experts import can_group, run_each, run_grouped, run_slots
+from moestro.model.experts.routed import can_group, run_each, run_grouped, run_slots
 
 # The products are added in another order and rounded to bfloat16, which has 8 bits: 2**-7 of the largest of a row.
 PRODUCT_TOLERANCE = 2.0**-6

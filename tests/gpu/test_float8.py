@@ -17,12 +17,12 @@ from support import imitated_accelerator
 from support.fake_device import make_request
 from support.quantized_checkpoints import fp8_twins
 
-from moestro.model import load
 from moestro.model.device import open_device
-from moestro.model.expert_bytes import from_bytes, num_expert_bytes, to_bytes
-from moestro.model.expert_files import read_experts
-from moestro.model.expert_slots import read_expert, write_expert
+from moestro.model.experts.expert_bytes import from_bytes, num_expert_bytes, to_bytes
+from moestro.model.experts.expert_files import read_experts
+from moestro.model.experts.expert_slots import read_expert, write_expert
 from moestro.model.float8 import FLOAT8, Float8Linear, ScaleBlock
+from moestro.model.loading import load
 
 pytest.importorskip("triton")
 

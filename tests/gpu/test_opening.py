@@ -14,16 +14,16 @@ from support import imitated_accelerator
 from support.imitated_accelerator import DEVICE
 from transformers import AutoModelForCausalLM
 
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.work import LOGITS_LAST, Units
 from moestro.errors import ConfigError
 from moestro.model import card_memory
 from moestro.model.card_memory import trial_units
 from moestro.model.device import open_device
-from moestro.model.expert_open import open_expert_device
+from moestro.model.experts.expert_open import open_expert_device
+from moestro.model.experts.worker_share import WorkerShare
 from moestro.model.settings import LocalRank
-from moestro.model.staged_open import open_staged_device
-from moestro.model.worker_share import WorkerShare
+from moestro.model.staged.staged_open import open_staged_device
 
 __all__ = ["checkpoint"]
 

@@ -10,7 +10,7 @@ from parity.test_stages import EAGER_ONLY, check_greedy, make_policy, make_reque
 from support.torch_stages import NO_MERGES, finish, make_staged_device
 
 from moestro.core.stages import Passage, Stopped
-from moestro.model import staged_device as under_test
+from moestro.model.staged import staged_device as under_test
 
 FAMILIES = ["qwen3_moe", "granitemoe", "deepseek_v3", "gpt_oss", "mixtral-window", "llama"]
 

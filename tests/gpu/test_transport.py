@@ -17,11 +17,11 @@ from support.imitated_nccl import ImitatedNccl
 from support.running import PATIENCE_S, wait_until
 from torch import distributed
 
-from moestro.model import tensor_channel
-from moestro.model.expert_exchange import GroupExchange, GroupPlace
-from moestro.model.tensor_channel import TensorChannel, TensorChannels
-from moestro.model.tensor_frames import TorchFrames
-from moestro.model.transport import CPU, choose_backend, describe_backend, name_device
+from moestro.model.channels import tensor_channel
+from moestro.model.channels.tensor_channel import TensorChannel, TensorChannels
+from moestro.model.channels.tensor_frames import TorchFrames
+from moestro.model.channels.transport import CPU, choose_backend, describe_backend, name_device
+from moestro.model.experts.expert_exchange import GroupExchange, GroupPlace
 
 OTHER = "another card"
 

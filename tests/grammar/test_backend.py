@@ -25,7 +25,7 @@ from moestro.grammar import host_messages, mask_worker
 from moestro.grammar.backend import MAX_SLOW, MaskBackend, WaitAllowance
 from moestro.grammar.compiler import GrammarCompiler, VocabularySource
 from moestro.grammar.mask_worker import compute_masks
-from moestro.text.render_job import write_message
+from moestro.text.chats.render_job import write_message
 
 VOCABULARY = 50
 NONE = np.empty(0, np.int32)

@@ -14,7 +14,7 @@ from support.fake_stages import VOCAB, expected_tokens, make_shape
 from support.linked_group import serve
 from support.step_policies import ADVERSARIES, STEP_TEXTS, Random
 
-from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.core.request import ServiceClass
 from moestro.flow.core import FlowCore
 from moestro.flow.policies.basic import in_order

@@ -7,9 +7,9 @@ import pytest
 import torch
 from support.moving_tables import random_target
 
-from moestro.core.expert_table import EMPTY, ExpertTable, spread_evenly
-from moestro.core.visit_order import PERIOD
-from moestro.model.copy_choice import CopyChoice
+from moestro.core.experts.expert_table import EMPTY, ExpertTable, spread_evenly
+from moestro.core.experts.visit_order import PERIOD
+from moestro.model.experts.copy_choice import CopyChoice
 
 CPU = torch.device("cpu")
 

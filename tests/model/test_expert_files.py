@@ -13,14 +13,14 @@ from support.expert_tables import scatter
 from support.quantized_checkpoints import fp8_twins, mxfp4_twins
 from transformers import AutoModelForCausalLM
 
-from moestro.core.expert_table import EMPTY
+from moestro.core.experts.expert_table import EMPTY
 from moestro.errors import UnsupportedModelError
-from moestro.model.expert_files import read_experts
-from moestro.model.expert_slots import read_expert
-from moestro.model.experts import tag_of
+from moestro.model.experts.expert_files import read_experts
+from moestro.model.experts.expert_slots import read_expert
+from moestro.model.experts.routed import tag_of
+from moestro.model.experts.slot_memory import TorchSlots
+from moestro.model.experts.worker_share import WorkerShare
 from moestro.model.settings import ModelSettings
-from moestro.model.slot_memory import TorchSlots
-from moestro.model.worker_share import WorkerShare
 
 pytestmark = pytest.mark.transformers
 

@@ -9,7 +9,7 @@ import torch
 from parity import tiny
 from torch import nn
 
-from moestro.model.experts import Routing, routed_experts, run_each, run_grouped, tag_experts
+from moestro.model.experts.routed import Routing, routed_experts, run_each, run_grouped, tag_experts
 
 NUM_EXPERTS, HIDDEN, INNER, NUM_CHOSEN = 6, 16, 8, 3
 

@@ -7,7 +7,7 @@ import pytest
 from parity import drive, tiny
 
 from moestro.errors import ConfigError
-from moestro.model.gate_override import ExponentialGate, GateShape, check_spec, make_override
+from moestro.model.experts.gate_override import ExponentialGate, GateShape, check_spec, make_override
 
 SHAPE = GateShape(layers=(1, 2, 5), num_experts=8, num_chosen=3)
 

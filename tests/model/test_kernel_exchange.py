@@ -12,12 +12,12 @@ from support import own_kernels
 from torch import nn
 
 from moestro.model.attention import OWN_ATTENTION
-from moestro.model.experts import tag_of
+from moestro.model.experts.routed import tag_of
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.matching import random_rows
+from moestro.model.kernels.packing import TORCH_PACKING, PackedLinear, can_pack
 from moestro.model.kernels.rows import RowwiseWeight, exchange_norm, is_rotation_rowwise
-from moestro.model.layer_stages import LAYER_FRONT
-from moestro.model.packing import TORCH_PACKING, PackedLinear, can_pack
+from moestro.model.staged.layer_stages import LAYER_FRONT
 
 WITHOUT_WHOLE = {"gpt_oss"}  # no kernel for the experts' activation
 # Sinks behind another rotation, keys and values of unlike sizes, scaled residuals, a front of its own.

@@ -11,7 +11,7 @@ from support.own_kernels import kernels
 from torch.nn import functional
 
 from moestro.model.attention import AttentionForm, Scoring, attend_paged
-from moestro.model.experts import combine
+from moestro.model.experts.routed import combine
 from moestro.model.kernels.kernel_build import KernelBuild, usable_sets
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.library import KernelLibrary

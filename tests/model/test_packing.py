@@ -7,7 +7,7 @@ import pytest
 import torch
 from parity import drive, tiny
 
-from moestro.model.packing import PackedLinear, can_pack
+from moestro.model.kernels.packing import PackedLinear, can_pack
 
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.device("cpu"), torch.bfloat16), reason="this CPU has no packed kernels for bfloat16"

@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 from support.lying_checkpoints import NASTY
 from torch import nn
 
-from moestro.core import checkpoint_files
 from moestro.errors import ConfigError, UnsupportedModelError
-from moestro.model import check, refuse
+from moestro.files import checkpoint_files
+from moestro.model import check
 from moestro.model.attention import Scoring
 from moestro.model.device import open_device
-from moestro.model.load import read_config
-from moestro.model.staged_open import open_staged_device
+from moestro.model.loading import refuse
+from moestro.model.loading.load import read_config
+from moestro.model.staged.staged_open import open_staged_device
 
 pytestmark = pytest.mark.transformers
 

@@ -9,7 +9,7 @@ from parity import drive, tiny
 from support.torch_stages import NO_MERGES, finish, make_merges, make_staged_device
 
 from moestro.core.stages import Attention, Experts, Passage, Sample
-from moestro.model.arena import Arena
+from moestro.model.staged.arena import Arena
 
 NUM_TOKENS, NUM_PLACES, NUM_GUESTS = 5, 6, 7
 ROWS = np.arange(NUM_TOKENS, dtype=np.int32)

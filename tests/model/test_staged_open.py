@@ -10,14 +10,14 @@ import torch
 from parity import tiny
 from support.expert_tables import scatter
 
-from moestro.core.expert_table import EMPTY, ExpertTable, spread_evenly
-from moestro.model import expert_open
+from moestro.core.experts.expert_table import EMPTY, ExpertTable, spread_evenly
 from moestro.model.device import open_device
-from moestro.model.expert_open import open_expert_device
-from moestro.model.expert_slots import read_expert, write_expert
-from moestro.model.experts import tag_of, weights_of
-from moestro.model.staged_open import open_staged_device
-from moestro.model.worker_share import WorkerShare
+from moestro.model.experts import expert_open
+from moestro.model.experts.expert_open import open_expert_device
+from moestro.model.experts.expert_slots import read_expert, write_expert
+from moestro.model.experts.routed import tag_of, weights_of
+from moestro.model.experts.worker_share import WorkerShare
+from moestro.model.staged.staged_open import open_staged_device
 
 pytestmark = pytest.mark.transformers
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from support.running import PATIENCE_S, wait_until
 
-from moestro.model import tensor_channel
-from moestro.model.tensor_channel import TensorChannel, TensorChannels
+from moestro.model.channels import tensor_channel
+from moestro.model.channels.tensor_channel import TensorChannel, TensorChannels
 
 
 class Ends:

@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from moestro.model.attention import PLAIN, paged_attention
-from moestro.model.experts import routed_experts
+from moestro.model.experts.routed import routed_experts
 
 pytestmark = pytest.mark.transformers
 

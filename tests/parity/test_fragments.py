@@ -11,9 +11,9 @@ from support.torch_stages import make_staged_device
 from transformers import CONFIG_MAPPING
 
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, StepResult, Units
-from moestro.model.arena import Arena
 from moestro.model.device import TorchDevice
-from moestro.model.gate_override import make_override
+from moestro.model.experts.gate_override import make_override
+from moestro.model.staged.arena import Arena
 
 NUM_BLOCKS = 40
 LENGTHS = ((9, 1, 14), (6, 3))  # prompts of two waves

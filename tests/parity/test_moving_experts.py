@@ -15,14 +15,14 @@ from support.moving_ranks import CANCEL, MovingRanks
 from support.moving_tables import random_target
 from support.running import wait_until
 
-from moestro.core.expert_table import EMPTY
+from moestro.core.experts.expert_table import EMPTY
 from moestro.core.request import Request
 from moestro.engine.rank import build_rank
-from moestro.model import layer_mover
 from moestro.model.device import open_device
-from moestro.model.expert_bytes import num_expert_bytes, to_bytes
-from moestro.model.expert_slots import pick_expert, read_expert
-from moestro.model.experts import tag_of
+from moestro.model.experts import layer_mover
+from moestro.model.experts.expert_bytes import num_expert_bytes, to_bytes
+from moestro.model.experts.expert_slots import pick_expert, read_expert
+from moestro.model.experts.routed import tag_of
 
 NUM_REQUESTS = 10
 

@@ -17,11 +17,11 @@ from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
-from moestro.sim.group import Group
+from moestro.sim.figures.results import ANSWERED, REFUSED
+from moestro.sim.groups.group import Group
+from moestro.sim.load.arrivals import AtTimes
 from moestro.sim.prices import OneRank
-from moestro.sim.results import ANSWERED, REFUSED
 from moestro.wire.messages import Add, Outputs, Refused, Shutdown
 from moestro.worker.rank_loop import run_rank
 from moestro.workload.requests import RequestForm, RequestMaker

@@ -10,11 +10,11 @@ from support.fake_device import make_request
 from support.linked_group import serve
 from support.torch_group import BLOCK_SIZE, Layout, TorchGroup
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.request import ServiceClass
 from moestro.flow.executor import FlowExecutor
 from moestro.flow.policies.qllm import ExpertLevelPreemption
-from moestro.model.expert_slots import read_expert, write_expert
+from moestro.model.experts.expert_slots import read_expert, write_expert
 
 ALONE = Layout(num_homes=1, num_expert_workers=0)
 NUM_REQUESTS = 10

@@ -9,8 +9,8 @@ from parity import drive, tiny
 from support.expert_group import Task, run_alone, run_group
 from support.expert_tables import scatter
 
-from moestro.core.expert_table import spread_evenly
-from moestro.model.spread_experts import SpreadExperts
+from moestro.core.experts.expert_table import spread_evenly
+from moestro.model.experts.spread_experts import SpreadExperts
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])

@@ -20,8 +20,8 @@ from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.policies.basic import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
-from moestro.model.staged_device import StagedTorchDevice
-from moestro.model.staged_network import StagedNetwork
+from moestro.model.staged.staged_device import StagedTorchDevice
+from moestro.model.staged.staged_network import StagedNetwork
 
 BLOCK_SIZE, NUM_BLOCKS, BUDGET, NUM_NEW = 4, 64, 24, 5
 REPLAYED = {"granitemoe"}

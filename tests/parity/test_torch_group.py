@@ -17,13 +17,13 @@ from support.plain_grammar import backend, light, token_texts
 from support.step_policies import Random
 from support.torch_group import BLOCK_SIZE, Layout, TorchGroup
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.request import SamplingParams, ServiceClass
 from moestro.flow.policies.basic import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.flow.registry import make_step_policy
-from moestro.model.arena import Arena
-from moestro.model.slot_memory import TorchSlots
+from moestro.model.experts.slot_memory import TorchSlots
+from moestro.model.staged.arena import Arena
 
 NUM_NEW = 4
 LAYOUTS = {

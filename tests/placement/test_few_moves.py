@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.expert_loads import LONG, PRICES, drifted, even_load, first_view, zipf_shares
 
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.placement.policies.moestro import MoestroPlacement
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.score import moves_between, score

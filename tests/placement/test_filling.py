@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moestro.core.expert_table import EMPTY
-from moestro.placement.copies import held_by
+from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.devices import PlaceLimits
-from moestro.placement.filling import PresentCopies, fill_empty
+from moestro.placement.search.copies import held_by
+from moestro.placement.search.filling import PresentCopies, fill_empty
 
 
 def loads_of(placed: np.ndarray, load: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moestro.core.expert_load import ExpertLoad, LayerPairs
+from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
 from moestro.placement.pair_overlap import independent_pairs, pair_overlap
 
 LAYERS, EXPERTS = 4, 8

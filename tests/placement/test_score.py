@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import Devices, PlacePrices, even_devices
 from moestro.placement.registry import PLACE_POLICIES
 from moestro.placement.score import move_s, moves_between, score

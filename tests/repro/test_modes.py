@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from moestro.cli.main import main
-from moestro.core.expert_table import EMPTY
+from moestro.core.experts.expert_table import EMPTY
 from moestro.cost.popularity import exponential_popularity
 from moestro.errors import ConfigError
 from moestro.repro.amoe.findings import ClosedRun
@@ -23,7 +23,7 @@ from moestro.repro.modes.experiment import ModesExperiment, _runs, make_experime
 from moestro.repro.modes.findings import ModesFindings
 from moestro.repro.runner import reproduce, save_pictures
 from moestro.repro.settings import ReproSettings
-from moestro.sim.closed_loop import Replacing
+from moestro.sim.load.closed_loop import Replacing
 
 LENGTH = LENGTHS["medium"]
 TINY = MapCase(

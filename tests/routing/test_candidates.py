@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support.routers import request, router, table, view
 
-from moestro.routing.candidates import MAX_CANDIDATES, candidates_of
 from moestro.routing.policy_contract import Choice
+from moestro.routing.record.candidates import MAX_CANDIDATES, candidates_of
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, MAX_CANDIDATES, MAX_CANDIDATES + 1, 300])

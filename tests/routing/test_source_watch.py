@@ -6,9 +6,9 @@ import pytest
 from support.routers import table
 
 from moestro.errors import ConfigError
+from moestro.routing.kv.source_watch import KV_EVENTS, SourceChange, SourceNews, SourceWatch
 from moestro.routing.policy_contract import Needs, RouteInputs
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
-from moestro.routing.source_watch import KV_EVENTS, SourceChange, SourceNews, SourceWatch
 
 S = 1_000_000_000
 NOTHING = RouteInputs(figures=frozenset(), remedy="Turn them on.")

@@ -13,14 +13,14 @@ from support.model_outputs import TOOLS as SPECS
 from support.parroting_server import FLAGS, TOOLS, joined, say, whole, without_ids
 from support.running import Running, call
 
-from moestro.server.agent_api import MessageEncoding, ResponseEncoding, _decode_message, _decode_response
-from moestro.server.piece import Piece
-from moestro.server.protocol import Usage
-from moestro.server.responses import ChatForm, Heading
-from moestro.server.validation import parse_chat
-from moestro.text.answer_parts import ToolSpec
-from moestro.text.chat_format import ChatEnd, ChatFormat, ToolUse
-from moestro.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from moestro.server.api.agent_api import MessageEncoding, ResponseEncoding, _decode_message, _decode_response
+from moestro.server.api.answers.responses import ChatForm, Heading
+from moestro.server.api.fields.protocol import Usage
+from moestro.server.api.fields.validation import parse_chat
+from moestro.server.engines.piece import Piece
+from moestro.text.chats.chat_format import ChatEnd, ChatFormat, ToolUse
+from moestro.text.parsing.answer_parts import ToolSpec
+from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 from moestro.web.adapters.messages_request import chat_of_message
 from moestro.web.adapters.responses_answer import settings_of
 from moestro.web.adapters.responses_request import chat_of_response

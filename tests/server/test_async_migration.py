@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from server.test_coordinator import LAYERS, Group, in_loop
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.wire.messages import ExpertsPrepared, Members, PrepareExperts, TableServed
 
 NUM_EXPERTS = LAYERS.num_experts

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from moestro.core.clock import NS_PER_S
-from moestro.core.expert_table import EMPTY
-from moestro.core.table_message import ExpertLayers
+from moestro.core.experts.expert_table import EMPTY
+from moestro.core.experts.table_message import ExpertLayers
 from moestro.errors import ConfigError, EngineDiedError, NoEngineError
 from moestro.flow.settings import GroupOptions
-from moestro.server.coordinator import CONNECT_S, START_S, Coordinator
-from moestro.server.group_metrics import GroupLines, group_metrics
+from moestro.server.experts.coordinator import CONNECT_S, START_S, Coordinator
+from moestro.server.figures.group_metrics import GroupLines, group_metrics
 from moestro.web.errors import HttpError
 from moestro.wire.messages import Failed, Heartbeat, Joined, Members, Ready, WorkerFigures
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from support.moving_tables import random_target
 
-from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.core.layer_moves import SettledLayer
-from moestro.core.table_message import ExpertLayers, TableMessage
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.layer_moves import SettledLayer
+from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.errors import NoEngineError
-from moestro.server.ep_migration import EpMigration
+from moestro.server.experts.ep_migration import EpMigration
 from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
 from moestro.wire.messages import Ready, decode_from_rank, decode_to_rank, encode
 

@@ -39,11 +39,11 @@ from support.running import PATIENCE_S, REAL, Running, call_admin, complete, is_
 
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
-from moestro.core.expert_table import EMPTY
+from moestro.core.experts.expert_table import EMPTY
 from moestro.engine.lock_step import spread_over_ranks
 from moestro.errors import ConfigError, GroupLostError
 from moestro.flow.settings import SteppingSettings
-from moestro.model.expert_exchange import GroupPlace, meet
+from moestro.model.experts.expert_exchange import GroupPlace, meet
 from moestro.model.settings import ModelSettings
 
 NUM_ENGINES = 3

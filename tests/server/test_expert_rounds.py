@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moestro.core.expert_table import EMPTY
-from moestro.server.expert_rounds import MoveRound, SlotDrop, SlotLoad, plan_rounds
+from moestro.core.experts.expert_table import EMPTY
+from moestro.server.experts.expert_rounds import MoveRound, SlotDrop, SlotLoad, plan_rounds
 
 BOTH = np.ones(2, np.bool_)
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from support.routers import request
 
-from moestro.core.expert_pressure import expert_pressures
-from moestro.core.expert_table import spread_evenly
-from moestro.core.source_load import SourceLoad
-from moestro.routing.decision_record import PolicyText, RecordedRouter, encode_entry
+from moestro.core.experts.expert_pressure import expert_pressures
+from moestro.core.experts.expert_table import spread_evenly
+from moestro.core.experts.source_load import SourceLoad
 from moestro.routing.policy_contract import FRESH_NS
-from moestro.routing.replay import replay
+from moestro.routing.record.decision_record import PolicyText, RecordedRouter, encode_entry
+from moestro.routing.record.replay import replay
 from moestro.routing.settings import RouterSettings
-from moestro.server.expert_loads import ExpertLoads
-from moestro.server.expert_metrics import signal_metrics
-from moestro.server.expert_signals import HALF_LIFE_NS, ExpertSignals, near_views
+from moestro.server.engines.expert_loads import ExpertLoads
+from moestro.server.experts.expert_signals import HALF_LIFE_NS, ExpertSignals, near_views
+from moestro.server.figures.expert_metrics import signal_metrics
 from moestro.wire.expert_reports import report_of
 
 SECOND = 1_000_000_000

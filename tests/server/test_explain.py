@@ -17,7 +17,7 @@ import pytest
 from support.running import PATIENCE_S, Running, call_admin, complete, free_port, load, wait_until
 
 from moestro.cli import main
-from moestro.workload.request_record import read_request_record
+from moestro.workload.traces.request_record import read_request_record
 
 ONE_EACH = ("--engines", "2", "--route-policy", "round_robin", "--max-num-seqs", "1")
 QLLM = ("--scheduling-policy", "qllm", "--evict-policy", "least_computed_be_first")

@@ -218,7 +218,7 @@ def test_the_api_server_and_the_command_do_not_load_torch():
 def test_version_and_help():
     version = subprocess.run([MOESTRO, "--version"], capture_output=True, check=True)
     assert version.stdout.strip()
-    text = subprocess.run([*REAL, "--help"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([*REAL, "--help-all"], capture_output=True, text=True, check=True).stdout
     for group in ("Model", "Memory", "Scheduling", "Server", "Engines"):
         assert group in text
     for flag in FLAGS:

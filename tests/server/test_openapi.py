@@ -11,10 +11,10 @@ import pytest
 from msgspec.json import encode
 
 from moestro.errors import RequestError
-from moestro.server.agent_api import _decode_message, _decode_response
-from moestro.server.openapi import openapi_document
-from moestro.server.unsupported import IN_CHAT, IN_COMPLETIONS
-from moestro.server.validation import parse_chat, parse_chats, parse_completion
+from moestro.server.api.agent_api import _decode_message, _decode_response
+from moestro.server.api.fields.unsupported import IN_CHAT, IN_COMPLETIONS
+from moestro.server.api.fields.validation import parse_chat, parse_chats, parse_completion
+from moestro.server.api.openapi import openapi_document
 from moestro.web.adapters.messages_request import chat_of_message
 from moestro.web.adapters.responses_request import chat_of_response
 

@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from robustness.strangers.nasty_json import nasty_text
 from support.placed_group import EVEN, LAYERS, NUM_EXPERTS, NUM_LAYERS, NUM_WORKERS, PlacedGroup, run
 
-from moestro.server.admin_plane import OperatorsPort, admin_runner
-from moestro.server.live_placement import LivePlacement
-from moestro.server.placement_admin import PlacementAdmin
-from moestro.server.placement_metrics import placement_metrics
-from moestro.web.connections import FrontLimits, bound_socket, http_front
-from moestro.web.faults import Faults, Port
+from moestro.server.admin.admin_plane import OperatorsPort, admin_runner
+from moestro.server.admin.live_placement import LivePlacement
+from moestro.server.admin.placement_admin import PlacementAdmin
+from moestro.server.figures.placement_metrics import placement_metrics
+from moestro.web.ports.connections import FrontLimits, bound_socket, http_front
+from moestro.web.ports.faults import Faults, Port
 
 EVERY_EXPERT = {
     "moestro_placement": 1,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from support.placed_group import EVEN, NUM_EXPERTS, NUM_LAYERS, SKEWED, PlacedGroup, run
 
-from moestro.server import placement_loop
-from moestro.server.placement_control import (
+from moestro.server.experts import placement_loop
+from moestro.server.experts.placement_control import (
     DRIFT_STEPS,
     DecisionOutcome,
     MigrationOutcome,

@@ -14,13 +14,13 @@ pytest.importorskip("ray")
 
 from server.test_ray_launcher import FakeCluster, launcher_on
 
-from moestro.core.expert_load import ExpertLoad
+from moestro.core.experts.expert_load import ExpertLoad
 from moestro.placement.devices import PlaceLimits
 from moestro.placement.registry import PLACE_POLICIES
-from moestro.server.machines import MachineOf
-from moestro.server.placeable_groups import async_group
-from moestro.server.placement_plan import PlacementPlan, PlanRequest, ask_policy
-from moestro.server.placement_view import GroupView, LivePrices
+from moestro.server.experts.machines import MachineOf
+from moestro.server.experts.placeable_groups import async_group
+from moestro.server.experts.placement_plan import PlacementPlan, PlanRequest, ask_policy
+from moestro.server.experts.placement_view import GroupView, LivePrices
 
 HOMES, HOLDERS = (0, 1), (2, 3)
 NUM_LAYERS = len(LAYERS.layers)

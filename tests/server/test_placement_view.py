@@ -11,8 +11,8 @@ from support.expert_loads import PRICES
 
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.server_settings import ProcessSettings
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.model_info import ModelInfo
 from moestro.cost.settings import PacedSettings
 from moestro.errors import ConfigError
@@ -22,12 +22,12 @@ from moestro.placement.devices import PlaceLimits
 from moestro.placement.live_settings import LivePlacementSettings
 from moestro.placement.registry import PLACE_POLICIES, PlacementError
 from moestro.placement.score import score
-from moestro.placement.slots import in_slots_of
-from moestro.server.expert_loads import ExpertLoads
-from moestro.server.live_placement import open_placement
-from moestro.server.placeable_groups import ELSEWHERE
-from moestro.server.placement_plan import PlanRequest, ask_policy
-from moestro.server.placement_view import (
+from moestro.placement.search.slots import in_slots_of
+from moestro.server.admin.live_placement import open_placement
+from moestro.server.engines.expert_loads import ExpertLoads
+from moestro.server.experts.placeable_groups import ELSEWHERE
+from moestro.server.experts.placement_plan import PlanRequest, ask_policy
+from moestro.server.experts.placement_view import (
     GroupPlaces,
     GroupView,
     LivePrices,

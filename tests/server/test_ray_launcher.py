@@ -14,15 +14,15 @@ from moestro import __version__
 from moestro.cli import extras, main
 from moestro.config.launcher_settings import LauncherSettings
 from moestro.errors import ConfigError
-from moestro.server.launcher import WORKER, ProcessEnd
-from moestro.server.node_agent import NodeFacts
+from moestro.server.processes.launcher import WORKER, ProcessEnd
+from moestro.server.processes.node_agent import NodeFacts
 
 pytest.importorskip("ray")
 
 from ray.exceptions import RayActorError
 
-from moestro.server import ray_launcher
-from moestro.server.ray_launcher import RayLauncher, RayNeeds, join_cluster
+from moestro.server.processes import ray_launcher
+from moestro.server.processes.ray_launcher import RayLauncher, RayNeeds, join_cluster
 
 
 class FakeAgent:

@@ -7,9 +7,9 @@ from support.running import Running, call
 
 from moestro.cli import main
 from moestro.core.hashing import name_key
-from moestro.sim.recorded_engines import WhatIfSettings
+from moestro.sim.load.recorded_engines import WhatIfSettings
 from moestro.sim.replay import what_if
-from moestro.workload.request_record import read_request_record
+from moestro.workload.traces.request_record import read_request_record
 
 NUM_SESSIONS, NUM_TURNS = 3, 6
 

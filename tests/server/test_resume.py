@@ -32,7 +32,7 @@ from support.interrupted_answers import (
 )
 from support.running import REAL, Running, call, is_idle, load, wait_until
 
-from moestro.workload.request_record import read_request_record
+from moestro.workload.traces.request_record import read_request_record
 
 # --- the real network ---------------------------------------------------------------------------------------------
 

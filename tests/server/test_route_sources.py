@@ -9,7 +9,7 @@ from moestro.config.server_settings import ProcessSettings
 from moestro.errors import ConfigError
 from moestro.flow.settings import SteppingSettings
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
-from moestro.server.recording import route_inputs
+from moestro.server.figures.recording import route_inputs
 
 
 def test_every_registered_policy_works_in_a_server():

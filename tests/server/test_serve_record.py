@@ -13,10 +13,10 @@ from gateway.rig import looped
 from support.running import Running, complete, metrics, wait_until
 
 from moestro.errors import ConfigError
-from moestro.routing.replay import replay
+from moestro.routing.record.replay import replay
 from moestro.web.record_file import RecordFile
 from moestro.web.record_key import record_key
-from moestro.workload.request_record import read_request_record
+from moestro.workload.traces.request_record import read_request_record
 
 
 def test_a_disk_that_stays_full_ends_neither_requests_nor_engines(fake_command, tmp_path):

@@ -16,13 +16,13 @@ from moestro.config.server_settings import ServerSettings
 from moestro.core.model_info import CardMemory
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
-from moestro.server.banner import serve_banner
-from moestro.server.request_builder import ServedModel
-from moestro.server.start_clock import StartClock
-from moestro.text.chat_format import chat_format
+from moestro.server.api.fields.request_builder import ServedModel
+from moestro.server.figures.banner import serve_banner
+from moestro.server.processes.start_clock import StartClock
+from moestro.text.chats.chat_format import chat_format
 from moestro.text.settings import ChatSettings
 from moestro.web.banner import print_banner
-from moestro.web.startup import process_age_s
+from moestro.web.ports.startup import process_age_s
 from moestro.wire.messages import Phase
 
 

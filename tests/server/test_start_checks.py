@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import moestro.server.start_checks
+import moestro.server.processes.start_checks
 from moestro.cli import main
 from moestro.config.linux_process import available_memory_bytes
 from moestro.config.serve_settings import ServeSettings
@@ -15,7 +15,7 @@ from moestro.config.server_settings import ProcessSettings
 from moestro.errors import ConfigError
 from moestro.flow.settings import GroupOptions, SteppingSettings
 from moestro.model.settings import ModelSettings
-from moestro.server.start_checks import check_start
+from moestro.server.processes.start_checks import check_start
 
 GIB = 1 << 30
 
@@ -47,7 +47,7 @@ def checkpoint(tmp_path):
     ],
 )
 def test_each_worker_needs_an_expert(kind, text, checkpoint, monkeypatch):
-    monkeypatch.setattr(moestro.server.start_checks, "available_memory_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(moestro.server.processes.start_checks, "available_memory_bytes", lambda: 100 * GIB)
     with pytest.raises(ConfigError, match=text):
         check_start(settings(checkpoint, **kind))
     check_start(settings(checkpoint, **{name: 16 if number == 17 else number for name, number in kind.items()}))
@@ -59,14 +59,14 @@ def test_a_network_whose_config_names_its_experts_otherwise_is_left_to_the_worke
 
 
 def test_engines_that_do_not_fit_into_memory_are_refused(checkpoint, monkeypatch):
-    monkeypatch.setattr(moestro.server.start_checks, "available_memory_bytes", lambda: 2 * GIB + GIB // 2)
+    monkeypatch.setattr(moestro.server.processes.start_checks, "available_memory_bytes", lambda: 2 * GIB + GIB // 2)
     check_start(settings(checkpoint, attention=2))
     with pytest.raises(ConfigError, match=r"3 engines need 3.0 GiB .* and 2.5 are free: lower --attention or --kv"):
         check_start(settings(checkpoint, attention=3))
 
 
 def test_memory_that_cannot_be_read_refuses_nothing(checkpoint, monkeypatch):
-    monkeypatch.setattr(moestro.server.start_checks, "available_memory_bytes", lambda: None)
+    monkeypatch.setattr(moestro.server.processes.start_checks, "available_memory_bytes", lambda: None)
     check_start(settings(checkpoint, attention=3))
 
 

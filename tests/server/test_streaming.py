@@ -13,15 +13,15 @@ import pytest
 from support.running import PATIENCE_S, call, read_to_end, stream_request
 
 from moestro.core.request import FinishReason, Output, Request, SamplingParams
-from moestro.server.generation import Generation, _Choice
-from moestro.server.logprobs import Score
-from moestro.server.piece import Piece
-from moestro.server.protocol import PromptTokensDetails, Usage
-from moestro.server.request_builder import Job
-from moestro.server.request_state import Inbox
-from moestro.server.responses import ChatForm, CompletionForm, Heading
-from moestro.server.sse import ChunkEncoder, OpenAIEncoding, UsageWanted, stream
-from moestro.text.answer_parser import ContentText
+from moestro.server.api.answers.generation import Generation, _Choice
+from moestro.server.api.answers.logprobs import Score
+from moestro.server.api.answers.responses import ChatForm, CompletionForm, Heading
+from moestro.server.api.answers.sse import ChunkEncoder, OpenAIEncoding, UsageWanted, stream
+from moestro.server.api.fields.protocol import PromptTokensDetails, Usage
+from moestro.server.api.fields.request_builder import Job
+from moestro.server.engines.piece import Piece
+from moestro.server.engines.request_state import Inbox
+from moestro.text.parsing.answer_parser import ContentText
 from moestro.text.thread_pool import PrepareThreads
 from moestro.text.token_text import TokenText
 from moestro.text.tokenizer import Tokenizer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.scheduling_events import ExpertMove
-from moestro.server.table_watch import MOST_MOVES, NOBODY, ServedTable, TableWatch, describe_change
+from moestro.server.experts.table_watch import MOST_MOVES, NOBODY, ServedTable, TableWatch, describe_change
 
 
 def table(version: int, workers: list[list[list[int]]], alive: list[bool] | None = None) -> ExpertTable:

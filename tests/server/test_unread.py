@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.core.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
-from moestro.server.request_builder import Job
-from moestro.server.request_runner import RequestRunner
-from moestro.server.responses import CompletionForm, Heading
-from moestro.server.sse import OpenAIEncoding
-from moestro.server.unread import UnreadMemory, UnreadStream
+from moestro.server.api.answers.responses import CompletionForm, Heading
+from moestro.server.api.answers.sse import OpenAIEncoding
+from moestro.server.api.fields.request_builder import Job
+from moestro.server.api.request_runner import RequestRunner
+from moestro.server.engines.unread import UnreadMemory, UnreadStream
 from moestro.text.tokenizer import Tokenizer
-from moestro.web.access import Access
-from moestro.web.connections import FrontLimits, bound_socket, http_front
-from moestro.web.faults import Fault, Faults, Port
+from moestro.web.access.control import Access
 from moestro.web.middleware import HttpMiddleware
+from moestro.web.ports.connections import FrontLimits, bound_socket, http_front
+from moestro.web.ports.faults import Fault, Faults, Port
 from moestro.web.refusals import Refusals
 
 MAX_BYTES = 1_000_000

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.plain_pipeline import plain_pipeline_ns
 from support.plain_stages import DealingGate, OneExpertGate, PlainStages, decodes, network, step_of
 
-from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.cost.collectives import FREE, AllReduce, AllToAll, all_reduce, all_to_all, all_to_all_of
 from moestro.cost.drawn_step import KeyedBatch
 from moestro.cost.expert_rows import SlotRows
@@ -22,7 +22,7 @@ from moestro.cost.model import Batch
 from moestro.cost.popularity import zipf_popularity
 from moestro.cost.roofline import HostCost
 from moestro.errors import ConfigError
-from moestro.sim.baselines import (
+from moestro.sim.groups.baselines import (
     AMOE_STALL_SHARE,
     disaggregated,
     expert_parallel,

@@ -16,8 +16,9 @@ from moestro.cost.popularity import zipf_popularity
 from moestro.cost.staged_engines import qllm
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.policies.basic import in_order
-from moestro.sim.arrivals import AtTimes
-from moestro.sim.baselines import (
+from moestro.sim.cluster import Cluster
+from moestro.sim.figures.results import ANSWERED
+from moestro.sim.groups.baselines import (
     LOCK_STEP,
     PING_PONG,
     TWO_BATCH_OVERLAP,
@@ -28,11 +29,10 @@ from moestro.sim.baselines import (
     plain_replica,
     with_stalls,
 )
-from moestro.sim.cluster import Cluster
-from moestro.sim.lock_step_group import LockStepGroup
-from moestro.sim.results import ANSWERED
-from moestro.sim.staged import StagedRank
-from moestro.sim.throughput_bound import LeastTimes, least_times, least_work_ns, throughput_bound
+from moestro.sim.groups.lock_step_group import LockStepGroup
+from moestro.sim.groups.staged import StagedRank
+from moestro.sim.groups.throughput_bound import LeastTimes, least_times, least_work_ns, throughput_bound
+from moestro.sim.load.arrivals import AtTimes
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, PrefillPoint, Table
-from moestro.sim.outcome import outcome_of
-from moestro.sim.results import ANSWERED, WINDOW_NS, Results
+from moestro.sim.figures.outcome import outcome_of
+from moestro.sim.figures.results import ANSWERED, WINDOW_NS, Results
+from moestro.sim.figures.show import print_report
 from moestro.sim.settings import read_settings
-from moestro.sim.show import print_report
 from moestro.sim.verb import simulate
 
 S = 1_000_000_000

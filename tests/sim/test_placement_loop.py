@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.plain_stages import PlainStages, network
 from support.routers import router
 
-from moestro.core.expert_pressure import expert_pressures
-from moestro.core.expert_table import EMPTY, ExpertTable, spread_evenly
+from moestro.core.experts.expert_pressure import expert_pressures
+from moestro.core.experts.expert_table import EMPTY, ExpertTable, spread_evenly
 from moestro.core.token_keys import request_key
 from moestro.cost.ahead_gate import AheadGate
 from moestro.cost.collectives import AllToAll
@@ -22,17 +22,17 @@ from moestro.cost.popularity import PopularityForm
 from moestro.engine.settings import SchedulerSettings
 from moestro.placement.devices import PlaceLimits, PlacePrices, even_devices
 from moestro.placement.registry import PLACE_POLICIES
-from moestro.sim.arrivals import AtTimes
-from moestro.sim.baselines import LOCK_STEP, expert_parallel, lock_step, slowed
 from moestro.sim.cluster import Cluster
-from moestro.sim.lock_step_group import LockStepGroup
-from moestro.sim.placement_loop import (
+from moestro.sim.groups.baselines import LOCK_STEP, expert_parallel, lock_step, slowed
+from moestro.sim.groups.lock_step_group import LockStepGroup
+from moestro.sim.groups.placement_loop import (
     _PRESSURE_INTERVAL,
     PlacementSite,
     ReplanSettings,
     SimPlacement,
     with_spare_slots,
 )
+from moestro.sim.load.arrivals import AtTimes
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

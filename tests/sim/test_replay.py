@@ -14,15 +14,15 @@ from moestro.core.hashing import HASH_BYTES
 from moestro.core.request import ServiceClass
 from moestro.core.scheduling_events import SequenceAdmitted, SequencePreempted, SequenceQueued
 from moestro.errors import ConfigError
-from moestro.routing.decision_record import encode_entry
-from moestro.routing.request_trace import EngineEvent, RequestTrace
-from moestro.sim.recorded_engines import WhatIfSettings
+from moestro.routing.record.decision_record import encode_entry
+from moestro.routing.record.request_trace import EngineEvent, RequestTrace
+from moestro.sim.figures.request_table import write_request_table
+from moestro.sim.figures.shown_figures import shown_figures
+from moestro.sim.load.recorded_engines import WhatIfSettings
 from moestro.sim.replay import RECORDED
 from moestro.sim.replay import what_if as _what_if
-from moestro.sim.request_table import write_request_table
 from moestro.sim.runs import RunAnswer
-from moestro.sim.shown_figures import shown_figures
-from moestro.workload.request_record import FORMAT, UNKNOWN, Header, RecordedRequest, read_request_record
+from moestro.workload.traces.request_record import FORMAT, UNKNOWN, Header, RecordedRequest, read_request_record
 
 HEADER = Header(
     model="qwen3-30b-a3b",

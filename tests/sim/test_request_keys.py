@@ -8,7 +8,7 @@ from moestro.core.request import Request, SamplingParams
 from moestro.core.script import Script
 from moestro.core.token_keys import domains_of, named_request_key, request_key
 from moestro.engine.settings import SchedulerSettings
-from moestro.sim.group import FusedSeat
+from moestro.sim.groups.group import FusedSeat
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

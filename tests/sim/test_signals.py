@@ -5,9 +5,9 @@ from support.routers import router
 from moestro.core.views import NEVER_NS
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
-from moestro.sim.group import Group
+from moestro.sim.groups.group import Group
+from moestro.sim.load.arrivals import AtTimes
 from moestro.sim.prices import OneRank
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker

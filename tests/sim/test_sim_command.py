@@ -10,8 +10,8 @@ import pytest
 from sim.test_closed_loop_traces import trace
 
 from moestro.cli import main
-from moestro.sim.intervals import intervals
-from moestro.sim.request_table import COLUMNS
+from moestro.sim.figures.intervals import intervals
+from moestro.sim.figures.request_table import COLUMNS
 from moestro.sim.saturation import middle_rate
 from moestro.sim.settings import read_settings
 from moestro.sim.verb import simulate

@@ -19,13 +19,13 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.policies.basic import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
-from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
-from moestro.sim.group import Group
-from moestro.sim.plots import save_plots
+from moestro.sim.figures.plots import save_plots
+from moestro.sim.groups.group import Group
+from moestro.sim.groups.staged import StagedRank
+from moestro.sim.load.arrivals import AtTimes
 from moestro.sim.prices import OneRank
 from moestro.sim.settings import read_settings
-from moestro.sim.staged import StagedRank
 from moestro.sim.verb import simulate
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows

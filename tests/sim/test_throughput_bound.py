@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plain_stages import PlainStages, network
 
-from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.cost.gate import PopularityGate
 from moestro.cost.model import Batch
-from moestro.sim.throughput_bound import (
+from moestro.sim.groups.throughput_bound import (
     LeastTimes,
     drawn_visits,
     largest_share,

@@ -9,16 +9,16 @@ import pytest
 from support.plain_stages import PlainStages, network
 from support.routers import router
 
-from moestro.core.expert_table import spread_evenly
+from moestro.core.experts.expert_table import spread_evenly
 from moestro.core.views import BE
 from moestro.cost.gate import PopularityGate
 from moestro.cost.links import FREE_LINK, Machines
 from moestro.cost.popularity import zipf_popularity
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.registry import make_step_policy
-from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
-from moestro.sim.worker_group import GroupLayout, WorkerGroup
+from moestro.sim.groups.worker_group import GroupLayout, WorkerGroup
+from moestro.sim.load.arrivals import AtTimes
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

@@ -12,12 +12,12 @@ from support.expert_tables import scatter
 from support.loaded_processes import LOADED
 from torch import distributed
 
-from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.model.device import TorchDevice
-from moestro.model.expert_exchange import GroupExchange, GroupPlace
-from moestro.model.gate_override import make_override
+from moestro.model.experts.expert_exchange import GroupExchange, GroupPlace
+from moestro.model.experts.gate_override import make_override
+from moestro.model.experts.spread_experts import SpreadExperts
 from moestro.model.network import Network
-from moestro.model.spread_experts import SpreadExperts
 
 NUM_NEW = 6
 PROMPTS = ([[5, 17, 4], [9] * 11], [[33, 2, 8, 61, 7, 90, 13]], [[44, 45], [46, 7, 20, 21, 22], [3]])  # by worker

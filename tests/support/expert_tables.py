@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 
 
 def scatter(

@@ -6,7 +6,7 @@ import numpy as np
 from support.fake_stages import FakeStages
 from support.linked_group import LinkedGroup, Links
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.stages import StageShape
 from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler

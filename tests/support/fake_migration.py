@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from moestro.core.expert_table import ExpertTable
-from moestro.core.source_load import SourceLoad
-from moestro.server.expert_loads import ExpertLoads
-from moestro.server.migration import MigrationProgress
+from moestro.core.experts.expert_table import ExpertTable
+from moestro.core.experts.source_load import SourceLoad
+from moestro.server.engines.expert_loads import ExpertLoads
+from moestro.server.experts.migration import MigrationProgress
 from moestro.wire.expert_reports import ReadExperts, report_of
 
 

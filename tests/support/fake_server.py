@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-import moestro.server.restarts
+import moestro.server.processes.restarts
+import moestro.server.processes.watchdog
 import moestro.server.server
-import moestro.server.watchdog
 from moestro.cli import main
 from moestro.core.clock import NS_PER_S
 
@@ -18,8 +18,8 @@ if __name__ == "__main__":
     real = moestro.server.server.serve
     command = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
     moestro.server.server.serve = lambda settings: real(settings, command)
-    moestro.server.restarts.FIRST_DELAY_S = 0.02
-    moestro.server.restarts.STEADY_S = 0.0
+    moestro.server.processes.restarts.FIRST_DELAY_S = 0.02
+    moestro.server.processes.restarts.STEADY_S = 0.0
     if STOPPED_S in os.environ:
-        moestro.server.watchdog.STOPPED_NS = int(os.environ[STOPPED_S]) * NS_PER_S
+        moestro.server.processes.watchdog.STOPPED_NS = int(os.environ[STOPPED_S]) * NS_PER_S
     main(["serve", *sys.argv[1:]])

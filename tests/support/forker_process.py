@@ -169,10 +169,11 @@ def _stand_by(control: socket.socket, server: int) -> NoReturn:
 
 
 def _replace_launcher(pid: int, control: socket.socket) -> None:
-    from moestro.server import server, standby  # noqa: PLC0415 they are loaded when this runs
-    from moestro.server.launcher import WORKER  # noqa: PLC0415
-    from moestro.server.local_launcher import LocalLauncher  # noqa: PLC0415
-    from moestro.server.local_process import ForkedProcess  # noqa: PLC0415
+    from moestro.server import server  # noqa: PLC0415 they are loaded when this runs
+    from moestro.server.processes import standby  # noqa: PLC0415 they are loaded when this runs
+    from moestro.server.processes.launcher import WORKER  # noqa: PLC0415
+    from moestro.server.processes.local_launcher import LocalLauncher  # noqa: PLC0415
+    from moestro.server.processes.local_process import ForkedProcess  # noqa: PLC0415
 
     class ForkingLauncher(LocalLauncher):
         """The launcher of modes with processes on standby, of which the first one is there already."""

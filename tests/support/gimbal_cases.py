@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moestro.core.expert_load import ExpertLoad, LayerPairs
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import Devices, PlaceLimits, PlacePrices, even_devices
 from moestro.placement.registry import PlaceView
 

@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from moestro.core.hops import HOP_RECORD, REPLY, Hop, HopMessage
-from moestro.model.tensor_channel import TensorChannels
+from moestro.core.experts.hops import HOP_RECORD, REPLY, Hop, HopMessage
+from moestro.model.channels.tensor_channel import TensorChannels
 from moestro.wire.curve import ListenAddress
 from moestro.wire.hop_frames import Hello, HopLimits
 from moestro.worker.peer_links import PeerLinks

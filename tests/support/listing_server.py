@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from moestro.cli import main
-from moestro.gateway.paths import Routes
+from moestro.gateway.clients.paths import Routes
 from moestro.web.middleware import HttpMiddleware
 
 ROUTES_FILE = "routes.jsonl"

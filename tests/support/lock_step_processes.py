@@ -14,16 +14,16 @@ from support.fake_device import make_request
 from support.loaded_processes import LOADED
 from torch import distributed
 
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.request import Request
 from moestro.engine.lock_step import build_lock_step_rank, spread_over_ranks
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import GroupLostError
 from moestro.model.device import open_device
-from moestro.model.expert_exchange import GroupPlace
+from moestro.model.experts.expert_exchange import GroupPlace
+from moestro.model.experts.spread_device import open_spread_device
 from moestro.model.settings import ModelSettings
-from moestro.model.spread_device import open_spread_device
 from moestro.wire.messages import Add, Shutdown, WakeGroup
 from moestro.worker.rank_loop import run_rank
 

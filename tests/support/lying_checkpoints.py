@@ -17,12 +17,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from moestro.core import checkpoint
-from moestro.core.checkpoint import read_checkpoint
 from moestro.cost import named_parts
 from moestro.cost.named_parts import read_network
 from moestro.errors import ConfigError
-from moestro.model.generation_config import read_generation_config, sampling_defaults
+from moestro.files import checkpoint
+from moestro.files.checkpoint import read_checkpoint
+from moestro.model.loading.generation_config import read_generation_config, sampling_defaults
 
 Lie = tuple[str, Callable[[Path], object]]
 

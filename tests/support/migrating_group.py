@@ -14,14 +14,14 @@ from support.fake_device import make_request
 from support.fake_group import IS_SPARSE, NUM_EXPERTS, FakeGroup
 from support.fake_stages import VOCAB, FakeStages
 
-from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.core.table_message import ExpertLayers
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.table_message import ExpertLayers
 from moestro.flow.executor import FlowExecutor
 from moestro.flow.policies.basic import in_order
 from moestro.flow.settings import GroupOptions
 from moestro.flow.token_pool import THERE
-from moestro.server.async_migration import AsyncMigration
-from moestro.server.coordinator import Coordinator
+from moestro.server.experts.async_migration import AsyncMigration
+from moestro.server.experts.coordinator import Coordinator
 from moestro.wire.messages import Joined, Ready
 from moestro.worker.peer_inbox import PeerInbox
 

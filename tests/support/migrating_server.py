@@ -9,8 +9,8 @@ import numpy as np
 from aiohttp import web
 
 from moestro.cli import main
-from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.server.worker_admin import WorkerAdmin
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
+from moestro.server.admin.worker_admin import WorkerAdmin
 
 REAL_ROUTES = WorkerAdmin.routes
 

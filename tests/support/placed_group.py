@@ -10,11 +10,11 @@ import numpy as np
 from support.expert_loads import PRICES
 from support.fake_migration import FakeEngines, FakeMigration
 
-from moestro.core.expert_table import spread_evenly
+from moestro.core.experts.expert_table import spread_evenly
 from moestro.placement.live_settings import LivePlacementSettings
-from moestro.server.placement_control import DecisionOutcome, PlacementControl
-from moestro.server.placement_loop import PlacementLoop
-from moestro.server.placement_view import GroupView, LivePrices, PlaceableGroup, group_places
+from moestro.server.experts.placement_control import DecisionOutcome, PlacementControl
+from moestro.server.experts.placement_loop import PlacementLoop
+from moestro.server.experts.placement_view import GroupView, LivePrices, PlaceableGroup, group_places
 
 NUM_WORKERS, NUM_LAYERS, NUM_EXPERTS = 2, 3, 8
 LAYERS = (1, 2, 4)  # of the network; the others are dense

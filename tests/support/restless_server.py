@@ -13,8 +13,8 @@ from support.moving_tables import random_target
 
 import moestro.server.server
 from moestro.cli import main
-from moestro.core.expert_table import ExpertTable
-from moestro.server.ep_migration import EpMigration
+from moestro.core.experts.expert_table import ExpertTable
+from moestro.server.experts.ep_migration import EpMigration
 from moestro.wire.messages import FromRank
 
 MAX_BYTES_PER_STEP = 1  # one expert, so that a layer takes several steps

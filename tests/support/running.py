@@ -124,7 +124,7 @@ def _start(
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
 
-_RENDERER = "moestro.text.template_worker"
+_RENDERER = "moestro.text.chats.template_worker"
 _NO_RANKS = (_RENDERER, "moestro.grammar.host_process", STANDBY[0])
 
 

@@ -9,15 +9,15 @@ import runpy
 import sys
 from pathlib import Path
 
-from moestro.text import chat_template
-from moestro.text.render_job import TIME_LIMIT_S
+from moestro.text.chats import chat_template
+from moestro.text.chats.render_job import TIME_LIMIT_S
 
-RENDERER = "moestro.text.template_worker"  # by which tests know such a process
+RENDERER = "moestro.text.chats.template_worker"  # by which tests know such a process
 LIMIT_S = TIME_LIMIT_S / 2
 
 if __name__ == "__main__":
     if RENDERER in sys.argv:
-        from moestro.text import template_worker
+        from moestro.text.chats import template_worker
 
         template_worker.TIME_LIMIT_S = LIMIT_S
         template_worker.main()

@@ -8,8 +8,8 @@ import numpy as np
 
 from moestro.core.stages import Merges, StageItem, StageResult, StageShape
 from moestro.model.network import Network
-from moestro.model.staged_device import StagedTorchDevice
-from moestro.model.staged_network import StagedNetwork
+from moestro.model.staged.staged_device import StagedTorchDevice
+from moestro.model.staged.staged_network import StagedNetwork
 
 NO_MERGES = Merges(np.empty(0, np.int32), np.empty(0, np.int32))
 

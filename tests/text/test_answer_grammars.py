@@ -10,10 +10,10 @@ from support.model_outputs import PARIS, PING, TOOLS, WEATHER, harmony
 
 from moestro.core.grammar import Grammar
 from moestro.grammar.compiler import GrammarCompiler, VocabularySource
-from moestro.text.answer_grammars import after_thought, thought_rules
-from moestro.text.answer_parser import merged
-from moestro.text.answer_parts import ToolSpec
-from moestro.text.chat_format import ChatEnd, ChatFormat, ToolUse, chat_format
+from moestro.text.chats.chat_format import ChatEnd, ChatFormat, ToolUse, chat_format
+from moestro.text.parsing.answer_grammars import after_thought, thought_rules
+from moestro.text.parsing.answer_parser import merged
+from moestro.text.parsing.answer_parts import ToolSpec
 from moestro.text.settings import ChatSettings
 
 llguidance = pytest.importorskip("llguidance")

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.model_outputs import deepseek, glm, harmony, hermes, qwen
 
-from moestro.text.answer_parser import AnswerParser, merged
-from moestro.text.answer_parts import ToolSpec
-from moestro.text.object_text import MAX_ARGUMENT_DEPTH, ObjectText
-from moestro.text.parser_registry import TOOL_PARSERS
+from moestro.text.parsing.answer_parser import AnswerParser, merged
+from moestro.text.parsing.answer_parts import ToolSpec
+from moestro.text.parsing.object_text import MAX_ARGUMENT_DEPTH, ObjectText
+from moestro.text.parsing.parser_registry import TOOL_PARSERS
 
 TOOLS = (ToolSpec("f", {}),)
 TYPED = ToolSpec("f", {"type": "object", "properties": {"s": {"type": "string"}, "v": {}}})

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from moestro.text.answer_parser import AnswerParser
-from moestro.text.answer_parts import ContentText, ToolSpec
-from moestro.text.parser_registry import REASONING_PARSERS, TOOL_PARSERS
-from moestro.text.stop_strings import StopFinder
+from moestro.text.parsing.answer_parser import AnswerParser
+from moestro.text.parsing.answer_parts import ContentText, ToolSpec
+from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from moestro.text.parsing.stop_strings import StopFinder
 
 
 def run(pieces: list[str], stops: list[str], num_unseen: int = 0) -> tuple[str, str | None]:

@@ -72,7 +72,7 @@ def test_with_the_newest_transformers_the_package_does_not_start_for_tokenizer_a
     code = f"""
 import sys
 from pathlib import Path
-import moestro.text.template_worker
+import moestro.text.chats.template_worker
 print("transformers" in sys.modules, "transformers.utils" in sys.modules)
 from moestro.text.tokenizer import PreTrainedTokenizerFast, Tokenizer
 assert Tokenizer(Path({str(demo_dir)!r})).encode("hi", add_special_tokens=True)

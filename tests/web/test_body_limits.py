@@ -17,13 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.running import MOESTRO, Running, call, free_port, wait_until
 
-from moestro.web import body_limits
-from moestro.web.access import Access
-from moestro.web.bodies import Bodies
-from moestro.web.body_limits import MAX_SILENCE_S, MIN_BYTES_PER_S, BodiesFullError, BodyDeadline, BodyHold, BodyMemory
-from moestro.web.connections import FrontLimits, bound_socket, http_front
-from moestro.web.faults import Faults, Port
+from moestro.web.access.control import Access
+from moestro.web.bodies import body_limits
+from moestro.web.bodies.body_limits import (
+    MAX_SILENCE_S,
+    MIN_BYTES_PER_S,
+    BodiesFullError,
+    BodyDeadline,
+    BodyHold,
+    BodyMemory,
+)
+from moestro.web.bodies.reading import Bodies
 from moestro.web.middleware import HttpMiddleware
+from moestro.web.ports.connections import FrontLimits, bound_socket, http_front
+from moestro.web.ports.faults import Faults, Port
 from moestro.web.refusals import Refusals
 
 MIB = 1 << 20

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from support.running import MOESTRO, Running, call, call_admin, free_port
 
 from moestro.errors import ConfigError
-from moestro.web.access import Access
-from moestro.web.connection_table import ConnectionSlot, ConnectionTable
-from moestro.web.connections import (
+from moestro.web.access.control import Access
+from moestro.web.middleware import HttpMiddleware
+from moestro.web.ports.connection_table import ConnectionSlot, ConnectionTable
+from moestro.web.ports.connections import (
     MAX_OPERATOR_CONNECTIONS,
     Front,
     FrontLimits,
@@ -27,8 +28,7 @@ from moestro.web.connections import (
     bound_socket,
     http_front,
 )
-from moestro.web.faults import Fault, Faults, Port
-from moestro.web.middleware import HttpMiddleware
+from moestro.web.ports.faults import Fault, Faults, Port
 from moestro.web.refusals import Refusals
 
 SECRET = "do-not-repeat-me"

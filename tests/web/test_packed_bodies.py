@@ -20,15 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.errors import RequestError
-from moestro.server.admin_plane import admin_runner
-from moestro.web import packed_bodies
-from moestro.web.access import Access
-from moestro.web.bodies import Bodies
-from moestro.web.connections import FrontLimits, bound_socket, http_front
+from moestro.server.admin.admin_plane import admin_runner
+from moestro.web.access.control import Access
+from moestro.web.bodies import packed_bodies
+from moestro.web.bodies.packed_bodies import FREE_BYTES, MAX_MEMBERS, MAX_RATIO, Unpacker, coding_in, unpacked
+from moestro.web.bodies.reading import Bodies
 from moestro.web.errors import ContentEncodingError, HttpError, error_json
-from moestro.web.faults import Faults, Port
 from moestro.web.middleware import HttpMiddleware
-from moestro.web.packed_bodies import FREE_BYTES, MAX_MEMBERS, MAX_RATIO, Unpacker, coding_in, unpacked
+from moestro.web.ports.connections import FrontLimits, bound_socket, http_front
+from moestro.web.ports.faults import Faults, Port
 from moestro.web.refusals import Refusals
 
 LIMIT = 4 << 20  # of a body

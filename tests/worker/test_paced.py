@@ -49,7 +49,7 @@ from moestro.worker.paced import (
     read_words,
     stage_cost_of,
 )
-from moestro.workload.request_record import read_request_record
+from moestro.workload.traces.request_record import read_request_record
 
 COST = Roofline(RooflineSettings(network=network_named("qwen3-30b-a3b"), gpu=H20))
 BOUNDS = SchedulerSettings(num_blocks=64, block_size=4, max_model_len=64)

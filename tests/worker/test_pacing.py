@@ -11,7 +11,7 @@ import pytest
 from support.fake_device import make_request
 from support.running import REAL, Running, call, complete, is_idle, metrics, wait_until
 
-from moestro.core.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
+from moestro.core.experts.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
 from moestro.core.load_figures import LoadFigures, PaceCounts
 from moestro.core.work import Forward
 from moestro.core.worker_names import WorkerKind
@@ -26,10 +26,10 @@ from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.policies.qllm import ExpertLevelPreemption
-from moestro.server.coordinator import WorkerView
-from moestro.server.group_metrics import group_metrics
-from moestro.server.pace_lines import PaceLines
-from moestro.sim.virtual_links import Transfer, VirtualLinks
+from moestro.server.experts.coordinator import WorkerView
+from moestro.server.figures.group_metrics import group_metrics
+from moestro.server.figures.pace_lines import PaceLines
+from moestro.sim.groups.virtual_links import Transfer, VirtualLinks
 from moestro.wire.messages import Add, Outputs, Shutdown, WorkerFigures
 from moestro.worker.paced import FixedAnswers, PacedDevice, dilated, pace_of_stages
 from moestro.worker.paced_group import OpenedStep, PacedGroupDevice, PricedStep

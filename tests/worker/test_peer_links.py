@@ -14,7 +14,7 @@ from support.running import wait_until
 
 import moestro.worker.peer_links
 from moestro.core.curve_keys import CurveKeys
-from moestro.core.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
+from moestro.core.experts.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
 from moestro.core.hosts import in_address
 from moestro.wire.curve import ListenAddress, new_curve_keys
 from moestro.wire.hop_frames import Hello, HopLimits, NoTensors

@@ -18,10 +18,10 @@ from support.loaded_processes import LOADED
 from support.running import wait_until
 
 from moestro.config.launch_spec import GroupSpec
-from moestro.core.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
+from moestro.core.experts.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
 from moestro.flow.settings import GroupStepSettings
-from moestro.model import tensor_channel
-from moestro.model.tensor_channel import TensorChannels
+from moestro.model.channels import tensor_channel
+from moestro.model.channels.tensor_channel import TensorChannels
 from moestro.wire.hop_frames import AnnouncedHop, Announcement, Hello, Meet
 from moestro.worker import two_phase
 from moestro.worker.group_process import _two_phase as two_phase_of

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.errors import ConfigError
-from moestro.workload.records import Outcome, RecordBook
-from moestro.workload.report import make_report
-from moestro.workload.slos import Slos, parse_slos
+from moestro.workload.runs.records import Outcome, RecordBook
+from moestro.workload.runs.report import make_report
+from moestro.workload.runs.slos import Slos, parse_slos
 
 MS = 1_000_000
 REQUEST = st.fixed_dictionaries(

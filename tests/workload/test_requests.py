@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, split_hashes
 from moestro.core.request import ServiceClass
 from moestro.errors import ConfigError
-from moestro.workload.prompts import PromptKey, token_ids
+from moestro.workload.generated.prompts import PromptKey, token_ids
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows, Streams, equal_rows
 

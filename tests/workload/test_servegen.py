@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from moestro.errors import ConfigError
-from moestro.workload.servegen import Span, draw_requests, read_clients
+from moestro.workload.traces.servegen import Span, draw_requests, read_clients
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces" / "servegen_deepseek_r1.jsonl.zst"
 S = 1_000_000_000

@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 
 from moestro.core.hashing import split_hashes
 from moestro.errors import ConfigError
+from moestro.workload.generated.session_generator import generate, steady_rows, steady_sessions
+from moestro.workload.generated.session_shapes import PUBLISHED_SHAPES, SHAPES, App, LogNormal, SessionShape
+from moestro.workload.generated.sessions import Pace
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import labelled
-from moestro.workload.session_generator import generate, steady_rows, steady_sessions
-from moestro.workload.session_shapes import PUBLISHED_SHAPES, SHAPES, App, LogNormal, SessionShape
-from moestro.workload.sessions import Pace
 from moestro.workload.statistics import measure
 
 S = 1_000_000_000

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from moestro.errors import ConfigError
-from moestro.model.tensor_files import read_tensor_file
-from moestro.workload.profile_readers import ProfileReading, read_profile
-from moestro.workload.sglang_dumps import SglangDump, profile_of_dumps
+from moestro.model.loading.tensor_files import read_tensor_file
+from moestro.workload.experts.profile_readers import ProfileReading, read_profile
+from moestro.workload.experts.sglang_dumps import SglangDump, profile_of_dumps
 
 DUMPS = Path(__file__).parent / "sglang_dumps"
 READING = ProfileReading(read_tensors=read_tensor_file)

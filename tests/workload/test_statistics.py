@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.core.hashing import split_hashes
+from moestro.workload.generated.session_generator import steady_rows
+from moestro.workload.generated.session_shapes import CHAT
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows, equal_rows
-from moestro.workload.session_generator import steady_rows
-from moestro.workload.session_shapes import CHAT
 from moestro.workload.statistics import measure
-from moestro.workload.traces import read_trace
+from moestro.workload.traces.reading import read_trace
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
 

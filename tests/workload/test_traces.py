@@ -10,7 +10,7 @@ import zstandard
 from support.text_files import WRITERS
 
 from moestro.errors import ConfigError
-from moestro.workload.traces import read_trace
+from moestro.workload.traces.reading import read_trace
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
 MOONCAKE = (

@@ -21,6 +21,7 @@ from moestro.cli import (  # noqa: F401 each registers its verb
     sim,
 )
 from moestro.cli.app import app
+from moestro.cli.short_help import choose_help
 from moestro.config.user_code import accept_user_code
 from moestro.config.vllm_flags import without_vllm_flags
 from moestro.errors import ConfigError, MoestroError
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if given[:1] == ["serve"]:
             given = ["serve", *without_vllm_flags(given[1:])]
-        app(given)
+        app(choose_help(app, given))
     except MoestroError as error:
         print(f"moestro: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

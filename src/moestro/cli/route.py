@@ -29,14 +29,14 @@ def route(
 
     routing = flags.routing
     if routing.tokenizer is None:
-        from moestro.gateway.prompt_blocks import text_prompt_reader
+        from moestro.gateway.kv.prompt_blocks import text_prompt_reader
 
         reading = text_prompt_reader(routing.text_block_bytes)
     else:  # the tokenizer's libraries take seconds to load
         require_extra("tokenizer", "--tokenizer")
         with loading("the tokenizer"):
             from moestro.config.checkpoint_directory import locate_tokenizer
-            from moestro.gateway.tokenized_blocks import tokenized_prompt_reader
+            from moestro.gateway.kv.tokenized_blocks import tokenized_prompt_reader
 
         reading = tokenized_prompt_reader(locate_tokenizer(routing.tokenizer), routing.block_size)
     run(flags, reading)

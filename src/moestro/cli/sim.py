@@ -94,8 +94,8 @@ def sim(
         A TOML file: the workload, the engines or groups of workers, and the policies and modes to compare.
     """
     with loading("the simulator"):
-        from moestro.sim.recorded_engines import WhatIfSettings, read_engines
-        from moestro.sim.request_table import check_table_name, write_request_table
+        from moestro.sim.figures.request_table import check_table_name, write_request_table
+        from moestro.sim.load.recorded_engines import WhatIfSettings, read_engines
         from moestro.sim.verb import RunChoices, replay_records, run_scenario, write_json
 
     if (scenario is None) == (not recorded.replay):
@@ -107,7 +107,7 @@ def sim(
     if output.plot is not None:
         check_folder("--plot", output.plot)
         require_extra("plots", "--plot")
-        from moestro.sim.plots import save_plots
+        from moestro.sim.figures.plots import save_plots
     if scenario is not None:
         answer = run_scenario(scenario, RunChoices(load=runs.load, num_seeds=runs.seeds, num_processes=runs.jobs))
     else:

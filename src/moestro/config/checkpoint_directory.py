@@ -12,8 +12,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils import validate_repo_id
 
-from moestro.core.checkpoint_files import READ_PATTERNS, WEIGHTS_PATTERN
 from moestro.errors import ConfigError, shown
+from moestro.files.checkpoint_files import READ_PATTERNS, WEIGHTS_PATTERN
 from moestro.model.settings import DEMO_MODEL
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from moestro.core.text_files import read_text
 from moestro.errors import ConfigError
+from moestro.files.text_files import read_text
 
 MAX_FILE_BYTES = 1 << 20
 

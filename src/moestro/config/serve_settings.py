@@ -21,7 +21,7 @@ from moestro.placement.live_settings import LivePlacementSettings
 from moestro.placement.settings import ExpertLoadSettings
 from moestro.routing.settings import RoutePolicySettings
 from moestro.text.settings import ChatSettings
-from moestro.web.access_settings import AccessSettings
+from moestro.web.access.access_settings import AccessSettings
 
 
 def _panel(name: str, text: str, sort_key: int) -> Parameter:

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.token_keys import Keys
 from moestro.cost.collectives import FREE, Collective
 from moestro.cost.expert_rows import ExpertPrices, SlotRows

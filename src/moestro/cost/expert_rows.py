@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.cost.model import Int64s, StageCostModel
 
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 spread evenly

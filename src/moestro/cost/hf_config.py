@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moestro.core.config_fields import EXPERT_KEYS, TOP_K_KEYS
 from moestro.cost.networks import (
     AttentionShape,
     ExpertShape,
@@ -16,6 +15,7 @@ from moestro.cost.networks import (
     latent,
 )
 from moestro.errors import ConfigError
+from moestro.files.config_fields import EXPERT_KEYS, TOP_K_KEYS
 
 Config = Mapping[str, Any]
 

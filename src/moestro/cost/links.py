@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from moestro.core.hops import HOP_RECORD
+from moestro.core.experts.hops import HOP_RECORD
 from moestro.cost.networks import NetworkShape
 from moestro.errors import ConfigError
 

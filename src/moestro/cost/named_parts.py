@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moestro.core.checkpoint_files import read_json_object
-from moestro.core.config_fields import refuse_sizes
 from moestro.cost.gpus import Gpu
 from moestro.cost.hf_config import CONFIGS, known_name, network_from_config, network_named
 from moestro.cost.links import NVSWITCH_A100, NVSWITCH_H100, Link, link_named
 from moestro.cost.networks import NetworkShape
 from moestro.errors import ConfigError
+from moestro.files.checkpoint_files import read_json_object
+from moestro.files.config_fields import refuse_sizes
 
 _NVSWITCH = {"a100": NVSWITCH_A100, "h20-": NVSWITCH_H100, "h100": NVSWITCH_H100, "h200": NVSWITCH_H100}
 

@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.text_files import read_text
 from moestro.cost.model import Batch, Int64s, Ints
 from moestro.errors import ConfigError
+from moestro.files.text_files import read_text
 
 FORMAT = "moestro-cost-table-1"
 PS_PER_NS = 1000

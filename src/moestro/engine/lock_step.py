@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.expert_table import EMPTY, ExpertTable, spread_evenly
-from moestro.core.layer_moves import LayerPlan
+from moestro.core.experts.expert_table import EMPTY, ExpertTable, spread_evenly
+from moestro.core.experts.layer_moves import LayerPlan
 from moestro.core.load_figures import LoadFigures, LockStepCounts, PassCounts
 from moestro.core.work import Device, Forward, IsWanted, Plan, PlanWanted, Slots, StepResult, Units, never_wanted
 from moestro.engine.rank import Rank

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import earliest
-from moestro.core.hops import DISPATCH, REPLY, HopMessage, join_records
+from moestro.core.experts.hops import DISPATCH, REPLY, HopMessage, join_records
 from moestro.core.load_figures import PassCounts
 from moestro.core.stages import (
     Attention,

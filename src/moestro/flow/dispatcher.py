@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.columns import true_rows
-from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.core.hops import DISPATCH, HOP_RECORD, Hop, HopMessage, HopRecords
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.hops import DISPATCH, HOP_RECORD, Hop, HopMessage, HopRecords
 from moestro.core.views import LS
 from moestro.core.work import Int32s
 from moestro.flow.events import Send

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import ExpertTable
-from moestro.core.hops import HopMessage
+from moestro.core.experts.expert_table import ExpertTable
+from moestro.core.experts.hops import HopMessage
 from moestro.core.stages import StageItem, StageResult
 from moestro.core.work import Int32s, Plan, StepResult
 

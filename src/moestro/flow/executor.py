@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS, earliest
-from moestro.core.expert_table import ExpertTable
-from moestro.core.hops import HopMessage
+from moestro.core.experts.expert_table import ExpertTable
+from moestro.core.experts.hops import HopMessage
 from moestro.core.load_figures import PassCounts
 from moestro.core.stages import StagedDevice
 from moestro.core.views import StepPolicy

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moestro.core.hops import HopRecords
+from moestro.core.experts.hops import HopRecords
 from moestro.core.views import NUM_CLASSES
 from moestro.core.work import Int32s
 from moestro.flow.token_pool import TokenPool

@@ -8,19 +8,19 @@ import msgspec
 from aiohttp import web
 
 from moestro.errors import ConfigError, RequestError, shown
-from moestro.gateway.engine_admin import EngineAdmin
-from moestro.gateway.fleet import RoutedEngine
-from moestro.gateway.index_transfer import MAX_INDEX_BYTES, IndexTransfer
+from moestro.gateway.engines.engine_admin import EngineAdmin
+from moestro.gateway.engines.fleet import RoutedEngine
+from moestro.gateway.kv.index_transfer import MAX_INDEX_BYTES, IndexTransfer
 from moestro.gateway.settings import AdminSettings, EngineUrl, is_loopback
-from moestro.routing.decision_log import DecisionLog
-from moestro.web.access import Access
-from moestro.web.bodies import Bodies
+from moestro.routing.record.decision_log import DecisionLog
+from moestro.web.access.control import Access
+from moestro.web.access.only_programs import only_programs
+from moestro.web.bodies.reading import Bodies
 from moestro.web.errors import HttpError
-from moestro.web.faults import Faults
-from moestro.web.lifecycle import RESPONSE_FLUSH_S
 from moestro.web.middleware import HttpMiddleware
-from moestro.web.only_programs import only_programs
 from moestro.web.page_api import limit_in, page_routes
+from moestro.web.ports.faults import Faults
+from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S
 from moestro.web.prometheus import CONTENT_TYPE
 from moestro.web.refusals import Refusals
 from moestro.web.statistics import LiveStatistics

@@ -9,40 +9,40 @@ from functools import partial
 import msgspec
 from prometheus_client.registry import Collector
 
-from moestro.gateway.client_limits import ClientLimits
-from moestro.gateway.downstream import ClientConnections
-from moestro.gateway.engine_admin import EngineAdmin
+from moestro.gateway.clients.client_limits import ClientLimits
+from moestro.gateway.clients.downstream import ClientConnections
+from moestro.gateway.clients.http_headers import CORS_HEADERS, KEY_HEADERS
+from moestro.gateway.clients.openapi import router_document
+from moestro.gateway.clients.own_answers import own_answers
+from moestro.gateway.clients.paths import Routes
+from moestro.gateway.engines.engine_admin import EngineAdmin
+from moestro.gateway.engines.fleet import Fleet
+from moestro.gateway.engines.health_checks import HealthWatch, MetricsWatch, Watch, Watcher, WatchRules
+from moestro.gateway.engines.source_reports import HasEvents, SourceReports
 from moestro.gateway.exchange import ExchangeContext, ExchangeRules
-from moestro.gateway.fleet import Fleet
-from moestro.gateway.health_checks import HealthWatch, MetricsWatch, Watch, Watcher, WatchRules
-from moestro.gateway.http_headers import CORS_HEADERS, KEY_HEADERS
-from moestro.gateway.kv_prometheus import KvFigures
-from moestro.gateway.kv_sources import KvSources
-from moestro.gateway.kv_watch import KvEventsWatch
+from moestro.gateway.figures.prometheus import RouteCollector
+from moestro.gateway.figures.statistics import FleetStatistics
+from moestro.gateway.kv.kv_prometheus import KvFigures
+from moestro.gateway.kv.kv_sources import KvSources
+from moestro.gateway.kv.kv_watch import KvEventsWatch
+from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.metrics import Counts
-from moestro.gateway.openapi import router_document
-from moestro.gateway.own_answers import own_answers
-from moestro.gateway.paths import Routes
-from moestro.gateway.prometheus import RouteCollector
-from moestro.gateway.prompt_blocks import PromptReader
 from moestro.gateway.proxy import Proxy
 from moestro.gateway.settings import EngineSettings, FrontSettings, RecordSettings, ReliabilitySettings, RouteSettings
-from moestro.gateway.source_reports import HasEvents, SourceReports
-from moestro.gateway.statistics import FleetStatistics
-from moestro.routing.breaker import BreakerRules
-from moestro.routing.decision_log import DecisionLog
-from moestro.routing.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
-from moestro.routing.health import HealthRules
+from moestro.routing.health.breaker import BreakerRules
+from moestro.routing.health.engine_health import HealthRules
+from moestro.routing.health.retry_budget import RetryBudget, RetryRules
+from moestro.routing.health.silence import SilenceRules
 from moestro.routing.policy_contract import FRESH_NS, RouteInputs
-from moestro.routing.retry_budget import RetryBudget, RetryRules
+from moestro.routing.record.decision_log import DecisionLog
+from moestro.routing.record.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
 from moestro.routing.router import Router
 from moestro.routing.scrape import SCRAPED_FIGURES
 from moestro.routing.settings import RouterSettings
-from moestro.routing.silence import SilenceRules
 from moestro.text.thread_pool import PrepareThreads
-from moestro.web.access import Access
-from moestro.web.connections import FrontLimits
-from moestro.web.faults import Faults
+from moestro.web.access.control import Access
+from moestro.web.ports.connections import FrontLimits
+from moestro.web.ports.faults import Faults
 from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks
 from moestro.web.record_key import record_key

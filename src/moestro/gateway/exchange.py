@@ -13,19 +13,19 @@ from typing import cast
 
 from moestro.core.request import Request
 from moestro.errors import RequestError
-from moestro.gateway.downstream import ClientConnection
-from moestro.gateway.fleet import Fleet, RouteBounds, RoutedEngine
-from moestro.gateway.http_headers import LOOP_HEADER, LOOP_STATUS, AnswerHead, Incoming, Named, header_text
+from moestro.gateway.clients.downstream import ClientConnection
+from moestro.gateway.clients.http_headers import LOOP_HEADER, LOOP_STATUS, AnswerHead, Incoming, Named, header_text
+from moestro.gateway.engines.fleet import Fleet, RouteBounds, RoutedEngine
+from moestro.gateway.engines.upstream import EngineConnection
 from moestro.gateway.metrics import Counts, usage_in
-from moestro.gateway.upstream import EngineConnection
-from moestro.routing.decision_log import DecisionLog
-from moestro.routing.evidence import Origin
-from moestro.routing.health import Condition
-from moestro.routing.retry_budget import RetryBudget
+from moestro.routing.health.engine_health import Condition
+from moestro.routing.health.evidence import Origin
+from moestro.routing.health.retry_budget import RetryBudget
+from moestro.routing.record.decision_log import DecisionLog
 from moestro.routing.router import RouteDecision
-from moestro.web.access import Access
+from moestro.web.access.control import Access
 from moestro.web.errors import GenerationError, HttpError, InternalError, error_body
-from moestro.web.faults import Faults
+from moestro.web.ports.faults import Faults
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,9 @@ from itertools import count
 
 from moestro.core.request import Request
 from moestro.errors import DrainingError, RequestError, shown
-from moestro.gateway.answering import Answering
-from moestro.gateway.downstream import ClientConnection, ClientConnections
-from moestro.gateway.exchange import Exchange, ExchangeContext
-from moestro.gateway.fleet import RoutedEngine
-from moestro.gateway.http_headers import (
+from moestro.gateway.clients.answering import Answering
+from moestro.gateway.clients.downstream import ClientConnection, ClientConnections
+from moestro.gateway.clients.http_headers import (
     LOOP_HEADER,
     LOOP_STATUS,
     Incoming,
@@ -26,15 +24,17 @@ from moestro.gateway.http_headers import (
     own_head,
     plain_id,
 )
-from moestro.gateway.own_answers import OwnAnswer, OwnAnswers
-from moestro.gateway.paths import MODELS, Routes
-from moestro.gateway.prompt_blocks import PromptReader
-from moestro.gateway.request_body import read
-from moestro.web.access import UNLIMITED, Access
+from moestro.gateway.clients.own_answers import OwnAnswer, OwnAnswers
+from moestro.gateway.clients.paths import MODELS, Routes
+from moestro.gateway.clients.request_body import read
+from moestro.gateway.engines.fleet import RoutedEngine
+from moestro.gateway.exchange import Exchange, ExchangeContext
+from moestro.gateway.kv.prompt_blocks import PromptReader
+from moestro.web.access.control import UNLIMITED, Access
+from moestro.web.bodies.packed_bodies import coding_in, unpacked
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError, base_url_hint
-from moestro.web.log_limit import LogLimit
-from moestro.web.packed_bodies import coding_in, unpacked
-from moestro.web.pauses import PauseMeter
+from moestro.web.ports.log_limit import LogLimit
+from moestro.web.ports.pauses import PauseMeter
 from moestro.web.probes import PROBES, PUBLIC, probe_status
 
 logger = logging.getLogger(__name__)

@@ -12,13 +12,13 @@ from moestro.config.idle_flags import warn_of_idle_flags
 from moestro.errors import DrainingError
 from moestro.gateway.admin import Admin
 from moestro.gateway.app import RouterApp, assemble
-from moestro.gateway.banner import RouteSummary, route_banner
-from moestro.gateway.prompt_blocks import PromptReader
+from moestro.gateway.figures.banner import RouteSummary, route_banner
+from moestro.gateway.figures.statline import RouteLines
+from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.settings import ROUTE_NEEDS, EngineUrl, RouteSettings
-from moestro.gateway.statline import RouteLines
 from moestro.web.banner import print_banner
-from moestro.web.connections import (
+from moestro.web.ports.connections import (
     MAX_OPERATOR_CONNECTIONS,
     Front,
     FrontLimits,
@@ -29,9 +29,9 @@ from moestro.web.connections import (
     url_of,
     warn_if_open,
 )
-from moestro.web.faults import Faults, Port
-from moestro.web.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, wait_until
-from moestro.web.startup import process_age_s
+from moestro.web.ports.faults import Faults, Port
+from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, wait_until
+from moestro.web.ports.startup import process_age_s
 from moestro.web.statline import log_forever
 
 _SWEEP_S = 0.25

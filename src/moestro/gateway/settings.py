@@ -15,10 +15,10 @@ from moestro.config.idle_flags import Need
 from moestro.core.hosts import in_address
 from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, between
 from moestro.errors import ConfigError
-from moestro.gateway.kv_sources import KvSources
-from moestro.gateway.paths import can_be_opened
+from moestro.gateway.clients.paths import can_be_opened
+from moestro.gateway.kv.kv_sources import KvSources
 from moestro.routing.settings import RoutePolicySettings
-from moestro.web.access_settings import AccessSettings
+from moestro.web.access.access_settings import AccessSettings
 
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
 

@@ -10,7 +10,7 @@ import numpy as np
 from moestro.core.grammar import Grammar
 from moestro.grammar.compiler import GrammarCompiler, GrammarError, failure_of
 from moestro.grammar.host_messages import CheckAnswer, ProcessBounds
-from moestro.text.render_job import read_message, write_message
+from moestro.text.chats.render_job import read_message, write_message
 
 
 def check_one(file: int, compiler: GrammarCompiler | GrammarError, bounds: ProcessBounds) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from moestro.grammar.compiler import VocabularySource
 from moestro.grammar.host_messages import ROLES, VocabularyMessage
-from moestro.text.render_job import write_message
+from moestro.text.chats.render_job import write_message
 
 _END_S = 3.0  # for the host to end by itself, which takes milliseconds once it has read the vocabulary
 _COMMAND = (sys.executable, "-m", "moestro.grammar.host_process")

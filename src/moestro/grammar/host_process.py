@@ -19,7 +19,7 @@ from moestro.grammar.check_worker import check_one
 from moestro.grammar.compiler import GrammarCompiler, GrammarError, VocabularySource
 from moestro.grammar.host_messages import BEGUN, BOUNDS, QUICK, ROLES, SLOW, TRY, ProcessBounds, VocabularyMessage
 from moestro.grammar.mask_worker import compute_masks
-from moestro.text.render_job import read_message, write_message
+from moestro.text.chats.render_job import read_message, write_message
 
 _MOST_LIKELY_KILLED = "1000"  # of /proc/self/oom_score_adj, if the machine's memory is used up
 

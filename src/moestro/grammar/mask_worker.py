@@ -14,7 +14,7 @@ import numpy as np
 from moestro.core.grammar import Grammar
 from moestro.grammar.compiler import GrammarCompiler, GrammarError, failure_of
 from moestro.grammar.host_messages import LEAVING, LaneWork, MaskAnswer, MaskJob, ProcessBounds
-from moestro.text.render_job import read_message, write_message
+from moestro.text.chats.render_job import read_message, write_message
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(LaneWork).decode

@@ -14,14 +14,14 @@ from moestro.errors import ConfigError
 from moestro.loadgen.client import Endpoint
 from moestro.loadgen.load import BenchLoad
 from moestro.loadgen.settings import ArrivalSettings, BenchSettings, EndpointType, RequestSettings
-from moestro.workload.arrivals import at_rate, constant, faster, gamma, poisson, replay, weibull
-from moestro.workload.length_shapes import draw_shape
-from moestro.workload.prompts import PromptKey, text, token_ids
+from moestro.workload.generated.arrivals import at_rate, constant, faster, gamma, poisson, replay, weibull
+from moestro.workload.generated.length_shapes import draw_shape
+from moestro.workload.generated.prompts import PromptKey, text, token_ids
+from moestro.workload.generated.session_generator import steady_rows
+from moestro.workload.generated.session_shapes import SHAPES
 from moestro.workload.rows import Rows, equal_rows
-from moestro.workload.servegen import Span, draw_requests, read_clients
-from moestro.workload.session_generator import steady_rows
-from moestro.workload.session_shapes import SHAPES
-from moestro.workload.traces import read_sharegpt, read_trace
+from moestro.workload.traces.reading import read_sharegpt, read_trace
+from moestro.workload.traces.servegen import Span, draw_requests, read_clients
 
 _USUAL_PROMPTS = 200
 _WARM_UP_RUN = 0

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moestro.loadgen.client import BenchClient, Endpoint
 from moestro.loadgen.pacing import heartbeat, send_bounded, send_open
 from moestro.loadgen.settings import EndpointSettings
-from moestro.workload.records import RecordBook, Records
+from moestro.workload.runs.records import RecordBook, Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

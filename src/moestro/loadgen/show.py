@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moestro.loadgen.result import Found, Probe
-from moestro.workload.report import MAX_LATE_MS, Goodput, Report, Spread
+from moestro.workload.runs.report import MAX_LATE_MS, Goodput, Report, Spread
 
 
 def print_report(console: Console, report: Report) -> None:

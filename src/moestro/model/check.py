@@ -14,10 +14,10 @@ from moestro.core.rng import uniform
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, SAMPLING_ROW, Int32s, Units
 from moestro.errors import MoestroError, UnsupportedModelError
-from moestro.model.experts import EXPERTS
+from moestro.model.experts.routed import EXPERTS
+from moestro.model.loading.refuse import TESTED_FAMILIES
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
-from moestro.model.refuse import TESTED_FAMILIES
 from moestro.model.step import PagedStep
 
 _BLOCK_SIZE = 4

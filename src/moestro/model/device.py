@@ -18,11 +18,13 @@ from moestro.core.work import BlockMoves, Forward, StepResult
 from moestro.errors import ConfigError
 from moestro.model.card_memory import choose_kv_bytes, is_share_of_card, measure_step, read_card
 from moestro.model.check import check_network
-from moestro.model.gate_override import make_override
-from moestro.model.generation_config import eos_token_ids, read_generation_config, sampling_defaults
+from moestro.model.experts.gate_override import make_override
+from moestro.model.experts.worker_share import WorkerShare
 from moestro.model.host_pools import staging_bytes
 from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
-from moestro.model.load import load_network, read_config
+from moestro.model.loading.generation_config import eos_token_ids, read_generation_config, sampling_defaults
+from moestro.model.loading.load import load_network, read_config
+from moestro.model.loading.refuse import TESTED_FAMILIES
 from moestro.model.network import Network
 from moestro.model.pools import (
     KVPools,
@@ -31,11 +33,9 @@ from moestro.model.pools import (
     choose_num_host_blocks,
     fit_max_model_len,
 )
-from moestro.model.refuse import TESTED_FAMILIES
 from moestro.model.results import PendingResult, compute_result
 from moestro.model.settings import ALONE, LocalRank, ModelSettings
 from moestro.model.step import PagedStep, SampledTokens
-from moestro.model.worker_share import WorkerShare
 
 
 class RecordedSteps(Protocol):

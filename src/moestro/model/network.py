@@ -12,20 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moestro.core.config_fields import layer_of_name
-from moestro.core.expert_table import EMPTY
+from moestro.core.experts.expert_table import EMPTY
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, SAMPLING_ROW, Int32s, Units
 from moestro.errors import UnsupportedModelError
+from moestro.files.config_fields import layer_of_name
 from moestro.model.attention import STEP_ARGUMENT
-from moestro.model.expert_slots import keep_experts, pack_experts
-from moestro.model.expert_visits import ExpertVisitCounter
-from moestro.model.experts import Routing, is_experts, tag_experts
+from moestro.model.experts.expert_slots import keep_experts, pack_experts
+from moestro.model.experts.expert_visits import ExpertVisitCounter
+from moestro.model.experts.gate_override import GateOverride, GateShape
+from moestro.model.experts.routed import Routing, is_experts, tag_experts
 from moestro.model.float8 import SCALES
-from moestro.model.gate_override import GateOverride, GateShape
 from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
-from moestro.model.packing import can_pack, leave_files, pack_linears
+from moestro.model.kernels.packing import can_pack, leave_files, pack_linears
 from moestro.model.pools import KVPools
 from moestro.model.sampler import find_peaks
 from moestro.model.step import PagedStep

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moestro.core.request import TokenLogprobs
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, StepResult, StepVisits, Units
-from moestro.model.expert_visits import VisitTensor
+from moestro.model.experts.expert_visits import VisitTensor
 from moestro.model.logit_edits import edit_logits, unmasked_units
 from moestro.model.sampler import LogprobTensors, find_peaks, measure_logprobs, sample
 from moestro.model.step import Int64s, PagedStep, SampledTokens

@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 
 from moestro.core.setting_checks import CheckedSettings, above, at_least, between
 from moestro.errors import ConfigError
-from moestro.model.gate_override import check_spec
+from moestro.model.experts.gate_override import check_spec
 
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 DeviceKind = Literal["auto", "cpu", "cuda"]

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from moestro.core.text_files import open_utf8
 from moestro.errors import ConfigError, RequestError, shown, shown_literal
+from moestro.files.text_files import open_utf8
 from moestro.offline.any_server import AnyServer
 from moestro.offline.api_client import ApiClient, UnreachableServerError
 

@@ -12,8 +12,8 @@ from typing import TextIO
 
 from rich.console import Console
 
-from moestro.core.text_files import decoded
 from moestro.errors import ConfigError, MoestroError, RequestError
+from moestro.files.text_files import decoded
 from moestro.offline.any_server import AnyServer
 from moestro.offline.api_client import UnreachableServerError
 from moestro.offline.background_loop import BackgroundLoop

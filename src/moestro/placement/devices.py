@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.near_experts import OTHER_NODE, SAME_DEVICE, SAME_NODE
+from moestro.core.experts.near_experts import OTHER_NODE, SAME_DEVICE, SAME_NODE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.placement.integer_program import Ids, IntegerProgram
-from moestro.placement.linear_costs import COMPUTE, ROWS, TERMS, WEIGHTS, costs_of_layer
 from moestro.placement.registry import PlaceView
-from moestro.placement.slots import table_with
+from moestro.placement.search.linear_costs import COMPUTE, ROWS, TERMS, WEIGHTS, costs_of_layer
+from moestro.placement.search.slots import table_with
 
 
 def exact_placement(

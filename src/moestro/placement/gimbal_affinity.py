@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_load import ExpertLoad, LayerPairs
+from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
 
 Scope = Literal["layer", "model"]
 Cut = Literal["literal", "symmetric"]

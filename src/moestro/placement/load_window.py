@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.source_load import SourceLoad
+from moestro.core.experts.source_load import SourceLoad
 from moestro.placement.pair_window import PairWindow
 
 # Steps whose counts enter the sums together: as many as make arrays of 64 KiB, within these bounds.

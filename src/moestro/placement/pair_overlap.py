@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_load import ExpertLoad, LayerPairs
+from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
 
 Floats = NDArray[np.float64]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_load import LayerPairs
-from moestro.core.source_load import pairs_of_codes
+from moestro.core.experts.expert_load import LayerPairs
+from moestro.core.experts.source_load import pairs_of_codes
 
 # One step in so many is sampled. A prime, so that it does not fall in with batches that repeat. bench/micro/
 # expert_window.py says what a sampled step costs.

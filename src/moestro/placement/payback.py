@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import Devices
 from moestro.placement.registry import PlaceView
 from moestro.placement.score import Moves, PlaceScore, move_s, moves_between, score

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moestro.core.expert_load import ExpertLoad, LayerPairs
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.policy_registry import PolicyKind
 from moestro.errors import ConfigError, MoestroError
 from moestro.placement.devices import Devices, PlaceLimits, PlacePrices, even_devices

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import EMPTY, ExpertTable
-from moestro.core.near_experts import OTHER_NODE, SAME_DEVICE
-from moestro.placement.activation import idle_parts
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.near_experts import OTHER_NODE, SAME_DEVICE
 from moestro.placement.devices import Devices, PlacePrices
-from moestro.placement.one_core import on_one_core
+from moestro.placement.search.activation import idle_parts
+from moestro.placement.search.one_core import on_one_core
 from moestro.placement.traffic import TokenOrigins, origins_of
 
 Floats = NDArray[np.float64]

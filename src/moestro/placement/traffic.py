@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_load import ExpertLoad
+from moestro.core.experts.expert_load import ExpertLoad
 from moestro.placement.devices import Devices
 
 Floats = NDArray[np.float64]

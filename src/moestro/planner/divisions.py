@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moestro.planner.question import PlanQuestion
-from moestro.sim.group_settings import SimMode
+from moestro.sim.groups.group_settings import SimMode
 
 _MOST_RATIOS = 8  # of attention to expert workers that are tried in a group; more differ by little
 _NAMES = {"ep": "ep", "ep-overlap": "ep-overlap", "afd": "ping-pong", "async": "async"}

@@ -19,8 +19,8 @@ from moestro.core.token_keys import request_keys, token_keys
 from moestro.cost.drawn_step import KeyedBatch, StepPricer
 from moestro.cost.model import Batch
 from moestro.planner.simulated import FittingDivision
-from moestro.sim.group_builder import deployment_of
-from moestro.sim.throughput_bound import LeastTimes, drawn_visits, least_work_ns
+from moestro.sim.groups.group_builder import deployment_of
+from moestro.sim.groups.throughput_bound import LeastTimes, drawn_visits, least_work_ns
 
 Floats = NDArray[np.float64]
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
-from moestro.sim.closed_loop import TimedRows
+from moestro.sim.load.closed_loop import TimedRows
 from moestro.workload.rows import Rows
 
 Int64s = NDArray[np.int64]

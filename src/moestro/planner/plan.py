@@ -17,7 +17,7 @@ from moestro.planner.memory import MemoryUse, fewest_gpus
 from moestro.planner.question import PlanQuestion
 from moestro.planner.search import SearchFindings, measured_of
 from moestro.planner.simulated import RunLimits, SimulatedPoint
-from moestro.sim.student_t import student_t_quantile
+from moestro.sim.figures.student_t import student_t_quantile
 
 _CONFIDENCE = 0.975  # one side of a 95 % interval
 

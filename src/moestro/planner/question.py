@@ -14,7 +14,7 @@ from moestro.cost.popularity import PopularityForm
 from moestro.errors import ConfigError
 from moestro.planner.lengths import LengthSample
 from moestro.planner.settings import PlanSettings, TrafficSettings
-from moestro.workload.traces import read_trace
+from moestro.workload.traces.reading import read_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

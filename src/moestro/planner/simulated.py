@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.cost.collectives import all_reduce
 from moestro.cost.drawn_step import Deployment
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
@@ -17,12 +17,12 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.planner.divisions import GpuDivision
 from moestro.planner.memory import MemoryUse, share_of
 from moestro.planner.question import PlanQuestion
-from moestro.sim.baselines import LOCK_STEP, StepPricing, plain_replica
-from moestro.sim.closed_loop import SPREAD_S, Observation, Replacing, run_observed
 from moestro.sim.engine import Ranks
-from moestro.sim.group_builder import GroupSetup, deployment_of, make_group, pricing_of
-from moestro.sim.group_settings import GroupSettings
-from moestro.sim.lock_step_group import LockStepGroup
+from moestro.sim.groups.baselines import LOCK_STEP, StepPricing, plain_replica
+from moestro.sim.groups.group_builder import GroupSetup, deployment_of, make_group, pricing_of
+from moestro.sim.groups.group_settings import GroupSettings
+from moestro.sim.groups.lock_step_group import LockStepGroup
+from moestro.sim.load.closed_loop import SPREAD_S, Observation, Replacing, run_observed
 from moestro.sim.settings import PolicySettings, SimEngineSettings
 
 STEP_POLICY = "defrag"  # Algorithm 1 of AMoE, which the map of modes has

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from moestro.repro.testbed import TimedLoad
-from moestro.workload.arrivals import at_rate, replay
+from moestro.workload.generated.arrivals import at_rate, replay
+from moestro.workload.generated.session_generator import steady_rows
+from moestro.workload.generated.session_shapes import PUBLISHED_SHAPES, SHAPES
 from moestro.workload.rows import Rows
-from moestro.workload.session_generator import steady_rows
-from moestro.workload.session_shapes import PUBLISHED_SHAPES, SHAPES
-from moestro.workload.traces import read_trace
+from moestro.workload.traces.reading import read_trace
 
 MOONCAKE_BLOCK = 512  # tokens of a block of Mooncake's traces, which name no smaller ones
 SESSION_BLOCK = 16  # vLLM's

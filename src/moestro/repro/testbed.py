@@ -21,14 +21,14 @@ from moestro.repro.results import Cell
 from moestro.routing.policy_contract import RoutePolicy
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
-from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
-from moestro.sim.group import Group
+from moestro.sim.figures.results import WINDOW_NS, Results
+from moestro.sim.groups.group import Group
+from moestro.sim.load.arrivals import AtTimes
 from moestro.sim.prices import OneRank
-from moestro.sim.results import WINDOW_NS, Results
 from moestro.sim.saturation import middle_rate
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
-from moestro.workload.arrivals import at_rate
+from moestro.workload.generated.arrivals import at_rate
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

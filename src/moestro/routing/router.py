@@ -15,10 +15,9 @@ from moestro.core.request import Request
 from moestro.core.rng import Draws
 from moestro.core.views import UNKNOWN_KV_TOKENS, EngineTable
 from moestro.errors import InvariantError, NoEngineError, QueueFullError
-from moestro.routing.candidates import Candidates, candidates_of
 from moestro.routing.columns import EngineColumns
-from moestro.routing.figures_report import FiguresReport
 from moestro.routing.in_flight import Flight, InFlight
+from moestro.routing.kv.prefix_index import PrefixIndex
 from moestro.routing.policy_contract import (
     Choice,
     Ended,
@@ -29,7 +28,8 @@ from moestro.routing.policy_contract import (
     RoutePolicy,
     RouteView,
 )
-from moestro.routing.prefix_index import PrefixIndex
+from moestro.routing.record.candidates import Candidates, candidates_of
+from moestro.routing.record.figures_report import FiguresReport
 from moestro.routing.scoring import is_stateless
 from moestro.routing.settings import ANY_ENGINE, DEFAULT_SETTINGS, EngineSpec, RouterSettings
 

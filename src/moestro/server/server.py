@@ -25,46 +25,48 @@ from moestro.core.clock import NS_PER_MS
 from moestro.core.model_info import ModelInfo
 from moestro.errors import DrainingError, EngineDiedError
 from moestro.routing.settings import RouterSettings
-from moestro.server.admin_plane import ADMIN_HOST, OperatorsPort, admin_runner
-from moestro.server.api import ApiServer
-from moestro.server.banner import serve_banner
-from moestro.server.coordinator import Coordinator
-from moestro.server.docs_api import ROOT_PATH
-from moestro.server.engine_client import EngineClient
-from moestro.server.ep_migration import EpMigration
-from moestro.server.expert_admin import ExpertAdmin
-from moestro.server.expert_places import places_of
-from moestro.server.expert_signals import ExpertSignals
-from moestro.server.explain_admin import ExplainAdmin
-from moestro.server.group_metrics import GroupLines
-from moestro.server.launcher import PACED_WORKER, WORKER, Launcher, opened
-from moestro.server.live_placement import LivePlacement, open_placement
-from moestro.server.liveness import LivenessTimeouts
-from moestro.server.local_launcher import LocalLauncher
-from moestro.server.metrics import Metrics
-from moestro.server.pace_lines import PaceLines
-from moestro.server.placeable_groups import async_group, lock_step_group
-from moestro.server.placement_view import PlaceableGroup
-from moestro.server.private_directory import private_directory
-from moestro.server.prometheus import ServerCollector, Sources
-from moestro.server.rank_socket import RankSocket
-from moestro.server.recording import Recording
-from moestro.server.request_builder import ServedModel
-from moestro.server.server_info import server_info
-from moestro.server.start_checks import check_start
-from moestro.server.start_clock import StartClock
-from moestro.server.statistics import ServerStatistics
-from moestro.server.statline import StatLines
-from moestro.server.supervisor import Launching, Supervisor
-from moestro.server.table_watch import ReadTable, ServedTable
-from moestro.server.worker_admin import WorkerAdmin
-from moestro.server.worker_processes import now_ns
-from moestro.text.chat_format import chat_format
+from moestro.server.admin.admin_plane import ADMIN_HOST, OperatorsPort, admin_runner
+from moestro.server.admin.expert_admin import ExpertAdmin
+from moestro.server.admin.explain_admin import ExplainAdmin
+from moestro.server.admin.live_placement import LivePlacement, open_placement
+from moestro.server.admin.worker_admin import WorkerAdmin
+from moestro.server.api.docs_api import ROOT_PATH
+from moestro.server.api.fields.request_builder import ServedModel
+from moestro.server.api.routes import ApiServer
+from moestro.server.api.server_info import server_info
+from moestro.server.engines.engine_client import EngineClient
+from moestro.server.engines.metrics import Metrics
+from moestro.server.engines.rank_socket import RankSocket
+from moestro.server.experts.coordinator import Coordinator
+from moestro.server.experts.ep_migration import EpMigration
+from moestro.server.experts.expert_places import places_of
+from moestro.server.experts.expert_signals import ExpertSignals
+from moestro.server.experts.placeable_groups import async_group, lock_step_group
+from moestro.server.experts.placement_view import PlaceableGroup
+from moestro.server.experts.table_watch import ReadTable, ServedTable
+from moestro.server.figures.banner import serve_banner
+from moestro.server.figures.group_metrics import GroupLines
+from moestro.server.figures.pace_lines import PaceLines
+from moestro.server.figures.prometheus import ServerCollector, Sources
+from moestro.server.figures.recording import Recording
+from moestro.server.figures.statistics import ServerStatistics
+from moestro.server.figures.statline import StatLines
+from moestro.server.processes.launcher import PACED_WORKER, WORKER, Launcher, opened
+from moestro.server.processes.liveness import LivenessTimeouts
+from moestro.server.processes.local_launcher import LocalLauncher
+from moestro.server.processes.private_directory import private_directory
+from moestro.server.processes.start_checks import check_start
+from moestro.server.processes.start_clock import StartClock
+from moestro.server.processes.supervisor import Launching, Supervisor
+from moestro.server.processes.worker_processes import now_ns
+from moestro.text.chats.chat_format import chat_format
 from moestro.text.tokenizer import Tokenizer
-from moestro.web.access import Access
+from moestro.web.access.control import Access
 from moestro.web.banner import print_banner
-from moestro.web.bodies import MAX_BODY_BYTES
-from moestro.web.connections import (
+from moestro.web.bodies.reading import MAX_BODY_BYTES
+from moestro.web.middleware import HttpMiddleware
+from moestro.web.page_api import page_routes
+from moestro.web.ports.connections import (
     MAX_OPERATOR_CONNECTIONS,
     Front,
     FrontLimits,
@@ -75,10 +77,8 @@ from moestro.web.connections import (
     url_of,
     warn_if_open,
 )
-from moestro.web.faults import Port
-from moestro.web.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
-from moestro.web.middleware import HttpMiddleware
-from moestro.web.page_api import page_routes
+from moestro.web.ports.faults import Port
+from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
 from moestro.web.prometheus import Exposition
 from moestro.web.statline import log_forever
 from moestro.wire.curve import ListenAddress
@@ -133,7 +133,7 @@ def _launcher_maker(settings: ServeSettings, command: Sequence[str]) -> Callable
     has_standby = settings.stepping.mode in ("async", "ep") and settings.group.standby
     if settings.launching.launcher == "local":
         return lambda directory, num_ranks: LocalLauncher(directory, num_ranks, command, has_standby=has_standby)
-    from moestro.server.ray_launcher import RayLauncher, RayNeeds, join_cluster  # noqa: PLC0415 - Ray is optional
+    from moestro.server.processes.ray_launcher import RayLauncher, RayNeeds, join_cluster  # noqa: PLC0415 - Ray is optional
 
     cluster = join_cluster(settings.launching.ray_address)
     num_processes, group = settings.num_engines, settings.group

@@ -14,10 +14,10 @@ from moestro.engine.sequences import Sequence as EngineSequence
 from moestro.engine.step_output import StepOutput
 from moestro.errors import RequestError
 from moestro.routing.router import Router
-from moestro.sim.arrivals import Arrivals, AtTimes
 from moestro.sim.engine import Ranks
-from moestro.sim.group import Seat
-from moestro.sim.results import ANSWERED, Results
+from moestro.sim.figures.results import ANSWERED, Results
+from moestro.sim.groups.group import Seat
+from moestro.sim.load.arrivals import Arrivals, AtTimes
 from moestro.sim.signals import AT_ONCE, Signals, SignalSettings
 from moestro.sim.world import ARRIVAL, FIRST_ARRIVAL, STEP, World
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.engine.step_output import StepOutput
-from moestro.sim.group import Seat
+from moestro.sim.groups.group import Seat
 
 
 class Ranks(Protocol):

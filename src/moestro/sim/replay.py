@@ -9,22 +9,22 @@ import numpy as np
 
 from moestro.core.request import ServiceClass
 from moestro.errors import ConfigError
-from moestro.sim.arrivals import Arrivals, AtTimes, ClosedLoop, Int64s, think_times
 from moestro.sim.engine_prices import make_prices
-from moestro.sim.outcome import SimReport, outcome_of
-from moestro.sim.recorded_engines import (
+from moestro.sim.figures.outcome import SimReport, outcome_of
+from moestro.sim.figures.results import ANSWERED, NOT_YET_NS, Results
+from moestro.sim.figures.show import REQUESTS_PER_UPDATE
+from moestro.sim.load.arrivals import Arrivals, AtTimes, ClosedLoop, Int64s, think_times
+from moestro.sim.load.recorded_engines import (
     WhatIfSettings,
     assumed_engines_note,
     recorded_engines,
     recorded_policy,
     recorded_signals,
 )
-from moestro.sim.results import ANSWERED, NOT_YET_NS, Results
 from moestro.sim.scenario import Scenario, affinity_notes, make_bounds, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings
-from moestro.sim.show import REQUESTS_PER_UPDATE
 from moestro.workload.progress import progress
-from moestro.workload.request_record import RequestRecord
+from moestro.workload.traces.request_record import RequestRecord
 
 RECORDED = "recorded"
 # A mean that the simulation of the recorded run misses by a larger factor is not compared. In 15 runs of our own server

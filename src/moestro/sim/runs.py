@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 
 from moestro.config.process_pool import num_cores, run_jobs
-from moestro.sim.arrivals import Int64s
-from moestro.sim.group_figures import GroupFigures
-from moestro.sim.results import Results
+from moestro.sim.figures.results import Results
+from moestro.sim.figures.show import REQUESTS_PER_UPDATE
+from moestro.sim.groups.group_figures import GroupFigures
+from moestro.sim.load.arrivals import Int64s
 from moestro.sim.scenario import OnArrival, Scenario, make_scenario, run_with_figures
 from moestro.sim.settings import SimSettings
-from moestro.sim.show import REQUESTS_PER_UPDATE
 from moestro.workload.progress import progress
 from moestro.workload.requests import RequestMaker
 

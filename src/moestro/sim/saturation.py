@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
 from moestro.errors import ConfigError
-from moestro.sim.arrivals import Arrivals, AtTimes
+from moestro.sim.load.arrivals import Arrivals, AtTimes
 from moestro.sim.scenario import make_scenario, run
 from moestro.sim.settings import SimSettings
-from moestro.workload.sessions import Pace, Sessions
+from moestro.workload.generated.sessions import Pace, Sessions
 
 FIRST, LAST = (
     0.1,

@@ -23,19 +23,19 @@ from moestro.routing.request_names import unnamed_note
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.routing.ttft import priced_ttft
-from moestro.sim.arrivals import Arrivals
 from moestro.sim.cluster import Cluster, Workload
 from moestro.sim.engine import Ranks
 from moestro.sim.engine_prices import make_prices, stage_cost
-from moestro.sim.group import Group
-from moestro.sim.group_builder import GroupSetup, group_kv_blocks, make_group, make_group_setup
-from moestro.sim.group_figures import GroupFigures, group_figures
+from moestro.sim.figures.results import Results
+from moestro.sim.groups.group import Group
+from moestro.sim.groups.group_builder import GroupSetup, group_kv_blocks, make_group, make_group_setup
+from moestro.sim.groups.group_figures import GroupFigures, group_figures
+from moestro.sim.groups.staged import StagedRank
+from moestro.sim.load.arrivals import Arrivals
+from moestro.sim.load.workload_builder import describe, make_workload, workload_notes
 from moestro.sim.prices import Prices
-from moestro.sim.results import Results
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
 from moestro.sim.signals import AT_ONCE, SignalSettings
-from moestro.sim.staged import StagedRank
-from moestro.sim.workload_builder import describe, make_workload, workload_notes
 from moestro.workload.requests import RequestForm, RequestMaker
 
 OnArrival = Callable[[], None] | None

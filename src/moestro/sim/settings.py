@@ -14,15 +14,15 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from moestro.core.setting_checks import CheckedSettings, at_least, check_settings, choices_of
-from moestro.core.text_files import read_text
 from moestro.cost.popularity import PopularityForm
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies
 from moestro.errors import ConfigError
+from moestro.files.text_files import read_text
 from moestro.flow.settings import PreemptionSettings
 from moestro.model.settings import CacheSettings
-from moestro.sim.group_settings import GROUP_MODES, GroupModeSettings, GroupSettings
+from moestro.sim.groups.group_settings import GROUP_MODES, GroupModeSettings, GroupSettings
+from moestro.sim.load.workload_settings import WorkloadSettings
 from moestro.sim.signals import AT_ONCE, SignalSettings
-from moestro.sim.workload_settings import WorkloadSettings
 
 
 @dataclass(frozen=True, kw_only=True)

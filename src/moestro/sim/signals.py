@@ -21,7 +21,7 @@ from moestro.core.work import Int32s
 from moestro.errors import ConfigError
 from moestro.routing.router import Router
 from moestro.sim.engine import Ranks
-from moestro.sim.group import Int64s
+from moestro.sim.groups.group import Int64s
 
 NS_PER_MS = 1_000_000
 

@@ -10,20 +10,20 @@ import msgspec
 from rich.console import Console
 
 from moestro.errors import ConfigError
-from moestro.sim.intervals import FigureInterval, intervals
-from moestro.sim.outcome import PolicyOutcome, SimReport, outcome_of, placement_notes
-from moestro.sim.recorded_engines import WhatIfSettings
+from moestro.sim.figures.intervals import FigureInterval, intervals
+from moestro.sim.figures.outcome import PolicyOutcome, SimReport, outcome_of, placement_notes
+from moestro.sim.figures.results import Results
+from moestro.sim.figures.show import print_report
+from moestro.sim.figures.shown_figures import shown_figures
+from moestro.sim.load.recorded_engines import WhatIfSettings
+from moestro.sim.load.router_record import is_router_record, read_router_record
 from moestro.sim.replay import what_if
-from moestro.sim.results import Results
-from moestro.sim.router_record import is_router_record, read_router_record
 from moestro.sim.runs import RunAnswer, run_all, scenario_of
 from moestro.sim.saturation import at_load
 from moestro.sim.scenario import affinity_notes
 from moestro.sim.settings import SimSettings, read_settings
-from moestro.sim.show import print_report
-from moestro.sim.shown_figures import shown_figures
-from moestro.workload.request_record import RequestRecord, read_request_record
-from moestro.workload.slos import Slos
+from moestro.workload.runs.slos import Slos
+from moestro.workload.traces.request_record import RequestRecord, read_request_record
 
 
 @dataclass(frozen=True, slots=True, eq=False)

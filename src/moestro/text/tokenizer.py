@@ -12,14 +12,14 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel, DecodeStream
 
-from moestro.core.checkpoint_files import MAX_CONFIG_BYTES, check_files, read_bytes
 from moestro.core.native_panic import as_exception
-from moestro.core.text_files import text_of
 from moestro.errors import ConfigError, RequestError, shown, shown_literal
-from moestro.text.chat_history import as_system_messages, template_variables
-from moestro.text.chat_template import Renderers
-from moestro.text.efforts import EFFORT_VARIABLE, THINKING_VARIABLE, nearest_effort, taken_efforts
-from moestro.text.render_job import RenderJob
+from moestro.files.checkpoint_files import MAX_CONFIG_BYTES, check_files, read_bytes
+from moestro.files.text_files import text_of
+from moestro.text.chats.chat_history import as_system_messages, template_variables
+from moestro.text.chats.chat_template import Renderers
+from moestro.text.chats.efforts import EFFORT_VARIABLE, THINKING_VARIABLE, nearest_effort, taken_efforts
+from moestro.text.chats.render_job import RenderJob
 from moestro.text.token_text import ANY_TEXT, TokenTexts
 from moestro.text.tokenizer_library import InvalidPrefixError, TokenizerLibrary
 from moestro.text.tokenizer_trial import refuse_growth

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_load import LayerPairs
-from moestro.core.source_load import SourceLoad
+from moestro.core.experts.expert_load import LayerPairs
+from moestro.core.experts.source_load import SourceLoad
 
 _INT, _FLOAT, _SHORT = np.dtype("<i8"), np.dtype("<f8"), np.dtype("<i4")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from moestro.core.layer_moves import LayerPlan, SettledLayer
-from moestro.core.table_message import TableMessage
+from moestro.core.experts.layer_moves import LayerPlan, SettledLayer
+from moestro.core.experts.table_message import TableMessage
 
 # From the API server to all ranks of a group.
 

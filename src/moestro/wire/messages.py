@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
+from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.core.load_figures import LoadFigures, PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import NewOutputs, Request
 from moestro.core.scheduling_events import SchedulingEvent
-from moestro.core.table_message import ExpertLayers, TableMessage
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
 from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
 

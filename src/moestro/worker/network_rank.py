@@ -8,19 +8,19 @@ from functools import partial
 import msgspec
 
 from moestro.config.launch_spec import GroupSpec, LaunchSpec
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.model_info import ModelInfo
 from moestro.cost.settings import PacedSettings
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError
+from moestro.model.channels.tensor_channel import TensorChannels
+from moestro.model.channels.tensor_frames import TorchFrames
 from moestro.model.device import open_device
-from moestro.model.expert_open import open_expert_device
-from moestro.model.slot_memory import TorchSlots
-from moestro.model.staged_device import ExpertTorchDevice
-from moestro.model.staged_open import open_staged_device
-from moestro.model.tensor_channel import TensorChannels
-from moestro.model.tensor_frames import TorchFrames
-from moestro.model.worker_share import WorkerShare
+from moestro.model.experts.expert_open import open_expert_device
+from moestro.model.experts.slot_memory import TorchSlots
+from moestro.model.experts.worker_share import WorkerShare
+from moestro.model.staged.staged_device import ExpertTorchDevice
+from moestro.model.staged.staged_open import open_staged_device
 from moestro.placement.pair_window import PAIR_INTERVAL
 from moestro.worker.group_process import WorkerPart, WorkerSizes
 from moestro.worker.paced import NetworkAnswers, make_paced_rank, num_blocks_of, paced_notes

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
-from moestro.core.layer_moves import LayerPlan
+from moestro.core.experts.layer_moves import LayerPlan
 from moestro.core.load_figures import PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.token_keys import Keys, token_keys

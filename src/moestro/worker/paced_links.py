@@ -11,7 +11,7 @@ import struct
 from collections import deque
 from typing import Any
 
-from moestro.core.hops import HopMessage
+from moestro.core.experts.hops import HopMessage
 from moestro.cost.links import HOP_HEADER_BYTES, Link, hop_bytes
 from moestro.cost.networks import NetworkShape
 from moestro.wire.hop_frames import NoTensors

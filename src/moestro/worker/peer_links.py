@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from moestro.core.hops import DISPATCH, REPLY, Hop, HopMessage
+from moestro.core.experts.hops import DISPATCH, REPLY, Hop, HopMessage
 from moestro.wire.curve import Doorkeeper, ListenAddress, allow_ipv6, secure_client
 from moestro.wire.hop_frames import (
     AnnouncedHop,

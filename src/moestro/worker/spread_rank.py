@@ -6,11 +6,11 @@ import time
 from functools import partial
 
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.model_info import ModelInfo
 from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_over_ranks
-from moestro.model.expert_exchange import GroupPlace, meet
-from moestro.model.spread_device import open_spread_device
+from moestro.model.experts.expert_exchange import GroupPlace, meet
+from moestro.model.experts.spread_device import open_spread_device
 from moestro.placement.pair_window import PAIR_INTERVAL
 from moestro.wire.layer_messages import ExpertsPlaced, LayerMoving, LayerSettled
 from moestro.wire.messages import WakeGroup

@@ -11,8 +11,8 @@ from typing import Any, TextIO
 import msgspec
 import zstandard
 
-from moestro.core.text_files import decoded
 from moestro.errors import ConfigError
+from moestro.files.text_files import decoded
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 

@@ -16,7 +16,7 @@ from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.core.script import Script
 from moestro.core.token_keys import request_key
 from moestro.errors import ConfigError
-from moestro.workload.block_names import block_names, block_numbers, check_block_size
+from moestro.workload.generated.block_names import block_names, block_numbers, check_block_size
 from moestro.workload.rows import Rows
 
 _LS = ServiceClass.LS

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import EMPTY, ExpertTable, spread_evenly
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import EMPTY, ExpertTable, spread_evenly
 from moestro.errors import ConfigError
 from moestro.placement.devices import PlaceLimits, PlacePrices, even_devices
 from moestro.placement.eplb import rebalance_experts

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.gimbal_cases import Shape, random_pairs, random_view
 
-from moestro.core.expert_load import ExpertLoad, LayerPairs
-from moestro.core.expert_table import EMPTY
+from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
+from moestro.core.experts.expert_table import EMPTY
 from moestro.errors import ConfigError
 from moestro.placement.policies.gimbal_v1 import GimbalMilpPlacement, GimbalV1Placement
 from moestro.placement.registry import PLACE_POLICIES, PlaceView

@@ -18,8 +18,8 @@ from support.expert_loads import (
     zipf_shares,
 )
 
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import Devices, even_devices
 from moestro.placement.policies.moestro import MoestroPlacement
 from moestro.placement.registry import PlaceView

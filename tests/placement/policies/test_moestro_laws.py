@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support.expert_loads import PRICES, even_load, first_table, random_view, zipf_shares
 
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.errors import ConfigError
 from moestro.placement.devices import Devices, PlaceLimits, even_devices
 from moestro.placement.payback import live_table, payback

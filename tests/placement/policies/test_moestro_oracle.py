@@ -9,8 +9,8 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import Devices, PlaceLimits, PlacePrices
 from moestro.placement.policies.moestro import MoestroPlacement
 from moestro.placement.registry import PlaceView

@@ -13,10 +13,10 @@ from support.running import Running, complete, wait_until
 
 from moestro.config.kv_events_settings import KvEventsSettings, kv_events_from
 from moestro.errors import ConfigError
-from moestro.gateway.kv_sources import KvSource
-from moestro.gateway.kv_subscriber import KvSubscription
-from moestro.routing.kv_events import KvFeed, KvFeedSettings
-from moestro.web.log_limit import LogLimit
+from moestro.gateway.kv.kv_sources import KvSource
+from moestro.gateway.kv.kv_subscriber import KvSubscription
+from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
+from moestro.web.ports.log_limit import LogLimit
 from moestro.wire.kv_names import NamingRules
 
 PROMPT = "def fibonacci(number):\n    return number if number < 2 else fibonacci(number - 1)\n" * 4

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import PlaceLimits, PlacePrices, even_devices
 from moestro.placement.eplb import keep_slots
-from moestro.placement.filling import PresentCopies, fill_empty
 from moestro.placement.registry import PlacePolicy, PlaceView
+from moestro.placement.search.filling import PresentCopies, fill_empty
 
 Int64s = NDArray[np.int64]
 

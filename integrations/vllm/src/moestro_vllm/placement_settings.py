@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from moestro.core.text_files import read_text
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import network_from_config, network_named
 from moestro.cost.links import link_named
 from moestro.cost.networks import NetworkShape
 from moestro.errors import ConfigError
+from moestro.files.text_files import read_text
 from moestro.placement.prices import place_prices
 from moestro.placement.registry import PLACE_POLICIES
 from moestro_vllm.placement import LoadWindow, Planner

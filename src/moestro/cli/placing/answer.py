@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from moestro.cli.placing.placements import Ints, filled_slots, present_copies, table_of_rows
 from moestro.cli.placing.question import PlaceQuestion
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.errors import ConfigError, MoestroError
 from moestro.placement.payback import Payback, payback
 from moestro.placement.placement_file import VERSION, PlacementFile, figures
 from moestro.placement.registry import PLACE_POLICIES, PlacementError, PlaceView, check_answer
-from moestro.workload.expert_profile import CREATED_BY
+from moestro.workload.experts.expert_profile import CREATED_BY
 
 SHARE_DIGITS = 6  # of a share in our file
 

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from moestro.cli.placing.settings import MOST_DEVICES, MOST_SLOTS, DeviceSettings
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.text_files import read_text
+from moestro.core.experts.expert_load import ExpertLoad
 from moestro.errors import ConfigError
+from moestro.files.text_files import read_text
 from moestro.placement.devices import Devices, even_devices
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.errors import ConfigError
 from moestro.placement.devices import Devices
-from moestro.placement.filling import PresentCopies, fill_empty
 from moestro.placement.placement_file import table_of_contents, table_of_slots
 from moestro.placement.registry import PlaceView
+from moestro.placement.search.filling import PresentCopies, fill_empty
 
 Ints = NDArray[np.int32]
 

@@ -13,20 +13,20 @@ from moestro.cli.placing.apply import served_placement
 from moestro.cli.placing.devices import make_devices, spread_sources
 from moestro.cli.placing.placements import first_table, read_current
 from moestro.cli.placing.settings import DEFAULT_TOKENS_PER_STEP, PlaceSettings, PriceSettings
-from moestro.core.expert_load import ExpertLoad
-from moestro.core.expert_table import ExpertTable
-from moestro.core.text_files import text_of
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.cost.gpus import gpu_named
 from moestro.cost.hf_config import CONFIGS, known_name, network_named
 from moestro.cost.links import link_named
 from moestro.cost.named_parts import link_within, read_network
 from moestro.cost.networks import NetworkShape
 from moestro.errors import ConfigError
+from moestro.files.text_files import text_of
 from moestro.placement.devices import Devices, PlacePrices
 from moestro.placement.prices import place_prices
 from moestro.placement.registry import PlaceView
-from moestro.workload.expert_profile import ExpertProfile
-from moestro.workload.profile_readers import ProfileReading, read_profile
+from moestro.workload.experts.expert_profile import ExpertProfile
+from moestro.workload.experts.profile_readers import ProfileReading, read_profile
 
 _FALLBACK = "qwen3-30b-a3b"  # prices of a network that fits no known one; its experts are small, as most are now
 
@@ -109,7 +109,9 @@ def _reading(settings: PlaceSettings, named: NetworkShape | None) -> ProfileRead
     if is_installed("serve"):
 
         def read_tensors(path: Path) -> Any:
-            from moestro.model.tensor_files import read_tensor_file  # torch takes seconds, and few profiles need it
+            from moestro.model.loading.tensor_files import (
+                read_tensor_file,  # torch takes seconds, and few profiles need it
+            )
 
             return read_tensor_file(path)
 

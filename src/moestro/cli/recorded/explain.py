@@ -15,10 +15,10 @@ from rich.table import Table
 
 from moestro.cli.admin_port import ask_admin
 from moestro.cli.recorded.levels import tell_levels
-from moestro.core.text_files import open_utf8
 from moestro.errors import ConfigError, MoestroError
-from moestro.routing.decision_record import decode_entry, is_entry
-from moestro.routing.request_trace import Attempt, RequestTrace
+from moestro.files.text_files import open_utf8
+from moestro.routing.record.decision_record import decode_entry, is_entry
+from moestro.routing.record.request_trace import Attempt, RequestTrace
 
 _TIMEOUT_S = 10.0
 _LEFT_STATUS = 499

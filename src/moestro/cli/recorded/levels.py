@@ -18,7 +18,7 @@ from moestro.core.scheduling_events import (
     SequencePreempted,
     SequenceQueued,
 )
-from moestro.routing.request_trace import EngineVisits, RequestTrace, ServerFacts
+from moestro.routing.record.request_trace import EngineVisits, RequestTrace, ServerFacts
 
 _MOST_MOVES = 8  # moves of one change that are named
 _MOST_WORKERS = 16  # columns of the table of experts

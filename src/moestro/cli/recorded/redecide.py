@@ -13,11 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from moestro.cli.recorded.replay import describe_decision, recorded_policy_of
-from moestro.core.text_files import open_utf8
 from moestro.errors import ConfigError
-from moestro.routing.decision_record import PolicyText, Submitted
+from moestro.files.text_files import open_utf8
+from moestro.routing.record.decision_record import PolicyText, Submitted
+from moestro.routing.record.replay import replay
 from moestro.routing.registry import policy_from
-from moestro.routing.replay import replay
 from moestro.routing.request_names import unnamed_note
 
 

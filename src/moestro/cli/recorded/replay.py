@@ -10,11 +10,11 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from moestro.core.text_files import open_utf8
 from moestro.engine.decision_replay import DecisionReplay, ReplayedDecision
 from moestro.errors import ConfigError
-from moestro.routing.decision_record import Decision, Gap, Head, ScheduledOn, Submitted, decode_entry, is_entry
-from moestro.routing.replay import replay
+from moestro.files.text_files import open_utf8
+from moestro.routing.record.decision_record import Decision, Gap, Head, ScheduledOn, Submitted, decode_entry, is_entry
+from moestro.routing.record.replay import replay
 
 _HEAD = b'{"type":"Head"'
 

@@ -19,13 +19,22 @@ from torch import Tensor, nn
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from moestro.core.expert_table import EMPTY
+from moestro.core.experts.expert_table import EMPTY
 from moestro.model.attention import ATTENTION_FORM, OWN_ATTENTION, AttentionForm, Scoring, attend_paged
 from moestro.model.cuda.experts import CudaExperts, ExpertWeightTable
 from moestro.model.cuda.front import CudaFront
 from moestro.model.cuda.functions import CudaKernels, GateForm, Norm
 from moestro.model.cuda.units import Walk
-from moestro.model.experts import ExpertLayer, PackedExperts, Routing, is_experts, retag, run_each, tag_of, weights_of
+from moestro.model.experts.routed import (
+    ExpertLayer,
+    PackedExperts,
+    Routing,
+    is_experts,
+    retag,
+    run_each,
+    tag_of,
+    weights_of,
+)
 from moestro.model.float8 import BLOCK, Float8Linear
 from moestro.model.kernels.matching import MISFITS as _MODULE_MISFITS
 from moestro.model.kernels.matching import NUM_CHECK_ROWS, is_close, random_rows
@@ -33,8 +42,8 @@ from moestro.model.kernels.paged import CHECK_BLOCK_SIZE, make_check_units
 from moestro.model.kernels.plan import make_forward, try_layer
 from moestro.model.kernels.rows import NORM_EPSILON
 from moestro.model.latent import HeadProduct, LatentProjection
-from moestro.model.layer_stages import LAYER_FRONT
 from moestro.model.pools import KVPools
+from moestro.model.staged.layer_stages import LAYER_FRONT
 from moestro.model.step import PagedStep
 
 # A kernel of an unforeseen shape may not compile, or need more memory than a multiprocessor has.

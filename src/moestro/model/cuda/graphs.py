@@ -20,7 +20,7 @@ from moestro.model.check import paged_units
 from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.functions import CudaKernels
 from moestro.model.cuda.step_memory import GraphShape, StepMemory, find_shape, graph_shapes, table_bytes
-from moestro.model.experts import in_place_of
+from moestro.model.experts.routed import in_place_of
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep

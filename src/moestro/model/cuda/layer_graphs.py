@@ -19,12 +19,12 @@ from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.functions import CudaKernels
 from moestro.model.cuda.layer_forms import FoundArguments, LayerForm, find_forms
 from moestro.model.cuda.step_memory import GraphShape, StepMemory, find_shape, graph_shapes, table_bytes
-from moestro.model.experts import in_place_of, tag_of
-from moestro.model.fragments import Fragment
-from moestro.model.layer_stages import Attended
+from moestro.model.experts.routed import in_place_of, tag_of
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
-from moestro.model.staged_network import StagedNetwork
+from moestro.model.staged.fragments import Fragment
+from moestro.model.staged.layer_stages import Attended
+from moestro.model.staged.staged_network import StagedNetwork
 
 logger = logging.getLogger(__name__)
 

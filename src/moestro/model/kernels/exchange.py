@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from moestro.model.attention import ATTENTION_FORM, AttentionForm
-from moestro.model.experts import Routing, is_experts, tag_of
+from moestro.model.experts.routed import Routing, is_experts, tag_of
 from moestro.model.kernels.latent import exchange_projection
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.library import KernelLibrary
@@ -26,12 +26,12 @@ from moestro.model.kernels.matching import (
     is_rowwise,
     random_rows,
 )
+from moestro.model.kernels.packing import PackedLinear
 from moestro.model.kernels.paged import exchange_attention
 from moestro.model.kernels.plan import plan_layer
 from moestro.model.kernels.routed import exchange_experts
 from moestro.model.kernels.rows import exchange_gate, exchange_norm, exchange_rotary, is_rotation_rowwise
 from moestro.model.latent import LatentProjection
-from moestro.model.packing import PackedLinear
 
 
 class KernelExchange:

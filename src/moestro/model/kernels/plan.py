@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from moestro.model.attention import ATTENTION_FORM, OWN_ATTENTION, STEP_ARGUMENT, AttentionForm
-from moestro.model.experts import Routing, routed_experts
+from moestro.model.experts.routed import Routing, routed_experts
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.library import KernelLibrary
 from moestro.model.kernels.matching import random_rows
+from moestro.model.kernels.packing import PackedLinear
 from moestro.model.kernels.paged import CHECK_BLOCK_SIZE, KernelAttention, make_check_units
 from moestro.model.kernels.rows import NORM_EPSILON
-from moestro.model.layer_stages import LAYER_FRONT, LayerFront, direct_plans
-from moestro.model.packing import PackedLinear
 from moestro.model.pools import KVPools
+from moestro.model.staged.layer_stages import LAYER_FRONT, LayerFront, direct_plans
 from moestro.model.step import PagedStep
 
 _ANGLES = "position_embeddings"

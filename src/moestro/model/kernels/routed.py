@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moestro.model.expert_slots import pack_experts
-from moestro.model.experts import PackedExperts, retag, run_batches, tag_of
+from moestro.model.experts.expert_slots import pack_experts
+from moestro.model.experts.routed import PackedExperts, retag, run_batches, tag_of
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.library import ROW_MULTIPLE, KernelLibrary
 from moestro.model.kernels.matching import NUM_CHECK_ROWS, is_close, is_rowwise, random_rows
-from moestro.model.packing import PackedSlots
+from moestro.model.kernels.packing import PackedSlots
 
 
 class KernelExperts:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from moestro.core.expert_table import EMPTY
+from moestro.core.experts.expert_table import EMPTY
 from moestro.native.functions import DOUBLE, INT, POINTER, load_functions
-from moestro.placement.copies import Packing, QueuedCopies
-from moestro.placement.problem import Experts, PlaceProblem
+from moestro.placement.search.copies import Packing, QueuedCopies
+from moestro.placement.search.problem import Experts, PlaceProblem
 from moestro.placement.traffic import Floats
 
 

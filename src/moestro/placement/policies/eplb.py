@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.placement.devices import Devices
 from moestro.placement.eplb import keep_slots, rebalance_experts
 from moestro.placement.registry import PLACE_POLICIES, PlaceView

@@ -8,12 +8,12 @@ from typing import ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.errors import ConfigError
 from moestro.placement.gimbal_affinity import CUTS, SCOPES, Affinity, pairs_of, rank_pairs
 from moestro.placement.gimbal_milp import GimbalProgram, solve_program
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
-from moestro.placement.slots import even_sizes, table_with
+from moestro.placement.search.slots import even_sizes, table_with
 
 WordT = TypeVar("WordT", bound=str)
 SOURCE = "Gimbal v1 (arXiv 2602.21626), section III-D"

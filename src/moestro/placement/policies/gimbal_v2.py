@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from moestro.core.expert_table import ExpertTable
-from moestro.placement.budget import allowance_of
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.placement.devices import PlaceLimits
-from moestro.placement.layer_descent import SHARPNESSES, LayerDescent
-from moestro.placement.linear_costs import Floats, costs_of_layer, objective_s
-from moestro.placement.one_core import on_one_core
-from moestro.placement.pricing import present_packing, table_of
-from moestro.placement.problem import problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
-from moestro.placement.replicas import copy_counts
-from moestro.placement.search import SearchLimits, improve, start_anew
-from moestro.placement.slots import Holders, table_with
-from moestro.placement.starts import fresh_start, present_start
+from moestro.placement.search.budget import allowance_of
+from moestro.placement.search.layer_descent import SHARPNESSES, LayerDescent
+from moestro.placement.search.linear_costs import Floats, costs_of_layer, objective_s
+from moestro.placement.search.one_core import on_one_core
+from moestro.placement.search.pricing import present_packing, table_of
+from moestro.placement.search.problem import problem_of
+from moestro.placement.search.replicas import copy_counts
+from moestro.placement.search.search import SearchLimits, improve, start_anew
+from moestro.placement.search.slots import Holders, table_with
+from moestro.placement.search.starts import fresh_start, present_start
 from moestro.placement.traffic import origins_of
 
 _MAX_SWEEPS = 2  # over all layers; further ones find no step (bench/simulator/placement_constants.py)

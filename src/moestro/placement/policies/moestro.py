@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.errors import ConfigError
-from moestro.placement.budget import Allowance, LayerOffers, allowance_of, layers_that_pay
-from moestro.placement.copies import Packing, in_old_slots
-from moestro.placement.one_core import on_one_core
 from moestro.placement.payback import live_table
-from moestro.placement.pricing import LayerPrices, Pricer, present_packing, table_of
-from moestro.placement.problem import TINY, Experts, PlaceProblem, problem_of
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
-from moestro.placement.replicas import copy_counts
-from moestro.placement.restoring import recover, restore
-from moestro.placement.search import SHARE_STEPS, SearchLimits, is_level, pack_anew, prepare, settle, start_anew
-from moestro.placement.sharing import share_out
-from moestro.placement.small import SmallSearch, is_small
+from moestro.placement.search.budget import Allowance, LayerOffers, allowance_of, layers_that_pay
+from moestro.placement.search.copies import Packing, in_old_slots
+from moestro.placement.search.one_core import on_one_core
+from moestro.placement.search.pricing import LayerPrices, Pricer, present_packing, table_of
+from moestro.placement.search.problem import TINY, Experts, PlaceProblem, problem_of
+from moestro.placement.search.replicas import copy_counts
+from moestro.placement.search.restoring import recover, restore
+from moestro.placement.search.search import SHARE_STEPS, SearchLimits, is_level, pack_anew, prepare, settle, start_anew
+from moestro.placement.search.sharing import share_out
+from moestro.placement.search.small import SmallSearch, is_small
 from moestro.placement.traffic import Floats, origins_of
 
 # After a death, service comes before the last percent: fewer copies move, and the next change levels the rest.

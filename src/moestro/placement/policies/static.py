@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import ExpertTable, spread_evenly
+from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import Gpu, gpu_named
 from moestro.cost.hf_config import network_named
@@ -22,7 +22,7 @@ from moestro.cost.priced_stages import HostOverhead
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
 from moestro.cost.staged_engines import AMOE, StagedEngine, amoe
 from moestro.cost.tensor_parallel import network_share
-from moestro.sim.uneven_devices import StageJitter
+from moestro.sim.groups.uneven_devices import StageJitter
 
 Popularity = Literal["uniform", "same", "permuted"]
 Prices = Literal["prototype", "kernels"]

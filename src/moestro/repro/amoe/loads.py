@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
-from moestro.sim.closed_loop import SPREAD_S, TimedRows
-from moestro.workload.arrivals import poisson
+from moestro.sim.load.closed_loop import SPREAD_S, TimedRows
+from moestro.workload.generated.arrivals import poisson
 from moestro.workload.rows import Rows
 
 Int64s = NDArray[np.int64]

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
 from moestro.repro.amoe.systems import Built
-from moestro.sim.arrivals import AtTimes
-from moestro.sim.closed_loop import Observation, Replacing, TimedRows, run_observed
+from moestro.sim.load.arrivals import AtTimes
+from moestro.sim.load.closed_loop import Observation, Replacing, TimedRows, run_observed
 
 Int64s = NDArray[np.int64]
 

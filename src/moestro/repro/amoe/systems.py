@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.views import StepPolicy
 from moestro.cost.capacity import check_experts_fit, kv_blocks, worker_kv_blocks
 from moestro.cost.collectives import all_reduce, all_to_all_of
@@ -21,7 +21,8 @@ from moestro.errors import ConfigError
 from moestro.flow.registry import make_step_policy
 from moestro.repro.amoe.beds import BLOCK_SIZE, Bed
 from moestro.repro.amoe.tally import ItemTally
-from moestro.sim.baselines import (
+from moestro.sim.engine import Ranks
+from moestro.sim.groups.baselines import (
     LOCK_STEP,
     PING_PONG,
     TWO_BATCH_OVERLAP,
@@ -29,11 +30,10 @@ from moestro.sim.baselines import (
     plain_replica,
     with_stalls,
 )
-from moestro.sim.engine import Ranks
-from moestro.sim.lock_step_group import LockStepGroup
-from moestro.sim.throughput_bound import drawn_visits, least_times, least_work_ns, throughput_bound
-from moestro.sim.uneven_devices import item_factors
-from moestro.sim.worker_group import GroupLayout, WorkerGroup
+from moestro.sim.groups.lock_step_group import LockStepGroup
+from moestro.sim.groups.throughput_bound import drawn_visits, least_times, least_work_ns, throughput_bound
+from moestro.sim.groups.uneven_devices import item_factors
+from moestro.sim.groups.worker_group import GroupLayout, WorkerGroup
 
 Int64s = NDArray[np.int64]
 

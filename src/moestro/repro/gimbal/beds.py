@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moestro.core.expert_table import spread_evenly
+from moestro.core.experts.expert_table import spread_evenly
 from moestro.cost.ahead_gate import AheadGate
 from moestro.cost.capacity import worker_kv_blocks
 from moestro.cost.collectives import Collective, MachinesAllToAll, all_to_all, pplx_all_to_all
@@ -20,10 +20,10 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.placement.devices import PlaceLimits, even_devices
 from moestro.placement.prices import place_prices
 from moestro.repro.gimbal.systems import System
-from moestro.sim.baselines import LOCK_STEP, slowed
-from moestro.sim.lock_step_group import LockStepGroup
-from moestro.sim.offline_routing import start_placement
-from moestro.sim.placement_loop import PlacementSite, ReplanSettings, SimPlacement, with_spare_slots
+from moestro.sim.groups.baselines import LOCK_STEP, slowed
+from moestro.sim.groups.lock_step_group import LockStepGroup
+from moestro.sim.groups.offline_routing import start_placement
+from moestro.sim.groups.placement_loop import PlacementSite, ReplanSettings, SimPlacement, with_spare_slots
 from moestro.workload.rows import Rows
 
 BLOCK_SIZE = 16

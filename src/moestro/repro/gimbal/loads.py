@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from moestro.repro.testbed import TimedLoad
-from moestro.workload.arrivals import poisson
-from moestro.workload.length_shapes import Shape, draw_shape
+from moestro.workload.generated.arrivals import poisson
+from moestro.workload.generated.length_shapes import Shape, draw_shape
+from moestro.workload.generated.session_generator import steady_rows
+from moestro.workload.generated.session_shapes import App, LogNormal, SessionShape
 from moestro.workload.rows import Int64s, Rows
-from moestro.workload.session_generator import steady_rows
-from moestro.workload.session_shapes import App, LogNormal, SessionShape
-from moestro.workload.traces import read_trace
+from moestro.workload.traces.reading import read_trace
 
 # In 8,000 requests of BurstGPT (CC-BY-4.0) prompts have a mean of 363 and a median of 217 tokens, and answers a mean of
 # 57 and a median of 7. Log-normal draws with these means and medians stand in where no trace is given.

@@ -18,14 +18,14 @@ from moestro.routing.policy_contract import RoutePolicy
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
-from moestro.sim.arrivals import AtTimes
 from moestro.sim.cluster import Cluster
 from moestro.sim.engine import Ranks
-from moestro.sim.group import Group
-from moestro.sim.lock_step_group import LockStepGroup
-from moestro.sim.placement_loop import SimPlacement
+from moestro.sim.figures.results import Results
+from moestro.sim.groups.group import Group
+from moestro.sim.groups.lock_step_group import LockStepGroup
+from moestro.sim.groups.placement_loop import SimPlacement
+from moestro.sim.load.arrivals import AtTimes
 from moestro.sim.prices import Barrier
-from moestro.sim.results import Results
 from moestro.sim.saturation import middle_rate
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
 from moestro.repro.testbed import counted_prefill
-from moestro.sim.results import WINDOW_NS, Results
+from moestro.sim.figures.results import WINDOW_NS, Results
 
 Floats = NDArray[np.float64]
 

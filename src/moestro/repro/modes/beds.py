@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.cost.gate import PopularityGate
 from moestro.cost.links import ANNOUNCE_REMOTELY_NS, Link, Machines, link_named, two_phase
 from moestro.cost.popularity import AMOE_RATE, PopularityForm
 from moestro.cost.priced_stages import HostOverhead
 from moestro.cost.roofline import HostCost
 from moestro.repro.amoe.beds import Bed
-from moestro.sim.uneven_devices import StageJitter
+from moestro.sim.groups.uneven_devices import StageJitter
 
 _STALE = 1000  # added to the seed of the popularity for which a stale plan was made
 

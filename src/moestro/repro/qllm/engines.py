@@ -15,9 +15,9 @@ from moestro.cost.staged_engines import qllm
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.sim.engine import Ranks
-from moestro.sim.group import Group
+from moestro.sim.groups.group import Group
+from moestro.sim.groups.staged import StagedRank
 from moestro.sim.prices import OneRank
-from moestro.sim.staged import StagedRank
 
 MAX_BATCH = 32  # section 4, "Baseline System"
 NUM_PLACES = 2 * MAX_BATCH  # sequences that hold KV in QLLM's engines: a batch, and the preempted ones

@@ -14,9 +14,9 @@ import numpy as np
 from moestro.errors import ConfigError
 from moestro.repro.grid import PlannedLoad
 from moestro.repro.qllm.engines import ENGINES, EXPERT, FCFS, FCFS_64, ITERATION, RUN_TO_COMPLETION
-from moestro.workload.arrivals import poisson
+from moestro.workload.generated.arrivals import poisson
 from moestro.workload.rows import Int64s, Rows, labelled
-from moestro.workload.traces import read_trace
+from moestro.workload.traces.reading import read_trace
 
 LS_SHARE = 0.2  # section 4, "Workload"
 # ShareGPT's mean lengths in tokens are published (Kwon et al., SOSP 2023, figure 11: 161.31 and 337.99); its spread is

@@ -8,8 +8,8 @@ from typing import Literal
 from moestro.core.rng import Draws
 from moestro.errors import ConfigError
 from moestro.routing.indicators import batch_size, p_tokens
-from moestro.routing.policies.hotspot import HotspotDetector, HotspotSettings
 from moestro.routing.policies.load import least_loaded_score
+from moestro.routing.policies.peers.hotspot import HotspotDetector, HotspotSettings
 from moestro.routing.policy_contract import Choice, Needs, Routed, RouteEvent, RouteView
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import Scores, choose

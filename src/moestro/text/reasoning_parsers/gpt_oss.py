@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from moestro.text.answer_grammars import HARMONY_THOUGHT
-from moestro.text.harmony import CHANNEL, MARKERS, MESSAGE, HarmonyReader
-from moestro.text.output_parser import ReasoningParser
-from moestro.text.parser_input import Steps
-from moestro.text.parser_registry import REASONING_PARSERS
+from moestro.text.parsing.answer_grammars import HARMONY_THOUGHT
+from moestro.text.parsing.harmony import CHANNEL, MARKERS, MESSAGE, HarmonyReader
+from moestro.text.parsing.output_parser import ReasoningParser
+from moestro.text.parsing.parser_input import Steps
+from moestro.text.parsing.parser_registry import REASONING_PARSERS
 
 
 @REASONING_PARSERS.register_function("openai_gptoss", "vLLM's name of `gpt-oss`.", source="vLLM 0.33")

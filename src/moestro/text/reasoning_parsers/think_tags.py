@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import ClassVar
 
-from moestro.text.answer_grammars import thought_rules
-from moestro.text.answer_parts import CallStart
-from moestro.text.output_parser import ReasoningParser
-from moestro.text.parser_input import NAME_LIMIT, BrokenCallError, Markers, Steps
-from moestro.text.parser_registry import REASONING_PARSERS
+from moestro.text.parsing.answer_grammars import thought_rules
+from moestro.text.parsing.answer_parts import CallStart
+from moestro.text.parsing.output_parser import ReasoningParser
+from moestro.text.parsing.parser_input import NAME_LIMIT, BrokenCallError, Markers, Steps
+from moestro.text.parsing.parser_registry import REASONING_PARSERS
 
 
 class ThinkTagsParser(ReasoningParser):

@@ -5,9 +5,9 @@ Such an answer has one format for all models, as in vLLM.
 
 from __future__ import annotations
 
-from moestro.text.json_calls import JsonCallReader
-from moestro.text.output_parser import ToolParser
-from moestro.text.parser_input import Steps
+from moestro.text.parsing.json_calls import JsonCallReader
+from moestro.text.parsing.output_parser import ToolParser
+from moestro.text.parsing.parser_input import Steps
 
 
 class RequiredCallsParser(ToolParser):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moestro.text.harmony import CHANNEL, MARKERS, MESSAGE, HarmonyReader
-from moestro.text.output_parser import ToolParser
-from moestro.text.parser_input import Steps
-from moestro.text.parser_registry import TOOL_PARSERS
+from moestro.text.parsing.harmony import CHANNEL, MARKERS, MESSAGE, HarmonyReader
+from moestro.text.parsing.output_parser import ToolParser
+from moestro.text.parsing.parser_input import Steps
+from moestro.text.parsing.parser_registry import TOOL_PARSERS
 
 
 @TOOL_PARSERS.register_function("openai", "vLLM's name of `gpt-oss`.", source="vLLM 0.33")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moestro.text.json_calls import JsonCallReader
-from moestro.text.output_parser import ToolParser
-from moestro.text.parser_input import Markers, Steps
-from moestro.text.parser_registry import TOOL_PARSERS
+from moestro.text.parsing.json_calls import JsonCallReader
+from moestro.text.parsing.output_parser import ToolParser
+from moestro.text.parsing.parser_input import Markers, Steps
+from moestro.text.parsing.parser_registry import TOOL_PARSERS
 
 _TOKEN, _TAG = "<|tool_call|>", "<tool_call>"
 _STARTS = Markers(_TOKEN, _TAG)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moestro.text.argument_types import ArgumentsWriter
-from moestro.text.output_parser import ToolParser
-from moestro.text.parser_input import BrokenCallError, Markers, Steps
-from moestro.text.parser_registry import TOOL_PARSERS
+from moestro.text.parsing.argument_types import ArgumentsWriter
+from moestro.text.parsing.output_parser import ToolParser
+from moestro.text.parsing.parser_input import BrokenCallError, Markers, Steps
+from moestro.text.parsing.parser_registry import TOOL_PARSERS
 
 _START, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"

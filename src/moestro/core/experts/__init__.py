@@ -1,0 +1,1 @@
+"""Experts as all rooms see them: load, tables of copies, and moves between slots."""

@@ -1,0 +1,103 @@
+"""Operator actions on the fleet: adds, drains and removes engines while the router runs."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from moestro.core.views import Figure
+from moestro.gateway.clients.http_headers import EngineHead
+from moestro.gateway.engines.fleet import Fleet, RoutedEngine
+from moestro.gateway.engines.health_checks import Watch
+from moestro.gateway.engines.upstream import Address, Pool
+from moestro.gateway.settings import EngineSettings, EngineUrl
+from moestro.routing.policy_contract import FRESH_NS
+
+
+class EngineView(msgspec.Struct, kw_only=True):
+    """State of one engine, as the admin plane shows it. A figure of None was not reported within the last 5 s."""
+
+    name: str
+    url: str
+    condition: str
+    breaker: str
+    num_in_flight: int
+    num_decisions: int
+    models: tuple[str, ...]
+    cause: str | None  # reason for the last connection failure
+    expert_pressure: float | None
+    expert_local_share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAdmin:
+    """Applies the operator's actions to the fleet.
+
+    Args:
+        withheld: names of client headers that engines do not get.
+        reading: method of comparing prompts, in words.
+    """
+
+    fleet: Fleet
+    watch: Watch
+    settings: EngineSettings
+    withheld: frozenset[bytes]
+    reading: str
+
+    def add(self, url: EngineUrl) -> RoutedEngine:
+        """Add an engine and start its health checks; requests follow once a check has passed.
+
+        Raises:
+            ConfigError: an engine with this name or address exists already.
+        """
+        tls = ssl.create_default_context() if url.is_tls else None
+        pool = Pool(Address(url.host, url.port, tls), self.settings.connect_timeout)
+        key = self.settings.engine_api_key
+        head = EngineHead(
+            host=url.netloc.encode(),
+            prefix=url.path.encode(),
+            via=self.fleet.pseudonym,
+            authorization=None if key is None else f"Bearer {key}".encode("utf-8", "surrogateescape"),
+            withheld=self.withheld,
+        )
+        engine = self.fleet.add(url.name, url.url, pool, head)
+        self.watch.begin(engine)
+        return engine
+
+    async def remove(self, engine: RoutedEngine) -> None:
+        """Send the engine no more requests, let running ones finish, and close its connections."""
+        self.fleet.remove(engine)
+        engine.pool.retire()
+        await self.watch.end(engine)
+
+    def drain(self, engine: RoutedEngine, *, is_draining: bool) -> None:
+        """Drain the engine, or send it requests again."""
+        engine.health.is_draining = is_draining
+        self.fleet.look_now(engine)
+
+    def views(self) -> list[EngineView]:
+        """Return the state of all engines, in the order of their addition."""
+        return [self.view(engine) for engine in self.fleet]
+
+    def view(self, engine: RoutedEngine) -> EngineView:
+        """Return the current state of one engine."""
+        return EngineView(
+            name=engine.name,
+            url=engine.url,
+            condition=engine.condition,
+            breaker=self.fleet.breaker_state(engine),
+            num_in_flight=self.fleet.router.num_in_flight_on(engine.row),
+            num_decisions=engine.counts.num_decisions,
+            models=self.fleet.models.names_of(engine.row),
+            cause=engine.unreachable or None,
+            expert_pressure=self._fresh("expert_pressure", engine.row),
+            expert_local_share=self._fresh("expert_local_share", engine.row),
+        )
+
+    def _fresh(self, figure: str, row: int) -> float | None:
+        """Return a figure of an engine as policies see it now; None means missing or old."""
+        column: Figure = getattr(self.fleet.router.table, figure)
+        return float(column.values[row]) if column.known(time.monotonic_ns(), FRESH_NS)[row] else None

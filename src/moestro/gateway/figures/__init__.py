@@ -1,0 +1,1 @@
+"""Figures of a running router: metrics, log lines, the banner."""

@@ -1,0 +1,1 @@
+"""KV events of engines, and the blocks of prompts that match them."""

@@ -1,0 +1,1 @@
+"""Channels for tensors between processes: gloo between hosts, NCCL between GPUs."""

@@ -1,0 +1,1 @@
+"""Routed experts: their computation, their weights in slots, and their exchange between workers."""

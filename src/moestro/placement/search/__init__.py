@@ -1,0 +1,1 @@
+"""The search for a better placement: starts, steps, limits and prices."""

@@ -1,0 +1,183 @@
+"""Searches a better placement: from the present one, or from none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.placement.devices import PlaceLimits
+from moestro.placement.search.budget import Allowance, allowance_of
+from moestro.placement.search.copies import Packing, even_shares, live_counts, packing_of
+from moestro.placement.search.descent import CYCLE, LEAST_GAIN, Goal, balance, bring_near
+from moestro.placement.search.few_moves import relieve_heaviest
+from moestro.placement.search.hottest import fill_hottest
+from moestro.placement.search.packing import pack
+from moestro.placement.search.problem import Experts, PlaceProblem
+from moestro.placement.search.replicas import add_copies, copy_counts, copy_work, suit_pairs
+from moestro.placement.search.restoring import recover
+from moestro.placement.search.sharing import share_out
+from moestro.placement.traffic import Floats
+
+# A copy may weigh this much more than with the best numbers of copies before one of them moves.
+HEAVIER_COPY = 1.05
+# Where fewer copies may be received than experts lack, heavy devices are relieved first, and only copies above this
+# part of the even load, which are hard to pack, are split.
+HEAVY_COPY = 0.6
+SHARE_STEPS = 3  # Newton steps for shares; further ones gain nothing (bench/simulator/placement_constants.py)
+LEVELS = 4  # times that shares are set between exchanges; fewer move more, and more leave too few exchanges each time
+# A layer is left where exchanges and shares lower what is above its goal by less than this part. Plans for 144 devices
+# then take up to a third less time.
+STALLED = 0.003
+STAY = 0.1  # load that a new packing may cost a copy more, as a part of the copy, so that it stays where it is held
+SLOTS_A_TURN = 8  # devices with more slots take more turns, because each turn exchanges one of them
+NEAR = 8.0  # weight of the way of rows in a new packing; a sweep from 0 to 8 shortened ways at no loss of balance
+
+
+@dataclass(frozen=True, slots=True)
+class SearchLimits:
+    """How far a search goes.
+
+    Attributes:
+        target: Mean load over largest load at which a layer is left alone: a number, or float64[batches].
+        slack: Part of its load that a device may have more so that rows travel less.
+        num_rounds: Rounds of exchanges for balance.
+        num_turns: Rotations of pairs of devices that exchange copies so that rows travel less.
+        num_share_steps: Newton steps for shares; 0 leaves the copies of an expert equal parts.
+    """
+
+    target: Floats | float
+    slack: float
+    num_rounds: int
+    num_turns: int
+    num_share_steps: int
+
+
+def improve(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
+    """Improve a placement in place, by as few moves as its target takes: copies, shares, exchanges, ways of rows."""
+    prepare(problem, packing, copy_counts(problem), limits, allowance)
+    settle(problem, packing, limits, allowance)
+
+
+def start_anew(problem: PlaceProblem, counts: Experts, limits: SearchLimits) -> Packing:
+    """Place all copies anew, which may move almost all of them. `counts`: those of `copy_counts`."""
+    packing = pack_anew(problem, counts)
+    settle(problem, packing, limits, allowance_of(PlaceLimits(), 1, problem.shape[2]))
+    return packing
+
+
+def prepare(
+    problem: PlaceProblem, packing: Packing, counts: Experts, limits: SearchLimits, allowance: Allowance
+) -> None:
+    """Add copies of the experts with the heaviest ones, and divide their tokens, before copies are exchanged.
+
+    Args:
+        counts: int64[batches, experts], the best numbers of copies, by `copy_counts`.
+    """
+    if not _can_share(problem):
+        return
+    add_copies(problem, packing, _lightest_to_split(problem, packing, counts, allowance), allowance)
+    share_out(problem, packing, problem.even_load(packing.work) / limits.target, limits.num_share_steps)
+    # A further copy is half of an exchange, which counts where few copies may move.
+    if allowance.is_limited and limits.num_share_steps:
+        recover(problem, packing, problem.even_load(packing.work) / limits.target, allowance)
+
+
+def pack_anew(problem: PlaceProblem, counts: Experts) -> Packing:
+    """Place all copies, as many as `copy_counts` gives each expert."""
+    if problem.shape[3] == 2:
+        counts = suit_pairs(problem, counts)
+    expert = pack(problem, counts, STAY, NEAR)
+    return packing_of(problem, expert, even_shares(expert, problem.shape[1]))
+
+
+def settle(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
+    """Exchange copies and divide tokens until devices are level; then shorten ways of rows."""
+    level(problem, packing, limits, allowance)
+    shorten(problem, packing, limits, allowance)
+
+
+def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
+    """Exchange copies and divide tokens until devices are as equally loaded as the target asks."""
+    least, even = least_load(problem, packing), problem.even_load(packing.work)
+    goal = Goal(least / limits.target, even / limits.target)
+    num_rounds = limits.num_rounds * _turns(problem)
+    if not _can_share(problem):
+        if allowance.is_limited:
+            # What it leaves is for the exchanges below.
+            relieve_heaviest(problem, packing, goal, num_rounds, allowance)
+        else:
+            is_hot = fill_hottest(problem, packing, goal.each)
+            # The others become level too, so that in the next window few can be the largest.
+            first = Goal(np.where(is_hot, goal.each, goal.largest), goal.each)
+            balance(problem, packing, first, CYCLE * int(is_hot.any()), allowance)
+    # Shares level what exchanges began: a few of them join devices with too much work to others with too little.
+    num_parts = LEVELS if limits.num_share_steps and _can_share(problem) else 1
+    for _ in range(num_parts):
+        before = problem.load(packing.work).max(axis=1)
+        balance(problem, packing, goal, math.ceil(num_rounds / num_parts), allowance)
+        share_out(problem, packing, goal.largest, limits.num_share_steps)
+        after = problem.load(packing.work).max(axis=1)
+        has_stalled = before - after < STALLED * (before - goal.largest)
+        if (has_stalled | (after <= goal.largest * (1 + LEAST_GAIN))).all():
+            return
+        goal.largest[has_stalled] = np.inf
+
+
+def shorten(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowance: Allowance) -> None:
+    """Exchange copies so that rows travel less, for no more load than the slack."""
+    if problem.row_s is None:
+        return
+    largest = problem.load(packing.work).max(axis=1)
+    cap = largest * (1 + limits.slack)
+    bring_near(problem, packing, cap, limits.num_turns * _turns(problem), allowance)
+
+
+def _lightest_to_split(problem: PlaceProblem, packing: Packing, counts: Experts, allowance: Allowance) -> Floats:
+    """Return float64[batches], seconds of a copy above which its expert gets another one.
+
+    Many light copies also vary less than few heavy ones when the next window brings other loads.
+    """
+    lightest: Floats = HEAVIER_COPY * copy_work(problem, counts).max(axis=1)
+    num_lacking = np.maximum(counts - live_counts(packing.expert, problem.shape[1]), 0).sum()
+    if min(allowance.total, allowance.each.sum()) >= num_lacking:
+        return lightest
+    hard_to_pack: Floats = HEAVY_COPY * problem.even_load(packing.work) * problem.speed.max()
+    return np.maximum(lightest, hard_to_pack)
+
+
+def _can_share(problem: PlaceProblem) -> bool:
+    """Return whether any expert can have a second copy."""
+    return int(problem.room.sum()) > problem.shape[1]
+
+
+def _turns(problem: PlaceProblem) -> int:
+    """Return by how much more rounds a device with many slots takes."""
+    return math.ceil(problem.shape[3] / SLOTS_A_TURN)
+
+
+def is_level(problem: PlaceProblem, packing: Packing, target: Floats | float) -> NDArray[np.bool_]:
+    """Return bool[batches], whether the least possible load over the largest load reaches the target."""
+    largest: Floats = problem.load(packing.work).max(axis=1)
+    return least_load(problem, packing) >= target * largest * (1 - 1e-9)
+
+
+def least_load(problem: PlaceProblem, packing: Packing) -> Floats:
+    """Return float64[batches], seconds below which exchanges hardly bring the largest load.
+
+    Work is spread evenly at best. Without room for further copies, the devices of the k heaviest experts also hold k
+    times as many others as they have slots left, at best the lightest.
+    """
+    even = problem.even_load(packing.work)
+    if _can_share(problem):
+        return even
+    num_slots = problem.room.sum(axis=1)
+    sums = np.cumsum(np.sort(copy_work(problem, np.ones_like(problem.token_s)), axis=1), axis=1)
+    sums = np.concatenate([np.zeros((len(sums), 1)), sums], axis=1)
+    num_hot = np.arange(1, np.count_nonzero(num_slots) + 1)
+    lightest = sums[:, num_hot * (int(num_slots[num_slots > 0].min()) - 1)]
+    heaviest = sums[:, -1:] - sums[:, -1 - num_hot]
+    hot: Floats = ((heaviest + lightest) / num_hot).max(axis=1) / problem.speed.max()
+    return np.maximum(even, hot)

@@ -1,0 +1,1 @@
+"""What the router knows of engines' prefix caches, from KV events."""

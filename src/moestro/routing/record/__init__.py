@@ -1,0 +1,1 @@
+"""The record of routing decisions: kept, written, explained and replayed."""

@@ -1,0 +1,232 @@
+"""Decision log: keeps the traces of recent requests in memory, and passes finished ones to a writer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+from typing import NamedTuple
+
+import msgspec
+
+from moestro.core.clock import NS_PER_S, ClockPair
+from moestro.core.request import Request
+from moestro.core.scheduling_events import ExpertsMoved, ExpertVisits, RequestEvent
+from moestro.routing.record.candidates import finite
+from moestro.routing.record.request_trace import (
+    Attempt,
+    EngineEvent,
+    EngineVisits,
+    RequestTrace,
+    ScoredEngine,
+    ServerFacts,
+)
+from moestro.routing.router import RouteDecision
+
+MOST_EVENTS = 64  # of one request; further ones are counted
+MOST_MOVES = 64  # changes of the expert table that are kept
+MOST_UNWRITTEN = 1000  # ended requests whose engine has not said its last word
+
+
+class _Attempt(NamedTuple):
+    """One decision, with the engine names of all rows at that time, because rows are reused."""
+
+    decision: RouteDecision
+    because: str
+    names: Sequence[str]
+
+
+class _Entry:
+    """Compact form of a request's trace, expanded only for a reader."""
+
+    __slots__ = (
+        "attempts", "began", "ended_ns", "events", "moves", "num_omitted", "request", "request_id", "status", "usage",
+        "visits",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, began: ClockPair) -> None:
+        self.request_id = request.request_id
+        # The prompt would take memory for as long as the trace is kept.
+        self.request = (request.num_prompt_tokens, request.service_class.value, request.priority)
+        self.began = began
+        self.ended_ns = 0
+        self.attempts: list[_Attempt] = []
+        self.status: int | None = None
+        self.usage: dict[bytes, int] = {}
+        self.events: list[EngineEvent] = []
+        self.num_omitted = 0
+        self.visits: list[EngineVisits] = []
+        self.moves: list[ExpertsMoved] = []
+
+
+class DecisionLog:
+    """Keeps traces of running and recently ended requests by id, and passes those of ended requests to `write`.
+
+    Args:
+        policy: text form of the route policy.
+        remember: limit of ended requests in memory.
+        names: returns the names of the fleet's rows.
+        write: receiver of the traces of ended requests; None means no record.
+        read_clocks: reads the present time.
+
+    Attributes:
+        server: the server whose schedulers report events; None means a router.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        remember: int,
+        names: Callable[[], Sequence[str]],
+        write: Callable[[RequestTrace], None] | None,
+        read_clocks: Callable[[], ClockPair],
+    ) -> None:
+        self._policy = policy
+        self._remember = remember
+        self._names = names
+        self._write = write
+        self._read_clocks = read_clocks
+        self._running: dict[str, _Entry] = {}
+        self._over: OrderedDict[str, _Entry] = OrderedDict()
+        self._unwritten: dict[str, _Entry] = {}
+        self._moves: deque[ExpertsMoved] = deque(maxlen=MOST_MOVES)
+        self.server: ServerFacts | None = None
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    def routed(self, request: Request, decision: RouteDecision, because: str) -> None:
+        """Record that a request was sent to an engine. `because` is the reason for a retry; empty for the first."""
+        entry = self._running.get(request.request_id)
+        if entry is None:
+            entry = self._running[request.request_id] = _Entry(request, self._read_clocks())
+        entry.attempts.append(_Attempt(decision, because, self._names()))
+
+    def scheduled(self, request_id: str, engine: str, event: RequestEvent) -> None:
+        """Record what an engine's scheduler did with a request. Unknown requests are ignored."""
+        entry = self._known(request_id)
+        if entry is None:
+            return
+        if len(entry.events) < MOST_EVENTS:
+            entry.events.append(EngineEvent(engine, event))
+        else:
+            entry.num_omitted += 1
+
+    def visited(self, request_id: str, engine: str, visits: tuple[ExpertVisits, ...]) -> None:
+        """Record which workers computed a request's experts. Unknown requests are ignored."""
+        entry = self._known(request_id)
+        if entry is not None and visits:
+            entry.visits.append(EngineVisits(engine, visits))
+
+    def moved(self, change: ExpertsMoved) -> None:
+        """Record a change of the expert table for all running requests."""
+        self._moves.append(change)
+
+    def ended(self, request_id: str, status: int, usage: dict[bytes, int], *, is_complete: bool = True) -> None:
+        """Record the end of a request.
+
+        Args:
+            is_complete: whether its trace can be written. Otherwise `complete` writes it, after the engine's last word.
+        """
+        entry = self._running.pop(request_id, None)
+        if entry is None:
+            return
+        entry.status, entry.usage, entry.ended_ns = status, usage, self._read_clocks().monotonic_ns
+        entry.moves = self._moves_of(entry)
+        self._over[request_id] = entry
+        self._over.move_to_end(request_id)  # a reused id counts as the newest
+        while len(self._over) > self._remember:
+            self._over.popitem(last=False)
+        if self._write is None:
+            return
+        self._unwritten[request_id] = entry
+        if is_complete:
+            self.complete(request_id)
+        elif len(self._unwritten) > MOST_UNWRITTEN:
+            self.complete(next(iter(self._unwritten)))
+
+    def complete(self, request_id: str) -> None:
+        """Write the trace of an ended request, if it is not written."""
+        entry = self._unwritten.pop(request_id, None)
+        if entry is not None and self._write is not None:
+            self._write(self._story(entry))
+
+    def complete_all(self) -> None:
+        """Write the traces of all ended requests that are not written."""
+        for request_id in list(self._unwritten):
+            self.complete(request_id)
+
+    def is_running(self, request_id: str) -> bool:
+        """Whether a request is known and has not ended."""
+        return request_id in self._running
+
+    # --- what is asked ----------------------------------------------------------------------------------------------
+
+    def trace(self, request_id: str) -> RequestTrace | None:
+        """Return the trace of a request, or None if it is unknown, forgotten or kept without candidates."""
+        entry = self._known(request_id)
+        if entry is None or any(attempt.decision.candidates is None for attempt in entry.attempts):
+            return None
+        return self._story(entry)
+
+    def recent(self, limit: int) -> list[RequestTrace]:
+        """Return traces of running requests and of those that ended last, at most `limit`, the newest arrival first.
+
+        The traces have decisions and outcomes, without what engines did with the requests.
+        """
+        newest = chain(*(islice(reversed(each.values()), limit) for each in (self._running, self._over)))
+        entries = sorted(newest, key=lambda entry: entry.began.monotonic_ns, reverse=True)[:limit]
+        return [
+            msgspec.structs.replace(self._story(entry), events=[], num_omitted_events=0, visits=[], moves=[])
+            for entry in entries
+            if all(attempt.decision.candidates is not None for attempt in entry.attempts)
+        ]
+
+    def _known(self, request_id: str) -> _Entry | None:
+        return self._running.get(request_id) or self._unwritten.get(request_id) or self._over.get(request_id)
+
+    def _moves_of(self, entry: _Entry) -> list[ExpertsMoved]:
+        return [change for change in self._moves if change.now_ns >= entry.began.monotonic_ns]
+
+    def _story(self, entry: _Entry) -> RequestTrace:
+        is_over = entry.status is not None
+        num_prompt_tokens, service_class, priority = entry.request
+        began_ns = entry.began.monotonic_ns
+        is_server = self.server is not None
+        return RequestTrace(
+            request_id=entry.request_id,
+            time=entry.began.wall_ns / NS_PER_S,
+            policy=self._policy,
+            prompt_tokens=num_prompt_tokens,
+            attempts=[_told(attempt) for attempt in entry.attempts],
+            status=entry.status,
+            seconds=(entry.ended_ns - began_ns) / NS_PER_S if is_over else None,
+            usage={name.decode(): count for name, count in entry.usage.items()},
+            arrival_ns=began_ns if is_server else None,
+            service_class=service_class if is_server else "",
+            priority=priority if is_server else 0,
+            server=self.server,
+            events=entry.events,
+            num_omitted_events=entry.num_omitted,
+            visits=entry.visits,
+            moves=entry.moves if is_over else self._moves_of(entry),
+        )
+
+
+def _told(attempt: _Attempt) -> Attempt:
+    decision, because, names = attempt
+    candidates = decision.candidates
+    assert candidates is not None, "the router keeps none"
+    return Attempt(
+        engine=names[decision.engine],
+        score=finite(decision.score),
+        reason=decision.reason,
+        because=because,
+        hit_tokens=decision.hit_tokens,
+        candidates=[
+            ScoredEngine(names[candidates.rows[at]], candidates.score(at), int(candidates.hit_tokens[at]))
+            for at in candidates.ranked()
+        ],
+        num_candidates=candidates.num,
+        regret=candidates.regret,
+        not_compared={figure: [names[row] for row in rows] for figure, rows in candidates.not_compared.items()},
+    )

@@ -1,0 +1,465 @@
+"""Decision record: the calls that change a router and its decisions, to explain and to replay each choice.
+
+A record consists of JSON lines: a head, then every call that changes the router, in order. Prompts are recorded by
+their lengths and by keyed hashes of their blocks' names (`keyed_entry`), never by their tokens. The router's owner may
+add request traces, which a replay skips. A new head in the same file starts a new record.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import msgspec
+
+from moestro.core.clock import ClockPair
+from moestro.core.hashing import keyed_names
+from moestro.core.load_figures import ROUTED_FIGURES, LoadFigures
+from moestro.core.request import Request, SamplingParams
+from moestro.core.scheduling_events import ExpertsMoved, SchedulingEvent
+from moestro.core.views import NEVER_NS
+from moestro.errors import RequestError
+from moestro.routing.indicators import batch_size, fresh, queued_prefill_tokens
+from moestro.routing.policy_contract import Choice, RouteInputs, RoutePolicy, RouteView
+from moestro.routing.record.candidates import Candidates, finite
+from moestro.routing.record.figures_report import FiguresReport
+from moestro.routing.record.request_trace import RequestTrace
+from moestro.routing.registry import ANY_INPUTS, policy_from
+from moestro.routing.router import RouteDecision, Router
+from moestro.routing.settings import ANY_ENGINE, EngineSpec, RouterSettings
+
+logger = logging.getLogger(__name__)
+
+_NUM_CANDIDATES = 4
+
+
+class Head(msgspec.Struct, frozen=True, tag=True):
+    """Entry: how the router was made."""
+
+    policy: str  # text form, as `policy_from` takes it
+    score: str | None
+    settings: RouterSettings
+    clocks: ClockPair | None = None  # time of its creation; older records have none
+    key_id: str = ""  # fingerprint of the key of all block hashes; older records have the names themselves
+
+
+class EngineAdded(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.add_engine` and its result."""
+
+    engine: int
+    spec: EngineSpec
+
+
+class SpecSet(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.set_spec`."""
+
+    engine: int
+    spec: EngineSpec
+
+
+class EngineRemoved(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.remove_engine`."""
+
+    engine: int
+    now_ns: int
+
+
+class RoutableSet(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.set_routable`."""
+
+    engine: int
+    routable: bool
+
+
+class EngineWasLost(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.engine_lost`."""
+
+    engine: int
+    now_ns: int
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """State of a candidate engine at the decision.
+
+    Attributes:
+        engine: number of the engine.
+        score: None means that it was not a finite number.
+        hit_tokens, num_requests, queued_prefill_tokens: as the policy saw them.
+        expert_pressure: None means that no report was fresh; the policy then took 1.
+    """
+
+    engine: int
+    score: float | None
+    hit_tokens: int
+    num_requests: int
+    queued_prefill_tokens: float
+    expert_pressure: float | None = None
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """A decision and the policy's view of its candidates.
+
+    Attributes:
+        regret: the value of `Candidates.regret`.
+        candidates: the chosen engine and the best others, by score.
+        ages_ns: age of each figure that the policy needs, on the chosen engine; figures never reported are absent.
+        detail: the policy's own figures. None replaces infinity and NaN, which JSON cannot represent.
+        not_compared: the value of `Candidates.not_compared`.
+    """
+
+    engine: int
+    score: float | None
+    reason: str
+    hit_tokens: int
+    regret: float | None
+    candidates: tuple[Candidate, ...]
+    ages_ns: dict[str, int]
+    detail: dict[str, float | None]
+    not_compared: dict[str, list[int]] = {}
+
+
+class Submitted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Entry: a call of `Router.submit`, and its decision or the name of its refusal."""
+
+    request: Request
+    now_ns: int
+    decision: Decision | None
+    refusal: str | None = None
+    exclude: tuple[int, ...] = ()
+
+
+class SentElsewhere(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.sent_elsewhere`."""
+
+    engine: int
+    hashes: bytes
+    now_ns: int
+
+
+class ElsewhereForgotten(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.forget_elsewhere`."""
+
+    engine: int
+
+
+class FirstTokenCame(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.first_token`."""
+
+    request_id: str
+    now_ns: int
+
+
+class RequestEnded(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.ended`."""
+
+    request_id: str
+    now_ns: int
+    num_output_tokens: int | None
+    cached_share: float | None = None
+
+
+class Reported(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.report`."""
+
+    engine: int
+    figures: LoadFigures
+    as_of_ns: int
+    now_ns: int
+
+
+class KvStored(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.kv_stored`."""
+
+    engine: int
+    hashes: bytes
+    now_ns: int
+
+
+class KvRemoved(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.kv_removed`."""
+
+    engine: int
+    hashes: bytes
+    now_ns: int
+
+
+class KvCleared(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.kv_cleared`."""
+
+    engine: int
+    now_ns: int
+
+
+class KvIncomplete(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.kv_incomplete`."""
+
+    engine: int
+    now_ns: int
+
+
+class KvLost(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.kv_lost`."""
+
+    engine: int
+    now_ns: int
+
+
+class Gap(msgspec.Struct, frozen=True, tag=True):
+    """Entry: lines before it are missing, so that decisions up to the next head cannot be replayed."""
+
+    num_lost: int
+    clocks: ClockPair
+
+
+class ScheduledOn(msgspec.Struct, frozen=True, tag=True):
+    """Entry: what the scheduler of an engine did. A replay makes the decisions in it again."""
+
+    engine: int
+    event: SchedulingEvent
+
+
+Entry = (
+    Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
+    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvIncomplete
+    | KvLost | RequestTrace | ScheduledOn | ExpertsMoved | Gap
+)  # fmt: skip
+
+
+class _Tag(msgspec.Struct):
+    type: str = ""
+
+
+encode_entry = msgspec.json.Encoder().encode
+decode_entry = msgspec.json.Decoder(Entry).decode
+_decode_tag = msgspec.json.Decoder(_Tag).decode
+
+
+def is_entry(line: bytes) -> bool:
+    """Whether a line is an entry of a decision record. `moestro serve` also has lines of its answered requests.
+
+    Raises:
+        msgspec.MsgspecError: the line is damaged.
+    """
+    return bool(_decode_tag(line).type)
+
+
+def keyed_entry(secret: bytes, entry: Entry) -> Entry:
+    """Return the form of an entry that is written: block hashes are keyed, and the key of their names is left out."""
+    match entry:
+        case Submitted():
+            request = entry.request
+            hashes = keyed_names(secret, request.block_hashes)
+            return msgspec.structs.replace(
+                entry, request=msgspec.structs.replace(request, block_hashes=hashes, hash_key=b"")
+            )
+        case SentElsewhere() | KvStored() | KvRemoved():
+            return msgspec.structs.replace(entry, hashes=keyed_names(secret, entry.hashes))
+        case _:
+            return entry
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyText:
+    """A policy in text form, as `policy_from` takes it, and what its router can supply."""
+
+    policy: str
+    score: str | None = None
+    inputs: RouteInputs = ANY_INPUTS
+
+    def make(self) -> RoutePolicy:
+        """Make the policy. Raises ConfigError as `policy_from` does."""
+        return policy_from(self.policy, self.score, self.inputs)
+
+
+class RecordedRouter(Router):
+    """A router that records every call that changes it.
+
+    Args:
+        policy: the policy in text form, so that a replay can make it again.
+        settings: settings of the router.
+        write: callback for each entry, in order, beginning with the head.
+        clocks: current time on both clocks, for the head.
+        key_id: fingerprint of the key under which `write` records block hashes, for the head.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyText,
+        settings: RouterSettings,
+        write: Callable[[Entry], None],
+        clocks: ClockPair | None = None,
+        key_id: str = "",
+    ) -> None:
+        self._chosen_by = policy.make()
+        super().__init__(self._chosen_by, settings)
+        self._write_now = write
+        self._reports: dict[int, Reported] = {}  # by engine, the last one that is not written
+        self.keeps_candidates = True
+        self._decision: Decision | None = None
+        self._write(Head(policy.policy, policy.score, settings, clocks, key_id))
+
+    def _write(self, entry: Entry) -> None:
+        if self._reports:
+            for report in self._reports.values():
+                self._write_now(_routed_part(report))
+            self._reports.clear()
+        self._write_now(entry)
+
+    def add_engine(self, spec: EngineSpec = ANY_ENGINE) -> int:
+        """Implement `Router.add_engine`, and record the call."""
+        engine = super().add_engine(spec)
+        self._write(EngineAdded(engine, spec))
+        return engine
+
+    def set_spec(self, engine: int, spec: EngineSpec) -> None:
+        """Implement `Router.set_spec`, and record the call."""
+        super().set_spec(engine, spec)
+        self._write(SpecSet(engine, spec))
+
+    def remove_engine(self, engine: int, now_ns: int) -> None:
+        """Implement `Router.remove_engine`, and record the call."""
+        super().remove_engine(engine, now_ns)
+        self._write(EngineRemoved(engine, now_ns))
+
+    def set_routable(self, engine: int, *, routable: bool) -> None:
+        """Implement `Router.set_routable`, and record the call if it changes anything; a server repeats it."""
+        is_new = self.is_routable(engine) != routable
+        super().set_routable(engine, routable=routable)
+        if is_new:
+            self._write(RoutableSet(engine, routable))
+
+    def engine_lost(self, engine: int, now_ns: int) -> None:
+        """Implement `Router.engine_lost`, and record the call."""
+        super().engine_lost(engine, now_ns)
+        self._write(EngineWasLost(engine, now_ns))
+
+    def submit(self, request: Request, now_ns: int, exclude: Collection[int] = ()) -> RouteDecision:
+        """Implement `Router.submit`, and record the decision or refusal."""
+        # The decision depends on the number of resumed tokens; their values are private content.
+        resumed = bytes(len(request.resumed_token_ids))
+        sampling = SamplingParams(max_tokens=request.sampling.max_tokens)
+        bare = msgspec.structs.replace(
+            request, token_ids=None, resumed_token_ids=resumed, cache_salt=None, sampling=sampling
+        )
+        try:
+            answer = super().submit(request, now_ns, exclude)
+        except RequestError as refusal:
+            self._write(Submitted(bare, now_ns, None, type(refusal).__name__, tuple(exclude)))
+            raise
+        self._write(Submitted(bare, now_ns, self._decision, exclude=tuple(exclude)))
+        return answer
+
+    def first_token(self, request_id: str, now_ns: int) -> None:
+        """Implement `Router.first_token`, and record the call."""
+        super().first_token(request_id, now_ns)
+        self._write(FirstTokenCame(request_id, now_ns))
+
+    def ended(
+        self,
+        request_id: str,
+        now_ns: int,
+        num_output_tokens: int | None = None,
+        cached_share: float | None = None,
+    ) -> None:
+        """Implement `Router.ended`, and record the call."""
+        super().ended(request_id, now_ns, num_output_tokens, cached_share)
+        self._write(RequestEnded(request_id, now_ns, num_output_tokens, cached_share))
+
+    def sent_elsewhere(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """Implement `Router.sent_elsewhere`, and record the call."""
+        super().sent_elsewhere(engine, hashes, now_ns)
+        self._write(SentElsewhere(engine, hashes, now_ns))
+
+    def forget_elsewhere(self, engine: int) -> None:
+        """Implement `Router.forget_elsewhere`, and record the call."""
+        super().forget_elsewhere(engine)
+        self._write(ElsewhereForgotten(engine))
+
+    def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
+        """Implement `Router.report`, and record the call.
+
+        An engine reports every step. Of reports without another call between them, the last one alone has an effect.
+        """
+        super().report(engine, figures, as_of_ns, now_ns)
+        report = Reported(engine, figures, as_of_ns, now_ns)
+        earlier = self._reports.pop(engine, None)
+        if earlier is not None and not _figures_of(report).replaces(_figures_of(earlier)):
+            self._write_now(_routed_part(earlier))
+        self._reports[engine] = report
+
+    # Calls about caches do not depend on reports, which therefore stay unwritten: engines make both at every step.
+
+    def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """Implement `Router.kv_stored`, and record the call."""
+        super().kv_stored(engine, hashes, now_ns)
+        self._write_now(KvStored(engine, hashes, now_ns))
+
+    def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """Implement `Router.kv_removed`, and record the call."""
+        super().kv_removed(engine, hashes, now_ns)
+        self._write_now(KvRemoved(engine, hashes, now_ns))
+
+    def kv_cleared(self, engine: int, now_ns: int) -> None:
+        """Implement `Router.kv_cleared`, and record the call."""
+        super().kv_cleared(engine, now_ns)
+        self._write_now(KvCleared(engine, now_ns))
+
+    def kv_incomplete(self, engine: int, now_ns: int) -> None:
+        """Implement `Router.kv_incomplete`, and record the call."""
+        super().kv_incomplete(engine, now_ns)
+        self._write_now(KvIncomplete(engine, now_ns))
+
+    def kv_lost(self, engine: int, now_ns: int) -> None:
+        """Implement `Router.kv_lost`, and record the call."""
+        super().kv_lost(engine, now_ns)
+        self._write_now(KvLost(engine, now_ns))
+
+    def _decided(self, view: RouteView, choice: Choice, candidates: Candidates) -> None:
+        try:
+            self._decision = _described(view, choice, candidates, self._chosen_by.needs.figures)
+        except Exception:  # A user's policy may answer with details that no record can hold; the request goes on.
+            self._decision = None
+            logger.exception("the decision for request %s is recorded without its figures", view.request.request_id)
+
+
+def _routed_part(report: Reported) -> Reported:
+    """Return a report with the figures that a router keeps."""
+    figures = LoadFigures(**{name: getattr(report.figures, name) for name in ROUTED_FIGURES})
+    return msgspec.structs.replace(report, figures=figures)
+
+
+def _figures_of(report: Reported) -> FiguresReport:
+    return FiguresReport(report.engine, report.figures, report.as_of_ns)
+
+
+def _described(view: RouteView, choice: Choice, candidates: Candidates, figures: tuple[str, ...]) -> Decision:
+    """Make the record of a decision, with the ages of `figures`."""
+    engine = choice.engine
+    places = candidates.ranked()
+    chosen = next(at for at in places if candidates.rows[at] == engine)
+    others = [at for at in places if at != chosen and candidates.score(at) is not None][: _NUM_CANDIDATES - 1]
+    load, queued = batch_size(view), queued_prefill_tokens(view)
+    pressure, has_pressure = view.engines.expert_pressure.values, fresh(view, view.engines.expert_pressure)
+    as_of_ns = {name: int(getattr(view.engines, name).as_of_ns[engine]) for name in figures}
+    return Decision(
+        engine=engine,
+        score=finite(choice.score),
+        reason=choice.reason,
+        hit_tokens=int(view.hit_tokens[engine]),
+        regret=candidates.regret,
+        candidates=tuple(
+            Candidate(
+                engine=(row := int(candidates.rows[at])),
+                score=candidates.score(at),
+                hit_tokens=int(candidates.hit_tokens[at]),
+                num_requests=int(load[row]),
+                queued_prefill_tokens=float(queued[row]),
+                expert_pressure=float(pressure[row]) if has_pressure[row] else None,
+            )
+            for at in (chosen, *others)
+        ),
+        ages_ns={name: view.now_ns - as_of for name, as_of in as_of_ns.items() if as_of != NEVER_NS},
+        detail={name: finite(float(value)) for name, value in choice.detail.items()},
+        not_compared=candidates.not_compared,
+    )

@@ -1,0 +1,1 @@
+"""The operators' paths of `moestro serve`, on a port of their own."""

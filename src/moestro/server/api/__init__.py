@@ -1,0 +1,1 @@
+"""The HTTP API of `moestro serve`: its paths and the handlers behind them."""

@@ -1,0 +1,1 @@
+"""Bodies and fields of requests: decoded, validated, and converted to engine requests."""

@@ -1,0 +1,199 @@
+"""Decodes request bodies into typed fields; the error for an invalid body names the place of the fault."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from moestro.core.json_elements import (
+    MAX_DEPTH,
+    MAX_DIGITS,
+    MAX_ELEMENTS,
+    SCAN_BYTES,
+    count_elements,
+    has_long_number,
+    is_too_deep,
+)
+from moestro.errors import RequestError, shown
+from moestro.server.api.fields.nested_keys import NestedKeys
+from moestro.server.api.fields.protocol import BatchChatFields, ChatFields, CompletionFields, NamedChoice, ToolField
+from moestro.server.api.fields.unsupported import IN_CHAT, IN_COMPLETIONS, WITHOUT_EFFECT, Neutral, refuse_unsupported
+
+Fields = TypeVar("Fields", bound=msgspec.Struct)
+Check = Callable[[memoryview], None]
+
+_decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_NOT_QUOTABLE = re.compile(r"[^\x20\x21\x23-\x5b\x5d-\x7e]")
+_MAX_NAMED = 16  # Unknown fields in a warning.
+_MAX_NAME_CHARS = 100  # A longer place keeps both ends: the field, and the key below it.
+_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
+
+
+class Decoded(NamedTuple, Generic[Fields]):
+    """A decoded body, and the first places of what nothing reads: fields in the body's order, then keys below."""
+
+    fields: Fields
+    unknown: tuple[str, ...]
+
+
+class BodyDecoder(Generic[Fields]):
+    """Decodes the bodies of one path.
+
+    Args:
+        fields: Struct of the fields to read.
+        neutral: Fields that are known and not supported yet, with the values that request nothing.
+        ids: Name of the field that may hold more token ids than `MAX_ELEMENTS`.
+        shapes: Types by field, of what is read from its JSON later.
+    """
+
+    def __init__(
+        self,
+        fields: type[Fields],
+        neutral: Neutral | None = None,
+        ids: str | None = None,
+        shapes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._neutral = neutral or {}
+        self._ids = ids
+        self._decoder = msgspec.json.Decoder(fields)
+        self._nested = NestedKeys(fields, shapes)
+        self._known = {*fields.__struct_encode_fields__, *self._neutral}
+
+    def __call__(self, body: bytes, check_ids: Check | None = None) -> Decoded[Fields]:
+        """Return the fields of `body`, and the names of those that are unknown.
+
+        Args:
+            check_ids: Callable that refuses too many token ids; receives their JSON before they are decoded.
+
+        Raises:
+            RequestError: The body is invalid, has too many elements, or requests an unsupported feature.
+        """
+        try:
+            _check_utf8(body)
+            _refuse_slow_reading(body)
+            raw = _decode_names(body)  # At most `MAX_ELEMENTS` objects, in the body's order.
+            if check_ids is not None and self._ids in raw:
+                check_ids(memoryview(raw[self._ids]))
+            self._refuse_many_elements(body, raw)
+            if is_too_deep(body):  # After the bound on elements, of which brackets are a part.
+                raise _too_deep()
+            refuse_unsupported(raw, self._neutral)
+            fields = self._decoder.decode(body)
+            unread = self._nested.unread(raw)
+        except msgspec.ValidationError as error:
+            raise wrong_type(error) from None
+        except RecursionError:
+            raise _too_deep() from None  # Where this thread has few frames left.
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _not_json(str(error)) from None
+        unknown = [name for name in raw if name not in self._known and name not in WITHOUT_EFFECT]
+        return Decoded(fields, named([*unknown, *unread]))
+
+    def _refuse_many_elements(self, body: bytes, raw: dict[str, msgspec.Raw]) -> None:
+        if len(body) <= MAX_ELEMENTS:
+            return
+        ids = self._ids
+        allowed = MAX_ELEMENTS + (count_elements(raw[ids], sys.maxsize) if ids in raw else 0)
+        if count_elements(body, allowed + 1) <= allowed:
+            return
+        counts = {
+            name: count_elements(raw[name], MAX_ELEMENTS + 1) for name in raw if name in self._known and name != ids
+        }
+        largest = max(counts, key=counts.__getitem__, default=None)
+        raise _too_many_elements(largest)
+
+
+decode_completion = BodyDecoder(CompletionFields, IN_COMPLETIONS, ids="prompt")
+# A template gets tools and a choice as they are written.
+CHAT_SHAPES: Mapping[str, Any] = {"tools": list[ToolField], "tool_choice": NamedChoice}
+decode_chat = BodyDecoder(ChatFields, IN_CHAT, shapes=CHAT_SHAPES)
+decode_chats = BodyDecoder(BatchChatFields, IN_CHAT, shapes=CHAT_SHAPES)
+
+
+def _check_utf8(body: bytes) -> None:
+    """Raise UnicodeDecodeError if `body` is not UTF-8; msgspec looks only at the values that it keeps."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(body), SCAN_BYTES):
+        decoder.decode(body[start : start + SCAN_BYTES], final=start + SCAN_BYTES >= len(body))
+
+
+def _refuse_slow_reading(body: bytes) -> None:
+    """Raise RequestError if a search for the fields of `body`, or the parsing of its numbers, would take long."""
+    if len(body) <= MAX_ELEMENTS:
+        return
+    if count_elements(body, MAX_ELEMENTS + 1, b":") > MAX_ELEMENTS:
+        raise _too_many_elements(None)
+    if has_long_number(body):
+        raise RequestError(f"A number in the request body may have at most {MAX_DIGITS} digits.", code="invalid_value")
+
+
+def _too_many_elements(param: str | None) -> RequestError:
+    return RequestError(
+        f"The request body may have at most {MAX_ELEMENTS} list items and map entries, not counting token ids of a"
+        " prompt. Send a shorter body, or several requests.",
+        param=param,
+        code="too_many_elements",
+    )
+
+
+def _too_deep() -> RequestError:
+    text = f"The request body may be nested {MAX_DEPTH} levels deep. Send a flatter body."
+    return RequestError(text, code="invalid_json")
+
+
+def _not_json(cause: str) -> RequestError:
+    return RequestError(f"The request body is not valid JSON: {shown(cause)}.", code="invalid_json")
+
+
+def wrong_type(error: msgspec.ValidationError, place: str = "") -> RequestError:
+    """Return the refusal for a field of a wrong type, with the field's place as `param`.
+
+    Args:
+        place: Place of the decoded value in the body; empty for the body itself.
+    """
+    message = str(error)
+    if match := _PLACE.match(message):
+        message, place = match[1], _joined(place, match[2])
+    if missing := _MISSING.search(message):
+        message, place = "this field is required and is missing", _joined(place, missing[1])
+    named = f"{shown(place)}: " if place else "Request body: "
+    return RequestError(f"{named}{message}.", param=place or None, code="invalid_type")
+
+
+def _joined(place: str, inner: str) -> str:
+    return f"{place}.{inner}" if place and inner and not inner.startswith("[") else place + inner
+
+
+def named(unknown: Sequence[str]) -> tuple[str, ...]:
+    """Return a few short names, which a request may keep until its answer is complete."""
+    names = tuple(map(_shortened, unknown[:_MAX_NAMED]))
+    return names if len(unknown) <= _MAX_NAMED else (*names, f"and {len(unknown) - _MAX_NAMED} more")
+
+
+def _shortened(name: str) -> str:
+    half = _MAX_NAME_CHARS // 2
+    return name if len(name) <= _MAX_NAME_CHARS else f"{name[: half - 2]}...{name[1 - half :]}"
+
+
+def refuse_unknown(unknown: Sequence[str], *, is_strict: bool) -> None:
+    """Raise RequestError for the first unknown field, on a server with --strict-fields."""
+    if is_strict and unknown:
+        raise RequestError(
+            f"{shown(unknown[0])} has no effect on this request, and this server refuses such fields"
+            " (--strict-fields). Leave it out.",
+            param=shown(unknown[0]),
+            code="unknown_parameter",
+        )
+
+
+def ignored_warning(unknown: Sequence[str]) -> dict[str, str]:
+    """Return the response header that names fields without effect; empty without any. Source: RFC 7234, section 5.5."""
+    if not unknown:
+        return {}
+    return {"Warning": f'299 moestro "fields were ignored: {_NOT_QUOTABLE.sub("?", ", ".join(unknown))}"'}

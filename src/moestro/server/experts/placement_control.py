@@ -1,0 +1,321 @@
+"""Decides when a group's experts move: after steps or on drift, only where it pays, one migration at a time.
+
+Uses no sockets and no clock: callers pass the time, the steps and the load.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moestro.core.clock import NS_PER_S
+from moestro.placement.live_settings import LivePlacementSettings
+from moestro.server.experts.migration import Migration
+from moestro.server.experts.placement_plan import Measured, PlacementPlan
+
+logger = logging.getLogger(__name__)
+
+# The progress is looked at every second, so that the alarm comes within 10 s.
+STALL_NS = 8 * NS_PER_S
+LONGEST_TICK_NS = 2 * NS_PER_S
+# Fewer steps are noise: a step of decoding has a token or two for most experts.
+DRIFT_STEPS = 100
+
+
+class Trigger(StrEnum):
+    """Why a placement is decided."""
+
+    START = "start"
+    INTERVAL = "interval"
+    DRIFT = "drift"
+    OPERATOR = "operator"
+
+
+class DecisionOutcome(StrEnum):
+    """What a decision came to."""
+
+    STARTED = "started"
+    UNCHANGED = "unchanged"
+    DOES_NOT_PAY = "does_not_pay"
+    FROZEN = "frozen"
+    FAILED = "failed"
+
+
+class MigrationOutcome(StrEnum):
+    """How a migration ended."""
+
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementDecision:
+    """One decision about the placement.
+
+    Attributes:
+        trigger: Why it was due.
+        outcome: What it came to.
+        reason: The figures that decided, in words.
+        at_ns: Time of the decision.
+        num_steps: Steps of the group by then.
+    """
+
+    trigger: Trigger
+    outcome: DecisionOutcome
+    reason: str
+    at_ns: int
+    num_steps: int
+
+
+class _StepCount:
+    """Counts the steps of a group from its engines' windows, which operators may clear."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._last: list[int] = []
+
+    def update(self, num_steps: Sequence[int]) -> None:
+        """Take in the steps in each engine's window; engines of a group step together."""
+        last = self._last or [0] * len(num_steps)
+        gained = (now - before if now >= before else now for now, before in zip(num_steps, last, strict=True))
+        self.total += max(gained, default=0)
+        self._last = list(num_steps)
+
+
+class _ProgressWatch:
+    """Tells for how long something that runs has made no progress."""
+
+    def __init__(self) -> None:
+        self._mark: object = None
+        self._last_ns = self._stood_ns = 0
+
+    def stood_ns(self, mark: object, now_ns: int) -> int:
+        """Return for how long the mark has been the same; a mark of None means that nothing runs.
+
+        While this process is stopped, no progress can be seen; of a long gap between two looks, a tick counts.
+        """
+        if mark is None or mark != self._mark:
+            self._mark, self._stood_ns = mark, 0
+        else:
+            self._stood_ns += min(now_ns - self._last_ns, LONGEST_TICK_NS)
+        self._last_ns = now_ns
+        return self._stood_ns
+
+
+class PlacementControl:
+    """State of live placement, and its decisions.
+
+    Args:
+        migration: The group's table, and moves towards another one.
+        settings: Flags of live placement.
+
+    Attributes:
+        is_frozen: Whether no migration may start.
+        decision: The last decision; None means none yet.
+        plan, plan_ns: The last plan, and its time.
+        active: Plan whose migration runs.
+        applied: Plan whose migration was completed last.
+        measured: What the group serves, under the last load.
+        stall: What stands still, and for how long; "" means nothing.
+        num_decisions, num_migrations: Decisions and ended migrations, by outcome.
+        num_stalls: Times at which something began to stand still.
+        moved_bytes: Bytes of weights of all migrations.
+    """
+
+    def __init__(self, migration: Migration, settings: LivePlacementSettings) -> None:
+        self.migration, self.settings = migration, settings
+        self.is_frozen = False
+        self.decision: PlacementDecision | None = None
+        self.plan: PlacementPlan | None = None
+        self.plan_ns = 0
+        self.active: PlacementPlan | None = None
+        self.applied: PlacementPlan | None = None
+        self.measured: Measured | None = None
+        self.stall = ""
+        self.num_decisions: Counter[DecisionOutcome] = Counter()
+        self.num_migrations: Counter[MigrationOutcome] = Counter()
+        self.num_stalls = self.moved_bytes = 0
+        self._steps = _StepCount()
+        self._steps_decided = 0
+        self._reference = 1.0  # balance below which drift is counted; an even load is that of the first plan
+        self._last_bytes = 0
+        self._is_cancelled = False
+        self._planning_ns: int | None = None
+        self._moving, self._planning = _ProgressWatch(), _ProgressWatch()
+
+    # --- observations -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the group since the server started."""
+        return self._steps.total
+
+    @property
+    def balance(self) -> float | None:
+        """Balance that drift is about: mean load over largest load, mean of all layers."""
+        return None if self.measured is None else self.measured.score.mean_balance
+
+    def counted(self, num_steps: Sequence[int]) -> None:
+        """Take in the steps in each engine's window."""
+        self._steps.update(num_steps)
+
+    def due(self) -> Trigger | None:
+        """Return why the policy must plan now; None means that it must not."""
+        settings = self.settings
+        if not settings.plans_by_itself or self.is_frozen or self.is_busy:
+            return None
+        steps, balance = self.num_steps - self._steps_decided, self.balance
+        if settings.placement_interval and steps >= settings.placement_interval:
+            return Trigger.INTERVAL
+        if settings.placement_drift and steps >= DRIFT_STEPS and balance is not None:
+            return Trigger.DRIFT if self._reference - balance >= settings.placement_drift else None
+        return None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a policy plans or experts move."""
+        return self.is_planning or self.active is not None or self.migration.progress.is_running
+
+    @property
+    def is_planning(self) -> bool:
+        """Whether a policy plans."""
+        return self._planning_ns is not None
+
+    # --- decisions --------------------------------------------------------------------------------------------------
+
+    def begin_planning(self, now_ns: int) -> None:
+        """Note that a policy begins to plan."""
+        self._planning_ns = now_ns
+
+    def end_planning(self) -> None:
+        """Note that the policy has answered, or that nobody waits for its answer any more."""
+        self._planning_ns = None
+
+    def planned(self, plan: PlacementPlan, now_ns: int) -> None:
+        """Keep a plan, which an operator may apply."""
+        self.plan, self.plan_ns = plan, now_ns
+
+    def decide(self, plan: PlacementPlan, trigger: Trigger, now_ns: int) -> PlacementDecision:
+        """Begin to move towards a plan if it changes anything, pays, and nothing holds it."""
+        if self.is_frozen:
+            return self._record(trigger, DecisionOutcome.FROZEN, "placement is frozen", now_ns)
+        if not plan.changes_anything:
+            return self._record(trigger, DecisionOutcome.UNCHANGED, f"{plan.policy} keeps the table", now_ns)
+        if trigger is not Trigger.OPERATOR and (why := plan.why_not(self.settings.placement_payback_horizon)):
+            return self._record(trigger, DecisionOutcome.DOES_NOT_PAY, f"{describe_plan(plan)}; {why}", now_ns)
+        version = self.migration.table.version
+        if version != plan.base.version:
+            why = f"the table changed since the plan (version {plan.base.version}, now {version}): plan again"
+            return self.fail(trigger, why, now_ns)
+        try:
+            self.migration.start(plan.target, self.settings.placement_max_bytes_per_step)
+        except ValueError as error:
+            return self.fail(trigger, f"the group refused the move: {error}", now_ns)
+        self.active, self._is_cancelled = plan, False
+        return self._record(trigger, DecisionOutcome.STARTED, describe_plan(plan), now_ns)
+
+    def fail(self, trigger: Trigger, why: str, now_ns: int) -> PlacementDecision:
+        """Note that there is no plan, or that it cannot be followed. The table stays."""
+        return self._record(trigger, DecisionOutcome.FAILED, why, now_ns)
+
+    def _record(self, trigger: Trigger, outcome: DecisionOutcome, reason: str, now_ns: int) -> PlacementDecision:
+        decision = PlacementDecision(
+            trigger=trigger, outcome=outcome, reason=reason, at_ns=now_ns, num_steps=self.num_steps
+        )
+        self.decision, self._steps_decided = decision, self.num_steps
+        self.num_decisions[outcome] += 1
+        self._reference = self.balance if self.balance is not None else self._reference
+        level = logging.WARNING if outcome is DecisionOutcome.FAILED else logging.INFO
+        logger.log(level, "placement: %s (%s): %s", outcome.value.replace("_", " "), trigger.value, reason)
+        return decision
+
+    # --- operators --------------------------------------------------------------------------------------------------
+
+    def freeze(self, *, is_frozen: bool) -> None:
+        """Let no migration start, or let them start again. A running one goes on."""
+        if self.is_frozen != is_frozen:
+            self.is_frozen = is_frozen
+            logger.info("placement: %s by an operator", "frozen" if is_frozen else "no longer frozen")
+
+    def cancel(self) -> None:
+        """End the running migration after the layer that is being committed."""
+        self._is_cancelled = True
+        self.migration.cancel()
+        logger.info("placement: migration cancelled by an operator")
+
+    # --- migration --------------------------------------------------------------------------------------------------
+
+    def tick(self, now_ns: int) -> None:
+        """Look at the migration and at the policy that plans; called every second."""
+        progress = self.migration.progress
+        grown = progress.num_bytes - self._last_bytes
+        self.moved_bytes += grown if grown >= 0 else progress.num_bytes  # Another migration counts from 0.
+        self._last_bytes = progress.num_bytes
+        if self.active is not None and not progress.is_running:
+            self._end(self.active)
+        stall = self._find_stall(now_ns)
+        if stall and not self.stall:
+            self.num_stalls += 1
+            logger.warning("placement: stalled: %s; POST /admin/placement/cancel gives it up", stall)
+        if self.stall and not stall:
+            logger.info("placement: no longer stalled")
+        self.stall = stall
+
+    def _find_stall(self, now_ns: int) -> str:
+        """Return what stands still, and for how long; "" means nothing."""
+        progress = self.migration.progress
+        mark = (progress.num_committed, progress.num_bytes) if progress.is_running else None
+        moving_ns = self._moving.stood_ns(mark, now_ns)
+        planning_ns = self._planning.stood_ns(self._planning_ns, now_ns)
+        if moving_ns >= STALL_NS:
+            return (
+                f"the migration has made no progress for {moving_ns / NS_PER_S:.0f} s:"
+                f" {progress.num_committed} of {progress.num_layers} layers are committed"
+            )
+        if planning_ns >= STALL_NS:
+            return f"the policy has been planning for {planning_ns / NS_PER_S:.0f} s"
+        return ""
+
+    def _end(self, plan: PlacementPlan) -> None:
+        progress = self.migration.progress
+        self.active = None
+        if self._is_cancelled and progress.num_committed < progress.num_layers:
+            outcome = MigrationOutcome.CANCELLED
+        elif progress.error:
+            outcome = MigrationOutcome.FAILED
+        else:
+            outcome = MigrationOutcome.COMPLETED
+            self.applied = plan
+            if plan.change is not None:
+                self._reference = plan.change.after.mean_balance
+        self.num_migrations[outcome] += 1
+        level = logging.WARNING if outcome is MigrationOutcome.FAILED else logging.INFO
+        logger.log(
+            level,
+            "placement: migration %s: %d of %d layers, %.3g MB, table version %d%s",
+            outcome.value,
+            progress.num_committed,
+            progress.num_layers,
+            progress.num_bytes / 1e6,
+            self.migration.table.version,
+            f": {progress.error}" if progress.error else "",
+        )
+
+
+def describe_plan(plan: PlacementPlan) -> str:
+    """Return what a plan moves, gains and costs, in words."""
+    layers = len(set(plan.moves.layer.tolist()))
+    moves = f"{plan.policy} moves {len(plan.moves)} experts in {layers} layers ({plan.num_bytes / 1e6:.3g} MB)"
+    change = plan.change
+    if change is None:
+        return moves
+    pays = "never" if change.steps is None else f"in {change.steps:,.0f} steps"
+    direction = "longer" if change.saved_s < 0 else "shorter"
+    return (
+        f"{moves}; balance {change.before.mean_balance:.3f} to {change.after.mean_balance:.3f}, step"
+        f" {abs(change.saved_s) * 1e6:.3g} µs {direction}, pays {pays} (priced)"
+    )

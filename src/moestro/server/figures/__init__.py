@@ -1,0 +1,1 @@
+"""Figures of a running server: metrics, log lines, the record, the banner."""

@@ -1,0 +1,271 @@
+"""Metrics of the API server for Prometheus, under Moestro's names and under vLLM's, which dashboards expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moestro.core.load_figures import FIGURES, FigureKind, figure_values
+from moestro.core.model_info import ModelInfo
+from moestro.core.request import FinishReason
+from moestro.server.engines.engine_client import EngineClient
+from moestro.server.engines.metrics import ByClass, EngineMetrics, Metrics
+from moestro.server.experts.coordinator import Coordinator
+from moestro.server.experts.expert_signals import ExpertSignals
+from moestro.server.experts.placement_control import PlacementControl
+from moestro.server.figures.expert_metrics import expert_metrics, signal_metrics
+from moestro.server.figures.group_metrics import group_metrics
+from moestro.server.figures.placement_metrics import placement_metrics
+from moestro.web.ports.faults import Faults
+from moestro.web.prometheus import Histogram, buckets, merge
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Sources of the metrics.
+
+    Attributes:
+        model_name: Label by which vLLM's dashboards select.
+        mode: Mode in which the engines compute.
+        groups: Number of each engine's group. Engines of a group compute, and restart, together.
+        num_dropped: Callable that returns the number of messages that were invalid or from unknown processes.
+        num_refused: Callable that returns the number of connections without the keys of this server.
+        num_unrecorded: Callable that returns the number of requests that `--record` has lost.
+        faults: Faults of clients' connections.
+        coordinator: The group of workers in `async` mode.
+        signals: Figures of the experts of a group. None means that each engine holds the whole network.
+        placement: State of live placement; None where no experts can move.
+    """
+
+    model_name: str
+    info: ModelInfo
+    engines: EngineClient
+    metrics: Metrics
+    mode: str
+    groups: Sequence[int]
+    num_dropped: Callable[[], int]
+    num_refused: Callable[[], int]
+    num_unrecorded: Callable[[], int]
+    faults: Faults
+    coordinator: Coordinator | None = None
+    signals: ExpertSignals | None = None
+    placement: PlacementControl | None = None
+
+
+_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
+    ("prompt_tokens", "Prompt tokens of requests with a first output.", lambda m: m.num_prompt_tokens),
+    ("generation_tokens", "Tokens generated.", lambda m: m.num_generated_tokens),
+    ("prompt_tokens_cached", "Prompt tokens that came from a cache.", lambda m: m.num_cached_tokens),
+    (
+        "corrupted_requests",
+        "Requests that ended because their logits were not finite.",
+        lambda m: m.ended[FinishReason.NON_FINITE],
+    ),
+)
+_CLASS_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], ByClass]], ...] = (
+    ("time_to_first_token_seconds", "Time from a request's arrival to its first token.", lambda m: m.first_token_s),
+    (
+        "request_time_per_output_token_seconds",
+        "Mean gap between tokens of each finished request.",
+        lambda m: m.mean_gap_s,
+    ),
+    ("request_queue_time_seconds", "Time from a request's arrival to its first admission.", lambda m: m.queue_s),
+)
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] = (
+    ("inter_token_latency_seconds", "Gap between two tokens of a request.", lambda m: m.gap_s),
+    (
+        "e2e_request_latency_seconds",
+        "Time from arrival to the last token of each finished request.",
+        lambda m: m.whole_s,
+    ),
+    ("request_prefill_time_seconds", "Time from admission to the first token.", lambda m: m.prefill_s),
+    (
+        "request_decode_time_seconds",
+        "Time from the first to the last token of each finished request.",
+        lambda m: m.decode_s,
+    ),
+    ("request_prompt_tokens", "Prompt tokens of each finished request.", lambda m: m.prompt_tokens),
+    ("request_generation_tokens", "Generated tokens of each finished request.", lambda m: m.generation_tokens),
+    ("request_inference_time_seconds", "Time from admission to the last token.", lambda m: m.inference_s),
+    (
+        "request_prefill_kv_computed_tokens",
+        "Prompt tokens of each finished request that no cache had.",
+        lambda m: m.computed_tokens,
+    ),
+    ("request_params_max_tokens", "Limit of generated tokens of each finished request.", lambda m: m.max_tokens),
+    (
+        "iteration_tokens_total",
+        "Tokens of each step with an output: those generated, and the prompts that it completed.",
+        lambda m: m.step_tokens,
+    ),
+    ("request_num_preemptions", "Preemptions of each finished request.", lambda m: m.num_preemptions),
+    ("request_params_n", "Number of choices of each finished prompt.", lambda m: m.num_choices),
+    (
+        "request_max_num_generation_tokens",
+        "Generated tokens of the longest choice of each finished prompt.",
+        lambda m: m.longest_choice,
+    ),
+)
+# Sources of prompt tokens by vLLM's names.
+_SOURCES: tuple[tuple[str, Callable[[EngineMetrics], float]], ...] = (
+    ("local_compute", lambda m: m.num_prompt_tokens - m.num_cached_tokens),
+    ("local_cache_hit", lambda m: m.num_cached_tokens),
+)
+# vLLM's reasons of requests that wait. Nothing but a lack of capacity makes a request wait here.
+_WAITING_REASONS = ("capacity", "deferred")
+_QUEUE_FULL = "queue_full"  # Code of the refusal that vLLM counts as a rejection.
+_OWN_COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
+    ("engine_restarts", "Restarts of the engine's process.", lambda m: m.num_restarts),
+    ("engine_stalls", "Stalls of the engine: it has requests and makes no step.", lambda m: m.num_stalls),
+    ("requests_moved", "Requests that moved to another engine when the engine's process ended.", lambda m: m.num_moved),
+    ("streams_resumed", "Moved requests whose stream had begun.", lambda m: m.num_streams_resumed),
+)
+_LABELS = ("model_name", "engine")
+
+
+class ServerCollector(Collector):
+    """Collects the API server's metrics at every scrape."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._label_values = [(sources.model_name, str(i)) for i in range(len(sources.metrics.engines))]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics with their present values."""
+        for prefix in ("moestro", "vllm"):
+            yield from self._shared(prefix)
+        yield from self._own()
+        if self._sources.info.num_experts:
+            yield from expert_metrics(self._sources.engines.expert_loads, self._sources.model_name)
+        if self._sources.signals is not None:
+            yield from signal_metrics(self._sources.signals, self._sources.model_name)
+        if self._sources.coordinator is not None:
+            yield from group_metrics(self._sources.coordinator)
+        if self._sources.placement is not None:
+            yield from placement_metrics(self._sources.placement, self._sources.model_name)
+
+    def _shared(self, prefix: str) -> Iterator[Metric]:
+        """Yield the metrics that vLLM has too, by the same names; under its prefix also by the same labels."""
+        engines = self._sources.metrics.engines
+        yield from self._load_figures(prefix, FigureKind.GAUGE, has_vllm_name=True)
+        yield from self._load_figures(prefix, FigureKind.COUNTER, has_vllm_name=True)
+        for name, text, of_engine in _COUNTERS:
+            yield self._counter(f"{prefix}:{name}", text, map(of_engine, engines))
+        for name, text, by_class_of in _CLASS_HISTOGRAMS:
+            if prefix == "vllm":  # vLLM's dashboards expect one series for each engine.
+                merged = (merge(by_class_of(engine).values()) for engine in engines)
+                yield self._histogram(f"{prefix}:{name}", text, merged)
+            else:
+                yield self._histogram_by_class(f"{prefix}:{name}", text, map(by_class_of, engines))
+        for name, text, histogram_of in _HISTOGRAMS:
+            yield self._histogram(f"{prefix}:{name}", text, map(histogram_of, engines))
+        yield self._by_source(f"{prefix}:prompt_tokens_by_source")
+        yield self._waiting(f"{prefix}:num_requests_waiting_by_reason")
+        yield self._rejections(f"{prefix}:admission_rejections")
+        yield self._ended(f"{prefix}:request_success")
+        yield self._cache_config(f"{prefix}:cache_config_info")
+
+    def _own(self) -> Iterator[Metric]:
+        sources = self._sources
+        for name, text, of_engine in _OWN_COUNTERS:
+            yield self._counter(f"moestro:{name}", text, map(of_engine, sources.metrics.engines))
+        yield from self._load_figures("moestro", FigureKind.COUNTER, has_vllm_name=False)
+        yield from self._load_figures("moestro", FigureKind.GAUGE, has_vllm_name=False)
+        up = [float(sources.engines.is_routable(i)) for i in range(len(self._label_values))]
+        yield self._gauge("moestro:engine_ready", "1 while the engine takes requests.", up)
+        yield self._engine_info("moestro:engine_info")
+        refused = CounterMetricFamily("moestro:requests_refused", "Requests refused, by reason.", labels=("reason",))
+        for reason, count in sorted(sources.metrics.refusals.items()):
+            refused.add_metric((reason,), count)
+        yield refused
+        yield sources.faults.family("moestro:connection_faults")
+        text = "Messages that could not be read, or came from unknown processes."
+        yield CounterMetricFamily("moestro:messages_dropped", text, value=sources.num_dropped())
+        text = "Connections to the API server's port for workers without the keys of this start."
+        yield CounterMetricFamily("moestro:worker_connections_refused", text, value=sources.num_refused())
+        text = "Messages of engines that the server failed to process; the affected requests end with an error."
+        yield CounterMetricFamily("moestro:delivery_errors", text, value=sources.metrics.num_delivery_errors)
+        text = "Lines that --record could not write."
+        yield CounterMetricFamily("moestro:record_lines_lost", text, value=sources.num_unrecorded())
+
+    def _load_figures(self, prefix: str, kind: FigureKind, *, has_vllm_name: bool) -> Iterator[Metric]:
+        """Yield the figures that ranks report, with or without a counterpart of the same name in vLLM.
+
+        `expert_metrics` yields those that the API server computes, which are absent where they are unknown.
+        """
+        make = self._gauge if kind is FigureKind.GAUGE else self._counter
+        loads = [figure_values(load) for load in self._sources.engines.loads]
+        for figure, spec in FIGURES.items():
+            is_wanted = spec.kind is kind and spec.has_vllm_name is has_vllm_name
+            if spec.metric is not None and spec.is_from_rank and is_wanted:
+                yield make(f"{prefix}:{spec.metric}", spec.help, [spec.metric_value(load[figure]) for load in loads])
+
+    def _gauge(self, name: str, text: str, values: Iterable[float]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=_LABELS)
+        for labels, value in zip(self._label_values, values, strict=True):
+            family.add_metric(labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, values: Iterable[float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=_LABELS)
+        for labels, value in zip(self._label_values, values, strict=True):
+            family.add_metric(labels, value)
+        return family
+
+    def _histogram(self, name: str, text: str, histograms: Iterable[Histogram]) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=_LABELS)
+        for labels, histogram in zip(self._label_values, histograms, strict=True):
+            family.add_metric(labels, buckets(histogram), histogram.total)
+        return family
+
+    def _histogram_by_class(self, name: str, text: str, by_classes: Iterable[ByClass]) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=(*_LABELS, "service_class"))
+        for labels, by_class in zip(self._label_values, by_classes, strict=True):
+            for service_class, histogram in by_class.items():
+                family.add_metric((*labels, service_class), buckets(histogram), histogram.total)
+        return family
+
+    def _by_source(self, name: str) -> Metric:
+        family = CounterMetricFamily(name, "Prompt tokens by source.", labels=(*_LABELS, "source"))
+        for labels, metrics in zip(self._label_values, self._sources.metrics.engines, strict=True):
+            for source, of_engine in _SOURCES:
+                family.add_metric((*labels, source), of_engine(metrics))
+        return family
+
+    def _waiting(self, name: str) -> Metric:
+        family = GaugeMetricFamily(name, "Waiting requests by reason.", labels=(*_LABELS, "reason"))
+        for labels, load in zip(self._label_values, self._sources.engines.loads, strict=True):
+            for reason in _WAITING_REASONS:
+                num_waiting = load.num_waiting or 0 if reason == _WAITING_REASONS[0] else 0
+                family.add_metric((*labels, reason), num_waiting)
+        return family
+
+    def _rejections(self, name: str) -> Metric:
+        text = "Requests refused because the queues of all engines were full."
+        family = CounterMetricFamily(name, text, labels=("model_name", "reason"))
+        num_full = self._sources.metrics.refusals[_QUEUE_FULL]
+        family.add_metric((self._sources.model_name, "max_num_queued_reqs"), num_full)
+        return family
+
+    def _ended(self, name: str) -> Metric:
+        family = CounterMetricFamily(name, "Requests that ended, by reason.", labels=(*_LABELS, "finished_reason"))
+        for labels, metrics in zip(self._label_values, self._sources.metrics.engines, strict=True):
+            for reason in FinishReason:
+                family.add_metric((*labels, reason), metrics.ended[reason])
+        return family
+
+    def _engine_info(self, name: str) -> Metric:
+        family = GaugeMetricFamily(name, "Mode of the engine, and its group.", labels=(*_LABELS, "mode", "group"))
+        for labels, group in zip(self._label_values, self._sources.groups, strict=True):
+            family.add_metric((*labels, self._sources.mode, str(group)), 1)
+        return family
+
+    def _cache_config(self, name: str) -> Metric:
+        info = self._sources.info
+        family = GaugeMetricFamily(name, "Size of the KV cache.", labels=(*_LABELS, "block_size", "num_gpu_blocks"))
+        for labels in self._label_values:
+            family.add_metric((*labels, str(info.block_size), str(info.num_blocks)), 1)
+        return family

@@ -1,0 +1,170 @@
+"""The record of a server: its router's decisions, its engines' events, and its answered requests, in one file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+
+import msgspec
+
+from moestro.config.serve_settings import ServeSettings
+from moestro.core.hashing import keyed_names
+from moestro.core.load_figures import FIGURES, ROUTED_FIGURES
+from moestro.core.model_info import ModelInfo
+from moestro.routing.policy_contract import RouteInputs
+from moestro.routing.record.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
+from moestro.routing.record.request_trace import ServerFacts
+from moestro.routing.router import Router
+from moestro.routing.settings import RouterSettings
+from moestro.server.engines.engine_client import EngineClient
+from moestro.server.engines.request_log import RequestLog
+from moestro.server.experts.table_watch import WATCH_S, ReadTable, TableWatch
+from moestro.web.record_file import RecordFile, read_clocks
+from moestro.web.record_key import record_key
+from moestro.workload.traces.request_record import Header, RecordedRequest
+
+Recorded = Header | RecordedRequest | Entry
+
+
+class Recording:
+    """What is noted of requests: in a file with `--record`, and in memory with `--admin-port` too.
+
+    Args:
+        settings: settings of the server.
+
+    Attributes:
+        log: joins what all levels do with each request; None means that nothing is noted.
+
+    Raises:
+        ConfigError: the file cannot be opened for writing.
+    """
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        server, routing = settings.server, settings.routing
+        self._file: RecordFile[Recorded] | None = None
+        self._header: Header | None = None
+        self._key_id = ""
+        if server.record is not None:
+            key = record_key(server.record_key_file)
+            self._key_id = key.key_id
+            self._file = RecordFile(
+                server.record, partial(_keyed, key.secret), self._resumed, int(server.record_max_size * 2**30)
+            )
+        policy = routing.route_score or routing.route_policy
+        self.log: RequestLog | None = None
+        if self._file is not None or server.admin_port is not None:
+            write = None if self._file is None else self._file.write
+            self.log = RequestLog(policy, settings.num_engines, write)
+
+    @property
+    def num_lost(self) -> int:
+        """Number of lines that could not be written."""
+        return 0 if self._file is None else self._file.num_lost
+
+    def make_router(self, bounds: RouterSettings) -> Router:
+        """Make the router, whose calls and decisions are recorded if there is a file."""
+        routing = self._settings.routing
+        policy = PolicyText(routing.route_policy, routing.route_score, route_inputs(self._settings))
+        if self._file is not None:
+            return RecordedRouter(policy, bounds, self._file.write, read_clocks(), self._key_id)
+        router = Router(policy.make(), bounds)
+        router.keeps_candidates = self.log is not None
+        return router
+
+    @contextlib.asynccontextmanager
+    async def running(
+        self, engines: EngineClient, info: ModelInfo, workers: Sequence[str], read_table: ReadTable | None
+    ) -> AsyncIterator[None]:
+        """Record the requests that are answered inside the block.
+
+        Args:
+            engines: Client of the engines.
+            info: The loaded model.
+            workers: Names of the workers over which experts are spread; empty where each engine has all.
+            read_table: Reads the expert table of the group; None means that no experts move.
+        """
+        if self.log is None:
+            yield
+            return
+        self.log.describe(server_facts(self._settings, info, workers))
+        watch = None if read_table is None else TableWatch(read_table, self.log.moved)
+        self.log.look = _looker(watch)
+        async with contextlib.AsyncExitStack() as stack:
+            if self._file is not None:
+                self._header = self._make_header(info)
+                self._file.write(self._header)
+                engines.on_answered = self._file.write
+                await stack.enter_async_context(self._file.writing())
+            stack.callback(self.log.close)
+            looking = asyncio.create_task(_look_forever(self.log))
+            stack.callback(looking.cancel)
+            yield
+
+    def _resumed(self, num_lost: int) -> list[Recorded]:
+        """Return what follows a gap: its mark, and the header, which may be among the lost lines."""
+        clocks = read_clocks()
+        head = [] if self._header is None else [msgspec.structs.replace(self._header, clocks=clocks)]
+        return [Gap(num_lost, clocks), *head]
+
+    def _make_header(self, info: ModelInfo) -> Header:
+        settings = self._settings
+        return Header(
+            model=settings.server.served_model_name[0],
+            device=info.device,
+            pace_dilation=info.pace_dilation,
+            num_engines=settings.num_engines,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            kv_offloading_size=settings.model.kv_offloading_size,
+            limits=asdict(settings.scheduler),
+            stepping=asdict(settings.stepping),
+            route_policy=settings.routing.route_score or settings.routing.route_policy,
+            clocks=read_clocks(),
+            key_id=self._key_id,
+        )
+
+
+def _keyed(secret: bytes, line: Recorded) -> Recorded:
+    """Return the form of a line that is written: block hashes are keyed."""
+    match line:
+        case RecordedRequest():
+            return msgspec.structs.replace(line, block_hashes=keyed_names(secret, line.block_hashes))
+        case Header():
+            return line
+        case _:
+            return keyed_entry(secret, line)
+
+
+def route_inputs(settings: ServeSettings) -> RouteInputs:
+    """Return what the engines of a server report to its router: figures of experts only where engines share them."""
+    has_group = settings.stepping.mode in ("ep", "async")
+    figures = frozenset(name for name in ROUTED_FIGURES if has_group or FIGURES[name].is_from_rank)
+    return RouteInputs(figures=figures, remedy="Engines that share experts report it: use --mode ep or async.")
+
+
+def _looker(watch: TableWatch | None) -> Callable[[], None]:
+    return (lambda: None) if watch is None else (lambda: watch.look(time.monotonic_ns()))
+
+
+async def _look_forever(log: RequestLog) -> None:
+    while True:
+        log.look()
+        await asyncio.sleep(WATCH_S)
+
+
+def server_facts(settings: ServeSettings, info: ModelInfo, workers: Sequence[str]) -> ServerFacts:
+    """Return what traces have to know of a server. `workers`: as in `Recording.running`."""
+    return ServerFacts(
+        mode=settings.stepping.mode,
+        order=settings.scheduler.scheduling_policy,
+        evict=settings.scheduler.evict_policy,
+        num_experts=info.num_experts,
+        expert_workers=tuple(workers) if info.num_experts else (),
+        is_paced=settings.paced is not None,
+    )

@@ -1,0 +1,1 @@
+"""Figures of simulations: outcomes, intervals, tables and plots."""

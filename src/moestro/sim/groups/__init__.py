@@ -1,0 +1,1 @@
+"""Simulated groups of workers that share the experts of one network."""

@@ -1,0 +1,304 @@
+"""Ranks on virtual time: the production scheduler, executor and cache over scripted devices, in steps or jumps.
+
+A *step* is schedule, launch, update. A *jump* is a run of decode steps that are all alike, as the schedulers' `horizon`
+finds them. The cost model prices its steps when the jump begins; `advance` applies their effect when the last one ends.
+A request that arrives in between shortens the jump to the current step. Nothing has to be undone, because no state has
+changed yet. With `jump=False` every step is taken on its own; tests use it as the oracle.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.clock import FOREVER_NS
+from moestro.core.request import Request
+from moestro.core.script import Script
+from moestro.core.token_keys import named_request_key
+from moestro.core.work import Int32s, Plan, Slots
+from moestro.cost.priced_device import ScriptedDevice, Scripts
+from moestro.engine.decode_horizon import STEPWISE, DecodeJumps, Horizon, steps_without_blocks
+from moestro.engine.fused import FusedExecutor
+from moestro.engine.rank import Rank
+from moestro.engine.scheduler import Scheduler
+from moestro.engine.settings import SchedulerSettings
+from moestro.engine.step_output import StepOutput
+from moestro.sim.groups.dummy_kv import give_prompt_kv
+from moestro.sim.prices import Prices
+
+Int64s = NDArray[np.int64]
+
+_LONGEST_JUMP = 1024  # steps; pricing more is mostly wasted, because the next arrival cuts the jump
+_NO_SLOTS = np.empty(0, np.int64)
+_NOBODY = np.empty(0, np.int32)
+
+
+class KvEvent(NamedTuple):
+    """A block that a rank's prefix cache stores or removes.
+
+    Attributes:
+        at_ns: time of the event, which is the end of its step.
+        is_stored: whether the block is stored; otherwise it is removed.
+        block_hash: hash of the block.
+    """
+
+    at_ns: int
+    is_stored: bool
+    block_hash: bytes
+
+
+class Seat:
+    """One rank of a group.
+
+    Attributes:
+        rank: production rank.
+        scripts: output tokens of its sequences.
+        plan: plan of the current step. None means that the rank idles, or that the group is in a jump.
+        running: slots of the sequences that decode in the current jump, int64[n].
+        computed: their computed tokens at its start, int32[n].
+        kv_events: events of the prefix cache that no reader has taken yet. None means that the rank publishes none.
+        has_prompt_kv: whether requests enter with the KV of their prompts, as `sim.dummy_kv` describes.
+        expert_pressure: load of the devices that compute the experts of the rank's tokens, over the mean device's, as
+            `core.expert_pressure` defines it. None means unknown.
+    """
+
+    __slots__ = ("computed", "expert_pressure", "has_prompt_kv", "kv_events", "plan", "rank", "running", "scripts")
+
+    def __init__(self, rank: Rank, scripts: Scripts) -> None:
+        self.rank, self.scripts = rank, scripts
+        self.plan: Plan | None = None
+        self.running: Slots = _NO_SLOTS
+        self.computed: Int32s = _NOBODY
+        self.kv_events: deque[KvEvent] | None = None
+        self.has_prompt_kv = False
+        self.expert_pressure: float | None = None
+
+    def publish(self) -> None:
+        """Publish the prefix cache's events from now on."""
+        self.kv_events, self.rank.scheduler.pool.journal = deque(), []
+
+    def publish_step_ends(self, ends: Int64s | Sequence[int]) -> None:
+        """Date the KV events of the steps just taken by the ends of these steps."""
+        journal = self.rank.scheduler.pool.journal
+        if journal and self.kv_events is not None:
+            self.kv_events.extend(KvEvent(int(ends[e.step]), e.is_stored, e.block_hash) for e in journal)
+            journal.clear()
+
+    def add(self, request: Request, script: Script, now_ns: int) -> int:
+        """Add a request to the waiting queue, and return its serial number.
+
+        Raises:
+            RequestError: the rank refuses the request; no state has changed.
+        """
+        serial = self.rank.add(request, now_ns, script.num_output_tokens)
+        if self.has_prompt_kv:
+            give_prompt_kv(self.rank.scheduler, request.request_id)
+        if script.request_key is None:  # a serial number would give the request other experts on another engine
+            script = msgspec.structs.replace(script, request_key=named_request_key(request.request_id))
+        self.scripts.expect(serial, script, request.num_prompt_tokens)
+        return serial
+
+    def forget_ended(self, output: StepOutput) -> None:
+        """Drop the scripts of the sequences that have ended."""
+        for row in output.finish_reasons:
+            self.scripts.forget(output.sequences[row].serial)
+
+
+class FusedSeat(Seat):
+    """A rank of a group whose ranks step together.
+
+    Attributes:
+        device: device that answers from scripts, at times that the group sets.
+        jumps: takes many decode steps of the rank at once.
+    """
+
+    __slots__ = ("device", "jumps")
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.device = ScriptedDevice(settings.block_size)
+        scheduler = Scheduler(settings)
+        self.jumps = DecodeJumps(scheduler)
+        super().__init__(Rank(scheduler, FusedExecutor(self.device)), self.device)
+
+
+class Group:
+    """Ranks that step together: all begin a step at the same time, and the busiest sets its end.
+
+    The usual group has one rank. The driver calls `turn` at `next_ns`, and `add` when a request arrives.
+
+    Args:
+        settings: scheduler settings of each rank.
+        prices: durations of steps, and the number of ranks.
+        jump: whether like decode steps are taken at once.
+
+    Attributes:
+        tells_prefill: True.
+        next_ns: end of the current step or jump. None means that the group is idle.
+        began_ns: its start.
+        ends: end of each step of the current jump, int64[k]. None means that no jump is running.
+    """
+
+    tells_prefill = True
+
+    def __init__(self, settings: SchedulerSettings, prices: Prices, *, jump: bool = True) -> None:
+        self.seats = [FusedSeat(settings) for _ in range(prices.num_ranks)]
+        self.next_ns: int | None = None
+        self.began_ns = 0
+        self._prices = prices
+        self._jumps = jump
+        self._has_newcomer = False  # the next step most likely admits it, so no horizon is computed
+        self.ends: Int64s | None = None
+        self._starts: list[Int32s] = []  # computed tokens of each seat's sequences when the jump began
+        self._num_taken = 0  # steps of the jump that `catch_up` has taken
+        # End of the jump's next step that takes or fills a block, if a seat publishes events. None means not known yet.
+        self._touched_ns: int | None = None
+
+    def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
+        """Add a request to a rank's waiting queue, and end the current jump with its current step.
+
+        Returns:
+            Serial number of the request on that rank.
+
+        Raises:
+            RequestError: the rank refuses the request; no state has changed.
+        """
+        serial = self.seats[seat].add(request, script, now_ns)
+        self._has_newcomer = True
+        if self.next_ns is None:
+            self.next_ns = now_ns
+        elif self.ends is not None:
+            self.ends = self.ends[: bisect_left(self.ends.data, now_ns) + 1]
+            self.next_ns = self.ends.item(-1)
+        return serial
+
+    def turn(self, now_ns: int, until_ns: int = FOREVER_NS) -> list[StepOutput]:
+        """End the current step or jump, start the next one, and return the step output of each rank.
+
+        The output of a jump names only the sequences that ended. `until_ns` changes nothing: a jump ends early when a
+        request is added (`add`).
+        """
+        outputs = []
+        for seat in self.seats:  # mostly one, for which a comprehension takes several times as long
+            output = self._collect(seat, now_ns)
+            outputs.append(output)
+        self.began_ns = now_ns
+        horizon = self._steady(now_ns) if self._jumps and not self._has_newcomer else STEPWISE
+        self._has_newcomer = False
+        if horizon.num_steps:
+            self._jump(now_ns, horizon)
+        else:
+            self.ends = None
+            self._begin(now_ns)
+        return outputs
+
+    def _jump(self, now_ns: int, horizon: Horizon) -> None:
+        """Begin a jump over the steps of `horizon`."""
+        num_steps = horizon.num_steps if horizon.num_steps < _LONGEST_JUMP else _LONGEST_JUMP
+        ends = self._prices.decode_steps_ns(self._starts, num_steps)
+        ends[0] += now_ns
+        ends = np.add.accumulate(ends)
+        last_ns = ends.item(-1)
+        if horizon.until_ns < last_ns:  # a step that begins at that moment or later is scheduled anew
+            ends = ends[: bisect_left(ends.data, horizon.until_ns) + 1]
+            last_ns = ends.item(-1)
+        self.ends, self.next_ns, self._num_taken = ends, last_ns, 0
+        self._touched_ns = None
+
+    def catch_up(self, before_ns: int) -> None:
+        """Take the steps of the jump that ended before `before_ns`, so that their KV events are available.
+
+        A jump taken in two parts has the same effect. Its last step is left to `turn`, which alone ends sequences.
+        """
+        if self.ends is None:
+            return
+        if self._touched_ns is None:
+            self._touched_ns = self._next_touch_ns(self.ends)
+        if before_ns <= self._touched_ns:
+            return  # the steps until then publish no event
+        num_ended = min(int(self.ends.searchsorted(before_ns)), len(self.ends) - 1)
+        for seat in self.seats:
+            if len(seat.running):
+                self._advance(seat, num_ended)
+                seat.computed = seat.computed + (num_ended - self._num_taken)
+        self._num_taken = num_ended
+        self._touched_ns = None
+
+    def _next_touch_ns(self, ends: Int64s) -> int:
+        num_steps = len(ends)
+        for seat in self.seats:
+            if seat.kv_events is not None and len(seat.running):
+                capacity = seat.rank.scheduler.table.capacity[seat.running]
+                quiet = steps_without_blocks(seat.computed, capacity, seat.rank.scheduler.settings.block_size)
+                num_steps = min(num_steps, self._num_taken + quiet)
+        return int(ends[num_steps]) if num_steps < len(ends) else FOREVER_NS
+
+    def _advance(self, seat: FusedSeat, num_ended: int) -> StepOutput:
+        """Take the steps of the jump that are not taken yet, up to step `num_ended`."""
+        assert self.ends is not None, "a jump is under way"
+        num_steps = num_ended - self._num_taken
+        device, block_hashes = seat.device, None
+        if device.num_naming:
+            block_hashes = device.filled_blocks(seat.running, seat.computed, num_steps)
+        output = seat.jumps.advance(num_steps, block_hashes)
+        if seat.kv_events is not None:
+            seat.publish_step_ends(self.ends[self._num_taken : num_ended])
+        return output
+
+    def _collect(self, seat: FusedSeat, now_ns: int) -> StepOutput:
+        had_plan, seat.plan = seat.plan is not None, None
+        if self.ends is None:
+            if not had_plan:
+                return StepOutput()
+            output = seat.rank.collect(now_ns)
+            if seat.kv_events is not None:
+                seat.publish_step_ends((now_ns,))
+        elif len(seat.running):
+            output = self._advance(seat, len(self.ends))
+        else:
+            return StepOutput()
+        if output.finish_reasons:
+            seat.forget_ended(output)
+        return output
+
+    def _steady(self, now_ns: int) -> Horizon:
+        """Return the number of coming steps that are alike, and the time before which they must begin."""
+        nearest, starts = STEPWISE, self._starts
+        starts.clear()
+        for seat in self.seats:
+            scheduler = seat.rank.scheduler
+            seat.running, seat.computed = _NO_SLOTS, _NOBODY
+            if not len(scheduler.table.running):
+                if len(scheduler.waiting):
+                    return STEPWISE
+                starts.append(_NOBODY)
+                continue
+            own = seat.jumps.horizon(now_ns)
+            if own.num_steps == 0:
+                return STEPWISE
+            seat.running, seat.computed = scheduler.table.running, seat.jumps.computed
+            starts.append(seat.computed)
+            nearest = own if nearest is STEPWISE else nearest.and_of(own)
+        return nearest
+
+    def _begin(self, now_ns: int) -> None:
+        """Submit the plan of each rank that has one."""
+        self.next_ns = None
+        begun, batches, num_moved = [], [], 0
+        for seat in self.seats:
+            seat.plan, device = seat.rank.begin(now_ns), seat.device
+            batches.append(device.batch)
+            if seat.plan is not None:
+                begun.append(device)
+                num_moved = max(num_moved, device.take_num_moved())
+        if not begun:
+            return
+        moves_ns = self._prices.move_ns(num_moved) if num_moved else 0
+        self.next_ns = now_ns + moves_ns + self._prices.step_ns(batches)
+        for device in begun:
+            device.finish_at(self.next_ns)

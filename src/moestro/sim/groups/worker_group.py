@@ -1,0 +1,231 @@
+"""A group in `async` mode on virtual time: the production scheduler, flow and step policies over priced workers.
+
+Every item and every message is an event of its own. Workers wait for nobody but the tokens that they lack.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.clock import FOREVER_NS
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
+from moestro.core.request import Request
+from moestro.core.script import Script
+from moestro.core.views import StepPolicy
+from moestro.cost.gate import PopularityGate
+from moestro.cost.links import Machines
+from moestro.cost.model import StageCostModel
+from moestro.cost.priced_device import Scripts
+from moestro.cost.priced_stages import HostOverhead, PricedStages, StageSetup, worker_shape
+from moestro.engine.rank import Rank
+from moestro.engine.scheduler import Scheduler
+from moestro.engine.settings import SchedulerSettings
+from moestro.engine.step_output import StepOutput
+from moestro.flow.dispatcher import SWITCH_GAP, PeerSettings
+from moestro.flow.executor import FlowExecutor
+from moestro.sim.groups.group import Seat
+from moestro.sim.groups.virtual_links import Transfer, VirtualLinks
+
+Int64s = NDArray[np.int64]
+
+NO_HOST = HostOverhead()
+
+Event = tuple[int, int, int, Transfer | None]  # time, number, worker, message that arrives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupLayout:
+    """The workers of a group. The first `num_homes` have attention; those with slots in the table have experts.
+
+    Attributes:
+        num_homes: attention workers.
+        table: where experts live.
+        machines: machine of each worker, and the links between them.
+        gate: draws the experts of each token.
+        policy_of: makes the step policy of a worker, by its number.
+        host: time of the engine's own code for each item.
+        launch_ahead: items with a device at once; with 2 the host prepares an item while another one runs.
+        num_credits: tokens of one home that may be among one expert worker's experts at once. None means no bound.
+        switch_gap: as in `PeerSettings`.
+        factor_of: makes the source of factors on the items' times of a worker, by its number; None from it means 1.
+    """
+
+    num_homes: int
+    table: ExpertTable
+    machines: Machines
+    gate: PopularityGate
+    policy_of: Callable[[int], StepPolicy]
+    host: HostOverhead = NO_HOST
+    launch_ahead: int = 1
+    num_credits: int | None = None
+    switch_gap: int = SWITCH_GAP
+    factor_of: Callable[[int], Callable[[], float] | None] = lambda _: None
+
+
+class WorkerGroup:
+    """Homes and expert workers on virtual time; implements `sim.engine.Ranks`.
+
+    Args:
+        settings: scheduler settings of each home.
+        layout: the workers.
+        cost_of: prices of each worker's stages, by its number.
+
+    Attributes:
+        seats: the homes.
+        devices, executors: of each worker.
+        links: between the workers.
+        tells_prefill: False, because steps overlap and no time belongs to one plan.
+        num_events: items that ended and messages that arrived.
+    """
+
+    tells_prefill = False
+
+    def __init__(
+        self, settings: SchedulerSettings, layout: GroupLayout, cost_of: Callable[[int], StageCostModel]
+    ) -> None:
+        self.began_ns = 0
+        self.ends: Int64s | None = None
+        self._layout, self._settings = layout, settings
+        self._network = cost_of(0).network
+        self.links = VirtualLinks(layout.machines, self._network, self._on_send)
+        self._events: list[Event] = []
+        self._num_pushed = self.num_events = 0
+        self.seats: list[Seat] = []
+        self.devices: list[PricedStages] = []
+        self.executors: list[FlowExecutor] = []
+        for worker in range(len(layout.table.logical_of)):
+            self._add_worker(worker, cost_of(worker))
+        self._wakes_ns = [FOREVER_NS] * len(self.executors)
+
+    def _add_worker(self, worker: int, cost: StageCostModel) -> None:
+        settings, layout, is_home = self._settings, self._layout, worker < self._layout.num_homes
+        # A sequence has one unit in flight, and most units are decodes.
+        num_rows = settings.num_slots + settings.max_num_batched_tokens
+        num_credits = layout.num_credits or num_rows
+        has_slots = layout.table.logical_of[worker] != EMPTY
+        shape = worker_shape(
+            self._network,
+            num_rows=num_rows if is_home else 0,
+            num_places=num_rows if is_home else 0,
+            num_slots=layout.table.logical_of.shape[2] if has_slots.any() else 0,
+            num_guests=num_credits * layout.num_homes if has_slots.any() else 0,
+        )
+        setup = StageSetup(
+            shape=shape,
+            block_size=settings.block_size,
+            gate=layout.gate if is_home else None,
+            host=layout.host,
+            factor=layout.factor_of(worker),
+        )
+        scripts = Scripts(settings.block_size)
+        device = PricedStages(cost, setup, lambda units, _: scripts.answer(units), scripts.request_keys)
+        peers = PeerSettings(
+            worker=worker,
+            num_workers=len(layout.table.logical_of),
+            table=layout.table,
+            num_credits=num_credits,
+            switch_gap=layout.switch_gap,
+        )
+        executor = FlowExecutor(device, layout.policy_of(worker), layout.launch_ahead, peers, self.links)
+        self.devices.append(device)
+        self.executors.append(executor)
+        if is_home:
+            self.seats.append(Seat(Rank(Scheduler(settings, executor.recall), executor), scripts))
+
+    @property
+    def busy_ns(self) -> Int64s:
+        """int64[workers], time for which each worker has computed."""
+        return np.array([device.busy_ns for device in self.devices], np.int64)
+
+    # --- Ranks ------------------------------------------------------------------------------------------------------
+
+    @property
+    def next_ns(self) -> int | None:
+        """Time of the next event. None means that the group is idle."""
+        return self._events[0][0] if self._events else None
+
+    def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
+        """Add a request to a home's waiting queue; the home plans at once.
+
+        Returns:
+            Serial number of the request on that home.
+
+        Raises:
+            RequestError: the home refuses the request; no state has changed.
+        """
+        serial = self.seats[seat].add(request, script, now_ns)
+        self._push(now_ns, seat, None)
+        return serial
+
+    def catch_up(self, before_ns: int) -> None:
+        """Return without effect, because there are no jumps."""
+
+    def turn(self, now_ns: int, until_ns: int = FOREVER_NS) -> list[StepOutput]:
+        """Handle the first event, then all events up to one at which a request may gain a token."""
+        self.began_ns = now_ns
+        outputs = [StepOutput() for _ in self.seats]
+        output, worker = self._handle(now_ns)
+        if output is not None:
+            outputs[worker] = output
+        while self._events and self._events[0][0] < until_ns and not self._may_emit(self._events[0]):
+            self._handle(self._events[0][0])
+        return outputs
+
+    def _may_emit(self, event: Event) -> bool:
+        """Whether requests may gain tokens: a home is asked that has its sampler with the device."""
+        return event[2] < len(self.seats) and self.executors[event[2]].may_emit
+
+    def _handle(self, now_ns: int) -> tuple[StepOutput | None, int]:
+        """Handle the first event. Returns what requests gained, if any, and the worker."""
+        _, _, worker, transfer = heapq.heappop(self._events)
+        if transfer is not None and (through_ns := self.links.receive(transfer, now_ns)) > now_ns:
+            self._push(through_ns, worker, transfer)
+            return None, worker
+        self.num_events += 1
+        executor = self.executors[worker]
+        if transfer is not None:
+            executor.receive(transfer.message, now_ns)
+            if not executor.has_room:
+                self._await_device(worker, now_ns)  # it may be ready earlier, if the message took back some work
+                return None, worker
+        return self._step(worker, now_ns), worker
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _on_send(self, transfer: Transfer, arrives_ns: int) -> None:
+        self._push(arrives_ns, transfer.message.hop.dst, transfer)
+
+    def _push(self, at_ns: int, worker: int, transfer: Transfer | None) -> None:
+        self._num_pushed += 1
+        heapq.heappush(self._events, (at_ns, self._num_pushed, worker, transfer))
+
+    def _step(self, worker: int, now_ns: int) -> StepOutput | None:
+        """Take what a worker has done, and start what it can. Returns what requests of a home gained, if any."""
+        executor, output = self.executors[worker], None
+        if worker < len(self.seats):
+            seat = self.seats[worker]
+            output = seat.rank.collect(now_ns)
+            seat.rank.begin(now_ns)
+            if output.sequences:
+                seat.forget_ended(output)
+                seat.publish_step_ends((now_ns,))
+            else:
+                output = None
+        else:
+            executor.poll(now_ns)
+            executor.start(now_ns)
+        self._await_device(worker, now_ns)
+        return output
+
+    def _await_device(self, worker: int, now_ns: int) -> None:
+        """Make an event of the time at which a worker's device or policy wants attention."""
+        ready_ns = self.executors[worker].ready_at_ns()
+        assert ready_ns is not None, "a priced device knows when it is ready"
+        if ready_ns < FOREVER_NS and (ready_ns != self._wakes_ns[worker] or ready_ns <= now_ns):
+            self._push(ready_ns, worker, None)
+            self._wakes_ns[worker] = ready_ns

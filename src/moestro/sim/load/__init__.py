@@ -1,0 +1,1 @@
+"""The load of a simulation: arrivals, closed loops, and recorded requests."""

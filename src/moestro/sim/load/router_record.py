@@ -1,0 +1,247 @@
+"""A router's record as a workload: `moestro route --record FILE` writes it, `moestro sim --replay` simulates it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from moestro.core.hashing import HASH_BYTES, name_key
+from moestro.core.request import Request
+from moestro.errors import ConfigError
+from moestro.routing.record.decision_record import (
+    EngineAdded,
+    Entry,
+    FirstTokenCame,
+    Gap,
+    Head,
+    RequestEnded,
+    SpecSet,
+    Submitted,
+    decode_entry,
+)
+from moestro.routing.record.request_trace import RequestTrace
+from moestro.routing.settings import EngineSpec
+from moestro.workload.files import open_lines
+from moestro.workload.traces.request_record import (
+    ROUTER,
+    Header,
+    RecordedRequest,
+    RecordRun,
+    RequestRecord,
+    cut_off_note,
+    gap_note,
+    join_runs,
+)
+
+_ROUTER, _SERVER = '{"type":"Head"', '{"format":'  # beginnings of the lines that say whose record it is
+_FIRST_BYTE = (
+    "A router's record has the first byte of each answer in place of its first token, and no queues of engines."
+)
+
+
+@dataclass(slots=True)
+class _RoutedRequest:
+    """One request of a router, as far as its record tells. 0 means no such moment, None no such count."""
+
+    request: Request
+    arrival_ns: int
+    engine: int
+    first_ns: int = 0
+    ended_ns: int = 0
+    num_output_tokens: int | None = None
+    num_prompt_tokens: int | None = None
+    num_hit_tokens: int = 0
+    status: int | None = None
+
+    @property
+    def fault(self) -> str | None:
+        """Why it cannot be replayed; None if it can."""
+        if self.status not in {None, 200} or (self.ended_ns and not self.first_ns):
+            return "failed"
+        if not self.ended_ns:
+            return "had not ended"
+        return "have answers without usage" if self.num_output_tokens is None else None
+
+
+@dataclass(slots=True)
+class _RouterRun:
+    """The lines of one start of a router."""
+
+    line: int
+    head: Head
+    specs: dict[int, EngineSpec] = field(default_factory=dict)
+    requests: list[_RoutedRequest] = field(default_factory=list)
+    by_id: dict[str, _RoutedRequest] = field(default_factory=dict)
+    num_refused: int = 0
+    cut_off: str = ""  # note of a line that is
+
+    def take(self, entry: Entry) -> None:
+        """Note an entry."""
+        match entry:
+            case EngineAdded() | SpecSet():
+                self.specs[entry.engine] = entry.spec
+            case Submitted():
+                self._submitted(entry)
+            case FirstTokenCame():
+                if (found := self.by_id.get(entry.request_id)) is not None:
+                    found.first_ns = found.first_ns or entry.now_ns
+            case RequestEnded():
+                if (found := self.by_id.get(entry.request_id)) is not None:
+                    found.ended_ns, found.num_output_tokens = entry.now_ns, entry.num_output_tokens
+            case RequestTrace():
+                if (found := self.by_id.get(entry.request_id)) is not None:
+                    found.status = entry.status
+                    found.num_prompt_tokens = entry.usage.get("prompt_tokens")
+                    found.num_hit_tokens = entry.usage.get("cached_tokens", 0)
+            case _:
+                pass
+
+    def _submitted(self, entry: Submitted) -> None:
+        if entry.decision is None:
+            self.num_refused += 1
+            return
+        request_id = entry.request.request_id
+        earlier = self.by_id.get(request_id)
+        if earlier is not None and entry.exclude:  # a retry; without it a client has used an id again
+            earlier.engine, earlier.first_ns, earlier.ended_ns = entry.decision.engine, 0, 0
+            return
+        self.by_id[request_id] = _RoutedRequest(entry.request, entry.now_ns, entry.decision.engine)
+        self.requests.append(self.by_id[request_id])
+
+
+def is_router_record(path: Path) -> bool:
+    """Whether a file holds decisions and no header of a server, whose record has decisions too.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    has_decisions = False
+    with open_lines(path) as lines:
+        for line in lines:
+            if line.startswith(_SERVER):
+                return False
+            has_decisions = has_decisions or line.startswith(_ROUTER)
+    return has_decisions
+
+
+def read_router_record(path: Path) -> RequestRecord:
+    """Read the record of a router as a workload.
+
+    Lengths are those that engines reported. The router may have estimated prompts from their texts; its blocks then
+    get the mean number of counted tokens, so that prompts share as much as their texts do.
+
+    Raises:
+        ConfigError: the file cannot be read, has no replayable request, or holds routers with different settings.
+    """
+    runs = [run for run in _runs(path) if run.requests]
+    faults = Counter(fault for run in runs for each in run.requests if (fault := each.fault) is not None)
+    faults["were refused"] = sum(run.num_refused for run in runs)
+    joined = [(run, [each for each in run.requests if each.fault is None]) for run in runs]
+    joined = [(run, requests) for run, requests in joined if requests]
+    left_out = ", ".join(f"{count:,} {fault}" for fault, count in faults.items() if count)
+    if not joined:
+        raise ConfigError(
+            f"{path} has no request that can be replayed ({left_out or 'none was routed'}). A stream reports its length"
+            ' only with "stream_options": {"include_usage": true}'
+        )
+    share = _tokens_counted(joined)
+    record = join_runs([[_as_server(path, run, requests, share) for run, requests in joined]])
+    notes = [_FIRST_BYTE, *([f"Requests of the record that are left out: {left_out}."] if left_out else [])]
+    return replace(record, notes=(*notes, *record.notes))
+
+
+def _runs(path: Path) -> list[_RouterRun]:
+    runs: list[_RouterRun] = []
+    damage, has_lost_head = "", False
+    with open_lines(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                entry = decode_entry(line)
+            except msgspec.MsgspecError as error:
+                damage = f"line {number} is not an entry of a record: {error}"
+                if runs:
+                    runs[-1].cut_off = cut_off_note(path, number)
+                continue
+            if isinstance(entry, Head):
+                runs.append(_RouterRun(number, entry))
+                damage, has_lost_head = "", False
+            elif isinstance(entry, Gap):
+                damage, has_lost_head = "", not runs
+                if runs:
+                    runs[-1].cut_off = gap_note(path, number, entry.num_lost)
+            elif has_lost_head:
+                continue
+            elif damage or not runs:  # only the end of a run may be cut off
+                raise ConfigError(f"{path}: {damage or f'line {number} comes before a header'}")
+            else:
+                runs[-1].take(entry)
+    return runs
+
+
+def _tokens_counted(joined: list[tuple[_RouterRun, list[_RoutedRequest]]]) -> float:
+    """Return the tokens that engines counted for each token that the router expected."""
+    both = [(each.num_prompt_tokens, each.request.num_prompt_tokens) for _, requests in joined for each in requests]
+    known = [(counted, expected) for counted, expected in both if counted]
+    return sum(counted for counted, _ in known) / sum(expected for _, expected in known) if known else 1.0
+
+
+def _as_server(path: Path, run: _RouterRun, requests: list[_RoutedRequest], share: float) -> RecordRun:
+    settings = run.head.settings
+    block_size = max(1, round(settings.block_size * share))
+    sizes = {spec.num_blocks for spec in run.specs.values()}
+    num_blocks = sizes.pop() if len(sizes) == 1 else None
+    header = Header(
+        model="",
+        device=ROUTER,
+        num_engines=1 + max(*run.specs, *(each.engine for each in requests), 0),
+        block_size=block_size,
+        num_blocks=0 if num_blocks is None else num_blocks * settings.block_size // block_size,
+        max_model_len=0,
+        limits={},
+        route_policy=run.head.score or run.head.policy,
+        clocks=run.head.clocks,
+        key_id=run.head.key_id,
+    )
+    place = f"{path}, line {run.line}"
+    recorded = [_recorded(each, block_size, share) for each in requests]
+    return RecordRun(place, header, recorded, notes=[run.cut_off] if run.cut_off else [])
+
+
+def _recorded(routed: _RoutedRequest, block_size: int, share: float) -> RecordedRequest:
+    request, num_output = routed.request, routed.num_output_tokens
+    assert num_output is not None, "others are left out"
+    num_prompt = routed.num_prompt_tokens or max(1, round(request.num_prompt_tokens * share))
+    # An answer of no tokens is that of a scored prompt. The router assumes a limit where a client names none.
+    max_tokens = max(request.sampling.max_tokens, num_output) if num_output else 0
+    return RecordedRequest(
+        request_id=request.request_id,
+        arrival_ns=routed.arrival_ns,
+        admitted_ns=0,
+        first_token_ns=routed.first_ns if num_output else 0,
+        last_token_ns=routed.ended_ns,
+        engine=routed.engine,
+        num_prompt_tokens=num_prompt,
+        num_output_tokens=num_output,
+        num_hit_tokens=min(routed.num_hit_tokens, num_prompt),
+        max_tokens=max_tokens,
+        block_hashes=b"".join(_blocks(request, num_prompt // block_size)),
+        priority=request.priority,
+        service_class=request.service_class,
+        user=name_key(request.user),
+        session=name_key(request.session_id),
+    )
+
+
+def _blocks(request: Request, num_blocks: int) -> Iterator[bytes]:
+    """Yield a hash for each block; blocks beyond those that the router hashed belong to this request alone."""
+    hashes = request.block_hashes
+    for index in range(num_blocks):
+        known = hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
+        yield known or blake2b(f"{request.request_id} {index}".encode(), digest_size=HASH_BYTES).digest()

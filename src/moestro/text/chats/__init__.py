@@ -1,0 +1,1 @@
+"""Chats as prompts: templates, and the processes that render them."""

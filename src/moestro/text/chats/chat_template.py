@@ -1,0 +1,139 @@
+"""Renders chats by the model's template in child processes, because a template may loop for ever or exhaust memory.
+
+The API server keeps these processes warm. Each renders one chat at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import weakref
+from threading import Lock
+
+import msgspec
+
+from moestro.errors import DrainingError, RequestError, shown
+from moestro.text.chats.message_process import MessageProcess
+from moestro.text.chats.render_job import (
+    TIME_LIMIT_S,
+    LimitExceeded,
+    RenderAnswer,
+    Rendered,
+    RenderJob,
+    TemplateRefused,
+)
+
+logger = logging.getLogger(__name__)
+
+_COMMAND = (sys.executable, "-m", "moestro.text.chats.template_worker")
+_encode = msgspec.json.Encoder().encode  # of what clients wrote: msgpack has no integers beyond 64 bits
+_decode_answer = msgspec.msgpack.Decoder(RenderAnswer).decode
+
+
+class TemplateLimitError(RequestError):
+    """Rendering these messages exceeds the template's limit of time, memory or text.
+
+    The template is at fault, and the status is a 400 nevertheless. Clients and routers repeat a request after a 5xx and
+    count the failure against the engine, and here each repetition would end in the same way.
+
+    Args:
+        limit: the exceeded limit.
+    """
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(
+            f"The model's chat template takes more than {limit} for these messages. Send fewer or other messages, or"
+            " send the prompt as text to /v1/completions. The operator can correct the template.",
+            param="messages",
+            code="chat_template_limit",
+        )
+
+
+class Renderers:
+    """Renders chats in several processes. Safe to call from several threads.
+
+    The number of processes is the largest number of chats rendered at once. None outlives this object.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._idle: list[MessageProcess] = []
+        self._busy: set[MessageProcess] = set()
+        self._end = weakref.finalize(self, _end_all, self._idle, self._busy)
+
+    def warm(self) -> None:
+        """Start a process before the first chat arrives, because a start takes half a second."""
+        with self._lock:
+            if not self._idle:
+                self._idle.append(MessageProcess(_COMMAND))
+
+    def render(self, job: RenderJob) -> str:
+        """Return the prompt that the job's template makes of its messages.
+
+        Raises:
+            TemplateLimitError: the template takes too much time, memory or text.
+            RequestError: the template refuses these messages.
+            DrainingError: the server is shutting down.
+        """
+        renderer = self._take()
+        try:
+            answer = _answer_of(renderer.exchange(_encode(job)))
+            if isinstance(answer, LimitExceeded):
+                renderer.close()  # its remaining memory must not reach another chat
+        finally:
+            self._give_back(renderer)
+        match answer:
+            case Rendered(text):
+                return text
+            case TemplateRefused(message):
+                text = f"The model's chat template refuses these messages: {shown(message)}"
+                raise RequestError(text, param="messages")
+            case LimitExceeded(limit):
+                logger.warning("the chat template takes more than %s for a client's messages", limit)
+                raise TemplateLimitError(limit)
+
+    def close(self) -> None:
+        """End all processes. A chat in progress is refused."""
+        with self._lock:
+            self._end()
+
+    def _take(self) -> MessageProcess:
+        """Take an idle renderer, or start one if all are busy."""
+        with self._lock:
+            if not self._end.alive:
+                raise DrainingError
+            while self._idle and not self._idle[-1].is_alive:  # something outside of the server ended it
+                self._idle.pop().close()
+            renderer = self._idle.pop() if self._idle else MessageProcess(_COMMAND)
+            self._busy.add(renderer)
+            return renderer
+
+    def _give_back(self, renderer: MessageProcess) -> None:
+        """Return a renderer. A dead one is replaced at once, so that the next chat finds a warm one."""
+        with self._lock:
+            self._busy.remove(renderer)
+            is_open = self._end.alive
+            if is_open and renderer.is_alive:
+                self._idle.append(renderer)
+                return
+            renderer.close()
+            if is_open:
+                self._idle.append(MessageProcess(_COMMAND))
+
+
+def _answer_of(message: bytes | int) -> RenderAnswer:
+    """Decode an answer. Of a process that died, the answer names the exceeded limit."""
+    if isinstance(message, bytes):
+        answer: RenderAnswer = _decode_answer(message)
+        return answer
+    if message == -signal.SIGALRM:
+        return LimitExceeded(f"{TIME_LIMIT_S:g} s")
+    return LimitExceeded(f"the rendering process can bear (status {message})")
+
+
+def _end_all(idle: list[MessageProcess], busy: set[MessageProcess]) -> None:
+    for renderer in idle:
+        renderer.close()
+    for renderer in busy:
+        renderer.kill()  # the thread that waits for it closes it

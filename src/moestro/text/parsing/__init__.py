@@ -1,0 +1,1 @@
+"""Answers as parts: reasoning, calls of tools, structured output."""

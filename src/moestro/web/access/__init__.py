@@ -1,0 +1,1 @@
+"""Who may use a port, and how often: keys, limits, other origins."""

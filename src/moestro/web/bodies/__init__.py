@@ -1,0 +1,1 @@
+"""Request bodies: read, unpacked and bounded."""

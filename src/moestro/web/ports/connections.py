@@ -1,0 +1,277 @@
+"""The front of a port: accepts connections within the port's own budget, and refuses further ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import resource
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from aiohttp import web
+
+from moestro.core.hosts import in_address, network_of
+from moestro.errors import ConfigError
+from moestro.web.errors import ConnectionsFullError, error_json
+from moestro.web.ports.connection_table import ConnectionSlot, ConnectionTable
+from moestro.web.ports.faults import Fault, Faults, Port, PortFaults
+from moestro.web.ports.framing import WRITE_S
+from moestro.web.ports.http_connection import HttpConnection
+
+logger = logging.getLogger(__name__)
+
+SEND_BUFFER_BYTES = 256 << 10
+# Connections of an operators' port. Operators, their scrapers and pages are few.
+MAX_OPERATOR_CONNECTIONS = 256
+_BACKLOG = 1024
+# Connections accepted in one turn of the loop: enough for a burst, and requests are served between two turns.
+_MAX_ACCEPTED = 64
+_RETRY_S = 1.0  # Time until a port tries again after the system has refused another open file.
+_OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_OTHER_FILES = 128  # Other open files of the process: libraries, records, the event loop.
+_FILES_PER_PROCESS = 8  # Open files for each child process and engine: pipes, sockets, probes.
+# Connections beyond a port's limit, as a part of it, for addresses that have few: a sixteenth of the limit, of which an
+# address may have a 32nd. They matter where all others carry requests, which never give way.
+_SPARE_PART, _SPARE_ADDRESSES = 16, 32
+
+ProtocolFactory = Callable[[ConnectionSlot], asyncio.Protocol]  # The protocol releases its slot with its connection.
+
+
+def bound_socket(host: str, port: int, flags: str = "--host or --port") -> socket.socket:
+    """Return a bound socket. A server binds before it loads anything, so that a taken port is known at once.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 means any free one.
+        flags: flags that choose the two, for the error.
+
+    Raises:
+        ConfigError: the address does not exist, or another program has the port.
+    """
+    listener = None
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        text = f"cannot listen on {host}:{port} ({error.strerror}): give another {flags}"
+        raise ConfigError(text) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{in_address(host)}:{port}"
+
+
+def warn_if_open(listener: socket.socket, api_keys: Collection[str]) -> None:
+    """Log a warning if other machines can reach the server and no key is needed."""
+    if not api_keys and not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
+        url = url_of(listener)
+        logger.warning("listening on %s without --api-key: every host that reaches this machine can use it", url)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontLimits:
+    """Limits of a port's connections.
+
+    Attributes:
+        max_connections: Most concurrent connections, apart from spare ones for addresses that have few.
+        max_per_address: Most concurrent connections of one client address; None means no limit.
+        write_s: Time that a client may leave its answer unread, in seconds.
+    """
+
+    max_connections: int
+    max_per_address: int | None = None
+    write_s: float = WRITE_S
+
+    @property
+    def num_spare(self) -> int:
+        """Connections beyond the limit, for addresses that have few."""
+        return max(1, self.max_connections // _SPARE_PART)
+
+    def has_spare(self, table: ConnectionTable, address: str) -> bool:
+        """Return whether an address may have one of the spare connections of a full port."""
+        most = max(1, self.num_spare // _SPARE_ADDRESSES)
+        return table.num_of(address) < most and table.num_open < self.max_connections + self.num_spare
+
+
+class Front:
+    """Accepts the connections of one port.
+
+    On a full port, connections without a complete request give way to new ones, those of the address that has most
+    first (`ConnectionTable.giving_way_to`). So one address may have all connections, as a proxy does, and keeps none
+    from others. Where all connections carry requests, an address that has few gets a spare one; all else is refused.
+
+    The number of open files is bounded (`files_of_port`): a connection is refused or displaced before the next one is
+    accepted. uvloop's own server accepts without a bound, and closes its listening socket for good when the process has
+    no file left.
+
+    The caller has raised the limit of open files before it loaded anything (`allow_open_files`).
+
+    Args:
+        listener: Bound socket, which `close` closes.
+        make: Makes the protocol of a connection.
+    """
+
+    def __init__(
+        self, port: Port, listener: socket.socket, make: ProtocolFactory, limits: FrontLimits, faults: Faults
+    ) -> None:
+        self._port = port
+        self._listener = listener
+        self._make = make
+        self._limits = limits
+        self._faults = faults
+        self._table = ConnectionTable()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Open connections."""
+        return self._table.num_open
+
+    def open(self) -> Front:
+        """Accept connections from now on. Returns the front itself."""
+        # Accepted connections inherit this size. The kernel's default buffers megabytes for a client that does not
+        # read.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        self._listener.settimeout(0)
+        self._listener.listen(_BACKLOG)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept_some)
+        return self
+
+    def close(self) -> None:
+        """Close the listener, so that further connections are refused; open ones stay."""
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+
+    def _accept_some(self) -> None:
+        for _ in range(_MAX_ACCEPTED):
+            try:
+                connection, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _OUT_OF_FILES:
+                    self._pause()
+                    return
+                continue  # The client has given up in the meantime.
+            self._admit(connection, str(address[0]))
+
+    def _pause(self) -> None:
+        """Stop for a while: the loop would otherwise report the same waiting client again and again."""
+        self._faults.count(self._port, Fault.OUT_OF_FILES)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener)
+        self._retry = loop.call_later(_RETRY_S, loop.add_reader, self._listener, self._accept_some)
+
+    def _admit(self, connection: socket.socket, address: str) -> None:
+        """Open a connection, or refuse it."""
+        limits, table, network = self._limits, self._table, network_of(address)
+        if limits.max_per_address is not None and table.num_of(network) >= limits.max_per_address:
+            self._refuse(connection, Fault.TOO_MANY_OF_ADDRESS)
+        elif self._has_place(network):
+            task = asyncio.get_running_loop().create_task(self._open(connection, table.enter(network)))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+        else:
+            self._refuse(connection, Fault.TOO_MANY)
+
+    def _has_place(self, network: str) -> bool:
+        """Return whether there is a place for a connection of `network`, for which another one may have to give way."""
+        table = self._table
+        if table.num_open < self._limits.max_connections:
+            return True
+        slot = table.giving_way_to(network)
+        if slot is None:
+            return self._limits.has_spare(table, network)
+        slot.displace()
+        self._faults.count(self._port, Fault.DISPLACED)
+        return True
+
+    async def _open(self, connection: socket.socket, slot: ConnectionSlot) -> None:
+        try:
+            connection.settimeout(0)
+            transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self._make(slot), connection
+            )
+            slot.opened(transport)
+        except (OSError, RuntimeError):  # The client has left before its connection was open.
+            self._faults.count(self._port, Fault.CLIENT_LEFT)
+            slot.release()
+            connection.close()
+        except BaseException:
+            slot.release()
+            connection.close()
+            raise
+
+    def _refuse(self, connection: socket.socket, fault: Fault) -> None:
+        """Answer before a request is read, and close at once."""
+        self._faults.count(self._port, fault)
+        with contextlib.suppress(OSError), connection:
+            connection.settimeout(0)
+            connection.send(_refusal())
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1 << 16)  # A close with unread data would reset the connection, and lose the answer.
+
+
+def http_front(
+    port: Port, runner: web.AppRunner, listener: socket.socket, limits: FrontLimits, faults: Faults
+) -> Front:
+    """Return the front of an aiohttp `runner` that is set up."""
+    server = runner.server
+    assert server is not None, "the runner is not set up"
+
+    def make(slot: ConnectionSlot) -> asyncio.Protocol:
+        return HttpConnection(server, PortFaults(faults, port), limits.write_s, slot)
+
+    return Front(port, listener, make, limits, faults)
+
+
+def files_of_port(max_connections: int) -> int:
+    """Return the most open files of a port, with spare connections and those that close because they gave way."""
+    return max_connections + FrontLimits(max_connections).num_spare + _MAX_ACCEPTED
+
+
+def allow_open_files(num_connections: int, num_processes: int = 0) -> None:
+    """Raise the limit of open files so that it covers the connections of all ports and the process's other files.
+
+    Args:
+        num_connections: Most open files of all ports together (`files_of_port`), those to engines included.
+        num_processes: Child processes and engines.
+
+    Raises:
+        ConfigError: The system does not allow so many open files.
+    """
+    wanted = num_connections + _OTHER_FILES + _FILES_PER_PROCESS * num_processes
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise ConfigError(
+            f"the connections of all ports need {wanted} open files, and this system allows {hard}:"
+            " lower --max-connections, or raise the limit (ulimit -n)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _refusal() -> bytes:
+    error = ConnectionsFullError()
+    body = error_json(error)
+    head = (
+        f"HTTP/1.1 {error.http_status} Service Unavailable\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nRetry-After: {error.retry_after_s}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

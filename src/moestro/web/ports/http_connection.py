@@ -1,0 +1,297 @@
+"""One connection to an aiohttp server: bounded in bytes and time, and without a way into the log.
+
+Parser errors get OpenAI's form. Requests before such an error are answered. A request whose body breaks off is refused
+at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+from aiohttp import web
+from aiohttp.http import HttpRequestParser, RawRequestMessage
+from aiohttp.http_exceptions import (
+    BadStatusLine,
+    HttpProcessingError,
+    InvalidHeader,
+    InvalidURLError,
+    LineTooLong,
+    TransferEncodingError,
+)
+from aiohttp.streams import StreamReader
+
+from moestro.errors import RequestError
+from moestro.web.errors import HttpError, InternalError, error_json
+from moestro.web.ports.connection_table import ConnectionSlot
+from moestro.web.ports.faults import Fault, PortFaults
+from moestro.web.ports.framing import (
+    IDLE_S,
+    LINGER_S,
+    MAX_HEAD_BYTES,
+    FramingCount,
+    head_too_large,
+)
+
+_READ_BYTES = 1 << 16  # Unread bytes of a body after which the connection stops reading.
+# Fixed texts, because the parser's own messages repeat the client's data.
+_FAULTS: tuple[tuple[type[HttpProcessingError], str], ...] = (
+    (InvalidURLError, "the path is not valid"),
+    (BadStatusLine, "the request line is not valid"),
+    (InvalidHeader, "the value of a header is not valid"),
+    (TransferEncodingError, "a chunk of the body is not valid"),
+    (HttpProcessingError, "a header or the body's framing is not valid, or Host is missing or repeated"),
+)
+
+
+class HttpConnection(web.RequestHandler):
+    """Serves one connection of `server`.
+
+    aiohttp offers no hook for the parser's errors. This class alone uses its private names `_parser`, `_messages`,
+    `_max_msg_queue_size`, `_request_count`, `_current_request` and `_handle_request`. `test_http_edges.py` and
+    `test_connections.py` in `tests/web` fail when their meaning changes.
+
+    Args:
+        faults: Faults of the connection's port.
+        write_s: Time that the client may leave its answer unread, in seconds.
+        slot: Place of the connection at its port.
+    """
+
+    def __init__(self, server: web.Server, faults: PortFaults, write_s: float, slot: ConnectionSlot) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(server, loop=loop, keepalive_timeout=IDLE_S, lingering_time=LINGER_S, access_log=None)  # type: ignore[arg-type]
+        self._faults = faults
+        self._write_s = write_s
+        self._slot = slot
+        self._wire: asyncio.Transport | None = None  # The transport, also while it closes.
+        self._cut: asyncio.TimerHandle | None = None  # Runs while the client leaves its answer unread.
+        self._framing = FramingCount()
+        self._body: StreamReader | None = None  # Body of the newest request.
+        self._is_unreadable = False  # Whether the data that arrives is no longer HTTP.
+        # With a queue of one request, the parser never reads invalid data together with a request before it. aiohttp
+        # would drop that request. The number of headers is checked with the complete head, whose size is bounded here.
+        self._parser = HttpRequestParser(
+            self,
+            loop,
+            _READ_BYTES,
+            max_line_size=MAX_HEAD_BYTES,
+            max_field_size=MAX_HEAD_BYTES,
+            max_headers=MAX_HEAD_BYTES,
+            payload_exception=web.RequestPayloadError,
+            max_msg_queue_size=1,
+            auto_decompress=False,  # `Bodies` unpacks a body when a handler reads it.
+        )
+
+    # --- called by the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to serve."""
+        self._wire = cast(asyncio.Transport, transport)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Cancel the handler, and release the connection's place."""
+        if self._current_request is not None:
+            self._faults.count(Fault.CLIENT_LEFT)
+        self._wire = None
+        self._stop_cut()
+        super().connection_lost(exc)
+        self._slot.release()
+
+    def pause_writing(self) -> None:
+        """Give the client a limited time to read."""
+        super().pause_writing()
+        self._start_cut()
+
+    def resume_writing(self) -> None:
+        """Go on, because the client has read."""
+        super().resume_writing()
+        self._stop_cut()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse `data` request by request, until the queue is full or the parser needs more data.
+
+        The parser stops at the end of each request, also where only the body of an earlier one ends.
+        """
+        if self._is_unreadable:
+            return  # The data is dropped, because nothing marks where a request begins.
+        num_first = self._request_count
+        self._framing.read(len(data))
+        reached = None
+        while reached != self._reached and not self._is_unreadable:
+            reached = self._reached
+            super().data_received(data)
+            self._look_at_newest()
+            data = b""
+            if len(self._messages) >= self._max_msg_queue_size:
+                break
+        self._check_framing(is_new=self._request_count > num_first)
+        self._look_for_complete()
+
+    def cut_unread(self) -> None:
+        """Close the connection at once, because its client does not read its answer."""
+        if self._wire is not None:
+            self._faults.count(Fault.UNREAD)
+            self._wire.abort()
+
+    async def start(self) -> None:
+        """Answer the connection's requests. Afterwards the client has a limited time to read the last answer."""
+        try:
+            await super().start()
+        finally:
+            if self._cut is None:
+                self._start_cut()
+
+    async def _handle_request(
+        self,
+        request: web.BaseRequest,
+        start_time: float | None,
+        request_handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+    ) -> tuple[web.StreamResponse, bool]:
+        """Answer a request. Its connection gives way to none from the end of its body to the end of its response."""
+        if request.content.is_eof():
+            self._slot.begins()
+        try:
+            return await super()._handle_request(request, start_time, request_handler)
+        finally:
+            self._slot.ends()
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send the response, and let the client notice the end of the connection if it is the last one."""
+        sent, has_left = await super().finish_response(request, resp, start_time)
+        if not has_left and not sent.keep_alive:
+            await self._linger()
+        return sent, has_left
+
+    # --- errors
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Return the response to a parser error, and close the connection after it."""
+        if request.writer.output_size > 0 or self.transport is None or self.transport.is_closing():
+            raise ConnectionError("a response is already under way, or the client has left")
+        if isinstance(exc, HttpProcessingError):
+            error = _refusal_of(exc)
+            self._faults.count(Fault.HEAD_TOO_LARGE if error.http_status == 431 else Fault.MALFORMED)
+        else:
+            if exc is not None:
+                self._faults.of_all.bug("a request failed outside of its handler", exc)
+            error = InternalError("-")
+        response = web.Response(status=error.http_status, body=error_json(error), content_type="application/json")
+        response.headers["Server"] = "moestro"
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Count a client's disconnect; log all else as a bug of ours."""
+        error = kw.get("exc_info")
+        if isinstance(error, ConnectionError):
+            self._faults.count(Fault.CLIENT_LEFT)
+        elif isinstance(error, web.RequestPayloadError | RequestError):
+            self._faults.count(Fault.MALFORMED)  # aiohttp has read the rest of a broken body after its answer.
+        elif isinstance(error, BaseException):
+            self._faults.of_all.bug("a connection failed", error)
+
+    # --- inside
+
+    @property
+    def _reached(self) -> tuple[int, bool]:
+        """How far the parser is: the number of requests, and whether the newest one is complete."""
+        return self._request_count, self._body is None or self._body.is_eof()
+
+    def _look_at_newest(self) -> None:
+        """Fail a request whose body cannot be parsed; aiohttp would wait for the rest of the body."""
+        body = self._body
+        if self._messages:
+            newest, newest_body = self._messages[-1]
+            if isinstance(newest, RawRequestMessage):
+                if newest_body is not body:
+                    self._body = newest_body
+                    self._framing.num_body_bytes = 0
+            elif not self._is_unreadable:
+                self._is_unreadable = True
+                if body is not None and not body.is_eof():
+                    body.set_exception(_refusal_of(cast(HttpProcessingError, newest.exc)))
+        if body is not None and body.exception() is not None and not body.is_eof():
+            body.feed_eof()  # No further data can arrive for this body.
+
+    def _look_for_complete(self) -> None:
+        """Keep the connection's place as long as a complete request waits for its answer."""
+        current = self._current_request
+        bodies = [current.content] if current is not None else [body for _, body in self._messages]
+        if bodies and bodies[0].is_eof():
+            self._slot.begins()
+
+    def _check_framing(self, *, is_new: bool) -> None:
+        """End the connection if heads, trailers or the framing of chunks exceed their limits."""
+        framing, body = self._framing, self._body
+        if is_new:
+            framing.restart()
+        if body is not None and (growth := body.total_bytes - framing.num_body_bytes) > 0:
+            framing.body(growth)
+        is_parsed = len(self._messages) < self._max_msg_queue_size  # Otherwise the parser holds the rest back.
+        if framing.is_over and is_parsed and not self._is_unreadable:
+            self._parser = _Overrun()  # type: ignore[assignment]
+            super().data_received(b"")
+            self._look_at_newest()
+
+    async def _linger(self) -> None:
+        """Close the server's side, and drop what arrives until the client closes its own, for `LINGER_S` at most.
+
+        An immediate close would reset the connection of a client that is still sending, and the response would be lost.
+        """
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        self._is_unreadable = True
+        transport.resume_reading()
+        transport.write_eof()
+        # The client's end cancels this task.
+        await asyncio.sleep(LINGER_S)
+        if self._body is not None and not self._body.is_eof():
+            self._body.feed_eof()  # aiohttp would wait for the rest.
+
+    def _start_cut(self) -> None:
+        self._stop_cut()
+        if self._wire is not None:
+            self._cut = self._loop.call_later(self._write_s, self.cut_unread)
+
+    def _stop_cut(self) -> None:
+        if self._cut is not None:
+            self._cut.cancel()
+            self._cut = None
+
+
+class _Overrun:
+    """Takes the place of the parser where a head, trailers or chunk framing exceed their limits."""
+
+    def feed_data(self, data: bytes) -> None:
+        """Implement `HttpRequestParser.feed_data`."""
+        raise LineTooLong(b"", MAX_HEAD_BYTES)
+
+    def feed_eof(self) -> None:
+        """Implement `HttpRequestParser.feed_eof`."""
+
+    def message_consumed(self) -> None:
+        """Implement `HttpRequestParser.message_consumed`."""
+
+    def pause_reading(self) -> None:
+        """Implement `HttpRequestParser.pause_reading`."""
+
+    def set_upgraded(self, val: bool) -> None:  # noqa: FBT001 - aiohttp's signature
+        """Implement `HttpRequestParser.set_upgraded`."""
+
+
+def _refusal_of(error: HttpProcessingError) -> RequestError:
+    if isinstance(error, LineTooLong):
+        return head_too_large()
+    fault = next(text for kind, text in _FAULTS if isinstance(error, kind))
+    return HttpError(400, f"Malformed HTTP: {fault}.", "bad_request")

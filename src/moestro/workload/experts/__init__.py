@@ -1,0 +1,1 @@
+"""Recorded load of experts, in all known forms."""

@@ -1,0 +1,1 @@
+"""Loads drawn from seeds: arrivals, lengths, sessions, prompts."""

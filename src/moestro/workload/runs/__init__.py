@@ -1,0 +1,1 @@
+"""Outcomes of a run: records of requests, figures, objectives."""

@@ -1,0 +1,1 @@
+"""Traces and records of requests, in all known forms."""

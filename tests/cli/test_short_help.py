@@ -1,0 +1,48 @@
+"""`--help` of a verb with many flags is short, and `--help-all` has every flag."""
+
+from __future__ import annotations
+
+import pytest
+
+from moestro.cli.main import main
+from moestro.cli.short_help import EVERYDAY, HELP_ALL
+
+MOST_LINES = {"serve": 300, "route": 150}
+
+
+def help_of(verb: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main([verb, flag])
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", EVERYDAY)
+def test_short_help_has_the_everyday_flags_and_no_other(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    text = help_of(verb, "--help", capsys)
+    lines = [line.split() for line in text.splitlines() if "--" in line]
+    shown = {word for words in lines for word in words[:3] if word.startswith("--") and word != HELP_ALL}
+    assert {flag for flag in shown if not flag.startswith("--no-")} == set(EVERYDAY[verb])
+    assert f"moestro {verb} {HELP_ALL} lists all flags" in text
+
+
+@pytest.mark.parametrize("verb", EVERYDAY)
+def test_short_help_fits_on_few_screens(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert len(help_of(verb, "--help", capsys).splitlines()) <= MOST_LINES[verb]
+
+
+@pytest.mark.parametrize("verb", EVERYDAY)
+def test_all_flags_come_back_after_a_short_help(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    help_of(verb, "--help", capsys)
+    everything = help_of(verb, HELP_ALL, capsys)
+    assert "--index-memory-bytes" in everything or "--max-be-wait" in everything
+    assert HELP_ALL not in everything
+
+
+def test_policies_are_named_in_short_help_and_described_in_the_other(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "One of edf, fcfs, prefill_aware" in help_of("serve", "--help", capsys)
+    assert "fcfs: First come, first served." in help_of("serve", HELP_ALL, capsys)
