@@ -27,7 +27,7 @@ REAL = (MOESTRO, "serve")
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_server.py")))
 # How long a test waits for another process. A test goes on at once when the event happens, so that a patience for the
 # busiest machine costs nothing.
-PATIENCE_S = 200.0
+PATIENCE_S = 500.0
 
 
 class Running:
