@@ -69,5 +69,3 @@ def test_the_longest_files_begin_first_and_others_keep_their_order():
 
 def test_rooms_and_files_of_the_plan_exist():
     assert [name for name in [*PLANNED["rooms"], *PLANNED["files"]] if not (TESTS / name).exists()] == []
-    rooms = {path.parent.name for path in TESTS.glob("*/test_*.py")}
-    assert rooms - set(PLANNED["rooms"]) == set(), "each room has a budget"
