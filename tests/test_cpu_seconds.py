@@ -17,13 +17,13 @@ PLANNED = tomllib.loads(PLAN.read_text())
 
 
 def test_a_process_and_all_its_descendants_are_counted():
-    before_s = tree_s(os.getpid())
     child = f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {BURN!r}])\n{BURN}input()"
     with subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE) as process:
         wait_until(lambda: tree_s(process.pid) >= 0.5)
-        assert tree_s(os.getpid(), without=[process.pid]) < before_s + 0.3
+        alone_s = tree_s(os.getpid(), without=[process.pid])
+        assert tree_s(os.getpid()) >= alone_s + 0.5
         process.communicate(b"\n")
-    assert tree_s(os.getpid()) >= before_s + 0.5
+    assert tree_s(os.getpid(), without=[process.pid]) >= alone_s + 0.5, "it has been waited for"
     assert tree_s(process.pid) == 0
 
 
