@@ -11,7 +11,7 @@ TRITON := $(VENV)/triton-3.9.0
 SPHINX := $(VENV)/sphinx
 
 # One test process more than there are cores, because tests wait for servers. A file stays in one process, so that its
-# servers start once. Files keep their order, because short ones end it.
+# servers start once. Files keep their order, in which the longest begin (tests/cpu_seconds.toml).
 PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
 PARALLEL = -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 FAST := core cost config engine flow laws routing wire workload test_architecture.py
@@ -20,7 +20,7 @@ FAST_SKIP := laws/test_schedule_never_changes_the_network.py
 # Tests start a hundred processes; without bytecode each would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install serve test test-fast mutants docs release lint clean
+.PHONY: install serve test tests tests-cuda tests-oldest test-fast mutants docs release lint clean
 
 install: $(INSTALLED)
 
@@ -52,9 +52,17 @@ $(TRITON): $(INSTALLED)
 	@mkdir -p $@
 	@touch $@
 
-test: lint $(OLDEST) $(TRITON)
+# Each goal runs, whatever becomes of those before it.
+test:
+	@$(MAKE) --no-print-directory --keep-going lint tests tests-cuda tests-oldest
+
+tests: install
 	$(BIN)/pytest $(PARALLEL)
+
+tests-cuda: $(TRITON)
 	PYTHONPATH=$(TRITON) $(BIN)/pytest $(PARALLEL) tests/cuda
+
+tests-oldest: $(OLDEST)
 	PYTHONPATH=$(OLDEST) $(BIN)/pytest $(PARALLEL) -m 'transformers and not slow' tests/parity tests/model
 
 test-fast: lint

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from support import triton_interpreter
-from support.forker import start_forker
+from support.cpu_seconds import CpuSeconds
+from support.forker import Forker
 from support.running import FAKE, REAL, Running, free_port
 
 import moestro
@@ -41,8 +42,13 @@ gc.disable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not sys.platform.startswith("linux"):
+        return
+    forker = None
     if not hasattr(config, "workerinput"):  # a worker of pytest-xdist uses the forker of the process that started it
-        config.add_cleanup(start_forker())
+        forker = Forker()
+        config.add_cleanup(forker.end)
+    config.pluginmanager.register(CpuSeconds(forker and forker.pid))
 
 
 def pytest_collection_finish() -> None:

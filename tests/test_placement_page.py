@@ -47,7 +47,6 @@ def number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-@pytest.mark.timeout(180)
 def test_every_command_of_the_page_runs(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for rank in range(2):  # what SGLang leaves in its folder
@@ -62,7 +61,7 @@ def test_every_command_of_the_page_runs(tmp_path):
         env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

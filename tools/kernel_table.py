@@ -1,7 +1,8 @@
 """Compile the GPU kernels for five generations of GPUs, none of which has to be there, and store what comes of them.
 
     python tools/kernel_table.py --json bench/results/kernels/compiled.json   # each tile, for all GPUs: some minutes
-    python tools/kernel_table.py --heaviest                                   # of each kernel the largest tile
+    python tools/kernel_table.py --heaviest --targets 80 90 100 120 --passed tests/cuda/passed_launches.txt
+                                                                              # the largest tiles, as a test checks them
     python tools/kernel_table.py --targets 90 --only linear                   # some of them, printed
 
 Each distinct launch of `kernel_launches` is compiled as Triton compiles it on a GPU. `python tools/reference_tables.py`
@@ -21,7 +22,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -91,17 +92,24 @@ class Compiled:
             yield f"{what}: {count['FFMA']} fused multiply-adds"
 
 
-def digest() -> str:
-    """Digest of the kernels' sources and tiles, without comments and docstrings."""
+@cache
+def digest(*others: Path) -> str:
+    """Digest of the kernels' sources and tiles, and of other files, without comments and docstrings."""
     parts = []
-    for path in [*sorted(SOURCES.glob("*.py")), SOURCES.parent / "tiles.py"]:
+    for path in [*sorted(SOURCES.glob("*.py")), SOURCES.parent / "tiles.py", *others]:
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             body = getattr(node, "body", None)
             is_text = isinstance(body, list) and body and isinstance(body[0], ast.Expr)
             if is_text and isinstance(body[0].value, ast.Constant):
                 del body[0]
-        parts.append(ast.dump(tree))
+        parts.append(ast.unparse(tree))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def name_of(launch: Any, target: int) -> str:
+    """A name of a compilation and of its checks: the same name means the same sources, compiler and outcome."""
+    parts = digest(Path(__file__)), version("triton"), str(target), launch.key
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -231,19 +239,27 @@ def main() -> int:
     parser.add_argument("--every-shape", action="store_true", help="all shapes of each kernel and tile")
     parser.add_argument("--heaviest", action="store_true", help="of each kernel the tile that takes most registers")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--passed", type=Path, help="file with names of launches that had no problem and are left out; written anew"
+    )
     args = parser.parse_args()
     conditions = run_record("computed")
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        compiled = []
+        passed = set(args.passed.read_text().split()) if args.passed and args.passed.exists() else set()
+        compiled, names = [], set()
         for target in args.targets:
             launches = [each for each in distinct_launches(target) if args.only in f"{each.model} {each.kernel}"]
             choose = list if args.every_shape else heaviest if args.heaviest else one_shape
-            compiled += compile_all(choose(launches), target, args.jobs)
+            named = {name_of(each, target): each for each in choose(launches)}
+            compiled += compile_all([each for name, each in named.items() if name not in passed], target, args.jobs)
+            names |= named.keys()
     problems = [problem for each in compiled for problem in each.problems()]
     result = {"sources": digest(), "triton": version("triton"), "kernels": [asdict(each) for each in compiled]}
     save(args.json, conditions, result)
-    print(f"{len(compiled)} kernels were compiled, with {len(problems)} problems")
+    if args.passed and not problems:
+        args.passed.write_text("\n".join(sorted(names)) + "\n")
+    print(f"{len(compiled)} of {len(names)} kernels were compiled, with {len(problems)} problems")
     return int(bool(problems))
 
 

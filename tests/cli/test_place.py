@@ -90,7 +90,7 @@ def test_a_dump_becomes_files_for_the_engines(tmp_path, policy):
         "--save-profile", "load.moestro",
     ]  # fmt: skip
     command = [sys.executable, "-c", "from moestro.cli import main; main()", "place", *map(str, arguments)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     for words in ("3 layers with 12 experts, 2 sources, 6 steps", "balance, mean of ratios (SGLang)", "Payback: ",
                   "Moves by device", "all under their default settings", "Under the load of stat.pt",

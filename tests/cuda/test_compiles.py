@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from moestro.model.cuda.tiles import dense_tile, expert_tile
 
+PASSED = Path(__file__).with_name("passed_launches.txt")
 TOOL = Path(__file__).parents[2] / "tools" / "kernel_table.py"
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_120": 99 << 10}
 
@@ -27,11 +29,25 @@ def compiled(*arguments: str) -> str:
     return run.stdout.splitlines()[-1]
 
 
-def test_the_largest_tile_of_each_kernel_compiles_for_each_gpu():
-    """Few spills, matrix instructions in products, shared memory that fits, no fused multiply-add where bits count."""
-    summary = compiled("--heaviest", "--targets", "80", "90", "100", "120")
+def test_the_largest_tile_of_each_kernel_compiles_for_each_gpu(tmp_path):
+    """Few spills, matrix instructions in products, shared memory that fits, no fused multiply-add where bits count.
+
+    Launches of the same sources that have passed, on whatever machine, pass again. After a change of the kernels
+    `tools/kernel_table.py` notes those that pass (its docstring has the command); without it the test takes minutes.
+    """
+    passed = tmp_path / "passed"
+    shutil.copyfile(PASSED, passed)
+    summary = compiled("--heaviest", "--targets", "80", "90", "100", "120", "--passed", str(passed))
     assert summary.endswith("with 0 problems")
-    assert int(summary.split()[0]) >= 40
+    names = passed.read_text().split()
+    assert len(names) == int(summary.split()[2]) >= 40
+
+
+def test_a_launch_is_compiled_unless_it_is_noted_with_the_same_sources(tmp_path):
+    passed, options = tmp_path / "passed", ("--heaviest", "--targets", "80", "--only", "add_answers")
+    passed.write_text("0123456789abcdef\n")
+    assert compiled(*options, "--passed", str(passed)).startswith("1 of 1 ")
+    assert compiled(*options, "--passed", str(passed)).startswith("0 of 1 ")
 
 
 @pytest.mark.slow

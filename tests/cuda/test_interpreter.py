@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
+import triton
+import triton.language as tl
 from support import triton_interpreter
 
 
@@ -29,3 +32,29 @@ def test_a_product_does_not_depend_on_rows_columns_or_depth_of_a_tile():
 def test_float8_has_the_numbers_of_torch():
     wanted = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
     assert torch.equal(torch.from_numpy(triton_interpreter.float8_numbers()).nan_to_num(1e9), wanted.nan_to_num(1e9))
+
+
+@pytest.mark.parametrize(
+    ("operation", "x", "y", "is_wrong"),
+    [
+        ("add", [2**31 - 1, 0], [0, 5], False),
+        ("add", [2**31 - 1, 0], [1, 5], True),
+        ("sub", [-(2**31)], [1], True),
+        ("mul", [2**16, 3], [2**15, 3], True),
+        ("mul", [2**16, 3], [-(2**15), 3], False),
+    ],
+)
+def test_integers_that_overflow_are_found(operation, x, y, is_wrong):
+    assert triton_interpreter.overflows(operation, np.array(x, np.int32), np.array(y, np.int32)) == is_wrong
+
+
+def test_a_kernel_whose_integers_overflow_fails(device):
+    if device.type == "cuda":
+        pytest.skip("a GPU checks no integers")
+    with pytest.raises(Exception, match="int32 overflows in mul"):
+        _square[(1,)](torch.zeros(1, dtype=torch.int32), 1 << 16)
+
+
+@triton.jit
+def _square(out, number):
+    tl.store(out, number * number)

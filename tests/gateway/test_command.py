@@ -95,7 +95,7 @@ def test_what_strangers_send_is_refused_and_one_log_line_of_each_kind(routed):
             (head + b"Host: y\r\n\r\n", 400),
             (head + b"Expect: more\r\n\r\n", 417),
         ):
-            with socket.create_connection(routed.address, timeout=30) as stranger:
+            with socket.create_connection(routed.address, timeout=300) as stranger:
                 stranger.sendall(sent)
                 answer = b"".join(iter(lambda: stranger.recv(65536), b""))
                 assert answer.startswith(b"HTTP/1.1 %d " % status)
@@ -107,7 +107,7 @@ def test_what_strangers_send_is_refused_and_one_log_line_of_each_kind(routed):
 
 
 def test_a_hundred_megabytes_of_trailer_are_refused_and_keep_nobody_waiting(routed):
-    with socket.create_connection(routed.address, timeout=30) as stranger:
+    with socket.create_connection(routed.address, timeout=300) as stranger:
         stranger.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nA: ")
 
         def pour() -> None:

@@ -163,7 +163,7 @@ async def test_what_comes_while_a_write_fails_is_behind_the_gap_too(tmp_path, mo
     router, append, fails = recorded_router(record), record._append, threading.Event()
 
     def fail_once_told(entries):
-        assert fails.wait(5)
+        assert fails.wait(300)
         raise OSError(28, "No space left on device")
 
     router.submit(request("r0"), 0)
@@ -200,7 +200,7 @@ async def test_a_write_that_runs_when_the_router_stops_is_waited_for(tmp_path, m
         nonlocal num_writing
         num_writing += 1
         assert num_writing == 1, "two threads write to one file"
-        assert may_write.wait(5)
+        assert may_write.wait(300)
         append(entries)
         num_writing -= 1
 

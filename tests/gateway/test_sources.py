@@ -33,7 +33,7 @@ def test_a_policy_is_refused_at_the_start_if_its_sources_are_turned_off(policy):
 def test_the_command_says_so_and_ends():
     command = (*ROUTE[:2], "--engine", "http://127.0.0.1:1", "--route-policy", "gimbal-v1", "--metrics-interval", "0")
     command += ("--port", "0", "--admin-port", "0")
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode != 0
     assert "requires kv_usage" in " ".join((found.stderr + found.stdout).split())
 

@@ -77,7 +77,7 @@ def test_slow_checks_start_no_more_processes_and_stop_no_try(checker):
     most, ended = [0], threading.Event()
 
     def watch() -> None:
-        while not ended.wait(0.002):
+        while not ended.wait(0.02):
             most.append(len(forks(checker)))
 
     checker.check(Grammar("regex", "a"), TRY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.examples import num_examples
 from support.routers import BLOCK_SIZE, request
 
 from moestro.core.hashing import HASH_BYTES
@@ -162,10 +163,11 @@ def test_law_nothing_goes_to_an_engine_that_is_not_routable_and_a_record_replays
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.policy or p.score)
 def test_law_excluding_engines_decides_as_if_they_were_out_of_rotation(policy):
+    num_steps = num_examples(100, thorough=200)
     for seed, max_num_queued in enumerate([None, 20]):
         one, other = (history_of(policy, seed, max_num_queued=max_num_queued)[0] for _ in range(2))
         rng = random.Random(seed)
-        for number in range(200):
+        for number in range(num_steps):
             one.step(number)
             other.step(number)
             exclude = [engine for engine, is_up in other.up.items() if is_up and rng.random() < 0.4]

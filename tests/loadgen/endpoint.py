@@ -32,12 +32,12 @@ class Endpoint:
 
     def __enter__(self) -> Endpoint:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(300)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(300)
 
     async def serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()

@@ -77,7 +77,7 @@ def test_every_way_to_fail_is_counted_under_its_own_name():
     with Endpoint(*behaviours) as endpoint:
         measured, shown = run(
             endpoint,
-            endpoint=EndpointSettings(base_url=endpoint.url, timeout=3.0),
+            endpoint=EndpointSettings(base_url=endpoint.url, timeout=8.0),
             requests=replace(SMALL, num_prompts=18),
         )
     report = measured.result.report
@@ -92,7 +92,7 @@ def test_every_way_to_fail_is_counted_under_its_own_name():
     assert report.num_output_tokens == 2 * 5 + 2 * 4
     assert report.num_input_tokens == 4 * 20
     assert report.cached_share == pytest.approx(0.1)
-    assert report.ttft_ms.p99 < 3000, "the failed ones' times are not among the latencies"
+    assert report.ttft_ms.p99 < 8000, "the failed ones' times are not among the latencies"
 
 
 def test_a_body_asks_for_exact_length_usage_and_token_ids_of_no_other_request():

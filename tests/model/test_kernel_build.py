@@ -95,7 +95,7 @@ def test_a_slow_compiler_lets_the_network_serve_first(directory, own_cache, monk
     may_end = threading.Event()
 
     def find(self):
-        may_end.wait(60)
+        may_end.wait(300)
         return library
 
     monkeypatch.setattr(KernelBuild, "_find", find)
@@ -107,7 +107,7 @@ def test_a_slow_compiler_lets_the_network_serve_first(directory, own_cache, monk
     drive.run(device, units)
     assert device.network.exchange is None
     may_end.set()
-    assert device.network._awaited.wait(60) is library
+    assert device.network._awaited.wait(300) is library
     with caplog.at_level("INFO", "moestro.model.network"):
         drive.run(device, units)
     assert any("The prefix cache begins anew" in each.message for each in caplog.records)
@@ -119,7 +119,7 @@ def test_a_compiler_that_fails_after_the_start_is_a_warning(directory, own_cache
     may_end = threading.Event()
 
     def find(self):
-        may_end.wait(60)
+        may_end.wait(300)
         raise CompilerError("c++ failed")
 
     monkeypatch.setattr(KernelBuild, "_find", find)
@@ -127,7 +127,7 @@ def test_a_compiler_that_fails_after_the_start_is_a_warning(directory, own_cache
     device, _ = open_device(settings(directory, "auto"))
     build = device.network._awaited
     may_end.set()
-    build.wait(60)
+    build.wait(300)
     for _ in range(2):
         drive.run(device, drive.make_units([(0, [7, 8])], np.zeros((1, 1))))
     warnings = [each.message for each in caplog.records if each.levelname == "WARNING"]

@@ -38,7 +38,7 @@ def run_batch(directory: Path, lines: Sequence[object], *flags: str) -> tuple[li
         [MOESTRO, "run-batch", "-i", source, "-o", target, *flags],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -198,7 +198,7 @@ def test_after_the_end_of_the_started_server_each_line_still_has_an_answer_or_an
         wait_until(lambda: target.exists() and target.stat().st_size > 0)
         (started,) = psutil.Process(program.pid).children()
         started.kill()
-        _, told = program.communicate(timeout=60)
+        _, told = program.communicate(timeout=300)
     answers = [json.loads(line) for line in target.read_text().splitlines()]
     assert program.returncode == 1
     assert "the server ended with status -9" in told

@@ -31,12 +31,12 @@ def on_terminal(inner: int) -> None:
 
 def chat(lines: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [MOESTRO, "chat", *flags], input=lines, capture_output=True, text=True, timeout=120, check=False
+        [MOESTRO, "chat", *flags], input=lines, capture_output=True, text=True, timeout=300, check=False
     )
 
 
 def chat_bytes(data: bytes, *flags: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([MOESTRO, "chat", *flags], input=data, capture_output=True, timeout=120, check=False)
+    return subprocess.run([MOESTRO, "chat", *flags], input=data, capture_output=True, timeout=300, check=False)
 
 
 def said(server, *messages: tuple[str, str]) -> str:

@@ -155,7 +155,7 @@ def test_prompts_survive_the_end_of_their_engine(llm):
     threading.Timer(0.1, engine.kill).start()
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     outputs = llm.generate(PROMPTS, params)
-    engine.wait(10)
+    engine.wait(300)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [64] * len(PROMPTS)
     assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == [
         output.outputs[0].token_ids for output in before
@@ -223,5 +223,5 @@ def test_the_interrupt_of_a_long_call_leaves_the_model_usable(heeds_interrupts):
         began_s = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["x"] * 4, long)
-        assert time.monotonic() - began_s < 60
+        assert time.monotonic() - began_s < 300, "the whole answer takes longer"
         assert len(llm.generate("x")) == 1

@@ -7,11 +7,12 @@ import json
 import socket
 
 import pytest
-from support.running import PATIENCE_S, Running, call, load, read_to_end, routing, wait_until
+from support.running import PATIENCE_S, REAL, Running, call, load, read_to_end, routing, wait_until
 
 STRANGER, HONEST = "127.0.0.2", "127.0.0.1"
 NUM_REQUESTS = 6
 LONG = {"prompt": "def f(x):", "n": 16, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+PACED = ("--device", "paced:h20", "--paced-arithmetic", "none")
 SCHEDULES = {
     "fcfs": (),
     "sjf": ("--scheduling-policy", "sjf"),
@@ -33,8 +34,8 @@ def send(server: Running, address: str, body: dict, *headers: str) -> socket.soc
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_small_request_is_answered_while_all_sequences_of_another_client_run(real_command, tmp_path, name):
-    server = Running((*real_command, "--max-num-seqs", "8", *SCHEDULES[name]), tmp_path)
+def test_a_small_request_is_answered_while_all_sequences_of_another_client_run(tmp_path, name):
+    server = Running((*REAL, *PACED, "--max-num-seqs", "8", *SCHEDULES[name]), tmp_path)
     try:
         with contextlib.ExitStack() as stack:
             for _ in range(NUM_REQUESTS):

@@ -73,7 +73,7 @@ def by_engine(server: Running, name: str) -> list[float]:
 
 def test_greedy_answers_are_those_of_the_fused_mode(server, spread):
     with ThreadPoolExecutor(12) as pool:
-        found, expected = (list(pool.map(lambda i: ask(each, i), range(24))) for each in (spread, server))  # noqa: B023
+        found, expected = (list(pool.map(lambda i: ask(each, i), range(12))) for each in (spread, server))  # noqa: B023
     assert found == expected
 
 
@@ -259,7 +259,7 @@ def test_workers_meet_and_name_the_one_that_does_not_come():
             try:
                 meet(place(worker), port, os.dup(listener.fileno()) if worker == 0 else None, 1.0)
             except GroupLostError as error:
-                both_asked.wait(10)  # the error holds the store, which worker 0 keeps for the other one too
+                both_asked.wait(PATIENCE_S)  # the error holds the store, which worker 0 keeps for the other one too
                 errors.append(str(error))
 
         threads = [threading.Thread(target=join, args=(worker,)) for worker in (0, 2)]

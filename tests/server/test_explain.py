@@ -131,7 +131,7 @@ def swap_experts(server: Running) -> None:
     slots = [[expert for worker in layer for expert in worker] for layer in table]
     body = json.dumps({"physical_to_logical_map": slots}).encode()
     url = f"http://127.0.0.1:{server.admin_port}/admin/placement/apply"
-    with urllib.request.urlopen(urllib.request.Request(url, body, method="POST"), timeout=60) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, body, method="POST"), timeout=300) as answer:
         assert answer.status == 202
     wait_until(lambda: not call_admin(server, "GET", "/admin/placement").json["progress"]["is_running"])
 

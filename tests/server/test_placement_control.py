@@ -229,7 +229,7 @@ async def test_a_pause_of_the_server_is_no_stall():
 @run
 async def test_an_alarm_comes_for_a_policy_that_never_answers_and_an_operator_gives_it_up():
     group, release = PlacedGroup(), threading.Event()
-    group.driver.loop._decide = lambda view: release.wait(30) and view.table
+    group.driver.loop._decide = lambda view: release.wait(300) and view.table
     group.serve(3000)
     checking = asyncio.create_task(group.driver.check())
     while group.driver._planning is None:  # noqa: ASYNC110 the loop has no event for it

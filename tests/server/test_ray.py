@@ -70,7 +70,7 @@ class RayNodes:
 
     def stop(self) -> None:
         self._process.stdin.close()
-        self._process.wait(60)
+        self._process.wait(300)
         self._process.stdout.close()
 
 

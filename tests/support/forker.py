@@ -14,8 +14,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from support.cpu_seconds import PROGRAMS, Program
 
 from moestro.config.launch_spec import STANDBY
 
@@ -40,6 +42,8 @@ class ForkedProgram:
         if not answer:
             raise OSError("the forker does not run this program")
         self.pid = int(answer)
+        self._used = Program(self.pid)
+        PROGRAMS.append(self._used)
 
     def __del__(self) -> None:
         self._socket.close()
@@ -53,14 +57,18 @@ class ForkedProgram:
         if self.returncode is None:
             self._socket.settimeout(timeout)
             try:
-                self.returncode = int(self._socket.recv(64))
+                status, used_s = self._socket.recv(64).split()
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
+            self.returncode = int(status)
+            self._used.end(float(used_s))
             self._socket.close()
         return self.returncode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
+            if number == signal.SIGKILL:
+                self._used.look()  # nothing waits for its descendants
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -68,25 +76,30 @@ class ForkedProgram:
         self.send_signal(signal.SIGKILL)
 
 
-def start_forker() -> Callable[[], None]:
-    """Start the forker, which loads libraries when a program first wants them; returns a function that ends it."""
-    if not sys.platform.startswith("linux"):
-        return lambda: None
-    os.environ[ADDRESS] = f"moestro-forker-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(_address())
-        listener.listen(64)
-        program = Path(__file__).with_name("forker_process.py")
-        # The last arguments give room for the names of ranks in `ps`, as in the product's process on standby; one more
-        # tells the forker from such a process.
-        process = subprocess.Popen([sys.executable, program, *STANDBY, "of-tests"], stdin=listener.fileno())
+class Forker:
+    """The forker's process, which loads libraries when a program first wants them.
 
-    def end() -> None:
+    Attributes:
+        pid: Number of the process.
+    """
+
+    def __init__(self) -> None:
+        os.environ[ADDRESS] = f"moestro-forker-{os.getpid()}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(_address())
+            listener.listen(64)
+            program = Path(__file__).with_name("forker_process.py")
+            # The last arguments give room for the names of ranks in `ps`, as in the product's process on standby; one
+            # more tells the forker from such a process.
+            command = [sys.executable, program, *STANDBY, "of-tests"]
+            self._process = subprocess.Popen(command, stdin=listener.fileno())
+        self.pid = self._process.pid
+
+    def end(self) -> None:
+        """End the process, and with it all that it has started."""
         del os.environ[ADDRESS]
-        process.kill()
-        process.wait()
-
-    return end
+        self._process.kill()
+        self._process.wait()
 
 
 def _address() -> str:

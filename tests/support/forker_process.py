@@ -64,10 +64,10 @@ def main() -> Program:
 
 
 def _report_end(client: socket.socket, pid: int, pidfd: int) -> None:
-    _, status = os.waitpid(pid, 0)
+    _, status, used = os.wait4(pid, 0)
     os.close(pidfd)
     with contextlib.suppress(BrokenPipeError):  # the test has ended
-        client.send(str(os.waitstatus_to_exitcode(status)).encode())
+        client.send(f"{os.waitstatus_to_exitcode(status)} {used.ru_utime + used.ru_stime}".encode())
     client.close()
 
 

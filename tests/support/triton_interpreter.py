@@ -15,12 +15,14 @@ It cannot show races, sums whose order depends on a layout (`tl.sum`), or what a
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 GROUP = 8  # numbers of k that one instruction adds
+_EXACT: dict[str, np.ufunc] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def interpret_without_gpu() -> None:
@@ -64,8 +66,15 @@ def multiply(x: np.ndarray, y: np.ndarray, total: np.ndarray) -> np.ndarray:
     return total
 
 
+def overflows(operation: str, x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether a sum, difference or product of integers of at most 32 bits has a value that their type lacks."""
+    exact = _EXACT[operation](x.astype(np.int64), y.astype(np.int64))
+    bounds = np.iinfo(x.dtype)
+    return exact.size > 0 and not bounds.min <= exact.min() <= exact.max() <= bounds.max
+
+
 def correct() -> None:
-    """Mend the interpreter of this process. A second call changes nothing."""
+    """Mend the interpreter of this process, and speed it up. A second call changes nothing."""
     import triton.language as tl  # noqa: PLC0415 the variable must be set first
     from triton.runtime import interpreter  # noqa: PLC0415
 
@@ -99,3 +108,30 @@ def correct() -> None:
 
     plain, numbers_of_float8 = builder.create_fp_to_fp, float8_numbers()
     builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
+    _speed_up(interpreter, tl)
+
+
+def _speed_up(interpreter: Any, tl: Any) -> None:
+    """Do once what the interpreter does for each call of a function, and check integers in NumPy alone.
+
+    Together they took two thirds of its time.
+    """
+
+    @cache
+    def patch_once(function: Any) -> Any:
+        patch_language(function)
+        return interpreter._LangPatchScope()  # with nothing to restore
+
+    def dtype_of(kind: Any) -> np.dtype:
+        scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        return addresses if isinstance(scalar, tl.pointer_type) else dtype_of_scalar(scalar)
+
+    def check_overflow(_: Any, x: Any, y: Any, operation: Any) -> None:
+        if x.type.scalar.int_bitwidth < 64:
+            name = operation.__name__
+            assert not overflows(name, x.handle.data, y.handle.data), f"{x.type.scalar} overflows in {name}"
+
+    patch_language, interpreter._patch_lang = interpreter._patch_lang, patch_once
+    addresses, dtype_of_scalar = np.dtype(np.uint64), cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = dtype_of
+    type(interpreter.interpreter_semantic).binary_op_sanitize_overflow_impl = check_overflow

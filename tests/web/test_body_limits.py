@@ -66,7 +66,7 @@ def unfinished_plain() -> bytes:
 
 def post_from(address: str, port: int, body: bytes) -> bytes:
     """The beginning of the answer to a completion from an address."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60, source_address=(address, 0)) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=300, source_address=(address, 0)) as client:
         with contextlib.suppress(ConnectionError):
             client.sendall(HEAD + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body)
         return client.recv(12)
@@ -91,7 +91,7 @@ def test_a_client_with_unfinished_bodies_leaves_room_for_a_body_of_another(reque
     honest = json.dumps({"prompt": "hi", "max_tokens": 1, "padding": " " * 3 * MIB}).encode()
     with contextlib.ExitStack() as stack:
         for _ in range(9):
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=300))
             with contextlib.suppress(ConnectionError):  # The server refuses bodies above the client's share.
                 client.sendall(held)
         wait_until_idle(server)  # It has read, and may have unpacked, what fits into the buffers of connections.

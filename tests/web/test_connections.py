@@ -67,7 +67,7 @@ async def opened(limits: FrontLimits, listener: socket.socket | None = None):
 
 def from_address(address: str, port: int, request: bytes = b"") -> socket.socket:
     """A connection from a local address, and what it sends."""
-    client = socket.create_connection(("127.0.0.1", port), timeout=30, source_address=(address, 0))
+    client = socket.create_connection(("127.0.0.1", port), timeout=300, source_address=(address, 0))
     client.sendall(request)
     return client
 

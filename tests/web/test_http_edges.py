@@ -40,7 +40,7 @@ class Raw:
     """A connection on which bytes are sent as they stand."""
 
     def __init__(self, server: Running) -> None:
-        self.socket = socket.create_connection(server.address, timeout=30)
+        self.socket = socket.create_connection(server.address, timeout=300)
 
     def __enter__(self) -> Raw:
         return self

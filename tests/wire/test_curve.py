@@ -88,7 +88,7 @@ def test_a_stranger_is_refused_and_counted_and_disturbs_nobody(listening, keys, 
 
 
 def connect(address: str) -> socket.socket:
-    return socket.create_connection((urlsplit(address).hostname, urlsplit(address).port), timeout=20)
+    return socket.create_connection((urlsplit(address).hostname, urlsplit(address).port), timeout=300)
 
 
 def test_what_speaks_another_protocol_is_disconnected(listening, keys):

@@ -181,7 +181,7 @@ class Relay:
 def test_a_stranger_without_keys_cannot_make_a_worker_hold_a_frame_without_bound():
     with contextlib.closing(distant_links(0, "tcp://127.0.0.1:*", new_curve_keys())) as links:
         port = int(links.address.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+        with socket.create_connection(("127.0.0.1", port), timeout=300) as stranger:
             stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32))
             stranger.sendall(b"\x06" + (3 << 30).to_bytes(8, "big"))
             with pytest.raises(ConnectionError):

@@ -37,7 +37,7 @@ def silent(events: int, replay: int, is_over: threading.Event) -> None:
     with contextlib.ExitStack() as held:
         for _ in range(40):
             for port in (events, replay):
-                held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+                held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=300))
             with contextlib.suppress(OSError):
                 held.enter_context(raw_peer(replay, b"DEALER", request(0) * 100, receive_bytes=4096))
         is_over.wait()

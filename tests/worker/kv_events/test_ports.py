@@ -136,7 +136,7 @@ def test_a_slow_subscriber_is_disconnected_and_finds_the_rest_in_a_replay():
 def test_other_protocols_and_sockets_are_disconnected(first):
     with published() as it:
         for port in (it.events, it.replay):
-            peer = socket.create_connection(("127.0.0.1", port), timeout=20)
+            peer = socket.create_connection(("127.0.0.1", port), timeout=300)
             peer.sendall(first)
             assert ends(peer)
         assert it.replay_from(0) == []
@@ -151,7 +151,7 @@ def test_an_endpoint_names_an_address_or_an_interface(host):
     port, _ = free_ports(1)
     server = KvServer(BatchLog(b"", 1, 0), f"tcp://{host}:{port}", None)
     try:
-        with socket.create_connection(("::1" if "::1" in host else "127.0.0.1", port), timeout=20) as peer:
+        with socket.create_connection(("::1" if "::1" in host else "127.0.0.1", port), timeout=300) as peer:
             assert peer.recv(10) == greeting()[:10]
     finally:
         server.close()
@@ -198,6 +198,6 @@ def _has_ipv6() -> bool:
 
 def test_a_subscription_before_the_handshake_ends_the_connection():
     with published() as it:
-        peer = socket.create_connection(("127.0.0.1", it.events), timeout=20)
+        peer = socket.create_connection(("127.0.0.1", it.events), timeout=300)
         peer.sendall(greeting() + subscription())
         assert ends(peer)

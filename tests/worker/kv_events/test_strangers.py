@@ -87,7 +87,7 @@ def test_a_handshake_that_does_not_end_is_ended(first, monkeypatch):
     monkeypatch.setattr(listeners, "HANDSHAKE_S", 0.3)
     with published() as it:
         for port in (it.events, it.replay):
-            peer = socket.create_connection(("127.0.0.1", port), timeout=20)
+            peer = socket.create_connection(("127.0.0.1", port), timeout=300)
             peer.sendall(first)
             assert ends(peer)
 
@@ -99,7 +99,7 @@ def test_of_many_unfinished_connections_the_oldest_give_way(first):
         for _ in range(4):
             for port in (it.events, it.replay):
                 for _ in range(MAX_PER_NETWORK):
-                    peer = peers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+                    peer = peers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=300))
                     peer.sendall(first)
             is_served(it)
             assert len(it.listeners) <= 2 * MAX_PER_NETWORK
@@ -115,7 +115,7 @@ def test_idle_readers_of_replays_give_way_and_subscribers_do_not():
         assert it.replay_from(0) == []
         subscribers = [peers.enter_context(raw_peer(it.events, b"SUB", subscription())) for _ in range(MAX_PER_NETWORK)]
         wait_until(lambda: it.num_subscribed == MAX_PER_NETWORK)
-        assert ends(socket.create_connection(("127.0.0.1", it.events), timeout=20))
+        assert ends(socket.create_connection(("127.0.0.1", it.events), timeout=300))
         it.publish(b"to all")
         for subscriber in subscribers:
             received = b""
@@ -214,7 +214,7 @@ def test_whatever_bytes_arrive_the_server_goes_on_and_holds_little(long_lived, s
     it = long_lived
     with contextlib.ExitStack() as peers:
         for (kind, port), begins_well, pieces in streams:
-            peer = peers.enter_context(socket.create_connection(("127.0.0.1", getattr(it, port)), timeout=20))
+            peer = peers.enter_context(socket.create_connection(("127.0.0.1", getattr(it, port)), timeout=300))
             with contextlib.suppress(ConnectionError):
                 peer.sendall((greeting() + ready(kind) if begins_well else b"") + b"".join(pieces))
         assert len(it.replay_from(0)) == 50
