@@ -66,15 +66,30 @@ class Stream:
 
     def __init__(self, call: Any) -> None:
         self.call = call
+        self._received: asyncio.Queue[ProcessingResponse | Exception | None] = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        """Read all the time, as a proxy does: a picker may refuse a request whose body is still being sent."""
+        try:
+            while (response := await self.call.read()) is not grpc.aio.EOF:
+                self._received.put_nowait(response)
+            self._received.put_nowait(None)
+        except Exception as error:
+            self._received.put_nowait(error)
 
     async def send(self, **fields: Any) -> None:
-        await self.call.write(ProcessingRequest(**fields))
+        # A picker that has refused the request reads no more; what it has sent shows that.
+        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            await self.call.write(ProcessingRequest(**fields))
 
     async def receive(self) -> ProcessingResponse | None:
         """The next response; None at the end of the stream."""
         async with asyncio.timeout(PATIENCE_S):
-            response = await self.call.read()
-        return None if response is grpc.aio.EOF else response
+            found = await self._received.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     async def headers(self, *, has_body: bool = True, **context: Any) -> None:
         await self.send(**request_headers(has_body=has_body, **context))
