@@ -13,7 +13,7 @@ import pytest
 from support.examples import num_examples
 from support.live_control import AsyncWorkers, LiveHistory, LockStepRanks
 
-from moestro.placement.live.control import DecisionOutcome, MigrationOutcome, PlacementControl, Trigger
+from moestro.placement.live.control import DecisionOutcome, MigrationOutcome, Trigger
 from moestro.placement.live.ep_migration import EpMigration
 from moestro.worker import expert_loader
 
@@ -48,7 +48,7 @@ def run_histories() -> None:
 @pytest.mark.parametrize("death_rate", [0.0, 0.01])
 def test_any_history_has_one_migration_at_a_time_and_each_ends_in_commit_or_cancel(workers_of, death_rate):
     outcomes, decisions, triggers = set(), set(), set()
-    for seed in range(num_examples(4, thorough=200)):
+    for seed in range(num_examples(3, thorough=200)):
         history = run_history(seed, workers_of, death_rate)
         outcomes |= set(history.control.num_migrations)
         decisions |= set(history.control.num_decisions)
@@ -58,10 +58,9 @@ def test_any_history_has_one_migration_at_a_time_and_each_ends_in_commit_or_canc
     assert {DecisionOutcome.STARTED, DecisionOutcome.FAILED} <= decisions
 
 
-def test_a_migration_that_starts_beside_another_one_is_noticed(monkeypatch):
-    monkeypatch.setattr(EpMigration, "_check", lambda *_: None)
-    monkeypatch.setattr(PlacementControl, "is_busy", False)
-    with pytest.raises(AssertionError):
+def test_a_cancel_that_does_not_wait_for_the_ranks_is_noticed(monkeypatch):
+    monkeypatch.setattr(EpMigration, "cancel", lambda self: self._stop("cancelled"))
+    with pytest.raises((AssertionError, ValueError)):
         run_histories()
 
 
@@ -74,7 +73,7 @@ def test_a_cancel_that_keeps_half_a_layer_is_noticed(monkeypatch):
         real(self, found)
 
     monkeypatch.setattr(EpMigration, "_settled", settled)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ValueError)):
         run_histories()
 
 

@@ -110,6 +110,12 @@ class LockStepRanks:
             table.open_step(gathered)
         assert len({table.table.logical_of.tobytes() for table in self.tables}) == 1
 
+    def check(self) -> None:
+        """Between migrations, the ranks compute by the table that the server knows."""
+        if not self.down and not self.migration.progress.is_running:
+            served = self.tables[0].table.logical_of[:, LAYERS.layers]
+            assert (served == self.migration.table.logical_of).all(), "the ranks have another table"
+
     def quiet(self) -> bool:
         return not self.down
 
@@ -184,6 +190,9 @@ class AsyncWorkers:
         self.written: list[int] = []
         self.loaders[worker].step()
         self.most_bytes = max(self.most_bytes, sum(self.written))
+
+    def check(self) -> None:
+        """Do nothing: homes serve by the versions that they confirm."""
 
     def quiet(self) -> bool:
         if not self.down:
@@ -304,6 +313,7 @@ class LiveHistory:
             self.triggers.add(control.decision.trigger)
         assert self.num_started == control.num_migrations.total() + (control.active is not None)
         assert self.workers.most_bytes <= max(self.budget, EXPERT_BYTES), "bytes between two steps"
+        self.workers.check()
         table = self.migration.table
         assert (table.num_copies.sum(axis=0) > 0).all(), "every expert has a copy"
         if self.target is None or progress.is_running:

@@ -219,7 +219,7 @@ class PlacementControl:
             self.migration.start(plan.target, self.settings.placement_max_bytes_per_step)
         except ValueError as error:
             return self.fail(trigger, f"the group refused the move: {error}", now_ns)
-        self.active, self._is_cancelled = plan, False
+        self.active, self._is_cancelled, self._last_bytes = plan, False, 0
         return self._record(trigger, DecisionOutcome.STARTED, describe_plan(plan), now_ns)
 
     def fail(self, trigger: Trigger, why: str, now_ns: int) -> PlacementDecision:
@@ -267,8 +267,7 @@ class PlacementControl:
     def _observe_migration(self) -> None:
         """Count the bytes that have moved, and note the end of a migration."""
         progress = self.migration.progress
-        grown = progress.num_bytes - self._last_bytes
-        self.moved_bytes += grown if grown >= 0 else progress.num_bytes  # Another migration counts from 0.
+        self.moved_bytes += progress.num_bytes - self._last_bytes
         self._last_bytes = progress.num_bytes
         if self.active is not None and not progress.is_running:
             self._end(self.active)
