@@ -83,12 +83,18 @@ async def test_what_a_plan_is_worth_is_found_under_the_load_that_came():
 async def test_noise_moves_nothing_because_it_does_not_pay():
     """Loads that fluctuate by a few percent: EPLB wants other tables, and none pays within the horizon."""
     rng = np.random.default_rng(1)
-    group = PlacedGroup(EVEN, placement_payback_horizon=10.0)
+    group = PlacedGroup(EVEN, placement_payback_horizon=10.0, placement_least_saving=0.0)
     for _ in range(20):
         group.serve(3000, (13 * (1 + 0.02 * rng.standard_normal(NUM_EXPERTS))).tolist())
         await group.check()
     assert group.migration.num_started == 0
     assert group.control.num_decisions[DecisionOutcome.DOES_NOT_PAY] >= 15
+    remembering = PlacedGroup(EVEN)
+    for _ in range(3):
+        remembering.serve(3000, (13 * (1 + 0.02 * rng.standard_normal(NUM_EXPERTS))).tolist())
+        await remembering.check()
+    assert remembering.migration.num_started == 0
+    assert "eplb keeps the table: " in remembering.control.decision.reason
     free = PlacedGroup(EVEN, placement_payback_horizon=0.0)
     for _ in range(20):
         free.serve(3000, (13 * (1 + 0.02 * rng.standard_normal(NUM_EXPERTS))).tolist())
