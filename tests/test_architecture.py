@@ -64,8 +64,9 @@ ONLY_IN["zmq"] = ONLY_IN["socket"] = EFFECTS | {"wire"}  # what the sockets at b
 ONLY_IN["ray"] = {"server"}
 ONLY_IN["grpc"] = ONLY_IN["grpc_health"] = ONLY_IN["envoy"] = {"gateway"}
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager"}
-# config stamps a run's record with the time of its start; planner ends its search in time
-READS_CLOCK = {*EFFECTS, "config", "planner"}
+# config stamps a run's record with the time of its start; planner ends its search in time; model times the copy of a
+# block of KV at its start
+READS_CLOCK = {*EFFECTS, "config", "planner", "model"}
 # Rooms whose words are clock-free: time enters as an integer that somebody hands in.
 WALL_CLOCK = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "now", "utcnow"}
 
