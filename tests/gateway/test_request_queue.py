@@ -303,6 +303,21 @@ class TestEviction:
             assert 'moestro:route_queue_ends_total{cause="evicted"} 2.0' in it.app.exposition.text().decode()
 
     @looped
+    async def test_one_urgent_request_costs_one_other_its_place_even_if_that_makes_no_room(self):
+        engine = FullEngine(capacity=4)
+        async with rig(engine, **QUEUE | {"queue_policy": "qllm", "evict_best_effort": True}) as it:
+            be = [await send(it, f"be{at}", service_class="be") for at in range(3)]
+            await it.until(lambda: len(engine.open) == 3)
+            engine.kv_usage = 0.99
+            await it.until(lambda: it.app.shared.fleet.router.table.kv_usage.values[0] > 0.9)
+            urgent = await send(it, "urgent")
+            await it.until(lambda: len(engine.left) == 1)
+            await asyncio.sleep(0.1)
+            assert (engine.left, num_waiting(it)) == (["be2"], 2)
+            for caller in (*be, urgent):
+                caller.hang_up()
+
+    @looped
     async def test_an_answer_that_has_begun_stays(self):
         async def stream(engine: FakeEngine, wire: Wire, request: Received) -> None:
             wire.open_stream()
