@@ -1,10 +1,10 @@
 """Builds the packages, installs each into an empty environment, and runs there what its users run first.
 
-    python tools/release.py [--out dist] [--only light|serve|vllm]
+    python tools/release.py [--out dist] [--only light|serve|integrations]
 
 An environment gets what `pip install` alone brings, within the versions of constraints.txt: the wheel and the sdist
 without extras (`moestro route`, `sim`, `place`), the wheel with `serve` (a server that answers and ends), and
-`moestro-vllm` beside Moestro's wheel. The exit status is 1 if one of them fails.
+`moestro-vllm` and `moestro-verl` beside Moestro's wheel. The exit status is 1 if one of them fails.
 """
 
 from __future__ import annotations
@@ -99,17 +99,23 @@ def _url_of(server: subprocess.Popen[str]) -> str:
 
 
 def build(out: Path) -> dict[str, Path]:
-    """Build sdist and wheel of Moestro, and the wheel of moestro-vllm.
+    """Build sdist and wheel of Moestro, and the wheels of its integrations.
 
     Returns:
-        The files by `wheel`, `sdist` and `vllm`.
+        The files by `wheel`, `sdist`, `vllm` and `verl`.
     """
-    for old in [*out.glob("moestro-*"), *out.glob("moestro_vllm-*")]:
+    for old in [*out.glob("moestro-*"), *out.glob("moestro_*")]:
         old.unlink()
     command = [sys.executable, "-m", "build", "--outdir", str(out)]
     subprocess.run([*command, str(ROOT)], check=True)
-    subprocess.run([*command, "--wheel", str(ROOT / "integrations" / "vllm")], check=True)
-    patterns = {"wheel": "moestro-*.whl", "sdist": "moestro-*.tar.gz", "vllm": "moestro_vllm-*.whl"}
+    for integration in ("vllm", "verl"):
+        subprocess.run([*command, "--wheel", str(ROOT / "integrations" / integration)], check=True)
+    patterns = {
+        "wheel": "moestro-*.whl",
+        "sdist": "moestro-*.tar.gz",
+        "vllm": "moestro_vllm-*.whl",
+        "verl": "moestro_verl-*.whl",
+    }
     return {name: next(out.glob(pattern)) for name, pattern in patterns.items()}
 
 
@@ -124,15 +130,16 @@ def _try_serve(directory: Path, files: dict[str, Path]) -> None:
     Environment(directory / "serve", f"moestro[serve] @ {files['wheel'].as_uri()}").serve()
 
 
-def _try_vllm(directory: Path, files: dict[str, Path]) -> None:
-    environment = Environment(directory / "vllm", str(files["wheel"]), str(files["vllm"]))
+def _try_integrations(directory: Path, files: dict[str, Path]) -> None:
+    environment = Environment(directory / "integrations", str(files["wheel"]), str(files["vllm"]), str(files["verl"]))
     environment.python("import moestro_vllm.plugin; moestro_vllm.plugin.register()")
+    environment.python("import moestro_verl; moestro_verl.Router({'a': None}, {}).acquire_server('t', prompt_ids=[1])")
 
 
 TRIALS: dict[str, Callable[[Path, dict[str, Path]], None]] = {
     "light": _try_light,
     "serve": _try_serve,
-    "vllm": _try_vllm,
+    "integrations": _try_integrations,
 }
 
 
