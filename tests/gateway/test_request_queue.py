@@ -64,6 +64,11 @@ async def send(it: Rig, prompt: str, key: str = KEYS[0], **fields) -> Caller:
     return caller
 
 
+async def until_full(it: Rig, engine: FullEngine) -> None:
+    """Until the router knows that the engine has as many requests as it may have."""
+    await it.until(lambda: len(engine.open) > engine.capacity and bool(it.app.shared.queue._full(time.monotonic_ns())))
+
+
 def num_waiting(it: Rig) -> int:
     return len(it.app.shared.queue._queue)
 
@@ -274,20 +279,17 @@ class TestEviction:
         engine = FullEngine(capacity=1)
         async with rig(engine, **QUEUE | {"queue_policy": "qllm", "evict_best_effort": True}) as it:
             be = [await send(it, f"be{at}", service_class="be") for at in range(2)]
-            await it.until(lambda: len(engine.open) == 2)
-            await asyncio.sleep(0.05)
+            await until_full(it, engine)
             urgent = await send(it, "urgent")
-            await it.until(lambda: "urgent" in engine.open)
-            assert engine.left == ["be1"]  # the newest
-            await asyncio.sleep(0.05)
+            await it.until(lambda: "urgent" in engine.open and engine.left == ["be1"])  # the newest
+            await until_full(it, engine)
             more = await send(it, "urgent 2")
-            await it.until(lambda: "urgent 2" in engine.open)
-            assert engine.left == ["be1", "be0"]
+            await it.until(lambda: "urgent 2" in engine.open and engine.left == ["be1", "be0"])
             assert num_waiting(it) == 2
             for prompt in ("urgent", "urgent 2"):
                 engine.finish(prompt)
             await it.until(lambda: {"be0", "be1"} <= set(engine.open))
-            await asyncio.sleep(0.05)
+            await until_full(it, engine)
             last = await send(it, "urgent 3")
             await it.until(lambda: num_waiting(it) == 1)
             await asyncio.sleep(0.1)
