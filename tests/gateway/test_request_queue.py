@@ -64,6 +64,11 @@ async def send(it: Rig, prompt: str, key: str = KEYS[0], **fields) -> Caller:
     return caller
 
 
+async def until_full(it: Rig, engine: FullEngine) -> None:
+    """Until the router knows that the engine has as many requests as it may have."""
+    await it.until(lambda: len(engine.open) > engine.capacity and bool(it.app.shared.queue._full(time.monotonic_ns())))
+
+
 def num_waiting(it: Rig) -> int:
     return len(it.app.shared.queue._queue)
 
@@ -274,20 +279,17 @@ class TestEviction:
         engine = FullEngine(capacity=1)
         async with rig(engine, **QUEUE | {"queue_policy": "qllm", "evict_best_effort": True}) as it:
             be = [await send(it, f"be{at}", service_class="be") for at in range(2)]
-            await it.until(lambda: len(engine.open) == 2)
-            await asyncio.sleep(0.05)
+            await until_full(it, engine)
             urgent = await send(it, "urgent")
-            await it.until(lambda: "urgent" in engine.open)
-            assert engine.left == ["be1"]  # the newest
-            await asyncio.sleep(0.05)
+            await it.until(lambda: "urgent" in engine.open and engine.left == ["be1"])  # the newest
+            await until_full(it, engine)
             more = await send(it, "urgent 2")
-            await it.until(lambda: "urgent 2" in engine.open)
-            assert engine.left == ["be1", "be0"]
+            await it.until(lambda: "urgent 2" in engine.open and engine.left == ["be1", "be0"])
             assert num_waiting(it) == 2
             for prompt in ("urgent", "urgent 2"):
                 engine.finish(prompt)
             await it.until(lambda: {"be0", "be1"} <= set(engine.open))
-            await asyncio.sleep(0.05)
+            await until_full(it, engine)
             last = await send(it, "urgent 3")
             await it.until(lambda: num_waiting(it) == 1)
             await asyncio.sleep(0.1)
@@ -301,6 +303,21 @@ class TestEviction:
             story = it.app.shared.decision_log.trace(answers[1].headers["x-request-id"])
             assert [attempt.because for attempt in story.attempts] == ["", "it gave way to a latency-sensitive request"]
             assert 'moestro:route_queue_ends_total{cause="evicted"} 2.0' in it.app.exposition.text().decode()
+
+    @looped
+    async def test_one_urgent_request_costs_one_other_its_place_even_if_that_makes_no_room(self):
+        engine = FullEngine(capacity=4)
+        async with rig(engine, **QUEUE | {"queue_policy": "qllm", "evict_best_effort": True}) as it:
+            be = [await send(it, f"be{at}", service_class="be") for at in range(3)]
+            await it.until(lambda: len(engine.open) == 3)
+            engine.kv_usage = 0.99
+            await it.until(lambda: it.app.shared.fleet.router.table.kv_usage.values[0] > 0.9)
+            urgent = await send(it, "urgent")
+            await it.until(lambda: len(engine.left) == 1)
+            await asyncio.sleep(0.1)
+            assert (engine.left, num_waiting(it)) == (["be2"], 2)
+            for caller in (*be, urgent):
+                caller.hang_up()
 
     @looped
     async def test_an_answer_that_has_begun_stays(self):

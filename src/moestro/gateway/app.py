@@ -97,13 +97,8 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings), time.monotonic_ns)
     counts = Counts()
     policy = settings.policy.route_score or settings.policy.route_policy
-    decision_log = DecisionLog(
-        policy,
-        settings.record.remember,
-        lambda: fleet.names,
-        record.write if record else None,
-        read_clocks,
-    )
+    write = record.write if record else None
+    decision_log = DecisionLog(policy, settings.record.remember, lambda: fleet.names, write, read_clocks)
     access = Access.of(front.api_key, settings.access)
     queue = _request_queue(settings, fleet)
     shared = ExchangeContext(

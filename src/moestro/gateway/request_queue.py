@@ -74,6 +74,7 @@ class RequestQueue(Collector):
         self._rules = rules
         self._exchanges: dict[str, QueuedExchange] = {}  # of waiting requests
         self._sent: dict[str, tuple[QueuedRequest, QueuedExchange]] = {}  # requests on engines, the newest last
+        self._made_way: set[str] = set()  # waiting requests for which best effort was given up, each at most once
         self._is_due = False
         self._wait_s = {service_class: Histogram(_WAIT_S) for service_class in ServiceClass}
         self._ends: Counter[str] = Counter()
@@ -116,6 +117,7 @@ class RequestQueue(Collector):
     def leave(self, request_id: str) -> None:
         """Remove a request whose exchange is over. A request that does not wait is ignored."""
         if self._exchanges.pop(request_id, None) is not None:
+            self._made_way.discard(request_id)
             self._queue.leave(request_id)
             self._ends["left"] += 1
 
@@ -128,6 +130,7 @@ class RequestQueue(Collector):
         """Refuse the requests that have waited too long, and look for room; called periodically."""
         for queued in self._queue.expire(now_ns):
             exchange = self._exchanges.pop(queued.request.request_id)
+            self._made_way.discard(queued.request.request_id)
             self._ends["expired"] += 1
             exchange.refuse(self._as_refusal(QueueTimeoutError(self._rules.ttl_s)))
         self._pump()
@@ -161,6 +164,7 @@ class RequestQueue(Collector):
     def _send(self, queued: QueuedRequest, full: frozenset[int], now_ns: int) -> None:
         request = queued.request
         exchange = self._exchanges.pop(request.request_id)
+        self._made_way.discard(request.request_id)
         wait_ns = now_ns - queued.entered_ns
         self._wait_s[request.service_class].observe(wait_ns / NS_PER_S)
         self._sent[request.request_id] = (queued, exchange)
@@ -189,7 +193,7 @@ class RequestQueue(Collector):
     def _evict(self, now_ns: int) -> bool:
         """Let the newest best effort without a first byte wait again, for a latency-sensitive request that waits."""
         head = self._queue.head(now_ns)
-        if head is None or head.is_best_effort:
+        if head is None or head.is_best_effort or head.request.request_id in self._made_way:
             return False
         promoted_ns = now_ns - self._queue.policy.promotes_after_ns
         for request_id, (queued, exchange) in reversed(self._sent.items()):
@@ -200,6 +204,7 @@ class RequestQueue(Collector):
                 self._sent.pop(request_id, None)
                 self._queue.give_back(queued, now_ns)
                 self._exchanges[request_id] = exchange
+                self._made_way.add(head.request.request_id)
                 self._ends["evicted"] += 1
                 return True
         return False
