@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moestro.core.experts.expert_table import EMPTY
 from moestro.native.functions import DOUBLE, INT, POINTER, load_functions
 from moestro.placement.search.copies import Packing, QueuedCopies
-from moestro.placement.search.problem import Experts, PlaceProblem
+from moestro.placement.search.problem import Experts, PlaceProblem, StepPrices
 from moestro.placement.traffic import Floats
-
-if TYPE_CHECKING:
-    from moestro.placement.search.price_steps import StepPrices
 
 
 class _Problem(ctypes.Structure):
