@@ -10,8 +10,7 @@ import numpy as np
 from moestro.core.experts.expert_table import EMPTY
 from moestro.native.functions import DOUBLE, INT, POINTER, load_functions
 from moestro.placement.search.copies import Packing, QueuedCopies
-from moestro.placement.search.problem import Experts, PlaceProblem
-from moestro.placement.search.step_prices import StepPrices
+from moestro.placement.search.problem import Experts, PlaceProblem, StepPrices
 from moestro.placement.traffic import Floats
 
 

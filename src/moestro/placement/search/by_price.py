@@ -12,8 +12,7 @@ from moestro.placement.eplb import rebalance_experts
 from moestro.placement.registry import PlaceView
 from moestro.placement.search.copies import Packing, even_shares, held_by, packing_of
 from moestro.placement.search.packing import pack
-from moestro.placement.search.price_steps import lower_prices
-from moestro.placement.search.step_prices import step_prices
+from moestro.placement.search.price_steps import lower_prices, step_prices
 from moestro.placement.search.pricing import Pricer
 from moestro.placement.search.problem import Experts, PlaceProblem
 from moestro.placement.search.replicas import copy_counts, copy_work

@@ -14,14 +14,57 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.kernel.choice import search_kernel
+from moestro.placement.registry import PlaceView
+from moestro.placement.search.activation import idle_parts
 from moestro.placement.search.copies import held_by, live_counts
-from moestro.placement.search.problem import Experts
-from moestro.placement.search.step_prices import StepPrices
-from moestro.placement.traffic import Floats
+from moestro.placement.search.problem import Experts, PlaceProblem, StepPrices
+from moestro.placement.traffic import Floats, TokenOrigins
 
 MOST_STEPS = 64  # of a layer
 LEAST_GAIN = 1e-6  # of a layer's seconds; less is rounding
 NONE = -1
+
+
+def step_prices(
+    view: PlaceView, problem: PlaceProblem, origin: TokenOrigins, layers: NDArray[np.intp], *, may_receive: bool
+) -> StepPrices:
+    """Return the prices of some layers.
+
+    Args:
+        problem: The view as the search has it.
+        origin: Sums of the view's load.
+        may_receive: Whether devices may receive copies; without, copies are only dropped.
+    """
+    prices, live = view.prices, np.flatnonzero(view.devices.is_alive)
+    own_s, node_s, far_s = prices.row_s
+    total = origin.total[layers]
+    owned = origin.by_device[live][:, layers].transpose(1, 2, 0)
+    node_at = origin.node_at[live]
+    of_node = origin.by_node[:, layers][node_at].transpose(1, 2, 0)
+    sooner_s = (far_s - node_s) * owned
+    near_s = far_s * total[:, :, None] - (far_s - node_s) * of_node - 2 * (node_s - own_s) * owned
+    return StepPrices(
+        work_s=_work_by_copies(view, total, layers, len(live)),
+        near_s=np.ascontiguousarray(near_s),
+        sooner_s=np.ascontiguousarray(sooner_s),
+        rest_s=far_s * owned.sum(axis=1),
+        speed=problem.speed,
+        node_at=np.ascontiguousarray(node_at),
+        room=problem.room,
+        moved=np.ascontiguousarray(problem.moved[layers]),
+        move_s=problem.move_s if may_receive else np.inf,
+    )
+
+
+def _work_by_copies(view: PlaceView, total: Floats, layers: NDArray[np.intp], num_devices: int) -> Floats:
+    prices = view.prices
+    copies = np.arange(num_devices + 1)
+    share = 1.0 / np.maximum(copies, 1)
+    idle = np.repeat((1 - np.minimum(view.load.activated[layers], 1.0))[:, :, None], len(copies), axis=2)
+    reads = prices.expert_s * (1 - idle_parts(idle, np.broadcast_to(share, idle.shape)))
+    work: Floats = prices.token_s * total[:, :, None] * share + reads
+    work[:, :, 0] = 0.0
+    return work
 
 
 def lower_prices(prices: StepPrices, expert: Experts) -> None:

@@ -100,6 +100,35 @@ class PlaceProblem:
         return even
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPrices:
+    """What copies with equal shares cost in each layer. Devices are the live ones.
+
+    Attributes:
+        work_s: float64[layers, experts, copies + 1], seconds at speed 1 of each copy of an expert with so many copies.
+        near_s: float64[layers, experts, devices], seconds in which a device receives the rows of an expert of which it
+            has the only copy, less what it then receives sooner as a source on the device than as one on its node.
+        sooner_s: float64[layers, experts, devices], seconds by which a device receives its own answers sooner from a
+            copy on its node than from elsewhere.
+        rest_s: float64[layers, devices], seconds of all answers if they came from other nodes.
+        speed: float64[devices].
+        node_at: int64[devices], number of the node of each device.
+        room: bool[devices, slots], slots that exist.
+        moved: bool[layers, experts + 1, devices], whether a device would have to receive the expert.
+        move_s: Seconds of one received copy, spread over devices and the horizon; infinity allows none.
+    """
+
+    work_s: Floats
+    near_s: Floats
+    sooner_s: Floats
+    rest_s: Floats
+    speed: Floats
+    node_at: NDArray[np.int64]
+    room: NDArray[np.bool_]
+    moved: NDArray[np.bool_]
+    move_s: float
+
+
 def problem_of(view: PlaceView, origin: TokenOrigins, risk: float, *, has_ways: bool = True) -> PlaceProblem:
     """State the view as a problem.
 
