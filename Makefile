@@ -1,5 +1,6 @@
 # Two commands: `make serve` and `make test`. Both set up all they need in .venv.
 # `make test-fast` is for the time between two changes: no servers, no torch.
+# `make docs` builds the documentation as a site, and `make release` the packages, which it tries as a user would.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,6 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OLDEST := $(VENV)/transformers-5.17.0
 TRITON := $(VENV)/triton-3.9.0
+SPHINX := $(VENV)/sphinx
 
 # One test process more than there are cores, because tests wait for servers. A file stays in one process, so that its
 # servers start once. Files keep their order, because short ones end it.
@@ -18,7 +20,7 @@ FAST_SKIP := laws/test_schedule_never_changes_the_network.py
 # Tests start a hundred processes; without bytecode each would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install serve test test-fast mutants lint clean
+.PHONY: install serve test test-fast mutants docs release lint clean
 
 install: $(INSTALLED)
 
@@ -58,9 +60,24 @@ test: lint $(OLDEST) $(TRITON)
 test-fast: lint
 	$(BIN)/pytest $(PARALLEL) $(FAST:%=tests/%) $(FAST_SKIP:%=--ignore=tests/%)
 
-# Known faults, each planted in a copy of the package, that the tests must catch (docs/mutants.md).
+# Known faults, each planted in a copy of the package, that the tests must catch (tests/mutants.md).
 mutants: install $(TRITON)
 	PYTHONPATH=$(abspath $(TRITON)) $(BIN)/python tools/mutants.py --json bench/results/robustness/mutants.json
 
+# Sphinx, beside the environment: no test and no server loads it.
+$(SPHINX): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --target $@ --constraint constraints.txt --group docs
+	@touch $@
+
+# The documentation as a site with search, in docs/_build; a broken link or a page that no menu has fails it.
+docs: $(SPHINX)
+	PYTHONPATH=$(abspath $(SPHINX)) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build
+	@echo "open docs/_build/index.html"
+
+# The packages in dist/, each installed into an empty environment, where the first commands of its users run.
+release: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group release
+	$(BIN)/python tools/release.py
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis

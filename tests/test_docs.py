@@ -9,7 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # docs/log.md is history: its entries name the files as they were.
-PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "log.md"})]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "tests" / "mutants.md",
+    *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "log.md"}),
+]
 # Blocks of commands (```bash, ```console, ...) are not read: their files are the reader's.
 # A path is written from the root of the repository, of the package, or of the tests of one room.
 BASES = [ROOT, ROOT / "src" / "moestro"]
@@ -60,3 +64,9 @@ def test_each_link_of_a_page_leads_somewhere(page):
         file = (page.parent / name).resolve() if name else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), target
+
+
+def test_the_menu_of_the_site_has_every_page():
+    menus = re.findall(r"^```{toctree}\n(.*?)^```$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE | re.DOTALL)
+    listed = [line for menu in menus for line in menu.splitlines() if line and not line.startswith(":")]
+    assert sorted(listed) == sorted(page.stem for page in (ROOT / "docs").glob("*.md") if page.stem != "index")

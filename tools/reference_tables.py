@@ -1,4 +1,4 @@
-"""Write the reference tables of docs/, which are made from the code, or from a stored result.
+"""Write the reference tables of docs/ and of tests/mutants.md, which are made from the code, or from a stored result.
 
     python tools/reference_tables.py            # write them
     python tools/reference_tables.py --check    # exit status 1 if one is out of date
@@ -29,7 +29,8 @@ from moestro.placement.registry import PLACE_POLICIES
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "tests" / "mutants.md"]
 
 TABLES: dict[str, Callable[[], str]] = {
     "flags of moestro serve": partial(flags_of, "serve"),
@@ -71,8 +72,8 @@ def with_tables(text: str) -> str:
 
 
 def main() -> int:
-    """Write or check every Markdown file of docs/; returns the exit status."""
-    pages = {page: page.read_text() for page in sorted(DOCS.glob("*.md"))}
+    """Write or check every page; returns the exit status."""
+    pages = {page: page.read_text() for page in sorted(PAGES)}
     missing = TABLES.keys() - {found[2] for text in pages.values() for found in _MARKED.finditer(text)}
     if missing:
         print(f"no page has a marker for: {', '.join(sorted(missing))}")
@@ -80,7 +81,7 @@ def main() -> int:
     outdated = {page: new for page, text in pages.items() if (new := with_tables(text)) != text}
     for page, text in outdated.items():
         if "--check" in sys.argv[1:]:
-            print(f"docs/{page.name} is out of date; run: python tools/reference_tables.py")
+            print(f"{page.relative_to(ROOT)} is out of date; run: python tools/reference_tables.py")
         else:
             page.write_text(text)
     return int("--check" in sys.argv[1:] and bool(outdated))

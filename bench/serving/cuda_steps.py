@@ -49,7 +49,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from moestro.calibrate.timing import once_ns
+from moestro.calibrate.runner import once_ns
 from moestro.config.run_record import run_record
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Forward, StepResult, Units

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from moestro.calibrate.host_work import StepTimer
-from moestro.calibrate.runner import CalibrateSettings, calibrate, measure
+from moestro.calibrate.runner import CalibrateSettings, calibrate, mean_and_spread, measure, times_ns
 from moestro.calibrate.settings import MeasuredModel, Measuring, Range
 from moestro.calibrate.shapes import (
     Limits,
@@ -26,7 +26,6 @@ from moestro.calibrate.shapes import (
     short_chunks_grid,
     spread_contexts,
 )
-from moestro.calibrate.timing import mean_and_spread, times_ns
 from moestro.config.checkpoint_directory import locate_model
 from moestro.core.work import StepResult
 from moestro.cost.model import Batch

@@ -6,9 +6,8 @@ import pytest
 
 from moestro.config import cores
 from moestro.config.cores import cores_of, share_of_cores, thread_environment
-from moestro.config.launcher_settings import LauncherSettings
 from moestro.config.serve_settings import ServeSettings
-from moestro.config.server_settings import ProcessSettings
+from moestro.config.server_settings import LauncherSettings, ProcessSettings
 from moestro.cost.settings import PacedSettings
 from moestro.flow.settings import GroupOptions, SteppingSettings
 

@@ -36,7 +36,7 @@ def test_remedies_name_flags_that_exist():
         ["-tp", "2"],
         ["org/model", "--quantization", "awq"],
         ["--enable-lora"],
-        ["--ssl-keyfile", "key.pem"],
+        ["--uds", "/tmp/socket"],
         ["--tokenizer-mode", "mistral"],
         ["--speculative-config.model", "x"],
     ],

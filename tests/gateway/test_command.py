@@ -134,7 +134,8 @@ def test_a_request_is_explained_from_the_router_and_from_its_record(routed, caps
     told = []
     for place in (("--admin-url", admin_url(routed)), ("--record", str(record))):
         with pytest.raises(SystemExit) as ended:
-            main(["explain", "explain-me", *place])
+            main(["explain", "explain-me", *place, "--perfetto", str(routed.directory / "trace.json")])
+        assert b'"to ' in (routed.directory / "trace.json").read_bytes()
         assert ended.value.code == 0
         told.append(capsys.readouterr().out)
     assert told[0] == told[1]

@@ -18,9 +18,9 @@ from support.fake_device import make_request
 from support.quantized_checkpoints import fp8_twins
 
 from moestro.model.device import open_device
-from moestro.model.experts.expert_bytes import from_bytes, num_expert_bytes, to_bytes
 from moestro.model.experts.expert_files import read_experts
 from moestro.model.experts.expert_slots import read_expert, write_expert
+from moestro.model.experts.layer_mover import from_bytes, num_expert_bytes, to_bytes
 from moestro.model.float8 import FLOAT8, Float8Linear, ScaleBlock
 from moestro.model.loading import load
 

@@ -8,8 +8,7 @@ import torch
 from support.moving_tables import random_target
 
 from moestro.core.experts.expert_table import EMPTY, ExpertTable, spread_evenly
-from moestro.core.experts.visit_order import PERIOD
-from moestro.model.experts.copy_choice import CopyChoice
+from moestro.model.experts.copy_choice import PERIOD, CopyChoice
 
 CPU = torch.device("cpu")
 

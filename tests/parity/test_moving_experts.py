@@ -20,8 +20,8 @@ from moestro.core.request import Request
 from moestro.engine.rank import build_rank
 from moestro.model.device import open_device
 from moestro.model.experts import layer_mover
-from moestro.model.experts.expert_bytes import num_expert_bytes, to_bytes
 from moestro.model.experts.expert_slots import pick_expert, read_expert
+from moestro.model.experts.layer_mover import num_expert_bytes, to_bytes
 from moestro.model.experts.routed import tag_of
 
 NUM_REQUESTS = 10

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -11,6 +13,7 @@ from rich.console import Console
 from support.fake_device import make_request
 
 from moestro.cli.recorded.explain import find_trace, tell
+from moestro.cli.recorded.perfetto import write_perfetto
 from moestro.core.request import FinishReason, ServiceClass
 from moestro.core.scheduling_events import (
     BatchPassed,
@@ -24,7 +27,7 @@ from moestro.core.scheduling_events import (
     SequencePreempted,
     SequenceQueued,
 )
-from moestro.errors import ConfigError
+from moestro.errors import ConfigError, MoestroError
 from moestro.routing.record import decision_log
 from moestro.routing.record.candidates import Candidates
 from moestro.routing.record.decision_record import ScheduledOn, decode_entry, encode_entry
@@ -126,6 +129,39 @@ def test_a_written_trace_is_read_and_told_alike(tmp_path):
     assert msgspec.json.decode(out.getvalue(), type=RequestTrace) == found
     with pytest.raises(ConfigError, match="request cmpl-c is not in"):
         find_trace("cmpl-c", admin_url="", admin_api_key=None, record=path)
+
+
+def test_a_trace_becomes_spans_of_each_level_that_follow_one_another(tmp_path):
+    recorded = Recorded()
+    lived(recorded)
+    trace = recorded.log.trace("cmpl-a-0")
+    file = tmp_path / "trace.json"
+    write_perfetto(trace, file)
+    events = json.loads(file.read_bytes())["traceEvents"]
+    tracks = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    assert list(tracks.values()) == ["request", "1 route", "3, 4 experts", "2 engine 0"]
+    shown = [(tracks[each["tid"]], each["name"]) for each in events if each["ph"] != "M"]
+    assert shown == [
+        ("request", "request"),
+        ("1 route", "to engine 0"),
+        ("2 engine 0", "waits"),
+        ("2 engine 0", "yields the device"),
+        ("2 engine 0", "preempted by cmpl-b-0"),
+        ("2 engine 0", "runs"),
+        ("2 engine 0", "waits"),
+        ("2 engine 0", "waits"),
+        ("2 engine 0", "runs"),
+        ("3, 4 experts", "experts by engine 0"),
+        ("3, 4 experts", "experts move: table version 4"),
+    ]
+    whole = next(each for each in events if each["name"] == "request")
+    assert whole["dur"] == trace.seconds * 1e6
+    assert whole["args"]["completion_tokens"] == 4
+    spans = [each for each in events if each["ph"] == "X" and tracks[each["tid"]] == "2 engine 0"]
+    for before, after in pairwise(spans):
+        assert before["ts"] + before["dur"] == after["ts"]
+    with pytest.raises(MoestroError, match="cannot be written"):
+        write_perfetto(trace, tmp_path / "missing" / "trace.json")
 
 
 @pytest.mark.parametrize(

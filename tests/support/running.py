@@ -58,7 +58,7 @@ class Running:
     def _wait_until_ready(self) -> str:
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline and self.process.poll() is None:
-            if found := re.search(r"curl (http://[\d.]+:\d+)", self.text):
+            if found := re.search(r"curl (https?://[\d.]+:\d+)", self.text):
                 return found[1]
             time.sleep(0.02)
         self.kill()
@@ -70,7 +70,7 @@ class Running:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port = self.url.removeprefix("http://").split(":")
+        host, port = self.url.partition("://")[2].split(":")
         return host, int(port)
 
     def processes(self) -> list[psutil.Process]:

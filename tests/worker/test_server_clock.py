@@ -9,7 +9,7 @@ import pytest
 
 from moestro.errors import EngineDiedError
 from moestro.wire.messages import ClockReading, ReadClock
-from moestro.worker.server_clock import server_clock
+from moestro.worker.rank_process import server_clock
 
 MS = 1_000_000
 

@@ -1,8 +1,7 @@
 from workload.test_report import one, record
 
 from moestro.workload.runs.plots import run_figure, search_figure
-from moestro.workload.runs.report import make_report
-from moestro.workload.runs.slos import Slos
+from moestro.workload.runs.report import Slos, make_report
 
 
 def test_a_run_is_drawn_with_its_objectives(tmp_path):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from moestro.errors import ConfigError
 from moestro.workload.runs.records import Outcome, RecordBook
-from moestro.workload.runs.report import make_report
-from moestro.workload.runs.slos import Slos, parse_slos
+from moestro.workload.runs.report import Slos, make_report, parse_slos
 
 MS = 1_000_000
 REQUEST = st.fixed_dictionaries(

@@ -18,6 +18,7 @@ def explain(
     admin_api_key: Annotated[str | None, Parameter(show_default=False)] = None,
     record: Path | None = None,
     json: Annotated[bool, Parameter(negative=())] = False,
+    perfetto: Path | None = None,
 ) -> None:
     """Show the engine of a request and why it was chosen, its place in the queue, who preempted it, and the outcome.
 
@@ -36,10 +37,15 @@ def explain(
         Read this file of --record instead, of moestro route or of moestro serve.
     json
         Print the trace as JSON.
+    perfetto
+        Write the trace to this file too, with a track for each level: open it at https://ui.perfetto.dev.
     """
     from rich.console import Console
 
     from moestro.cli.recorded.explain import find_trace, tell
+    from moestro.cli.recorded.perfetto import write_perfetto
 
     trace = find_trace(request_id, admin_url=admin_url, admin_api_key=admin_api_key, record=record)
     tell(trace, Console(), as_json=json)
+    if perfetto is not None:
+        write_perfetto(trace, perfetto)

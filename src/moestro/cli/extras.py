@@ -22,6 +22,7 @@ EXTRAS = {
     "plots": ("matplotlib",),
     "ray": ("ray",),
     "exact": ("scipy",),
+    "envoy": ("grpc", "grpc_health", "envoy"),
 }
 
 

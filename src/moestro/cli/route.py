@@ -19,6 +19,7 @@ def route(
 
     * moestro route --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 needs no further flag.
     * moestro route --engine a=http://gpu1:8000 --engine b=http://gpu2:8000 names the engines a and b.
+    * moestro route --engine http://10.0.0.1:8000 --ext-proc 9002 also picks engines for Envoy and its gateways.
     * moestro explain REQUEST_ID shows the routing decision of a request.
     """
     if source.print_config:
@@ -39,4 +40,11 @@ def route(
             from moestro.gateway.kv.tokenized_blocks import tokenized_prompt_reader
 
         reading = tokenized_prompt_reader(locate_tokenizer(routing.tokenizer), routing.block_size)
-    run(flags, reading)
+    if flags.picker.ext_proc is None:
+        run(flags, reading)
+        return
+    require_extra("envoy", "--ext-proc")
+    with loading("the endpoint picker"):
+        from moestro.gateway.picker.port import picker_port
+
+    run(flags, reading, picker_port)

@@ -10,8 +10,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from moestro.config.kv_events_settings import KvEventsSettings, kv_events_from
-from moestro.config.launcher_settings import LauncherSettings
-from moestro.config.server_settings import ProcessSettings, ServerSettings
+from moestro.config.server_settings import LauncherSettings, ProcessSettings, ServerSettings
 from moestro.cost.settings import PACED, PACED_NETWORK, PACED_QLLM, PacedOptions, PacedSettings, overridden_popularity
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
@@ -22,6 +21,7 @@ from moestro.placement.settings import ExpertLoadSettings
 from moestro.routing.settings import RoutePolicySettings
 from moestro.text.settings import ChatSettings
 from moestro.web.access.access_settings import AccessSettings
+from moestro.web.ports.tls_settings import TlsSettings
 
 
 def _panel(name: str, text: str, sort_key: int) -> Parameter:
@@ -50,6 +50,7 @@ class ServeSettings:
     server: Annotated[ServerSettings, _SERVER] = field(default_factory=ServerSettings)
     chat: Annotated[ChatSettings, _CHAT] = field(default_factory=ChatSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
+    tls: TlsSettings = field(default_factory=TlsSettings)
     processes: Annotated[ProcessSettings, _PROCESSES] = field(default_factory=ProcessSettings)
     launching: Annotated[LauncherSettings, _PROCESSES] = field(default_factory=LauncherSettings)
     routing: Annotated[RoutePolicySettings, _PROCESSES] = field(default_factory=RoutePolicySettings)

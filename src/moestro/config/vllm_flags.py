@@ -21,7 +21,6 @@ _GRAPHS = "Moestro chooses which steps it records as CUDA graphs"
 _KERNELS = "Moestro chooses its kernels by the device"
 _LORA = "LoRA adapters are out of scope"
 _MEDIA = "input is text only"
-_TLS = "put a TLS proxy in front of the server"
 _REMOTE_CODE = "a checkpoint's own code is never run"
 _NO_LOG = "prompts are never logged, and there is no access log"
 _HUB = "download the checkpoint, and name its directory"
@@ -246,8 +245,6 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     **_refused("--record writes each request's way through all levels", "--otlp-traces-endpoint"),
     **_refused("--record writes each request's way through all levels", "--collect-detailed-traces"),
     **_refused("put a proxy in front of the server", "--middleware"),
-    **_refused(_TLS, "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile", "--ssl-ciphers"),
-    **_switches(_TLS, "--enable-ssl-refresh", is_taken=False),
 }
 _SHORT = {
     "-O": "--optimization-level",

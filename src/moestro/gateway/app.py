@@ -9,6 +9,7 @@ from functools import partial
 import msgspec
 from prometheus_client.registry import Collector
 
+from moestro.gateway.admission import Admission
 from moestro.gateway.clients.client_limits import ClientLimits
 from moestro.gateway.clients.downstream import ClientConnections
 from moestro.gateway.clients.http_headers import CORS_HEADERS, KEY_HEADERS
@@ -62,7 +63,7 @@ class RouterApp:
     """
 
     shared: ExchangeContext
-    proxy: Proxy
+    admission: Admission
     clients: ClientConnections
     engine_admin: EngineAdmin
     exposition: Exposition
@@ -86,7 +87,9 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     front = settings.front
     record, key_id = _record(settings.record)
     router = _router(settings, prompt_reader, record, key_id)
-    router.keeps_candidates = record is not None or settings.record.remember > 0
+    # The picker names the next best engines too.
+    is_picker = settings.picker.ext_proc is not None
+    router.keeps_candidates = record is not None or settings.record.remember > 0 or is_picker
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings), time.monotonic_ns)
     counts = Counts()
     policy = settings.policy.route_score or settings.policy.route_policy
@@ -113,12 +116,15 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
     routes = Routes(front.open_path)
     answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
-    proxy = Proxy(shared, prompt_reader, access, routes, answers)
+    admission = Admission(fleet, shared.active, prompt_reader, access, routes, answers)
+    proxy = Proxy(shared, admission)
     return RouterApp(
         shared=shared,
-        proxy=proxy,
+        admission=admission,
         clients=ClientConnections(proxy, _client_limits(front), faults, access.cors),
-        engine_admin=EngineAdmin(fleet, watch, settings.engines, _withheld(access), prompt_reader.words),
+        engine_admin=EngineAdmin(
+            fleet, watch, settings.engines, _withheld(access), prompt_reader.words, takes_paths=not is_picker
+        ),
         exposition=exposition,
         statistics=statistics,
         record=record,

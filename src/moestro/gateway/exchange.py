@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import sys
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.gateway.clients.downstream import ClientConnection
-from moestro.gateway.clients.http_headers import LOOP_HEADER, LOOP_STATUS, AnswerHead, Incoming, Named, header_text
+from moestro.gateway.clients.http_headers import AnswerHead, Incoming, header_text
 from moestro.gateway.engines.fleet import Fleet, RouteBounds, RoutedEngine
 from moestro.gateway.engines.upstream import EngineConnection
 from moestro.gateway.metrics import Counts, usage_in
-from moestro.routing.health.engine_health import Condition
+from moestro.gateway.verdicts import (
+    FIRST_ERROR,
+    AnswerTail,
+    begins_with_error,
+    blame,
+    cached_share,
+    count_hits,
+    judge_error_event,
+    judge_status,
+    judge_success,
+    origin_of,
+)
 from moestro.routing.health.evidence import Origin
 from moestro.routing.health.retry_budget import RetryBudget
 from moestro.routing.record.decision_log import DecisionLog
@@ -29,23 +39,9 @@ from moestro.web.ports.faults import Faults
 
 logger = logging.getLogger(__name__)
 
-_RATE_LIMITED = 429  # Concerns the client (RFC 6585).
-_OVERLOADED = frozenset({503, 529})  # 529 comes from Dynamo and Anthropic.
-_FAILED = frozenset({500, 502, 504})
-_FIRST_ERROR = 400
 _STALE_NS = 1_000_000_000  # A kept connection that its engine has closed fails within this time.
-_TAIL_BYTES = 4096  # Kept end of an answer, which contains its usage.
-_MAX_TAIL_BYTES = 4 * _TAIL_BYTES  # The tail is cut only beyond this size, not at every piece.
-_LAST_BYTES = 256  # Longest end of a stream in which the last event is looked for.
 _MAX_LOST = 1  # Engines that one request may lose: a request that loses two may be the cause.
 _LEFT_STATUS = 499  # nginx' status for a client that disconnected.
-# First event of a stream that has failed before its first token, in OpenAI's or Anthropic's form.
-_ERROR_EVENT = re.compile(rb'\s*(?:event: ?error\r?\n)?data: ?\{"(?:error"|(?:type|object)": ?"error")')
-_ERROR_OF_REQUEST = re.compile(rb'"code": ?4\d\d\b')  # Such an event stands for a 4xx.
-_DIGEST_BYTES = 4096  # Bytes at each end of a body by which bodies differ; a failure must not hash 32 MiB.
-# Many clients close the connection after this event, of OpenAI's or of Anthropic's API.
-_LAST_EVENT = re.compile(rb'(?:data: \[DONE\]|data: ?\{"type": ?"message_stop"[^\n]*)\s*\Z')
-
 
 # Stages of an exchange: no engine has the request; a connection is being made; the request is sent and no byte of a
 # body has arrived; bytes are on their way to the client; the exchange is over. Plain numbers, because each request
@@ -73,13 +69,35 @@ class ExchangeRules:
     shows_route: bool = True
 
 
+class RunningRequest(Protocol):
+    """A request between its admission and its end, at any port.
+
+    Attributes:
+        deadline_s: Time on `time.monotonic` at which the request expires unless the deadline is moved.
+    """
+
+    deadline_s: float
+
+    def refuse(self, error: RequestError) -> None:
+        """End the request with an error of the router."""
+
+    def fail(self) -> None:
+        """End the request because of an unexpected exception. Called from the exception's handler."""
+
+    def expire(self) -> None:
+        """End the request after its deadline."""
+
+    def engine_hangs(self) -> None:
+        """Move the request to another engine if possible, because its engine has stopped answering."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeContext:
     """The parts of the router that all exchanges use.
 
     Attributes:
         access: Names the client of a request.
-        active: Running exchanges by request id, which is unique among them.
+        active: Running requests of all ports by request id, which is unique among them.
         faults: Keeps the log short whatever clients cause.
     """
 
@@ -89,7 +107,7 @@ class ExchangeContext:
     budget: RetryBudget
     counts: Counts
     decision_log: DecisionLog
-    active: dict[str, Exchange]
+    active: dict[str, RunningRequest]
     faults: Faults
 
 
@@ -125,7 +143,7 @@ class Exchange:
         self._why = ""
         self._head: AnswerHead | None = None
         self._length: int | None = None
-        self._tail = bytearray()
+        self._tail = AnswerTail()
         self._is_event_stream = self._is_success = False
         self.deadline_s = now_ns * 1e-9 + shared.rules.first_byte_s
         shared.active[incoming.request_id] = self
@@ -181,8 +199,7 @@ class Exchange:
         """End the exchange and stop the engine's work, because the client disconnected."""
         if self._stage == _OVER:
             return
-        # A stream whose last event has been sent lacks only its last chunk.
-        is_whole = self._is_event_stream and _LAST_EVENT.search(self._tail, len(self._tail) - _LAST_BYTES) is not None
+        is_whole = self._is_event_stream and self._tail.has_last_event
         if self._engine is not None and not is_whole:
             self._engine.counts.num_left += 1
         self._release_engine(completed=False)
@@ -208,7 +225,7 @@ class Exchange:
         assert engine is not None
         self._status = status
         engine.counts.statuses[status] += 1
-        if status < _FIRST_ERROR or not self._take_failure(engine, head):
+        if status < FIRST_ERROR or not self._take_failure(engine, head):
             self._head, self._length = head, length
 
     def body(self, data: bytes, *, is_last: bool) -> None:
@@ -221,10 +238,7 @@ class Exchange:
         if self._is_success:
             engine.last_byte_ns = now_ns  # An engine that only refuses does not get on with its work.
         self.deadline_s = now_ns * 1e-9 + self._idle_s
-        tail = self._tail
-        if len(tail) > _MAX_TAIL_BYTES:
-            del tail[:-_TAIL_BYTES]
-        tail += data
+        self._tail.add(data)
         self._client.piece(data, is_last=is_last)
 
     def done(self) -> None:
@@ -341,15 +355,8 @@ class Exchange:
     def _take_failure(self, engine: RoutedEngine, head: AnswerHead) -> bool:
         """Count a failure status, and return whether the request goes to another engine."""
         now_ns, shared, status = time.monotonic_ns(), self._shared, head.status
-        if status == LOOP_STATUS and head.named.get(LOOP_HEADER) == shared.fleet.pseudonym:
-            shared.fleet.looped(engine, now_ns)
+        if judge_status(shared.fleet, engine, (status, head.named), self._origin, self._sent_ns, now_ns):
             return self._leave_answer("leads back to this router")
-        if status in _FAILED:
-            self._blame(engine, now_ns)
-        elif status in _OVERLOADED or status == _RATE_LIMITED:
-            client, is_overloaded = self._client_name(), status in _OVERLOADED
-            engine.health.refused(client, _retry_after_ns(head.named), now_ns, is_overloaded=is_overloaded)
-            shared.fleet.look(engine, now_ns)
         if status not in shared.rules.retry_on or self._num_retries >= shared.rules.max_retries:
             return False
         if not shared.fleet.has_other(self._tried, self._model):
@@ -373,17 +380,15 @@ class Exchange:
 
     def _blame(self, engine: RoutedEngine, now_ns: int) -> None:
         """Count a failure that may be the engine's or the request's own."""
-        engine.health.breaker.failed(Origin(self._client_name(), self._body_digest()), self._sent_ns, now_ns)
-        self._shared.fleet.look(engine, now_ns)
+        blame(self._shared.fleet, engine, self._origin(), self._sent_ns, now_ns)
+
+    def _origin(self) -> Origin:
+        return origin_of(self._client_name(), self._incoming.body)
 
     def _client_name(self) -> Hashable:
         named = self._incoming.head.named
         key, other = named.get(b"authorization", b""), named.get(b"x-api-key", b"")
         return self._shared.access.client_of(key, other, self._incoming.client)
-
-    def _body_digest(self) -> int:
-        body = self._incoming.body
-        return hash((len(body), body[:_DIGEST_BYTES], body[-_DIGEST_BYTES:]))
 
     def _try_elsewhere(self, cause: str) -> bool:
         """Send the request to an engine that it has not tried, and return False without such an engine."""
@@ -419,7 +424,7 @@ class Exchange:
             engine.health.silence.began(now_ns - self._sent_ns)
             engine.counts.first_byte_s.observe((now_ns - self._arrival_ns) * 1e-9)
         self._is_event_stream = head.is_event_stream
-        if status < _FIRST_ERROR:
+        if status < FIRST_ERROR:
             self._judge_beginning(engine, now_ns, data)
         framing = b"" if length is None else b"Content-Length: %d\r\n" % length
         has_end = length is not None or self._incoming.head.method == b"HEAD" or status in (204, 304)
@@ -427,14 +432,12 @@ class Exchange:
 
     def _judge_beginning(self, engine: RoutedEngine, now_ns: int, data: bytes) -> None:
         """Count an answer that begins well, and a stream that begins with an error although its status is 200."""
-        if self._is_event_stream and _ERROR_EVENT.match(data):
-            if not _ERROR_OF_REQUEST.search(data):
-                self._blame(engine, now_ns)
-            return
-        self._is_success = True
-        engine.health.succeeded(self._sent_ns, now_ns)
-        if engine.condition is not Condition.UP:
-            self._shared.fleet.look(engine, now_ns)
+        fleet = self._shared.fleet
+        if self._is_event_stream and begins_with_error(data):
+            judge_error_event(fleet, engine, data, self._origin, self._sent_ns, now_ns)
+        else:
+            self._is_success = True
+            judge_success(fleet, engine, self._sent_ns, now_ns)
 
     def _own_lines(self) -> bytes:
         shared, engine, decision = self._shared, self._engine, self._decision
@@ -481,8 +484,8 @@ class Exchange:
 
     def _release_state(self, status: int) -> None:
         usage = usage_in(self._tail) if self._status == 200 else {}
-        if usage:
-            self._count_hits(usage)
+        if self._engine is not None and self._decision is not None and self._request is not None:
+            count_hits(self._engine, self._request, self._decision, usage)
         self._end_in_router(usage)
         self._shared.decision_log.ended(self._incoming.request_id, status, usage)
 
@@ -490,24 +493,8 @@ class Exchange:
         if self._is_in_router and self._request is not None:
             self._is_in_router = False
             self._shared.fleet.router.ended(
-                self._request.request_id, time.monotonic_ns(), usage.get(b"completion_tokens"), _cached_share(usage)
+                self._request.request_id, time.monotonic_ns(), usage.get(b"completion_tokens"), cached_share(usage)
             )
-
-    def _count_hits(self, usage: dict[bytes, int]) -> None:
-        num_prompt_tokens = usage.get(b"prompt_tokens", 0)
-        if self._engine is None or self._decision is None or self._request is None or not num_prompt_tokens:
-            return
-        counts = self._engine.counts
-        counts.num_prompt_tokens += num_prompt_tokens
-        counts.num_hit_tokens += usage.get(b"cached_tokens", 0)
-        share = min(1.0, self._decision.hit_tokens / self._request.num_prompt_tokens)
-        counts.num_predicted_tokens += share * num_prompt_tokens
-
-
-def _cached_share(usage: dict[bytes, int]) -> float | None:
-    """Return the part of the prompt that the engine had cached; None if it did not say."""
-    num_prompt_tokens, num_cached = usage.get(b"prompt_tokens", 0), usage.get(b"cached_tokens")
-    return min(num_cached / num_prompt_tokens, 1.0) if num_prompt_tokens and num_cached is not None else None
 
 
 def _unavailable(cause: str) -> GenerationError:
@@ -519,9 +506,3 @@ def _unavailable(cause: str) -> GenerationError:
 
 def _broken(cause: str) -> GenerationError:
     return GenerationError(f"The answer cannot be completed: {cause}.", code="upstream_disconnected")
-
-
-def _retry_after_ns(named: Named) -> int | None:
-    """Return the delay in `Retry-After`; None if it is absent or a date."""
-    value = named.get(b"retry-after", b"")
-    return int(value) * 1_000_000_000 if value.isdigit() and len(value) <= 6 else None

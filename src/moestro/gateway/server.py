@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import gc
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 from moestro.config.idle_flags import warn_of_idle_flags
 from moestro.errors import DrainingError
@@ -32,6 +33,7 @@ from moestro.web.ports.connections import (
 from moestro.web.ports.faults import Faults, Port
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, wait_until
 from moestro.web.ports.startup import process_age_s
+from moestro.web.ports.tls import ServerTls
 from moestro.web.statline import log_forever
 
 _SWEEP_S = 0.25
@@ -39,17 +41,27 @@ _FIRST_LOOK_S = 5.0  # Longest wait of the banner for the first health check of 
 _GC_THRESHOLD = 50_000  # Requests leave no cycles, so frequent collections would waste time.
 
 
-def route(settings: RouteSettings, prompt_reader: PromptReader) -> None:
+class OpenPort(Protocol):
+    """A further port of the router that is open."""
+
+    url: str
+
+
+PortOpener = Callable[[RouterApp, RouteSettings], contextlib.AbstractAsyncContextManager[OpenPort]]
+
+
+def route(settings: RouteSettings, prompt_reader: PromptReader, open_picker: PortOpener | None = None) -> None:
     """Run the router until SIGTERM or SIGINT. A second signal does not wait for running requests.
 
     Args:
         prompt_reader: Makes the hashes of a prompt's blocks.
+        open_picker: Opens the endpoint picker's port, whose libraries are an extra; None means no picker.
 
     Raises:
         ConfigError: The settings contradict each other or name unusable resources; the message says what to do.
     """
     run_server(
-        lambda lifecycle: _RouteServer(settings, prompt_reader, lifecycle).run(),
+        lambda lifecycle: _RouteServer(settings, prompt_reader, lifecycle, open_picker).run(),
         log_level=settings.front.log_level,
         shutdown_timeout_s=settings.front.shutdown_timeout,
     )
@@ -58,10 +70,18 @@ def route(settings: RouteSettings, prompt_reader: PromptReader) -> None:
 class _RouteServer:
     """One run of the router process."""
 
-    def __init__(self, settings: RouteSettings, prompt_reader: PromptReader, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self,
+        settings: RouteSettings,
+        prompt_reader: PromptReader,
+        lifecycle: Lifecycle,
+        open_picker: PortOpener | None,
+    ) -> None:
         self._settings = settings
         self._prompt_reader = prompt_reader
         self._lifecycle = lifecycle
+        self._open_picker = open_picker
+        self._tls = ServerTls.of(settings.tls)
 
     async def run(self) -> None:
         warn_of_idle_flags(self._settings, ROUTE_NEEDS)
@@ -76,19 +96,31 @@ class _RouteServer:
             app.statistics.clients_port = listener.getsockname()[1]
             app.statistics.operators_port = admin_listener.getsockname()[1]
             async with _running(app, urls), _admin_plane(app, admin_listener, self._settings, self._lifecycle.faults):
-                await self._serve(app, listener, admin_listener)
+                await _first_look(app)
+                async with self._picker(app) as picker_url:
+                    await self._serve(app, listener, admin_listener, picker_url)
 
-    async def _serve(self, app: RouterApp, listener: socket.socket, admin_listener: socket.socket) -> None:
-        await _first_look(app)
-        server = Front(Port.CLIENTS, listener, app.clients, app.front_limits, self._lifecycle.faults).open()
+    @contextlib.asynccontextmanager
+    async def _picker(self, app: RouterApp) -> AsyncIterator[str]:
+        """Serve the endpoint picker inside the block, and yield its address; empty without one."""
+        if self._open_picker is None:
+            yield ""
+            return
+        async with self._open_picker(app, self._settings) as port:
+            yield port.url
+
+    async def _serve(
+        self, app: RouterApp, listener: socket.socket, admin_listener: socket.socket, picker_url: str
+    ) -> None:
+        server = Front(Port.CLIENTS, listener, app.clients, app.front_limits, self._lifecycle.faults, self._tls).open()
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
         self._lifecycle.is_serving = True
-        self._announce(app, listener, admin_listener)
+        self._announce(app, listener, admin_listener, picker_url)
         try:
             await self._lifecycle.stop_requested.wait()
-            app.proxy.is_draining = app.clients.is_closing = True
+            app.admission.is_draining = app.clients.is_closing = True
             await self._lifecycle.drain(lambda: len(app.shared.active))
         finally:
             self._lifecycle.begin_exit()
@@ -98,17 +130,20 @@ class _RouteServer:
                 server.close()
                 app.clients.close()
 
-    def _announce(self, app: RouterApp, listener: socket.socket, admin_listener: socket.socket) -> None:
+    def _announce(
+        self, app: RouterApp, listener: socket.socket, admin_listener: socket.socket, picker_url: str
+    ) -> None:
         settings = self._settings
-        warn_if_open(listener, settings.front.api_key)
+        warn_if_open(listener, settings.front.api_key, self._tls)
         summary = RouteSummary(
             engines=app.engine_admin.views(),
             policy=settings.policy.route_policy,
             prompts=self._prompt_reader.words,
-            url=url_of(listener),
+            url=url_of(listener, is_tls=self._tls is not None),
             admin_url=url_of(admin_listener),
             needs_key=bool(settings.front.api_key),
             seconds=process_age_s(),
+            picker_url=picker_url,
         )
         print_banner(route_banner(summary))
 
@@ -152,7 +187,7 @@ async def _admin_plane(
 
 async def _end_requests(app: RouterApp) -> None:
     """End the running requests with an error, and let their clients read it."""
-    app.proxy.is_draining = app.clients.is_closing = True
+    app.admission.is_draining = app.clients.is_closing = True
     for exchange in list(app.shared.active.values()):
         exchange.refuse(DrainingError())
     app.clients.close_idle()

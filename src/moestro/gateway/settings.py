@@ -17,8 +17,10 @@ from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, 
 from moestro.errors import ConfigError
 from moestro.gateway.clients.paths import can_be_opened
 from moestro.gateway.kv.kv_sources import KvSources
+from moestro.gateway.picker.settings import PickerSettings
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access.access_settings import AccessSettings
+from moestro.web.ports.tls_settings import TlsSettings
 
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
 
@@ -89,6 +91,18 @@ class EngineUrl:
         is_tls = parts.scheme == "https"
         return cls(name, f"{parts.scheme}://{netloc}{path}", netloc, host, port, path, is_tls)
 
+    def check_is_endpoint(self) -> None:
+        """Check that an address and a port name this engine, as the endpoint picker protocol demands.
+
+        Raises:
+            ConfigError: The engine's API is below a path.
+        """
+        if self.path:
+            raise ConfigError(
+                f"--engine {self.name}={self.url}: --ext-proc names engines by address and port, so the API cannot be"
+                f" below {self.path}; serve it at / or leave --ext-proc out"
+            )
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +115,12 @@ class EngineSettings(CheckedSettings):
         default=None, repr=False
     )
     "Key that engines get in place of the client's. MOESTRO_ENGINE_API_KEY keeps it out of the process list."
+    engine_ca_certs: Annotated[Path | None, Parameter(group=_ENGINES)] = None
+    "File with the authorities of https:// engines, in PEM form. Unset: those of the system."
+    engine_certfile: Annotated[Path | None, Parameter(group=_ENGINES)] = None
+    "File with the router's own certificate for https:// engines that want one, in PEM form."
+    engine_keyfile: Annotated[Path | None, Parameter(group=_ENGINES)] = None
+    "File with the private key of --engine-certfile. Unset: the certificate's own file."
     connect_timeout: Annotated[float, above(0), Parameter(group=_ENGINES)] = 3.0
     "Seconds in which a connection to an engine must be made."
     health_path: Annotated[str, Parameter(group=_ENGINES)] = "/health"
@@ -131,6 +151,8 @@ class EngineSettings(CheckedSettings):
         super().__post_init__()
         if self.engine_api_key == "":
             raise ConfigError("--engine-api-key is empty: give a key, or leave the flag out")
+        if self.engine_keyfile is not None and self.engine_certfile is None:
+            raise ConfigError("--engine-keyfile is the key of --engine-certfile: give the certificate too")
         self.kv_sources.check_names([url.name for url in map(EngineUrl.parse, self.engine)])
 
     @property
@@ -305,12 +327,17 @@ class RouteSettings:
     reliability: ReliabilitySettings = field(default_factory=ReliabilitySettings)
     front: FrontSettings = field(default_factory=FrontSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    picker: PickerSettings = field(default_factory=PickerSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
 
     def __post_init__(self) -> None:
         if self.engines.kv_sources and self.routing.tokenizer is None:
             raise ConfigError("--kv-events describes blocks of tokens: give --tokenizer, and the engines' --block-size")
+        if self.picker.ext_proc is not None:
+            for url in map(EngineUrl.parse, self.engines.engine):
+                url.check_is_endpoint()
 
 
 ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
@@ -319,6 +346,16 @@ ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
     Need("needs --kv-events", lambda settings: bool(settings.engines.kv_events), ("kv_tiers",)),
     Need(
         "leave --max-retries 0 out", lambda settings: settings.reliability.max_retries > 0, ("retry_on", "retry_share")
+    ),
+    Need(
+        "needs --ext-proc",
+        lambda settings: settings.picker.ext_proc is not None,
+        ("ext_proc_host", "ext_proc_ssl_certfile", "ext_proc_ssl_keyfile", "ext_proc_ssl_ca_certs"),
+    ),
+    Need(
+        "needs an --engine with https://",
+        lambda settings: any(EngineUrl.parse(text).is_tls for text in settings.engines.engine),
+        ("engine_ca_certs", "engine_certfile", "engine_keyfile"),
     ),
     Need("needs --record", lambda settings: settings.record.record is not None, ("record_key_file",)),
     Need(

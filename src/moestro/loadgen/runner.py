@@ -26,9 +26,8 @@ from moestro.loadgen.settings import BenchSettings, EndpointSettings
 from moestro.loadgen.show import print_found, print_probe, print_report
 from moestro.workload.progress import progress
 from moestro.workload.runs.records import Records
-from moestro.workload.runs.report import Report, make_report
+from moestro.workload.runs.report import Report, Slos, make_report, parse_slos
 from moestro.workload.runs.search import Verdict, find_highest
-from moestro.workload.runs.slos import Slos, parse_slos
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ from moestro.server.admin.expert_admin import ExpertAdmin
 from moestro.server.admin.explain_admin import ExplainAdmin
 from moestro.server.admin.live_placement import LivePlacement, open_placement
 from moestro.server.admin.worker_admin import WorkerAdmin
-from moestro.server.api.docs_api import ROOT_PATH
 from moestro.server.api.fields.request_builder import ServedModel
+from moestro.server.api.operations import ROOT_PATH
 from moestro.server.api.routes import ApiServer
 from moestro.server.api.server_info import server_info
 from moestro.server.engines.engine_client import EngineClient
@@ -79,6 +79,7 @@ from moestro.web.ports.connections import (
 )
 from moestro.web.ports.faults import Port
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
+from moestro.web.ports.tls import ServerTls
 from moestro.web.prometheus import Exposition
 from moestro.web.statline import log_forever
 from moestro.wire.curve import ListenAddress
@@ -184,6 +185,7 @@ class _ServeProcess:
         self._migration: EpMigration | None = None
         self._admin_listener: socket.socket | None = None
         self._recording = Recording(settings)
+        self._tls = ServerTls.of(settings.tls)
 
     async def run(self) -> None:
         warn_of_idle_flags(self._settings, SERVE_NEEDS)
@@ -224,7 +226,8 @@ class _ServeProcess:
         settings = self._settings
         per_address = settings.access.max_connections_per_address
         limits = FrontLimits(max_connections, per_address, settings.server.write_timeout)
-        return http_front(port, runner, listener, limits, self._lifecycle.faults)
+        tls = self._tls if port is Port.CLIENTS else None
+        return http_front(port, runner, listener, limits, self._lifecycle.faults, tls)
 
     @contextlib.asynccontextmanager
     async def _cluster(self) -> AsyncIterator[_Cluster]:
@@ -506,9 +509,9 @@ class _ServeProcess:
 
     def _announce(self, listener: socket.socket, model: ServedModel, infos: Sequence[ModelInfo]) -> None:
         server = self._settings.server
-        warn_if_open(listener, server.api_key)
+        warn_if_open(listener, server.api_key, self._tls)
         self._clock.mark("listen")
-        url = url_of(listener)
+        url = url_of(listener, is_tls=self._tls is not None)
         if self._on_ready is not None:
             self._on_ready(url)
             return

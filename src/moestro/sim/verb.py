@@ -22,7 +22,7 @@ from moestro.sim.runs import RunAnswer, run_all, scenario_of
 from moestro.sim.saturation import at_load
 from moestro.sim.scenario import affinity_notes
 from moestro.sim.settings import SimSettings, read_settings
-from moestro.workload.runs.slos import Slos
+from moestro.workload.runs.report import Slos
 from moestro.workload.traces.request_record import RequestRecord, read_request_record
 
 

@@ -16,9 +16,15 @@ from moestro.core.native_panic import as_exception
 from moestro.errors import ConfigError, RequestError, shown, shown_literal
 from moestro.files.checkpoint_files import MAX_CONFIG_BYTES, check_files, read_bytes
 from moestro.files.text_files import text_of
-from moestro.text.chats.chat_history import as_system_messages, template_variables
+from moestro.text.chats.chat_history import (
+    EFFORT_VARIABLE,
+    THINKING_VARIABLE,
+    as_system_messages,
+    nearest_effort,
+    taken_efforts,
+    template_variables,
+)
 from moestro.text.chats.chat_template import Renderers
-from moestro.text.chats.efforts import EFFORT_VARIABLE, THINKING_VARIABLE, nearest_effort, taken_efforts
 from moestro.text.chats.render_job import RenderJob
 from moestro.text.token_text import ANY_TEXT, TokenTexts
 from moestro.text.tokenizer_library import InvalidPrefixError, TokenizerLibrary

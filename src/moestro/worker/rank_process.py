@@ -22,15 +22,42 @@ from moestro.config.linux_process import bind_to_cores, die_with_parent
 from moestro.config.user_code import accept_user_code
 from moestro.core.model_info import ModelInfo
 from moestro.engine.rank import Rank
-from moestro.errors import ConfigError, GroupLostError, MoestroError
-from moestro.wire.messages import Failed, Phase, Ready, Shutdown, identity_of
+from moestro.errors import ConfigError, EngineDiedError, GroupLostError, MoestroError
+from moestro.wire.messages import ClockReading, Failed, Phase, ReadClock, Ready, Shutdown, identity_of
 from moestro.worker.channel import ORPHANED, Beats, Channel
 from moestro.worker.grammar_inbox import following_grammars
 from moestro.worker.group_process import LoadPart, serve_group_worker, worker_sizes
 from moestro.worker.rank_builder import OnPhase, Send, side_jobs_of
 from moestro.worker.rank_loop import run_rank
-from moestro.worker.server_clock import server_clock
 from moestro.worker.standby import fork_workers, is_standby
+
+_NUM_QUESTIONS = 8  # of which the one with the fastest answer counts: the others waited in some queue
+_ANSWER_S = 10.0
+
+
+def server_clock(channel: Channel) -> Callable[[], int]:
+    """Measure how far the API server's clock is from this machine's, and return a function that reads it, in ns.
+
+    The error is at most half of the fastest round trip. Later drift is not corrected.
+
+    Raises:
+        EngineDiedError: the API server does not answer.
+    """
+    _, offset_ns = min(_ask(channel) for _ in range(_NUM_QUESTIONS))
+    return lambda: time.monotonic_ns() + offset_ns
+
+
+def _ask(channel: Channel) -> tuple[int, int]:
+    """Return the duration of one round trip, and the offset that it suggests."""
+    asked_ns = time.monotonic_ns()
+    channel.send(ReadClock(asked_ns))
+    # Nothing else is sent to a rank that is not ready, except for the end of its process.
+    for message in channel.receive(_ANSWER_S):
+        answered_ns = time.monotonic_ns()
+        if isinstance(message, ClockReading) and message.asked_ns == asked_ns:
+            return answered_ns - asked_ns, message.server_ns - (asked_ns + answered_ns) // 2
+    raise EngineDiedError(f"the API server did not tell its time within {_ANSWER_S:g} s")
+
 
 Build = Callable[[LaunchSpec, OnPhase, Send], tuple[Rank, ModelInfo]]
 

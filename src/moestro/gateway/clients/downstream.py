@@ -397,7 +397,8 @@ class ClientConnection(asyncio.Protocol):
         self.deadline_s = time.monotonic() + self._clients.limits.linger_s
         if self._transport is not None:
             self._transport.resume_reading()
-            self._transport.write_eof()
+            if self._transport.can_write_eof():  # TLS has no half-closed connections; the deadline ends this one.
+                self._transport.write_eof()
 
     def _flush(self) -> None:
         """Write everything in one system call, because each call wakes the other side."""

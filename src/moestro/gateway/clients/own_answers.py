@@ -1,4 +1,4 @@
-"""What the router itself answers on paths other than probes and models."""
+"""Complete answers of the router itself, and those on paths other than probes and models."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class OwnAnswer(NamedTuple):
     body: bytes
     content_type: str
     header_lines: bytes = b""
+    status: int = 200
 
 
 OwnAnswers = Mapping[str, Callable[[], OwnAnswer]]

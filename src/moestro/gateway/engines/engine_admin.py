@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 import time
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from moestro.gateway.engines.health_checks import Watch
 from moestro.gateway.engines.upstream import Address, Pool
 from moestro.gateway.settings import EngineSettings, EngineUrl
 from moestro.routing.policy_contract import FRESH_NS
+from moestro.web.ports.tls import engine_context
 
 
 class EngineView(msgspec.Struct, kw_only=True):
@@ -39,6 +39,7 @@ class EngineAdmin:
     Args:
         withheld: names of client headers that engines do not get.
         reading: method of comparing prompts, in words.
+        takes_paths: whether an engine's API may be below a path.
     """
 
     fleet: Fleet
@@ -46,14 +47,20 @@ class EngineAdmin:
     settings: EngineSettings
     withheld: frozenset[bytes]
     reading: str
+    takes_paths: bool = True
 
     def add(self, url: EngineUrl) -> RoutedEngine:
         """Add an engine and start its health checks; requests follow once a check has passed.
 
         Raises:
-            ConfigError: an engine with this name or address exists already.
+            ConfigError: an engine with this name or address exists already, or its path cannot be used.
         """
-        tls = ssl.create_default_context() if url.is_tls else None
+        if not self.takes_paths:
+            url.check_is_endpoint()
+        settings = self.settings
+        tls = None
+        if url.is_tls:
+            tls = engine_context(settings.engine_ca_certs, settings.engine_certfile, settings.engine_keyfile)
         pool = Pool(Address(url.host, url.port, tls), self.settings.connect_timeout)
         key = self.settings.engine_api_key
         head = EngineHead(

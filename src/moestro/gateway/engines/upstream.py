@@ -11,6 +11,7 @@ from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
+from moestro.core.hosts import in_address
 from moestro.gateway.clients.header_cache import HeaderCache
 from moestro.gateway.clients.http_headers import AnswerHead, Headers, answer_lines, size_of
 from moestro.web.ports.framing import MAX_HEAD_BYTES
@@ -60,6 +61,7 @@ class Pool:
     Attributes:
         known: Cached heads of answers, which need no parsing.
         arrived_ns: Time on `time.monotonic_ns` of the last byte that the engine has sent; 0 before the first.
+        endpoint: Address to which the last connection was made, as `IP:PORT`; empty before the first.
     """
 
     def __init__(self, address: Address, connect_s: float) -> None:
@@ -68,6 +70,7 @@ class Pool:
         self._max_idle = _MAX_IDLE
         self.known: HeaderCache[AnswerHead] = HeaderCache(_MAX_KNOWN)
         self.arrived_ns = 0
+        self.endpoint = ""
         self._idle: list[EngineConnection] = []
         self._all: set[EngineConnection] = set()
 
@@ -113,9 +116,11 @@ class Pool:
         else:
             connection.close()
 
-    def made(self, connection: EngineConnection) -> None:
-        """Add an open connection."""
+    def made(self, connection: EngineConnection, peer: tuple[str, int] | None) -> None:
+        """Add an open connection to `peer`, host and port. None means that the connection is lost already."""
         self._all.add(connection)
+        if peer is not None:
+            self.endpoint = f"{in_address(peer[0])}:{peer[1]}"
 
     def lost(self, connection: EngineConnection) -> None:
         """Remove a closed connection."""
@@ -213,7 +218,8 @@ class EngineConnection(asyncio.Protocol):
         """Register the open connection."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
-        self._pool.made(self)
+        peer = transport.get_extra_info("peername")
+        self._pool.made(self, peer and peer[:2])
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the current answer, because the connection is closed."""

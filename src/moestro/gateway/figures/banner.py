@@ -20,6 +20,7 @@ class RouteSummary:
         policy: name of the route policy.
         prompts: method of comparing prompts, in words.
         seconds: time since the start of the process, seconds.
+        picker_url: address of the endpoint picker; empty without one.
     """
 
     engines: Sequence[EngineView]
@@ -29,6 +30,7 @@ class RouteSummary:
     admin_url: str
     needs_key: bool
     seconds: float
+    picker_url: str = ""
 
 
 def route_banner(summary: RouteSummary) -> Banner:
@@ -44,6 +46,8 @@ def route_banner(summary: RouteSummary) -> Banner:
         ("serving", f"{summary.url} (OpenAI's API under /v1)"),
         ("page", f"{summary.url}/ (a chat, engines), {summary.admin_url}/ (decisions, drains)"),
     ]
+    if summary.picker_url:
+        rows.insert(-2, ("picker", f"{summary.picker_url} (Envoy's ext_proc)"))
     return Banner(
         title=f"Moestro {__version__} route",
         rows=rows,

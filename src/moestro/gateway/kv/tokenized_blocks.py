@@ -29,8 +29,7 @@ from moestro.gateway.clients.request_body import (
     request_from_text,
 )
 from moestro.gateway.kv.prompt_blocks import PromptReader
-from moestro.text.chats.chat_history import calls_for_templates, template_variables
-from moestro.text.chats.efforts import EFFORTS
+from moestro.text.chats.chat_history import EFFORTS, calls_for_templates, template_variables
 from moestro.text.tokenizer import TemplateOptions, Tokenizer
 from moestro.web.adapters.paths import chat_body
 

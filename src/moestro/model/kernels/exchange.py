@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moestro.model.attention import ATTENTION_FORM, AttentionForm
 from moestro.model.experts.routed import Routing, is_experts, tag_of
-from moestro.model.kernels.latent import exchange_projection
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.library import KernelLibrary
 from moestro.model.kernels.matching import (
@@ -31,7 +30,27 @@ from moestro.model.kernels.paged import exchange_attention
 from moestro.model.kernels.plan import plan_layer
 from moestro.model.kernels.routed import exchange_experts
 from moestro.model.kernels.rows import exchange_gate, exchange_norm, exchange_rotary, is_rotation_rowwise
-from moestro.model.latent import LatentProjection
+from moestro.model.latent import HeadProduct, LatentProjection
+
+
+def exchange_projection(projection: LatentProjection, library: KernelLibrary, packing: KernelPacking) -> bool:
+    """Give a projection the kernel for both of its products. Returns whether they agree with torch's."""
+    weights = projection.head_weights()
+    if weights[0].dtype is not torch.bfloat16 or any(weight.shape[2] % 2 for weight in weights):
+        return False
+    products = []
+    for weight in weights:
+        product = _product(library, packing.pack_heads(weight), weight.shape[1])
+        rows = random_rows(1, len(weight), NUM_CHECK_ROWS, weight.shape[2])
+        if not is_close(product(rows), torch.matmul(rows, weight.transpose(1, 2))):
+            return False
+        products.append(product)
+    projection.use(*products)
+    return True
+
+
+def _product(library: KernelLibrary, packed: Tensor, num_out: int) -> HeadProduct:
+    return lambda rows: library.linear_heads(rows if rows.stride(3) == 1 else rows.contiguous(), packed, num_out)
 
 
 class KernelExchange:

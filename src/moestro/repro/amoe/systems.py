@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.core.views import StepPolicy
+from moestro.core.views import QueueTable, Run, StepFunction, StepPolicy, Wait
 from moestro.cost.capacity import check_experts_fit, kv_blocks, worker_kv_blocks
 from moestro.cost.collectives import all_reduce, all_to_all_of
 from moestro.cost.drawn_step import Deployment
@@ -20,7 +20,6 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.registry import make_step_policy
 from moestro.repro.amoe.beds import BLOCK_SIZE, Bed
-from moestro.repro.amoe.tally import ItemTally
 from moestro.sim.engine import Ranks
 from moestro.sim.groups.baselines import (
     LOCK_STEP,
@@ -34,6 +33,34 @@ from moestro.sim.groups.lock_step_group import LockStepGroup
 from moestro.sim.groups.throughput_bound import drawn_visits, least_times, least_work_ns, throughput_bound
 from moestro.sim.groups.uneven_devices import item_factors
 from moestro.sim.groups.worker_group import GroupLayout, WorkerGroup
+
+
+class ItemTally:
+    """Counts items and their tokens over any number of workers, without the samplers'.
+
+    Attributes:
+        num_items: items that policies chose while counting.
+        num_tokens: tokens in them.
+        is_counting: whether choices are counted.
+    """
+
+    def __init__(self) -> None:
+        self.num_items = self.num_tokens = 0
+        self.is_counting = False
+
+    def watched(self, policy: StepPolicy) -> StepPolicy:
+        """Return a policy that chooses as `policy`, and counts."""
+
+        def choose(view: QueueTable, now_ns: int) -> Run | Wait:
+            answer = policy(view, now_ns)
+            if self.is_counting and isinstance(answer, Run) and answer.layer < view.n.shape[1] - 1:  # no sampler
+                waiting = sum(int(view.n[each, answer.layer, answer.group]) for each in answer.classes)
+                self.num_items += 1
+                self.num_tokens += min(waiting, answer.max_rows)
+            return answer
+
+        return StepFunction(choose, policy.overlaps_prefill)
+
 
 Int64s = NDArray[np.int64]
 

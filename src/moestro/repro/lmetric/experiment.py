@@ -37,10 +37,9 @@ from moestro.repro.lmetric.findings import (
     Sweep,
     difference,
 )
-from moestro.repro.lmetric.predictions import Watched
-from moestro.repro.lmetric.prefix_classes import WatchedClasses
 from moestro.repro.lmetric.rollout import RolledOutTtft
 from moestro.repro.lmetric.tables import tables_of
+from moestro.repro.lmetric.watching import Watched, WatchedClasses
 from moestro.repro.results import Claim
 from moestro.repro.sources import SCORED_SEED, TUNING_SEED, Source, generated_sources, trace_sources
 from moestro.repro.testbed import (

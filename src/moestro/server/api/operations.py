@@ -1,20 +1,45 @@
-"""Handlers of the paths for operators and their tools: probes, load, metrics, version."""
+"""Handlers of the paths for operators and their tools: probes, load, metrics, version, and the documents of the API."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import msgspec
 from aiohttp import web
 
-from moestro.server.api.docs_api import docs_routes
+from moestro.server.api.openapi import openapi_document
 from moestro.server.api.server_info import ServerInfo
 from moestro.server.engines.engine_client import EngineClient
 from moestro.server.engines.traffic import Traffic
+from moestro.web.openapi import DOCS_HEADERS, docs_page
 from moestro.web.page_api import page_routes
 from moestro.web.probes import HEALTH_PATHS, READY_PATHS, VERSION_BODY, probe_status
 from moestro.web.prometheus import CONTENT_TYPE, Exposition
 from moestro.web.statistics import LiveStatistics
+
+ROOT_PATH = web.AppKey("root_path", str)  # Prefix under which a proxy shows the server; empty means none.
+
+
+def docs_routes(*, is_strict: bool) -> list[web.RouteDef]:
+    """Return the routes of both paths.
+
+    Args:
+        is_strict: Whether the server refuses unknown fields.
+    """
+
+    @cache
+    def document(root_path: str) -> bytes:
+        servers = {"servers": [{"url": root_path}]} if root_path else {}
+        return msgspec.json.encode(openapi_document(is_strict=is_strict) | servers)
+
+    async def openapi(http: web.Request) -> web.Response:
+        return web.Response(body=document(http.app[ROOT_PATH]), content_type="application/json")
+
+    async def docs(_http: web.Request) -> web.Response:
+        return web.Response(body=docs_page(), content_type="text/html", charset="utf-8", headers=DOCS_HEADERS)
+
+    return [web.get("/openapi.json", openapi), web.get("/docs", docs)]
 
 
 class Operations:

@@ -16,7 +16,6 @@ from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec
 from moestro.server.engines.expert_loads import ExpertLoads
 from moestro.server.engines.metrics import Metrics
-from moestro.server.engines.rank_errors import RefusedByRankError
 from moestro.server.engines.request_log import RequestLog
 from moestro.server.engines.request_state import Inbox, Interrupted, PromptChoices, RequestState
 from moestro.web.errors import GenerationError, InternalError
@@ -34,6 +33,17 @@ from moestro.wire.messages import (
     ToRank,
 )
 from moestro.workload.traces.request_record import RecordedRequest
+
+
+class RefusedByRankError(RequestError):
+    """A rank refused a request; built from the rank's message."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.message, param=refused.param, code=refused.code)
+        self.http_status = refused.http_status
+        self.error_type = refused.error_type
+        self.retry_after_s = refused.retry_after_s
+
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,24 @@ from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.step_output import StepOutput
-from moestro.sim.groups.dummy_kv import give_prompt_kv
 from moestro.sim.prices import Prices, load_prices
+
+
+def give_prompt_kv(scheduler: Scheduler, request_id: str) -> None:
+    """Let a waiting sequence start with the KV of all its prompt but the last token.
+
+    The prefix cache counts these tokens as hits. A preempted sequence computes its tokens again like any other.
+    `Scheduler.check` rejects such a sequence while it waits, because its KV lies nowhere.
+
+    Args:
+        scheduler: scheduler of the rank; no plan has been made since the request was added.
+        request_id: the request.
+    """
+    sequence = scheduler.by_id[request_id]
+    scheduler.waiting.remove(sequence)
+    sequence.num_kept = sequence.num_tokens - 1
+    scheduler.waiting.add(sequence)
+
 
 Int64s = NDArray[np.int64]
 

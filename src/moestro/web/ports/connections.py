@@ -21,6 +21,7 @@ from moestro.web.ports.connection_table import ConnectionSlot, ConnectionTable
 from moestro.web.ports.faults import Fault, Faults, Port, PortFaults
 from moestro.web.ports.framing import WRITE_S
 from moestro.web.ports.http_connection import HttpConnection
+from moestro.web.ports.tls import ServerTls
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,9 @@ _FILES_PER_PROCESS = 8  # Open files for each child process and engine: pipes, s
 # Connections beyond a port's limit, as a part of it, for addresses that have few: a sixteenth of the limit, of which an
 # address may have a 32nd. They matter where all others carry requests, which never give way.
 _SPARE_PART, _SPARE_ADDRESSES = 16, 32
+_HANDSHAKE_S = 10.0  # Time in which a client must complete the TLS handshake.
+_CLOSE_NOTIFY_S = 5.0  # Time in which a client must answer the end of TLS.
+_RENEW_S = 5.0  # Time between two looks at the files of a certificate.
 
 ProtocolFactory = Callable[[ConnectionSlot], asyncio.Protocol]  # The protocol releases its slot with its connection.
 
@@ -66,16 +70,18 @@ def bound_socket(host: str, port: int, flags: str = "--host or --port") -> socke
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, is_tls: bool = False) -> str:
     """Return the URL of a bound socket."""
     host, port = listener.getsockname()[:2]
-    return f"http://{in_address(host)}:{port}"
+    return f"{'https' if is_tls else 'http'}://{in_address(host)}:{port}"
 
 
-def warn_if_open(listener: socket.socket, api_keys: Collection[str]) -> None:
-    """Log a warning if other machines can reach the server and no key is needed."""
-    if not api_keys and not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
-        url = url_of(listener)
+def warn_if_open(listener: socket.socket, api_keys: Collection[str], tls: ServerTls | None) -> None:
+    """Log a warning if other machines can reach the server and neither a key nor a certificate is needed."""
+    if api_keys or (tls is not None and tls.needs_certificates):
+        return
+    if not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
+        url = url_of(listener, is_tls=tls is not None)
         logger.warning("listening on %s without --api-key: every host that reaches this machine can use it", url)
 
 
@@ -120,10 +126,17 @@ class Front:
     Args:
         listener: Bound socket, which `close` closes.
         make: Makes the protocol of a connection.
+        tls: TLS of the port; None means plain HTTP.
     """
 
     def __init__(
-        self, port: Port, listener: socket.socket, make: ProtocolFactory, limits: FrontLimits, faults: Faults
+        self,
+        port: Port,
+        listener: socket.socket,
+        make: ProtocolFactory,
+        limits: FrontLimits,
+        faults: Faults,
+        tls: ServerTls | None = None,
     ) -> None:
         self._port = port
         self._listener = listener
@@ -131,8 +144,10 @@ class Front:
         self._limits = limits
         self._faults = faults
         self._table = ConnectionTable()
+        self._tls = tls
         self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
+        self._renewal: asyncio.TimerHandle | None = None
 
     @property
     def num_open(self) -> int:
@@ -147,12 +162,15 @@ class Front:
         self._listener.settimeout(0)
         self._listener.listen(_BACKLOG)
         asyncio.get_running_loop().add_reader(self._listener, self._accept_some)
+        if self._tls is not None and self._tls.is_refreshed:
+            self._renew(self._tls)
         return self
 
     def close(self) -> None:
         """Close the listener, so that further connections are refused; open ones stay."""
-        if self._retry is not None:
-            self._retry.cancel()
+        for timer in (self._retry, self._renewal):
+            if timer is not None:
+                timer.cancel()
         if self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -176,6 +194,10 @@ class Front:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listener)
         self._retry = loop.call_later(_RETRY_S, loop.add_reader, self._listener, self._accept_some)
+
+    def _renew(self, tls: ServerTls) -> None:
+        tls.renew()
+        self._renewal = asyncio.get_running_loop().call_later(_RENEW_S, self._renew, tls)
 
     def _admit(self, connection: socket.socket, address: str) -> None:
         """Open a connection, or refuse it."""
@@ -202,14 +224,21 @@ class Front:
         return True
 
     async def _open(self, connection: socket.socket, slot: ConnectionSlot) -> None:
+        tls = self._tls
         try:
             connection.settimeout(0)
+            if tls is not None:
+                slot.opened(_Handshake(connection))  # It may give way as any other without a complete request.
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: self._make(slot), connection
+                lambda: self._make(slot),
+                connection,
+                ssl=None if tls is None else tls.context,
+                ssl_handshake_timeout=None if tls is None else _HANDSHAKE_S,
+                ssl_shutdown_timeout=None if tls is None else _CLOSE_NOTIFY_S,
             )
             slot.opened(transport)
         except (OSError, RuntimeError):  # The client has left before its connection was open.
-            self._faults.count(self._port, Fault.CLIENT_LEFT)
+            self._faults.count(self._port, Fault.CLIENT_LEFT if tls is None else Fault.HANDSHAKE)
             slot.release()
             connection.close()
         except BaseException:
@@ -222,13 +251,34 @@ class Front:
         self._faults.count(self._port, fault)
         with contextlib.suppress(OSError), connection:
             connection.settimeout(0)
+            if self._tls is not None:
+                return  # There is no answer before a handshake, which a full port has no place for.
             connection.send(_refusal())
             connection.shutdown(socket.SHUT_WR)
             connection.recv(1 << 16)  # A close with unread data would reset the connection, and lose the answer.
 
 
+class _Handshake:
+    """A connection in its TLS handshake, as the table of connections sees it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
 def http_front(
-    port: Port, runner: web.AppRunner, listener: socket.socket, limits: FrontLimits, faults: Faults
+    port: Port,
+    runner: web.AppRunner,
+    listener: socket.socket,
+    limits: FrontLimits,
+    faults: Faults,
+    tls: ServerTls | None = None,
 ) -> Front:
     """Return the front of an aiohttp `runner` that is set up."""
     server = runner.server
@@ -237,7 +287,7 @@ def http_front(
     def make(slot: ConnectionSlot) -> asyncio.Protocol:
         return HttpConnection(server, PortFaults(faults, port), limits.write_s, slot)
 
-    return Front(port, listener, make, limits, faults)
+    return Front(port, listener, make, limits, faults, tls)
 
 
 def files_of_port(max_connections: int) -> int:

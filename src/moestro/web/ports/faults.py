@@ -40,6 +40,7 @@ class Fault(StrEnum):
     TOO_MANY_OF_ADDRESS = "too_many_connections_of_address"
     DISPLACED = "displaced"
     OUT_OF_FILES = "out_of_files"
+    HANDSHAKE = "tls_handshake"
 
 
 _SENTENCES = {
@@ -50,6 +51,7 @@ _SENTENCES = {
     Fault.TOO_MANY_OF_ADDRESS: "a connection was refused, because its address has its maximum number",
     Fault.DISPLACED: "the port is full, and a connection without a complete request gave way to a new one",
     Fault.OUT_OF_FILES: "no connection could be accepted, because the limit of open files is reached",
+    Fault.HANDSHAKE: "a client left in the TLS handshake, spoke plain HTTP, or had no valid certificate",
 }
 
 

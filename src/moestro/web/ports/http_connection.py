@@ -253,7 +253,8 @@ class HttpConnection(web.RequestHandler):
             return
         self._is_unreadable = True
         transport.resume_reading()
-        transport.write_eof()
+        if transport.can_write_eof():  # TLS has no half-closed connections.
+            transport.write_eof()
         # The client's end cancels this task.
         await asyncio.sleep(LINGER_S)
         if self._body is not None and not self._body.is_eof():

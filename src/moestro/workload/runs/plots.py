@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from moestro.workload.runs.records import Records
-from moestro.workload.runs.report import Report
-from moestro.workload.runs.slos import NS_PER_MS, Slos
+from moestro.workload.runs.report import NS_PER_MS, Report, Slos
 
 _SIZE = (10.0, 6.0)
 

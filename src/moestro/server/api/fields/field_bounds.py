@@ -31,7 +31,7 @@ from moestro.server.api.fields.validation import (
     MAX_STOPS,
     MAX_USER_CHARS,
 )
-from moestro.text.chats.efforts import EFFORTS
+from moestro.text.chats.chat_history import EFFORTS
 from moestro.web.adapters.messages_request import MAX_BUDGET, THINKING_TYPES
 from moestro.web.adapters.messages_request import ROLES as MESSAGE_ROLES
 from moestro.web.adapters.responses_request import INCLUDED

@@ -1,0 +1,1 @@
+"""Endpoint picker: chooses engines for Envoy and the gateways of Kubernetes, which carry the requests themselves."""

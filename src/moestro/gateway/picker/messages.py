@@ -1,0 +1,231 @@
+"""Words of the endpoint picker protocol 1.0.0 in messages of Envoy's external processing, read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, HeaderValueOption, Metadata
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HttpHeaders,
+    ImmediateResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    TrailersResponse,
+)
+from envoy.type.v3.http_status_pb2 import HttpStatus
+from google.protobuf.struct_pb2 import Struct, Value
+
+from moestro.errors import RequestError
+from moestro.gateway.clients.http_headers import Headers, RequestHead, fault_of, size_of
+from moestro.gateway.clients.own_answers import OwnAnswer
+from moestro.web.errors import HttpError, error_body
+from moestro.web.ports.framing import MAX_HEAD_BYTES, MAX_HEADERS, head_too_large
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+DESTINATION = "x-gateway-destination-endpoint"
+_SERVED = "x-gateway-destination-endpoint-served"
+_SUBSET = "x-gateway-destination-endpoint-subset"
+_SUBSET_NAMESPACE, _LB_NAMESPACE = "envoy.lb.subset_hint", "envoy.lb"
+_ATTRIBUTES, _SOURCE_ADDRESS = "envoy.filters.http.ext_proc", "source.address"
+_OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+_APPEND = HeaderValueOption.APPEND_IF_EXISTS_OR_ADD
+_FULL_DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
+
+Pairs = Iterable[tuple[str, bytes]]
+
+# --- read
+
+
+def head_of(message: HttpHeaders) -> RequestHead:
+    """Return the head of a client's request."""
+    pseudo, headers, named = _fields(message.headers)
+    if (authority := pseudo.get(b":authority")) is not None:
+        headers.append((b"host", b"host", authority))
+        named[b"host"] = authority
+    return RequestHead(pseudo.get(b":method", b""), pseudo.get(b":path", b""), headers, named)
+
+
+def head_fault(head: RequestHead) -> RequestError | None:
+    """Return the first fault of a client's head by the rules of the router's own port; None means no fault."""
+    if len(head.headers) > MAX_HEADERS or size_of(head.headers) + len(head.target) > MAX_HEAD_BYTES:
+        return head_too_large()
+    return fault_of(head, "1.1")
+
+
+def answer_head(message: HttpHeaders) -> tuple[int, dict[bytes, bytes]]:
+    """Return the status of an answer, 0 without a valid one, and its headers by name."""
+    pseudo, _, named = _fields(message.headers)
+    status = pseudo.get(b":status", b"")
+    return int(status) if status.isdigit() and len(status) == 3 else 0, named
+
+
+def mode_fault(message: ProcessingRequest) -> RequestError | None:
+    """Return an error for a proxy that keeps bodies from the picker; None for the mode that the protocol demands."""
+    if not message.HasField("protocol_config"):
+        return None  # The proxy does not state its mode.
+    given = message.protocol_config
+    for field in ("request_body_mode", "response_body_mode"):
+        if (mode := getattr(given, field)) != _FULL_DUPLEX:
+            name = ProcessingMode.BodySendMode.Name(mode) if mode in ProcessingMode.BodySendMode.values() else mode
+            text = (
+                f"The gateway's ext_proc filter has {field} {name}. The endpoint picker protocol needs"
+                f" {field}: FULL_DUPLEX_STREAMED in its processing_mode."
+            )
+            return HttpError(500, text, "ext_proc_mode")
+    return None
+
+
+def client_address(message: ProcessingRequest) -> str:
+    """Return the IP address of the proxy's client; empty if the proxy does not send the attribute."""
+    if _ATTRIBUTES not in message.attributes:
+        return ""
+    fields = message.attributes[_ATTRIBUTES].fields
+    address = fields[_SOURCE_ADDRESS].string_value if _SOURCE_ADDRESS in fields else ""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def subset_of(metadata: Metadata) -> frozenset[str] | None:
+    """Return the endpoints from which the proxy wants one; None means all of the pool.
+
+    Anything but a list of strings, or a string with commas, names no endpoint: a hint that cannot be read must not
+    open the whole pool.
+    """
+    value = _value(metadata, _SUBSET_NAMESPACE, _SUBSET)
+    if value is None:
+        return None
+    texts = [each.string_value for each in value.list_value.values] or value.string_value.split(",")
+    return frozenset(text.strip() for text in texts) - {""}
+
+
+def served_by(metadata: Metadata) -> str:
+    """Return the endpoint that has answered a request; empty if the proxy does not name one."""
+    value = _value(metadata, _LB_NAMESPACE, _SERVED)
+    return "" if value is None else value.string_value
+
+
+# --- written
+
+
+def destination(endpoints: Sequence[str], headers: Pairs, via: bytes, removed: Iterable[str]) -> ProcessingResponse:
+    """Return the response to a request's headers, which names the endpoints that the proxy tries in this order.
+
+    Args:
+        headers: Further headers, which replace the client's.
+        via: Value that is appended to Via.
+        removed: Names of client headers that engines do not get.
+    """
+    value = ",".join(endpoints)
+    mutation = _mutation(((DESTINATION, value.encode()), *headers))
+    mutation.set_headers.append(HeaderValueOption(header=HeaderValue(key="via", raw_value=via), append_action=_APPEND))
+    # Removed first, so that no second line of a client's own header is left.
+    mutation.remove_headers.extend((DESTINATION, *removed))
+    endpoint = Struct(fields={DESTINATION: Value(string_value=value)})
+    return ProcessingResponse(
+        request_headers=HeadersResponse(response=CommonResponse(header_mutation=mutation)),
+        dynamic_metadata=Struct(fields={_LB_NAMESPACE: Value(struct_value=endpoint)}),
+    )
+
+
+def request_piece(data: bytes, *, is_last: bool) -> ProcessingResponse:
+    """Return a part of the request's body, unchanged."""
+    return ProcessingResponse(request_body=_body(data, is_last=is_last))
+
+
+def response_piece(data: bytes, *, is_last: bool) -> ProcessingResponse:
+    """Return a part of the answer's body, unchanged."""
+    return ProcessingResponse(response_body=_body(data, is_last=is_last))
+
+
+def request_trailers() -> ProcessingResponse:
+    """Return the response to trailers of a request, unchanged."""
+    return ProcessingResponse(request_trailers=TrailersResponse())
+
+
+def response_trailers() -> ProcessingResponse:
+    """Return the response to trailers of an answer, unchanged."""
+    return ProcessingResponse(response_trailers=TrailersResponse())
+
+
+def answer_headers(headers: Pairs, removed: Iterable[str]) -> ProcessingResponse:
+    """Return the response to an answer's head, which the client gets with `headers` in place of the engine's."""
+    mutation = _mutation(headers)
+    mutation.remove_headers.extend(removed)
+    return ProcessingResponse(
+        response_headers=HeadersResponse(response=CommonResponse(header_mutation=mutation)),
+    )
+
+
+def refusal(path: str, error: RequestError, request_id: str) -> ProcessingResponse:
+    """Return an error as the proxy's own answer, in the form of the API to which `path` belongs."""
+    headers = [("content-type", b"application/json"), ("x-request-id", request_id.encode())]
+    if error.retry_after_s is not None:
+        headers.append(("retry-after", b"%d" % error.retry_after_s))
+    headers += [(name.lower(), value.encode()) for name, value in error.headers.items()]
+    body = error_body(path, error, request_id)
+    return _immediate(error.http_status, headers, body, f"moestro_{error.code or error.error_type}")
+
+
+def own_answer(answer: OwnAnswer, request_id: str) -> ProcessingResponse:
+    """Return an answer of the router itself."""
+    headers = [("x-request-id", request_id.encode())]
+    if answer.body:
+        headers.append(("content-type", answer.content_type.encode()))
+    for line in answer.header_lines.splitlines():
+        name, _, value = line.partition(b": ")
+        headers.append((name.decode().lower(), value))
+    return _immediate(answer.status, headers, answer.body, "moestro_own_answer")
+
+
+# --- inside
+
+
+def _fields(headers: HeaderMap) -> tuple[dict[bytes, bytes], Headers, dict[bytes, bytes]]:
+    """Return pseudo-headers by name, the other headers in order, and these by name."""
+    pseudo: dict[bytes, bytes] = {}
+    others: Headers = []
+    named: dict[bytes, bytes] = {}
+    for each in headers.headers:
+        name, value = each.key.lower().encode(), each.raw_value or each.value.encode()
+        if name.startswith(b":"):
+            pseudo[name] = value
+        else:
+            others.append((name, name, value))
+            named[name] = value
+    return pseudo, others, named
+
+
+def _value(metadata: Metadata, namespace: str, key: str) -> Value | None:
+    by_namespace = metadata.filter_metadata
+    if namespace not in by_namespace:
+        return None
+    fields = by_namespace[namespace].fields
+    return fields.get(key)
+
+
+def _mutation(headers: Pairs) -> HeaderMutation:
+    return HeaderMutation(
+        set_headers=[
+            HeaderValueOption(header=HeaderValue(key=name, raw_value=value), append_action=_OVERWRITE)
+            for name, value in headers
+        ]
+    )
+
+
+def _body(data: bytes, *, is_last: bool) -> BodyResponse:
+    piece = StreamedBodyResponse(body=data, end_of_stream=is_last)
+    return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=piece)))
+
+
+def _immediate(status: int, headers: Pairs, body: bytes, details: str) -> ProcessingResponse:
+    return ProcessingResponse(
+        immediate_response=ImmediateResponse(
+            status=HttpStatus(code=status), headers=_mutation(headers), body=body, details=details
+        )
+    )

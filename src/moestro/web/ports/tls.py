@@ -1,0 +1,143 @@
+"""TLS of a port: its certificate, the authorities of clients, and files that are read again when they change."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from pathlib import Path
+
+from moestro.errors import ConfigError
+from moestro.web.ports.tls_settings import TlsSettings
+
+logger = logging.getLogger(__name__)
+
+_Stamp = tuple[tuple[int, int], ...]
+
+
+class ServerTls:
+    """TLS of one port.
+
+    Args:
+        settings: Settings with a certificate.
+
+    Attributes:
+        context: Context of new connections.
+        is_refreshed: Whether `renew` is to be called from time to time.
+
+    Raises:
+        ConfigError: A file cannot be used; the text says which and why.
+    """
+
+    def __init__(self, settings: TlsSettings) -> None:
+        self._settings = settings
+        self._stamp = self._stamp_of_files()
+        self.context = _context(settings)
+        self.is_refreshed = settings.enable_ssl_refresh
+
+    @classmethod
+    def of(cls, settings: TlsSettings) -> ServerTls | None:
+        """Return the TLS of a port with `settings`; None means plain HTTP."""
+        return None if settings.ssl_certfile is None else cls(settings)
+
+    @property
+    def needs_certificates(self) -> bool:
+        """Whether each client needs a certificate."""
+        return self.context.verify_mode is ssl.CERT_REQUIRED
+
+    def renew(self) -> None:
+        """Read the files again if they have changed. Files that cannot be used leave the old certificate in place."""
+        try:
+            stamp = self._stamp_of_files()
+        except ConfigError as error:
+            stamp, cause = (), str(error)
+        else:
+            cause = ""
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        if not cause:
+            try:
+                self.context = _context(self._settings)
+            except ConfigError as error:
+                cause = str(error)
+        if cause:
+            logger.warning("the certificate stays as it is: %s", cause)
+        else:
+            logger.info("new connections get the renewed certificate of %s", self._settings.ssl_certfile)
+
+    def _stamp_of_files(self) -> _Stamp:
+        """Return what changes when one of the files does."""
+        settings = self._settings
+        files = {
+            "--ssl-certfile": settings.ssl_certfile,
+            "--ssl-keyfile": settings.ssl_keyfile,
+            "--ssl-ca-certs": settings.ssl_ca_certs,
+        }
+        return tuple(_stamp(flag, path) for flag, path in files.items() if path is not None)
+
+
+def engine_context(ca_certs: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext:
+    """Return the context of connections to engines.
+
+    Args:
+        ca_certs: File with the authorities of engines; None means those of the system.
+        certificate: File with the router's own certificate; None means that it has none.
+        key: File with the private key of `certificate`; None means that the certificate's file has it.
+
+    Raises:
+        ConfigError: A file cannot be used.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca_certs)
+    except OSError as error:
+        raise ConfigError(f"--engine-ca-certs {ca_certs}: {_cause(error)}; give a file in PEM form") from error
+    if certificate is not None:
+        _load_chain(context, "--engine-certfile", certificate, "--engine-keyfile", key)
+    return context
+
+
+def _stamp(flag: str, path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from error
+    return found.st_mtime_ns, found.st_ino
+
+
+def _context(settings: TlsSettings) -> ssl.SSLContext:
+    assert settings.ssl_certfile is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    _load_chain(context, "--ssl-certfile", settings.ssl_certfile, "--ssl-keyfile", settings.ssl_keyfile)
+    if settings.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(settings.ssl_ca_certs)
+        except OSError as error:
+            text = f"--ssl-ca-certs {settings.ssl_ca_certs}: {_cause(error)}; give a file in PEM form"
+            raise ConfigError(text) from error
+        requirement = 2 if settings.ssl_cert_reqs is None else settings.ssl_cert_reqs
+        context.verify_mode = ssl.VerifyMode(requirement)
+    if settings.ssl_ciphers is not None:
+        try:
+            context.set_ciphers(settings.ssl_ciphers)
+        except ssl.SSLError as error:
+            raise ConfigError(f"--ssl-ciphers {settings.ssl_ciphers}: OpenSSL knows no such cipher") from error
+    return context
+
+
+def _load_chain(context: ssl.SSLContext, flag: str, certificate: Path, key_flag: str, key: Path | None) -> None:
+    try:
+        # Without a function for the password, OpenSSL would read one from the terminal.
+        context.load_cert_chain(certificate, key, password=lambda: b"")
+    except OSError as error:
+        keys = f" with {key_flag} {key}" if key is not None else ""
+        raise ConfigError(
+            f"{flag} {certificate}{keys}: {_cause(error)}; give a certificate and its own key in PEM form, the key"
+            " without a password"
+        ) from error
+
+
+def _cause(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or "not in PEM form").replace("_", " ").lower()
+    return error.strerror or str(error)
