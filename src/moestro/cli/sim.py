@@ -34,6 +34,8 @@ class SimRunOptions(CheckedSettings):
     )
     seeds: Annotated[int | None, at_least(1), _RUNS] = None
     "Run each policy with so many seeds; the table has means and 95 % intervals. Replaces num_seeds."
+    kv_offloading_size: Annotated[float | None, at_least(0), _RUNS] = None
+    "GiB of host memory of each engine below its prefix cache, as for `serve`. Replaces that of [engines]."
     jobs: Annotated[int | None, at_least(1), _RUNS] = None
     "Processes for independent runs. Unset: one a core, where the runs are long enough."
 
@@ -109,7 +111,13 @@ def sim(
         require_extra("plots", "--plot")
         from moestro.sim.figures.plots import save_plots
     if scenario is not None:
-        answer = run_scenario(scenario, RunChoices(load=runs.load, num_seeds=runs.seeds, num_processes=runs.jobs))
+        choices = RunChoices(
+            load=runs.load,
+            num_seeds=runs.seeds,
+            kv_offloading_size=runs.kv_offloading_size,
+            num_processes=runs.jobs,
+        )
+        answer = run_scenario(scenario, choices)
     else:
         asked = WhatIfSettings(
             policies=recorded.policy,
@@ -129,6 +137,8 @@ def sim(
 def _check_options(runs: SimRunOptions, recorded: SimReplayOptions) -> None:
     """Refuse options that would have no effect."""
     if recorded.replay and runs != SimRunOptions():
-        raise ConfigError("--load, --seeds and --jobs belong to a scenario: a replay has its recorded requests, once")
+        raise ConfigError(
+            "--load, --seeds, --kv-offloading-size and --jobs belong to a scenario: a replay has its requests, once"
+        )
     if not recorded.replay and recorded != SimReplayOptions():
         raise ConfigError("--policy, --cost, --engines and --closed-loop need --replay with a record")

@@ -96,7 +96,7 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     **_switches("/metrics has all figures", "--kv-cache-metrics", "--enable-mfu-metrics", "--cudagraph-metrics"),
     **_taken("/metrics has all figures", "--show-hidden-metrics-for-version", "--kv-cache-metrics-sample"),
     **_switches("one log has the lines of all engines", "--aggregate-engine-logging"),
-    **_taken("--kv-offloading-size keeps the KV of preempted requests in host memory", "--swap-space"),
+    **_taken("--kv-offloading-size keeps KV of preempted requests and evicted prefixes in host memory", "--swap-space"),
     **_taken("the KV of preempted requests is computed again", "--preemption-mode"),
     **_switches("the KV cache has the model's dtype", "--calculate-kv-scales"),
     **_switches("all layers share one table of blocks", "--disable-hybrid-kv-cache-manager"),
@@ -158,12 +158,12 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
         "in --mode async, workers are added and drained at /admin/workers", "--enable-elastic-ep", is_taken=False
     ),
     **_refused(
-        "--kv-offloading-size keeps the KV of preempted requests in host memory; weights stay on the device",
+        "--kv-offloading-size keeps KV of preempted requests and evicted prefixes there; weights stay on the device",
         "--cpu-offload-gb",
         neutral=["0", "0.0"],
     ),
     **_refused(
-        "--kv-offloading-size keeps the KV of preempted requests in host memory, by one backend",
+        "--kv-offloading-size keeps KV of preempted requests and evicted prefixes in host memory, by one backend",
         "--kv-offloading-backend",
         neutral=["native"],
     ),

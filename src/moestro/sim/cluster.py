@@ -242,6 +242,7 @@ def _note_end(results: Results, row: int, sequence: EngineSequence, now_ns: int)
     num_tokens, most = len(sequence.generated), sequence.request.sampling.max_tokens
     results.num_tokens[row] = num_tokens if num_tokens < most else most  # none if scored
     results.num_hit_tokens[row] = sequence.num_cached_tokens or 0
+    results.num_host_tokens[row] = sequence.num_host_tokens
     results.num_preemptions[row] = sequence.num_preemptions
     results.status[row] = ANSWERED
 

@@ -192,13 +192,20 @@ _TABLES: dict[str, type] = {
 }
 
 
-def read_settings(path: Path, *, load: float | None = None, num_seeds: int | None = None) -> SimSettings:
+def read_settings(
+    path: Path,
+    *,
+    load: float | None = None,
+    num_seeds: int | None = None,
+    kv_offloading_size: float | None = None,
+) -> SimSettings:
     """Read the simulation that a TOML file describes.
 
     Args:
         path: the file.
         load: share of saturation that replaces rate and load of the file's workload. None leaves them.
         num_seeds: number of seeds that replaces the file's. None leaves it.
+        kv_offloading_size: GiB of host memory that replace those of the file's engines. None leaves them.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value is not allowed; the text names the file and the key.
@@ -209,6 +216,8 @@ def read_settings(path: Path, *, load: float | None = None, num_seeds: int | Non
             tables["workload"] = {name: value for name, value in workload.items() if name != "rate"} | {"load": load}
         if num_seeds is not None:
             tables["num_seeds"] = num_seeds
+        if kv_offloading_size is not None:
+            tables["engines"] = {**tables.get("engines", {}), "kv_offloading_size": kv_offloading_size}
         settings = msgspec.convert(tables, SimSettings)
         for name, kind in (("engines", SimEngineSettings), ("group", GroupSettings), ("popularity", PopularityForm)):
             refuse_unknown(tables.get(name, {}), kind, name)

@@ -50,11 +50,13 @@ class RunChoices:
     Attributes:
         load: share of saturation that is offered.
         num_seeds: number of seeds.
+        kv_offloading_size: GiB of host memory of each engine.
         num_processes: processes to run in; None means one for each core if that pays.
     """
 
     load: float | None = None
     num_seeds: int | None = None
+    kv_offloading_size: float | None = None
     num_processes: int | None = None
 
 
@@ -64,7 +66,9 @@ def run_scenario(path: Path, choices: RunChoices = RunChoices()) -> SimAnswer:
     Raises:
         ConfigError: a setting is unknown or out of range, or a file cannot be read.
     """
-    settings = read_settings(path, load=choices.load, num_seeds=choices.num_seeds)
+    settings = read_settings(
+        path, load=choices.load, num_seeds=choices.num_seeds, kv_offloading_size=choices.kv_offloading_size
+    )
     answer = simulate(settings, path.parent, choices.num_processes)
     print_report(Console(), answer.report)
     return answer

@@ -20,7 +20,7 @@ WINDOW_NS = 10_000_000_000  # window of prefill seconds: LMetric's (section 4.2)
 _FLAG = re.compile(r"--([a-z][a-z-]*)")
 _COLUMNS = (
     "arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns", "num_prompt_tokens", "num_tokens", "num_hit_tokens",
-    "num_preemptions", "engine", "is_best_effort", "status",
+    "num_host_tokens", "num_preemptions", "engine", "is_best_effort", "status",
 )  # fmt: skip
 
 
@@ -38,6 +38,7 @@ class Results:
             allocation of KV blocks. A scored prompt has no output token and may lack a first-token time.
         num_prompt_tokens, num_tokens, num_hit_tokens: prompt tokens, output tokens, and prompt tokens from the prefix
             cache, int32[n].
+        num_host_tokens: of the prompt tokens from the prefix cache, those copied from host memory, int32[n].
         num_preemptions: sequence preemptions, int32[n]. `workload.request_record.UNKNOWN` where a record lacks them.
         engine: engine of each request, int32[n]; -1 means that every engine refused it.
         is_best_effort: service class, bool[n].
@@ -52,8 +53,8 @@ class Results:
         self.arrival_ns, self.admitted_ns, self.first_token_ns, self.last_token_ns = (
             np.full(num_requests, NOT_YET_NS, np.int64) for _ in range(4)
         )
-        self.num_prompt_tokens, self.num_tokens, self.num_hit_tokens, self.num_preemptions = (
-            np.zeros(num_requests, np.int32) for _ in range(4)
+        self.num_prompt_tokens, self.num_tokens, self.num_hit_tokens, self.num_host_tokens, self.num_preemptions = (
+            np.zeros(num_requests, np.int32) for _ in range(5)
         )
         self.engine = np.full(num_requests, -1, np.int32)
         self.is_best_effort = np.zeros(num_requests, np.bool_)
