@@ -81,11 +81,11 @@ def test_lasting_plans_are_hardly_slower_than_the_best_of_the_plain_ways(kind):
     assert num_migrations <= {"stays": 2, "alternates": 3, "changes once": 5, "few tokens": 2}[kind]
 
 
-def test_a_saving_that_is_small_beside_the_measured_step_moves_nothing():
+def test_a_saving_that_is_small_beside_a_step_moves_nothing():
     loads = list(loads_of("stays"))
-    lasting = LastingPlans(PLACE_POLICIES.make("moestro"), measured_step_s=10.0)
+    lasting = LastingPlans(PLACE_POLICIES.make("moestro"), LastingSettings(least_share=0.9))
     assert play(loads[:3], lasting)[1] == 0
-    assert "of a step, and 2.00% are required" in lasting.reason
+    assert "of a step, and 90.00% are required" in lasting.reason
 
 
 def test_a_window_of_few_steps_promises_less():

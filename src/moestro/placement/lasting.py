@@ -84,13 +84,11 @@ class LastingPlans:
     Attributes:
         policy: Makes plans; sees loads of one window or of several.
         settings: When a plan is followed.
-        measured_step_s: Seconds of a step as the group measured it. None means that only the priced seconds are known.
         reason: Why the last call left the table or changed it, in words.
     """
 
     policy: PlacePolicy
     settings: LastingSettings = field(default_factory=LastingSettings)
-    measured_step_s: float | None = None
     reason: str = ""
     _windows: list[ExpertLoad] = field(default_factory=list)
     _trust: dict[str, _Trust] = field(default_factory=dict)
@@ -123,7 +121,7 @@ class LastingPlans:
             net_s = part * predicted_s - self._moves_s(view, table)
             if net_s > saved_s:
                 best, saved_s, kind = table, net_s, name
-        step_s = self.measured_step_s or _step_s(view.load, view.table, view)
+        step_s = _step_s(view.load, view.table, view)
         self._num_calls += 1
         if best is view.table:
             self.reason = "no plan is expected to save anything"
