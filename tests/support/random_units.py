@@ -104,7 +104,7 @@ def unit_by_unit(units: Units) -> list[dict]:
                 "tokens": units.token_ids[told : told + count].tolist(),
                 "next": [] if not asks else units.next_token_ids[following : following + asks].tolist(),
                 "table": [block for block in units.block_tables[i].tolist() if block],
-                "sampling": units.sampling[i].item(),
+                "sampling": [np.asarray(value).tolist() for value in units.sampling[i].item()],
                 "edits": {name: values for name, values in own.items() if values},
             }
         )
