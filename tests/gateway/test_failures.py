@@ -93,9 +93,9 @@ async def test_a_failure_after_the_choice_gives_back_what_was_counted(moody, mon
         decision_log = it.app.shared.decision_log
         routed = decision_log.routed
 
-        def fails(request, decision, because):
+        def fails(request, decision, because, wait_ns):
             if request.user == "good":
-                routed(request, decision, because)
+                routed(request, decision, because, wait_ns)
             else:
                 raise ValueError("a bug")
 

@@ -82,7 +82,7 @@ def router() -> tuple[RouterApp, PickerContext]:
     app = assemble(given, reading_of(given.routing), Faults())
     for endpoint in ENDPOINTS:
         fleet = app.shared.fleet
-        engine = fleet.add(endpoint, f"http://{endpoint}", pool=FakePool(endpoint), head=None)
+        [engine] = fleet.add(endpoint, f"http://{endpoint}", pool=FakePool(endpoint), head=None).engines
         engine.health.checked(time.monotonic_ns(), passed=True)
         fleet.look(engine, time.monotonic_ns())
     context = PickerContext(
