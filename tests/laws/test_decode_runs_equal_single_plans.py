@@ -71,7 +71,13 @@ def columns_of(plan: Plan, scheduler: Scheduler) -> list:
     tables = [row[:num].tolist() for row, num in zip(units.block_tables, held, strict=True)]
     edits = None if units.edits is None else [units.edits.said.tolist(), units.edits.num_generated.tolist()]
     values = [getattr(units, name) for name in COLUMNS]
-    return [plan.step, tables, edits, *(None if value is None else (value.dtype, value.tolist()) for value in values)]
+    return [plan.step, tables, edits, *(None if value is None else plain(value) for value in values)]
+
+
+def plain(column: np.ndarray) -> tuple:
+    """A column as lists, which can be compared; a field may be an array itself."""
+    fields = [column] if column.dtype.names is None else [column[name] for name in column.dtype.names]
+    return column.dtype, [field.tolist() for field in fields]
 
 
 def rows_of(output: StepOutput) -> list:

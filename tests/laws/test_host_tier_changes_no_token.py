@@ -130,7 +130,9 @@ def test_the_histories_reach_the_host_tier():
     host, counts = rank.scheduler.state.host, rank.scheduler.counts
     assert host.num_stored_blocks > 20
     assert host.num_loaded_blocks > 10
-    assert counts.num_host_hit_tokens == host.num_loaded_blocks * BLOCK_SIZE
+    # Kept KV comes back in whole blocks, of which the last one may be part empty.
+    num_empty = host.num_loaded_blocks * BLOCK_SIZE - counts.num_host_hit_tokens - counts.num_restored_tokens
+    assert 0 <= num_empty < BLOCK_SIZE * max(1, counts.num_preemptions)
 
 
 def test_these_laws_can_fail_a_device_that_loses_copies_is_caught():
