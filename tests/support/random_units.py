@@ -83,7 +83,7 @@ def unit_by_unit(units: Units) -> list[dict]:
         edits, own = units.edits, {}
         if edits is not None:
             own = {
-                "counted": [
+                "said": [
                     (t, int(g)) for (u, t), g in zip(edits.said.T.tolist(), edits.num_generated, strict=True) if u == i
                 ],
                 "biased": [
