@@ -67,7 +67,7 @@ BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager"}
 # config stamps a run's record with the time of its start; planner ends its search in time; model times the copy of a
 # block of KV at its start
 READS_CLOCK = {*EFFECTS, "config", "planner", "model"}
-# Rooms whose words are clock-free: time enters as an integer that somebody hands in.
+# Rooms whose words are clock-free: time enters as an integer argument.
 WALL_CLOCK = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "now", "utcnow"}
 
 

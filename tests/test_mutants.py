@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         assert why in found.stdout
 
 
-def test_a_fault_that_survives_is_told_from_one_that_is_caught(tmp_path):
+def test_surviving_and_caught_faults_are_distinguished(tmp_path):
     (tmp_path / "mutants.toml").write_text(TWO)
     found = run_tool("--jobs", "2", "--list", tmp_path / "mutants.toml", "--json", tmp_path / "found.json")
     assert found.returncode == 1, found.stdout + found.stderr

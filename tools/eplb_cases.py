@@ -103,18 +103,18 @@ def add_case(cases: Cases, prefix: str, rng: np.random.Generator) -> tuple[np.nd
     counts, is_scaled = random_loads(rng, (sizes["num_layers"], sizes["num_experts"]))
     cases.add(f"{prefix}_sizes", [*sizes.values(), is_scaled])
     cases.add(f"{prefix}_weight", counts, np.uint16)
-    asked = tuple(sizes[name] for name in ("num_replicas", "num_groups", "num_nodes", "num_gpus"))
-    return counts * (SCALE if is_scaled else 1.0), asked
+    targets = tuple(sizes[name] for name in ("num_replicas", "num_groups", "num_nodes", "num_gpus"))
+    return counts * (SCALE if is_scaled else 1.0), targets
 
 
 def add_deepseek(cases: Cases, peer: object) -> int:
     num_checked = 0
     for case in range(NUM_DEEPSEEK):
-        weight, asked = add_case(cases, "deepseek", np.random.default_rng([1, case]))
+        weight, targets = add_case(cases, "deepseek", np.random.default_rng([1, case]))
         with eplb_peers.stable_sorts():
-            physical, logical, count = peer.rebalance_experts(torch.tensor(weight), *asked)
+            physical, logical, count = peer.rebalance_experts(torch.tensor(weight), *targets)
         if are_distinct(weight, count.numpy()):
-            own = peer.rebalance_experts(torch.tensor(weight), *asked)
+            own = peer.rebalance_experts(torch.tensor(weight), *targets)
             assert torch.equal(own[0], physical)
             assert torch.equal(own[2], count)
             assert torch.equal(own[1].sort(-1).values, logical.sort(-1).values)
@@ -129,18 +129,18 @@ def add_vllm(cases: Cases, peer: type) -> int:
     num_checked = 0
     for case in range(NUM_VLLM):
         rng = np.random.default_rng([2, case])
-        weight, asked = add_case(cases, "vllm", rng)
+        weight, targets = add_case(cases, "vllm", rng)
         old = None
         with eplb_peers.stable_sorts():
             if case % 3 == 1:  # the load has drifted
                 drifted = weight * rng.lognormal(0, 0.2, weight.shape)
-                old = peer.rebalance_experts(torch.tensor(drifted), *asked)
+                old = peer.rebalance_experts(torch.tensor(drifted), *targets)
             elif case % 3 == 2:
-                old = torch.tensor(rng.integers(0, weight.shape[1], (len(weight), asked[0])))
-            new = peer.rebalance_experts(torch.tensor(weight), *asked, old)
+                old = torch.tensor(rng.integers(0, weight.shape[1], (len(weight), targets[0])))
+            new = peer.rebalance_experts(torch.tensor(weight), *targets, old)
         count = np.array([np.bincount(row, minlength=weight.shape[1]) for row in new.numpy()])
         if are_distinct(weight, count):
-            assert torch.equal(peer.rebalance_experts(torch.tensor(weight), *asked, old), new)
+            assert torch.equal(peer.rebalance_experts(torch.tensor(weight), *targets, old), new)
             num_checked += 1
         cases.add("vllm_old", [] if old is None else old)
         cases.add("vllm_has_old", [old is not None])

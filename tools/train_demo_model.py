@@ -86,9 +86,9 @@ def chat_examples(source: str) -> list[str]:
         docstring, code = ast.get_docstring(node), ast.get_source_segment(source, node)
         if not docstring or not code or len(code) > 1500:
             continue
-        asked = " ".join(docstring.split("\n\n")[0].split())
+        task = " ".join(docstring.split("\n\n")[0].split())
         chats.append(
-            f"{USER_START}user\nWrite a Python function `{node.name}`: {asked}{TURN_END}\n"
+            f"{USER_START}user\nWrite a Python function `{node.name}`: {task}{TURN_END}\n"
             f"{USER_START}assistant\n{code}{TURN_END}\n{END}"
         )
     return chats

@@ -29,13 +29,13 @@ PORT, ENGINES = 8193, 2
 
 
 def request(rng: random.Random) -> bytes:
-    asked = {
+    fields = {
         "prompt": "def f(x):\n" * rng.choice([1, 10, 40]),
         "max_tokens": rng.choice([1, 20, 200]),
         "stream": rng.random() < 0.7,
         "ignore_eos": True,
     }
-    body = json.dumps(asked).encode()
+    body = json.dumps(fields).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     return head.encode() + b"\r\n\r\n" + body
 
@@ -80,25 +80,25 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     conditions = run_record("measured")
     with moestro(PORT, "--engines", str(ENGINES), "--log-level", "warning", OMP_NUM_THREADS="1") as server:
         began = time.monotonic()
-        ends = asyncio.run(leave_all(server.url, asked.clients, asked.at_once, asked.seed))
+        ends = asyncio.run(leave_all(server.url, args.clients, args.at_once, args.seed))
         left = time.monotonic()
         server.wait_until_idle()
         idle = time.monotonic()
     result = {
         "engines": ENGINES,
-        "clients": asked.clients,
-        "at_once": asked.at_once,
-        "seed": asked.seed,
+        "clients": args.clients,
+        "at_once": args.at_once,
+        "seed": args.seed,
         "ends": dict(ends.most_common()),
         "seconds": round(left - began, 1),
         "idle_after_s": round(idle - left, 3),
     }
     print(json.dumps(result, indent=1))
-    save(asked.json, conditions, result)
+    save(args.json, conditions, result)
 
 
 if __name__ == "__main__":

@@ -130,11 +130,11 @@ def make_request(rng: random.Random, stems: list[list[int]]) -> Request:
     return "/v1/completions", body
 
 
-def essence(said: Any) -> Any:
+def essence(answer: Any) -> Any:
     """Return an answer without what differs between two runs."""
-    if isinstance(said, dict):
-        return {name: essence(value) for name, value in said.items() if name not in DIFFERS_BY_NATURE}
-    return [essence(each) for each in said] if isinstance(said, list) else said
+    if isinstance(answer, dict):
+        return {name: essence(value) for name, value in answer.items() if name not in DIFFERS_BY_NATURE}
+    return [essence(each) for each in answer] if isinstance(answer, list) else answer
 
 
 def first_difference(one: Any, other: Any, at: str = "answer") -> str | None:
@@ -180,10 +180,10 @@ async def ask_stream(client: aiohttp.ClientSession, url: str, body: dict[str, An
             async for line in answer.content:
                 if not line.startswith(b"data: {"):
                     continue
-                said = json.loads(line[6:])
-                if "error" in said:
-                    return said
-                for choice in said["choices"]:
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    return chunk
+                for choice in chunk["choices"]:
                     joined = found.setdefault(choice["index"], ["", [], None])
                     joined[0] += (choice["text"] if "text" in choice else choice["delta"].get("content")) or ""
                     joined[1] += choice.get("token_ids") or []

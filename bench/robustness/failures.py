@@ -194,7 +194,7 @@ class Schedule:
 async def run_way(way: Way, schedule: Schedule) -> Run:
     """Start a server, and kill its workers under load."""
     seed, calm_s = schedule.seed, schedule.calm_s
-    rng, asked, stop = random.Random(seed), [], asyncio.Event()
+    rng, sent, stop = random.Random(seed), [], asyncio.Event()
 
     async def use(user: int) -> None:
         rng = random.Random(f"{seed} {user}")
@@ -202,7 +202,7 @@ async def run_way(way: Way, schedule: Schedule) -> Run:
             while not stop.is_set():
                 which = rng.randrange(len(BODIES))
                 body = BODIES[which] | {"cache_salt": str(rng.random())}  # so that every prompt is computed
-                asked.append((which, await ask(client, server.url, body, stream=True)))
+                sent.append((which, await ask(client, server.url, body, stream=True)))
 
     with start(*way.flags) as server:
         disturbance = Disturbance(server, way, rng)
@@ -227,7 +227,7 @@ async def run_way(way: Way, schedule: Schedule) -> Run:
                 "worker_doubts_total",
             )
         }
-        return Run(began, began + calm_s, ended, disturbance.kills, asked, counters, idle_costs(server))
+        return Run(began, began + calm_s, ended, disturbance.kills, sent, counters, idle_costs(server))
 
 
 def idle_costs(server: Server) -> dict[str, dict[str, float]]:

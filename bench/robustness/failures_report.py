@@ -84,7 +84,7 @@ class Run:
         began: time.monotonic() of the first request.
         calm_until: end of the load without kills.
         ended: moment after which users sent no more requests.
-        asked: answers, each with the number of its body.
+        sent: answers, each with the number of its body.
         counters: the server's counters of failures.
         idle: share of a core and memory of each process without load.
     """
@@ -93,7 +93,7 @@ class Run:
     calm_until: float
     ended: float
     kills: list[Kill]
-    asked: list[tuple[int, Answer]]
+    sent: list[tuple[int, Answer]]
     counters: dict[str, int]
     idle: dict[str, dict[str, float]]
 
@@ -107,7 +107,7 @@ def report(run: Run, calm: list[Calm]) -> dict[str, Any]:
     kinds = {kill.signal: [i for i, each in enumerate(run.kills) if each.signal == kill.signal] for kill in run.kills}
     return {
         "answers": count_answers(run, calm),
-        "tokens": sum(answer.num_tokens for _, answer in run.asked),
+        "tokens": sum(answer.num_tokens for _, answer in run.sent),
         "stall_s": {kind: spread([stalls[i] for i in which]) for kind, which in kinds.items()},
         "calm_window_stall_s": spread([longest_gap_s(run, at, at + CALM_WINDOW_S) for at in windows]),
         "dead_s": {kind: spread([run.kills[i].dead_s for i in which]) for kind, which in kinds.items()},
@@ -134,7 +134,7 @@ def report(run: Run, calm: list[Calm]) -> dict[str, Any]:
 def count_answers(run: Run, calm: list[Calm]) -> dict[str, int]:
     """Count the answers by what became of them, and print each one that differs."""
     found = Counter(dict.fromkeys(("equal", "near_ties", "sampled_differing", *BROKEN), 0))
-    for which, answer in run.asked:
+    for which, answer in run.sent:
         kind = judge(answer, calm[which])
         found[kind] += 1
         if kind in ("lost", "doubled"):
@@ -172,7 +172,7 @@ def broken_promises(ways: dict[str, Any]) -> list[str]:
 
 def longest_gap_s(run: Run, since: float, until: float) -> float:
     """Return the longest of the gaps between tokens of all streams, as `Answer.longest_gap_s` defines them."""
-    return max((answer.longest_gap_s(since, until) for _, answer in run.asked), default=0.0)
+    return max((answer.longest_gap_s(since, until) for _, answer in run.sent), default=0.0)
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -186,7 +186,7 @@ def spread(values: list[float]) -> dict[str, float]:
 def _token_times(run: Run) -> np.ndarray:
     """Return the sorted times of all tokens of streams, by time.monotonic()."""
     times = []
-    for _, answer in run.asked:
+    for _, answer in run.sent:
         before = 0
         for at, num_tokens in answer.chunks:
             times += [at] * (num_tokens - before)

@@ -186,16 +186,16 @@ async def edge(seed: int, number: int, port: int) -> str:
         writer.write((GOOD_REQUEST if is_second else b"") + data)
         async with asyncio.timeout(ANSWER_S):
             with contextlib.suppress(ConnectionError):
-                heard = await reader.read()
+                received = await reader.read()
     except TimeoutError:
         raise AssertionError(f"request {number} hangs: {data[:200]!r}") from None
     finally:
         writer.transport.abort()
-    statuses = [int(status) for status in STATUS.findall(heard)]
+    statuses = [int(status) for status in STATUS.findall(received)]
     assert len(statuses) == 1 + is_second, f"request {number}: {statuses} for {data[:200]!r}"
     assert not is_second or statuses[0] == 200, f"request {number}: {statuses} for {data[:200]!r}"
     assert 400 <= statuses[-1] < 500 or statuses[-1] == 501, f"request {number}: {statuses} for {data[:200]!r}"
-    error = json.loads(heard.rpartition(b"\r\n\r\n")[2])["error"]
+    error = json.loads(received.rpartition(b"\r\n\r\n")[2])["error"]
     assert set(error) == {"message", "type", "param", "code"}, f"request {number}: {error}"
     return f"edge {statuses[-1]}"
 
@@ -257,8 +257,8 @@ def main() -> None:
         server.wait_until_idle()
         assert server.process.poll() is None, "the server ended"
         assert front is None or front.process.poll() is None, "the router ended"
-    asked = {"requests": args.requests, "seed": args.seed, "route": args.route}
-    result = {**asked, "seconds": round(seconds, 1), **seen}
+    settings = {"requests": args.requests, "seed": args.seed, "route": args.route}
+    result = {**settings, "seconds": round(seconds, 1), **seen}
     print(json.dumps(result))
     save(args.json, conditions, result)
 

@@ -59,15 +59,15 @@ async def undisturbed(url: str, seed: int) -> list[set[str]]:
 
 async def load(url: str, seed: int) -> list[tuple[int, Answer]]:
     """Send one load, and return its answers, each with the number of its body."""
-    rng, asked = random.Random(seed), []
+    rng, sent = random.Random(seed), []
     async with session(HANGS_S) as client:
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
             which = rng.randrange(len(BODIES))
             task = asyncio.create_task(ask(client, url, BODIES[which], stream=rng.random() < 0.5))
-            asked.append((which, task))
+            sent.append((which, task))
             await asyncio.sleep(rng.expovariate(RATE))
-        return [(which, await task) for which, task in asked]
+        return [(which, await task) for which, task in sent]
 
 
 async def disturbed(

@@ -225,8 +225,8 @@ class Clients:
                 case 1:
                     path = rng.choice(("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"))
                     return "any JSON", path, {}, nasty_body(rng, path)
-            asked = {"prompt": "x", "max_tokens": 4} | rng.choice((repeats, late_repeats, literals))(rng)
-            return "grammar", "/v1/completions", {}, json.dumps(asked).encode()
+            fields = {"prompt": "x", "max_tokens": 4} | rng.choice((repeats, late_repeats, literals))(rng)
+            return "grammar", "/v1/completions", {}, json.dumps(fields).encode()
 
         await self._post_forever(seed, make, pause_s=0.3)
 

@@ -186,8 +186,8 @@ class Load:
             {"role": "system", "content": self.systems[serial % PROMPTS]},
             {"role": "user", "content": f"Question {serial}: {self.user}"},
         ]
-        asked = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, "temperature": 0.5, "stream": self.stream}
-        body = json.dumps(asked).encode()
+        fields = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, "temperature": 0.5, "stream": self.stream}
+        body = json.dumps(fields).encode()
         head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self.address.netloc}\r\nContent-Type: application/json\r\n"
             "Accept: */*\r\nAccept-Encoding: identity\r\nUser-Agent: bench\r\nAuthorization: Bearer none\r\n"

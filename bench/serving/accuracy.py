@@ -146,7 +146,7 @@ def move_experts(site: Site, is_over: threading.Event) -> str:
 
 
 def copy_experts(site: Site, is_over: threading.Event) -> str:
-    """Fill the empty slots with copies, before the prompts are asked."""
+    """Fill the empty slots with copies, before the prompts are sent."""
     table = shown_table(site)
     rng = random.Random(1)
     num_copies = 0
@@ -174,8 +174,8 @@ def interrupt(site: Site, is_over: threading.Event) -> str:
     counts = {name: int(sum(site.server.samples(f"moestro:{name}"))) for name in names}
     if not any(counts.values()):
         raise NotRunError("no request was preempted")
-    told = ", ".join(f"{name.removesuffix('_total')} {count}" for name, count in counts.items())
-    return f"{num_requests} latency-sensitive requests; {told}"
+    listed = ", ".join(f"{name.removesuffix('_total')} {count}" for name, count in counts.items())
+    return f"{num_requests} latency-sensitive requests; {listed}"
 
 
 def shown_table(site: Site) -> list[list[list[int]]]:
@@ -207,11 +207,11 @@ def apply_table(site: Site, table: list[list[list[int]]]) -> None:
     """Begin to move towards a table. A running migration is waited for."""
     placement = {"physical_to_logical_map": [[expert for slots in layer for expert in slots] for layer in table]}
     while True:
-        status, told = site.admin("POST", "/admin/placement/apply", placement)
+        status, reply = site.admin("POST", "/admin/placement/apply", placement)
         if status in (200, 202):
             return
-        if told["error"]["code"] != "migration_running":
-            raise NotRunError(told["error"]["message"])
+        if reply["error"]["code"] != "migration_running":
+            raise NotRunError(reply["error"]["message"])
         time.sleep(_PAUSE_S)
 
 
@@ -231,7 +231,7 @@ def _dealt(layer: list[list[int]], rng: random.Random) -> list[list[int]]:
             return dealt
 
 
-# Disturbances that are over before the prompts are asked.
+# Disturbances that end before the prompts are sent.
 _BEFORE = {copy_experts}
 FEATURES = (
     Feature("ep", EP),

@@ -204,7 +204,7 @@ def main() -> None:
         "forecast": [{k: v for k, v in row.items() if k != "queues"} for row in forecast],
     }
     if args.png:
-        from serving.async_ep_picture import draw  # noqa: PLC0415 - only where a picture is asked for
+        from serving.async_ep_picture import draw  # noqa: PLC0415 - only where a picture is requested
 
         draw(args.png, paced, simulated, first)
     for row in (*alone, *paced, *simulated):

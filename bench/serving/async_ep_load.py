@@ -71,7 +71,7 @@ async def _find(settings: EndpointSettings) -> Endpoint:
 
 def _run(settings: EndpointSettings, bodies: list[bytes], lengths: np.ndarray, limit: int | None) -> dict[str, object]:
     endpoint = uvloop.run(_find(settings))
-    load = BenchLoad(bodies=bodies, num_asked_tokens=lengths, offsets_ns=None, limit=limit, name="async-ep")
+    load = BenchLoad(bodies=bodies, num_requested_tokens=lengths, offsets_ns=None, limit=limit, name="async-ep")
     records = run_load(settings, endpoint, load)
     report = make_report(records)
     assert report.num_ok == report.num_requests, report.failures

@@ -120,12 +120,12 @@ def main() -> None:
     args = parser.parse_args()
     conditions = run_record("measured")
     found = [measure("demo", DEMO), measure("random-640m", make_random_model(args.work / "random-640m"))]
-    told = {
+    figures = {
         "repeats": REPEATS, "dtype": "float32", "num_threads": os.environ.get("OMP_NUM_THREADS", "all"),
         "models": found,
     }  # fmt: skip
-    print(json.dumps(told, indent=1))
-    save(args.json, conditions, told)
+    print(json.dumps(figures, indent=1))
+    save(args.json, conditions, figures)
 
 
 if __name__ == "__main__":

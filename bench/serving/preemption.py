@@ -117,19 +117,19 @@ def draw(point: Point) -> Requests:
     return Requests(prompts, sizes[:, 1], is_ls, poisson(count, point.rate, rng))
 
 
-def bodies(point: Point, asked: Requests, model: str) -> list[bytes]:
-    rows = zip(asked.prompts, asked.num_output.tolist(), asked.is_ls.tolist(), strict=True)
+def bodies(point: Point, requests: Requests, model: str) -> list[bytes]:
+    rows = zip(requests.prompts, requests.num_output.tolist(), requests.is_ls.tolist(), strict=True)
     return [body(model, prompt, num_output, classes(is_ls, point)) for prompt, num_output, is_ls in rows]
 
 
 def classes(is_ls: bool, point: Point) -> dict[str, object]:  # noqa: FBT001 a column of the load
-    told: dict[str, object] = {"service_class": "ls" if is_ls else "be"}
-    return told | {"priority": 0 if is_ls else 1} if point.reads_priority else told
+    fields: dict[str, object] = {"service_class": "ls" if is_ls else "be"}
+    return fields | {"priority": 0 if is_ls else 1} if point.reads_priority else fields
 
 
 def body(model: str, prompt: list[int], num_output: int, more: dict[str, object]) -> bytes:
-    asked = {"model": model, "prompt": prompt, "max_tokens": num_output, "temperature": 0, "ignore_eos": True} | more
-    return msgspec.json.encode(asked | {"stream": True, "stream_options": {"include_usage": True}})
+    fields = {"model": model, "prompt": prompt, "max_tokens": num_output, "temperature": 0, "ignore_eos": True} | more
+    return msgspec.json.encode(fields | {"stream": True, "stream_options": {"include_usage": True}})
 
 
 async def find(settings: EndpointSettings) -> Endpoint:
@@ -139,12 +139,12 @@ async def find(settings: EndpointSettings) -> Endpoint:
 
 def send(point: Point) -> dict[str, object]:
     """Measure one point: figures of each class and of all requests."""
-    asked, settings = draw(point), EndpointSettings(base_url=point.url)
+    requests, settings = draw(point), EndpointSettings(base_url=point.url)
     endpoint = uvloop.run(find(settings))
     load = BenchLoad(
-        bodies=bodies(point, asked, endpoint.model),
-        num_asked_tokens=asked.num_output,
-        offsets_ns=asked.offsets_ns,
+        bodies=bodies(point, requests, endpoint.model),
+        num_requested_tokens=requests.num_output,
+        offsets_ns=requests.offsets_ns,
         limit=None,
         name=f"preemption-{point.seed}",
     )
@@ -154,7 +154,7 @@ def send(point: Point) -> dict[str, object]:
     report = make_report(records)
     assert report.num_ok == report.num_requests, report.failures
     assert report.num_wrong_length == 0
-    found: dict[str, object] = {name: figures(records, asked.is_ls == (name == "ls")) for name in CLASSES}
+    found: dict[str, object] = {name: figures(records, requests.is_ls == (name == "ls")) for name in CLASSES}
     return found | {
         "tokens_per_s": round(report.output_tokens_per_s, 2),
         # A busy neighbour on this machine does not change the tokens of a CPU-second.
@@ -226,8 +226,8 @@ def pin(front: psutil.Process) -> None:
 
 def measure(args: argparse.Namespace, points: list[Point]) -> Iterator[dict[str, object]]:
     """Run `send` for each point, one after another, in a separate process."""
-    told = json.dumps([asdict(point) for point in points])
-    command = [*shlex.split(args.wrap), sys.executable, __file__, "--points", told]
+    encoded = json.dumps([asdict(point) for point in points])
+    command = [*shlex.split(args.wrap), sys.executable, __file__, "--points", encoded]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return map(json.loads, done.stdout.splitlines())
 
@@ -274,7 +274,7 @@ def summaries(found: list[dict[str, object]]) -> list[dict[str, object]]:
         (c, figure, key) for c in CLASSES for figure in ("ttft_ms", "turnaround_ms") for key in ("mean", "p50", "p99")
     ]
     paths += [("tokens_per_s",), ("tokens_per_cpu_s",)]
-    told = []
+    table = []
     for rate in sorted({row["rate"] for row in found}):
         here = [row for row in found if row["rate"] == rate]
         for system in dict.fromkeys(row["system"] for row in here):
@@ -292,13 +292,13 @@ def summaries(found: list[dict[str, object]]) -> list[dict[str, object]]:
                         for path in paths
                         if path[-1] != "p99"
                     }
-            told.append(summary)
-    return told
+            table.append(summary)
+    return table
 
 
 def store(args: argparse.Namespace, conditions: RunRecord, found: list[dict[str, object]]) -> None:
     """Write the requested files from the points measured so far."""
-    told, lengths = summaries(found), "ShareGPT" if args.lengths.is_file() else "a log-normal stand-in for ShareGPT"
+    table, lengths = summaries(found), "ShareGPT" if args.lengths.is_file() else "a log-normal stand-in for ShareGPT"
     if args.json:
         setting = {
             "model": args.model, "num_threads": 1,
@@ -307,13 +307,13 @@ def store(args: argparse.Namespace, conditions: RunRecord, found: list[dict[str,
             "vllm": package_version(args.vllm.with_name("python"), "vllm") if args.vllm else None,
             "flags": {name: " ".join(flags) for name, flags in MODES.items() if name in args.modes},
         }  # fmt: skip
-        save(args.json, conditions, {**setting, "summary": told, "points": found})
+        save(args.json, conditions, {**setting, "summary": table, "points": found})
     if args.png:
-        plot(args.png, told, f"{args.model}, 20 % LS, lengths of {lengths} / {args.shrink:g}, medians, min and max")
+        plot(args.png, table, f"{args.model}, 20 % LS, lengths of {lengths} / {args.shrink:g}, medians, min and max")
 
 
-def plot(path: Path, told: list[dict[str, object]], title: str) -> None:
-    from matplotlib.figure import Figure  # noqa: PLC0415 - only where a picture is asked for
+def plot(path: Path, table: list[dict[str, object]], title: str) -> None:
+    from matplotlib.figure import Figure  # noqa: PLC0415 - only where a picture is requested
 
     panels = {
         "ls_ttft_ms_mean": "LS: TTFT, mean, ms", "ls_ttft_ms_p99": "LS: TTFT, P99, ms",
@@ -322,8 +322,8 @@ def plot(path: Path, told: list[dict[str, object]], title: str) -> None:
     }  # fmt: skip
     figure = Figure(figsize=(14, 8.5), layout="constrained")
     for axes, (figure_name, label) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
-        for system in dict.fromkeys(each["system"] for each in told):
-            own = [each for each in told if each["system"] == system]
+        for system in dict.fromkeys(each["system"] for each in table):
+            own = [each for each in table if each["system"] == system]
             x, y = [each["rate"] for each in own], [each[figure_name]["median"] for each in own]
             lows = [each[figure_name]["median"] - each[figure_name]["min"] for each in own]
             highs = [each[figure_name]["max"] - each[figure_name]["median"] for each in own]

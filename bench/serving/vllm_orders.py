@@ -17,7 +17,7 @@ token is above the age. A result with a large part says nothing about orders.
 *Adversary*: one long prompt arrives amid more short ones than the server can serve. With ageing it waits for about
 --age seconds and until a running request ends. Without ageing (`SJF, no ageing`) it waits until the short ones end.
 
-Long prompts are told apart as an operator would do it: by `priority` 1 for vLLM's priorities, and for all systems by
+Long prompts are marked as an operator would do it: by `priority` 1 for vLLM's priorities, and for all systems by
 the class `be` and a user of their own in `vllm_xargs`.
 """
 
@@ -110,9 +110,9 @@ def draw(rng: np.random.Generator, is_long: bool, documents: np.ndarray) -> list
 
 def body(model: str, prompt: list[int], *, is_long: bool, reads_priority: bool) -> bytes:
     kind = {"service_class": "be", "user": "batch"} if is_long else {"service_class": "ls", "user": "chat"}
-    asked = {"model": model, "prompt": prompt, "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True}
-    asked |= {"stream": True, "stream_options": {"include_usage": True}, "vllm_xargs": kind}
-    return msgspec.json.encode(asked | ({"priority": int(is_long)} if reads_priority else {}))
+    fields = {"model": model, "prompt": prompt, "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True}
+    fields |= {"stream": True, "stream_options": {"include_usage": True}, "vllm_xargs": kind}
+    return msgspec.json.encode(fields | ({"priority": int(is_long)} if reads_priority else {}))
 
 
 async def find(settings: EndpointSettings) -> Endpoint:
@@ -120,15 +120,15 @@ async def find(settings: EndpointSettings) -> Endpoint:
         return await client.find_endpoint()
 
 
-def send(url: str, asked: Requests, system: str) -> dict[str, object]:
+def send(url: str, requests: Requests, system: str) -> dict[str, object]:
     """Send one load, and return times to first token by kind of prompt, and the throughput."""
     settings = EndpointSettings(base_url=url)
     endpoint = uvloop.run(find(settings))
-    rows = zip(asked.prompts, asked.is_long.tolist(), strict=True)
+    rows = zip(requests.prompts, requests.is_long.tolist(), strict=True)
     load = BenchLoad(
         bodies=[body(endpoint.model, p, is_long=one, reads_priority=system == PRIORITY) for p, one in rows],
-        num_asked_tokens=np.full(len(asked.prompts), NUM_OUTPUT),
-        offsets_ns=asked.offsets_ns,
+        num_requested_tokens=np.full(len(requests.prompts), NUM_OUTPUT),
+        offsets_ns=requests.offsets_ns,
         limit=None,
         name="vllm-orders",
     )
@@ -136,7 +136,7 @@ def send(url: str, asked: Requests, system: str) -> dict[str, object]:
     report = make_report(records)
     assert report.num_ok == report.num_requests, report.failures
     found: dict[str, object] = {}
-    for name, is_one in (("short", ~asked.is_long), ("long", asked.is_long)):
+    for name, is_one in (("short", ~requests.is_long), ("long", requests.is_long)):
         times = spread_of(records.timelines.ttft_ns[is_one])
         assert times
         found[name] = {key: round(getattr(times, key), 1) for key in ("mean", "p50", "p99")}
@@ -212,9 +212,9 @@ def measure(args: argparse.Namespace, server: Server, system: str, rate: float, 
             row = send(url, mixed(rate, round(rate * args.seconds), seed), system)
             found["mixed"] = row | {"part_above_age": round(np.mean(np.array(row.pop("ttft_s")) > args.age), 3)}
         if system in ADVERSARY:
-            asked = adversary(args.flood, args.flood_seconds, seed)
-            row = send(url, asked, system)
-            row["long_ttft_s"] = row.pop("ttft_s")[int(np.flatnonzero(asked.is_long)[0])]
+            requests = adversary(args.flood, args.flood_seconds, seed)
+            row = send(url, requests, system)
+            row["long_ttft_s"] = row.pop("ttft_s")[int(np.flatnonzero(requests.is_long)[0])]
             found["adversary"] = row
     return found | {"load_average": round(os.getloadavg()[0], 2)}
 
@@ -231,7 +231,7 @@ def rounds(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, obje
 
 def summaries(found: list[dict[str, object]]) -> list[dict[str, object]]:
     """Summarise the rounds of each system, and its ratio to vLLM's FCFS in the same round."""
-    told = []
+    table = []
     reference = {row["round"]: row["mixed"] for row in found if row["system"] == FCFS}
     for system in dict.fromkeys(row["system"] for row in found):
         own = [row for row in found if row["system"] == system]
@@ -248,8 +248,8 @@ def summaries(found: list[dict[str, object]]) -> list[dict[str, object]]:
             summary[name] = spread([row[name] for row in rows.values()])
         if "adversary" in own[0]:
             summary["adversary_long_ttft_s"] = spread([row["adversary"]["long_ttft_s"] for row in own])
-        told.append(summary)
-    return told
+        table.append(summary)
+    return table
 
 
 def store(args: argparse.Namespace, conditions: RunRecord, found: list[dict[str, object]]) -> None:

@@ -86,9 +86,9 @@ async def _read(response: aiohttp.ClientResponse, answer: Answer) -> None:
                 answer.chunks.append((time.monotonic(), answer.num_tokens))
 
 
-def _take(answer: Answer, said: dict[str, Any]) -> None:
-    answer.text += "".join(choice["text"] for choice in said["choices"])
-    answer.num_tokens = (said.get("usage") or {}).get("completion_tokens", answer.num_tokens)
+def _take(answer: Answer, chunk: dict[str, Any]) -> None:
+    answer.text += "".join(choice["text"] for choice in chunk["choices"])
+    answer.num_tokens = (chunk.get("usage") or {}).get("completion_tokens", answer.num_tokens)
 
 
 def judge(answer: Answer, expected: set[str] | None) -> str:

@@ -118,7 +118,7 @@ def engines_of(server: psutil.Process) -> list[psutil.Process]:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
+    """Return a port of this machine without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 

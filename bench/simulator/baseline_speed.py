@@ -79,13 +79,13 @@ def measure(system: str, popularity: Popularity) -> dict[str, object]:
 
 
 def main() -> None:
-    asked = make_parser(__doc__).parse_args()
+    args = make_parser(__doc__).parse_args()
     conditions = run_record("measured")
     found: dict[str, object] = {"repeats": REPEATS}
     for popularity in POPULARITIES:
         found[f"hot ids {popularity}"] = {name: measure(name, popularity) for name in BASELINES}
     print(json.dumps(found, indent=1))
-    save(asked.json, conditions, found)
+    save(args.json, conditions, found)
 
 
 if __name__ == "__main__":

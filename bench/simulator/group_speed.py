@@ -39,7 +39,7 @@ def stored_load() -> tuple[float, int]:
 
 
 def main() -> None:
-    asked = make_parser(__doc__).parse_args()
+    args = make_parser(__doc__).parse_args()
     conditions = run_record("measured")
     lengths, (rate, num_first) = LENGTHS[PART.lengths], stored_load()
     load = open_load(lengths, rate, STOP_S, num_first, SEED)
@@ -57,7 +57,7 @@ def main() -> None:
                 "num_items": None if built.tallies is None else [tally.num_items for tally in built.tallies],
             }
     print(json.dumps(found, indent=1))
-    save(asked.json, conditions, found)
+    save(args.json, conditions, found)
 
 
 if __name__ == "__main__":

@@ -83,8 +83,8 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--requests", type=int, default=200)
-    asked = parser.parse_args()
-    rounds = [measure(asked.requests, seed) for seed in range(asked.seeds)]
+    args = parser.parse_args()
+    rounds = [measure(args.requests, seed) for seed in range(args.seeds)]
     means = {
         name: {key: statistics.mean(each[name][key] for each in rounds) for key in rounds[0][name]}
         for name in rounds[0]
@@ -98,9 +98,9 @@ def main() -> None:
             f" {each['device_hits']:.1%} | {each['host_hits']:.1%} |"
         )
     save(
-        asked.json,
+        args.json,
         run_record("simulated"),
-        {"seeds": asked.seeds, "requests": asked.requests, "cases": means, "rounds": rounds},
+        {"seeds": args.seeds, "requests": args.requests, "cases": means, "rounds": rounds},
     )
 
 

@@ -226,25 +226,25 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", default=["long", "chat"], choices=["long", "chat"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    asked: argparse.Namespace = parser.parse_args()
-    traces = {"chat": asked.chat, "long": asked.long}
+    args: argparse.Namespace = parser.parse_args()
+    traces = {"chat": args.chat, "long": args.long}
     conditions = run_record("simulated")
     found: dict[str, object] = {
-        "seeds": asked.seeds,
+        "seeds": args.seeds,
         "traces": {kind: path.name if path else "generated" for kind, path in traces.items()},
         "requests": NUM_REQUESTS,
     }
-    with Pool(asked.jobs) as pool:
+    with Pool(args.jobs) as pool:
         for (kind, network), rates in RATES.items():
-            for rate in rates if kind in asked.loads else ():
+            for rate in rates if kind in args.loads else ():
                 parts = [Part(kind, network, rate, name, seed, traces)
-                         for name in systems() for seed in range(asked.seeds)]  # fmt: skip
+                         for name in systems() for seed in range(args.seeds)]  # fmt: skip
                 runs = pool.map(measure, parts, chunksize=1)
                 by_system = {name: [run for part, run in zip(parts, runs, strict=True) if part.system == name]
                              for name in systems()}  # fmt: skip
                 found[f"{kind}, {network}, {rate:g} requests/s"] = compare(by_system)
                 print(f"{kind}, {network}, {rate:g} requests/s", json.dumps(compare(by_system)), flush=True)
-                save(asked.json, conditions, found)
+                save(args.json, conditions, found)
 
 
 if __name__ == "__main__":

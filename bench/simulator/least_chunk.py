@@ -89,16 +89,16 @@ def simulate(share: float, seed: int) -> dict[str, float]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     conditions = run_record("simulated")
-    found: dict[str, object] = {"seeds": asked.seeds}
+    found: dict[str, object] = {"seeds": args.seeds}
     for share in SHARES:
-        runs = [simulate(share, seed) for seed in range(asked.seeds)]
+        runs = [simulate(share, seed) for seed in range(args.seeds)]
         found[f"share {share:g}"] = {
             name: [round(f([run[name] for run in runs]), 2) for f in (statistics.mean, min, max)] for name in runs[0]
         }
         print(f"share {share:g}", json.dumps(found[f"share {share:g}"]), flush=True)
-        save(asked.json, conditions, found)
+        save(args.json, conditions, found)
 
 
 if __name__ == "__main__":

@@ -80,9 +80,9 @@ def cost(runs: list[dict[str, float]], base: list[dict[str, float]]) -> float:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=400)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     windows = {
-        seed: [scenario_of(shape, rate, asked.requests, seed) for shape, rate in LOADS.items()]
+        seed: [scenario_of(shape, rate, args.requests, seed) for shape, rate in LOADS.items()]
         for seed in (CHOOSE_SEED, SCORE_SEED)
     }
     base = {seed: [run_with(each, CONSTANTS) for each in window] for seed, window in windows.items()}
@@ -102,8 +102,8 @@ def main() -> None:
             add(name, asdict(constants)[name], constants)
     for fresh_s in FRESH_S:
         add("fresh_s", fresh_s, CONSTANTS, fresh_s)
-    figures = {"requests": asked.requests, "own": asdict(CONSTANTS) | {"fresh_s": 5.0}, "base": base, "variants": rows}
-    save(asked.json, run_record("simulated"), figures)
+    figures = {"requests": args.requests, "own": asdict(CONSTANTS) | {"fresh_s": 5.0}, "base": base, "variants": rows}
+    save(args.json, run_record("simulated"), figures)
 
 
 if __name__ == "__main__":

@@ -379,25 +379,25 @@ def main() -> None:
     parser.add_argument("--deepseek", type=Path, help="DeepSeek's eplb.py")
     parser.add_argument("--vllm", type=Path, help="unpacked wheel of vLLM")
     parser.add_argument("--png", type=Path, help="draw balance against moved slots here")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 190)
-    policies = asked.policies or default_policies()
+    policies = args.policies or default_policies()
     conditions = run_record("measured", "balance and rows are computed, times are measured")
     has_kernel = kernel_search().wait() is not None  # before the first plan, so that all are made by the same code
     search = "compiled kernel" if has_kernel else f"NumPy: {kernel_search().failure}"
     console.print(f"Search: {search}")
-    results = Results(QUICK_SLOW_S if asked.quick else SLOW_S)
-    figures: dict[str, object] = {"seeds": asked.seeds, "start": asked.start, "rows": asked.rows, "search": search}
-    for part in asked.parts:
+    results = Results(QUICK_SLOW_S if args.quick else SLOW_S)
+    figures: dict[str, object] = {"seeds": args.seeds, "start": args.start, "rows": args.rows, "search": search}
+    for part in args.parts:
         if part == "functions":
-            beds, seeds = (QUICK_BEDS, range(1)) if asked.quick else (BEDS, range(asked.seeds))
-            figures["functions"] = time_functions(console, beds, asked.deepseek, asked.vllm, seeds, asked.repeats)
-        elif part == "real" and asked.routing is None:
+            beds, seeds = (QUICK_BEDS, range(1)) if args.quick else (BEDS, range(args.seeds))
+            figures["functions"] = time_functions(console, beds, args.deepseek, args.vllm, seeds, args.repeats)
+        elif part == "real" and args.routing is None:
             console.print("real: left out, because --routing is not given")
         else:
             # Threads of a bar would count as time of the plan, so it is drawn only between trials.
-            for trial in track(trials_of(part, asked), part, console=console, auto_refresh=False, transient=True):
-                results.run(trial, policies, asked.repeats)
+            for trial in track(trials_of(part, args), part, console=console, auto_refresh=False, transient=True):
+                results.run(trial, policies, args.repeats)
             show(console, part, results.rows())
             if part == "drift":
                 show_front(console, results.rows())
@@ -405,9 +405,9 @@ def main() -> None:
                 if of_part == part:
                     console.print(f"{part}: {case}: {text} was left out: {reason}", soft_wrap=True)
         left_out = [[*key, reason] for key, reason in results.skipped.items()]
-        save(asked.json, conditions, figures | {"left_out": left_out, "rows": results.rows()})
-    if asked.png:
-        draw(asked.png, [row for row in results.rows() if row["part"] == "drift"])
+        save(args.json, conditions, figures | {"left_out": left_out, "rows": results.rows()})
+    if args.png:
+        draw(args.png, [row for row in results.rows() if row["part"] == "drift"])
 
 
 def default_policies() -> list[str]:
@@ -415,24 +415,24 @@ def default_policies() -> list[str]:
     return [*PLACE_POLICIES.names(), "eplb:hierarchy=never"]
 
 
-def trials_of(part: str, asked: object) -> list[Trial]:
-    quick = asked.quick
-    seeds = range(2 if quick else asked.seeds)
+def trials_of(part: str, args: object) -> list[Trial]:
+    quick = args.quick
+    seeds = range(2 if quick else args.seeds)
 
     def loaded(beds: Iterable[Bed]) -> list[Bed]:
-        return [replace(bed, rows_per_source=asked.rows) for bed in beds]
+        return [replace(bed, rows_per_source=args.rows) for bed in beds]
 
     beds = loaded(QUICK_BEDS if quick else BEDS)
     if part == "fresh":
         return fresh_trials(beds, (0.6,) if quick else EXPONENTS, seeds)
     if part == "drift":
-        return drift_trials(beds, asked.start, seeds)
+        return drift_trials(beds, args.start, seeds)
     if part == "sources":
         return source_trials(loaded(SOURCE_BEDS[:1] if quick else SOURCE_BEDS), (0.9,) if quick else STICKY, seeds)
     if part == "real":
-        return real_trials(asked.routing, loaded(REAL_BEDS[:1] if quick else REAL_BEDS), seeds)
+        return real_trials(args.routing, loaded(REAL_BEDS[:1] if quick else REAL_BEDS), seeds)
     (bed,) = loaded(BEDS[1:2])
-    return dead_trials(bed, asked.start, range(0, bed.num_devices, 15 if quick else 1), max(16, asked.seeds))
+    return dead_trials(bed, args.start, range(0, bed.num_devices, 15 if quick else 1), max(16, args.seeds))
 
 
 if __name__ == "__main__":

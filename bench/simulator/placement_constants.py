@@ -287,16 +287,16 @@ def show(console: Console, rows: list[dict[str, object]]) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=[sweep.name for sweep in SWEEPS], help="constants to sweep")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 190)
-    chosen = [sweep for sweep in SWEEPS if asked.only is None or sweep.name in asked.only]
+    chosen = [sweep for sweep in SWEEPS if args.only is None or sweep.name in args.only]
     runs = {part: CASES[part]() for part in dict.fromkeys(sweep.part for sweep in chosen)}
     rows: list[dict[str, object]] = []
     for sweep in track(chosen, "constants", console=console, auto_refresh=False, transient=True):
         rows += (found := swept(sweep, runs[sweep.part]))
         show(console, found)
     conditions = run_record("simulated", "balance, moves and prices are computed; ms is processor time of all plans")
-    save(asked.json, conditions, {"rows": rows})
+    save(args.json, conditions, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -53,10 +53,10 @@ def figures_of(num_ranks: int, num_steps: int) -> list[Row]:
 
 
 def main() -> None:
-    asked = make_parser(__doc__).parse_args()
+    args = make_parser(__doc__).parse_args()
     rows = [row for num_ranks in NUM_RANKS for num_steps in NUM_STEPS for row in figures_of(num_ranks, num_steps)]
     show(Console(width=None if sys.stdout.isatty() else 190), rows)
-    save(asked.json, run_record("simulated"), {"rows": rows})
+    save(args.json, run_record("simulated"), {"rows": rows})
 
 
 def show(console: Console, rows: list[Row]) -> None:

@@ -33,13 +33,13 @@ def time_functions(
         if bed.num_nodes > 1 and bed.model.num_groups % bed.num_nodes == 0:
             forms["by nodes"] = (bed.model.num_groups, bed.num_nodes)
         for form, (num_groups, num_nodes) in forms.items():
-            asked = (bed.num_devices * bed.num_slots, num_groups, num_nodes, bed.num_devices)
+            sizes = (bed.num_devices * bed.num_slots, num_groups, num_nodes, bed.num_devices)
             for name, function, twin in _pairs(deepseek, vllm):
                 spent, num_equal = [], 0
                 for seed in seeds:
                     weight = zipf(bed.model, 0.6, np.random.default_rng([0, seed]))
-                    spent.append(_time(lambda f=function, w=weight, a=asked: f(w, *a), repeats))
-                    num_equal += np.array_equal(function(weight, *asked), twin(weight, *asked))
+                    spent.append(_time(lambda f=function, w=weight, a=sizes: f(w, *a), repeats))
+                    num_equal += np.array_equal(function(weight, *sizes), twin(weight, *sizes))
                 row = {"case": bed.name, "form": form, "function": name, "equal": f"{num_equal} of {len(seeds)}"}
                 row["ms"] = [round(f(spent), 3) for f in (statistics.median, min, max)]
                 rows.append(row)
@@ -50,8 +50,8 @@ def time_functions(
 def _pairs(deepseek: Path | None, vllm: Path | None) -> list[tuple[str, Callable, Callable]]:
     """Name, function and our function with which its placement must agree; each returns the expert of each slot."""
 
-    def ours(weight: np.ndarray, *asked: int) -> np.ndarray:
-        return rebalance_experts(weight, *asked)[0]
+    def ours(weight: np.ndarray, *sizes: int) -> np.ndarray:
+        return rebalance_experts(weight, *sizes)[0]
 
     pairs = [
         ("moestro, DeepSeek's form", ours, ours),

@@ -103,19 +103,19 @@ def spread_of(runs: list[Figures]) -> dict[str, list[float]]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 190)
     conditions = run_record("simulated", "balance is computed with the traffic model")
     names = [*(f"s={exponent:g}" for exponent in EXPONENTS), MIX]
     cases = [(bed, name) for bed in BEDS for name in names]
     rows: list[dict[str, object]] = []
     for bed, name in track(cases, "windows", console=console, auto_refresh=False, transient=True):
-        runs = [run(bed, name, seed) for seed in range(asked.seeds)]
+        runs = [run(bed, name, seed) for seed in range(args.seeds)]
         for policy in runs[0]:
             figures = spread_of([each[policy] for each in runs])
             rows.append({"case": bed.name, "load": name, "policy": policy} | figures)
     show(console, rows)
-    save(asked.json, conditions, {"seeds": asked.seeds, "rows": rows})
+    save(args.json, conditions, {"seeds": args.seeds, "rows": rows})
 
 
 def show(console: Console, rows: list[dict[str, object]]) -> None:

@@ -59,9 +59,9 @@ class Point:
         return self.simulated / self.estimated
 
 
-def fitting_of(asked: tuple) -> list[FittingDivision]:
+def fitting_of(case: tuple) -> list[FittingDivision]:
     """Return the deployments of a question that fit, `async` in one group of all GPUs alone."""
-    network, gpu, num_gpus, (isl, osl), popularity = asked
+    network, gpu, num_gpus, (isl, osl), popularity = case
     settings = PlanSettings(
         model=network,
         hardware=HardwareSettings(gpu=gpu, num_gpus=num_gpus),
@@ -94,9 +94,9 @@ def numbers_of(fitting: FittingDivision) -> list[int]:
     return sorted({max(round(most * share), fitting.num_engines) for share in SHARES})
 
 
-def compare(fitting: FittingDivision, asked: tuple, number: int, seed: int) -> Point:
+def compare(fitting: FittingDivision, case: tuple, number: int, seed: int) -> Point:
     return Point(
-        question=asked,
+        question=case,
         deployment=fitting.division.title,
         mode=fitting.division.mode,
         num_requests=number,
@@ -114,9 +114,9 @@ def main() -> int:
     options = parser.parse_args()
     conditions = run_record("simulated")
     tasks = [
-        (fitting, asked, number, seed)
-        for asked in (QUESTIONS[each] for each in options.questions)
-        for fitting in fitting_of(asked)
+        (fitting, case, number, seed)
+        for case in (QUESTIONS[each] for each in options.questions)
+        for fitting in fitting_of(case)
         for number in numbers_of(fitting)
         for seed in range(options.seeds)
     ]

@@ -58,26 +58,26 @@ def ranks(staged: StagedTorchDevice) -> dict[str, Callable[[], Rank]]:
     return {
         BASELINE: fused,
         "iteration-level LS first": lambda: fused(**LS_FIRST),
-        "in stages, nobody preempted": lambda: stepping(in_order),
+        "in stages, none preempted": lambda: stepping(in_order),
         "expert-level preemption": lambda: stepping(ExpertLevelPreemption()),
         "expert-level, every token": lambda: stepping(ExpertLevelPreemption(), passes_decodes=True),
     }
 
 
-def request(asked: Requests, i: int) -> Request:
+def request(requests: Requests, i: int) -> Request:
     return Request(
         request_id=str(i),
-        num_prompt_tokens=len(asked.prompts[i]),
-        sampling=SamplingParams(max_tokens=int(asked.num_output[i]), temperature=0.0),
-        arrival_ns=int(asked.offsets_ns[i]),
-        token_ids=np.array(asked.prompts[i], np.int32).tobytes(),
-        service_class=ServiceClass.LS if asked.is_ls[i] else ServiceClass.BE,
+        num_prompt_tokens=len(requests.prompts[i]),
+        sampling=SamplingParams(max_tokens=int(requests.num_output[i]), temperature=0.0),
+        arrival_ns=int(requests.offsets_ns[i]),
+        token_ids=np.array(requests.prompts[i], np.int32).tobytes(),
+        service_class=ServiceClass.LS if requests.is_ls[i] else ServiceClass.BE,
     )
 
 
-def replay(rank: Rank, asked: Requests) -> dict[str, float]:
+def replay(rank: Rank, requests: Requests) -> dict[str, float]:
     """Serve all requests; return means of each class, and the throughput."""
-    num, came = 0, asked.offsets_ns
+    num, came = 0, requests.offsets_ns
     first, last = np.zeros(len(came), np.int64), np.zeros(len(came), np.int64)
     begun_ns = time.process_time_ns()
     while num < len(came) or rank.has_work:
@@ -85,7 +85,7 @@ def replay(rank: Rank, asked: Requests) -> dict[str, float]:
             begun_ns = min(begun_ns, time.process_time_ns() - int(came[num]))
         now_ns = time.process_time_ns() - begun_ns
         while num < len(came) and came[num] <= now_ns:
-            rank.add(request(asked, num), now_ns)
+            rank.add(request(requests, num), now_ns)
             num += 1
         due_ns = begun_ns + int(came[num]) if num < len(came) else 2**63
         outputs = rank.step(now_ns, lambda due_ns=due_ns: time.process_time_ns() >= due_ns)
@@ -94,22 +94,22 @@ def replay(rank: Rank, asked: Requests) -> dict[str, float]:
             first[i] = first[i] or now_ns
             last[i] = now_ns
     found = {}
-    for name, rows in (("ls", asked.is_ls), ("be", ~asked.is_ls)):
+    for name, rows in (("ls", requests.is_ls), ("be", ~requests.is_ls)):
         found[f"{name}_ttft_ms"] = float((first - came)[rows].mean()) / 1e6
         found[f"{name}_turnaround_ms"] = float((last - came)[rows].mean()) / 1e6
-    found["tokens_per_s"] = float(asked.num_output.sum()) * 1e9 / float(last.max() - came.min())
+    found["tokens_per_s"] = float(requests.num_output.sum()) * 1e9 / float(last.max() - came.min())
     return found
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, object]]:
     settings = ModelSettings(model=str(DEMO), dtype="bfloat16", device="cpu", num_gpu_blocks_override=NUM_BLOCKS)
     staged, _ = open_staged_device(settings, max_tokens=BUDGET)
-    made, told = ranks(staged), []
+    made, table = ranks(staged), []
     for rate in args.rates:
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in made}
         for seed in range(1, args.seeds + 1):
             seconds, lengths = args.requests / rate, str(args.lengths)
-            asked = draw(
+            requests = draw(
                 Point(
                     url="",
                     pid=0,
@@ -122,16 +122,16 @@ def measure(args: argparse.Namespace) -> list[dict[str, object]]:
                 )
             )
             for name, make in made.items():
-                runs[name].append(replay(make(), asked))
+                runs[name].append(replay(make(), requests))
         for name, own in runs.items():
             row: dict[str, object] = {"rate": rate, "system": name}
             for figure in FIGURES:
                 row[figure] = spread([run[figure] for run in own])
                 ratios = [run[figure] / base[figure] for run, base in zip(own, runs[BASELINE], strict=True)]
                 row[f"{figure}_over_fcfs"] = spread(ratios)
-            told.append(row)
+            table.append(row)
             print(json.dumps(row), flush=True)
-    return told
+    return table
 
 
 def main() -> None:

@@ -112,12 +112,12 @@ def simulate(hot_ids: str, gap: int, seed: int) -> dict[str, float]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     conditions = run_record("simulated")
-    found: dict[str, object] = {"seeds": asked.seeds}
+    found: dict[str, object] = {"seeds": args.seeds}
     for hot_ids in ("same", "permuted"):
         for gap in GAPS:
-            runs = [simulate(hot_ids, gap, seed) for seed in range(asked.seeds)]
+            runs = [simulate(hot_ids, gap, seed) for seed in range(args.seeds)]
             figures = {
                 name: [round(f([run[name] for run in runs]), 3) for f in (statistics.mean, min, max)]
                 for name in runs[0]
@@ -125,7 +125,7 @@ def main() -> None:
             label = "never" if gap == GAPS[-1] else str(gap)
             found[f"hot ids {hot_ids}, gap {label}"] = figures
             print(f"hot ids {hot_ids}, gap {label}", json.dumps(figures), flush=True)
-            save(asked.json, conditions, found)
+            save(args.json, conditions, found)
 
 
 if __name__ == "__main__":

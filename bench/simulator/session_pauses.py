@@ -5,7 +5,7 @@
 Everything is simulated: eight H20 engines with Qwen3-30B-A3B, production router and schedulers, sessions in closed loop
 (`session_shapes.py`, CODING_AGENT: nine of ten turns follow after a tool call of a second, the others after
 minutes). The first quarter of the requests, which finds cold caches, is in no figure. Each policy gets the signals of
-`moestro serve`: figures with the output of every step; exact caches with `moestro` alone, as said in its name.
+`moestro serve`: figures with the output of every step; exact caches with `moestro` alone, as its name states.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--requests", type=int, default=1000)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     result = {}
     for rate in RATES:
-        table = compare(rate, asked.requests, asked.seeds)
+        table = compare(rate, args.requests, args.seeds)
         result[f"{rate:g} requests a second"] = table
         print(f"\n{rate:g} requests a second")
         print("| policy | TTFT mean, ms | TTFT P99, ms | TPOT mean, ms | hits | imbalance |\n|---|---|---|---|---|---|")
@@ -97,7 +97,7 @@ def main() -> None:
                 f"| `{name}` | {each['ttft_mean_ms']:,.0f} | {each['ttft_p99_ms']:,.0f} | {each['tpot_mean_ms']:.1f} |"
                 f" {each['hit_ratio']:.1%} | {each['imbalance']:.2f} |"
             )
-    save(asked.json, run_record("simulated"), {"seeds": asked.seeds, "requests": asked.requests, "loads": result})
+    save(args.json, run_record("simulated"), {"seeds": args.seeds, "requests": args.requests, "loads": result})
 
 
 if __name__ == "__main__":

@@ -156,11 +156,11 @@ def measure(work: Path, policy: str, seed: int, rate: float, spinners: list[psut
     """Run one load on a new server; keep the client's figures and the server's record in `work`."""
     name = f"{policy}-{seed}"
     record = ["--record", str(work / f"{name}.record.jsonl")]
-    told = [*flags(LIMITS), "--batch-policy", policy, "--kernels", "own", *record, "--log-level", "warning"]
+    serve_flags = [*flags(LIMITS), "--batch-policy", policy, "--kernels", "own", *record, "--log-level", "warning"]
     trace = ["--dataset-name", "trace", "--dataset-path", str(work / f"lengths-{seed}.jsonl")]
     alone = ["--random-input-len", str(ALONE_PROMPT), "--random-output-len", str(ALONE_ANSWER)]
     out, single = work / f"{name}.json", work / f"{name}.alone.json"
-    with moestro(PORT, *told, OMP_NUM_THREADS="1") as server:
+    with moestro(PORT, *serve_flags, OMP_NUM_THREADS="1") as server:
         front = psutil.Process(server.process.pid)
         (rank,) = server.engines()
         pin(rank, RANK_CORE)
@@ -213,8 +213,8 @@ def drift(work: Path, seed: int) -> float:
 def compare_run(work: Path, policy: str, seed: int) -> dict:
     """Compare one run with its simulation, and name the possible causes of a miss."""
     name, table = f"{policy}-{seed}", f"table-{seed}.json"
-    told = json.loads((work / f"{name}.json").read_text())
-    report, rows = told["report"], told["requests"]
+    serve_flags = json.loads((work / f"{name}.json").read_text())
+    report, rows = serve_flags["report"], serve_flags["requests"]
     assert not report["failures"], report["failures"]
     assert not any(rows["cached_tokens"]), "the prefix cache had prompts of the load, and the simulator has none"
     columns = zip(rows["arrival_ms"], rows["input_tokens"], rows["output_tokens"], strict=True)
@@ -228,9 +228,9 @@ def compare_run(work: Path, policy: str, seed: int) -> dict:
     figures = compare(report, simulated["outcomes"][0]["report"], api_ms)
     ttft = figures["ttft_ms mean"]
     return figures | {
-        "causes": told["usage"]
+        "causes": serve_flags["usage"]
         | {
-            "step_time_ratio": told["usage"]["rank_cpu_s"] / busy_s(work / f"{name}.csv"),
+            "step_time_ratio": serve_flags["usage"]["rank_cpu_s"] / busy_s(work / f"{name}.csv"),
             "api_ms": api_ms,
             "late_ms": statistics.mean(rows["late_ms"]),
             "client_is_valid": report["is_valid"],
@@ -312,21 +312,21 @@ def result_of(work: Path) -> dict:
     }
 
 
-def show(result: dict) -> None:
-    for policy, figures in result["over_seeds"].items():
+def show(serve_flags: dict) -> None:
+    for policy, figures in serve_flags["over_seeds"].items():
         for name, row in figures.items():
             print(
                 f"{policy:18s} {name:13s} measured {row['measured']:8.2f} simulated {row['simulated']:8.2f}"
                 f" {row['error']:+7.1%} ({row['least_error']:+.1%} to {row['largest_error']:+.1%})"
             )
-    for seed, run in result["runs"].items():
-        print(f"seed {seed}: drift {result['tables'][seed]['drift']:.3f}")
+    for seed, run in serve_flags["runs"].items():
+        print(f"seed {seed}: drift {serve_flags['tables'][seed]['drift']:.3f}")
         for policy, found in run.items():
             causes = ", ".join(f"{key} {value:.3f}" for key, value in found["causes"].items())
             print(f"  {policy:18s} TTFT mean {found['ttft_ms mean']['error']:+.1%}; {causes}")
-    for figure, same in result["same_ranking"].items():
+    for figure, same in serve_flags["same_ranking"].items():
         print(f"ranking by {figure}: the same in {sum(same)} of {len(same)} seeds")
-    for policy, by_figure in result["within"].items():
+    for policy, by_figure in serve_flags["within"].items():
         counts = ", ".join(f"{name} in {sum(each)} of {len(each)} seeds" for name, each in by_figure.items())
         print(f"{policy} within {WANTED_ERROR:.0%}: {counts}")
 
@@ -342,9 +342,9 @@ def main() -> None:
         work.mkdir(exist_ok=True)
         for seed in args.seeds:
             measure_seed(work, seed)
-        result = result_of(work)
-    show(result)
-    save(args.json, conditions, result)
+        serve_flags = result_of(work)
+    show(serve_flags)
+    save(args.json, conditions, serve_flags)
 
 
 if __name__ == "__main__":

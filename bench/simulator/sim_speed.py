@@ -172,24 +172,24 @@ def main() -> None:
     parser.add_argument("--traces", type=Path)
     parser.add_argument("--dynamo", help="an interpreter that has it")
     parser.add_argument("--million", action="store_true", help="only that")
-    asked = parser.parse_args()
-    if not asked.million and asked.traces is None:
+    args = parser.parse_args()
+    if not args.million and args.traces is None:
         parser.error("--traces names the folder with the trace; or --million")
     conditions = msgspec.to_builtins(run_record("measured"))
-    if asked.million:
+    if args.million:
         found = {"a million requests": million() | {"conditions": conditions}}
     else:
-        own = {name: ours(settings) for name, settings in cases(asked.traces).items()}
+        own = {name: ours(settings) for name, settings in cases(args.traces).items()}
         found = {"moestro": own | {"conditions": conditions}}
-        if asked.dynamo:
+        if args.dynamo:
             conditions = msgspec.to_builtins(run_record("measured"))
-            theirs = peer(asked.dynamo, asked.traces)
-            found[f"dynamo {package_version(asked.dynamo, 'ai-dynamo-runtime')}"] = theirs | {"conditions": conditions}
+            theirs = peer(args.dynamo, args.traces)
+            found[f"dynamo {package_version(args.dynamo, 'ai-dynamo-runtime')}"] = theirs | {"conditions": conditions}
             found["dynamo's CPU-seconds over ours"] = ratios(own, theirs)
     print(json.dumps(found, indent=1))
-    if asked.json:
-        earlier = json.loads(asked.json.read_text()) if asked.json.exists() else {}
-        asked.json.write_text(json.dumps(earlier | {"repeats": REPEATS} | found, indent=1) + "\n")
+    if args.json:
+        earlier = json.loads(args.json.read_text()) if args.json.exists() else {}
+        args.json.write_text(json.dumps(earlier | {"repeats": REPEATS} | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -89,12 +89,12 @@ def gains(runs: list[dict[str, Figures]], policy: str) -> dict[str, list[float]]
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     conditions = run_record("simulated")
-    found: dict[str, object] = {"seeds": asked.seeds}
+    found: dict[str, object] = {"seeds": args.seeds}
     for bed, policies in POLICIES.items():
         for sources in SOURCES:
-            runs = [run(bed, seed, is_shuffled=sources == "shuffled") for seed in range(asked.seeds)]
+            runs = [run(bed, seed, is_shuffled=sources == "shuffled") for seed in range(args.seeds)]
             means = {name: mean_of([each[name] for each in runs]) for name in runs[0]}
             gained = {name: gains(runs, name) for name in policies}
             found[f"{bed.name}, sources {sources}"] = {"mean": means, "gain_over_blind_twin": gained}
@@ -103,7 +103,7 @@ def main() -> None:
                 print(f"  {name:28}", ", ".join(f"{figure} {value:.3f}" for figure, value in figures.items()))
             for name, parts in gained.items():
                 print(f"  {name} over its blind twin:", ", ".join(f"{part} {values}" for part, values in parts.items()))
-    save(asked.json, conditions, found)
+    save(args.json, conditions, found)
 
 
 if __name__ == "__main__":

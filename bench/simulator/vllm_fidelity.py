@@ -89,14 +89,14 @@ def compare(traces: Path) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--traces", type=Path, default=TRACES)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     conditions = run_record("measured by LLMServingSim, and simulated")
-    found = compare(asked.traces)
+    found = compare(args.traces)
     for name, row in found.items():
         print(
             f"{name:13s} measured {row['measured']:9.1f} ms, simulated {row['simulated']:9.1f} ms {row['error']:+7.1%}"
         )
-    save(asked.json, conditions, {"run": RUN, "prompts": HASHES, "figures_ms": found})
+    save(args.json, conditions, {"run": RUN, "prompts": HASHES, "figures_ms": found})
 
 
 if __name__ == "__main__":

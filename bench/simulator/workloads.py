@@ -53,12 +53,12 @@ WINDOWS = {
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--traces", type=Path, required=True)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     conditions = run_record("computed")
-    at_hand = {name: size for name, size in TRACES.items() if (asked.traces / name).exists()}
-    recorded = {name: measure(read_trace(asked.traces / name), size) for name, size in at_hand.items()}
-    if (asked.traces / SERVEGEN).exists():
-        hour = draw_requests(read_clients(asked.traces / SERVEGEN), Span(start_s=36_000), 0)
+    at_hand = {name: size for name, size in TRACES.items() if (args.traces / name).exists()}
+    recorded = {name: measure(read_trace(args.traces / name), size) for name, size in at_hand.items()}
+    if (args.traces / SERVEGEN).exists():
+        hour = draw_requests(read_clients(args.traces / SERVEGEN), Span(start_s=36_000), 0)
         recorded[f"{SERVEGEN}, hour 10, seed 0"] = measure(hour)
     generated = {
         name: [measure(steady_rows(SHAPES[name], count, rate, seed), size) for seed in SEEDS]
@@ -67,9 +67,9 @@ def main() -> None:
     result = {
         "traces": {name: msgspec.to_builtins(each) for name, each in recorded.items()},
         "generated": {name: [msgspec.to_builtins(each) for each in several] for name, several in generated.items()},
-        "cost_us": costs(asked.traces),
+        "cost_us": costs(args.traces),
     }
-    save(asked.json, conditions, result)
+    save(args.json, conditions, result)
     for name, each in recorded.items():
         print(line(name, [each]))
     for name, several in generated.items():

@@ -35,7 +35,7 @@ def ids(text: str) -> list[int]:
     return [token_texts(VOCABULARY).index(letter) for letter in text]
 
 
-def asked(matcher, generated, unwanted=NONE) -> MaskRequest:
+def mask_request(matcher, generated, unwanted=NONE) -> MaskRequest:
     return MaskRequest(matcher, np.array(generated, np.int32), np.array(unwanted, np.int32))
 
 
@@ -46,7 +46,7 @@ def tokens_of(mask) -> list[int]:
 
 def following(pattern: str, text: str, **wishes) -> list[int]:
     masks = backend(VOCABULARY)
-    (mask,) = masks.masks([asked(masks.matcher(light(pattern)), ids(text), **wishes)])
+    (mask,) = masks.masks([mask_request(masks.matcher(light(pattern)), ids(text), **wishes)])
     return tokens_of(mask)
 
 
@@ -61,7 +61,7 @@ def test_an_answer_that_passed_the_end_is_free_as_in_vllm():
     masks = backend(VOCABULARY)
     matcher = masks.matcher(light("a"))
     texts = [ids("a"), [*ids("a"), 0], [*ids("a"), 0, 7, 9]]
-    counts = [len(tokens_of(masks.masks([asked(matcher, text)])[0])) for text in texts]
+    counts = [len(tokens_of(masks.masks([mask_request(matcher, text)])[0])) for text in texts]
     assert counts == [2, VOCABULARY, VOCABULARY]
 
 
@@ -77,9 +77,9 @@ def test_masks_equal_their_plain_twin_in_any_batch_and_any_order(seed):
     answers = [(grammar, generated, masks.matcher(grammar)) for grammar, generated, _ in answers]
     for _ in range(12):
         chosen = [answers[i] for i in rng.permutation(8)[: rng.integers(1, 9)]]
-        # A matcher that was not asked for some tokens, or is new as on another engine, reads them now.
+        # A matcher that skipped some tokens, or is new as on another engine, reads them now.
         requests = [
-            asked(masks.matcher(grammar) if rng.random() < 0.3 else matcher, generated)
+            mask_request(masks.matcher(grammar) if rng.random() < 0.3 else matcher, generated)
             for grammar, generated, matcher in chosen
         ]
         for (grammar, generated, _), mask in zip(chosen, masks.masks(requests), strict=True):
@@ -101,10 +101,10 @@ def masks():
 
 def next_mask(masks: MaskBackend, matcher, text: str) -> list[int]:
     """The mask after a text, however late it comes."""
-    (mask,) = masks.masks([asked(matcher, ids(text))])
+    (mask,) = masks.masks([mask_request(matcher, ids(text))])
     if mask.words() is None:
         wait_until(lambda: masks.is_ready(matcher))
-        (mask,) = masks.masks([asked(matcher, ids(text))])
+        (mask,) = masks.masks([mask_request(matcher, ids(text))])
     return tokens_of(mask)
 
 
@@ -125,7 +125,7 @@ def process_that_ends() -> socket.socket:
 def test_a_token_that_the_grammar_excludes_fails_the_matcher_and_no_other():
     masks = backend(VOCABULARY)
     wrong, right = (masks.matcher(light("ab")) for _ in range(2))
-    first, second = masks.masks([asked(wrong, ids("z")), asked(right, ids("a"))])
+    first, second = masks.masks([mask_request(wrong, ids("z")), mask_request(right, ids("a"))])
     assert (tokens_of(first), tokens_of(second)) == ([], ids("b"))
     assert masks.failure(wrong) is not None
     assert masks.failure(right) is None
@@ -144,7 +144,7 @@ def test_nothing_waits_for_a_slow_grammar(masks, monkeypatch):
     assert next_mask(masks, matcher, "")
     (pid,) = forks(masks)
     os.kill(pid, signal.SIGSTOP)
-    (late,) = masks.masks([asked(matcher, ids("a"))])
+    (late,) = masks.masks([mask_request(matcher, ids("a"))])
     waits: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(masks._allowance, "left_s", lambda: 0.001 if len(waits) < 3 else 0)
@@ -184,10 +184,10 @@ def test_a_grammar_beyond_the_bounds_of_the_first_process_moves_to_the_second(ma
 
 def test_the_end_of_a_process_moves_one_request_and_the_others_go_on(masks):
     lights = [masks.matcher(light(text)) for text in ("ab", "cd")]
-    assert [tokens_of(mask) for mask in masks.masks([asked(each, []) for each in lights])][1] == ids("c")
+    assert [tokens_of(mask) for mask in masks.masks([mask_request(each, []) for each in lights])][1] == ids("c")
     (pid,) = forks(masks)
     os.kill(pid, signal.SIGKILL)
-    masks.masks([asked(each, ids(text)) for each, text in zip(lights, "ac", strict=True)])
+    masks.masks([mask_request(each, ids(text)) for each, text in zip(lights, "ac", strict=True)])
     assert [next_mask(masks, each, text) for each, text in zip(lights, "ac", strict=True)] == [ids("b"), ids("d")]
     assert masks._quick.num_processes == 2
     assert sorted(each.is_slow for each in lights) == [False, True]  # the first in line, which is the cheaper one
@@ -197,7 +197,7 @@ def test_a_request_whose_grammar_ends_its_process_twice_fails_alone(masks, monke
     hostile, honest = (masks.matcher(Grammar("regex", text)) for text in ("a+", "ab"))
     with monkeypatch.context() as patch:
         patch.setattr(masks._slow, "_fork", process_that_ends)
-        masks.masks([asked(hostile, [])])
+        masks.masks([mask_request(hostile, [])])
         wait_until(lambda: masks.is_ready(hostile) and masks.failure(hostile))
     assert masks._slow.num_processes == 2
     assert masks.failure(hostile) == "it takes more than 4 s or 1280 MiB to compile"
@@ -252,7 +252,7 @@ def test_the_second_process_serves_the_answer_that_has_cost_least(masks, monkeyp
     monkeypatch.setattr(masks._slow, "send", lambda jobs: sent.extend(job.matcher for job in jobs))
     dear, cheap, new = (masks.matcher(Grammar("regex", text)) for text in ("[a-c]{9}", "[a-c]{8}", "[a-c]{7}"))
     dear.cost_ns, cheap.cost_ns, masks._served_ns = 9000, 3000, 5000
-    masks.masks([asked(each, []) for each in (dear, cheap, new)])
+    masks.masks([mask_request(each, []) for each in (dear, cheap, new)])
     masks._send_slow()
     masks._send_slow()
     assert sent == [cheap.number, new.number, dear.number]

@@ -162,7 +162,7 @@ def test_experts_that_move_between_ranks_change_no_token(name, checkpoints):
     assert num_committed > 0
     network = moving.devices[0].network
     assert network.is_batch_invariant
-    assert moving.told == test_moving_experts.answers_alone(checkpoints(name), asked, "bfloat16")
+    assert moving.tokens == test_moving_experts.answers_alone(checkpoints(name), asked, "bfloat16")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,4 +1,4 @@
-"""An endpoint that answers as it is told, in a thread of this process or, as a script, in a process of its own."""
+"""An endpoint that answers as a test sets, in a thread of this process or, as a script, in a process of its own."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ S = 1_000_000_000
 
 
 @pytest.mark.parametrize("name", ["chat", "api_agent", "coder", "tool_agent"])
-def test_sessions_are_generated_at_the_rate_asked_for(name):
+def test_sessions_are_generated_at_the_requested_rate(name):
     rows = make_rows(RequestSettings(dataset_name=name, num_prompts=300, seed=1), 5.0)
     assert len(rows) == 300
     assert rows.is_generated
@@ -51,8 +51,8 @@ def test_sharegpt_is_read_by_its_name_and_no_more_than_usual(tmp_path):
 def test_a_length_shape_is_drawn_from_the_whole_trace(tmp_path):
     path = tmp_path / "lengths.csv"
     path.write_text("input_length,output_length\n" + "".join(f"{length},5\n" for length in range(1, 3001)))
-    asked = RequestSettings(dataset_name="trace", dataset_path=path, num_prompts=500, length_shape="descending")
-    assert make_rows(asked).num_prompt_tokens.mean() == pytest.approx(1000, rel=0.1)
+    settings = RequestSettings(dataset_name="trace", dataset_path=path, num_prompts=500, length_shape="descending")
+    assert make_rows(settings).num_prompt_tokens.mean() == pytest.approx(1000, rel=0.1)
 
 
 def test_weibull_arrivals_are_offered():

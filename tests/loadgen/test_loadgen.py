@@ -1,4 +1,4 @@
-"""`moestro bench` against endpoints that answer as told: what is counted, what is sent, and when."""
+"""`moestro bench` against endpoints with set answers: what is counted, what is sent, and when."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_body_asks_for_exact_length_usage_and_token_ids_of_no_other_request():
     assert len(set(endpoint.ids)) == 13
 
 
-def test_a_chat_sends_words_and_no_ignore_eos_is_left_out_where_asked():
+def test_a_chat_sends_words_and_no_ignore_eos_is_left_out_on_request():
     async def chat(_, http, body):
         body |= {"prompt": body["messages"][0]["content"].split(), "max_tokens": body["max_completion_tokens"]}
         return await whole()(_, http, body)
@@ -129,7 +129,7 @@ def test_a_chat_sends_words_and_no_ignore_eos_is_left_out_where_asked():
     assert all(body["temperature"] == 0.7 for body in endpoint.bodies)
 
 
-def test_open_load_waits_for_nobody_and_closed_load_keeps_to_its_bound():
+def test_open_load_never_waits_and_closed_load_keeps_to_its_bound():
     with Endpoint(whole(0.3)) as endpoint:
         run(endpoint, arrivals=ArrivalSettings(request_rate=200, num_warmups=0))
         assert endpoint.most_in_flight == 12
@@ -169,13 +169,13 @@ def test_nothing_runs_when_no_warm_up_request_is_answered():
 def test_a_run_without_any_answer_fails_after_its_figures_are_shown_and_written(tmp_path):
     with Endpoint(busy) as endpoint:
         console = Console(file=io.StringIO(), width=200)
-        told = settings(
+        given = settings(
             endpoint,
             arrivals=ArrivalSettings(num_warmups=0),
             results=ResultSettings(json=tmp_path / "r.json", save_detailed=True),
         )
         with pytest.raises(MoestroError, match="no request was answered"):
-            bench(told, console)
+            bench(given, console)
     assert "12 http_503" in console.file.getvalue()
     written = json.loads((tmp_path / "r.json").read_text())
     assert written["report"]["failures"] == {"http_503": {"count": 12, "example": "The queue is full."}}
@@ -236,11 +236,11 @@ def test_a_search_without_a_start_begins_at_what_the_warm_up_reached():
 def test_what_the_context_cannot_hold_is_refused_or_left_out_but_never_cut(tmp_path):
     trace = tmp_path / "t.csv"
     trace.write_text("input_length,output_length\n10,2\n3000,2\n20,3\n")
-    asked = RequestSettings(dataset_name="trace", dataset_path=trace)
+    requests = RequestSettings(dataset_name="trace", dataset_path=trace)
     with Endpoint(whole()) as endpoint:
         with pytest.raises(ConfigError, match="1 of 3 requests need more than the model's 2048 tokens"):
-            run(endpoint, requests=asked)
-        measured, shown = run(endpoint, requests=replace(asked, skip_too_long=True))
+            run(endpoint, requests=requests)
+        measured, shown = run(endpoint, requests=replace(requests, skip_too_long=True))
     assert measured.result.num_skipped == 1
     assert "1 requests longer" in shown
     assert measured.result.report.num_input_tokens == 30
@@ -250,12 +250,12 @@ def test_a_trace_is_replayed_in_its_own_time_or_at_a_rate(tmp_path):
     trace = tmp_path / "t.jsonl"
     line = '{{"timestamp": {}, "input_length": 600, "output_length": 2, "hash_ids": [7, {}]}}\n'
     trace.write_text("".join(line.format(i * 50, i) for i in range(4)))
-    asked = RequestSettings(dataset_name="trace", dataset_path=trace)
+    requests = RequestSettings(dataset_name="trace", dataset_path=trace)
     with Endpoint(whole()) as endpoint:
-        own, _ = run(endpoint, requests=asked, arrivals=ArrivalSettings(num_warmups=0))
+        own, _ = run(endpoint, requests=requests, arrivals=ArrivalSettings(num_warmups=0))
         prompts = [body["prompt"] for body in endpoint.bodies]
-        fast, _ = run(endpoint, requests=asked, arrivals=ArrivalSettings(num_warmups=0, rate_factor=5))
-        rated, _ = run(endpoint, requests=asked, arrivals=ArrivalSettings(num_warmups=0, request_rate=100))
+        fast, _ = run(endpoint, requests=requests, arrivals=ArrivalSettings(num_warmups=0, rate_factor=5))
+        rated, _ = run(endpoint, requests=requests, arrivals=ArrivalSettings(num_warmups=0, request_rate=100))
     gaps = [np.diff(each.records.timelines.arrival_ns).tolist() for each in (own, fast, rated)]
     assert gaps[0] == [50_000_000] * 3
     assert gaps[1] == [10_000_000] * 3
@@ -265,9 +265,9 @@ def test_a_trace_is_replayed_in_its_own_time_or_at_a_rate(tmp_path):
 
 
 def test_a_result_with_generated_sessions_says_so():
-    asked = RequestSettings(dataset_name="api_agent", num_prompts=20, skip_too_long=True)
+    requests = RequestSettings(dataset_name="api_agent", num_prompts=20, skip_too_long=True)
     with Endpoint(whole()) as endpoint:
-        measured, shown = run(endpoint, requests=asked, arrivals=ArrivalSettings(request_rate=1000, num_warmups=0))
+        measured, shown = run(endpoint, requests=requests, arrivals=ArrivalSettings(request_rate=1000, num_warmups=0))
     assert measured.result.is_generated
     assert "generated, not recorded" in shown
     assert measured.result.report.num_ok + measured.result.num_skipped == 20
@@ -281,12 +281,12 @@ def test_a_result_with_generated_sessions_says_so():
         ({"api_key": None}, "needs a key: set MOESTRO_API_KEY"),
     ],
 )
-def test_an_endpoint_that_cannot_be_asked_is_the_operators_to_put_right(where, words):
+def test_an_unreachable_endpoint_is_the_operators_to_put_right(where, words):
     with Endpoint(whole(), key="sesame") as endpoint, pytest.raises(ConfigError, match=words):
         run(endpoint, endpoint=EndpointSettings(**{"base_url": endpoint.url, "api_key": "sesame"} | where))
 
 
-def test_a_server_of_something_else_is_told_from_one_of_models():
+def test_a_server_without_models_is_refused():
     with Endpoint(whole()) as endpoint, pytest.raises(ConfigError, match="answers 404 and no list of models"):
         run(endpoint, endpoint=EndpointSettings(base_url=f"{endpoint.url}/elsewhere"))
 

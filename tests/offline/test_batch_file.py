@@ -76,9 +76,9 @@ def test_fifty_lines_get_the_answers_of_the_server_and_broken_ones_their_errors(
         completion("typed", max_tokens="six"),
     ]
     lines = [*good[:25], *broken, *good[25:]]
-    answers, told, status = run_batch(tmp_path, lines, "--url", f"{server.url}/v1/")
+    answers, log, status = run_batch(tmp_path, lines, "--url", f"{server.url}/v1/")
     assert status == 1
-    assert told == (
+    assert log == (
         f"50 answered of 60, 10 errors (lines 26, 27, 29, 30, 31, 32, 33, 34 and 2 more): {tmp_path / 'out.jsonl'}\n"
     )
     messages = [answer["error"]["message"] for answer in answers if answer["error"]]
@@ -106,8 +106,8 @@ def test_fifty_lines_get_the_answers_of_the_server_and_broken_ones_their_errors(
 
 def test_a_model_is_started_with_the_flags_of_serve(tmp_path):
     lines = [completion(number, max_tokens=3) for number in range(50)]
-    answers, told, status = run_batch(tmp_path, lines, *PACED, "--max-num-seqs", "8", "--max-num-queued-reqs", "20")
-    assert status == 0, told
+    answers, log, status = run_batch(tmp_path, lines, *PACED, "--max-num-seqs", "8", "--max-num-queued-reqs", "20")
+    assert status == 0, log
     assert {answer["response"]["status_code"] for answer in answers} == {200}  # Refusals of the queue are sent again.
     assert Counter(answer["custom_id"] for answer in answers) == Counter(line["custom_id"] for line in lines)
 
@@ -198,10 +198,10 @@ def test_after_the_end_of_the_started_server_each_line_still_has_an_answer_or_an
         wait_until(lambda: target.exists() and target.stat().st_size > 0)
         (started,) = psutil.Process(program.pid).children()
         started.kill()
-        _, told = program.communicate(timeout=300)
+        _, log = program.communicate(timeout=300)
     answers = [json.loads(line) for line in target.read_text().splitlines()]
     assert program.returncode == 1
-    assert "the server ended with status -9" in told
+    assert "the server ended with status -9" in log
     assert Counter(answer["custom_id"] for answer in answers) == Counter(line["custom_id"] for line in lines)
     assert {answer["error"]["code"] for answer in answers if answer["error"]} == {"no_answer"}
 

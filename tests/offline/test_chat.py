@@ -39,10 +39,10 @@ def chat_bytes(data: bytes, *flags: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([MOESTRO, "chat", *flags], input=data, capture_output=True, timeout=300, check=False)
 
 
-def said(server, *messages: tuple[str, str]) -> str:
+def answer_of(server, *messages: tuple[str, str]) -> str:
     """What the server answers."""
-    asked = {"messages": [{"role": role, "content": text} for role, text in messages], "temperature": 0}
-    return call(server, "POST", "/v1/chat/completions", asked | {"max_tokens": 8}).json["choices"][0]["message"][
+    fields = {"messages": [{"role": role, "content": text} for role, text in messages], "temperature": 0}
+    return call(server, "POST", "/v1/chat/completions", fields | {"max_tokens": 8}).json["choices"][0]["message"][
         "content"
     ]
 
@@ -52,7 +52,7 @@ def test_piped_lines_may_begin_with_a_byte_order_mark(server, encoding):
     done = chat_bytes("Write é.\r\n/what\r\n".encode(encoding), "--url", server.url, *LIMITS)
     assert done.returncode == 0, done.stderr
     shown = done.stdout.decode().replace("\r", "")
-    assert shown.startswith(said(server, ("user", "Write é.")) + "\n[")
+    assert shown.startswith(answer_of(server, ("user", "Write é.")) + "\n[")
     assert shown.endswith("unknown command /what: /help shows all\n")
 
 
@@ -84,10 +84,10 @@ def test_a_chat_over_pipes_says_what_the_server_says_and_obeys_commands(server):
     lines = "Write f.\nNow g.\n/reset\nNow g.\n/system Be brief.\nNow g.\n/what\n\n/exit\nnever read\n"
     done = chat(lines, "--url", server.url, *LIMITS)
     assert done.returncode == 0, done.stderr
-    first = said(server, ("user", "Write f."))
-    second = said(server, ("user", "Write f."), ("assistant", first), ("user", "Now g."))
-    third = said(server, ("user", "Now g."))
-    fourth = said(server, ("system", "Be brief."), ("user", "Now g."))
+    first = answer_of(server, ("user", "Write f."))
+    second = answer_of(server, ("user", "Write f."), ("assistant", first), ("user", "Now g."))
+    third = answer_of(server, ("user", "Now g."))
+    fourth = answer_of(server, ("system", "Be brief."), ("user", "Now g."))
     shown = re.sub(r"\[\d+ tokens, the first after [\d.]+ s.*\]", "TIMES", done.stdout)
     assert shown == (
         f"{first}\nTIMES\n{second}\nTIMES\nthe chat is forgotten\n{third}\nTIMES\nthe system message is set\n"
@@ -99,7 +99,7 @@ def test_a_refused_message_is_forgotten(server):
     done = chat(f"{'x ' * 20_000}\nWrite f.\n", "--url", server.url, "--system", "Be brief.", *LIMITS)
     assert done.returncode == 0
     assert "error: This model's maximum context length" in done.stdout
-    assert said(server, ("system", "Be brief."), ("user", "Write f.")) in done.stdout
+    assert answer_of(server, ("system", "Be brief."), ("user", "Write f.")) in done.stdout
 
 
 def test_a_model_is_started_for_the_chat():

@@ -46,7 +46,7 @@ def engine_processes(llm: LLM) -> list[psutil.Process]:
     return [each for each in children if "moestro.worker" in " ".join(each.cmdline())]
 
 
-def asked(server, path: str, **fields: object) -> dict:
+def reply_of(server, path: str, **fields: object) -> dict:
     answer = call(server, "POST", path, fields | {"return_token_ids": True})
     assert answer.status == 200, answer.body
     return answer.json
@@ -54,7 +54,7 @@ def asked(server, path: str, **fields: object) -> dict:
 
 def test_fifty_prompts_get_the_tokens_of_the_server_in_their_order(llm, server):
     outputs = llm.generate(PROMPTS, GREEDY)
-    choices = asked(server, "/v1/completions", prompt=PROMPTS, temperature=0, max_tokens=8)["choices"]
+    choices = reply_of(server, "/v1/completions", prompt=PROMPTS, temperature=0, max_tokens=8)["choices"]
     assert [output.prompt for output in outputs] == PROMPTS
     assert [output.prompt_token_ids for output in outputs] == [choice["prompt_token_ids"] for choice in choices]
     assert [output.outputs[0].token_ids for output in outputs] == [choice["token_ids"] for choice in choices]
@@ -71,7 +71,7 @@ def test_parameters_of_each_prompt_have_the_effect_that_they_have_at_the_server(
     ]
     outputs = llm.generate([PROMPTS[0]] * 4, [SamplingParams(**each) for each in given])
     for output, fields in zip(outputs, given, strict=True):
-        choices = asked(server, "/v1/completions", prompt=PROMPTS[0], **fields)["choices"]
+        choices = reply_of(server, "/v1/completions", prompt=PROMPTS[0], **fields)["choices"]
         shown = [(each.token_ids, each.text, each.finish_reason, each.stop_reason) for each in output.outputs]
         names = ("token_ids", "text", "finish_reason", "stop_reason")
         assert shown == [tuple(choice[name] for name in names) for choice in choices]
@@ -90,28 +90,28 @@ def test_token_ids_and_dictionaries_are_prompts(llm):
 def test_logprobs_name_tokens_by_id(llm, server):
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2)
     output = llm.generate(PROMPTS[0], params)[0]
-    answer, choice = output.outputs[0], asked(
+    answer, choice = output.outputs[0], reply_of(
         server, "/v1/completions", prompt=PROMPTS[0], temperature=0, max_tokens=6, logprobs=3
     )["choices"][0]  # fmt: skip
-    told = choice["logprobs"]
+    expected = choice["logprobs"]
     assert answer.logprobs is not None
     for entry, token_id, logprob, text in zip(
-        answer.logprobs, answer.token_ids, told["token_logprobs"], told["tokens"], strict=True
+        answer.logprobs, answer.token_ids, expected["token_logprobs"], expected["tokens"], strict=True
     ):
         assert next(iter(entry)) == token_id
         assert (entry[token_id].logprob, entry[token_id].decoded_token, entry[token_id].rank) == (logprob, text, 1)
         assert len(entry) == 3
-    assert answer.cumulative_logprob == pytest.approx(math.fsum(told["token_logprobs"]))
+    assert answer.cumulative_logprob == pytest.approx(math.fsum(expected["token_logprobs"]))
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     assert [next(iter(entry)) for entry in output.prompt_logprobs[1:] if entry] == output.prompt_token_ids[1:]
 
 
 def test_a_chat_gets_the_tokens_of_the_server(llm, server):
-    told = asked(server, "/v1/chat/completions", messages=CHAT, temperature=0, max_tokens=8)
+    expected = reply_of(server, "/v1/chat/completions", messages=CHAT, temperature=0, max_tokens=8)
     (output,) = llm.chat(CHAT, GREEDY)
-    assert output.prompt_token_ids == told["prompt_token_ids"]
-    assert output.outputs[0].token_ids == told["choices"][0]["token_ids"]
+    assert output.prompt_token_ids == expected["prompt_token_ids"]
+    assert output.outputs[0].token_ids == expected["choices"][0]["token_ids"]
     assert output.prompt is not None
     assert CHAT[0]["content"] in output.prompt
     assert output.prompt.endswith("assistant\n")

@@ -101,7 +101,7 @@ def test_tokens_are_those_of_one_rank_while_experts_move_in_every_step(
     moving = group(name, num_ranks, num_redundant)
     size = num_expert_bytes(moving.devices[0].network.experts[0][1])
     num_committed, num_cancelled = serve_while_moving(moving, asked, rng, 2 * size + 1)
-    assert moving.told == answers_alone(checkpoint(name), asked)
+    assert moving.tokens == answers_alone(checkpoint(name), asked)
     assert num_committed >= 5
     print(f"{name}: {num_committed} layers moved, {num_cancelled} migrations cancelled")
     assert max(max(each.most_sent, each.most_taken) for each in moving.exchanges) <= 2 * size
@@ -118,7 +118,7 @@ def test_slots_of_one_device_swap_experts_and_no_token_changes(num_redundant, ch
     asked = requests(rng)
     moving = group("qwen3_moe", 1, num_redundant)
     num_committed, _ = serve_while_moving(moving, asked, rng, 1)
-    assert moving.told == answers_alone(checkpoint("qwen3_moe"), asked)
+    assert moving.tokens == answers_alone(checkpoint("qwen3_moe"), asked)
     assert num_committed >= 3
     assert moving.migration.progress.num_bytes == 0
     assert moving.exchanges[0].most_sent == 0
@@ -210,7 +210,7 @@ def test_a_rank_that_ends_between_prepare_and_commit_leaves_the_old_placement(ch
     assert [device.placed for device in again.devices] == [placed, placed]
     asked = requests(rng)
     serve_while_moving(again, asked, rng, 1)
-    assert again.told == answers_alone(checkpoint("qwen3_moe"), asked)
+    assert again.tokens == answers_alone(checkpoint("qwen3_moe"), asked)
 
 
 def test_weights_that_are_lost_on_their_way_are_noticed(checkpoint, group, monkeypatch):
@@ -220,4 +220,4 @@ def test_weights_that_are_lost_on_their_way_are_noticed(checkpoint, group, monke
     asked = requests(rng)
     moving = group("qwen3_moe", 2, 0)
     serve_while_moving(moving, asked, rng, 10**9)
-    assert moving.told != answers_alone(checkpoint("qwen3_moe"), asked)
+    assert moving.tokens != answers_alone(checkpoint("qwen3_moe"), asked)

@@ -22,7 +22,7 @@ from support.interrupted_answers import (
     SCORED,
     TEXT,
     WHOLE,
-    Asked,
+    SentRequests,
     completion,
     disturbed,
     kill_an_engine,
@@ -141,7 +141,7 @@ def bodies(tokenizer) -> list[tuple[str, dict]]:
 @pytest.fixture(scope="module")
 def undisturbed(spread, bodies) -> tuple[list, list]:
     """Answers to `bodies` and to the scored requests of a group that loses nothing."""
-    expected, scored = (Asked(spread, salted(each, 0)).answers() for each in (bodies, SCORED))
+    expected, scored = (SentRequests(spread, salted(each, 0)).answers() for each in (bodies, SCORED))
     return expected, scored
 
 
@@ -149,7 +149,7 @@ def undisturbed(spread, bodies) -> tuple[list, list]:
 def test_the_group_of_a_lost_engine_comes_back_and_no_answer_differs(spread, bodies, undisturbed, number):
     rng, (expected, scored) = random.Random(int(number)), undisturbed
     restarts, processes = by_engine(spread, "engine_restarts_total"), spread.ranks()
-    asked = Asked(spread, salted([*bodies, *SCORED], 1))
+    asked = SentRequests(spread, salted([*bodies, *SCORED], 1))
     asked.begin()
     tokens_come(spread, rng.randrange(20, 300))
     victim = rng.randrange(NUM_ENGINES)

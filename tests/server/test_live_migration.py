@@ -13,7 +13,7 @@ from support.interrupted_answers import (
     EXACT,
     NEAR_TIES,
     WHOLE,
-    Asked,
+    SentRequests,
     kill_an_engine,
     salted,
     streams,
@@ -80,8 +80,8 @@ def test_an_engine_that_is_killed_while_experts_move_changes_no_answer(restless,
     bodies = [*streams(tokenizer.encode("日é🙂", add_special_tokens=False)), *WHOLE]
     # So long that they are being answered when the engine is killed, however late this process is.
     first, second = ([(path, body | {"max_tokens": 200}) for path, body in salted(bodies, salt)] for salt in (0, 1))
-    expected = Asked(restless, first).answers()
-    asked = Asked(restless, second)
+    expected = SentRequests(restless, first).answers()
+    asked = SentRequests(restless, second)
     asked.begin()
     tokens_come(restless, 20)
     kill_an_engine(restless, at=1)

@@ -299,7 +299,7 @@ async def test_pairs_are_asked_for_only_where_a_policy_needs_them():
         group = PlacedGroup(policy=policy)
         group.serve(3000)
         await group.check()
-        assert any(question.with_pairs for question in group.engines.asked) is needs_pairs
+        assert any(question.with_pairs for question in group.engines.questions) is needs_pairs
 
 
 @run
@@ -307,7 +307,7 @@ async def test_without_a_policy_no_engine_is_asked():
     group = PlacedGroup(policy="none")
     group.serve(3000)
     await group.check()
-    assert group.engines.asked == []
+    assert group.engines.questions == []
 
 
 @run

@@ -72,15 +72,15 @@ class FakeEngines:
     def __init__(self, tokens: np.ndarray) -> None:
         self.tokens = tokens
         self.num_steps = 0
-        self.asked: list[ReadExperts] = []
+        self.questions: list[ReadExperts] = []
         self.loads = ExpertLoads(len(tokens), self._ask)
 
     def _ask(self, engine: int, question: ReadExperts) -> bool:
-        self.asked.append(question)
+        self.questions.append(question)
         if not self.num_steps:
             return False
         mean = np.array(self.tokens[engine], float)
         counts = np.ceil(mean).astype(np.int64)
         load = SourceLoad(counts, mean, np.zeros(mean.shape), np.minimum(mean, 1.0), self.num_steps, self.num_steps)
         self.loads.heard(engine, report_of(question.number, load), 0)
-        return False  # Nobody has to wait.
+        return False  # no caller has to wait

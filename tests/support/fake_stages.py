@@ -81,7 +81,7 @@ def make_shape(num_rows: int, num_places: int | None = None, *, num_chosen: int 
 
 
 class FakeStages:
-    """Works a piece a poll, or in the background: then a piece takes `piece_ns`, by the clock that it is told.
+    """Works a piece a poll, or in the background: then a piece takes `piece_ns`, by the clock that the rank passes.
 
     Attributes:
         log: (what, layer, serials) of every piece, in order.

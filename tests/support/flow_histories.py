@@ -1,6 +1,6 @@
-"""Histories of one device in `preemptive` mode, told by the items that it launches and by the tokens of its requests.
+"""Histories of one device in `preemptive` mode, given by the items that it launches and by the tokens of its requests.
 
-Time is the number of pieces that the device has done, so that a history does not depend on how often a rank is asked.
+Time is the number of pieces that the device has done, so that a history does not depend on how often a rank is polled.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def spin(*_: object) -> None:
 
 
 def block_stderr() -> None:
-    """Nobody reads the pipe that stderr is now; what is logged then waits for ever."""
+    """Turn stderr into a pipe without a reader, so that a log call waits for ever."""
     os.dup2(os.pipe()[1], 2)
     while True:
         logging.error("x" * 4096)

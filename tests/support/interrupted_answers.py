@@ -1,4 +1,4 @@
-"""Requests that are asked of a server with engines which are killed, and what their answers should have been."""
+"""Requests to a server whose engines are killed, and what their answers should have been."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def running(command: tuple[str, ...], directory: Path) -> Iterator[Running]:
         server.kill()
 
 
-class Asked:
+class SentRequests:
     """Requests that are answered in threads; `bodies`: (path, body)."""
 
     def __init__(self, server: Running, bodies: list[tuple[str, dict[str, Any]]]) -> None:
@@ -72,8 +72,8 @@ def stream(prompt: str, **fields: object) -> tuple[str, dict[str, Any]]:
 
 
 def chat(text: str, **fields: object) -> tuple[str, dict[str, Any]]:
-    asked = {"messages": [{"role": "user", "content": text}], "max_tokens": LENGTH, "ignore_eos": True}
-    return CHAT, asked | fields
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": LENGTH, "ignore_eos": True}
+    return CHAT, body | fields
 
 
 def ready(server: Running) -> bool:
@@ -162,11 +162,11 @@ def disturbed(server: Running, *bodies: tuple[str, dict[str, Any]]) -> tuple[lis
     an even number of all others, and so do the two choices of one.
     """
     bodies = bodies * 2
-    expected = Asked(server, [*bodies]).answers()
-    asked = Asked(server, [*bodies])
-    asked.begin()
+    expected = SentRequests(server, [*bodies]).answers()
+    sent = SentRequests(server, [*bodies])
+    sent.begin()
     tokens_come(server)
     kill_an_engine(server)
-    found = asked.answers()
+    found = sent.answers()
     wait_until(lambda: is_idle(server))
     return expected, found

@@ -17,7 +17,7 @@ class LateMatcher:
     """One answer: tokens before the mask that was requested last, and the looks until it is ready."""
 
     grammar: Grammar
-    num_asked: int = -1
+    num_requested: int = -1
     num_looks: int = 0
 
 
@@ -56,9 +56,9 @@ class LateMasks:
     def masks(self, requests: list[MaskRequest]) -> list[LateMask]:
         for request in requests:
             matcher = request.matcher
-            if matcher.num_asked != len(request.generated):
+            if matcher.num_requested != len(request.generated):
                 self.num_masks += 1
-                matcher.num_asked, matcher.num_looks = len(request.generated), self.delay(matcher.grammar)
+                matcher.num_requested, matcher.num_looks = len(request.generated), self.delay(matcher.grammar)
         return [LateMask(request.matcher, request, self) for request in requests]
 
     def is_ready(self, matcher: LateMatcher) -> bool:

@@ -109,7 +109,7 @@ def serve(group: LinkedGroup, requests: list, *, abort_share: float = 0.0) -> di
                 aborted.add(victim)
         if not waiting and group.is_idle:
             for later_ns in range(now_ns, now_ns + 2000):
-                group.turn(later_ns)  # what nobody wants any more runs out
+                group.turn(later_ns)  # what no request needs any more runs out
             group.check_empty()
             return {name: tokens.get(name, []) for name in ended}
     raise AssertionError("a token was forgotten, or credits are in a deadlock")

@@ -134,7 +134,6 @@ class AsyncWorkers:
         self.down: dict[int, int] = {}
         self.launches = dict.fromkeys(self.coordinator.present, 0)
         self.loaders: dict[int, ExpertLoader] = {}
-        self.told: dict[int, int] = {}
         for worker in self.coordinator.present:
             self._start(worker)
         for worker in self.coordinator.present:

@@ -44,14 +44,14 @@ def requests_of(rank: int) -> list[Request]:
 def answers_alone(checkpoint: Path) -> dict[str, list[int]]:
     """Tokens of each request on one rank in the fused mode."""
     rank = build_rank(SETTINGS, open_device(settings_of(checkpoint))[0])
-    told: dict[str, list[int]] = {}
+    tokens: dict[str, list[int]] = {}
     for number in range(len(PROMPTS)):
         for request in requests_of(number):
             rank.add(request, 0)
     while rank.has_work:
         for output in rank.step(0):
-            told.setdefault(output.request_id, []).extend(output.token_ids)
-    return told
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    return tokens
 
 
 def answers_of_group(checkpoints: list[Path], directory: Path) -> Iterator[dict[str, list[int]]]:
@@ -77,24 +77,24 @@ def answers_of_group(checkpoints: list[Path], directory: Path) -> Iterator[dict[
 
 def _serve(inboxes: list[Any], outbox: Any) -> dict[str, list[int]]:
     """Give the requests to the ranks, those of rank 1 when rank 0 has begun, and pass on messages that wake."""
-    asked = [requests_of(rank) for rank in range(len(inboxes))]
-    told: dict[str, list[int]] = {request.request_id: [] for requests in asked for request in requests}
-    _add(inboxes[0], asked[0])
-    running = set(told)
+    requests = [requests_of(rank) for rank in range(len(inboxes))]
+    tokens: dict[str, list[int]] = {request.request_id: [] for own in requests for request in own}
+    _add(inboxes[0], requests[0])
+    running = set(tokens)
     while running:
         rank, message = outbox.get(timeout=_WAIT_S)
         if isinstance(message, WakeGroup):
             inboxes[1 - rank].put(message)
             continue
         for output in message.outputs:
-            told[output.request_id] += output.token_ids
+            tokens[output.request_id] += output.token_ids
             running -= {output.request_id} if output.finish_reason is not None else set()
-        if len(told["0.0"]) >= 3:
-            _add(inboxes[1], asked[1])
-            asked[1] = []
+        if len(tokens["0.0"]) >= 3:
+            _add(inboxes[1], requests[1])
+            requests[1] = []
     for inbox in inboxes:
         inbox.put(Shutdown())
-    return told
+    return tokens
 
 
 def _add(inbox: Any, requests: list[Request]) -> None:

@@ -35,7 +35,7 @@ class Meeting:
             self._numbers[rank] = number
             self._barrier.wait(STUCK_S)
             gathered = self._numbers.copy()
-            self._barrier.wait(STUCK_S)  # nobody writes before all have read
+            self._barrier.wait(STUCK_S)  # no rank writes before all have read
         except threading.BrokenBarrierError:
             raise GroupLostError("a rank did not come") from None
         return gathered

@@ -85,7 +85,7 @@ class Namespaces:
 
 
 class Capture:
-    """Looks for byte strings in all that passes a port, as somebody on the wire could."""
+    """Looks for byte strings in all that passes a port, as an eavesdropper on the wire could."""
 
     def __init__(self, port: str) -> None:
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(_ALL_PROTOCOLS))

@@ -14,13 +14,13 @@ from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, LogitEdits, Units
 def random_units(rng: np.random.Generator, num: int, *, width: int, first_slot: int = 0) -> Units:
     num_tokens = rng.integers(1, 5, num).astype(np.int32)
     logits = rng.choice([0, LOGITS_LAST, LOGITS_PROMPT, LOGITS_LAST | LOGITS_PROMPT], num).astype(np.uint8)
-    asked = int(num_tokens[logits & LOGITS_PROMPT != 0].sum())
+    num_prompt_logits = int(num_tokens[logits & LOGITS_PROMPT != 0].sum())
 
     def columns(most: int, rows: int = 2) -> np.ndarray:
         unit = np.sort(rng.integers(0, num, rng.integers(0, most)))
         return np.concatenate([unit[None], rng.integers(0, 99, (rows - 1, len(unit)))]).astype(np.int32)
 
-    said, biased = columns(20), columns(6)
+    counted, biased = columns(20), columns(6)
     return Units(
         slot=(first_slot + np.arange(num)).astype(np.int32),
         serial=rng.integers(0, 1000, num),
@@ -32,10 +32,10 @@ def random_units(rng: np.random.Generator, num: int, *, width: int, first_slot: 
         block_tables=rng.integers(0, 90, (num, width)).astype(np.int32),
         sampling=greedy(num, seed=rng.integers(0, 99, num)),
         token_ids=rng.integers(0, 99, int(num_tokens.sum())).astype(np.int32),
-        next_token_ids=rng.integers(0, 99, asked).astype(np.int32) if asked else None,
+        next_token_ids=rng.integers(0, 99, num_prompt_logits).astype(np.int32) if num_prompt_logits else None,
         edits=LogitEdits(
-            said,
-            rng.integers(0, 3, said.shape[1]).astype(np.int32),
+            counted,
+            rng.integers(0, 3, counted.shape[1]).astype(np.int32),
             biased,
             rng.random(biased.shape[1]),
             columns(4),
@@ -60,7 +60,7 @@ def units_of(units: Sequence[tuple[int, int]], first_slot: int = 0) -> Units:
 
 
 class NumberedMask:
-    """A mask that is only told apart from others."""
+    """A mask with a number and no content."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -76,7 +76,7 @@ def random_masks(rng: np.random.Generator, num: int) -> tuple[tuple[int, Numbere
 
 def unit_by_unit(units: Units) -> list[dict]:
     """Everything that each unit has, spelt out."""
-    told, following, found = 0, 0, []
+    first, following, found = 0, 0, []
     for i in range(len(units)):
         count = int(units.num_tokens[i])
         asks = count if units.logits[i] & LOGITS_PROMPT else 0
@@ -101,12 +101,12 @@ def unit_by_unit(units: Units) -> list[dict]:
                     getattr(units, name)[i].item() for name in ("serial", "service_class", "start", "write_start")
                 ],
                 "logits": int(units.logits[i]),
-                "tokens": units.token_ids[told : told + count].tolist(),
+                "tokens": units.token_ids[first : first + count].tolist(),
                 "next": [] if not asks else units.next_token_ids[following : following + asks].tolist(),
                 "table": [block for block in units.block_tables[i].tolist() if block],
                 "sampling": [np.asarray(value).tolist() for value in units.sampling[i].item()],
                 "edits": {name: values for name, values in own.items() if values},
             }
         )
-        told, following = told + count, following + asks
+        first, following = first + count, following + asks
     return found

@@ -37,7 +37,7 @@ def router(num_engines: int, policy: str | RoutePolicy, spec=ANY_ENGINE, **setti
 
 
 def table(num_engines: int | None = None, as_of_ns: int = 0, **columns) -> EngineTable:
-    """Rows as given, all routable unless said otherwise; a figure given is known as of `as_of_ns`, others never."""
+    """Rows as given, all routable by default; a figure given is known as of `as_of_ns`, others never."""
     blank = EngineTable.blank(num_engines or len(next(iter(columns.values()))))
     fields = {name: getattr(blank, name) for name in EngineTable.__dataclass_fields__}
     for name, values in columns.items():

@@ -152,7 +152,7 @@ def _has_argument(process: psutil.Process, *arguments: str) -> bool:
 
 
 def load(server: Running) -> list[dict[str, float]]:
-    """What each engine said of itself last."""
+    """The last load report of each engine."""
     return call(server, "GET", "/load").json["engines"]
 
 
@@ -171,7 +171,7 @@ def metrics(server: Running) -> dict[str, float]:
 
 
 def wait_until(condition: Callable[[], Any]) -> Any:
-    """Wait until a condition holds, and return what it said."""
+    """Wait until a condition holds, and return its value."""
     began = time.monotonic()
     while not (found := condition()):
         waited_s = time.monotonic() - began

@@ -37,14 +37,14 @@ class Random:
 
 @StepFunction
 def deepest(view: QueueTable, now_ns: int) -> Run:
-    """Tears every wave apart: whoever got furthest goes on alone, token by token, its last expert first."""
+    """Tears every wave apart: the furthest tokens go on alone, token by token, its last expert first."""
     layer, group = queues(view)[-1]
     return Run(layer, group, 1, (BE, LS))
 
 
 @StepFunction
 def shallowest(view: QueueTable, now_ns: int) -> Run:
-    """Nobody goes on before everybody is there: the most that can be parked is."""
+    """No token goes on before all are there: parks as many as possible."""
     layer, group = queues(view)[0]
     return Run(layer, group, ALL, (BE, LS))
 

@@ -106,7 +106,7 @@ def test_what_a_template_says_against_messages_is_shown_shortened(templated):
     assert len(reply.body) < 1000
 
 
-def test_a_renderer_that_somebody_ends_is_replaced_without_a_word(templated):
+def test_a_killed_renderer_is_replaced_silently(templated):
     chat(templated, "hi", max_tokens=2)
     for renderer in templated.renderers():
         renderer.kill()

@@ -24,7 +24,7 @@ def package(tmp_path) -> Path:
     return tmp_path
 
 
-def said(package: Path, code: str) -> list[str]:
+def output_of(package: Path, code: str) -> list[str]:
     """What the code prints in a process that finds `package` first."""
     code = f"import sys; sys.path.insert(0, {str(package)!r}); {IMPORT}{code}"
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
@@ -46,14 +46,14 @@ STAYS = f"import_part('transformers.inner.other', {BOTH}); print('transformers.i
         (f"import_part('transformers.bound', {BOTH})", ["outer", "inner", "free", "bound"]),
     ],
 )
-def test_a_package_starts_where_a_module_needs_it_or_somebody_imports_it(package, code, printed):
-    assert said(package, code) == printed
+def test_a_package_starts_where_a_module_needs_it_or_imports_it(package, code, printed):
+    assert output_of(package, code) == printed
 
 
 def test_what_was_loaded_before_stays_the_same_when_the_package_has_to_start(package):
     first = f"a = import_part('transformers.inner.free', {BOTH}); import_part('transformers.bound')"
     last = "from transformers.inner import free; print(a is free)"
-    assert said(package, f"{first}; {last}") == ["free", "inner", "outer", "inner", "bound", "True"]
+    assert output_of(package, f"{first}; {last}") == ["free", "inner", "outer", "inner", "bound", "True"]
 
 
 def test_a_module_that_does_not_exist_is_an_import_error():

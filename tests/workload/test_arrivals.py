@@ -14,7 +14,7 @@ def rng(seed=0):
 
 
 @given(st.integers(1, 300), st.floats(0.01, 1000), st.floats(0.1, 20), st.integers(0, 5))
-def test_every_process_is_ordered_and_offers_exactly_the_rate_asked_for(count, rate, burstiness, seed):
+def test_every_process_is_ordered_and_offers_exactly_the_requested_rate(count, rate, burstiness, seed):
     for offsets in (
         constant(count, rate),
         poisson(count, rate, rng(seed)),

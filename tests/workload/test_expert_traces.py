@@ -83,7 +83,7 @@ def test_counts_are_read_by_checkpoint_and_domain(tmp_path):
         read_expert_counts(path)
 
 
-def test_the_published_routing_has_the_skew_that_is_told_of_it():
+def test_the_published_routing_has_its_reported_skew():
     experts, index = SHARED / "gptoss20b_routing_experts_u8.npy.zst", SHARED / "gptoss20b_routing_index.jsonl.zst"
     if not experts.exists():
         pytest.skip(f"needs {experts.name}, which is not beside this checkout")

@@ -60,7 +60,7 @@ def test_each_file_of_choices_is_a_source(tmp_path):
     same_load(profile, choices(30, 0), choices(31, 1))
 
 
-def test_the_number_of_experts_is_told_where_it_is_a_guess(tmp_path):
+def test_a_guessed_number_of_experts_is_noted(tmp_path):
     (tmp_path / "e").write_bytes(packed(choices()))
     profile = read_profile([tmp_path / "e"], ProfileReading())
     assert profile.num_experts == 6
@@ -214,7 +214,7 @@ def read_profile_of(tmp_path):
 
 def test_a_named_network_tells_the_number_of_experts(tmp_path):
     (tmp_path / "r").write_text(json.dumps(GOOD | {"model": "Owner/Network"}))
-    asked = []
-    reading = ProfileReading(experts_of=lambda *found: asked.append(found) or 9)
+    queries = []
+    reading = ProfileReading(experts_of=lambda *found: queries.append(found) or 9)
     assert read_profile([tmp_path / "r"], reading).num_experts == 9
-    assert asked == [("Owner/Network", 3)]
+    assert queries == [("Owner/Network", 3)]

@@ -43,7 +43,7 @@ def test_what_has_no_hash_id_is_the_requests_own():
     assert (first[4:] != second[4:]).all()
 
 
-def test_random_prompts_share_the_prefix_asked_for_and_no_more():
+def test_random_prompts_share_exactly_the_requested_prefix():
     rows = equal_rows(2, 10, 1, 6)
     first, second = (token_ids(rows, i, 2**31 - 1, KEY) for i in (0, 1))
     assert len(first) == 16

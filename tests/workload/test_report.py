@@ -26,8 +26,8 @@ REQUEST = st.fixed_dictionaries(
 )
 
 
-def record(requests, asked=3, stalls=()):
-    book = RecordBook(np.full(len(requests), asked, np.int64))
+def record(requests, requested=3, stalls=()):
+    book = RecordBook(np.full(len(requests), requested, np.int64))
     for row, request in enumerate(requests):
         book.sent(row, request["arrival"] * MS, request["late"] * MS)
         times = [request["arrival"] + sum(request["gaps"][: i + 1]) for i in range(len(request["gaps"]))]

@@ -69,7 +69,7 @@ def test_names_are_equal_where_the_hashes_of_the_written_out_prompts_are(rows, b
 
 
 def conversation():
-    """Two turns: 40 tokens of prompt, 30 of answer, 20 said thereupon."""
+    """Two turns: 40 tokens of prompt, 30 of answer, 20 of new input."""
     return Rows(
         num_prompt_tokens=columns([40, 90]),
         num_output_tokens=columns([30, 5]),

@@ -29,6 +29,6 @@ def test_it_stops_at_the_probes_allowed():
 
 
 @pytest.mark.parametrize("above", [Verdict.FAILS, Verdict.INVALID])
-def test_a_bound_that_the_client_set_is_told_apart(above):
+def test_a_bound_that_the_client_set_is_reported_as_such(above):
     found = find_highest(step_at(10, [], above), 1, 0.05, 40)
     assert found.is_client_bound == (above is Verdict.INVALID)

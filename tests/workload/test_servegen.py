@@ -98,8 +98,8 @@ def test_the_published_clients_ask_as_often_as_they_did():
         pytest.skip(f"needs {SHARED.name}, which is not beside this checkout")
     found = read_clients(SHARED)
     assert len(found) == 73
-    asked = sum(window.rate * 600 for each in found for window in each.trace if 36_000 <= window.start_s < 39_600)
+    requested = sum(window.rate * 600 for each in found for window in each.trace if 36_000 <= window.start_s < 39_600)
     rows = draw_requests(found, Span(start_s=36_000), 0)
-    assert len(rows) == pytest.approx(asked, abs=5)
+    assert len(rows) == pytest.approx(requested, abs=5)
     assert rows.timestamp_ns[-1] < 3600 * S
     assert len(np.unique(rows.user)) > 20

@@ -37,7 +37,7 @@ PUBLISHED = {
 
 
 @given(st.sampled_from([SMALL, *SHAPES.values()]), st.integers(1, 400), st.floats(0.01, 1000), st.integers(0, 3))
-def test_a_turn_is_all_that_was_said_and_something_new(shape, num_requests, rate, seed):
+def test_a_turn_is_the_conversation_so_far_and_new_input(shape, num_requests, rate, seed):
     sessions = generate(shape, num_requests, rate, seed)
     rows = sessions.rows
     assert len(rows) == num_requests
@@ -61,7 +61,7 @@ def test_a_turn_is_all_that_was_said_and_something_new(shape, num_requests, rate
 
 
 def driven(sessions, pace):
-    """When each turn arrives, by row, as whoever drives the closed loop would find it."""
+    """When each turn arrives, by row, as the driver of the closed loop finds it."""
     arrivals = {}
     for row, start in zip(sessions.first_rows.tolist(), sessions.start_ns.tolist(), strict=True):
         turn = (row, start)
@@ -96,7 +96,7 @@ def test_a_window_holds_the_turns_of_its_time_and_no_others(num_requests, seed, 
     assert len(window) == len(window.start_ns) == window.rows.session[-1] + 1
 
 
-def test_every_turn_finds_what_was_said_before_it():
+def test_every_turn_finds_the_conversation_before_it():
     sessions = generate(SMALL, 300, 5, 0)
     maker = RequestMaker(sessions.rows, RequestForm(block_size=16))
     before = None
@@ -165,7 +165,7 @@ def test_a_window_of_sessions_begins_amid_them_at_its_full_rate():
     assert thirds.min() > 0.85 * 4000 / 3
 
 
-def test_labels_have_the_share_asked_for_and_leave_the_rest_alone():
+def test_labels_have_the_requested_share_and_leave_the_rest_alone():
     rows = labelled(generate(SMALL, 5000, 5, 0).rows, 0.2, seed=3)
     assert rows.is_ls.mean() == pytest.approx(0.2, abs=0.02)
     assert (rows.is_ls == labelled(rows, 0.2, seed=3).is_ls).all()

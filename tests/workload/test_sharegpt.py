@@ -9,15 +9,17 @@ from moestro.workload.traces.sharegpt import estimated_tokens
 S = 1_000_000_000
 
 
-def said(*messages):
+def conversation(*messages):
     return {"id": "x", "conversations": [{"from": who, "value": text} for who, text in messages]}
 
 
 CONVERSATIONS = [
-    said(("human", "a" * 40), ("gpt", "b" * 20), ("human", "c" * 8), ("gpt", "d" * 12), ("human", "never answered")),
-    said(("gpt", "it begins with an answer"), ("human", "e" * 4), ("gpt", "f" * 4)),
-    said(("human", "no answer")),
-    said(("user", "g" * 5), ("chatgpt", "h")),
+    conversation(
+        ("human", "a" * 40), ("gpt", "b" * 20), ("human", "c" * 8), ("gpt", "d" * 12), ("human", "never answered")
+    ),
+    conversation(("gpt", "it begins with an answer"), ("human", "e" * 4), ("gpt", "f" * 4)),
+    conversation(("human", "no answer")),
+    conversation(("user", "g" * 5), ("chatgpt", "h")),
 ]
 
 

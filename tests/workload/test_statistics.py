@@ -86,5 +86,5 @@ def test_mooncakes_traces_have_their_published_figures(name, mean_output, durati
     assert measure(rows, 512).reuse.hit_share == pytest.approx(hit_share, abs=0.001)
 
 
-def test_azures_code_trace_is_as_bursty_as_is_told():
+def test_azures_code_trace_is_as_bursty_as_reported():
     assert measure(published("azure2023_code.csv.zst")).peak_over_mean == pytest.approx(12.7, abs=0.2)

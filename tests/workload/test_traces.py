@@ -44,7 +44,7 @@ def test_mooncake_is_read_packed_or_not_and_put_in_order_of_time(write, name):
     assert rows.block_size == 512
 
 
-def test_the_block_size_is_told_from_the_number_of_ids(write):
+def test_the_block_size_follows_from_the_number_of_ids(write):
     line = '{{"timestamp": 1, "input_length": {}, "output_length": 1, "hash_ids": {}}}\n'
     assert read_trace(write("ceil.jsonl", line.format(33, [1, 2, 3]))).block_size == 16
     assert read_trace(write("floor.jsonl", line.format(33, [1, 2]))).block_size == 16
@@ -194,7 +194,7 @@ def test_a_servers_log_gives_times_in_seconds(write):
     assert rows.timestamp_ns.tolist() == [1_500_000_000]
 
 
-def test_no_more_than_asked_for_is_read(write):
+def test_no_more_than_requested_is_read(write):
     assert len(read_trace(write("t.jsonl", MOONCAKE.split("\n", maxsplit=1)[0] + "\nnot looked at\n"), 1)) == 1
 
 

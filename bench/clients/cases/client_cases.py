@@ -39,7 +39,7 @@ _CASES: list[tuple[str, Callable[[Place], object]]] = []
 
 
 def case(name: str) -> Callable[[Case], Case]:
-    """Register a case: a function that returns if the client got what it asked for, and raises otherwise."""
+    """Register a case: a function that returns if the client got what it requested, and raises otherwise."""
 
     def register(function: Case) -> Case:
         _CASES.append((name, function))

@@ -167,5 +167,5 @@ def test_the_methods_are_those_that_verl_calls():
 
 def test_the_installed_verl_asks_for_no_other_methods():
     theirs = pytest.importorskip("verl.workers.rollout.router").RequestLoadBalancer
-    asked = {name for name in vars(theirs) if not name.startswith("_")}
-    assert asked <= set(PROTOCOL), "verl calls methods that this package does not have"
+    methods = {name for name in vars(theirs) if not name.startswith("_")}
+    assert methods <= set(PROTOCOL), "verl calls methods that this package does not have"

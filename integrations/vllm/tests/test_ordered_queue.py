@@ -17,7 +17,7 @@ S = 1_000_000_000
 
 
 @dataclass(eq=False)
-class Asked:
+class FakeRequest:
     request_id: str
     arrival_time: float
     num_prompt_tokens: int
@@ -38,11 +38,11 @@ class Clock:
         return round(self.now_s * S)
 
 
-def asked(name: str, arrival_s: float, length: int = 10, **xargs: object) -> Asked:
-    return Asked(name, arrival_s, length, sampling_params=SimpleNamespace(extra_args=xargs or None))
+def fake(name: str, arrival_s: float, length: int = 10, **xargs: object) -> FakeRequest:
+    return FakeRequest(name, arrival_s, length, sampling_params=SimpleNamespace(extra_args=xargs or None))
 
 
-def queue_of(policy: str, clock: Clock, *requests: Asked, num_cached=None) -> OrderedQueue:
+def queue_of(policy: str, clock: Clock, *requests: FakeRequest, num_cached=None) -> OrderedQueue:
     queue = OrderedQueue(ORDER_POLICIES.make(policy), clock, num_cached)
     for request in requests:
         queue.add_request(request)
@@ -59,7 +59,7 @@ def drained(queue: OrderedQueue) -> str:
 
 def test_sjf_serves_the_shortest_prompt_first_and_an_aged_one_before_all():
     clock = Clock(4.0)
-    queue = queue_of("sjf:theta_age_s=5", clock, asked("a", 0, 900), asked("b", 1, 20), asked("c", 2, 10))
+    queue = queue_of("sjf:theta_age_s=5", clock, fake("a", 0, 900), fake("b", 1, 20), fake("c", 2, 10))
     assert names(queue) == "cba"
     clock.now_s = 5.0
     assert queue.peek_request().request_id == "a"
@@ -69,10 +69,10 @@ def test_sjf_serves_the_shortest_prompt_first_and_an_aged_one_before_all():
 
 def test_a_stream_of_short_prompts_passes_a_long_one_only_until_its_age():
     clock, served = Clock(), []
-    queue = queue_of("sjf:theta_age_s=3", clock, asked("long", 0, 5000))
+    queue = queue_of("sjf:theta_age_s=3", clock, fake("long", 0, 5000))
     for tick in range(80):  # ten short prompts a second, of which one is served each time
         clock.now_s = tick / 10
-        queue.add_request(asked(f"s{tick}", clock.now_s, 5))
+        queue.add_request(fake(f"s{tick}", clock.now_s, 5))
         served.append((clock.now_s, queue.pop_request().request_id))
     at_s = next(now_s for now_s, name in served if name == "long")
     assert at_s == 3.0
@@ -80,7 +80,7 @@ def test_a_stream_of_short_prompts_passes_a_long_one_only_until_its_age():
 
 def test_what_was_shown_is_popped_even_if_time_changes_the_order_in_between():
     clock = Clock(4.9)
-    queue = queue_of("sjf:theta_age_s=5", clock, asked("a", 0, 900), asked("b", 1, 20))
+    queue = queue_of("sjf:theta_age_s=5", clock, fake("a", 0, 900), fake("b", 1, 20))
     assert queue.peek_request().request_id == "b"
     clock.now_s = 5.1
     assert queue.pop_request().request_id == "b"
@@ -88,35 +88,39 @@ def test_what_was_shown_is_popped_even_if_time_changes_the_order_in_between():
 
 
 def test_an_arrival_after_a_look_is_shown_by_the_next_look():
-    queue = queue_of("sjf", Clock(), asked("a", 0, 900))
+    queue = queue_of("sjf", Clock(), fake("a", 0, 900))
     assert queue.peek_request().request_id == "a"
-    queue.add_request(asked("b", 0, 20))
+    queue.add_request(fake("b", 0, 20))
     assert queue.pop_request().request_id == "b"
 
 
 def test_a_request_that_is_put_back_keeps_its_arrival():
-    queue = queue_of("fcfs", Clock(9), asked("a", 0), asked("b", 1), asked("c", 2))
+    queue = queue_of("fcfs", Clock(9), fake("a", 0), fake("b", 1), fake("c", 2))
     first = [queue.pop_request(), queue.pop_request()]
     queue.prepend_requests(reversed(first))  # as vLLM's scheduler does with requests that it skips
     assert drained(queue) == "abc"
 
 
 def test_skipped_requests_of_equal_arrival_keep_their_order():
-    queue = queue_of("fcfs", Clock(9), *(asked(name, 1.0) for name in "abcd"))
+    queue = queue_of("fcfs", Clock(9), *(fake(name, 1.0) for name in "abcd"))
     skipped = [queue.pop_request(), queue.pop_request()]
     queue.prepend_requests(reversed(skipped))
     assert drained(queue) == "abcd"
 
 
 def test_edf_reads_the_class_and_an_unknown_word_counts_as_latency_sensitive(caplog):
-    requests = asked("a", 0, service_class="be"), asked("b", 1, service_class="ls"), asked("c", 2, service_class="fast")
+    requests = (
+        fake("a", 0, service_class="be"),
+        fake("b", 1, service_class="ls"),
+        fake("c", 2, service_class="fast"),
+    )
     queue = queue_of("edf:ls_slo_s=3,be_slo_s=30", Clock(3), *requests)
     assert names(queue) == "bca"
     assert "'fast' is neither 'ls' nor 'be'" in caplog.text
 
 
 def test_a_pooling_request_has_no_sampling_parameters():
-    request = asked("a", 0)
+    request = fake("a", 0)
     request.sampling_params = None
     assert drained(queue_of("edf", Clock(), request)) == "a"
 
@@ -124,7 +128,7 @@ def test_a_pooling_request_has_no_sampling_parameters():
 def test_prefill_aware_counts_what_the_cache_lacks_and_asks_again_when_it_changes():
     cached = {"a": 900, "b": 0}
     clock = Clock(1)
-    requests = asked("a", 0, 1000), asked("b", 0.5, 200)
+    requests = fake("a", 0, 1000), fake("b", 0.5, 200)
     queue = queue_of("prefill_aware", clock, *requests, num_cached=lambda request: cached[request.request_id])
     assert names(queue) == "ab"
     cached["a"] = 0
@@ -139,8 +143,8 @@ def test_a_policy_that_reads_the_cache_needs_a_look_up():
 
 
 def test_weighted_fair_serves_the_user_with_the_least_service_for_its_weight():
-    ann = [asked(f"a{i}", 0.0, 100, user="ann") for i in range(6)]
-    bob = [asked(f"b{i}", 1.0, 100, user="bob") for i in range(3)]
+    ann = [fake(f"a{i}", 0.0, 100, user="ann") for i in range(6)]
+    bob = [fake(f"b{i}", 1.0, 100, user="bob") for i in range(3)]
     queue = queue_of("weighted_fair:weight:ann=2", Clock(2), *ann, *bob)
     served = []
     while queue:
@@ -151,23 +155,23 @@ def test_weighted_fair_serves_the_user_with_the_least_service_for_its_weight():
 
 
 def test_the_output_of_an_ended_request_is_charged_to_its_user():
-    queue = queue_of("weighted_fair:output_cost=2", Clock(2), asked("x", 0, 10, user="ann"))
+    queue = queue_of("weighted_fair:output_cost=2", Clock(2), fake("x", 0, 10, user="ann"))
     ended = queue.pop_request()
     queue.admitted(ended)
     ended.num_output = 1000
     queue.left(ended)
-    queue.add_request(asked("a", 1, 10, user="ann"))
-    queue.add_request(asked("b", 2, 10, user="bob"))
+    queue.add_request(fake("a", 1, 10, user="ann"))
+    queue.add_request(fake("b", 2, 10, user="bob"))
     assert drained(queue) == "ba"
 
 
 def test_an_empty_queue_and_a_foreign_request_are_refused():
-    queue = queue_of("sjf", Clock(), asked("a", 0))
+    queue = queue_of("sjf", Clock(), fake("a", 0))
     with pytest.raises(ValueError, match="already"):
         queue.add_request(queue.peek_request())
     with pytest.raises(ValueError, match="b is not in the queue"):
-        queue.remove_request(asked("b", 0))
-    queue.remove_requests([asked("b", 0), queue.peek_request()])
+        queue.remove_request(fake("b", 0))
+    queue.remove_requests([fake("b", 0), queue.peek_request()])
     assert (len(queue), list(queue)) == (0, [])
     for take in (queue.peek_request, queue.pop_request):
         with pytest.raises(IndexError):
@@ -186,7 +190,7 @@ def test_every_history_serves_as_a_plain_list_would(policy):
         clock.now_s += float(rng.exponential(0.1))
         doing = rng.choice(["add"] * 5 + ["pop", "pop", "back", "remove"])
         if doing == "add":
-            request = asked(
+            request = fake(
                 f"{number},", clock.now_s, int(rng.integers(1, 50)), service_class=str(rng.choice(["ls", "be"]))
             )
             request.priority = int(rng.integers(-3, 3))
@@ -210,7 +214,7 @@ def test_every_history_serves_as_a_plain_list_would(policy):
     assert len(waiting) > 20
 
 
-def sorted_by(policy, waiting: list[Asked], now_ns: int) -> list[Asked]:
+def sorted_by(policy, waiting: list[FakeRequest], now_ns: int) -> list[FakeRequest]:
     """Order by the key that each policy states in words."""
     name, ages = type(policy).__name__, [now_ns - round(each.arrival_time * S) for each in waiting]
     is_be = [each.sampling_params.extra_args["service_class"] == "be" for each in waiting]

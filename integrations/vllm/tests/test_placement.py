@@ -147,7 +147,7 @@ def test_a_wrong_setting_is_refused_by_name(policy, environment, message):
         planner(policy, **environment)
 
 
-def test_moestro_plans_with_equal_parts_unless_told_otherwise():
+def test_moestro_plans_with_equal_parts_by_default():
     assert policy_text("moestro") == "moestro:weighted=0"
     assert policy_text("moestro:target=0.9") == "moestro:target=0.9,weighted=0"
     assert policy_text("moestro:weighted=1") == "moestro:weighted=1"

@@ -73,7 +73,7 @@ class AnswerMatcher:
         generated: int32, tokens of the answer at the last request.
         num_known: tokens that the process has read; -1 means that it has no matcher.
         is_waiting: whether a mask is being computed.
-        num_asked: number of tokens before that mask.
+        num_requested: number of tokens before that mask.
         mask: number of tokens before the mask that was computed last, and int32[words].
         is_over: whether an end token followed a complete text. All tokens are allowed from there on, as in vLLM.
         failure: why no token is allowed any more; None means that the matcher works.
@@ -83,13 +83,13 @@ class AnswerMatcher:
 
     __slots__ = (
         "__weakref__", "cost_ns", "failure", "generated", "grammar", "is_over", "is_slow", "is_waiting", "mask",
-        "num_asked", "num_deaths", "num_known", "num_masks", "number",
+        "num_deaths", "num_known", "num_masks", "num_requested", "number",
     )  # fmt: skip
 
     def __init__(self, number: int, grammar: Grammar) -> None:
         self.number, self.grammar, self.is_slow = number, grammar, not grammar.is_light
         self.generated = np.empty(0, np.int32)
-        self.num_known, self.num_asked = -1, 0
+        self.num_known, self.num_requested = -1, 0
         self.is_waiting = self.is_over = False
         self.mask: tuple[int, NDArray[np.int32]] | None = None
         self.failure: str | None = None
@@ -113,14 +113,14 @@ class AnswerMatcher:
         """Make the job of the mask after `generated`."""
         first = max(self.num_known, 0)
         grammar = self.grammar if self.num_known < 0 else None
-        self.is_waiting, self.num_asked = True, len(self.generated)
+        self.is_waiting, self.num_requested = True, len(self.generated)
         return MaskJob(self.number, self.generated[first:].astype(np.int32).tobytes(), grammar)
 
     def take(self, answer: MaskAnswer) -> None:
         """Take in the mask that was computed."""
         self.is_waiting, self.failure = False, answer.failure
-        self.num_known = self.num_asked
-        self.mask = self.num_asked, np.frombuffer(answer.words, np.int32)
+        self.num_known = self.num_requested
+        self.mask = self.num_requested, np.frombuffer(answer.words, np.int32)
         self.cost_ns += answer.cpu_ns
         self.num_masks += 1
 

@@ -152,11 +152,11 @@ def refusal(status: int, body: bytes) -> Outcome:
 def error_words(body: bytes) -> str:
     """Extract the message of an error body, in any of the forms in use; without one, return the body itself."""
     try:
-        told = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        told = None
+        decoded = None
     for key in ("error", "message", "detail"):
-        if isinstance(told, dict) and told.get(key):
-            told = told[key]
-    words = told if isinstance(told, str) else body.decode(errors="replace")
+        if isinstance(decoded, dict) and decoded.get(key):
+            decoded = decoded[key]
+    words = decoded if isinstance(decoded, str) else body.decode(errors="replace")
     return " ".join(words.split())[:_SHOWN]

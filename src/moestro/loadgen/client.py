@@ -102,10 +102,10 @@ class BenchClient:
             ConfigError: no server answers, the answer is no list of models, or the list lacks the model.
         """
         cards = await self._models()
-        asked, names = self._settings.model, [card.id for card in cards]
-        if not names or (asked is not None and asked not in names):
+        model, names = self._settings.model, [card.id for card in cards]
+        if not names or (model is not None and model not in names):
             raise ConfigError(f"{self._settings.root} serves {', '.join(names) or 'no model'}: give one as --model")
-        card = cards[0] if asked is None else cards[names.index(asked)]
+        card = cards[0] if model is None else cards[names.index(model)]
         url = self._settings.root + _PATHS[self._settings.endpoint_type]
         return Endpoint(url, card.id, card.max_model_len, card.device.startswith("paced"), card.pace_dilation)
 

@@ -109,7 +109,7 @@ class Loads:
         key = PromptKey(requests.seed, run)
         return BenchLoad(
             bodies=[self._body(rows, i, key) for i in range(len(rows))],
-            num_asked_tokens=rows.num_output_tokens,
+            num_requested_tokens=rows.num_output_tokens,
             offsets_ns=offsets_ns,
             limit=self.settings.arrivals.max_concurrency,
             name=f"bench-{requests.seed}-{run}",

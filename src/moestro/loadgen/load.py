@@ -23,14 +23,14 @@ class BenchLoad:
 
     Attributes:
         bodies: one for each request, ready to send, so that nothing is computed while the clock runs.
-        num_asked_tokens: int64[n], requested lengths of the answers.
+        num_requested_tokens: int64[n], requested lengths of the answers.
         offsets_ns: int64[n], arrivals after the start, or None: a request then arrives when its turn comes.
         limit: most requests at the server at once; None means no limit.
         name: name of the run, to find its requests in the server's log.
     """
 
     bodies: Sequence[bytes]
-    num_asked_tokens: NDArray[np.int64]
+    num_requested_tokens: NDArray[np.int64]
     offsets_ns: NDArray[np.int64] | None
     limit: int | None
     name: str
@@ -50,7 +50,7 @@ def run_load(
 
 
 async def _run(settings: EndpointSettings, endpoint: Endpoint, load: BenchLoad, on_end: Callable[[], None]) -> Records:
-    book, count = RecordBook(load.num_asked_tokens), len(load.bodies)
+    book, count = RecordBook(load.num_requested_tokens), len(load.bodies)
     async with BenchClient(settings) as client, heartbeat() as stall_ns:
 
         async def send(row: int, arrival_ns: int, turn_ns: int) -> None:

@@ -72,14 +72,14 @@ def make_conditions(endpoint: Endpoint) -> BenchConditions:
     )
 
 
-def settings_as_told(settings: BenchSettings) -> dict[str, object]:
+def shown_settings(settings: BenchSettings) -> dict[str, object]:
     """All settings, with the key's value hidden."""
-    told: dict[str, object] = msgspec.to_builtins(settings, enc_hook=str)
-    endpoint = told["endpoint"]
+    shown: dict[str, object] = msgspec.to_builtins(settings, enc_hook=str)
+    endpoint = shown["endpoint"]
     assert isinstance(endpoint, dict)
     if endpoint["api_key"] is not None:
         endpoint["api_key"] = _HIDDEN
-    return told
+    return shown
 
 
 def detailed(records: Records) -> dict[str, list[object]]:

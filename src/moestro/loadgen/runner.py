@@ -19,7 +19,7 @@ from moestro.loadgen.result import (
     Result,
     detailed,
     make_conditions,
-    settings_as_told,
+    shown_settings,
     write_json,
 )
 from moestro.loadgen.settings import BenchSettings, EndpointSettings
@@ -48,9 +48,9 @@ def bench(settings: BenchSettings, console: Console) -> BenchOutcome:
     """
     slos = parse_slos(settings.goals.goodput)
     _raise_open_files()
-    asked = make_rows(settings.requests, settings.arrivals.request_rate)
+    requested = make_rows(settings.requests, settings.arrivals.request_rate)
     endpoint = uvloop.run(_find(settings.endpoint))
-    rows = fit(asked, endpoint.max_model_len, settings.requests.skip_too_long)
+    rows = fit(requested, endpoint.max_model_len, settings.requests.skip_too_long)
     measurement = _Measurement(settings, endpoint, Loads(settings, endpoint, rows), slos, console)
     conditions = make_conditions(endpoint)
     measurement.warm_up()
@@ -58,9 +58,9 @@ def bench(settings: BenchSettings, console: Console) -> BenchOutcome:
     records = measurement.best_records
     result = Result(
         conditions=conditions,
-        settings=settings_as_told(settings),
-        num_skipped=len(asked) - len(rows),
-        notes=tuple(asked.notes),
+        settings=shown_settings(settings),
+        num_skipped=len(requested) - len(rows),
+        notes=tuple(requested.notes),
         is_generated=rows.is_generated,
         report=report,
         found=found,

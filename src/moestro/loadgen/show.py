@@ -92,7 +92,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     for word, failure in report.failures.items():
         yield "failed", f"{failure.count} {word}: {failure.example}"
     if report.num_wrong_length:
-        yield "length", f"{report.num_wrong_length} answers are not as long as asked for: does the server ignore_eos?"
+        yield "length", f"{report.num_wrong_length} answers lack the requested length: does the server ignore_eos?"
     late, stalls = report.send_lateness, report.client_stalls
     yield "client late", f"sending p50 {late.p50:.2f}, p99 {late.p99:.2f}, max {late.max:.2f} ms"
     yield "client stalls", f"p50 {stalls.p50:.2f}, p99 {stalls.p99:.2f}, max {stalls.max:.2f} ms"

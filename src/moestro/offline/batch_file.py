@@ -58,7 +58,7 @@ class BatchAnswer(msgspec.Struct):
 
     @property
     def is_good(self) -> bool:
-        """Whether the line has the answer that was asked for."""
+        """Whether the line has the requested answer."""
         return self.response is not None and self.response.status_code == 200
 
 

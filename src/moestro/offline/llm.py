@@ -141,8 +141,8 @@ class LLM:
             RequestError: A prompt or a parameter is invalid; no answer is returned.
             EngineDiedError: The model's processes have ended for good; the text is the cause.
         """
-        asked = given_prompts(prompts, sampling_params)
-        return self._generated(asked, "prompts" if use_tqdm else None)
+        given = given_prompts(prompts, sampling_params)
+        return self._generated(given, "prompts" if use_tqdm else None)
 
     def chat(
         self,
@@ -169,8 +169,8 @@ class LLM:
         chats: Sequence[Any] = [messages] if is_one else messages
         params = params_of_each(sampling_params, len(chats))
         prompts = self._run(lambda client: _gathered(chats, lambda chat: _rendered(client, chat, fields)))
-        asked = [GivenPrompt(ids, each, text) for (ids, text), each in zip(prompts, params, strict=True)]
-        return self._generated(asked, "chats" if use_tqdm else None)
+        given = [GivenPrompt(ids, each, text) for (ids, text), each in zip(prompts, params, strict=True)]
+        return self._generated(given, "chats" if use_tqdm else None)
 
     def _generated(self, prompts: Sequence[GivenPrompt], title: str | None) -> list[RequestOutput]:
         """Return the answers to all prompts, with a progress bar if there is a title for it."""

@@ -31,7 +31,7 @@ class CompletionOutput:
         index: Number of the answer among the prompt's `n`.
         token_ids: Generated tokens, including an end token that the text does not show.
         cumulative_logprob: Sum over the generated tokens; None without log probabilities.
-        logprobs: One entry for each generated token; None if not asked for.
+        logprobs: One entry for each generated token; None if not requested.
         finish_reason: "stop" or "length".
         stop_reason: Stop string or stop token of the client that ended the answer; None for another end.
     """
@@ -52,7 +52,7 @@ class RequestOutput:
     Attributes:
         request_id: Id of the answer, as in the server's logs.
         prompt: Text of the prompt, in a chat with the template around the messages; None for a prompt of token ids.
-        prompt_logprobs: One entry for each token of the prompt, None for the first; None if not asked for.
+        prompt_logprobs: One entry for each token of the prompt, None for the first; None if not requested.
         num_cached_tokens: Tokens of the prompt that came from the prefix cache.
         finished: Always True.
     """

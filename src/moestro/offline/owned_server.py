@@ -48,7 +48,7 @@ class OwnedServer:
 
     Attributes:
         url: Address of the server, on this machine.
-        api_key: Random key, without which the server answers nobody.
+        api_key: Random key; the server refuses requests without it.
 
     Raises:
         ConfigError: The settings cannot be honoured; the text says what to do.

@@ -1,6 +1,6 @@
 """Moestro inside vLLM: scheduler classes for `--scheduler-cls`, and a placement of experts for vLLM's load balancer.
 
-Importing this package loads neither vLLM nor torch; a scheduler class loads both when it is first asked for.
+Importing this package loads neither vLLM nor torch; a scheduler class loads both at its first use.
 """
 
 from __future__ import annotations

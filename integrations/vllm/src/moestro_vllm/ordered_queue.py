@@ -52,7 +52,7 @@ class QueuedRequest(Protocol):
 class OrderedQueue:
     """Waiting requests in an order policy's order.
 
-    The policy is asked again only when the order may have changed: after a request came or was withdrawn, after an
+    The policy sorts again only when the order may have changed: after a request came or was withdrawn, after an
     event, and at the time that the policy names. `pop_request` takes what `peek_request` last showed, because vLLM
     allocates blocks for that request in between.
 

@@ -109,18 +109,18 @@ class Results:
         digest.update(repr(self.prefill_ns).encode())
         return digest.hexdigest()
 
-    def records(self, num_asked_tokens: Int64s | None = None) -> Records:
+    def records(self, num_requested_tokens: Int64s | None = None) -> Records:
         """Convert to the load generator's records, so that one report serves both. No request is sent late.
 
         Args:
-            num_asked_tokens: requested output length, int64[n]. None means the actual length.
+            num_requested_tokens: requested output length, int64[n]. None means the actual length.
         """
         num_tokens, empty = self.num_tokens.astype(np.int64), np.zeros(0, np.int64)
         return Records(
             timelines=Timelines(self.arrival_ns, self.first_token_ns, self.last_token_ns, num_tokens),
             end_ns=np.maximum(self.last_token_ns, self.arrival_ns),
             is_ok=self.is_answered,
-            num_asked_tokens=num_tokens if num_asked_tokens is None else num_asked_tokens,
+            num_requested_tokens=num_tokens if num_requested_tokens is None else num_requested_tokens,
             num_prompt_tokens=np.where(self.is_answered, self.num_prompt_tokens, 0).astype(np.int64),
             num_cached_tokens=self.num_hit_tokens.astype(np.int64),
             itl_ns=empty,

@@ -59,11 +59,11 @@ def choose_parser(kind: PolicyKind[type[ParserT]], name: str | None, template: s
     if name is not None:
         return ChosenParser(name, kind.make(name), kind.flag)
     found = {each: kind.make(each) for each in kind.names()}
-    asked = [
+    matching = [
         each for each, parser in found.items() if parser.TEMPLATE and all(map(template.__contains__, parser.TEMPLATE))
     ]
-    if not asked:
+    if not matching:
         return ChosenParser(NO_PARSER, None, "the chat template asks for no known format")
-    best = max(asked, key=lambda each: len(found[each].TEMPLATE))
+    best = max(matching, key=lambda each: len(found[each].TEMPLATE))
     markers = " ".join(found[best].TEMPLATE)
     return ChosenParser(best, found[best], f"the chat template has {markers}")

@@ -1,4 +1,4 @@
-"""Conversations: a turn's prompt is everything said before plus new input, and follows the answer after a while."""
+"""Conversations: a turn's prompt is the conversation so far plus new input, and follows the answer after a while."""
 
 from __future__ import annotations
 
@@ -115,6 +115,6 @@ def prompt_lengths(
         num_new_tokens, num_output_tokens: int64[n].
     """
     first = np.searchsorted(session, np.arange(len(num_head_tokens)))
-    said = np.cumsum(num_new_tokens + num_output_tokens)
-    before = (said - num_new_tokens - num_output_tokens)[first]
-    return num_head_tokens[session] + said - num_output_tokens - before[session]
+    total = np.cumsum(num_new_tokens + num_output_tokens)
+    before = (total - num_new_tokens - num_output_tokens)[first]
+    return num_head_tokens[session] + total - num_output_tokens - before[session]

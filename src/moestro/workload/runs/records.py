@@ -41,7 +41,7 @@ class Records:
         timelines: timelines of all rows; where `is_ok` is false, only the arrival is meaningful.
         end_ns: int64[n], when the answer was complete or had failed.
         is_ok: bool[n].
-        num_asked_tokens: int64[n], requested answer length.
+        num_requested_tokens: int64[n], requested answer length.
         num_prompt_tokens, num_cached_tokens: int64[n], counts that the server reports; 0 for failures.
         itl_ns: int64[m], gaps between deliveries over all rows of `is_ok`, in no particular order.
         failures: for each stable word, the number of failures and a first example.
@@ -52,7 +52,7 @@ class Records:
     timelines: Timelines
     end_ns: Int64s
     is_ok: NDArray[np.bool_]
-    num_asked_tokens: Int64s
+    num_requested_tokens: Int64s
     num_prompt_tokens: Int64s
     num_cached_tokens: Int64s
     itl_ns: Int64s
@@ -74,9 +74,9 @@ class Records:
 class RecordBook:
     """Collects one outcome for each request, in any order. `freeze` needs all of them."""
 
-    def __init__(self, num_asked_tokens: Int64s) -> None:
-        count = len(num_asked_tokens)
-        self._asked = num_asked_tokens
+    def __init__(self, num_requested_tokens: Int64s) -> None:
+        count = len(num_requested_tokens)
+        self._requested = num_requested_tokens
         self._arrival, self._first, self._last, self._end = (np.zeros(count, np.int64) for _ in range(4))
         self._prompt, self._output, self._cached, self._late = (np.zeros(count, np.int64) for _ in range(4))
         self._ok, self._ended = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
@@ -108,7 +108,7 @@ class RecordBook:
             timelines=Timelines(self._arrival, self._first, self._last, self._output),
             end_ns=self._end,
             is_ok=self._ok,
-            num_asked_tokens=self._asked,
+            num_requested_tokens=self._requested,
             num_prompt_tokens=self._prompt,
             num_cached_tokens=self._cached,
             itl_ns=np.concatenate([*self._gaps, np.zeros(0, np.int64)]),

@@ -144,7 +144,7 @@ def make_report(records: Records, slos: Slos | None = None) -> Report:
         int(answered.num_tokens.sum()),
     )
     late, stalls = _lateness(records.late_ns), _lateness(records.stall_ns)
-    wrong_length = records.is_ok & (records.timelines.num_tokens != records.num_asked_tokens)
+    wrong_length = records.is_ok & (records.timelines.num_tokens != records.num_requested_tokens)
     return Report(
         num_requests=len(records),
         num_ok=num_ok,

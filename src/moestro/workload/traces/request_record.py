@@ -77,7 +77,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True):
         request_id: id that the server gave.
         arrival_ns: arrival at the API server.
         admitted_ns: first allocation of KV blocks; 0 if unknown.
-        first_token_ns, last_token_ns: arrival of the tokens at the API server; 0 if the request asked for none. Such a
+        first_token_ns, last_token_ns: arrival of the tokens at the API server; 0 if it requested no token. Such a
             request of a router has the end of its answer as `last_token_ns`.
         engine: number of the engine that answered.
         num_prompt_tokens, num_output_tokens, num_hit_tokens: tokens of prompt, answer, and prefix-cache hit.
@@ -164,19 +164,19 @@ class RequestRecord:
 
     def make(self, index: int, arrival_ns: int) -> tuple[Request, Script]:
         """Build request `index` with the given arrival, and its script."""
-        told = self.requests[index]
+        recorded = self.requests[index]
         request = Request(
             request_id=f"row-{index}",
-            num_prompt_tokens=told.num_prompt_tokens,
-            sampling=SamplingParams(max_tokens=told.max_tokens),
+            num_prompt_tokens=recorded.num_prompt_tokens,
+            sampling=SamplingParams(max_tokens=recorded.max_tokens),
             arrival_ns=arrival_ns,
-            block_hashes=told.block_hashes,
-            priority=told.priority,
-            service_class=told.service_class,
-            user=f"user-{told.user}" if told.user else None,
-            session_id=f"session-{told.session}" if told.session else None,
+            block_hashes=recorded.block_hashes,
+            priority=recorded.priority,
+            service_class=recorded.service_class,
+            user=f"user-{recorded.user}" if recorded.user else None,
+            session_id=f"session-{recorded.session}" if recorded.session else None,
         )
-        return request, Script(max(told.num_output_tokens, 1), request_key=request_key(index))
+        return request, Script(max(recorded.num_output_tokens, 1), request_key=request_key(index))
 
 
 @dataclass(frozen=True, slots=True)
