@@ -69,7 +69,7 @@ def columns_of(plan: Plan, scheduler: Scheduler) -> list:
     units = plan.units
     held = [len(scheduler.table.at(slot).blocks) for slot in units.slot.tolist()]
     tables = [row[:num].tolist() for row, num in zip(units.block_tables, held, strict=True)]
-    edits = None if units.edits is None else [units.edits.said.tolist(), units.edits.num_generated.tolist()]
+    edits = None if units.edits is None else [units.edits.counted.tolist(), units.edits.num_generated.tolist()]
     values = [getattr(units, name) for name in COLUMNS]
     return [plan.step, tables, edits, *(None if value is None else (value.dtype, value.tolist()) for value in values)]
 

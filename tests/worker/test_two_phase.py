@@ -46,7 +46,7 @@ class FakeEnd:
         self.arrived: deque[memoryview] = deque()
         self.heard_keys: list[str] = []
 
-    def heard(self, key: str, value: bytes) -> None:
+    def on_message(self, key: str, value: bytes) -> None:
         self.heard_keys.append(key)
 
     def send(self, frame: memoryview) -> None:
