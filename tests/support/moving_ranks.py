@@ -114,7 +114,7 @@ class MovingRanks:
         dtype: str = "float64",
         placed: TableMessage | None = None,
     ) -> None:
-        self.told: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}
         self.running: set[str] = set()
         self.lost: list[str] = []
         self.events: queue.SimpleQueue = queue.SimpleQueue()  # what the server has not read yet
@@ -167,13 +167,13 @@ class MovingRanks:
                     channel.inbox.put(message)
         elif isinstance(message, Outputs):
             for output in message.outputs:
-                self.told[output.request_id] += output.token_ids
+                self.tokens[output.request_id] += output.token_ids
                 if output.finish_reason is not None:
                     self.running.discard(output.request_id)
 
     def add(self, rank: int, request: Request) -> None:
         """Give a request to a rank."""
-        self.told[request.request_id] = []
+        self.tokens[request.request_id] = []
         self.running.add(request.request_id)
         self.channels[rank].inbox.put(Add(request))
 
