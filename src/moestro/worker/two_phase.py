@@ -41,7 +41,7 @@ class ChannelEnd(Protocol):
     is_broken: bool
 
     def on_message(self, key: str, value: bytes) -> None:
-        """Take in what the other end told."""
+        """Take in a value that the other end sent."""
         ...
 
     def send(self, frame: Any) -> None:

@@ -198,7 +198,7 @@ class TensorChannel:
         self._receiver.start()
 
     def on_message(self, key: str, value: bytes) -> None:
-        """Take in a message of the other end."""
+        """Take in a value that the other end sent."""
         self._meeting.put(key, value)
 
     def send(self, frame: Any) -> None:
