@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.core.views import ATTENTION, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable, StepPolicy
+from moestro.core.views import ATTENTION, EMPTY_QUEUE_NS, NUM_CLASSES, QueueTable, StepPolicy
 from moestro.flow.registry import make_step_policy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -47,7 +47,7 @@ def make_table(rng: np.random.Generator, kind: str, num_layers: int, num_experts
     n[:, num_layers, 1:] = 0
     if kind == "experts":
         n[:, :, ATTENTION] = 0
-    oldest_ns = np.where(n > 0, rng.integers(0, 1000, shape), NOBODY_WAITS_NS)
+    oldest_ns = np.where(n > 0, rng.integers(0, 1000, shape), EMPTY_QUEUE_NS)
     of_experts = n[:, :, 1:].sum(axis=2, dtype=np.int32)
     prefill = (n[:, :, ATTENTION] * (rng.random(shape[:2]) < SHARE_FILLED)).astype(np.int32)
     return QueueTable(n, oldest_ns, np.zeros(shape, np.int64), n > 0, of_experts, 1 << 20, prefill)

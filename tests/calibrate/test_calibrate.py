@@ -76,15 +76,15 @@ def test_an_item_gives_each_sequence_blocks_of_its_own():
     assert units.token_ids.max() < 99
 
 
-def test_no_two_repeats_are_alike_but_all_are_about_the_shape_asked_for():
+def test_no_two_repeats_are_alike_but_all_are_about_the_requested_shape():
     bounds, rng = limits(), np.random.default_rng(0)
-    asked = Batch(np.array([40, 0, 15]), np.array([1, 160, 64]))
-    sizes = np.array([about(asked, bounds, rng).num_tokens for _ in range(200)])
+    requested = Batch(np.array([40, 0, 15]), np.array([1, 160, 64]))
+    sizes = np.array([about(requested, bounds, rng).num_tokens for _ in range(200)])
     assert sizes.min(0).tolist() == [1, 150, 60]
     assert sizes.max(0).tolist() == [1, 170, 68]
     full = chunk(bounds.max_model_len, 0)
     assert about(full, bounds, rng) is full
-    one, other = (forward(asked, bounds, rng).units.token_ids for _ in range(2))
+    one, other = (forward(requested, bounds, rng).units.token_ids for _ in range(2))
     assert (one != other).any()
 
 

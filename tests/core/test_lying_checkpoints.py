@@ -18,7 +18,7 @@ MOST_BYTES = 200 << 20  # the program takes 40 MB, and a file that is read 64 Mi
 
 
 def tell_all_lies(directory: Path, *flags: str) -> dict:
-    """The report of all lies, told in a process with a limit of memory."""
+    """The report of all lies, checked in a process with a limit of memory."""
     done = subprocess.run([sys.executable, str(PROGRAM), str(directory), *flags], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     return json.loads(done.stdout)

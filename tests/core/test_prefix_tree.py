@@ -43,16 +43,16 @@ def test_law_random_histories_equal_lists_of_prompts(seed):
     assert len(tree) == 0
 
 
-def check(tree: PrefixTree, prompts: list[list[tuple[bytes, BlockRun | None]]], asked: bytes) -> None:
+def check(tree: PrefixTree, prompts: list[list[tuple[bytes, BlockRun | None]]], queried: bytes) -> None:
     counts = [Counter(block for hashes, _ in mine for block in split_hashes(hashes)) for mine in prompts]
-    run, num_blocks = tree.find(asked)
-    blocks = split_hashes(asked)
+    run, num_blocks = tree.find(queried)
+    blocks = split_hashes(queried)
     assert num_blocks == [*(any(block in count for count in counts) for block in blocks), False].index(False)
     if run is not None:
         block = blocks[num_blocks - 1]
         assert run.counts == {holder: count[block] for holder, count in enumerate(counts) if count[block]}
         assert run.holders == sum(1 << holder for holder in run.counts)
-        assert run.hashes()[: num_blocks * HASH_BYTES] == asked[: num_blocks * HASH_BYTES]
+        assert run.hashes()[: num_blocks * HASH_BYTES] == queried[: num_blocks * HASH_BYTES]
     for holder, mine in enumerate(prompts):
         assert tree.num_blocks[holder] == len(counts[holder])
         assert all(last.hashes() == hashes for hashes, last in mine if last is not None)

@@ -63,7 +63,7 @@ def test_iteration_times_are_those_worked_out_elsewhere(name, gpu, ranks):
 
 
 @pytest.mark.parametrize(("name", "gpu", "ranks"), EXPECTED)
-def test_a_rank_told_only_of_others_tokens_prices_like_a_group_of_equals(name, gpu, ranks):
+def test_a_rank_that_knows_only_others_tokens_prices_like_a_group_of_equals(name, gpu, ranks):
     model = roofline(name, gpu, ranks)
     for column in COLUMNS:
         own = batch(*column)

@@ -1,4 +1,4 @@
-"""Drawn routing: a function of seed, token and layer alone, and as popular as asked."""
+"""Drawn routing: a function of seed, token and layer alone, and as popular as requested."""
 
 import numpy as np
 import pytest

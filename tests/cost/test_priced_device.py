@@ -105,7 +105,7 @@ def test_a_preempted_sequence_goes_on_where_it_was_in_another_slot_and_back():
         run(device, (0, 0, start, 1, True))
     assert run(device, (0, 0, 7, 1, True)).block_hashes == {0: hashes(1)}
     # Its five generated tokens are prompt now; another sequence has taken slot 0.
-    assert run(device, (0, 1, 0, 3, True), (20, 0, 0, 8, False)).block_hashes == {}, "it is not told again"
+    assert run(device, (0, 1, 0, 3, True), (20, 0, 0, 8, False)).block_hashes == {}, "it is not reported again"
     device.forget(1)
     assert run(device, (0, 0, 0, 11, True)).block_hashes == {}
     assert run(device, (0, 0, 11, 1, True)).block_hashes == {0: hashes(2)}, "wherever it is computed"

@@ -110,7 +110,7 @@ def test_it_says_what_was_measured_at_most():
     assert MeasuredCost(table()).largest == {"chunk": 1024, "tokens": 1024, "sequences": 64, "context": 2000}
 
 
-def test_it_says_how_far_beyond_that_it_was_asked():
+def test_the_warning_states_how_far_steps_exceed_the_table():
     cost = MeasuredCost(table())
     cost.step_ns(batch((0, 1024)))
     cost.step_ns(batch(*((1999, 1),) * 64))

@@ -49,7 +49,7 @@ def serve(rank: Rank, requests: list) -> tuple[dict, dict]:
 
 
 def computed_once(requests: list) -> int:
-    """Tokens that all of them compute if nobody computes one twice; the last of an answer is never computed."""
+    """Tokens that all of them compute if none computes one twice; the last of an answer is never computed."""
     return sum(request.num_total_tokens - 1 for request in requests)
 
 
@@ -102,7 +102,7 @@ def evicted(rank: Rank, requests: list) -> None:
         rank.step(now_ns)
         if rank.stats().num_preemptions:
             return
-    raise AssertionError("nobody was evicted")
+    raise AssertionError("no sequence was evicted")
 
 
 def test_who_leaves_while_it_waits_leaves_nothing():
@@ -154,7 +154,7 @@ def test_kv_that_just_fits_is_kept():
     assert host.num_free_tokens == 0
 
 
-def test_what_is_kept_is_not_said_to_be_computed_yet():
+def test_kept_kv_is_not_counted_as_computed_yet():
     requests, rank = two_that_need_all_blocks(), make_rank(NUM_BLOCKS)
     evicted(rank, requests)
     waits = rank.scheduler.by_id["r1"]

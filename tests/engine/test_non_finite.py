@@ -38,17 +38,17 @@ def rank():
 
 
 def run(rank, *requests) -> dict:
-    """Everything that each request was told."""
-    told = {request.request_id: [] for request in requests}
+    """Return the outputs of each request."""
+    outputs = {request.request_id: [] for request in requests}
     for request in requests:
         rank.add(request, 0)
     for now_ns in range(200):
         for output in rank.step(now_ns):
-            told[output.request_id].append(output)
+            outputs[output.request_id].append(output)
         rank.scheduler.check()
     assert not rank.has_work
     assert rank.scheduler.pool.num_free == 32
-    return told
+    return outputs
 
 
 def request(name, tokens, **fields):
@@ -62,10 +62,10 @@ def is_failed(outputs) -> bool:
 
 def test_it_ends_once_without_a_token_and_the_others_have_all_of_theirs(rank):
     clean = [request(f"clean {i}", range(i, i + 9)) for i in range(3)]
-    told = run(rank, clean[0], request("poisoned", [*range(9), POISON, *range(9)]), *clean[1:])
-    assert is_failed(told["poisoned"])
+    outputs = run(rank, clean[0], request("poisoned", [*range(9), POISON, *range(9)]), *clean[1:])
+    assert is_failed(outputs["poisoned"])
     for each in clean:
-        tokens = [token for output in told[each.request_id] for token in output.token_ids]
+        tokens = [token for output in outputs[each.request_id] for token in output.token_ids]
         assert tokens == fake_device.expected_tokens(each)
 
 
@@ -73,9 +73,9 @@ def test_an_equal_prompt_is_computed_again_from_its_first_token(rank):
     run(rank, request("prefix", range(8)))
     tokens = [*range(8), POISON, *range(11)]  # two good blocks from the cache, and three of its own
     for name in ("first", "second"):
-        told = run(rank, request(name, tokens))
-        assert is_failed(told[name])
-        assert told[name][0].num_cached_tokens == (8 if name == "first" else 0)
+        outputs = run(rank, request(name, tokens))
+        assert is_failed(outputs[name])
+        assert outputs[name][0].num_cached_tokens == (8 if name == "first" else 0)
 
 
 def test_blocks_that_another_sequence_stored_under_its_names_are_forgotten_too(rank):
@@ -83,14 +83,14 @@ def test_blocks_that_another_sequence_stored_under_its_names_are_forgotten_too(r
     aborted = request("left in mid-prompt", tokens)
     rank.add(aborted, 0)
     for _ in range(2):
-        rank.step(0)  # its first chunk is in the cache, and nobody has seen logits of it
+        rank.step(0)  # its first chunk is in the cache, and no client has seen logits of it
     rank.abort("left in mid-prompt", 0)
     [once] = run(rank, request("scored", tokens, prompt_logprobs=0, max_tokens=0))["scored"]  # reads no cache
     assert once.finish_reason is FinishReason.NON_FINITE
     assert run(rank, request("next", tokens))["next"][0].num_cached_tokens == 0
 
 
-def test_whoever_follows_the_prefix_cache_hears_of_each_block_that_is_forgotten(rank):
+def test_a_follower_of_the_prefix_cache_receives_each_block_that_is_forgotten(rank):
     events = CacheEvents(rank.scheduler)
     run(rank, request("poisoned", [POISON, *range(19)]))
     stored, removed = set(), set()

@@ -35,7 +35,7 @@ def plans(rank, num_steps):
     return found
 
 
-def test_a_batch_that_runs_to_completion_lets_nobody_in_before_its_last_has_ended():
+def test_a_batch_that_runs_to_completion_admits_none_before_its_last_has_ended():
     rank = rank_of(batch_policy="run_to_completion", max_num_seqs=2)
     for name, max_tokens in (("a", 1), ("b", 3), ("c", 2)):
         rank.add(request(name, 5, max_tokens), 0)
@@ -94,7 +94,7 @@ def test_best_effort_gives_way_to_a_latency_sensitive_request_least_computed_fir
     assert rank.stats().num_preemptions == 1
 
 
-def test_nobody_gives_way_for_a_request_that_would_not_fit_though_all_did():
+def test_none_gives_way_for_a_request_that_would_not_fit_though_all_did():
     rank = rank_of(num_blocks=12, **QLLM)
     rank.add(request("old", 20, 3), 0)
     for name in ("be0", "be1"):

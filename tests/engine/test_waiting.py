@@ -57,26 +57,26 @@ def test_the_queue_agrees_with_a_sorted_list_under_any_traffic(policy, seed):
 class Counting(Sjf):
     """How often the queue asks."""
 
-    num_asked = 0
+    num_sorted = 0
 
     def order(self, view: WaitingView, now_ns: int):
-        self.num_asked += 1
+        self.num_sorted += 1
         return super().order(view, now_ns)
 
 
-def test_the_policy_is_asked_again_only_when_the_order_may_have_changed():
+def test_the_policy_sorts_again_only_when_the_order_may_have_changed():
     policy = Counting(theta_age_s=5e-9)
     queue = queue_of(policy, sequences=[sequence(0, 0, num_prompt_tokens=9), sequence(1, 1, num_prompt_tokens=3)])
     assert [serials(queue, now_ns) for now_ns in (1, 2, 3, 4)] == [[1, 0]] * 4
-    assert policy.num_asked == 1
+    assert policy.num_sorted == 1
     assert queue.order_holds_until_ns(4) == 5
     assert serials(queue, 5) == [0, 1]
-    assert policy.num_asked == 2
+    assert policy.num_sorted == 2
     queue.add(sequence(2, 5, num_prompt_tokens=1))
     assert serials(queue, 5) == [0, 2, 1]
 
 
-def test_an_earlier_time_is_asked_about_again():
+def test_the_policy_sorts_again_for_an_earlier_time():
     queue = queue_of(Sjf(theta_age_s=5e-9), sequences=[sequence(0, 0, num_prompt_tokens=9), sequence(1, 1)])
     assert [serials(queue, now_ns) for now_ns in (5, 4)] == [[0, 1], [1, 0]]
 

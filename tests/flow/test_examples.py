@@ -56,7 +56,7 @@ def serve(policy) -> FakeStages:
 
 
 @pytest.mark.parametrize("min_tokens", [1, 6, 1000])
-def test_selective_experts_change_no_token_and_starve_nobody(min_tokens):
+def test_selective_experts_change_no_token_and_starve_none(min_tokens):
     module = load("selective_experts")
     serve(module.SelectiveExperts(frozenset({0, 1}), min_tokens=min_tokens, max_wait_ns=10**9))
 
@@ -113,11 +113,11 @@ def test_offloaded_kv_makes_way_comes_back_and_is_not_computed_again(num_host_bl
         preempted |= {name for name, sequence in rank.scheduler.by_id.items() if sequence.num_preemptions}
         rank.scheduler.check()
     assert not rank.has_work
-    asked = requests_for_scarce_kv()
-    assert tokens == {request.request_id: expected_tokens(request, device.shape) for request in asked}
+    all_requests = requests_for_scarce_kv()
+    assert tokens == {request.request_id: expected_tokens(request, device.shape) for request in all_requests}
     stats = rank.stats()
     assert stats.num_kept_tokens == stats.num_restored_tokens
-    computed, least = rank.expert_counts.sum(1).max(), sum(request.num_total_tokens - 1 for request in asked)
+    computed, least = rank.expert_counts.sum(1).max(), sum(request.num_total_tokens - 1 for request in all_requests)
     if num_host_blocks:
         assert preempted == {"long"}
         assert stats.num_kept_tokens > 90

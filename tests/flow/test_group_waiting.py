@@ -1,4 +1,4 @@
-"""What workers of a group count as waiting, and when they want to be asked: faults that no token shows."""
+"""What workers of a group count as waiting, and when they want to choose: faults that no token shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of workers: replicas, replies that nobody waits for any more, and workers that die."""
+"""Groups of workers: replicas, replies that no token waits for any more, and workers that die."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def peers(worker: int, **settings) -> PeerSettings:
     return PeerSettings(worker=worker, num_workers=3, table=everything_twice(), num_credits=99, **settings)
 
 
-def test_a_home_that_started_again_is_heard():
+def test_messages_of_a_home_that_started_again_are_accepted():
     """Its messages are numbered from 0 again, so without a larger epoch they would count as repeated."""
     shape = StageShape(
         is_sparse=IS_SPARSE, num_experts=NUM_EXPERTS, num_chosen=1, num_rows=4, num_places=4, num_guests=4
@@ -151,7 +151,7 @@ def test_a_home_that_started_again_is_heard():
     assert desk.num_dropped == 1, "it was repeated"
 
 
-def told(worker: int, depth: int) -> Hop:
+def reply_of(worker: int, depth: int) -> Hop:
     return Hop(kind=REPLY, src=worker, dst=0, epoch=0, seq=0, layer=0, num_rows=0, depths=(depth,))
 
 
@@ -164,7 +164,7 @@ def test_copies_get_experts_in_turn_at_first():
 def test_a_home_changes_to_the_other_copy_when_its_backlog_is_less_by_more_than_the_gap(gap, depth, changes):
     dispatcher = make_dispatcher(gap)
     on_busy_worker = dispatcher._worker_of[0] == 1
-    dispatcher.accept(told(1, depth))
+    dispatcher.accept(reply_of(1, depth))
     dispatcher._choose_copies(0)
     assert (dispatcher._worker_of[0][on_busy_worker] == (2 if changes else 1)).all()
     assert (dispatcher._worker_of[0][~on_busy_worker] == 2).all()
@@ -179,7 +179,7 @@ def test_copies_of_the_home_s_machine_get_the_tokens_while_backlogs_differ_littl
     pool = TokenPool(StageShape(is_sparse=IS_SPARSE, num_experts=0, num_chosen=1, num_rows=4, num_places=4))
     dispatcher = Dispatcher(peers(0, switch_gap=10, is_near=near(0, 2)), pool)
     assert (dispatcher._worker_of == 2).all()
-    dispatcher.accept(told(2, 20))
+    dispatcher.accept(reply_of(2, 20))
     dispatcher._choose_copies(0)
     assert (dispatcher._worker_of[0] == 2).all(), "as far as a copy elsewhere counts more, and the gap"
     dispatcher._backlog[2] = 21
@@ -201,7 +201,7 @@ def test_a_machine_without_a_copy_sends_to_all_others_in_turn():
 
 def test_an_expert_whose_copies_are_the_same_stays_when_the_table_changes():
     dispatcher = make_dispatcher(switch_gap=0)
-    dispatcher.accept(told(1, 5))
+    dispatcher.accept(reply_of(1, 5))
     dispatcher._choose_copies(0)
     table = everything_twice(1)
     table.logical_of[1, 0, 3] = -1

@@ -143,7 +143,7 @@ def test_law_everything_leaves_once_latency_sensitive_first_and_each_class_in_or
     assert not outbox
 
 
-def test_the_backlog_of_a_worker_is_what_it_told_and_what_it_had_not_taken_in():
+def test_the_backlog_of_a_worker_is_what_it_reported_and_had_not_taken_in():
     home = Home(60)
     for num_tokens in (3, 5, 7):  # two choices each
         home.send((LS, num_tokens))

@@ -18,7 +18,7 @@ from moestro.flow.policies.qllm import ExpertLevelPreemption
 
 BLOCK_SIZE, BUDGET, NUM_LAYERS = 4, 24, 4
 QLLM = ExpertLevelPreemption(max_wait_ns=None)
-ALONE = ExpertLevelPreemption(max_wait_ns=None, max_merged=0)  # urgent tokens take nobody along
+ALONE = ExpertLevelPreemption(max_wait_ns=None, max_merged=0)  # urgent tokens take none along
 
 
 def request(name: str, service_class: str, length: int = 6, max_tokens: int = 3, first: int = 0):
@@ -69,8 +69,8 @@ class Served:
                 break
             self.pieces(1)
         assert not self.rank.has_work, "parked work was forgotten"
-        for name, asked in self.requests.items():
-            assert self.tokens[name] == expected_tokens(asked, self.device.shape), name
+        for name, sent in self.requests.items():
+            assert self.tokens[name] == expected_tokens(sent, self.device.shape), name
 
 
 def test_an_urgent_request_is_next_after_the_piece_that_runs():
@@ -326,14 +326,14 @@ def test_while_batches_are_parked_a_poll_ends_an_item_and_tells_until_when():
     served.add(request("be", "be", 20))
     served.until("expert", 2)
     served.add(request("ls", "ls", first=3))
-    told, num_pieces = [], served.rank.num_steps
+    bounds_ns, num_pieces = [], served.rank.num_steps
     served.now_ns += 7
     begun_ns = served.now_ns
     served.rank.step(begun_ns)  # the best-effort item ends where it is, and the urgent one begins
-    served.rank.step(served.now_ns, lambda until_ns: told.append(until_ns) or False)
+    served.rank.step(served.now_ns, lambda until_ns: bounds_ns.append(until_ns) or False)
     assert served.rank.num_steps > num_pieces + NUM_LAYERS, "pieces of one item in one poll"
-    assert set(told[:-1]) == {begun_ns + 1000}, "the time at which best effort was passed over for long enough"
-    assert told[-1] is None, "the item is over"
+    assert set(bounds_ns[:-1]) == {begun_ns + 1000}, "the time at which best effort was passed over for long enough"
+    assert bounds_ns[-1] is None, "the item is over"
 
 
 def test_time_passed_over_is_the_pieces_that_urgent_units_ran_meanwhile():

@@ -41,7 +41,7 @@ def serving(directory: Path, *arguments: str) -> Iterator[Running]:
 
 
 def answers(server: Running) -> list[str]:
-    """Greedy and seeded texts of all prompts, asked for at once."""
+    """Greedy and seeded texts of all prompts, requested at once."""
     found = []
     for fields in ({"temperature": 0}, {"temperature": 1, "seed": 5, "top_p": 0.9, "presence_penalty": 0.5}):
         body = {"model": "moestro-demo", "prompt": list(PROMPTS), "max_tokens": 24, **fields}

@@ -1,4 +1,4 @@
-"""`moestro serve` in modes `ep` and `async` on accelerators: the answers of one device, whoever is killed.
+"""`moestro serve` in modes `ep` and `async` on accelerators: the answers of one device, whichever process is killed.
 
 Each process imitates an accelerator of its own, or they share one.
 """

@@ -102,7 +102,7 @@ def _decode_units(num_units: int, step: int, kind: str):
         pairs = np.stack([rows, rows + 5])
         columns["sampling"] = drive.greedy(num_units, repetition_penalty=1.3, presence_penalty=0.5)
         columns["edits"] = LogitEdits(
-            said=pairs,
+            counted=pairs,
             num_generated=np.ones(num_units, np.int32),
             biased=pairs,
             bias=np.ones(num_units, np.float32),

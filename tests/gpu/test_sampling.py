@@ -134,13 +134,13 @@ def test_listed_log_probabilities_are_those_of_the_cpu(vocabulary, accelerator):
 def test_edited_logits_are_those_of_the_cpu(vocabulary, accelerator):
     rng, logits = np.random.default_rng(vocabulary), random_logits(vocabulary)
     rows, units = random_rows(rng), np.arange(ROWS)
-    said = np.stack([rng.integers(ROWS, size=300), rng.integers(vocabulary, size=300)]).astype(np.int32)
-    said = np.unique(said, axis=1)  # each pair once, by row
+    counted = np.stack([rng.integers(ROWS, size=300), rng.integers(vocabulary, size=300)]).astype(np.int32)
+    counted = np.unique(counted, axis=1)  # each pair once, by row
     known = backend(101)
     biased = np.stack([np.arange(ROWS), rng.integers(vocabulary, size=ROWS)]).astype(np.int32)
     edits = LogitEdits(
-        said=said,
-        num_generated=rng.integers(4, size=said.shape[1]).astype(np.int32),
+        counted=counted,
+        num_generated=rng.integers(4, size=counted.shape[1]).astype(np.int32),
         biased=biased,
         bias=rng.uniform(-3, 3, ROWS).astype(np.float32),
         banned=np.stack([np.arange(ROWS), rng.integers(vocabulary, size=ROWS)]).astype(np.int32),

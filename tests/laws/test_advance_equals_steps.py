@@ -247,7 +247,7 @@ def test_the_horizon_ends_when_a_running_request_is_promoted():
     assert DecodeJumps(scheduler).horizon(307).until_ns == FOREVER_NS
 
 
-def test_the_horizon_ends_where_a_taken_block_was_somebodys_prefix():
+def test_the_horizon_ends_where_a_taken_block_was_anothers_prefix():
     aware = ("prefill_aware", AGED, "decode_first", "last_in_order")
     scheduler, scripts = start(aware, num_blocks=5, max_model_len=20, max_num_seqs=4)
     prefix = b"".join(block_name("stem", 0, b) for b in range(3))

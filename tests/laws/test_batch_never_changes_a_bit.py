@@ -153,16 +153,16 @@ def drive_alone(network, requests, num_new: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_experts_that_move_between_ranks_change_no_token(name, checkpoints):
     rng = np.random.default_rng(5)
-    asked = test_moving_experts.requests(rng)
+    sent = test_moving_experts.requests(rng)
     moving = MovingRanks(checkpoints(name), 2, 4, "bfloat16")
     try:
-        num_committed, _ = test_moving_experts.serve_while_moving(moving, asked, rng, 1)
+        num_committed, _ = test_moving_experts.serve_while_moving(moving, sent, rng, 1)
     finally:
         moving.stop()
     assert num_committed > 0
     network = moving.devices[0].network
     assert network.is_batch_invariant
-    assert moving.tokens == test_moving_experts.answers_alone(checkpoints(name), asked, "bfloat16")
+    assert moving.tokens == test_moving_experts.answers_alone(checkpoints(name), sent, "bfloat16")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

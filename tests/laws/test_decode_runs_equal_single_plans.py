@@ -69,7 +69,7 @@ def columns_of(plan: Plan, scheduler: Scheduler) -> list:
     units = plan.units
     held = [len(scheduler.table.at(slot).blocks) for slot in units.slot.tolist()]
     tables = [row[:num].tolist() for row, num in zip(units.block_tables, held, strict=True)]
-    edits = None if units.edits is None else [units.edits.said.tolist(), units.edits.num_generated.tolist()]
+    edits = None if units.edits is None else [units.edits.counted.tolist(), units.edits.num_generated.tolist()]
     values = [getattr(units, name) for name in COLUMNS]
     return [plan.step, tables, edits, *(None if value is None else plain(value) for value in values)]
 
@@ -86,7 +86,7 @@ def rows_of(output: StepOutput) -> list:
     return [names, output.token_ids, reasons, output.logprobs, output.prompt_logprobs]
 
 
-def heard(output: StepOutput) -> list[Output]:
+def received(output: StepOutput) -> list[Output]:
     """Return what the API server reads. Figures of the prompt come with the first output, and may lack later."""
     message = decode_from_rank(encode(Outputs(outputs_of(output), IDLE)))
     return [msgspec.structs.replace(each, num_cached_tokens=0, admitted_ns=0) for each in message.outputs]
@@ -147,9 +147,9 @@ class Twins:
             for piece in pieces(answer(plans[0], self.seed), rng):
                 outputs = [each.update(piece, now_ns) for each in self.schedulers]
                 assert rows_of(outputs[0]) == rows_of(outputs[1])
-                assert heard(outputs[0]) == heard(outputs[1])
-                assert sum(len(each.logprobs) for each in heard(outputs[0])) == len(outputs[0].logprobs)
-                assert sum(len(each.logprobs) for each in heard(outputs[0])) == len(outputs[0].logprobs)
+                assert received(outputs[0]) == received(outputs[1])
+                assert sum(len(each.logprobs) for each in received(outputs[0])) == len(outputs[0].logprobs)
+                assert sum(len(each.logprobs) for each in received(outputs[0])) == len(outputs[0].logprobs)
                 self.num_bare += not outputs_of(outputs[0]).others
         if victim is not None:
             assert len({each.abort(victim, now_ns) for each in self.schedulers}) == 1

@@ -143,7 +143,7 @@ def make_rank(
         max_num_urgent_seqs=4,
         max_num_batched_tokens=budget,
         scheduling_policy=order,
-        # With blocks for all, nobody gives way for a slot either: then each expert runs once for each token.
+        # With blocks for all, no request gives way for a slot either: then each expert runs once for each token.
         evict_policy="least_computed_be_first" if num_blocks < PLENTY and "qllm" in order else "last_in_order",
     )
     return build_preemptive_rank(bounds, device, policy, ahead, passes_decodes=passes_decodes), device

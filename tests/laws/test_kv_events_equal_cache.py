@@ -58,7 +58,7 @@ def test_what_is_published_is_what_is_cached(seed, host):
     assert (num_on_host > 0) == (host > 0)
 
 
-def test_hashes_of_prompts_are_those_that_are_heard():
+def test_hashes_of_prompts_are_those_of_the_events():
     rank = build_rank(SchedulerSettings(num_blocks=24, block_size=4, max_model_len=64), KvDevice(24, 4))
     cache = CacheEvents(rank.scheduler)
     request = make_request("r", range(20), salt="tenant", max_tokens=1)

@@ -122,7 +122,7 @@ class World:
         self.feed.stream.tick(self.now_ns)
 
     def settle_request(self) -> None:
-        """If a replay is asked for: the publisher answers with all that it has of it by now."""
+        """If a replay is requested: the publisher answers with all that it has of it by now."""
         start = self.feed.stream.request()
         if start is not None:
             assert self.can_replay
@@ -151,7 +151,7 @@ class World:
         self.check()
 
     def come_to_rest(self) -> None:
-        """The network is sound again, and nobody computes."""
+        """The network is sound again, and no engine computes."""
         self.connect()
         for _ in range(2000):
             self.settle_request()

@@ -100,7 +100,7 @@ def test_a_lone_request_completes():
 
 
 def test_credits_never_deadlock_over_many_events(monkeypatch):
-    """One or two credits, homes that compute experts for each other: whoever waits for a credit would wait for ever."""
+    """One or two credits; homes that compute experts for each other. A home without a credit would wait for ever."""
     num_events = 0
     on_event = FlowCore.on_event
 

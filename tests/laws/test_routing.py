@@ -25,7 +25,7 @@ MS = 1_000_000
 
 
 def prompt(rng: random.Random, name: str):
-    """One of a few chains of blocks, of some length, of somebody."""
+    """One of a few chains of blocks, of some length and user."""
     chain, depth = rng.randrange(6), rng.randrange(0, 9)
     hashes = b"".join(f"{chain:08d}{i:08d}".encode() for i in range(depth))
     return request(
@@ -39,7 +39,7 @@ def prompt(rng: random.Random, name: str):
 
 def figures(rng: random.Random) -> LoadFigures:
     """Any part of what an engine may say."""
-    said = {
+    columns = {
         "num_waiting": rng.randrange(5),
         "num_running": rng.randrange(9),
         "kv_usage": rng.choice([0.0, 0.5, 0.95, 1.0]),
@@ -47,7 +47,7 @@ def figures(rng: random.Random) -> LoadFigures:
         "num_tokens": rng.randrange(9000),
         "expert_pressure": 1 + rng.random(),
     }
-    return LoadFigures(**{name: value for name, value in said.items() if rng.random() < 0.7})
+    return LoadFigures(**{name: value for name, value in columns.items() if rng.random() < 0.7})
 
 
 class History:
@@ -171,14 +171,14 @@ def test_law_excluding_engines_decides_as_if_they_were_out_of_rotation(policy):
             one.step(number)
             other.step(number)
             exclude = [engine for engine, is_up in other.up.items() if is_up and rng.random() < 0.4]
-            asked = prompt(rng, f"asked {number}")
+            probe = prompt(rng, f"probe {number}")
             for engine in exclude:
                 other.router.set_routable(engine, routable=False)
             answers = []
             for router, excluded in ((one.router, exclude), (other.router, [])):
                 try:
-                    answers.append(router.submit(asked, one.now_ns, excluded).engine)
-                    router.ended(asked.request_id, one.now_ns)
+                    answers.append(router.submit(probe, one.now_ns, excluded).engine)
+                    router.ended(probe.request_id, one.now_ns)
                 except RequestError as error:
                     answers.append(str(error))
             for engine in exclude:
@@ -194,7 +194,7 @@ def test_law_deciding_changes_nothing_and_equal_views_get_equal_answers(policy):
         if not any(history.up.values()):
             continue
         router = history.router
-        view = router._view(prompt(history.rng, "asked"), history.now_ns)
+        view = router._view(prompt(history.rng, "probe"), history.now_ns)
         first, second = (router._policy.decide(view, Draws(1, number)) for _ in range(2))
         assert (first.engine, first.reason, first.detail) == (second.engine, second.reason, second.detail)
 

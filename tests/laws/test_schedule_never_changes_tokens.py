@@ -246,17 +246,17 @@ def test_several_plans_in_flight_and_results_in_pieces_change_nothing(seed, num_
                 tokens.setdefault(sequence.request.request_id, []).append(token)
         if rng.random() < 0.05 and scheduler.abort(victim := requests[rng.integers(len(requests))].request_id, now_ns):
             aborted.add(victim)
-        scheduler.check()  # not the order: whoever is in flight cannot be evicted, even if it came last
+        scheduler.check()  # not the order: a sequence in flight cannot be evicted, even if it came last
         if not arriving and not flights and not scheduler.has_work:
             break
     for request in requests:
         if request.request_id not in aborted:
-            told = [token for token in tokens[request.request_id] if token >= 0]
-            assert told == expected_tokens(request)
+            sampled = [token for token in tokens[request.request_id] if token >= 0]
+            assert sampled == expected_tokens(request)
     assert scheduler.pool.num_free == num_blocks
 
 
-def test_nobody_overtakes_for_being_smaller():
+def test_no_request_overtakes_for_being_smaller():
     scheduler = Scheduler(SchedulerSettings(num_blocks=8, block_size=4, max_model_len=32))
     scheduler.add(make_request("running", range(16), max_tokens=8))
     assert scheduler.schedule(0)

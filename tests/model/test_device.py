@@ -213,7 +213,7 @@ def test_end_tokens_are_those_of_both_files(checkpoint, tmp_path):
     assert open_device(tiny.settings_of(directory))[1].eos_token_ids == (2, 5, 7)
 
 
-def test_sampling_defaults_are_the_checkpoints_unless_neutral_ones_are_asked_for(tmp_path):
+def test_sampling_defaults_are_the_checkpoints_unless_neutral_ones_are_set(tmp_path):
     directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen2"))
     assert open_device(tiny.settings_of(directory))[1].sampling_defaults == SamplingDefaults()
     named = {

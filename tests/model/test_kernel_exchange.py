@@ -183,15 +183,15 @@ def test_kernels_that_arrive_late_replace_torch_s_packed_weights(name, checkpoin
     assert linear.packing is TORCH_PACKING
     own_kernels.kernels()
     network.await_kernels(own_kernels._build())
-    rng, num_steps, told = np.random.default_rng(0), 0, []
-    network.on_exchanged = lambda: told.append(network.is_batch_invariant)
+    rng, num_steps, states = np.random.default_rng(0), 0, []
+    network.on_exchanged = lambda: states.append(network.is_batch_invariant)
     (sequence,) = drive.admit([[7, 8, 9]], 60, rng)
     while network._awaited is not None:
-        assert not told
+        assert not states
         drive.step(device, [sequence], rng)
         num_steps += 1
         assert not network.is_batch_invariant or network._awaited is None
-    assert told == [True]
+    assert states == [True]
     assert num_steps > len(network.experts)
     assert isinstance(linear, PackedLinear)
     assert isinstance(linear.packing, KernelPacking)

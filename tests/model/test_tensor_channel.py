@@ -25,7 +25,7 @@ class Ends:
         def tell(other: int):
             def to_other(key: str, value: bytes) -> None:
                 assert have_begun.wait(PATIENCE_S)
-                self.ends[other].heard(key, value)
+                self.ends[other].on_message(key, value)
 
             return to_other
 
@@ -71,7 +71,7 @@ def taken(end: TensorChannel, num: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_bytes_arrive_whole_and_in_order_in_both_directions_whoever_is_late(ends, seed):
+def test_bytes_arrive_whole_and_in_order_both_ways_whichever_end_is_late(ends, seed):
     rng = np.random.default_rng(seed)
     tensors = [[drawn(rng, int(rng.choice([1, 100, 5000, 300_000]))) for _ in range(30)] for _ in range(2)]
     sends = [list(each) for each in tensors]
@@ -103,9 +103,9 @@ def test_a_close_ends_all_waits_at_both_ends_and_leaves_no_thread(makers, is_sen
     for _ in range(3):
         both = Ends(makers)
         for end in both.ends:
-            if is_sending:  # what nobody asks for
+            if is_sending:  # what the other end does not request
                 end.send(np.zeros(1 << 20, np.uint8).data)
-            else:  # what nobody sends
+            else:  # what the other end does not send
                 end.expect(5)
         both.ends[0].close()
         wait_until(both.is_broken)
@@ -133,9 +133,9 @@ def test_an_end_whose_other_end_does_not_come_breaks(makers, monkeypatch):
 
 
 def test_an_end_that_is_closed_while_it_waits_for_the_other_one_ends_at_once(makers):
-    told: list[str] = []
-    alone = makers[0].open(0, "cpu", lambda key, _: told.append(key), lambda: None)
-    wait_until(lambda: told)
+    keys: list[str] = []
+    alone = makers[0].open(0, "cpu", lambda key, _: keys.append(key), lambda: None)
+    wait_until(lambda: keys)
     alone.close()
     assert alone.join(tensor_channel.MEET_S / 2)
 

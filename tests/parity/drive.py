@@ -26,7 +26,7 @@ class WaitingDevice(TorchDevice):
 
 
 class RecordingNetwork(Network):
-    """Keeps the logits of the last step and all counts; may be told to get positions wrong."""
+    """Keeps the logits of the last step and all counts; may be set to get positions wrong."""
 
     position_error = 0
     total_counts: torch.Tensor | int = 0

@@ -27,19 +27,19 @@ def make_rank(network, mode: str):
 
 
 def run(rank, *requests) -> dict[str, tuple[list[int], FinishReason | None]]:
-    told = {request.request_id: [] for request in requests}
+    found = {request.request_id: [] for request in requests}
     for request in requests:
         rank.add(request, 0)
     while rank.has_work:
         for output in rank.step(0):
-            told[output.request_id].append(output)
+            found[output.request_id].append(output)
     return {
         name: ([token for output in outputs for token in output.token_ids], outputs[-1].finish_reason)
-        for name, outputs in told.items()
+        for name, outputs in found.items()
     }
 
 
-def asked(name: str, prompt, grammar: str = "", resumed: str = ""):
+def request_of(name: str, prompt, grammar: str = "", resumed: str = ""):
     request = make_request(
         name,
         prompt,
@@ -54,21 +54,21 @@ def asked(name: str, prompt, grammar: str = "", resumed: str = ""):
 @pytest.mark.parametrize("mode", ["fused", "preemptive"])
 def test_a_grammar_that_fails_ends_its_request_alone(mode, checkpoint):
     network = tiny.load(checkpoint("qwen3_moe"))
-    good = [asked("0", CLEAN[0]), asked("1", CLEAN[1], "[a-z]{4,6}")]
+    good = [request_of("0", CLEAN[0]), request_of("1", CLEAN[1], "[a-z]{4,6}")]
     alone = run(make_rank(network, mode), *good)
     rank = make_rank(network, mode)
     prompt = list(range(3, 3 + 4 * BLOCK_SIZE))
-    together = run(rank, *good, asked("2", prompt, "[a-z]{4,6}", resumed="9"))
+    together = run(rank, *good, request_of("2", prompt, "[a-z]{4,6}", resumed="9"))
     assert together.pop("2") == ([], FinishReason.GRAMMAR)
     assert together == alone
     assert all(letter in LETTERS for token in alone["1"][0] for letter in token_texts(tiny.VOCAB)[token])
     hits = rank.stats().num_hit_tokens
-    run(rank, asked("3", [*prompt, 9]))
+    run(rank, request_of("3", [*prompt, 9]))
     assert rank.stats().num_hit_tokens > hits, "a failed grammar says nothing against the logits"
 
 
 def test_a_rank_without_a_backend_refuses_a_grammar(checkpoint):
     rank = build_rank(SETTINGS, drive.make_device(tiny.load(checkpoint("qwen3_moe")), 64))
     with pytest.raises(RequestError, match="cannot follow a grammar"):
-        rank.add(asked("0", CLEAN[0], "a"), 0)
+        rank.add(request_of("0", CLEAN[0], "a"), 0)
     assert not rank.has_work

@@ -41,15 +41,15 @@ def requests(rng: np.random.Generator) -> list[Request]:
     ]
 
 
-def answers_alone(checkpoint, asked: list[Request], dtype: str = "float64") -> dict[str, list[int]]:
+def answers_alone(checkpoint, sent: list[Request], dtype: str = "float64") -> dict[str, list[int]]:
     rank = build_rank(SETTINGS, open_device(settings_of(checkpoint, dtype))[0])
-    told: dict[str, list[int]] = {request.request_id: [] for request in asked}
-    for request in asked:
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in sent}
+    for request in sent:
         rank.add(request, 0)
     while rank.has_work:
         for output in rank.step(0):
-            told[output.request_id] += output.token_ids
-    return told
+            tokens[output.request_id] += output.token_ids
+    return tokens
 
 
 @pytest.fixture
@@ -65,13 +65,13 @@ def group(checkpoint):
         each.stop()
 
 
-def serve_while_moving(moving: MovingRanks, asked: list[Request], rng, max_bytes: int) -> tuple[int, int]:
+def serve_while_moving(moving: MovingRanks, sent: list[Request], rng, max_bytes: int) -> tuple[int, int]:
     """Serve all requests; the next migration begins when one has ended. Returns layers that moved, and cancellations.
 
     A migration is cancelled at a random moment one time in three.
     """
     num_committed = num_cancelled = 0
-    waiting = list(asked)
+    waiting = list(sent)
     while waiting or moving.running or moving.migration.progress.is_running:
         assert not moving.lost, moving.lost
         if waiting and (len(moving.running) < 4 or rng.random() < 0.02):
@@ -97,11 +97,11 @@ def test_tokens_are_those_of_one_rank_while_experts_move_in_every_step(
 ):
     """Two experts a step at most; gates, biases, dense layers and transposed weights; with spare slots and without."""
     rng = np.random.default_rng(num_ranks + num_redundant)
-    asked = requests(rng)
+    sent = requests(rng)
     moving = group(name, num_ranks, num_redundant)
     size = num_expert_bytes(moving.devices[0].network.experts[0][1])
-    num_committed, num_cancelled = serve_while_moving(moving, asked, rng, 2 * size + 1)
-    assert moving.tokens == answers_alone(checkpoint(name), asked)
+    num_committed, num_cancelled = serve_while_moving(moving, sent, rng, 2 * size + 1)
+    assert moving.tokens == answers_alone(checkpoint(name), sent)
     assert num_committed >= 5
     print(f"{name}: {num_committed} layers moved, {num_cancelled} migrations cancelled")
     assert max(max(each.most_sent, each.most_taken) for each in moving.exchanges) <= 2 * size
@@ -115,10 +115,10 @@ def test_tokens_are_those_of_one_rank_while_experts_move_in_every_step(
 def test_slots_of_one_device_swap_experts_and_no_token_changes(num_redundant, checkpoint, group):
     """A device that has all experts, in cut modules."""
     rng = np.random.default_rng(8)
-    asked = requests(rng)
+    sent = requests(rng)
     moving = group("qwen3_moe", 1, num_redundant)
-    num_committed, _ = serve_while_moving(moving, asked, rng, 1)
-    assert moving.tokens == answers_alone(checkpoint("qwen3_moe"), asked)
+    num_committed, _ = serve_while_moving(moving, sent, rng, 1)
+    assert moving.tokens == answers_alone(checkpoint("qwen3_moe"), sent)
     assert num_committed >= 3
     assert moving.migration.progress.num_bytes == 0
     assert moving.exchanges[0].most_sent == 0
@@ -130,7 +130,7 @@ def test_slots_of_one_device_swap_experts_and_no_token_changes(num_redundant, ch
 def test_moved_weights_are_those_of_the_checkpoint_bit_for_bit_and_idle_ranks_sleep_again(
     name, dtype, checkpoint, group
 ):
-    """Packed weights and others. Nobody asks anything: the group is awake for the moves only."""
+    """Packed weights and others. No client sends a request: the group is awake for the moves only."""
     network = tiny.load(checkpoint(name), dtype=dtype)
     rng = np.random.default_rng(3)
     moving = group(name, 2, 4, dtype)
@@ -208,16 +208,16 @@ def test_a_rank_that_ends_between_prepare_and_commit_leaves_the_old_placement(ch
     assert (placed.table().logical_of[:, 1:] == first.logical_of[:, 1:]).all()
     again = group("qwen3_moe", 2, 4, placed=placed)
     assert [device.placed for device in again.devices] == [placed, placed]
-    asked = requests(rng)
-    serve_while_moving(again, asked, rng, 1)
-    assert again.tokens == answers_alone(checkpoint("qwen3_moe"), asked)
+    sent = requests(rng)
+    serve_while_moving(again, sent, rng, 1)
+    assert again.tokens == answers_alone(checkpoint("qwen3_moe"), sent)
 
 
 def test_weights_that_are_lost_on_their_way_are_noticed(checkpoint, group, monkeypatch):
     """The law can fail."""
     monkeypatch.setattr(layer_mover, "to_bytes", lambda weights: torch.zeros_like(to_bytes(weights)))
     rng = np.random.default_rng(2)
-    asked = requests(rng)
+    sent = requests(rng)
     moving = group("qwen3_moe", 2, 0)
-    serve_while_moving(moving, asked, rng, 10**9)
-    assert moving.tokens != answers_alone(checkpoint("qwen3_moe"), asked)
+    serve_while_moving(moving, sent, rng, 10**9)
+    assert moving.tokens != answers_alone(checkpoint("qwen3_moe"), sent)

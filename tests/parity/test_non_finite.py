@@ -32,15 +32,15 @@ def poisoned_network(directory):
 
 def run(rank, *prompts) -> dict[str, tuple[list[int], FinishReason | None]]:
     """{id: (tokens, why it ended)}; a prompt's number is its id."""
-    told = {str(number): [] for number in range(len(prompts))}
+    found = {str(number): [] for number in range(len(prompts))}
     for number, prompt in enumerate(prompts):
         rank.add(make_request(str(number), prompt, block_size=BLOCK_SIZE, max_tokens=4), 0)
     while rank.has_work:
         for output in rank.step(0):
-            told[output.request_id].append(output)
+            found[output.request_id].append(output)
     return {
         name: ([token for output in outputs for token in output.token_ids], outputs[-1].finish_reason)
-        for name, outputs in told.items()
+        for name, outputs in found.items()
     }
 
 

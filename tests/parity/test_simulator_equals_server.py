@@ -61,7 +61,7 @@ class Diary:
 
 
 class ScriptedRank:
-    """The production rank on a priced device that is told each request's future."""
+    """The production rank on a priced device that gets each request's future."""
 
     def __init__(self, bounds: SchedulerSettings, scripts) -> None:
         self.device, self.scripts = PricedDevice(COST, BLOCK_SIZE), scripts

@@ -23,7 +23,7 @@ class Case:
     num_gpus: int
 
     @property
-    def asked(self) -> tuple[int, int, int, int]:
+    def sizes(self) -> tuple[int, int, int, int]:
         return self.num_replicas, self.num_groups, self.num_nodes, self.num_gpus
 
     @property
@@ -44,9 +44,9 @@ class Reader:
         return self.arrays[name][start : self.at[name]].reshape(shape)
 
     def take_case(self, prefix: str) -> Case:
-        num_layers, num_experts, *asked, is_scaled = self.take(f"{prefix}_sizes", (7,)).tolist()
+        num_layers, num_experts, *sizes, is_scaled = self.take(f"{prefix}_sizes", (7,)).tolist()
         weight = self.take(f"{prefix}_weight", (num_layers, num_experts))
-        return Case(weight * (SCALE if is_scaled else 1.0), *asked)
+        return Case(weight * (SCALE if is_scaled else 1.0), *sizes)
 
     def check_end(self, prefix: str) -> None:
         for name, array in self.arrays.items():
@@ -72,7 +72,7 @@ def test_five_hundred_cases_equal_deepseeks_tensors():
     reader, cases = Reader(), []
     for _ in range(500):
         case = reader.take_case("deepseek")
-        found = rebalance_experts(case.weight, *case.asked)
+        found = rebalance_experts(case.weight, *case.sizes)
         count = reader.take("deepseek_count", case.weight.shape)
         shapes = (len(case.weight), case.num_replicas), (*case.weight.shape, int(count.max())), case.weight.shape
         physical = reader.take("deepseek_physical", shapes[0])
@@ -96,7 +96,7 @@ def test_one_hundred_cases_equal_vllms_maps():
         case = reader.take_case("vllm")
         shape = len(case.weight), case.num_replicas
         old = reader.take("vllm_old", shape) if reader.take("vllm_has_old", (1,))[0] else None
-        found = rebalance_experts_vllm(case.weight, *case.asked, old)
+        found = rebalance_experts_vllm(case.weight, *case.sizes, old)
         assert found.dtype == np.int64
         np.testing.assert_array_equal(found, reader.take("vllm_physical", shape), err_msg=str(case))
     reader.check_end("vllm")

@@ -25,7 +25,7 @@ from moestro.planner.simulated import FittingDivision
 WORKSPACE = 6e9
 
 
-def asked(model="mixtral-8x7b", gpu="a100-40g", num_gpus=8, *, isl=100, osl=100, **hardware):
+def question_of(model="mixtral-8x7b", gpu="a100-40g", num_gpus=8, *, isl=100, osl=100, **hardware):
     return make_question(
         PlanSettings(
             model=str(model),
@@ -41,7 +41,7 @@ def fitting(question):
 
 def test_nothing_fits_two_small_gpus_and_four_would_do():
     """Mixtral has 93.4 GB of weights; a GPU of 40 GiB may use 38.7 GB, 6 of them for workspace."""
-    question = asked(num_gpus=2)
+    question = question_of(num_gpus=2)
     assert fitting(question) == []
     assert fewest_gpus(question) == (4, GpuDivision("fused", 1, 4))
     assert "93.4 GB" in memory_of(question, GpuDivision("fused", 2, 1)).why_not
@@ -52,31 +52,31 @@ def test_only_spread_experts_fit_where_nothing_can_be_divided(tmp_path):
     """An odd intermediate size rules tensor parallelism out; 54 GB of experts fit neither one GPU nor one of two."""
     config = {**CONFIGS["mixtral-8x7b"], "intermediate_size": 8601}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    question = asked(tmp_path, num_gpus=2)
+    question = question_of(tmp_path, num_gpus=2)
     assert [each.title for each in fitting(question)] == ["ep 2", "ep-overlap 2", "async 2"]
     assert "not divisible" in memory_of(question, GpuDivision("fused", 1, 2)).why_not
 
 
 def test_a_request_that_exceeds_the_kv_cache_does_not_fit():
-    question = asked(num_gpus=4, isl=60_000)
+    question = question_of(num_gpus=4, isl=60_000)
     why = memory_of(question, GpuDivision("ep", 1, 4)).why_not
     assert "tokens, and the longest request needs" in why
-    assert memory_of(asked(num_gpus=4), GpuDivision("ep", 1, 4)).why_not is None
+    assert memory_of(question_of(num_gpus=4), GpuDivision("ep", 1, 4)).why_not is None
 
 
 def test_a_dense_network_has_replicas_alone():
-    assert {each.mode for each in divisions_of(asked("qwen2-7b"))} == {"fused"}
+    assert {each.mode for each in divisions_of(question_of("qwen2-7b"))} == {"fused"}
 
 
 def test_served_only_leaves_out_what_the_server_cannot_run():
-    question = asked()
+    question = question_of()
     narrowed = replace(question.settings, search=PlanSearchSettings(served_only=True))
     assert all(each.is_served for each in divisions_of(replace(question, settings=narrowed)))
     assert not all(each.is_served for each in divisions_of(question))
 
 
 def test_titles_are_distinct_and_large_groups_have_few_ratios():
-    divisions = divisions_of(asked("qwen3-30b-a3b", num_gpus=64))
+    divisions = divisions_of(question_of("qwen3-30b-a3b", num_gpus=64))
     assert len({each.title for each in divisions}) == len(divisions)
     assert len([each for each in divisions if each.gpus_per_group == 64 and each.mode == "afd"]) == 7
     assert all(each.num_groups * each.gpus_per_group == 64 for each in divisions)
@@ -105,7 +105,7 @@ def test_what_fits_never_exceeds_the_memory_and_its_commands_are_accepted(seed):
     rng = np.random.default_rng(seed)
     name = str(rng.choice(["mixtral-8x7b", "qwen3-30b-a3b", "mixtral-16x7b-mqa-top1"]))
     gpu = str(rng.choice([name for name in GPUS if name != "rtx-pro-6000"]))
-    question = asked(
+    question = question_of(
         name, gpu, int(rng.integers(1, 17)), isl=int(rng.integers(1, 4000)), osl=int(rng.integers(2, 2000)),
         gpu_memory_utilization=float(rng.uniform(0.5, 1)), gpus_per_machine=int(rng.integers(1, 9)),
     )  # fmt: skip

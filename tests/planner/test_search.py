@@ -300,7 +300,7 @@ def test_the_verb_says_how_many_gpus_would_do(capsys):
     assert "mixtral-8x7b does not fit 2 a100-40g; 4 would do" in capsys.readouterr().out
 
 
-def test_a_network_without_experts_is_said_to_have_replicas_alone(tmp_path, capsys):
+def test_a_network_without_experts_is_reported_to_have_replicas_alone(tmp_path, capsys):
     dense = {key: value for key, value in SMALL.items() if "expert" not in key}
     (tmp_path / "config.json").write_text(json.dumps(dense))
     run_verb(["plan", str(tmp_path), "--gpu", "a100", "--num-gpus", "2", "--isl", "32", "--osl", "32", "--time", "1"])
@@ -334,7 +334,7 @@ def test_the_verb_shows_what_of_a_trace_has_no_effect(tmp_path, capsys):
     assert "- --dataset-path: fields of the file that have no effect beside its other fields: chat_id" in text
 
 
-def test_every_named_network_can_be_asked_for():
+def test_every_named_network_can_be_planned():
     for name in CONFIGS:
         question = make_question(PlanSettings(model=name))
         assert divisions_of(question)

@@ -100,10 +100,10 @@ def test_stalls_lengthen_steps_and_overlap_never_does():
 def test_every_part_fits_its_testbed_and_has_a_name_of_its_own():
     assert len({part.name for part in WHOLE}) == len(WHOLE)
     lengths = LENGTHS["reasonable"]  # the longest contexts
-    asked = {
+    wanted = {
         (replace(part.bed, popularity="same", prices="prototype"), system) for part in WHOLE for system in part.systems
     }
-    for bed, system in asked:
+    for bed, system in wanted:
         if system.startswith("async:defrag"):
             continue  # as large as `async`
         assert build(system, bed, (lengths.mean_context, lengths.longest), 0).most_requests > 256, (bed, system)

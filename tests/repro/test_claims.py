@@ -294,7 +294,7 @@ def test_a_predictor_of_another_network_is_judged_beside_one_that_is_nearly_righ
 @pytest.mark.parametrize(
     ("num_requests", "class_share", "holds"), [(99, 0.1, None), (100, 0.1, True), (100, 0.3, False), (99, 0.3, None)]
 )
-def test_of_few_requests_of_hot_classes_nothing_is_said(num_requests, class_share, holds):
+def test_few_requests_of_hot_classes_give_no_verdict(num_requests, class_share, holds):
     classes = Classes(class_share=(class_share,) * num_requests, holder_share=(0.2,) * num_requests)
     claim = judged(LmetricFindings(classes={"chat": classes}), "Fig. 20")
     assert claim.holds is holds

@@ -124,6 +124,6 @@ def test_each_folder_is_a_verb_with_its_flags(paper, capsys):
     assert pickle.loads(pickle.dumps(experiment)).loads == experiment.loads  # it travels between processes
     with pytest.raises(SystemExit):
         main(["repro", paper.name, "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert paper.about.split(":")[0] in said
-    assert all(flag in said for flag in ("--quick", "--loads", "--out"))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert paper.about.split(":")[0] in printed
+    assert all(flag in printed for flag in ("--quick", "--loads", "--out"))

@@ -97,9 +97,9 @@ def test_tables_and_claims_are_shown(found):
     console = Console(file=io.StringIO(), width=250)
     for table in experiment.tables(findings):
         console.print(table)
-    said = console.file.getvalue()
-    assert "kv_memory 512" in said
-    assert "prefix caches" in said
+    printed = console.file.getvalue()
+    assert "kv_memory 512" in printed
+    assert "prefix caches" in printed
     sources = {claim.source for claim in experiment.claims(findings)}
     assert {"our own goal", "v1, figure 11, prefix_users"} <= sources
 
@@ -172,10 +172,10 @@ def test_memory_is_judged_only_where_the_threshold_binds():
         cells = [cell("kv_memory", VLLM, 100.0, setting="512")]
         return GimbalFindings(cells=[*cells, cell("kv_memory", DPLB, ttft, setting="512", branches={branch: 9})])
 
-    said = "where KV use exceeds theta_kv, requests go to the engine with the least KV or load, and TTFT falls"
-    assert verdicts(findings("no user", 50.0))[said] is None
-    assert verdicts(findings("least KV", 50.0))[said] is True
-    assert verdicts(findings("least KV", 100.0))[said] is False
+    claim = "where KV use exceeds theta_kv, requests go to the engine with the least KV or load, and TTFT falls"
+    assert verdicts(findings("no user", 50.0))[claim] is None
+    assert verdicts(findings("least KV", 50.0))[claim] is True
+    assert verdicts(findings("least KV", 100.0))[claim] is False
 
 
 def test_hits_are_compared_by_count_and_rate():

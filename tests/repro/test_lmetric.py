@@ -1,4 +1,4 @@
-"""LMetric's reproduction, small: everything is run, and what is said of it follows from what was run."""
+"""LMetric's reproduction, small: everything is run, and what is reported of it follows from what was run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def found():
     return experiment, merged(parts), steps
 
 
-def test_as_many_runs_as_the_progress_bar_was_told(found):
+def test_as_many_runs_as_the_progress_bar_expects(found):
     experiment, _, steps = found
     assert len(steps) == sum(experiment.num_runs(load) for load in experiment.loads)
 
@@ -142,7 +142,7 @@ def test_windows_of_a_trace_have_no_request_in_common(tmp_path):
     assert not set(tuned.tolist()) & set(scored.tolist())
 
 
-def test_a_load_has_the_rate_that_was_asked_for():
+def test_a_load_has_the_requested_rate():
     [chat, *_] = generated_sources(50)
     load = chat.load(12.5, SCORED_SEED)
     assert len(load.rows) == 50

@@ -1,4 +1,4 @@
-"""QLLM's reproduction, small: everything is run, and what is said of it follows from what was run."""
+"""QLLM's reproduction, small: everything is run, and what is reported of it follows from what was run."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_lengths_may_come_from_a_trace(tmp_path):
     assert not rows.is_generated
 
 
-def test_engines_differ_in_policies_alone_and_in_places_where_it_is_said():
+def test_engines_differ_in_policies_alone_and_in_places_where_stated():
     settings = {name: make_engine(name).seats[0].rank.scheduler.settings for name in ENGINES}
     for name in ("num_blocks", "block_size", "max_num_batched_tokens"):
         assert len({getattr(each, name) for each in settings.values()}) == 1

@@ -1,8 +1,8 @@
 """A balanced case of equal costs, in which asynchrony has nothing to gain: the bound says why.
 
 Four workers have attention and two experts of each layer, and equally many requests that all decode from the start. In
-lock-step every worker then computes nearly all the time, so a mode that waits for nobody cannot be much faster. It can
-only be slower, because its batches are smaller.
+lock-step every worker then computes nearly all the time, so a mode that waits for no worker cannot be much faster. It
+can only be slower, because its batches are smaller.
 """
 
 from __future__ import annotations

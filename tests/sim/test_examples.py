@@ -75,8 +75,8 @@ def test_an_example_shows_what_its_text_promises(example):
     if name == "three_routers":
         assert mean(third) < mean(second) < mean(first)
         assert third["report"]["cached_share"] > 1.3 * second["report"]["cached_share"]
-        (told,) = rest
-        assert mean(told) < mean(second)
+        (fourth,) = rest
+        assert mean(fourth) < mean(second)
         for outcome in report["outcomes"]:
             assert 0.9 * 8 < outcome["report"]["requests_per_s"] <= 8, "the load lasts from the first to the last"
     elif name == "orders_under_load":
@@ -163,7 +163,7 @@ LENGTHS = '{"input_length": 20, "output_length": 4}\n{"input_length": 70, "outpu
         ("max_tokens = 60\n", "2 of 2 requests never fit"),
     ],
 )
-def test_a_request_that_can_never_fit_is_said_before_anything_runs(tmp_path, capsys, more, words):
+def test_a_request_that_can_never_fit_is_reported_before_anything_runs(tmp_path, capsys, more, words):
     (tmp_path / "lengths.jsonl").write_text(LENGTHS)
     text = f"[workload]\ntrace = 'lengths.jsonl'\nrate = 1.0\n{more}[engines]\nmax_model_len = 78\n"
     assert words in refused(tmp_path, capsys, text)

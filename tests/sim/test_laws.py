@@ -63,15 +63,15 @@ def draw_rows(rng: np.random.Generator, num: int) -> Rows:
 
 
 class Listener:
-    """A router that notes all that it is told."""
+    """A router that notes all reports that it receives."""
 
     def __init__(self, num_engines: int) -> None:
         self.router = router(num_engines, "least_loaded")
-        self.told = []
+        self.received = []
 
     def __getattr__(self, name):
         if name in {"report", "first_token", "ended", "kv_stored", "kv_removed"}:
-            return lambda *args: (self.told.append((name, *args)), getattr(self.router, name)(*args))
+            return lambda *args: (self.received.append((name, *args)), getattr(self.router, name)(*args))
         return getattr(self.router, name)
 
 
@@ -141,18 +141,19 @@ def test_a_jump_leaves_the_record_that_single_steps_leave(
     setting = num_ep_ranks, draw_signals(rng)
     jumping = run(rows, offsets, bounds, setting, jump=True)
     stepwise = run(rows, offsets, bounds, setting, jump=False)
-    assert jumping.router.told == stepwise.router.told
+    assert jumping.router.received == stepwise.router.received
     assert jumping.results.digest() == stepwise.results.digest()
     assert pools(jumping) == pools(stepwise)
     check_conserved(jumping, rows)
     if setting[1].kv_events_delay_ms is not None:
-        check_heard(jumping)
+        check_received(jumping)
 
 
-def check_heard(cluster: Cluster) -> None:
-    """KV events are what a cache stores and removes: told one after the other, they leave what it holds."""
+def check_received(cluster: Cluster) -> None:
+    """KV events are what a cache stores and removes: received one after the other, they leave what it holds."""
     held = [set() for _ in cluster.engines]
-    for name, engine, packed, *_ in (each for each in cluster.router.told if each[0] in {"kv_stored", "kv_removed"}):
+    kv_events = (each for each in cluster.router.received if each[0] in {"kv_stored", "kv_removed"})
+    for name, engine, packed, *_ in kv_events:
         for block in split_hashes(packed):
             assert (block in held[engine]) == (name == "kv_removed"), "stored twice, or removed and not there"
             held[engine] ^= {block}

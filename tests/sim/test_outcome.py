@@ -1,4 +1,4 @@
-"""What is said of a run: its figures, and what a reader has to know of them."""
+"""What is reported of a run: its figures, and what a reader has to know of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_time_on_an_engine_is_the_area_under_its_requests_in_flight():
     assert results.request_seconds() == pytest.approx(areas)
 
 
-def test_prefill_is_told_for_the_windows_in_which_there_was_some():
+def test_prefill_is_reported_for_the_windows_in_which_there_was_some():
     results = results_of([0, 1], [0, 0], [1, 1])
     results.prefilled(0, 0, 4 * S)
     results.prefilled(1, 0, S)
@@ -53,7 +53,7 @@ def test_prefill_is_told_for_the_windows_in_which_there_was_some():
     prefill = outcome_of("", results, None).prefill
     assert (prefill.most_engine, prefill.least_engine) == (0, 1)
     assert (prefill.most_s, prefill.least_s) == (3.0, 0.5)
-    assert outcome_of("", results_of([0], [0], [1]), None).prefill is None, "nobody served any"
+    assert outcome_of("", results_of([0], [0], [1]), None).prefill is None, "no engine served any"
 
 
 SCENARIO = """
@@ -70,7 +70,7 @@ max_num_batched_tokens = 256
 
 
 @pytest.mark.parametrize(("chunk", "is_beyond"), [(300, False), (128, True)])
-def test_that_steps_went_beyond_a_table_is_said_once(tmp_path, chunk, is_beyond):
+def test_steps_beyond_a_table_are_reported_once(tmp_path, chunk, is_beyond):
     points = ((64, 0, 1e6), (64, 400, 1.1e6), (chunk, 0, 2e6), (chunk, 400, 2.1e6))
     table = Table(
         format=FORMAT,
@@ -90,7 +90,7 @@ def test_that_steps_went_beyond_a_table_is_said_once(tmp_path, chunk, is_beyond)
     report = simulate(read_settings(tmp_path / "scenario.toml"), tmp_path).report
     console = Console(record=True, width=200)
     print_report(console, report)
-    said = [line for line in console.export_text().splitlines() if line.startswith("note: ")]
-    assert len(said) == len(report.notes) == is_beyond
+    printed = [line for line in console.export_text().splitlines() if line.startswith("note: ")]
+    assert len(printed) == len(report.notes) == is_beyond
     if is_beyond:
-        assert "chunk of up to 256, measured up to 128" in said[0]
+        assert "chunk of up to 256, measured up to 128" in printed[0]

@@ -110,12 +110,12 @@ def test_a_mean_that_the_simulation_misses_is_not_compared(path, factor, says_tt
     simulated = what_if(read_request_record(path), (), None).report.outcomes[1].report.ttft_ms.mean
     lines = path.read_bytes().splitlines(keepends=True)
     took_ns = int(simulated * factor * 1e6)
-    told = [msgspec.json.decode(line, type=RecordedRequest) for line in lines[1:]]
-    told = [
+    rows = [msgspec.json.decode(line, type=RecordedRequest) for line in lines[1:]]
+    rows = [
         msgspec.structs.replace(each, first_token_ns=each.arrival_ns + took_ns, last_token_ns=each.arrival_ns + took_ns)
-        for each in told
+        for each in rows
     ]
-    path.write_bytes(b"".join([lines[0], *(msgspec.json.encode(each) + b"\n" for each in told)]))
+    path.write_bytes(b"".join([lines[0], *(msgspec.json.encode(each) + b"\n" for each in rows)]))
     answer = what_if(read_request_record(path), ("lmetric",), None)
     (sentence,) = answer.sentences()
     assert ("mean TTFT" in sentence) == says_ttft
@@ -127,10 +127,10 @@ def test_a_scored_prompt_has_no_latency_and_is_replayed_all_the_same(path):
     """`max_tokens` 0: its record has no time of a token, and none is made of it."""
     before = what_if(read_request_record(path), (), None)
     lines = path.read_bytes().splitlines(keepends=True)
-    told = [msgspec.json.decode(line, type=RecordedRequest) for line in lines[1:]]
+    rows = [msgspec.json.decode(line, type=RecordedRequest) for line in lines[1:]]
     scored = {"first_token_ns": 0, "last_token_ns": 0, "num_output_tokens": 0, "max_tokens": 0}
-    told[:6] = [msgspec.structs.replace(each, **scored) for each in told[:6]]
-    path.write_bytes(b"".join([lines[0], *(msgspec.json.encode(each) + b"\n" for each in told)]))
+    rows[:6] = [msgspec.structs.replace(each, **scored) for each in rows[:6]]
+    path.write_bytes(b"".join([lines[0], *(msgspec.json.encode(each) + b"\n" for each in rows)]))
     answer = what_if(read_request_record(path), (), None)
     recorded, simulated = answer.report.outcomes
     for outcome in (recorded, simulated):
@@ -176,8 +176,8 @@ def test_a_preemptive_server_is_replayed_in_its_mode(path):
     limits = HEADER.limits | {"scheduling_policy": "qllm", "max_num_seqs": 4}
     stepping = {"mode": "preemptive", "step_policy": "qllm", "pass_decodes": False, "max_be_wait": math.inf}
     found = {}
-    for mode, told in (("fused", {}), ("preemptive", stepping)):
-        changes = {"device": "paced:qllm", "model": "mixtral-8x7b", "limits": limits, "stepping": told}
+    for mode, chosen in (("fused", {}), ("preemptive", stepping)):
+        changes = {"device": "paced:qllm", "model": "mixtral-8x7b", "limits": limits, "stepping": chosen}
         answer = what_if(read_request_record(rewritten(path, **changes)), (), None)
         found[mode] = answer.report.outcomes[1]
         assert found[mode].report.num_ok == 60
@@ -198,7 +198,7 @@ def test_the_host_memory_of_a_server_is_replayed_and_no_table_prices_it(path):
         what_if(record, (), "table.json")
 
 
-def test_the_cost_of_a_real_server_s_steps_has_to_be_said(path):
+def test_the_cost_of_a_real_server_s_steps_has_to_be_given(path):
     record = read_request_record(rewritten(path, device="cpu"))
     with pytest.raises(ConfigError, match="give --cost with the table"):
         what_if(record, (), None)

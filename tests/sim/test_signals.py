@@ -105,13 +105,13 @@ def test_a_piggybacked_figure_is_as_old_as_its_delay_and_a_step_at_most(delay_ms
 
 
 def test_an_idle_engine_that_is_polled_speaks_of_now_and_one_that_piggybacks_of_its_last_step():
-    polled, said = channel("num_running", channel=ReportChannel.POLLED, period_ms=100), channel("num_tokens")
-    *_, seen = seen_at([0, 950], SignalSettings(channels=(polled, said)), num_output_tokens=3)
+    polled, piggybacked = channel("num_running", channel=ReportChannel.POLLED, period_ms=100), channel("num_tokens")
+    *_, seen = seen_at([0, 950], SignalSettings(channels=(polled, piggybacked)), num_output_tokens=3)
     assert seen["num_running"] == (0, 900 * MS)
     assert seen["num_tokens"] == (0, 30 * MS)
 
 
-def test_ends_are_heard_late():
+def test_ends_are_reported_late():
     signals = SignalSettings(response_delay_ms=50.0)
     seen = seen_at([0, 30, 79, 81, 100], signals, num_output_tokens=3)
     assert [each["num_in_flight"] for each in seen] == [0, 1, 2, 2, 3]
@@ -122,7 +122,7 @@ def test_ends_are_heard_late():
     [
         (None, [0, 0, 128, 128]),  # predicted: nothing tells the router that there was no room for both prompts
         (0, [0, 0, 16, 16]),
-        (40, [0, 0, 128, 16]),  # when the third request comes, what the second one pushed out is said to be there
+        (40, [0, 0, 128, 16]),  # when the third request comes, what the second one pushed out is reported to be there
     ],
 )
 def test_a_router_that_hears_kv_events_knows_what_a_cache_forgot(kv_events_delay_ms, hit_tokens):

@@ -89,7 +89,7 @@ def test_processes_change_no_result(scenario, tmp_path):
     assert one.report == two.report
 
 
-def test_an_error_in_a_process_is_told_as_without(scenario, tmp_path, capsys):
+def test_an_error_in_a_process_is_reported_as_without(scenario, tmp_path, capsys):
     scenario.write_text(SCENARIO.replace('"lmetric"', '"bailian:hit_weight=nan"'))
     assert sim(scenario, "--jobs", 2) == 2
     assert "hit_weight" in capsys.readouterr().err
@@ -221,7 +221,7 @@ def test_a_rate_beyond_all_time_is_refused(tmp_path, capsys, source):
     assert "requests/s is too low: the last of" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_window_and_a_closed_loop_are_said_in_the_title(tmp_path, capsys):
+def test_a_window_and_a_closed_loop_are_stated_in_the_title(tmp_path, capsys):
     trace(tmp_path / "trace.jsonl")
     path = tmp_path / "window.toml"
     path.write_text(
@@ -234,7 +234,7 @@ def test_a_window_and_a_closed_loop_are_said_in_the_title(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("window", "what"), [("", "the trace has 24"), ("start_s = 30.0\n", "the part of the trace has")]
 )
-def test_a_trace_with_fewer_requests_than_asked_for_is_noted(tmp_path, capsys, window, what):
+def test_a_trace_with_fewer_requests_than_requested_is_noted(tmp_path, capsys, window, what):
     trace(tmp_path / "trace.jsonl")
     path = tmp_path / "many.toml"
     path.write_text(f'[workload]\ntrace = "trace.jsonl"\nnum_requests = 99999\n{window}')

@@ -56,7 +56,7 @@ def serve(ranks, rows: Rows, offsets_ns):
     scheduler = ranks.seats[0].rank.scheduler
     scheduler.check()
     assert not scheduler.has_work
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks, "blocks are held by nobody"
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks, "no sequence holds a block"
     assert ranks.seats[0].scripts._progress == {}, "scripts are kept of sequences that have ended"
     return results
 
@@ -207,7 +207,7 @@ def test_a_scenario_compares_the_modes(tmp_path):
     assert json.loads(json.dumps(report.settings))["policies"][1]["mode"] == "preemptive"
 
 
-def test_prefill_is_told_where_steps_have_it_to_themselves_alone(tmp_path):
+def test_prefill_is_reported_where_steps_have_it_to_themselves_alone(tmp_path):
     path = tmp_path / "modes.toml"
     path.write_text(SCENARIO)
     answer = simulate(read_settings(path), tmp_path)
@@ -219,12 +219,12 @@ def test_prefill_is_told_where_steps_have_it_to_themselves_alone(tmp_path):
     assert "prefill.png" not in {file.name for file in save_plots(tmp_path, runs[1:])}
 
 
-def test_modes_are_compared_with_equal_places_where_that_is_asked_for(tmp_path):
+def test_modes_are_compared_with_equal_places_where_that_is_requested(tmp_path):
     path, found = tmp_path / "places.toml", {}
     for places in (None, 0, 1):
-        told = "" if places is None else f"\nmax_num_urgent_seqs = {places}"
+        limit = "" if places is None else f"\nmax_num_urgent_seqs = {places}"
         text = SCENARIO.replace("max_num_seqs = 8", "max_num_seqs = 1")
-        path.write_text(text.replace('scheduling_policy = "qllm"', f'scheduling_policy = "qllm"{told}'))
+        path.write_text(text.replace('scheduling_policy = "qllm"', f'scheduling_policy = "qllm"{limit}'))
         report = simulate(read_settings(path), tmp_path).report
         found[places] = [outcome.ls_ttft_ms.mean for outcome in report.outcomes[:2]]
     for without, with_place in zip(found[0], found[1], strict=True):

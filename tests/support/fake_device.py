@@ -47,7 +47,7 @@ def edited_scores(tokens, units, i: int) -> np.ndarray:
         logits[token] += bias if unit == i else 0
     times = {
         token: num
-        for (unit, token), num in zip(edits.said.T.tolist(), edits.num_generated.tolist(), strict=True)
+        for (unit, token), num in zip(edits.counted.T.tolist(), edits.num_generated.tolist(), strict=True)
         if unit == i
     }
     if i in edits.uncounted.tolist():

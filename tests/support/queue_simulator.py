@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from support.queue_tables import table_of
 
-from moestro.core.views import ATTENTION, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable, StepPolicy, Wait
+from moestro.core.views import ATTENTION, EMPTY_QUEUE_NS, NUM_CLASSES, QueueTable, StepPolicy, Wait
 
 RUN_NS, RUN_NS_PER_TOKEN = 100, 1
 
@@ -89,7 +89,7 @@ class QueueSimulator:
     def table(self) -> QueueTable:
         """Show the queues as a policy sees them."""
         shape = (NUM_CLASSES, self.num_layers + 1, 1 + self.num_experts)
-        n, oldest_ns = np.zeros(shape, np.int32), np.full(shape, NOBODY_WAITS_NS)
+        n, oldest_ns = np.zeros(shape, np.int32), np.full(shape, EMPTY_QUEUE_NS)
         for at, since in self._waiting.items():
             if since:
                 n[at], oldest_ns[at] = len(since), since[0]

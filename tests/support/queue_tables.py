@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from msgspec.structs import replace
 
-from moestro.core.views import ATTENTION, BE, LS, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable
+from moestro.core.views import ATTENTION, BE, EMPTY_QUEUE_NS, LS, NUM_CLASSES, QueueTable
 
 NUM_LAYERS, NUM_EXPERTS = 6, 4
 ATTENTION_WORKER, EXPERT_WORKER, COLOCATED = KINDS = "attention worker", "expert worker", "colocated"
@@ -22,7 +22,7 @@ def table_of(n: np.ndarray, oldest_ns: np.ndarray | None = None) -> QueueTable:
     since = np.zeros(n.shape, np.int64) if oldest_ns is None else oldest_ns
     passed = np.zeros(n.shape, np.int64)
     waits = n > 0
-    ages = np.where(waits, since, NOBODY_WAITS_NS)
+    ages = np.where(waits, since, EMPTY_QUEUE_NS)
     of_experts = n[:, :, 1:].sum(axis=2, dtype=np.int32)
     return QueueTable(n, ages, passed, waits, of_experts, 1 << 20, np.zeros_like(of_experts))
 

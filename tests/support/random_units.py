@@ -83,8 +83,10 @@ def unit_by_unit(units: Units) -> list[dict]:
         edits, own = units.edits, {}
         if edits is not None:
             own = {
-                "said": [
-                    (t, int(g)) for (u, t), g in zip(edits.said.T.tolist(), edits.num_generated, strict=True) if u == i
+                "counted": [
+                    (t, int(g))
+                    for (u, t), g in zip(edits.counted.T.tolist(), edits.num_generated, strict=True)
+                    if u == i
                 ],
                 "biased": [
                     (t, float(b)) for (u, t), b in zip(edits.biased.T.tolist(), edits.bias, strict=True) if u == i

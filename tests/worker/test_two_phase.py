@@ -44,10 +44,10 @@ class FakeEnd:
         self.under_way: deque[bytes] = deque()
         self.asked: deque[int] = deque()
         self.arrived: deque[memoryview] = deque()
-        self.heard_keys: list[str] = []
+        self.received_keys: list[str] = []
 
-    def heard(self, key: str, value: bytes) -> None:
-        self.heard_keys.append(key)
+    def on_message(self, key: str, value: bytes) -> None:
+        self.received_keys.append(key)
 
     def send(self, frame: memoryview) -> None:
         assert self.is_open
@@ -194,7 +194,7 @@ def test_both_ends_may_begin_at_once_and_share_one_channel(pair):
         assert pair.links[src].announce(message(0, 3, src), 12) is None
     pair.meet()
     assert [len(ends) for ends in pair.ends] == [1, 1]
-    assert pair.ends[0][0].heard_keys == ["address of 1"]
+    assert pair.ends[0][0].received_keys == ["address of 1"]
 
 
 def test_an_announcement_that_comes_before_the_own_end_is_open_waits(pair):

@@ -70,7 +70,7 @@ class PassCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_passes: plans that ran ahead of best-effort units which had entered earlier and could have run.
-        num_withdrawals: times that the device was told to return what it had not begun.
+        num_withdrawals: times that the device was ordered to return what it had not begun.
         passed_over_ns: time in which any unit was passed over; a stretch is added when it ends.
         num_parked_tokens: tokens of the units that are passed over now.
         max_parked_tokens: the largest `num_parked_tokens` so far.

@@ -47,7 +47,7 @@ class PolicyKind(Generic[PolicyT]):
     Attributes:
         name: name of the kind in messages, "route policy".
         flag: command-line flag that takes a policy of this kind.
-        package: package whose modules hold the policies. They are imported when the kind is first asked for one, so a
+        package: package whose modules hold the policies. They are imported when the kind first makes one, so a
             new policy needs no other file than its own.
         try_once: makes one decision with a new policy, so that a mistake shows before anything is served. None means no
             trial.

@@ -100,7 +100,7 @@ class ExpertVisits(msgspec.Struct, frozen=True):
     """(Token, expert) pairs of one request by layer range and worker, while one version of the expert table was in use.
 
     Attributes:
-        version: version of the table; the last one that is told apart also has the pairs of later versions.
+        version: version of the table; the last one that is counted alone also has the pairs of later versions.
         ends: first layer behind each range; the first range begins at layer 0.
         num_pairs: pairs of each range, by worker.
     """
@@ -128,7 +128,7 @@ class OrderDecision(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The first waiting requests in the order policy's order, with the columns of `core.views.WaitingView`.
 
     Attributes:
-        now_ns: time at which the policy was asked.
+        now_ns: time for which the policy sorted.
         num_waiting: requests in the queue, of which these are the first.
         num_uncached: None for a policy that does not read the prefix cache.
     """

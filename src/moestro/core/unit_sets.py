@@ -55,16 +55,16 @@ def select_edits(edits: LogitEdits, index: Int64s, num_units: int) -> LogitEdits
         kept = kept[np.argsort(new[columns[0, kept]], kind="stable")]
         return np.concatenate([new[columns[:1, kept]], columns[1:, kept]]), kept
 
-    said, said_at = keep(edits.said)
+    counted, counted_at = keep(edits.counted)
     biased, biased_at = keep(edits.biased)
     (banned, _), (banned_after, _) = keep(edits.banned), keep(edits.banned_after)
     uncounted = keep(edits.uncounted[None])[0][0]
     kept_masks = sorted(((int(new[unit]), mask) for unit, mask in edits.masks if new[unit] >= 0), key=itemgetter(0))
-    if not (kept_masks or any(each.size for each in (said, biased, banned, banned_after, uncounted))):
+    if not (kept_masks or any(each.size for each in (counted, biased, banned, banned_after, uncounted))):
         return None
     return LogitEdits(
-        said=said,
-        num_generated=edits.num_generated[said_at],
+        counted=counted,
+        num_generated=edits.num_generated[counted_at],
         biased=biased,
         bias=edits.bias[biased_at],
         banned=banned,
@@ -85,7 +85,7 @@ def join_edits(parts: Sequence[tuple[LogitEdits | None, int]]) -> LogitEdits | N
     if not shifted:
         return None
     return LogitEdits(
-        said=np.concatenate([edits.said + by[:2] for edits, by in shifted], axis=1),
+        counted=np.concatenate([edits.counted + by[:2] for edits, by in shifted], axis=1),
         num_generated=np.concatenate([edits.num_generated for edits, _ in shifted]),
         biased=np.concatenate([edits.biased + by[:2] for edits, by in shifted], axis=1),
         bias=np.concatenate([edits.bias for edits, _ in shifted]),

@@ -49,7 +49,7 @@ class EngineTable:
         prefill_tokens: int64[n], prompt tokens of those, without tokens that the engine's cache is expected to hold.
         context_tokens: int64[n], prompt tokens of all requests in flight.
         num_unseen: int64[n], requests in flight that were sent after the time of `num_waiting`.
-        said_prefill_tokens: float64[n], `queued_prefill_tokens` and the prompt tokens sent since; infinite if unknown.
+        reported_prefill_tokens: float64[n], `queued_prefill_tokens` and prompt tokens sent since; infinite if unknown.
         num_foreign: int64[n], other routers' requests at the time of `num_waiting` and `num_running`.
         num_kv_tokens: int64[n], capacity of the KV cache in tokens. UNKNOWN_KV_TOKENS means unknown.
         speed: float64[n], speed relative to the other engines, as configured by the operator; 1 by default.
@@ -65,7 +65,7 @@ class EngineTable:
     num_unseen: NDArray[np.int64]
     num_foreign: NDArray[np.int64]
     num_kv_tokens: NDArray[np.int64]
-    said_prefill_tokens: NDArray[np.float64]
+    reported_prefill_tokens: NDArray[np.float64]
     speed: NDArray[np.float64]
     num_waiting: Figure
     num_running: Figure
@@ -89,7 +89,7 @@ class EngineTable:
         n = len(self)
         columns: dict[str, Any] = {name: Figure(np.zeros(n), np.full(n, NEVER_NS)) for name in figures}
         if "queued_prefill_tokens" in figures:
-            columns["said_prefill_tokens"] = np.full(n, np.inf)
+            columns["reported_prefill_tokens"] = np.full(n, np.inf)
         if not {"num_waiting", "num_running"}.isdisjoint(figures):
             columns["num_foreign"] = np.zeros(n, np.int64)
         return replace(self, **columns)
@@ -103,7 +103,7 @@ class EngineTable:
         columns["num_kv_tokens"][:] = UNKNOWN_KV_TOKENS
         return EngineTable(
             routable=np.ones(num_engines, np.bool_),
-            said_prefill_tokens=np.full(num_engines, np.inf),
+            reported_prefill_tokens=np.full(num_engines, np.inf),
             speed=np.ones(num_engines),
             **columns,
         )
@@ -113,7 +113,7 @@ class EngineTable:
 OWN_COUNTS = tuple(
     each.name
     for each in fields(EngineTable)
-    if each.name not in {"routable", "said_prefill_tokens", "speed", *ROUTED_FIGURES}
+    if each.name not in {"routable", "reported_prefill_tokens", "speed", *ROUTED_FIGURES}
 )
 
 
@@ -232,7 +232,7 @@ class EvictView(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 ATTENTION = 0  # group of a layer's attention; in layer `num_layers` the sampler
 EVERY_EXPERT = -1  # group of a `Run`: all expert queues of the layer, one batch after another
-NOBODY_WAITS_NS = np.iinfo(np.int64).max
+EMPTY_QUEUE_NS = np.iinfo(np.int64).max
 
 
 class QueueTable(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -243,7 +243,7 @@ class QueueTable(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     Attributes:
         n: int32[classes, num_layers + 1, 1 + num_experts], number of tokens.
-        oldest_ns: int64, shape of `n`, time at which the oldest token entered this queue. `NOBODY_WAITS_NS` means that
+        oldest_ns: int64, shape of `n`, time at which the oldest token entered this queue. `EMPTY_QUEUE_NS` means that
             the queue is empty. A token that moves on to another queue starts anew there.
         passed_ns: int64, shape of `n`, the longest time for which a unit with tokens in this queue was passed over; 0
             in an empty queue. A unit is passed over while it could run and the device runs units of a higher class that
@@ -295,7 +295,7 @@ class Run(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Answer of a step policy: run nothing now. It is asked again at `until_ns`, or when work or a result arrives."""
+    """Answer of a step policy: run nothing now. It chooses again at `until_ns`, or when work or a result arrives."""
 
     until_ns: int
 

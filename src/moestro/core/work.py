@@ -51,21 +51,21 @@ class LogitEdits(msgspec.Struct, frozen=True, eq=False, gc=False):
     id), and only units with LOGITS_LAST occur. `Units.sampling` holds the strength of the penalties.
 
     Attributes:
-        said: int32[2, n], known tokens of the units with penalties, each pair once, by unit. They are the generated
+        counted: int32[2, n], known tokens of the units with penalties, each pair once, by unit. They are the generated
             tokens, and with a repetition penalty also the prompt's.
-        num_generated: int32[n], how often each of `said` was generated; 0 for a token of the prompt alone.
+        num_generated: int32[n], how often each of `counted` was generated; 0 for a token of the prompt alone.
         biased: int32[2, n], each pair at most once.
         bias: float32[n], added to the logits of `biased`.
         banned: int32[2, n], tokens that must not be sampled yet.
         masks: pairs (index into the units, mask of its tokens), by unit, each unit at most once. The masks are
             computed beside the step; the sampler takes those that are ready.
-        uncounted: int32[k], ascending, units with penalties whose token is FROM_STEP_BEFORE. `said` lacks that token,
-            which the device adds as generated once more.
+        uncounted: int32[k], ascending, units with penalties whose token is FROM_STEP_BEFORE. `counted` lacks it, and
+            the device adds it as generated once more.
         banned_after: int32[3, m], by unit: (unit whose token is FROM_STEP_BEFORE, a token, a token that must not follow
             it).
     """
 
-    said: Int32s
+    counted: Int32s
     num_generated: Int32s
     biased: Int32s
     bias: NDArray[np.float32]
@@ -165,7 +165,7 @@ class PlanWanted(NamedTuple):
     follows: bool = False
 
 
-MOST_RANGES = 4  # of layers, for which the workers of a unit's experts are told apart
+MOST_RANGES = 4  # of layers, for which the workers of a unit's experts are listed apart
 
 
 def range_ends(num_layers: int) -> tuple[int, ...]:

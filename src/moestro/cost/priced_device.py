@@ -22,7 +22,7 @@ from moestro.cost.model import Batch, CostModel, Int64s, Ints
 from moestro.errors import InvariantError
 
 _NEVER = np.iinfo(np.int32).max
-_NOBODY = -1
+_NO_SEQUENCE = -1
 
 
 class _Progress(msgspec.Struct, eq=False, gc=False):
@@ -30,14 +30,14 @@ class _Progress(msgspec.Struct, eq=False, gc=False):
 
     Attributes:
         num_prompt_tokens: prompt length.
-        num_hashes_told: hashes of `script.block_hashes` that were reported; a recomputed block is not reported again.
+        num_hashes_reported: reported hashes of `script.block_hashes`. A recomputed block is not reported again.
         slot: index of the sequence's columns.
     """
 
     script: Script
     num_prompt_tokens: int
-    num_hashes_told: int = 0
-    slot: int = _NOBODY
+    num_hashes_reported: int = 0
+    slot: int = _NO_SEQUENCE
 
 
 class Scripts:
@@ -55,7 +55,7 @@ class Scripts:
         self._progress: dict[int, _Progress] = {}
         self.num_naming = 0
         # Columns by slot; each holds the sequence that was last computed there.
-        self._serial: Int64s = np.full(16, _NOBODY, np.int64)
+        self._serial: Int64s = np.full(16, _NO_SEQUENCE, np.int64)
         self._fills_at: Int32s = np.full(16, _NEVER, np.int32)  # tokens with KV at which the next named block is full
         self._request_key: Keys = np.zeros(16, np.uint64)
 
@@ -74,8 +74,8 @@ class Scripts:
         if progress is None:
             return
         self.num_naming -= bool(progress.script.block_hashes)
-        if progress.slot != _NOBODY and self._serial[progress.slot] == serial:
-            self._serial[progress.slot], self._fills_at[progress.slot] = _NOBODY, _NEVER
+        if progress.slot != _NO_SEQUENCE and self._serial[progress.slot] == serial:
+            self._serial[progress.slot], self._fills_at[progress.slot] = _NO_SEQUENCE, _NEVER
 
     def request_keys(self, units: Units) -> Keys:
         """uint64[n], key of each unit's request: its script's, or one made from its serial number."""
@@ -101,10 +101,10 @@ class Scripts:
         found = {}
         for row in true_rows(end >= self._fills_at[slots]):
             progress = self._progress[int(self._serial[slots[row]])]
-            told, size = progress.num_hashes_told, self._block_size
+            reported, size = progress.num_hashes_reported, self._block_size
             full = int(end[row]) // size - progress.num_prompt_tokens // size
-            found[row] = progress.script.block_hashes[told * HASH_BYTES : full * HASH_BYTES]
-            progress.num_hashes_told += len(found[row]) // HASH_BYTES
+            found[row] = progress.script.block_hashes[reported * HASH_BYTES : full * HASH_BYTES]
+            progress.num_hashes_reported += len(found[row]) // HASH_BYTES
             self._load(progress)
         return found
 
@@ -118,9 +118,9 @@ class Scripts:
                 raise InvariantError(
                     f"no script for sequence {serial}: call expect() before its first unit is launched"
                 )
-            if progress.slot != _NOBODY and self._serial[progress.slot] == serial:
+            if progress.slot != _NO_SEQUENCE and self._serial[progress.slot] == serial:
                 # Preempted and resumed elsewhere: only one slot holds it.
-                self._serial[progress.slot], self._fills_at[progress.slot] = _NOBODY, _NEVER
+                self._serial[progress.slot], self._fills_at[progress.slot] = _NO_SEQUENCE, _NEVER
             progress.slot = slot
             self._serial[slot] = serial
             key = progress.script.request_key
@@ -132,15 +132,15 @@ class Scripts:
         added = max(slots.tolist()) + 1 - len(self._serial)
         if added > 0:
             added += len(self._serial)
-            self._serial = np.append(self._serial, np.full(added, _NOBODY, np.int64))
+            self._serial = np.append(self._serial, np.full(added, _NO_SEQUENCE, np.int64))
             self._fills_at = np.append(self._fills_at, np.full(added, _NEVER, np.int32))
             self._request_key = np.append(self._request_key, np.zeros(added, np.uint64))
 
     def _load(self, progress: _Progress) -> None:
         """Write when the next named block of a sequence is full."""
-        script, size, told = progress.script, self._block_size, progress.num_hashes_told
-        next_at = (progress.num_prompt_tokens // size + told + 1) * size
-        self._fills_at[progress.slot] = next_at if told * HASH_BYTES < len(script.block_hashes) else _NEVER
+        script, size, reported = progress.script, self._block_size, progress.num_hashes_reported
+        next_at = (progress.num_prompt_tokens // size + reported + 1) * size
+        self._fills_at[progress.slot] = next_at if reported * HASH_BYTES < len(script.block_hashes) else _NEVER
 
 
 class ScriptedDevice(Scripts):

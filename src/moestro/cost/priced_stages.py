@@ -345,7 +345,7 @@ class PricedStages:
         return Stopped(item.until, None, 0, launched.counts)
 
     def _answered(self, units: Units, now_ns: int, counts: Int64s | None) -> StepResult:
-        assert self._answer is not None, "a device without attention was asked to sample"
+        assert self._answer is not None, "a device without attention got units to sample"
         return msgspec.structs.replace(self._answer(units, now_ns), expert_counts=counts)
 
     def _stopped(self, launched: _PricedItem, units: Units) -> Stopped:

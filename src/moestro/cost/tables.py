@@ -110,7 +110,7 @@ class MeasuredCost:
             "sequences": max(point.sequences for point in table.decode),
             "context": max(point.context for point in table.decode),
         }
-        self._asked = dict.fromkeys(self.largest, 0)
+        self._priced = dict.fromkeys(self.largest, 0)
         self._longest_context = 0.0
         self._tokens_ps: dict[int, int] = {}
         self._lines: dict[int, _Line] = {}
@@ -120,14 +120,16 @@ class MeasuredCost:
 
         Only entries that exceed the measurements appear.
         """
-        asked = self._asked | {"context": math.ceil(self._longest_context)}
-        return {name: (asked[name], most) for name, most in self.largest.items() if asked[name] > most}
+        priced = self._priced | {"context": math.ceil(self._longest_context)}
+        return {name: (priced[name], most) for name, most in self.largest.items() if priced[name] > most}
 
     def warning(self) -> str | None:
         """Describe `beyond` for people; None if nothing exceeds the measurements."""
-        words = (f"{name} of up to {asked:,}, measured up to {most:,}" for name, (asked, most) in self.beyond().items())
-        said = "; ".join(words)
-        return f"steps beyond the table were priced by extrapolation: {said}" if said else None
+        words = (
+            f"{name} of up to {priced:,}, measured up to {most:,}" for name, (priced, most) in self.beyond().items()
+        )
+        listed = "; ".join(words)
+        return f"steps beyond the table were priced by extrapolation: {listed}" if listed else None
 
     def step_ns(self, batch: Batch) -> int:
         """Implement `CostModel.step_ns`."""
@@ -136,7 +138,7 @@ class MeasuredCost:
             return _ns(self._host_ps(num) + self._decode_step_ps(batch.start))
         is_chunk = batch.num_tokens > 1
         chunks = list(zip(batch.start[is_chunk].tolist(), batch.num_tokens[is_chunk].tolist(), strict=True))
-        self._asked["chunk"] = max(self._asked["chunk"], *(new for _, new in chunks))
+        self._priced["chunk"] = max(self._priced["chunk"], *(new for _, new in chunks))
         price = self._host_ps(num) + round(self._host.chunk_ns * len(chunks) * PS_PER_NS) + self._token_part(total)
         price += sum(
             round((self._own.at(new) * new + self._reading.at(new) * cached) * PS_PER_NS) for cached, new in chunks
@@ -166,7 +168,7 @@ class MeasuredCost:
     def _token_part(self, num_tokens: int) -> int:
         part = self._tokens_ps.get(num_tokens)
         if part is None:
-            self._asked["tokens"] = max(self._asked["tokens"], num_tokens)
+            self._priced["tokens"] = max(self._priced["tokens"], num_tokens)
             part = self._tokens_ps[num_tokens] = round(self._tokens.at(num_tokens) * PS_PER_NS)
         return part
 
@@ -181,7 +183,7 @@ class MeasuredCost:
         """Time over mean context for `num_sequences`, interpolated between the two nearest measured numbers."""
         line = self._lines.get(num_sequences)
         if line is None:
-            self._asked["sequences"] = max(self._asked["sequences"], num_sequences)
+            self._priced["sequences"] = max(self._priced["sequences"], num_sequences)
             counts, contexts, ns = self._decode_rows
             times = np.array([_Line(counts, column).at(num_sequences) for column in ns.T])
             line = self._lines[num_sequences] = _Line(contexts, times)

@@ -122,7 +122,7 @@ class DecodeJumps:
     def _all_decode(self, num: int, now_ns: int) -> bool:
         """Whether the batch policy takes all running sequences, which are `num` decodes.
 
-        The answer for latency-sensitive rows alone depends on their number, so the policy is asked once for each.
+        The answer for latency-sensitive rows alone depends on their number, so the policy answers once for each.
         """
         if self._table.num_be:
             return self._takes_all(now_ns)

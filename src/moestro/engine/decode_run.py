@@ -40,7 +40,7 @@ class DecodeRun:
         self._is_in_flight = False
         self._sequences: list[Sequence] = []
         self._request_ids: tuple[str, ...] = ()
-        self._told_ids: tuple[str, ...] = ()  # `_request_ids` after the run's first output
+        self._reported_ids: tuple[str, ...] = ()  # `_request_ids` after the run's first output
         self._computed = self._num_tokens = _NOTHING  # int32[n], tokens with KV, and known tokens, which are one more
         self._limits = _NOTHING  # int32[3, n], values of `_computed` at which something happens
         self._is_at_limit = False  # whether any of them is reached
@@ -80,7 +80,7 @@ class DecodeRun:
         self._running, self._is_in_flight = running, True
         self._sequences = self._table.at_all(running)
         self._request_ids = tuple(sequence.request.request_id for sequence in self._sequences)
-        self._told_ids = ()  # a prompt's last chunk of one token looks like a decode
+        self._reported_ids = ()  # a prompt's last chunk of one token looks like a decode
         self._computed, self._num_tokens = growth[COMPUTED], growth[TOKENS]
         # The last token is sampled and never computed.
         self._limits = np.stack((growth[LAST_TOKENS] - ONE, growth[CAPACITY], growth[FULL_AT]))
@@ -166,8 +166,8 @@ class DecodeRun:
         """Report the sampled tokens, and remove the sequences that end with them."""
         sequences, at_last = self._sequences, true_rows(is_last) if self._is_at_limit else []
         reasons = find_finish_reasons(self._table, sequences, tokens, at_last)
-        output = StepOutput(sequences, tokens, reasons, result.logprobs, request_ids=self._told_ids)
-        self._told_ids = self._request_ids
+        output = StepOutput(sequences, tokens, reasons, result.logprobs, request_ids=self._reported_ids)
+        self._reported_ids = self._request_ids
         if reasons:
             self._state.finish_all(output.ended)
         return output

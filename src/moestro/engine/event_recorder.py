@@ -78,9 +78,9 @@ class EventRecorder:
         """Note the place of each request that the queue got since the last look."""
         if not self._new:
             return
-        view, order, asked_ns = waiting.last_order(now_ns)
+        view, order, sorted_ns = waiting.last_order(now_ns)
         serials = view.serial[order].tolist()
-        keys = self._order.keys(view, asked_ns)
+        keys = self._order.keys(view, sorted_ns)
         place_of = {serial: place for place, serial in enumerate(serials) if serial in self._new}
         for serial, place in place_of.items():
             ahead = place - 1
@@ -102,7 +102,7 @@ class EventRecorder:
             first = order[:MOST_ROWS]
             self._events.append(
                 OrderDecision(
-                    asked_ns,
+                    sorted_ns,
                     len(serials),
                     request_ids=tuple(self._ids[serial] for serial in serials[:MOST_ROWS]),
                     arrival_ns=_column(view.arrival_ns, first),

@@ -87,7 +87,7 @@ class SequenceEdits:
         self.matcher = matcher
         self.listed = np.frombuffer(sampling.allowed_tokens, np.int32) if sampling.allowed_tokens else None
 
-    def said(self, tokens: Int32s) -> tuple[Int32s, Int32s]:
+    def counted(self, tokens: Int32s) -> tuple[Int32s, Int32s]:
         """Those of `tokens`, all known tokens of the sequence, to which penalties apply, and how often generated."""
         return (_NONE, _NONE) if self._counts is None else self._counts.after(tokens)
 
@@ -134,19 +134,19 @@ def join_edits(
         grammars: what computes the masks of grammars. None means that no sequence has one.
     """
     pairs = list(zip(sequences, tokens, strict=True))
-    counted = [own.said(known) for own, known in pairs]
+    counts = [own.counted(known) for own, known in pairs]
     banned = [own.banned(known, lacks_last=lacks) for (own, known), lacks in zip(pairs, lack_last, strict=True)]
     ahead = [(row, pair) for row, pair, lacks in zip(rows, pairs, lack_last, strict=True) if lacks]
     uncounted = [row for row, (own, _) in ahead if own.counts_tokens]
     banned_after = [(row, *two) for row, (own, known) in ahead for two in own.banned_after(known)]
-    said = [ids for ids, _ in counted]
+    counted = [ids for ids, _ in counts]
     biased = [own.bias_ids for own in sequences]
     masks = _masks(rows, pairs, grammars)
-    if not (masks or uncounted or banned_after or any(len(ids) for ids in (*said, *banned, *biased))):
+    if not (masks or uncounted or banned_after or any(len(ids) for ids in (*counted, *banned, *biased))):
         return None
     return LogitEdits(
-        said=_pairs(rows, said),
-        num_generated=np.concatenate([times for _, times in counted]),
+        counted=_pairs(rows, counted),
+        num_generated=np.concatenate([times for _, times in counts]),
         biased=_pairs(rows, biased),
         bias=np.concatenate([own.bias for own in sequences]),
         banned=_pairs(rows, banned),

@@ -16,7 +16,7 @@ class BatchPolicy(Protocol):
     def room(self, view: BatchView, limits: BatchLimits) -> int:
         """Tokens that newcomers might be given beside the running ones, which are the rows of `view`.
 
-        0 or less: none can enter now, whoever it is; nobody then looks at the waiting queue.
+        0 or less: no request can enter now, and the scheduler does not read the waiting queue.
         """
         ...
 

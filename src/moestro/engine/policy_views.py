@@ -35,11 +35,11 @@ class PolicyViews:
         table = self._table
         computed, known = table.progress(slots)
         num_left = known - computed
-        classes, nobody_waits = self.classes(slots, now_ns), self._is_waiting[: len(slots)]
+        classes, none_waits = self.classes(slots, now_ns), self._is_waiting[: len(slots)]
         if self._shares.are_needed:
             clients, part = table.client[slots], self._shares.part
-            return BatchView(num_left, nobody_waits, classes, table.num_units_in_flight, clients, part)
-        return BatchView(num_left, nobody_waits, classes, table.num_units_in_flight)
+            return BatchView(num_left, none_waits, classes, table.num_units_in_flight, clients, part)
+        return BatchView(num_left, none_waits, classes, table.num_units_in_flight)
 
     def with_candidates(self, view: BatchView, candidates: list[AdmissionCandidate], now_ns: int) -> BatchView:
         """Append a row for each candidate to `view`. There are at most as many as free slots."""

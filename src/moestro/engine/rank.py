@@ -75,7 +75,7 @@ class Rank:
             num_output_tokens: as in `Scheduler.add`.
 
         Returns:
-            Its serial, which its units carry: a device that holds scripts is told by it whose script is whose.
+            Its serial, which its units carry: a device that holds scripts finds the sequence's script by it.
 
         Raises:
             RequestError: it is refused; nothing has changed.
@@ -104,7 +104,7 @@ class Rank:
         Raises:
             InvariantError: the rank is alone.
         """
-        raise InvariantError("a rank without a group was told to take part in a step")
+        raise InvariantError("a rank without a group got the order to take part in a step")
 
     def step(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> list[Output]:
         """Take what is ready and submit the next plan. Returns what requests gained.

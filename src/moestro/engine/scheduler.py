@@ -224,7 +224,7 @@ class Scheduler:
         if candidates and not has_preempted:
             slots, num_tokens = self.with_admitted(candidates, slots, num_tokens, chunk, num_free, now_ns)
 
-        # 5. The plan takes its units, and the KV copies that preemptions and admissions have asked for.
+        # 5. The plan takes its units, and the KV copies that preemptions and admissions have requested.
         if len(slots) == 0:
             # Every sequence of this plan was preempted: the sequences that are left need not wait for the next call.
             retries = has_preempted and not self.table.num_units_in_flight
@@ -235,7 +235,7 @@ class Scheduler:
         return self.plan_of(units)
 
     def plan_of(self, units: Units) -> Plan:
-        """Number the next plan. It takes the KV copies that preemptions, admissions and evictions have asked for."""
+        """Number the next plan. It takes the KV copies that preemptions, admissions and evictions have requested."""
         self.num_steps += 1
         self.state.host.write_ahead()
         return Plan(self.num_steps, units, self.state.host.take_moves())

@@ -74,14 +74,14 @@ class Sequence:
         num_preemptions: number of its preemptions.
         is_leaving: whether the sequence has ended or was aborted, and is dropped when its unit in flight returns.
         may_cache: whether its blocks may enter the prefix cache.
-        is_told: whether the API server had an output of it, with its cached tokens and its admission.
+        is_reported: whether the API server had an output of it, with its cached tokens and its admission.
         service_class: LS or BE, as given by the client.
         user: `name_key` of the user.
         client: number of its client (`ClientShares.join`).
     """
 
     __slots__ = (
-        "admitted_ns", "blocks", "client", "edits", "generated", "hashes", "host_blocks", "is_leaving", "is_told",
+        "admitted_ns", "blocks", "client", "edits", "generated", "hashes", "host_blocks", "is_leaving", "is_reported",
         "last_num_tokens", "may_cache", "num_cached_tokens", "num_host_tokens", "num_kept", "num_preemptions",
         "num_tokens", "prompt_logprobs", "request", "sampling_row", "serial", "service_class", "slot", "stop_token_ids",
         "user",
@@ -107,7 +107,7 @@ class Sequence:
         self.num_host_tokens = 0
         self.admitted_ns = 0
         self.num_preemptions = 0
-        self.is_leaving = self.is_told = False
+        self.is_leaving = self.is_reported = False
         self.may_cache = True
         self.service_class = BE if request.service_class is _BE else LS
         self.user = name_key(request.user)

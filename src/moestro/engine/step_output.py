@@ -1,4 +1,4 @@
-"""Output of one scheduler step: the sampled tokens, the sequences that ended, and what requests are told of them."""
+"""Output of one scheduler step: the sampled tokens, the sequences that ended, and the outputs of requests."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def outputs_of(output: StepOutput) -> NewOutputs:
     if request_ids and not rows:
         return NewOutputs((), request_ids, token_ids)
     if not request_ids:
-        rows.update([row for row, sequence in enumerate(sequences) if not sequence.is_told])
+        rows.update([row for row, sequence in enumerate(sequences) if not sequence.is_reported])
         request_ids = tuple([sequence.request.request_id for sequence in sequences])
     if not rows:
         return NewOutputs((), request_ids, token_ids)
@@ -116,7 +116,7 @@ def outputs_of(output: StepOutput) -> NewOutputs:
 
 def _output_of(output: StepOutput, row: int) -> Output:
     sequence, reason = output.sequences[row], output.finish_reasons.get(row)
-    sequence.is_told = True
+    sequence.is_reported = True
     prompt = output.prompt_logprobs.get(row)
     return Output(
         request_id=sequence.request.request_id,

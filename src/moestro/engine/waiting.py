@@ -58,18 +58,18 @@ class QueueOrder(NamedTuple):
     Attributes:
         view: all waiting requests.
         order: int64[n], rows of `view`, the first to be admitted first.
-        asked_ns: time at which the policy was asked.
+        sorted_ns: time for which the policy sorted.
     """
 
     view: WaitingView
     order: NDArray[np.int64]
-    asked_ns: int
+    sorted_ns: int
 
 
 class WaitingQueue:
     """Sequences without KV blocks, in the order policy's order.
 
-    The policy is asked again only when the order may have changed. Rows are appended and marked dead, and compacted
+    The policy sorts again only when the order may have changed. Rows are appended and marked dead, and compacted
     when half of them are dead, so that a long queue costs no Python per row.
 
     Args:
@@ -87,7 +87,7 @@ class WaitingQueue:
         self.policy = policy
         self._pool = pool
         self._block_size = block_size
-        # Rows are written when the order of several is asked for; a queue of one needs none.
+        # Rows are written when the policy sorts several requests; a queue of one needs none.
         self._rows = np.empty(16, WAITING_COLUMNS)
         self._live = np.zeros(16, np.bool_)
         self._num_written = 0
@@ -186,7 +186,7 @@ class WaitingQueue:
         return found
 
     def last_order(self, now_ns: int) -> QueueOrder:
-        """The present order, and what the policy knew when it was asked for it."""
+        """Return the present order, and what the policy knew when it sorted."""
         self._sort(now_ns)
         if self._last is not None:
             return QueueOrder(*self._last, self._from_ns)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.views import ATTENTION, BE, LS, NOBODY_WAITS_NS, NUM_CLASSES, Run
+from moestro.core.views import ATTENTION, BE, EMPTY_QUEUE_NS, LS, NUM_CLASSES, Run
 from moestro.core.work import Int32s
 from moestro.flow.queue_columns import QueueColumns
 from moestro.flow.token_pool import TokenPool
@@ -194,7 +194,7 @@ class AttentionQueues:
             num_without_place = int(self._pool.num_lacking_places(ids).sum())
             num_prefill = int(sizes.sum(where=sizes > 1)) if num_tokens > len(ids) else 0
         else:
-            num_tokens, oldest_ns, num_without_place, num_prefill = 0, NOBODY_WAITS_NS, 0, 0
+            num_tokens, oldest_ns, num_without_place, num_prefill = 0, EMPTY_QUEUE_NS, 0, 0
         self._num_without_place[service_class, layer] = num_without_place
         self._columns.num_prefill_tokens[service_class, layer] = num_prefill
         self._columns.set_queue(at, num_tokens, oldest_ns)

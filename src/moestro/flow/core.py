@@ -154,7 +154,7 @@ class FlowCore:
 
     @property
     def wake_ns(self) -> int | None:
-        """Time at which the policy wants to be asked even if no event comes. None means no such time."""
+        """Time at which the policy wants to choose even if no event comes. None means no such time."""
         return earliest(self._wait_until_ns, self._ask_again_ns)
 
     def wants_tick(self, now_ns: int) -> bool:
@@ -284,11 +284,11 @@ class FlowCore:
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def _receive(self, now_ns: int, message: HopMessage) -> list[Command]:
-        """Keep a message until the policy is asked, or take it in at once if it may be more urgent than what runs."""
+        """Keep a message until the policy chooses, or take it in at once if it may be more urgent than what runs."""
         commands: list[Command] = []
         self._lacks_places = False
         self._inbox.append((message, now_ns))  # several are taken in at the cost of one
-        # What runs is asked first, because that costs nothing where all tokens are of one class.
+        # What runs is checked first, because that costs nothing where all tokens are of one class.
         if message.hop.kind == DISPATCH and self._runs_best_effort() and LS in message.records["service_class"]:
             self._passed_over.elapse(now_ns)
             self._open_inbox(now_ns, commands)
@@ -485,7 +485,7 @@ class FlowCore:
                 return
 
     def _follow(self, choice: Run | Wait, commands: list[Command], launched: LaunchedItem | None = None) -> bool:
-        """Do what the policy chose, with an item that is made or not. Returns whether it may be asked again now."""
+        """Do what the policy chose, with an item that is made or not. Returns whether it may choose again now."""
         if isinstance(choice, Wait):
             self._wait_until_ns = choice.until_ns
             return False

@@ -92,9 +92,9 @@ class Dispatcher:
         self._settings, self._pool, self._worker = settings, pool, settings.worker
         num_workers = settings.num_workers
         self._credits = [settings.num_credits] * num_workers
-        # Pairs that wait on each worker: those that its last reply told of, and those sent that it had not taken in.
+        # Pairs that wait on each worker: those of its last reply, and those sent that it had not taken in.
         self._backlog: Int64s = np.zeros(num_workers, np.int64)
-        self._not_told = [deque[int]() for _ in range(num_workers)]  # pairs of each dispatch that no reply includes
+        self._unreported = [deque[int]() for _ in range(num_workers)]  # pairs of each dispatch that no reply includes
         self._epoch = [settings.incarnation << _EPOCH_BITS] * num_workers
         self._next_seq = [0] * num_workers
         self._expected_seq = [0] * num_workers
@@ -269,7 +269,7 @@ class Dispatcher:
         layer, records, places = parcel
         self._credits[worker] -= len(places)
         self._backlog[worker] += len(records)
-        self._not_told[worker].append(len(records))
+        self._unreported[worker].append(len(records))
         hop = Hop(
             kind=DISPATCH,
             src=self._worker,
@@ -298,10 +298,10 @@ class Dispatcher:
             return False, []
         self._expected_seq[worker] = hop.seq + 1
         self._credits[worker] += hop.credits
-        not_told = self._not_told[worker]
-        while len(not_told) > self._next_seq[worker] - hop.num_taken:
-            not_told.popleft()
-        self._backlog[worker] = sum(hop.depths) + sum(not_told)
+        unreported = self._unreported[worker]
+        while len(unreported) > self._next_seq[worker] - hop.num_taken:
+            unreported.popleft()
+        self._backlog[worker] = sum(hop.depths) + sum(unreported)
         return True, list(self._flush(worker)) if self._outbox[worker] else []
 
     def owed(self, records: HopRecords, workers: Int16s) -> Int64s:
@@ -324,7 +324,7 @@ class Dispatcher:
         self._next_seq[worker] = self._expected_seq[worker] = 0
         self._credits[worker] = self._settings.num_credits
         self._backlog[worker] = 0
-        self._not_told[worker].clear()
+        self._unreported[worker].clear()
         self._outbox[worker].empty()
         places = np.flatnonzero((self._pool.owner == worker).any(axis=1)).astype(np.int32)
         layers, is_owed = self._pool.layer_at[places], self._pool.owner[places] == worker

@@ -78,7 +78,7 @@ class FlowExecutor:
 
     @property
     def num_dropped(self) -> int:
-        """Messages and records that were dropped, because they were repeated or nobody waits for them any more."""
+        """Messages and records that were dropped, because they were repeated or no token waits for them any more."""
         return self._core.num_dropped
 
     def waiting_by_layer(self, now_ns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -136,7 +136,7 @@ class FlowExecutor:
 
         A device that works when it is polled, or that cannot tell when it is ready, is polled piece by piece until
         there is a result or `is_wanted` is true. With several plans or guests inside, this returns after every item, so
-        that the policy is asked with the current time.
+        that the policy chooses with the current time.
         """
         while not self._results:
             if self._core.wants_tick(now_ns):

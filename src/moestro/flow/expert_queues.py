@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.views import BE, LS, NOBODY_WAITS_NS
+from moestro.core.views import BE, EMPTY_QUEUE_NS, LS
 from moestro.core.work import Int32s
 from moestro.flow.guests import Pairs
 from moestro.flow.place_table import PlaceTable
@@ -72,7 +72,7 @@ class ExpertQueues:
 
     def __init__(self, columns: QueueColumns, num_layers: int, num_slots: int) -> None:
         self._columns, self._num_slots = columns, num_slots
-        self._nobody_waits_ns: Int64s = np.full(num_slots, NOBODY_WAITS_NS, np.int64)
+        self._empty_ns: Int64s = np.full(num_slots, EMPTY_QUEUE_NS, np.int64)
         self._segments: list[list[Segment]] = [[] for _ in range(num_layers + 1)]
 
     def add(self, holder: PlaceTable, layer: int, pairs: Pairs, since_ns: int | None = None) -> None:
@@ -108,7 +108,7 @@ class ExpertQueues:
             order = pairs.slots.astype(np.int16).argsort(kind="stable")
             places, choices = places.take(order), choices.take(order)
             segment = _segment(holder, service_class, places, choices, sizes)
-            some, oldest_ns = sizes.nonzero()[0], self._nobody_waits_ns.copy()
+            some, oldest_ns = sizes.nonzero()[0], self._empty_ns.copy()
             if since_ns is None:
                 oldest_ns[some] = np.minimum.reduceat(holder.queued_ns_at(places), segment.begin[some])
             else:
@@ -151,7 +151,7 @@ class ExpertQueues:
                     segment.num_waiting -= end - begin
                     left -= end - begin
             if takes_all:
-                self._columns.set_queue(at, 0, NOBODY_WAITS_NS)
+                self._columns.set_queue(at, 0, EMPTY_QUEUE_NS)
                 self._leave_out_empty(layer)
             else:
                 self._recount(service_class, layer, slot)
@@ -216,7 +216,7 @@ class ExpertQueues:
         return [segment for segment in self._segments[layer] if segment.service_class == service_class]
 
     def _recount(self, service_class: int, layer: int, slot: int) -> None:
-        left, oldest_ns = 0, NOBODY_WAITS_NS
+        left, oldest_ns = 0, EMPTY_QUEUE_NS
         for segment in self._of_class(layer, service_class):
             begin, end = int(segment.begin[slot]), int(segment.end[slot])
             if end > begin:

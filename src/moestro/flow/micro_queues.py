@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.stages import StageShape
-from moestro.core.views import ATTENTION, NOBODY_WAITS_NS, NUM_CLASSES, QueueTable
+from moestro.core.views import ATTENTION, EMPTY_QUEUE_NS, NUM_CLASSES, QueueTable
 from moestro.core.work import Units
 from moestro.flow.attention_queues import AttentionQueues
 from moestro.flow.expert_queues import ExpertQueues
@@ -81,7 +81,7 @@ class MicroQueues:
         num_tokens = np.bincount(units.service_class, sizes, NUM_CLASSES).tolist()
         columns.num_prefill_tokens[:, 0] = np.bincount(units.service_class, sizes * (sizes > 1), NUM_CLASSES)
         for service_class, num in enumerate(num_tokens):
-            columns.set_queue((service_class, 0, ATTENTION), int(num), came_ns if num else NOBODY_WAITS_NS)
+            columns.set_queue((service_class, 0, ATTENTION), int(num), came_ns if num else EMPTY_QUEUE_NS)
         return self._make_table(columns, columns.n > 0, self._none_passed)
 
     def _make_table(self, columns: QueueColumns, runnable: NDArray[np.bool_], passed_ns: Int64s) -> QueueTable:

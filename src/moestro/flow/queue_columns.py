@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.stages import StageShape
-from moestro.core.views import ATTENTION, NOBODY_WAITS_NS, NUM_CLASSES
+from moestro.core.views import ATTENTION, EMPTY_QUEUE_NS, NUM_CLASSES
 from moestro.core.work import Int32s
 
 Int64s = NDArray[np.int64]
@@ -32,7 +32,7 @@ class QueueColumns:
     def __init__(self, shape: StageShape) -> None:
         layers, groups = shape.num_layers + 1, 1 + shape.num_experts
         self.n: Int32s = np.zeros((NUM_CLASSES, layers, groups), np.int32)
-        self.oldest_ns: Int64s = np.full((NUM_CLASSES, layers, groups), NOBODY_WAITS_NS, np.int64)
+        self.oldest_ns: Int64s = np.full((NUM_CLASSES, layers, groups), EMPTY_QUEUE_NS, np.int64)
         self.num_expert_tokens: Int32s = np.zeros((NUM_CLASSES, layers), np.int32)
         self.num_prefill_tokens: Int32s = np.zeros((NUM_CLASSES, layers), np.int32)
         columns = self.n, self.oldest_ns, self.num_expert_tokens, self.num_prefill_tokens
@@ -59,7 +59,7 @@ class QueueColumns:
 
         Args:
             sizes: int64[slots], pairs of each slot.
-            oldest_ns: int64[slots], since when the oldest of them waits; NOBODY_WAITS_NS where there is none.
+            oldest_ns: int64[slots], since when the oldest of them waits; EMPTY_QUEUE_NS where there is none.
         """
         n, oldest = self.n[service_class, layer, 1:], self.oldest_ns[service_class, layer, 1:]
         np.add(n, sizes, out=n, casting="same_kind")
@@ -78,7 +78,7 @@ class QueueColumns:
         self.num_of_slot -= self.n[service_class, layer, 1:]
         self.num_expert_tokens[service_class, layer] = 0
         self.n[service_class, layer, 1:] = 0
-        self.oldest_ns[service_class, layer, 1:] = NOBODY_WAITS_NS
+        self.oldest_ns[service_class, layer, 1:] = EMPTY_QUEUE_NS
 
 
 def read_only(array: NDArray[Any]) -> NDArray[Any]:

@@ -11,8 +11,8 @@ from moestro.core.clock import to_ns
 from moestro.core.policy_registry import PolicyKind
 from moestro.core.views import (
     ATTENTION,
+    EMPTY_QUEUE_NS,
     LS,
-    NOBODY_WAITS_NS,
     NUM_CLASSES,
     QueueTable,
     Run,
@@ -54,7 +54,7 @@ def _try_once(policy: StepPolicy) -> None:
 def _one_token_waits() -> QueueTable:
     """One latency-sensitive token before the attention of layer 0, on a device of one layer and two experts."""
     shape = (NUM_CLASSES, 2, 3)
-    n, oldest_ns = np.zeros(shape, np.int32), np.full(shape, NOBODY_WAITS_NS, np.int64)
+    n, oldest_ns = np.zeros(shape, np.int32), np.full(shape, EMPTY_QUEUE_NS, np.int64)
     n[LS, 0, ATTENTION], oldest_ns[LS, 0, ATTENTION] = 1, 0
     passed_ns = np.zeros(shape, np.int64)
     none = np.zeros(shape[:2], np.int32)

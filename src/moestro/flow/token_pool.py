@@ -238,9 +238,9 @@ class TokenPool:
         """Note for how long other workers say that the tokens at `places` (which may repeat) were passed over."""
         if np.count_nonzero(waited_us):
             longer = waited_us.nonzero()[0]
-            units, told_ns = self.units_at(places[longer]), waited_us[longer].astype(np.int64) * 1000
+            units, reported_ns = self.units_at(places[longer]), waited_us[longer].astype(np.int64) * 1000
             before = np.count_nonzero(self.passed_ns[np.unique(units)])
-            np.maximum.at(self.passed_ns, units, told_ns)
+            np.maximum.at(self.passed_ns, units, reported_ns)
             self.num_passed += int(np.count_nonzero(self.passed_ns[np.unique(units)]) - before)
 
     # --- places -----------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def _refuse_unseen_window(config: Any, windows: set[int | None], max_model_len: 
 
 
 def _run_in_chunks(network: Network, tokens: Int32s) -> tuple[Tensor, set[int | None]]:
-    """Logits of the second chunk, and the windows that the network asked for."""
+    """Logits of the second chunk, and the windows that the network requested."""
     first, num_blocks = len(tokens) // 2, -(-len(tokens) // _BLOCK_SIZE)
     pools = KVPools(2 * num_blocks, _BLOCK_SIZE)
     # Blocks from the highest down. The other sequence has the rest: the same tokens, reversed.

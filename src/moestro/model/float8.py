@@ -1,7 +1,7 @@
 """Weights in float8 with a float32 scale for each block, as published FP8 checkpoints store them.
 
 A number of the weight is its float8 number times the scale of its block, rounded once to the dtype of the activations.
-Whoever multiplies with the weight rounds so, so that results have the bits of a weight that was dequantised at load.
+Each product with the weight rounds so, so that results have the bits of a weight that was dequantised at load.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def edit_logits(
     if edits.biased.size:
         at = _places(np.searchsorted(units, edits.biased[0]), edits.biased[1], logits)
         flat[at] += upload(edits.bias, logits.device)
-    if edits.said.size or edits.uncounted.size:
+    if edits.counted.size or edits.uncounted.size:
         _penalise(logits, _count(edits, units, before, logits), sampling)
     if edits.banned_after.size:
         assert before is not None, "bans depend on tokens of the step before, of which there is none"
@@ -107,7 +107,9 @@ class _EarlierTokens(NamedTuple):
 
 def _count(edits: LogitEdits, units: NDArray[np.int64], before: Tensor | None, logits: Tensor) -> _EarlierTokens:
     """Count the tokens to which penalties apply: those that the host had, and those of the step before."""
-    rows, tokens = (upload(each, logits.device) for each in (np.searchsorted(units, edits.said[0]), edits.said[1]))
+    rows, tokens = (
+        upload(each, logits.device) for each in (np.searchsorted(units, edits.counted[0]), edits.counted[1])
+    )
     times = upload(edits.num_generated, logits.device).to(logits.dtype)
     if not edits.uncounted.size:
         return _EarlierTokens(rows, tokens.to(torch.int64), times)

@@ -197,15 +197,15 @@ def choose_max_model_len(settings: ModelSettings, config_len: int | None) -> int
     Raises:
         ConfigError: the operator's choice exceeds the network's limit, or neither exists.
     """
-    asked = settings.max_model_len
-    if config_len is None and asked is None:
+    requested = settings.max_model_len
+    if config_len is None and requested is None:
         raise UnsupportedModelError("config.json names no max_position_embeddings: set --max-model-len.")
-    if config_len is not None and asked is not None and asked > config_len:
+    if config_len is not None and requested is not None and requested > config_len:
         raise ConfigError(
-            f"--max-model-len {asked} exceeds this model's max_position_embeddings of {config_len}:"
+            f"--max-model-len {requested} exceeds this model's max_position_embeddings of {config_len}:"
             f" the network was never trained beyond it. Give at most {config_len}."
         )
-    chosen = asked or config_len
+    chosen = requested or config_len
     assert chosen is not None
     return chosen
 

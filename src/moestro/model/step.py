@@ -249,7 +249,7 @@ class PagedStep:
 
     @property
     def windows(self) -> set[int | None]:
-        """Windows that some layer has asked for."""
+        """Windows that some layer has requested."""
         return {reach.window for reach in self._views}
 
     def view(self, reach: Reach) -> StepView:

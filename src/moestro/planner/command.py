@@ -30,7 +30,7 @@ def serve_arguments(fitting: FittingDivision, num_requests: int) -> list[str]:
         "--max-num-batched-tokens", str(limits.max_num_batched_tokens),
         "--kv-cache-memory-bytes", str(kv_bytes),
         "--block-size", str(block_size),
-        "--max-model-len", str(min(question.lengths.longest_asked, fitting.memory.kv_tokens)),
+        "--max-model-len", str(min(question.lengths.longest_requested, fitting.memory.kv_tokens)),
     ]  # fmt: skip
     if Path(question.settings.model).expanduser().exists():
         return [*arguments, "--device", "cuda"]

@@ -46,7 +46,7 @@ class LengthSample:
         return int((self.prompt + self.output).max())
 
     @property
-    def longest_asked(self) -> int:
+    def longest_requested(self) -> int:
         """Most tokens that a simulated request may ask for: those in progress ask for the longest answer too."""
         return self.longest + int(self.output.max())
 

@@ -85,7 +85,7 @@ def _why_not(question: PlanQuestion, use: MemoryUse) -> str | None:
     if use.kv_gb <= 0:
         return f"weights of {use.weights_gb:.1f} GB on a GPU and {workspace} are {limit}"
     # A simulated request in progress asks for as many tokens as the longest answer has, so both lengths must fit.
-    longest = question.lengths.longest_asked
+    longest = question.lengths.longest_requested
     if use.kv_tokens < longest:
         return (
             f"{use.kv_gb:.1f} GB are left for KV, {use.kv_tokens:,} tokens, and the longest request needs {longest:,}"

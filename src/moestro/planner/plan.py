@@ -85,7 +85,7 @@ class PlannedDeployment(msgspec.Struct, frozen=True, kw_only=True):
         estimated_tokens_per_s: estimate of its throughput.
         num_requests, tokens_per_s, itl_ms, ttft_ms: the most within the objectives. None means that nothing is.
         limits: limits of each engine there.
-        share_of_rate: throughput over that of --request-rate. None means that no rate was asked for.
+        share_of_rate: throughput over that of --request-rate. None means that no rate was requested.
         points: simulated runs.
         commands: commands that start it. Empty means that only the simulator runs it, for the reason of `why_not`.
         why_not: reason why our server does not run it.

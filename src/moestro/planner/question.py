@@ -1,4 +1,4 @@
-"""What `moestro plan` is asked, with all names looked up."""
+"""Question of `moestro plan`, with all names looked up."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class PlanSearch:
     """Searches under one seed, then compares the best two under others.
 
     Args:
-        question: what is asked.
+        question: hardware, network, load and objectives.
         seconds_left: returns the seconds that are left. The answer decides only which simulations are made.
         on_step: receives a line about each step, for a progress bar.
     """

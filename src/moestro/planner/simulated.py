@@ -137,7 +137,7 @@ class FittingDivision:
         bounds = SchedulerSettings(
             num_blocks=self.memory.num_blocks,
             block_size=self.question.settings.search.block_size,
-            max_model_len=min(self.question.lengths.longest_asked, self.memory.kv_tokens),
+            max_model_len=min(self.question.lengths.longest_requested, self.memory.kv_tokens),
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_queued_reqs=_NO_LIMIT,

@@ -51,7 +51,7 @@ class WhatIf:
     def sentences(self) -> list[str]:
         """Describe the changes in sentences. Simulations are compared with each other, so that model errors cancel."""
         as_it_was, doubtful = self.report.outcomes[1], self._doubtful()
-        said = []
+        sentences = []
         for outcome in self.report.outcomes[2:]:
             words = [f"{self.moved[outcome.title]:.1%} of the requests would have gone to another engine"]
             for name, field in _MEANS:
@@ -59,8 +59,8 @@ class WhatIf:
                 if was is not None and now is not None and name not in doubtful:
                     words.append(f"{name} {was.mean:.1f} -> {now.mean:.1f} ms ({now.mean / was.mean - 1:+.1%})")
             hits = as_it_was.report.cached_share, outcome.report.cached_share
-            said.append(f"Under {outcome.title}: {', '.join(words)}, hit ratio {hits[0]:.3f} -> {hits[1]:.3f}.")
-        return said
+            sentences.append(f"Under {outcome.title}: {', '.join(words)}, hit ratio {hits[0]:.3f} -> {hits[1]:.3f}.")
+        return sentences
 
     def warnings(self) -> list[str]:
         """Name the means that are not compared, because the simulation of the recorded run is too far from them."""
@@ -81,7 +81,7 @@ class WhatIf:
         return {name: pair for name, pair in means.items() if max(pair) > MOST_OFF * min(pair)}
 
 
-def what_if(record: RequestRecord, asked: WhatIfSettings) -> WhatIf:
+def what_if(record: RequestRecord, settings: WhatIfSettings) -> WhatIf:
     """Simulate `record` under its own and under other routing policies.
 
     Records of several servers are simulated as they were, each server alone, and then as one pool of engines behind
@@ -91,15 +91,15 @@ def what_if(record: RequestRecord, asked: WhatIfSettings) -> WhatIf:
         ConfigError: step durations are unknown, a policy does not exist, the engines formed a group, or the loop is to
             be closed and no request names a session.
     """
-    if asked.is_closed_loop and not record.session.any():
+    if settings.is_closed_loop and not record.session.any():
         raise ConfigError("--closed-loop needs sessions, and no request of the record names one (session_id)")
-    if len(record.headers) > 1 and "count" in asked.engines:
+    if len(record.headers) > 1 and "count" in settings.engines:
         raise ConfigError("--engines: the engines of several servers are counted from their records: drop count")
     own = record.header.route_policy
-    engines = recorded_engines(record, asked, record.num_engines)
-    scenario = _scenario(record, engines, asked, 0)
-    runs = [(RECORDED, recorded_results(record)), _as_it_was(record, asked)]
-    names = [name for name in dict.fromkeys(asked.policies) if name != own or len(record.headers) > 1]
+    engines = recorded_engines(record, settings, record.num_engines)
+    scenario = _scenario(record, engines, settings, 0)
+    runs = [(RECORDED, recorded_results(record)), _as_it_was(record, settings)]
+    names = [name for name in dict.fromkeys(settings.policies) if name != own or len(record.headers) > 1]
     others = [recorded_policy(record.header, name, f"{name} (simulated)") for name in names]
     runs += [(policy.title, _run(scenario, policy)) for policy in others]
     policies = [recorded_policy(record.header, own, own), *others]
@@ -120,19 +120,19 @@ def what_if(record: RequestRecord, asked: WhatIfSettings) -> WhatIf:
     return WhatIf(report, runs, {title: float((each.engine != base.engine).mean()) for title, each in runs[2:]})
 
 
-def _as_it_was(record: RequestRecord, asked: WhatIfSettings) -> tuple[str, Results]:
+def _as_it_was(record: RequestRecord, settings: WhatIfSettings) -> tuple[str, Results]:
     """Simulate each server alone under the recorded policy. Return a title and the results."""
     policy = recorded_policy(record.header, record.header.route_policy, f"{record.header.route_policy} (simulated)")
     if len(record.headers) == 1:
         return policy.title, _run(
-            _scenario(record, recorded_engines(record, asked, record.num_engines), asked, 0), policy
+            _scenario(record, recorded_engines(record, settings, record.num_engines), settings, 0), policy
         )
     whole, first_engine = Results(len(record), record.num_engines), 0
     for server, header in enumerate(record.headers):
         part = record.part(server)
         begin_ns = part.requests[0].arrival_ns - record.requests[0].arrival_ns
-        engines = recorded_engines(part, asked, header.num_engines)
-        results = _run(_scenario(part, engines, asked, begin_ns), policy)
+        engines = recorded_engines(part, settings, header.num_engines)
+        results = _run(_scenario(part, engines, settings, begin_ns), policy)
         whole.place(np.flatnonzero(record.server == server), first_engine, results)
         first_engine += header.num_engines
     return f"{record.header.route_policy} on each server (simulated)", whole
@@ -143,13 +143,13 @@ def _run(scenario: Scenario, policy: PolicySettings) -> Results:
         return run(scenario, policy, advance)
 
 
-def _scenario(record: RequestRecord, engines: SimEngineSettings, asked: WhatIfSettings, begin_ns: int) -> Scenario:
+def _scenario(record: RequestRecord, engines: SimEngineSettings, settings: WhatIfSettings, begin_ns: int) -> Scenario:
     num_servers = len(record.headers)
     where = f" by {num_servers} servers" if num_servers > 1 else ""
     requests = record.requests
     return Scenario(
         workload=record,
-        arrivals=_arrivals(record, begin_ns, is_closed_loop=asked.is_closed_loop),
+        arrivals=_arrivals(record, begin_ns, is_closed_loop=settings.is_closed_loop),
         engines=engines,
         bounds=make_bounds(engines),
         prices=make_prices(engines),

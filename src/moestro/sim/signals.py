@@ -202,8 +202,8 @@ class Signals:
             for engine, (group, seat) in enumerate(engines):
                 group.seats[seat].publish()
                 router.kv_cleared(engine, 0)  # the events cover the whole cache, which starts empty
-        self._asked_ns = [-1] * len(settings.channels)  # time as of which each channel was last read
-        self._told_ns = [[-1] * len(engines) for _ in settings.channels]
+        self._read_ns = [-1] * len(settings.channels)  # time as of which each channel was last read
+        self._reported_ns = [[-1] * len(engines) for _ in settings.channels]
 
     def first_token(self, request_id: str, now_ns: int) -> None:
         """Send the router a request's first token."""
@@ -229,38 +229,38 @@ class Signals:
         if self._kv_delay_ns is not None:
             self._bring_kv_events(now_ns, self._kv_delay_ns)
         while responses and responses[0][0] <= now_ns:
-            heard_ns, is_end, request_id, num_tokens = responses.popleft()
+            received_ns, is_end, request_id, num_tokens = responses.popleft()
             if is_end:
-                router.ended(request_id, heard_ns, num_tokens)
+                router.ended(request_id, received_ns, num_tokens)
             else:
-                router.first_token(request_id, heard_ns)
+                router.first_token(request_id, received_ns)
         for number, channel in enumerate(self._channels):
             true_at_ns = self._true_at(number, now_ns)
-            if true_at_ns >= 0 and true_at_ns != self._asked_ns[number]:
-                self._asked_ns[number] = true_at_ns
+            if true_at_ns >= 0 and true_at_ns != self._read_ns[number]:
+                self._read_ns[number] = true_at_ns
                 self._report(number, channel, true_at_ns, now_ns)
 
     def _bring_kv_events(self, now_ns: int, delay_ns: int) -> None:
         # Events of this very nanosecond are not due yet, because an arrival precedes the end of a step.
-        said_before_ns = now_ns - max(delay_ns - 1, 0)
+        sent_before_ns = now_ns - max(delay_ns - 1, 0)
         for engine, (group, seat) in enumerate(self._engines):
-            group.catch_up(said_before_ns)
+            group.catch_up(sent_before_ns)
             events = group.seats[seat].kv_events
-            while events and events[0].at_ns < said_before_ns:
+            while events and events[0].at_ns < sent_before_ns:
                 is_stored, names = events[0].is_stored, []
-                while events and events[0].is_stored == is_stored and events[0].at_ns < said_before_ns:
+                while events and events[0].is_stored == is_stored and events[0].at_ns < sent_before_ns:
                     names.append(events.popleft().block_hash)
                 tell = self._router.kv_stored if is_stored else self._router.kv_removed
                 tell(engine, b"".join(names), now_ns)
 
     def bring_all(self) -> None:
         """Deliver the signals that are still under way after the last event."""
-        heard_ns = [self._responses[-1][0]] if self._responses else []
+        received_ns = [self._responses[-1][0]] if self._responses else []
         for group, seat in self._engines:
             if events := group.seats[seat].kv_events:
-                heard_ns.append(events[-1].at_ns + (self._kv_delay_ns or 1))
-        if heard_ns:
-            self.bring(max(heard_ns))
+                received_ns.append(events[-1].at_ns + (self._kv_delay_ns or 1))
+        if received_ns:
+            self.bring(max(received_ns))
 
     def _true_at(self, channel: int, now_ns: int) -> int:
         """Return the time as of which the figures are that a channel has delivered last by `now_ns`."""
@@ -269,13 +269,13 @@ class Signals:
         return true_at_ns // period_ns * period_ns if period_ns else true_at_ns
 
     def _report(self, number: int, channel: ChannelSettings, true_at_ns: int, now_ns: int) -> None:
-        told_ns = self._told_ns[number]
+        reported_ns = self._reported_ns[number]
         for engine, voice in enumerate(self._voices):
             moment, num_steps, as_of_ns = voice.at(true_at_ns)
             if moment.is_idle and channel.channel is not ReportChannel.PIGGYBACKED:
                 as_of_ns = true_at_ns  # an idle engine's figures are always current
-            if as_of_ns != told_ns[engine]:
-                told_ns[engine] = as_of_ns
+            if as_of_ns != reported_ns[engine]:
+                reported_ns[engine] = as_of_ns
                 figures = voice.figures(moment, num_steps, channel.figures)
                 load = LoadFigures(**figures)
                 self._router.report(engine, load, as_of_ns, now_ns)

@@ -74,13 +74,13 @@ def run_scenario(path: Path, choices: RunChoices = RunChoices()) -> SimAnswer:
     return answer
 
 
-def replay_records(paths: Sequence[Path], asked: WhatIfSettings) -> SimAnswer:
+def replay_records(paths: Sequence[Path], settings: WhatIfSettings) -> SimAnswer:
     """Replay the records of servers, or that of a router, and print the changes under other policies.
 
     Raises:
         ConfigError: a file is no record, records cannot be merged, or step durations are unknown.
     """
-    answer = what_if(read_records(paths), asked)
+    answer = what_if(read_records(paths), settings)
     console = Console()
     print_report(console, answer.report)
     for warning in answer.warnings():
@@ -112,7 +112,7 @@ def simulate(settings: SimSettings, directory: Path, num_processes: int | None =
     Args:
         num_processes: as in `runs.run_all`. Several start this program again, so a script needs a main guard for them.
     """
-    asked, saturation = settings, None
+    given, saturation = settings, None
     if settings.workload.load is not None:
         settings, saturation = at_load(settings, directory)
     slos = None if settings.slos is None else Slos(**msgspec.structs.asdict(settings.slos))
@@ -124,7 +124,7 @@ def simulate(settings: SimSettings, directory: Path, num_processes: int | None =
     report = SimReport(
         workload=scenario.source,
         is_generated=scenario.is_generated,
-        settings=msgspec.to_builtins(asked),
+        settings=msgspec.to_builtins(given),
         saturation=saturation,
         notes=(
             *notes,

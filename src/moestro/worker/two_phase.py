@@ -40,8 +40,8 @@ class ChannelEnd(Protocol):
     is_open: bool
     is_broken: bool
 
-    def heard(self, key: str, value: bytes) -> None:
-        """Take in what the other end told."""
+    def on_message(self, key: str, value: bytes) -> None:
+        """Take in a value that the other end sent."""
         ...
 
     def send(self, frame: Any) -> None:
@@ -238,7 +238,7 @@ class TwoPhaseLinks:
                 self._give_up(notice.src)
             self._meet(notice.src, notice.meeting)
         if peer.channel is not None:
-            peer.channel.heard(notice.key, notice.value)
+            peer.channel.on_message(notice.key, notice.value)
 
     def announced(self, message: AnnouncedHop) -> None:
         """Take in a message whose tensor follows."""

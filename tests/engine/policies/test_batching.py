@@ -93,7 +93,7 @@ def test_qllm_is_algorithm_1_line_by_line(rows, limits, max_batch):
         ([(1, True, LS), (9, False, BE), (9, False, LS), (1, True, BE)], [0, 9, 9, 0], [1, 0, 9, 1]),
         # No LS prompt: LS decodes, filled up with BE decodes, and no BE prompt even where there is room.
         ([(9, False, BE), (1, True, BE), (1, True, LS)], [0, 1, 1], [0, 1, 1]),
-        # BE alone: decodes; their prompts only when nobody decodes, or beside them.
+        # BE alone: decodes; their prompts only when none decodes, or beside them.
         ([(9, False, BE), (1, True, BE)], [0, 1], [9, 1]),
         ([(9, False, BE), (7, False, BE)], [9, 7], [9, 7]),
     ],
@@ -105,12 +105,12 @@ def test_qllm_on_small_tables_unmixed_and_mixed(rows, unmixed, mixed):
 
 
 @pytest.mark.parametrize(("rows", "num_in_flight", "room"), [([], 0, 1000), ([(1, True, LS)], 0, 0), ([], 1, 0)])
-def test_run_to_completion_has_room_only_when_nobody_runs(rows, num_in_flight, room):
+def test_run_to_completion_has_room_only_when_none_runs(rows, num_in_flight, room):
     assert RunToCompletion().room(view_of(rows, num_in_flight), PLENTY) == room
 
 
 @given(st.sampled_from(BATCH_POLICIES.names()), ROWS, LIMITS)
-def test_every_policy_gives_somebody_something_and_nobody_too_much(name, rows, limits):
+def test_every_policy_gives_a_row_something_and_no_row_too_much(name, rows, limits):
     view = view_of(rows)
     given_tokens = BATCH_POLICIES.make(name).plan(view, limits)
     assert (given_tokens >= 0).all()
@@ -124,7 +124,7 @@ def test_every_policy_gives_somebody_something_and_nobody_too_much(name, rows, l
     LIMITS,
     st.sampled_from([LS, BE]),
 )
-def test_whoever_would_get_something_finds_room(name, rows, limits, service_class):
+def test_a_newcomer_that_would_get_tokens_finds_room(name, rows, limits, service_class):
     policy = BATCH_POLICIES.make(name)
     with_newcomer = view_of([*rows, (30, False, service_class)])
     with_newcomer.is_waiting[-1] = True

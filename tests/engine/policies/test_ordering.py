@@ -189,7 +189,7 @@ def test_what_a_user_generated_counts_when_its_request_is_over():
 
 
 @pytest.mark.parametrize("was_here", [False, True])
-def test_nobody_saves_up_while_away(was_here):
+def test_no_user_saves_up_while_away(was_here):
     policy = WeightedFair()
     if was_here:
         policy.observe(Admitted(name_key("bob"), 5))

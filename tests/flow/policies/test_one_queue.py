@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from support.queue_tables import COLOCATED, KINDS, NUM_EXPERTS, NUM_LAYERS, queues, random_table, table_of
 
-from moestro.core.views import ATTENTION, BE, LS, NOBODY_WAITS_NS
+from moestro.core.views import ATTENTION, BE, EMPTY_QUEUE_NS, LS
 from moestro.errors import ConfigError
 from moestro.flow.policies.basic import ALL
 from moestro.flow.registry import make_step_policy
@@ -85,7 +85,7 @@ def test_no_policy_chooses_a_queue_that_cannot_run(name, kind):
     [
         ("mtfs", lambda view: view.n.sum(axis=0)),
         ("flfs", lambda view: np.zeros(view.n.shape[1:])),
-        ("fifo", lambda view: -np.where(view.runnable, view.oldest_ns, NOBODY_WAITS_NS).min(axis=0)),
+        ("fifo", lambda view: -np.where(view.runnable, view.oldest_ns, EMPTY_QUEUE_NS).min(axis=0)),
     ],
 )
 def test_of_equal_queues_the_first_runs(name, best, kind):

@@ -26,7 +26,7 @@ def test_at_most_max_merged_best_effort_tokens_join(group, num_others, classes):
     assert policy(of_classes({(3, group): 1}, {(3, group): num_others}), 0).classes == classes
 
 
-def test_best_effort_runs_first_from_the_bound_on_and_the_policy_is_asked_then():
+def test_best_effort_runs_first_from_the_bound_on_and_the_policy_chooses_then():
     policy, queues = ExpertLevelPreemption(max_wait_ns=50), ({(1, 1): 1}, {(4, 1): 9})
     early = policy(of_classes(*queues, passed_ns=49), 1000)
     assert (early.classes[0], early.ask_again_ns) == (LS, 1001)

@@ -56,6 +56,6 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
         make_step_policy(f"{tmp_path}/none.py:policy", 1)
 
 
-def test_seconds_of_waiting_are_told_to_qllm():
+def test_seconds_of_waiting_are_given_to_qllm():
     assert make_step_policy("qllm", 0.5) == ExpertLevelPreemption(max_wait_ns=500_000_000)
     assert make_step_policy("qllm", float("inf")) == ExpertLevelPreemption(max_wait_ns=None)

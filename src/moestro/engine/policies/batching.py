@@ -22,16 +22,16 @@ def _in_turn(view: BatchView, limits: BatchLimits, rows: Rows, *, ls_first: bool
         ls_first: whether best effort has no claim beside latency-sensitive sequences; `rows` then begin with these.
     """
     given = np.zeros(len(view.num_left), np.int32)
-    asked = np.minimum(view.num_left[rows], limits.max_chunk)
+    requested = np.minimum(view.num_left[rows], limits.max_chunk)
     claimed = _cut(_claims(view, limits, rows, ls_first=ls_first), limits.token_budget)
-    given[rows] = claimed + _cut(asked - claimed, limits.token_budget - column_sum(claimed))
+    given[rows] = claimed + _cut(requested - claimed, limits.token_budget - column_sum(claimed))
     return given
 
 
-def _cut(asked: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
+def _cut(requested: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
     """Return the tokens that each row gets if they get what they ask for in turn, until the budget is spent."""
-    before = np.cumsum(asked) - asked
-    given: NDArray[np.int32] = np.clip(budget - before, 0, asked)
+    before = np.cumsum(requested) - requested
+    given: NDArray[np.int32] = np.clip(budget - before, 0, requested)
     return given
 
 
@@ -50,10 +50,10 @@ def _claims(view: BatchView, limits: BatchLimits, rows: Rows, *, ls_first: bool 
     Args:
         ls_first: as in `_in_turn`.
     """
-    asked = np.minimum(view.num_left[rows], limits.max_chunk)
+    requested = np.minimum(view.num_left[rows], limits.max_chunk)
     if view.client is None:
-        return asked
-    claims = np.maximum(_up_to_parts(view, rows, asked, limits.token_budget), view.is_decode[rows])
+        return requested
+    claims = np.maximum(_up_to_parts(view, rows, requested, limits.token_budget), view.is_decode[rows])
     classes = view.service_class[rows]
     if ls_first and (classes != BE).any():
         claims[(classes == BE) & ~view.is_decode[rows]] = 0

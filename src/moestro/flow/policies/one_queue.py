@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.views import ATTENTION, BE, LS, NOBODY_WAITS_NS, QueueTable, Run, Wait
+from moestro.core.views import ATTENTION, BE, EMPTY_QUEUE_NS, LS, QueueTable, Run, Wait
 from moestro.errors import ConfigError
 from moestro.flow.policies.basic import ALL
 from moestro.flow.registry import STEP_POLICIES
@@ -137,7 +137,7 @@ def find_oldest(view: QueueTable) -> tuple[int, int]:
     index = int(_earliest(since).argmin())
     runnable = view.runnable.reshape(since.shape)
     if not any(runnable[each, index] and since[each, index] == since[:, index].min() for each in range(len(since))):
-        since = np.where(runnable, since, NOBODY_WAITS_NS)  # rare: that token lacks a place
+        since = np.where(runnable, since, EMPTY_QUEUE_NS)  # rare: that token lacks a place
         index = int(_earliest(since).argmin())
     return index, int(since[:, index].min())
 

@@ -59,7 +59,7 @@ class Urgent:
         # What takes one item ends by itself; a longer run, and a wait, end when a queue becomes urgent.
         if isinstance(answer, Wait):
             return Wait(min(answer.until_ns, urgent_ns))
-        return _asked_again(answer, urgent_ns) if answer.until > answer.layer else answer
+        return _choose_again_by(answer, urgent_ns) if answer.until > answer.layer else answer
 
 
 @STEP_POLICIES.register(
@@ -108,7 +108,7 @@ class ClassPriority:
         if can_be and (is_overdue or not can_ls):
             return self._ask_inner(view, BE, now_ns)
         answer = self._ask_inner(view, LS, now_ns)
-        return answer if left_ns is None or isinstance(answer, Wait) else _asked_again(answer, now_ns + left_ns)
+        return answer if left_ns is None or isinstance(answer, Wait) else _choose_again_by(answer, now_ns + left_ns)
 
     def _ask_inner(self, view: QueueTable, service_class: int, now_ns: int) -> Run | Wait:
         """Return the inner policy's choice among queues of one class; a few tokens of best effort may join."""
@@ -152,6 +152,6 @@ def make_inner(names: str, settings: dict[str, Setting], max_wait_ns: int | None
     return STEP_POLICIES.make(f"{name}:{written}" if own else name, max_wait_ns=max_wait_ns)
 
 
-def _asked_again(run: Run, at_ns: int) -> Run:
+def _choose_again_by(run: Run, at_ns: int) -> Run:
     """Return `run` with `at_ns` as the time at which the policy chooses again, if it names no earlier one."""
     return replace(run, ask_again_ns=at_ns if run.ask_again_ns is None else min(at_ns, run.ask_again_ns))

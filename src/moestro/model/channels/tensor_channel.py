@@ -3,7 +3,7 @@
 A channel has its own groups of two processes, because the workers of a group start again one by one. The processes
 meet without a server: what the backend stores for its rendezvous travels with the caller's messages.
 
-Bytes cross a channel only after their receiver has asked for them, so only the two buffers hold them.
+Bytes cross a channel only after their receiver has requested them, so only the two buffers hold them.
 `choose_backend` chooses the wire by the devices at both ends: NCCL sends the memory of GPUs, and gloo host memory, to
 which tensors of an accelerator are copied first. Neither encrypts.
 """
@@ -112,7 +112,7 @@ class TensorChannels:
         Args:
             rank: 0 at one end, and 1 at the other.
             peer: name of the other process's device.
-            tell: called from another thread with what the other end's `heard` must get.
+            tell: called from another thread with what the other end's `on_message` must get.
             wake: called from other threads after `is_open`, `is_broken` or the result of `take` has changed.
         """
         is_nccl = self.reaches_device(peer)
@@ -197,8 +197,8 @@ class TensorChannel:
         self._sender: threading.Thread | None = None
         self._receiver.start()
 
-    def heard(self, key: str, value: bytes) -> None:
-        """Take in what the other end told."""
+    def on_message(self, key: str, value: bytes) -> None:
+        """Take in a value that the other end sent."""
         self._meeting.put(key, value)
 
     def send(self, frame: Any) -> None:
@@ -286,10 +286,10 @@ class TensorChannel:
 
 
 class _Meeting(Store):
-    """The store of a rendezvous: each end keeps its own values and those that it was told.
+    """The store of a rendezvous: each end keeps its own values and those that the other end sends.
 
     Args:
-        tell: called with what the other end must hear.
+        tell: called with what the other end must receive.
     """
 
     def __init__(self, tell: Tell) -> None:

@@ -1,6 +1,6 @@
 """Modules that compute row by row, on own kernels: RMS norms, rotary positions, the products and sigmoids of gates.
 
-A module stays the object that it was, so that whoever keeps a reference to it uses the kernel too.
+A module stays the object that it was, so that all holders of a reference to it use the kernel too.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Eplb:
         return view.table if _are_equal(table, view.table) else table
 
     def _groups_and_nodes(self, view: PlaceView, holders: NDArray[np.int64]) -> tuple[int, int]:
-        """Groups and nodes that EPLB is told of; (1, 1) makes it ignore them."""
+        """Groups and nodes that EPLB gets; (1, 1) makes it ignore them."""
         sizes = np.unique(view.devices.node_of[holders], return_counts=True)[1].tolist()
         num_nodes = len(sizes)
         divides = view.num_groups % num_nodes == 0 and len(set(sizes)) == 1

@@ -184,7 +184,7 @@ def _overload_claims(findings: GimbalFindings) -> Iterator[Claim]:
 
 
 def _memory_claims(findings: GimbalFindings) -> Iterator[Claim]:
-    said, binds = [], []
+    results, binds = [], []
     for load in findings.loads:
         for setting in findings.settings(load) if load.startswith("kv_") else ():
             rate = findings.rates(load)[-1]
@@ -194,14 +194,14 @@ def _memory_claims(findings: GimbalFindings) -> Iterator[Claim]:
             branches, change = cells[0].branches, findings.change("TTFT", cells, base)
             above = sum(branches.get(name, 0) for name in ("least KV", "least load", "saturated and even"))
             counted = ", ".join(f"{name} {count}" for name, count in sorted(branches.items()))
-            said.append(f"{setting} blocks: TTFT {change or 0:+.1%} ({counted})")
+            results.append(f"{setting} blocks: TTFT {change or 0:+.1%} ({counted})")
             if above:
                 binds.append(change or 0.0)
-    if said:
+    if results:
         yield Claim(
             source="v1, Algorithm 1, over KV blocks of a rank",
             paper="where KV use exceeds theta_kv, requests go to the engine with the least KV or load, and TTFT falls",
-            ours="; ".join(said),
+            ours="; ".join(results),
             holds=None if not binds else bool(np.mean(binds) < -MARGIN),
             why="the share of decisions above theta_kv; with the KV memory that an A100 has beside the weights it is 0",
         )
@@ -248,18 +248,18 @@ def _source_claims(findings: GimbalFindings) -> Iterator[Claim]:
             continue
         rate = findings.rates(load)[-1]
         base = findings.of(load, rate, "place:eplb")
-        said, gains = [], {}
+        results, gains = [], {}
         for policy in ("gimbal_v2", "moestro"):
             cells = findings.of(load, rate, f"place:{policy}")
             found = [findings.change(figure, cells, base) for figure in ("TTFT", "TPOT")]
             if None not in found:
                 gains[policy] = [each or 0.0 for each in found]
-                said.append(f"{policy}: TTFT {gains[policy][0]:+.1%}, TPOT {gains[policy][1]:+.1%}")
+                results.append(f"{policy}: TTFT {gains[policy][0]:+.1%}, TPOT {gains[policy][1]:+.1%}")
         if gains:
             yield Claim(
                 source=f"v2, abstract, {load}, placement alone",
                 paper="placing experts by source lowers latencies against counts alone (EPLB)",
-                ours="; ".join(said),
+                ours="; ".join(results),
                 holds=None if load.endswith("shuffled") or "gimbal_v2" not in gains
                 else bool(min(gains["gimbal_v2"]) < -MARGIN and max(gains["gimbal_v2"]) <= MARGIN),
                 why="sources that see the same mix of experts have nothing to gain; the shuffled load is that control",
@@ -271,15 +271,15 @@ def _stack_claims(findings: GimbalFindings) -> Iterator[Claim]:
         return
     rate = findings.rates("stack")[-1]
     base = findings.of("stack", rate, VLLM_EPLB)
-    said, whole = [], []
+    results, whole = [], []
     for system in STACK[1:]:
         cells = findings.of("stack", rate, system)
         found = {figure: findings.change(figure, cells, base) for figure in ("TTFT", "TPOT", "throughput")}
-        said.append(f"{system}: " + ", ".join(f"{name} {each or 0:+.1%}" for name, each in found.items()))
+        results.append(f"{system}: " + ", ".join(f"{name} {each or 0:+.1%}" for name, each in found.items()))
         if system == MOESTRO:
             whole = [each or 0.0 for each in found.values()]
     yield Claim(
         source="our own goal", paper="all levels together are better than vLLM's defaults with EPLB",
-        ours="; ".join(said), holds=bool(whole and whole[0] < -MARGIN and whole[1] < MARGIN),
+        ours="; ".join(results), holds=bool(whole and whole[0] < -MARGIN and whole[1] < MARGIN),
         why="one load; levels 1, 2 and 4. Level 3 has nothing to decide in lock-step",
     )  # fmt: skip

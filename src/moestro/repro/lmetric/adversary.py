@@ -37,5 +37,5 @@ def with_hot_prefix(load: TimedLoad, seed: int) -> TimedLoad:
     stream, prompts = rows.stream.copy(), rows.num_prompt_tokens.copy()
     stream[hot] = prefix + 1 + np.arange(len(hot))
     prompts[hot] = HOT_TOKENS + OWN_TOKENS
-    asked = replace(rows, streams=Streams(parent, start), stream=stream, num_prompt_tokens=prompts)
-    return replace(load, name=f"{load.name} with a hot prefix", rows=asked)
+    changed = replace(rows, streams=Streams(parent, start), stream=stream, num_prompt_tokens=prompts)
+    return replace(load, name=f"{load.name} with a hot prefix", rows=changed)

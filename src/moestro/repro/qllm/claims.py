@@ -108,12 +108,12 @@ def _slo_of_baseline(findings: QllmFindings, point: SweepPoint) -> Iterator[Clai
 
 
 def _slo(findings: QllmFindings, point: SweepPoint) -> Iterator[Claim]:
-    asked = paper_rates(findings, point.load)
+    rates = paper_rates(findings, point.load)
     yield Claim(
         source=f"Fig. 2, {point.load}",
         paper="QLLM's mean TTFT of LS is below 3 s up to 7 requests/s",
-        ours=f"{at_rates(point.held)}; it was looked at {at_rates(asked)}",
-        holds=_judged(point, verdict=point.held == asked),
+        ours=f"{at_rates(point.held)}; it was looked at {at_rates(rates)}",
+        holds=_judged(point, verdict=point.held == rates),
         why="Algorithm 1 lets no prompt in while 32 LS answers are being generated: long ones fill these places",
     )
 

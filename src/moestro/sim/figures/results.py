@@ -163,10 +163,10 @@ class Results:
         """Return the cached share of the prompt tokens admitted in each window, float64[windows]; NaN if none was."""
         rows = self.admitted_ns != NOT_YET_NS
         window = self.admitted_ns[rows] // window_ns
-        asked = np.bincount(window, self.num_prompt_tokens[rows])
+        admitted = np.bincount(window, self.num_prompt_tokens[rows])
         found = np.bincount(window, self.num_hit_tokens[rows])
-        ratio = np.full(len(asked), np.nan)
-        np.divide(found, asked, out=ratio, where=asked > 0)
+        ratio = np.full(len(admitted), np.nan)
+        np.divide(found, admitted, out=ratio, where=admitted > 0)
         return ratio
 
 

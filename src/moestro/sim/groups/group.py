@@ -52,7 +52,7 @@ Int64s = NDArray[np.int64]
 
 _LONGEST_JUMP = 1024  # steps; pricing more is mostly wasted, because the next arrival cuts the jump
 _NO_SLOTS = np.empty(0, np.int64)
-_NOBODY = np.empty(0, np.int32)
+_NO_LENGTHS = np.empty(0, np.int32)
 
 
 class KvEvent(NamedTuple):
@@ -90,7 +90,7 @@ class Seat:
         self.rank, self.scripts = rank, scripts
         self.plan: Plan | None = None
         self.running: Slots = _NO_SLOTS
-        self.computed: Int32s = _NOBODY
+        self.computed: Int32s = _NO_LENGTHS
         self.kv_events: deque[KvEvent] | None = None
         self.has_prompt_kv = False
         self.expert_pressure: float | None = None
@@ -291,11 +291,11 @@ class Group:
         starts.clear()
         for seat in self.seats:
             scheduler = seat.rank.scheduler
-            seat.running, seat.computed = _NO_SLOTS, _NOBODY
+            seat.running, seat.computed = _NO_SLOTS, _NO_LENGTHS
             if not len(scheduler.table.running):
                 if len(scheduler.waiting):
                     return STEPWISE
-                starts.append(_NOBODY)
+                starts.append(_NO_LENGTHS)
                 continue
             own = seat.jumps.horizon(now_ns)
             if own.num_steps == 0:

@@ -1,6 +1,6 @@
 """A group in `async` mode on virtual time: the production scheduler, flow and step policies over priced workers.
 
-Every item and every message is an event of its own. Workers wait for nobody but the tokens that they lack.
+Every item and every message is an event of its own. A worker waits only for the tokens that it lacks.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class WorkerGroup:
         return outputs
 
     def _may_emit(self, event: Event) -> bool:
-        """Whether requests may gain tokens: a home is asked that has its sampler with the device."""
+        """Whether requests may gain tokens: only a home has its sampler with the device."""
         return event[2] < len(self.seats) and self.executors[event[2]].may_emit
 
     def _handle(self, now_ns: int) -> tuple[StepOutput | None, int]:

@@ -27,7 +27,7 @@ _POLL_MS = 1000.0  # --metrics-interval of `moestro route`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIfSettings:
-    """What is asked of a record.
+    """What a replay simulates of a record.
 
     Attributes:
         policies: routing policies under which it is simulated.
@@ -63,7 +63,7 @@ def read_engines(path: Path) -> dict[str, object]:
     return table
 
 
-def recorded_engines(record: RequestRecord, asked: WhatIfSettings, num_engines: int) -> SimEngineSettings:
+def recorded_engines(record: RequestRecord, settings: WhatIfSettings, num_engines: int) -> SimEngineSettings:
     """Return the engines as far as the record describes them, with the cost of their steps.
 
     Args:
@@ -78,28 +78,28 @@ def recorded_engines(record: RequestRecord, asked: WhatIfSettings, num_engines: 
             f"the record comes from engines in mode {header.stepping['mode']!r}, and a replay simulates engines that"
             " compute alone: simulate the group by a file with a table [group], see docs/simulator.md"
         )
-    told: dict[str, object] = {
+    recorded: dict[str, object] = {
         "count": num_engines,
         "block_size": header.block_size,
         "num_blocks": header.num_blocks or None,
         "kv_offloading_size": header.kv_offloading_size,
         "max_model_len": header.max_model_len or None,
         **_recorded(header.limits, SchedulerLimits),
-        **asked.engines,
+        **settings.engines,
     }
-    if asked.cost is not None or not {"gpu", "network", "engine", "table"} & told.keys():
-        told |= _cost(header, asked.cost)
-    if told["kv_offloading_size"] and "table" in told:
+    if settings.cost is not None or not {"gpu", "network", "engine", "table"} & recorded.keys():
+        recorded |= _cost(header, settings.cost)
+    if recorded["kv_offloading_size"] and "table" in recorded:
         raise ConfigError(
             "this server kept KV of preempted requests in host memory, and a table does not price these copies:"
             " give --cost GPU/NETWORK"
         )
-    return _converted(told)
+    return _converted(recorded)
 
 
-def _converted(told: dict[str, object]) -> SimEngineSettings:
+def _converted(recorded: dict[str, object]) -> SimEngineSettings:
     try:
-        return msgspec.convert(told, SimEngineSettings)
+        return msgspec.convert(recorded, SimEngineSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--engines: {error}") from None
 
@@ -146,13 +146,13 @@ def recorded_policy(header: Header, route: str, title: str) -> PolicySettings:
     Args:
         route: name of a routing policy, with settings if any, or the expression of a recorded `--route-score`.
     """
-    told = _recorded(header.limits, SchedulerPolicies) | _recorded(header.stepping, SteppingSettings)
-    if told.get("max_be_wait", 0.0) is None:
-        told["max_be_wait"] = math.inf  # JSON has no inf
+    recorded = _recorded(header.limits, SchedulerPolicies) | _recorded(header.stepping, SteppingSettings)
+    if recorded.get("max_be_wait", 0.0) is None:
+        recorded["max_be_wait"] = math.inf  # JSON has no inf
     name = route.partition(":")[0]
     is_score = route == header.route_policy and name not in ROUTE_POLICIES.names() and not name.endswith(".py")
     which = "route_score" if is_score else "route"
-    return msgspec.convert({"name": title, which: route, **told}, PolicySettings)
+    return msgspec.convert({"name": title, which: route, **recorded}, PolicySettings)
 
 
 def _recorded(values: Mapping[str, object], kind: type[CheckedSettings]) -> dict[str, object]:

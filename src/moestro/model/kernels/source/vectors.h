@@ -65,7 +65,7 @@ static inline float to_float(bf16 value) {
     return result;
 }
 
-// Compilers convert 16 halves in two parts, unless told by an intrinsic.
+// Compilers convert 16 halves in two parts, unless an intrinsic is used.
 static inline Words lengthen(Halves halves) {
 #if defined(__AVX512F__)
     return (Words)_mm512_cvtepu16_epi32((__m256i)halves);

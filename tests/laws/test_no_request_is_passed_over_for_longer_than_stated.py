@@ -1,4 +1,4 @@
-"""Law: nobody who waits sees a request enter that arrived later by the order policy's bound or more."""
+"""Law: no waiting request sees one enter that arrived later by the order policy's bound or more."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def passed_by_ns(waited: list) -> int:
 
 
 def longest_passing_ns(scheduler: Scheduler, rng, num_requests: int) -> int:
-    """The most by which one that entered had arrived later than one that still waited then; -1: nobody was passed."""
+    """The most by which one that entered had arrived later than one that still waited then; -1: none was passed."""
     device = KvDevice(scheduler.pool.num_blocks, 4)
     longest_ns, added = -1, 0
     for now_ns in range(10_000):
