@@ -93,7 +93,7 @@ class Ends:
         def tell(other: int):
             def to_other(key: str, value: bytes) -> None:
                 assert have_begun.wait(PATIENCE_S)
-                self.ends[other].heard(key, value)
+                self.ends[other].on_message(key, value)
 
             return to_other
 

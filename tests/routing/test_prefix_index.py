@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, split_hashes
-from moestro.routing.kv.prefix_index import SAID_BYTES, PrefixIndex
+from moestro.routing.kv.prefix_index import REPORTED_BYTES, PrefixIndex
 
 PLENTY = 1 << 40
 
@@ -201,7 +201,7 @@ def test_the_oldest_prompt_goes_when_the_cache_is_full_and_what_others_share_sta
 
 
 def test_of_what_an_engine_said_the_end_of_a_prompt_goes_before_its_beginning():
-    one = index(1, 4 * SAID_BYTES)
+    one = index(1, 4 * REPORTED_BYTES)
     one.said(0, packed(1, 2, 3, 4))
     one.said(0, packed(10, 11))
     assert one.match(packed(1, 2, 3, 4)).tolist() == [2]
@@ -209,7 +209,7 @@ def test_of_what_an_engine_said_the_end_of_a_prompt_goes_before_its_beginning():
 
 
 def test_what_is_said_again_stays():
-    one = index(1, 3 * SAID_BYTES)
+    one = index(1, 3 * REPORTED_BYTES)
     for number in (1, 2, 3, 1, 4):
         one.said(0, packed(number))
     assert [one.match(packed(number)).tolist() for number in (1, 2, 3, 4)] == [[1], [0], [1], [1]]

@@ -105,11 +105,11 @@ def test_requests_that_are_not_this_routers_are_those_that_it_cannot_account_for
     one.ended("a", 25)
     # At 15 the engine had a and b, and 5 of somebody else's; c it could not have seen.
     one.report(0, LoadFigures(num_waiting=4, num_running=3, queued_prefill_tokens=7), 15, 30)
-    assert (one.table.num_foreign[0], one.table.num_unseen[0], one.table.said_prefill_tokens[0]) == (5, 1, 8)
+    assert (one.table.num_foreign[0], one.table.num_unseen[0], one.table.reported_prefill_tokens[0]) == (5, 1, 8)
     submit(one, "d", now_ns=30)
     assert one.table.num_unseen[0] == 2
     one.ended("c", 31)
-    assert (one.table.num_unseen[0], one.table.said_prefill_tokens[0]) == (1, 8)
+    assert (one.table.num_unseen[0], one.table.reported_prefill_tokens[0]) == (1, 8)
     one.report(0, LoadFigures(num_waiting=0, num_running=2), 32, 33)
     assert (one.table.num_foreign[0], one.table.num_unseen[0]) == (0, 0)
 

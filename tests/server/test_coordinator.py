@@ -44,7 +44,7 @@ class Group:
 
     def hear(self, message, *workers) -> None:
         for worker in workers:
-            self.coordinator.heard(worker, message, self.now_ns)
+            self.coordinator.on_message(worker, message, self.now_ns)
 
     def join(self, *workers) -> None:
         for worker in workers:

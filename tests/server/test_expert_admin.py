@@ -116,21 +116,21 @@ class Group:
 def test_an_engine_that_ended_keeps_its_load_until_its_successor_has_counted():
     group = Group(2)
     for engine in range(2):
-        group.loads.heard(engine, report(1, [4, 2]), 0)
+        group.loads.on_message(engine, report(1, [4, 2]), 0)
     assert group.loads.merged().load.total.tolist() == [[8, 4]]
     group.loads.ended(0)
     assert group.loads.merged().load.total.tolist() == [[8, 4]]
-    group.loads.heard(0, ExpertReport(2), 0)
+    group.loads.on_message(0, ExpertReport(2), 0)
     assert group.loads.merged().load.total.tolist() == [[8, 4]]
-    group.loads.heard(0, report(3, [1, 1], num_steps=1), 0)
+    group.loads.on_message(0, report(3, [1, 1], num_steps=1), 0)
     np.testing.assert_allclose(group.loads.merged().load.total, [[1 + 0.8 * 4, 1 + 0.8 * 2]], err_msg="5 steps and 4")
 
 
 def test_a_report_that_does_not_fit_leaves_the_last_one():
     loads = Group(1).loads
-    loads.heard(0, report(1, [4, 2]), 0)
+    loads.on_message(0, report(1, [4, 2]), 0)
     with pytest.raises(ValueError, match="reshape"):
-        loads.heard(0, ExpertReport(2, num_layers=2, num_experts=2, counts=bytes(8), num_steps=1), 0)
+        loads.on_message(0, ExpertReport(2, num_layers=2, num_experts=2, counts=bytes(8), num_steps=1), 0)
     assert loads.merged().load.total.tolist() == [[4, 2]]
 
 

@@ -23,7 +23,7 @@ def ready_rank() -> Liveness:
 
 
 def beat(liveness: Liveness, now_s: int, num_steps: int = 0) -> None:
-    liveness.heard(now_s * S)
+    liveness.on_message(now_s * S)
     liveness.counted(num_steps, now_s * S)
 
 
@@ -49,7 +49,7 @@ def test_an_idle_rank_is_doubted_later_and_its_rare_heartbeats_count_as_punctual
     )
     liveness = Liveness(timeouts, 0)
     liveness.ready(0)
-    liveness.heard(S)
+    liveness.on_message(S)
     liveness.counted(0, S, is_idle=True)
     assert liveness.judge(0, 20 * S) is RankStatus.FINE
     assert liveness.judge(0, 21 * S) is RankStatus.SILENT

@@ -24,8 +24,8 @@ from moestro.server.api.fields.structured_output import (
     MAX_GRAMMAR_BYTES,
     MAX_WAITING_CHECKS,
     MAX_WAITING_TRIES,
-    AskedGrammar,
     GrammarGate,
+    RequestedGrammar,
 )
 from moestro.server.api.fields.validation import parse_chat, parse_completion
 
@@ -302,15 +302,15 @@ def test_many_requests_with_one_new_grammar_cost_one_check():
     async def test() -> None:
         checker = Checker()
         gate = GrammarGate(checker)
-        waiting = [asyncio.create_task(gate.check(AskedGrammar(used, "guided_regex"))) for _ in range(1000)]
-        refused = [asyncio.create_task(gate.check(AskedGrammar(refusing, "guided_regex"))) for _ in range(2)]
+        waiting = [asyncio.create_task(gate.check(RequestedGrammar(used, "guided_regex"))) for _ in range(1000)]
+        refused = [asyncio.create_task(gate.check(RequestedGrammar(refusing, "guided_regex"))) for _ in range(2)]
         await asyncio.sleep(0)
         waiting.pop(0).cancel()  # the first client has gone: the others wait for the same check
         assert await asyncio.gather(*waiting) == [used] * 999
         for each in await asyncio.gather(*refused, return_exceptions=True):
             assert isinstance(each, RequestError)
         assert checker.num_checks == 2
-        await gate.check(AskedGrammar(used, "guided_regex"))
+        await gate.check(RequestedGrammar(used, "guided_regex"))
         assert checker.num_checks == 3, "it is the checker that remembers"
         gate.close()
 
@@ -340,7 +340,7 @@ def test_slow_grammars_delay_no_light_one_and_too_many_are_sent_away():
         gate = GrammarGate(checker)
 
         def ask(text: str) -> asyncio.Task[Grammar]:
-            return asyncio.create_task(gate.check(AskedGrammar(Grammar("regex", text), "guided_regex")))
+            return asyncio.create_task(gate.check(RequestedGrammar(Grammar("regex", text), "guided_regex")))
 
         slow = [ask(f"slow {i}") for i in range(1 + MAX_WAITING_CHECKS + 3)]  # One of them runs.
         assert (await ask("light")).is_light
@@ -382,7 +382,7 @@ def test_grammars_of_one_client_neither_refuse_nor_delay_those_of_another(has_sa
         gate = GrammarGate(checker)
 
         def ask(text: str, client: str) -> asyncio.Task[Grammar]:
-            asked = AskedGrammar(Grammar("regex", text), "guided_regex")
+            asked = RequestedGrammar(Grammar("regex", text), "guided_regex")
             return asyncio.create_task(gate.check(asked, client))
 
         flood = [ask(f"{i}", "stranger") for i in range(3 * MAX_WAITING_TRIES)]

@@ -6,7 +6,7 @@ import numpy as np
 
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.scheduling_events import ExpertMove
-from moestro.server.experts.table_watch import MOST_MOVES, NOBODY, ServedTable, TableWatch, describe_change
+from moestro.server.experts.table_watch import MOST_MOVES, NO_WORKER, ServedTable, TableWatch, describe_change
 
 
 def table(version: int, workers: list[list[list[int]]], alive: list[bool] | None = None) -> ExpertTable:
@@ -23,9 +23,9 @@ def test_a_swap_a_copy_and_a_dropped_copy_are_told_by_the_networks_layers():
     swapped = [[[0, 2, EMPTY], [0, 1, 3]], [[1, 3, EMPTY], [2, 3, EMPTY]]]
     change = describe_change(table(3, EVEN), ServedTable(table(5, swapped), (1, 2)), 7)
     assert (change.now_ns, change.version, change.layers, change.num_moves, change.dead) == (7, 5, (1, 2), 3, ())
-    assert change.moves == ((1, ExpertMove(1, 0, 1)), (1, ExpertMove(2, 1, 0)), (2, ExpertMove(3, NOBODY, 0)))
+    assert change.moves == ((1, ExpertMove(1, 0, 1)), (1, ExpertMove(2, 1, 0)), (2, ExpertMove(3, NO_WORKER, 0)))
     back = describe_change(table(5, swapped), ServedTable(table(6, EVEN), (1, 2), first=4), 8)
-    assert (2, ExpertMove(3, 4, NOBODY)) in back.moves
+    assert (2, ExpertMove(3, 4, NO_WORKER)) in back.moves
 
 
 def test_slots_of_one_worker_may_change_places_unnoticed():

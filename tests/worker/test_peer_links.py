@@ -38,7 +38,9 @@ def pair(tmp_path):
     home, expert = made
     home.connect(1, address_of(tmp_path, 1), 6)
     expert.connect(0, address_of(tmp_path, 0), 5)
-    wait_until(lambda: [home.receive(0), expert.receive(0)] == [[], []] and (home.heard[1], expert.heard[0]) == (6, 5))
+    wait_until(
+        lambda: [home.receive(0), expert.receive(0)] == [[], []] and (home.launches[1], expert.launches[0]) == (6, 5)
+    )
     with contextlib.closing(home), contextlib.closing(expert):
         yield home, expert
 
@@ -209,7 +211,7 @@ def distant():
         home, expert = made
         home.connect(1, relays[1].address, 5)
         expert.connect(0, relays[0].address, 5)
-        wait_until(lambda: home.receive(0) == expert.receive(0) == [] and home.heard[1] == expert.heard[0] == 5)
+        wait_until(lambda: home.receive(0) == expert.receive(0) == [] and home.launches[1] == expert.launches[0] == 5)
         yield home, expert, relays[1], relays[0]
 
 
@@ -223,7 +225,7 @@ def test_workers_on_two_machines_meet(host):
         )
         home.connect(1, expert.address, 5)
         expert.connect(0, home.address, 5)
-        wait_until(lambda: home.receive(0) == expert.receive(0) == [] and home.heard[1] == expert.heard[0] == 5)
+        wait_until(lambda: home.receive(0) == expert.receive(0) == [] and home.launches[1] == expert.launches[0] == 5)
         home.send(message(0, 1, 0), 0)
         assert received(expert, 1) == [0]
 

@@ -46,7 +46,7 @@ class FakeEnd:
         self.arrived: deque[memoryview] = deque()
         self.heard_keys: list[str] = []
 
-    def heard(self, key: str, value: bytes) -> None:
+    def on_message(self, key: str, value: bytes) -> None:
         self.heard_keys.append(key)
 
     def send(self, frame: memoryview) -> None:
@@ -107,7 +107,7 @@ class Pair:
             for worker in range(2):
                 self.links[worker].receive()
                 for notice in self.notices[worker]:
-                    self.links[worker].heard(notice)
+                    self.links[worker].on_message(notice)
                 self.notices[worker].clear()
         ends = [self.ends[worker][-1] for worker in range(2)]
         for end, other in (ends, ends[::-1]):
@@ -173,7 +173,7 @@ def test_messages_keep_their_order_whenever_tensors_and_announcements_arrive(pai
                 end.bring()
             case 3:
                 got += links.receive()
-        assert sum(end.asked) + sum(map(len, end.arrived)) <= max(two_phase.MAX_ASKED_BYTES, 7 * WIDTH)
+        assert sum(end.asked) + sum(map(len, end.arrived)) <= max(two_phase.MAX_REQUESTED_BYTES, 7 * WIDTH)
     assert [each.hop.seq for each in got] == list(range(60))
     assert all((each.tensor == each.hop.seq).all() and len(each.tensor) == each.hop.num_rows for each in got)
     assert not links.lost
@@ -291,7 +291,7 @@ def test_an_end_of_the_peer_gives_up_its_tensors_and_keeps_what_came_whole(pair)
     "notice", [Meet(0, 4, 0, "key", b""), Meet(0, -1, 0, "key", b""), Meet(1, 6, 9, "key", b"")], ids=repr
 )
 def test_a_rendezvous_of_another_process_is_ignored(pair, notice):
-    pair.links[1].heard(notice)
+    pair.links[1].on_message(notice)
     assert pair.ends[1] == []
 
 

@@ -49,7 +49,7 @@ class EngineTable:
         prefill_tokens: int64[n], prompt tokens of those, without tokens that the engine's cache is expected to hold.
         context_tokens: int64[n], prompt tokens of all requests in flight.
         num_unseen: int64[n], requests in flight that were sent after the time of `num_waiting`.
-        said_prefill_tokens: float64[n], `queued_prefill_tokens` and the prompt tokens sent since; infinite if unknown.
+        reported_prefill_tokens: float64[n], `queued_prefill_tokens` and the prompt tokens sent since; inf if unknown.
         num_foreign: int64[n], other routers' requests at the time of `num_waiting` and `num_running`.
         num_kv_tokens: int64[n], capacity of the KV cache in tokens. UNKNOWN_KV_TOKENS means unknown.
         speed: float64[n], speed relative to the other engines, as configured by the operator; 1 by default.
@@ -65,7 +65,7 @@ class EngineTable:
     num_unseen: NDArray[np.int64]
     num_foreign: NDArray[np.int64]
     num_kv_tokens: NDArray[np.int64]
-    said_prefill_tokens: NDArray[np.float64]
+    reported_prefill_tokens: NDArray[np.float64]
     speed: NDArray[np.float64]
     num_waiting: Figure
     num_running: Figure
@@ -89,7 +89,7 @@ class EngineTable:
         n = len(self)
         columns: dict[str, Any] = {name: Figure(np.zeros(n), np.full(n, NEVER_NS)) for name in figures}
         if "queued_prefill_tokens" in figures:
-            columns["said_prefill_tokens"] = np.full(n, np.inf)
+            columns["reported_prefill_tokens"] = np.full(n, np.inf)
         if not {"num_waiting", "num_running"}.isdisjoint(figures):
             columns["num_foreign"] = np.zeros(n, np.int64)
         return replace(self, **columns)
@@ -103,7 +103,7 @@ class EngineTable:
         columns["num_kv_tokens"][:] = UNKNOWN_KV_TOKENS
         return EngineTable(
             routable=np.ones(num_engines, np.bool_),
-            said_prefill_tokens=np.full(num_engines, np.inf),
+            reported_prefill_tokens=np.full(num_engines, np.inf),
             speed=np.ones(num_engines),
             **columns,
         )
@@ -113,7 +113,7 @@ class EngineTable:
 OWN_COUNTS = tuple(
     each.name
     for each in fields(EngineTable)
-    if each.name not in {"routable", "said_prefill_tokens", "speed", *ROUTED_FIGURES}
+    if each.name not in {"routable", "reported_prefill_tokens", "speed", *ROUTED_FIGURES}
 )
 
 

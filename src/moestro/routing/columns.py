@@ -105,7 +105,7 @@ class EngineColumns:
         self.prefill_tokens = np.zeros(capacity, np.int64)
         self.context_tokens = np.zeros(capacity, np.int64)
         self.num_unseen = np.zeros(capacity, np.int64)
-        self.said_prefill_tokens = np.full(capacity, np.inf)
+        self.reported_prefill_tokens = np.full(capacity, np.inf)
         self.num_foreign = np.zeros(capacity, np.int64)
         self.num_kv_tokens = np.full(capacity, UNKNOWN_KV_TOKENS)
         self.speed = np.ones(capacity, np.float64)
@@ -125,7 +125,7 @@ class EngineColumns:
         names = (
             "is_up",
             "routable",
-            "said_prefill_tokens",
+            "reported_prefill_tokens",
             "speed",
             "block_tokens",
             "_values",
@@ -146,7 +146,7 @@ class EngineColumns:
         }
         columns |= {
             name: _read_only(getattr(self, name), n)
-            for name in ("routable", "said_prefill_tokens", "speed", *OWN_COUNTS)
+            for name in ("routable", "reported_prefill_tokens", "speed", *OWN_COUNTS)
         }
         self.table = EngineTable(**columns)
         self.no_hits = _read_only(np.zeros(n, np.int64), n)

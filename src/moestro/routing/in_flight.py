@@ -95,7 +95,7 @@ class InFlight:
         counts.num_unseen[row] += 1
         counts.prefill_tokens[row] += flight.num_prefill_tokens
         counts.context_tokens[row] += flight.num_known_tokens
-        columns.said_prefill_tokens[row] += flight.num_prefill_tokens
+        columns.reported_prefill_tokens[row] += flight.num_prefill_tokens
 
     def first_token(self, request_id: str) -> Flight | None:
         """Record a computed prompt. Return the flight, or None if that was known or the id is not in flight."""
@@ -107,7 +107,7 @@ class InFlight:
         columns.counts.num_prefilling[row] -= 1
         columns.counts.prefill_tokens[row] -= flight.num_prefill_tokens
         if flight.serial > self._rows[row].seen_prefill:
-            columns.said_prefill_tokens[row] -= flight.num_prefill_tokens
+            columns.reported_prefill_tokens[row] -= flight.num_prefill_tokens
         return flight
 
     def ended(self, request_id: str, now_ns: int) -> Flight:
@@ -158,7 +158,7 @@ class InFlight:
         for flight in row.flights.values():
             flight.num_hit_tokens = None
         self._columns.num_unseen[engine] = self._columns.num_foreign[engine] = 0
-        self._columns.said_prefill_tokens[engine] = math.inf
+        self._columns.reported_prefill_tokens[engine] = math.inf
 
     def recount_requests(self, engine: int, num_reported: int, as_of_ns: int) -> None:
         """Recount unseen and foreign requests after an engine reported `num_reported` requests.
@@ -189,4 +189,4 @@ class InFlight:
             if flight.serial <= row.seen_prefill:
                 break
             tokens += flight.num_prefill_tokens if flight.is_prefilling else 0
-        self._columns.said_prefill_tokens[engine] = tokens
+        self._columns.reported_prefill_tokens[engine] = tokens

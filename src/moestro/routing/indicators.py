@@ -42,14 +42,14 @@ def own_prefill_tokens(view: RouteView) -> Scores:
     The router's own count includes whole prompts until their first token. The engine's report counts partly computed
     prompts, but may include other routers' requests. Both are upper bounds at any age, so the minimum holds.
     """
-    return np.minimum(view.engines.prefill_tokens, view.engines.said_prefill_tokens)
+    return np.minimum(view.engines.prefill_tokens, view.engines.reported_prefill_tokens)
 
 
 def foreign_prefill_tokens(view: RouteView) -> Scores:
     """Prompt tokens that other routers sent to each engine and that were not computed at its last report."""
     engines = view.engines
     known = fresh(view, engines.queued_prefill_tokens) & (engines.num_foreign > 0)
-    return np.where(known, np.maximum(engines.said_prefill_tokens - engines.prefill_tokens, 0.0), 0.0)
+    return np.where(known, np.maximum(engines.reported_prefill_tokens - engines.prefill_tokens, 0.0), 0.0)
 
 
 def queued_prefill_tokens(view: RouteView) -> Scores:
@@ -74,8 +74,8 @@ def batch_size(view: RouteView) -> Counts:
 def num_waiting(view: RouteView) -> Scores:
     """Requests without KV blocks; without a fresh report, those without a first token."""
     engines = view.engines
-    said = engines.num_waiting.values + engines.num_unseen
-    return np.where(fresh(view, engines.num_waiting), said, engines.num_prefilling)
+    reported = engines.num_waiting.values + engines.num_unseen
+    return np.where(fresh(view, engines.num_waiting), reported, engines.num_prefilling)
 
 
 def num_running(view: RouteView) -> Scores:

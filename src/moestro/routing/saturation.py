@@ -70,7 +70,7 @@ class EngineSaturation:
         is_full &= table.num_running.known(now_ns, fresh_ns) & table.num_waiting.known(now_ns, fresh_ns)
         is_full |= (table.kv_usage.values >= rules.kv_usage) & table.kv_usage.known(now_ns, fresh_ns)
         if rules.ttft_ns is not None:
-            queued = np.minimum(table.prefill_tokens, table.said_prefill_tokens)
+            queued = np.minimum(table.prefill_tokens, table.reported_prefill_tokens)
             is_full |= self._learned(queued, queued, table.num_in_flight) > rules.ttft_ns
         return is_full
 
@@ -78,7 +78,7 @@ class EngineSaturation:
         """Record that the router sent a request, which `table` has, to learn from its first token."""
         if self._rules.ttft_ns is None:
             return
-        tokens = float(min(table.prefill_tokens[engine], table.said_prefill_tokens[engine]))
+        tokens = float(min(table.prefill_tokens[engine], table.reported_prefill_tokens[engine]))
         self._sent[request.request_id] = (tokens, float(table.num_in_flight[engine]), now_ns)
 
     def first_token(self, request_id: str, now_ns: int) -> None:

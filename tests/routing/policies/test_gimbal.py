@@ -105,7 +105,7 @@ def test_an_engine_that_is_not_routable_is_neither_compared_nor_chosen():
 
 def test_gimbal_v2_adds_four_pressures_each_over_its_greatest():
     known = table(
-        kv_usage=[0.8, 0.4], said_prefill_tokens=[100, 200], prefill_tokens=[100, 200], num_waiting=[0, 4],
+        kv_usage=[0.8, 0.4], reported_prefill_tokens=[100, 200], prefill_tokens=[100, 200], num_waiting=[0, 4],
         expert_pressure=[1.5, 1.0],
     )  # fmt: skip
     assert decide(GimbalV2(), known).scores.tolist() == pytest.approx([1 + 0.5 + 0 + 1, 0.5 + 1 + 1 + 0])

@@ -31,13 +31,13 @@ def test_a_full_hit_on_an_empty_queue_scores_nothing_whatever_the_batch():
 
 
 def test_what_an_engine_has_computed_of_a_prompt_is_not_queued_any_more():
-    known = table(prefill_tokens=[8000, 8000], said_prefill_tokens=[500, np.inf], num_in_flight=[1, 1])
+    known = table(prefill_tokens=[8000, 8000], reported_prefill_tokens=[500, np.inf], num_in_flight=[1, 1])
     assert decide(LMetric(), known, req=OF_4000).scores.tolist() == [4500 * 2, 12000 * 2]
 
 
 def test_other_routers_requests_count_while_the_engine_has_spoken_lately():
     known = table(
-        prefill_tokens=[100, 0], said_prefill_tokens=[900, np.inf], queued_prefill_tokens=[900, None],
+        prefill_tokens=[100, 0], reported_prefill_tokens=[900, np.inf], queued_prefill_tokens=[900, None],
         num_in_flight=[1, 1], num_foreign=[3, 0], num_waiting=[0, None], num_running=[4, None],
     )  # fmt: skip
     assert decide(LMetric(), known, req=OF_4000).scores.tolist() == [4900 * 5, 4000 * 2]

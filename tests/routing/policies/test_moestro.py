@@ -100,7 +100,7 @@ def test_the_work_of_an_engine_that_is_lost_is_nobodys_share():
 def test_of_other_routers_only_what_they_cannot_have_changed_since_counts():
     known = table(
         num_in_flight=[2, 2], num_foreign=[12, 2], num_waiting=[0, 0], num_running=[14, 4],
-        prefill_tokens=[0, 0], said_prefill_tokens=[0, 0], queued_prefill_tokens=[0, 0],
+        prefill_tokens=[0, 0], reported_prefill_tokens=[0, 0], queued_prefill_tokens=[0, 0],
     )  # fmt: skip
     alone = decide(taught(stay_ms=1000), table(num_in_flight=[2, 2]), req=OF_1000).scores
     at_once = decide(taught(stay_ms=1000), known, req=OF_1000).scores
@@ -115,7 +115,7 @@ def test_of_other_routers_only_what_they_cannot_have_changed_since_counts():
 def test_of_prompt_tokens_those_of_others_are_what_is_not_ones_own():
     known = table(
         num_in_flight=[1, 1], num_prefilling=[1, 1], num_foreign=[1, 1], num_waiting=[0, 0], num_running=[2, 2],
-        prefill_tokens=[1000, 1000], said_prefill_tokens=[6000, 1000], queued_prefill_tokens=[6000, 1000],
+        prefill_tokens=[1000, 1000], reported_prefill_tokens=[6000, 1000], queued_prefill_tokens=[6000, 1000],
     )  # fmt: skip
     scores = decide(taught(), known, req=OF_1000).scores
     assert scores[0] - scores[1] == pytest.approx(5000)
@@ -134,7 +134,7 @@ def test_an_engine_that_is_not_routable_is_no_measure_of_other_routers_load():
     own = {"num_in_flight": [2, 2, 2], "routable": [True, True, False]}
     known = table(
         **own, num_foreign=[12, 2, 0], num_waiting=[0, 0, 0], num_running=[14, 4, 2],
-        prefill_tokens=[0, 0, 0], said_prefill_tokens=[0, 0, 0], queued_prefill_tokens=[0, 0, 0],
+        prefill_tokens=[0, 0, 0], reported_prefill_tokens=[0, 0, 0], queued_prefill_tokens=[0, 0, 0],
     )  # fmt: skip
     alone = decide(taught(), table(**own), req=OF_1000).scores
     scores = decide(taught(), known, req=OF_1000).scores

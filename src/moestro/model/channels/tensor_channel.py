@@ -197,7 +197,7 @@ class TensorChannel:
         self._sender: threading.Thread | None = None
         self._receiver.start()
 
-    def heard(self, key: str, value: bytes) -> None:
+    def on_message(self, key: str, value: bytes) -> None:
         """Take in what the other end told."""
         self._meeting.put(key, value)
 
