@@ -50,25 +50,25 @@ def test_blocks_come_and_go_in_the_order_of_events(setting):
     assert setting.held == set(NAMES)
     setting.publish({"type": "AllBlocksCleared"})
     assert setting.held == set()
-    assert setting.sink.said[-1] == "cleared"
+    assert setting.sink.calls[-1] == "cleared"
 
 
-def test_what_the_router_has_forgotten_is_told_again(setting):
+def test_what_the_router_has_forgotten_is_reported_again(setting):
     setting.feed.tell_again()
     setting.feed.work(0)
-    assert setting.sink.said == []
+    assert setting.sink.calls == []
     setting.publish(stored([1, 2], None, TOKENS))
     setting.sink.held.clear()
-    setting.sink.said.clear()
+    setting.sink.calls.clear()
     setting.feed.tell_again()
     setting.feed.work(0)
     assert setting.held == set(NAMES)
-    assert setting.sink.said == ["cleared", "stored"]  # it is all that there is
+    assert setting.sink.calls == ["cleared", "stored"]  # it is all that there is
     setting.publish({"type": "BlockRemoved"}, stored([1], None, TOKENS[:4]))
-    setting.sink.said.clear()
+    setting.sink.calls.clear()
     setting.feed.tell_again()
     setting.feed.work(0)
-    assert setting.sink.said == ["stored"]  # and now it may not be
+    assert setting.sink.calls == ["stored"]  # and now it may not be
 
 
 def test_a_second_rank_on_a_stream_is_kept_apart(setting):
@@ -79,7 +79,7 @@ def test_a_second_rank_on_a_stream_is_kept_apart(setting):
     assert "ranks 1 and 0" in setting.warnings[0][1]
 
 
-def test_another_block_size_is_told_in_words(setting):
+def test_another_block_size_is_logged(setting):
     setting.publish(stored([1], None, TOKENS, block_size=8))
     assert setting.held == set()
     ((kind, text),) = setting.warnings
@@ -90,7 +90,7 @@ def test_another_block_size_is_told_in_words(setting):
 @pytest.mark.parametrize("bad", [{"type": "BlockRemoved"}, {"type": "BlockRemoved", "block_hashes": "all"}])
 def test_a_removal_that_cannot_be_read_leaves_nothing_believed(setting, bad):
     setting.publish(stored([1], None, TOKENS[:4]), bad, stored([2], None, TOKENS[4:]))
-    assert setting.sink.said == ["cleared", "stored", "lost", "stored"]
+    assert setting.sink.calls == ["cleared", "stored", "lost", "stored"]
     assert setting.feed.num_blocks == 1
 
 
@@ -103,7 +103,7 @@ def test_a_batch_that_cannot_be_read_leaves_nothing_believed(setting):
     assert "is given up, and its cache is predicted: a batch of KV events cannot be decoded" in setting.warnings[0][1]
 
 
-def test_a_message_of_somebody_else_changes_nothing(setting):
+def test_a_message_of_another_source_changes_nothing(setting):
     setting.publish(stored([1], None, TOKENS[:4]))
     setting.feed.live([b"hello"], 0)
     setting.feed.work(0)
@@ -111,9 +111,9 @@ def test_a_message_of_somebody_else_changes_nothing(setting):
     assert "not from a KV event publisher" in setting.warnings[0][1]
 
 
-def test_hashes_that_do_not_chain_are_told_and_not_believed(setting):
+def test_hashes_that_do_not_chain_are_reported_and_not_believed(setting):
     setting.publish(stored([1], None, TOKENS[:4]), stored([2, 1], None, TOKENS[4:] + TOKENS[:4]))
-    assert setting.sink.said == ["cleared", "stored", "lost"]
+    assert setting.sink.calls == ["cleared", "stored", "lost"]
     assert "different blocks have the same hash" in setting.warnings[0][1]
 
 
@@ -121,7 +121,7 @@ def test_a_restarted_engine_holds_nothing_and_may_be_of_another_rank(setting):
     setting.publish(stored([1], None, TOKENS[:4]), rank=0)
     setting.num_published = 0
     setting.publish(stored([1], None, TOKENS[4:]), rank=1)
-    assert setting.sink.said == ["cleared", "stored", "cleared", "lost", "cleared", "stored"]
+    assert setting.sink.calls == ["cleared", "stored", "cleared", "lost", "cleared", "stored"]
     assert setting.held != {NAMES[0]}
     assert setting.feed.counts.stream.restarts == 1
 
@@ -163,7 +163,7 @@ def test_an_event_that_is_left_out_ends_completeness_once_and_keeps_known_blocks
     setting.publish(event, event)
     setting.publish(event)
     assert not setting.feed.is_complete
-    assert setting.sink.said == ["cleared", "stored", "incomplete"]
+    assert setting.sink.calls == ["cleared", "stored", "incomplete"]
     assert setting.held == {NAMES[0]}
     assert setting.feed.counts.incomplete[reason] == sum(setting.feed.counts.incomplete.values()) == 1
     lines = {text for kind, text in setting.warnings}

@@ -107,7 +107,7 @@ def test_health_is_503_only_while_no_engine_is_ready(start):
     victim = read_to_end(open_stream(server, max_tokens=400, priority=CRASH))
     assert b"engine_died" in victim
     assert status(server) == 200
-    assert "asked to crash" in server.text
+    assert "ordered to crash" in server.text
     assert b"data: [DONE]" in read_to_end_of_answer(bystander)
     wait_until(lambda: all(metrics(server)[f'moestro:engine_ready{{engine="{i}"}}'] for i in (0, 1)))
     for rank in server.ranks():

@@ -19,7 +19,7 @@ S = 10**9
 EVEN = [[[0, 1, EMPTY], [0, 1, EMPTY]], [[2, 3, EMPTY], [2, 3, EMPTY]]]
 
 
-def test_a_swap_a_copy_and_a_dropped_copy_are_told_by_the_networks_layers():
+def test_a_swap_a_copy_and_a_dropped_copy_name_the_networks_layers():
     swapped = [[[0, 2, EMPTY], [0, 1, 3]], [[1, 3, EMPTY], [2, 3, EMPTY]]]
     change = describe_change(table(3, EVEN), ServedTable(table(5, swapped), (1, 2)), 7)
     assert (change.now_ns, change.version, change.layers, change.num_moves, change.dead) == (7, 5, (1, 2), 3, ())
@@ -45,12 +45,12 @@ def test_many_moves_are_counted_and_some_are_named():
     assert len(change.moves) == MOST_MOVES
 
 
-def test_the_watch_tells_each_change_once_and_an_error_is_nobodys_problem():
-    now, told = [ServedTable(table(0, EVEN), (0, 1))], []
-    watch = TableWatch(lambda: now[0], told.append)
+def test_the_watch_reports_each_change_once_and_an_error_ends_nothing():
+    now, reported = [ServedTable(table(0, EVEN), (0, 1))], []
+    watch = TableWatch(lambda: now[0], reported.append)
     watch.look(1 * S)
     watch.look(2 * S)
-    assert not told
+    assert not reported
     copied = [[[0, 1, 2], [0, 1, EMPTY]], EVEN[1]]
     now[0] = ServedTable(table(1, copied), (0, 1))
     watch.look(3 * S)
@@ -60,9 +60,9 @@ def test_the_watch_tells_each_change_once_and_an_error_is_nobodys_problem():
     now[0] = ServedTable(table(1, copied), (0, 1))
     now[0] = None
     watch.look(5 * S)
-    broken = TableWatch(lambda: 1 / 0, told.append)
+    broken = TableWatch(lambda: 1 / 0, reported.append)
     broken.look(6 * S)
     dead = table(2, [[[0, 1, 2], [0, 1, 2]], [[2, 3, EMPTY], [3, 2, EMPTY]], [[2, 3, 0], [3, 0, 1]]])
-    assert [(each.now_ns, each.version) for each in told] == [(3 * S, 1)]
+    assert [(each.now_ns, each.version) for each in reported] == [(3 * S, 1)]
     alive = ExpertTable(3, dead.logical_of, 4, np.array([True, False, True]))
     assert describe_change(dead, ServedTable(alive, (0, 1)), 0).dead == (1,)

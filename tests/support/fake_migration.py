@@ -72,11 +72,11 @@ class FakeEngines:
     def __init__(self, tokens: np.ndarray) -> None:
         self.tokens = tokens
         self.num_steps = 0
-        self.asked: list[ReadExperts] = []
+        self.questions: list[ReadExperts] = []
         self.loads = ExpertLoads(len(tokens), self._ask)
 
     def _ask(self, engine: int, question: ReadExperts) -> bool:
-        self.asked.append(question)
+        self.questions.append(question)
         if not self.num_steps:
             return False
         mean = np.array(self.tokens[engine], float)

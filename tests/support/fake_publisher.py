@@ -62,29 +62,29 @@ class Sink:
 
     def __init__(self) -> None:
         self.held: dict[int, set[bytes]] = {}
-        self.said: list[str] = []
+        self.calls: list[str] = []
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
         self.held.setdefault(engine, set()).update(split_hashes(hashes))
-        self.said.append("stored")
+        self.calls.append("stored")
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
         self.held.setdefault(engine, set()).difference_update(split_hashes(hashes))
-        self.said.append("removed")
+        self.calls.append("removed")
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:
         self.held[engine] = set()
-        self.said.append("cleared")
+        self.calls.append("cleared")
 
     def kv_incomplete(self, engine: int, now_ns: int) -> None:
-        self.said.append("incomplete")
+        self.calls.append("incomplete")
 
     def reports_all_blocks(self, engine: int) -> bool:
         return True
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
         self.held[engine] = set()
-        self.said.append("lost")
+        self.calls.append("lost")
 
 
 @dataclass(frozen=True)

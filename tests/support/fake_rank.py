@@ -102,7 +102,7 @@ class FakeRank:
         self.num_steps += bool(running)
         for request, _ in running:
             if request.priority == CRASH_AT_ONCE:
-                raise RuntimeError("asked to crash at once")
+                raise RuntimeError("ordered to crash at once")
             if request.priority == BABBLE:
                 self.babble()
             if request.priority in (HANG, SLOW):
@@ -118,7 +118,7 @@ class FakeRank:
         if token_id in request.sampling.stop_token_ids:
             reason = FinishReason.STOP
         if count == 3 and request.priority == CRASH:
-            raise RuntimeError("asked to crash")
+            raise RuntimeError("ordered to crash")
         if count == 3 and request.priority == FAIL_ONE:
             reason = FinishReason.ERROR
         self.requests[request.request_id] = (request, count + 1)

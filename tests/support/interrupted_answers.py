@@ -29,7 +29,7 @@ def running(command: tuple[str, ...], directory: Path) -> Iterator[Running]:
         server.kill()
 
 
-class Asked:
+class SentRequests:
     """Requests that are answered in threads; `bodies`: (path, body)."""
 
     def __init__(self, server: Running, bodies: list[tuple[str, dict[str, Any]]]) -> None:
@@ -162,8 +162,8 @@ def disturbed(server: Running, *bodies: tuple[str, dict[str, Any]]) -> tuple[lis
     an even number of all others, and so do the two choices of one.
     """
     bodies = bodies * 2
-    expected = Asked(server, [*bodies]).answers()
-    asked = Asked(server, [*bodies])
+    expected = SentRequests(server, [*bodies]).answers()
+    asked = SentRequests(server, [*bodies])
     asked.begin()
     tokens_come(server)
     kill_an_engine(server)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.interrupted_answers import Asked, completion, disturbed, stream, total
+from support.interrupted_answers import SentRequests, completion, disturbed, stream, total
 from support.running import PATIENCE_S, REAL, Running, call_admin, complete, free_port, is_idle, metrics, wait_until
 
 from moestro.config.launch_spec import LockStepSpec
@@ -203,7 +203,7 @@ def test_a_paced_group_serves_sleeps_and_restarts(flags, is_disturbed, tmp_path)
         if is_disturbed:
             expected, found = disturbed(server, *bodies)
         else:
-            expected, found = (Asked(server, [*bodies] * 2).answers() for _ in range(2))
+            expected, found = (SentRequests(server, [*bodies] * 2).answers() for _ in range(2))
         assert found == expected
         assert total(server, "engine_restarts_total") == 2 * is_disturbed
         assert "Traceback" not in server.text

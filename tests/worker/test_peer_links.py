@@ -136,7 +136,7 @@ def test_a_worker_that_does_not_read_loses_messages_and_the_home_sends_them_agai
     monkeypatch.setattr(moestro.worker.peer_links, "_MAX_QUEUED", 10)
     limits = HopLimits(worker=0, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9)
     with contextlib.closing(PeerLinks(Hello(0, 0), listen_address(tmp_path, 0), NoTensors(), limits)) as home:
-        home.connect(1, address_of(tmp_path, 1), 6)  # where nobody listens
+        home.connect(1, address_of(tmp_path, 1), 6)  # where no worker listens
         for seq in range(50):
             home.send(message(0, 1, seq), 0)
         assert home.num_undelivered >= 40

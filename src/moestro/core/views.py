@@ -49,7 +49,7 @@ class EngineTable:
         prefill_tokens: int64[n], prompt tokens of those, without tokens that the engine's cache is expected to hold.
         context_tokens: int64[n], prompt tokens of all requests in flight.
         num_unseen: int64[n], requests in flight that were sent after the time of `num_waiting`.
-        reported_prefill_tokens: float64[n], `queued_prefill_tokens` and the prompt tokens sent since; inf if unknown.
+        reported_prefill_tokens: float64[n], `queued_prefill_tokens` and prompt tokens sent since; infinite if unknown.
         num_foreign: int64[n], other routers' requests at the time of `num_waiting` and `num_running`.
         num_kv_tokens: int64[n], capacity of the KV cache in tokens. UNKNOWN_KV_TOKENS means unknown.
         speed: float64[n], speed relative to the other engines, as configured by the operator; 1 by default.
