@@ -8,7 +8,7 @@ import json
 import random
 
 import pytest
-from moestro.server.api.fields.params import ignored_warning
+from moestro.server.api.fields.request_fields import ignored_warning
 
 from moestro.errors import PromptTooLongError, RequestError
 from moestro.server.api.fields.protocol import ChatFields, CompletionFields, GenerationFields
