@@ -8,10 +8,10 @@ import json
 import random
 
 import pytest
-from moestro.server.api.fields.request_fields import ignored_warning
 
 from moestro.errors import PromptTooLongError, RequestError
 from moestro.server.api.fields.protocol import ChatFields, CompletionFields, GenerationFields
+from moestro.server.api.fields.request_fields import ignored_warning
 from moestro.server.api.fields.unsupported import IN_CHAT, IN_COMPLETIONS, WITHOUT_EFFECT
 from moestro.server.api.fields.validation import parse_chat, parse_completion
 
