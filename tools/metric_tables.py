@@ -63,7 +63,7 @@ def _server() -> Collector:
     metrics.refusals["a_code"] = 1
     experts = ExpertLoads(1, lambda engine, question: False)
     load = SourceLoad(np.ones((1, 1), np.int64), *np.ones((3, 1, 1)), weight=1.0, num_steps=1)
-    experts.heard(0, report_of(0, load), 0)
+    experts.on_message(0, report_of(0, load), 0)
     engines = SimpleNamespace(loads=[IDLE], is_routable=lambda engine: True, expert_loads=experts)
     signal = ExpertSignal(pressure=1.0, visits=(1.0, 0.0, 0.0), as_of_ns=0)
     signals = SimpleNamespace(

@@ -55,7 +55,7 @@ def make_pair(addresses: tuple[ListenAddress, ListenAddress]) -> tuple[PeerLinks
     home, expert = made
     home.connect(1, expert.address, 0)
     expert.connect(0, home.address, 0)
-    while (home.heard[1], expert.heard[0]) != (0, 0):
+    while (home.launches[1], expert.launches[0]) != (0, 0):
         home.receive(0)
         expert.receive(0)
     return home, expert

@@ -293,7 +293,7 @@ def test_sources_keep_their_tokens_on_live_devices(seed):
         assert (spread.tokens == tokens).all()
 
 
-def test_a_change_without_moves_is_told(tmp_path, capsys):
+def test_a_change_without_moves_is_reported(tmp_path, capsys):
     counts, out = tmp_path / "counts.npy", tmp_path / "out.json"
     np.save(counts, 1e4 * np.random.default_rng(0).pareto(1.2, (3, 12)))
     arguments = [EXAMPLE, "--devices", 8, "--slots-per-device", 5]

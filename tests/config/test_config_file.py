@@ -1,4 +1,4 @@
-"""Settings from a file, from the environment and from flags: who wins, and what is said of the rest."""
+"""Settings from a file, from the environment and from flags: which one wins, and the warnings about the rest."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_flag_that_is_given_twice_takes_the_last(capsys, arguments, line):
     assert f"{line}  # command line" in printed(capsys, *arguments)
 
 
-def test_an_unknown_flag_is_told_which_one_was_meant(capsys):
+def test_the_error_of_an_unknown_flag_names_the_one_that_was_meant(capsys):
     assert "Did you mean --max-num-seqs?" in refused(capsys, "--max-num-sqs", "1")
 
 
@@ -200,8 +200,8 @@ def test_a_reader_that_goes_away_early_gets_no_traceback():
 
 
 def test_a_paced_device_plays_no_host_memory(capsys):
-    told = refused(capsys, "--device", "paced:h20", "--kv-offloading-size", "1")
-    assert "--kv-offloading-size does not work with a paced device" in told
+    reported = refused(capsys, "--device", "paced:h20", "--kv-offloading-size", "1")
+    assert "--kv-offloading-size does not work with a paced device" in reported
 
 
 # --- policies of an engine --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One settings tree: a setting is one field in one place, whoever fills it."""
+"""One settings tree: a setting is one field in one place, whatever fills it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_environment_and_files_take_suffixes(
 
 
 @pytest.mark.parametrize(
-    ("flag", "written", "told"),
+    ("flag", "written", "reported"),
     [
         ("--max-model-len", "1.5K", "1.5k counts in powers of 1,000"),
         ("--max-model-len", "1.0001k", "must be a whole number, got 1000.1"),
@@ -46,9 +46,9 @@ def test_environment_and_files_take_suffixes(
         ("--kv-offloading-size", "8k", "8k"),  # GiB, no whole number
     ],
 )
-def test_other_numbers_are_refused(capsys: pytest.CaptureFixture[str], flag: str, written: str, told: str):
+def test_other_numbers_are_refused(capsys: pytest.CaptureFixture[str], flag: str, written: str, reported: str):
     with pytest.raises(SystemExit) as ended:
         main(["serve", flag, written, "--print-config"])
     assert ended.value.code == 2
     captured = capsys.readouterr()
-    assert told in " ".join((captured.out + captured.err).split())
+    assert reported in " ".join((captured.out + captured.err).split())

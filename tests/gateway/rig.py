@@ -169,7 +169,7 @@ class FakeEngine:
         self.port = self.server.sockets[0].getsockname()[1]
 
     def die(self) -> None:
-        """As by SIGKILL: nobody listens, and every connection is reset."""
+        """As by SIGKILL: no listener is left, and every connection is reset."""
         self.server.close()
         for wire in self.wires:
             wire.transport.abort()

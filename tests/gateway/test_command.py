@@ -106,7 +106,7 @@ def test_what_strangers_send_is_refused_and_one_log_line_of_each_kind(routed):
     assert "Traceback" not in routed.text
 
 
-def test_a_hundred_megabytes_of_trailer_are_refused_and_keep_nobody_waiting(routed):
+def test_a_hundred_megabytes_of_trailer_are_refused_and_delay_no_client(routed):
     with socket.create_connection(routed.address, timeout=300) as stranger:
         stranger.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nA: ")
 
@@ -131,16 +131,16 @@ def test_a_request_is_explained_from_the_router_and_from_its_record(routed, caps
     assert answer.headers["x-request-id"] == "explain-me"
     record = routed.directory / "record.jsonl"
     wait_until(lambda: any(b'"Story"' in line and b"explain-me" in line for line in record.read_bytes().splitlines()))
-    told = []
+    reported = []
     for place in (("--admin-url", admin_url(routed)), ("--record", str(record))):
         with pytest.raises(SystemExit) as ended:
             main(["explain", "explain-me", *place, "--perfetto", str(routed.directory / "trace.json")])
         assert b'"to ' in (routed.directory / "trace.json").read_bytes()
         assert ended.value.code == 0
-        told.append(capsys.readouterr().out)
-    assert told[0] == told[1]
+        reported.append(capsys.readouterr().out)
+    assert reported[0] == reported[1]
     for words in ("explain-me", "answered 200", answer.headers["x-moestro-engine"], "prompt tokens"):
-        assert words in told[0]
+        assert words in reported[0]
     assert "def f" not in record.read_text(), "prompts are not in the record"
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(record)])
@@ -155,14 +155,14 @@ def test_a_request_is_explained_from_the_router_and_from_its_record(routed, caps
         (("--record", "/missing/file"), "cannot be read", 2),
     ],
 )
-def test_what_cannot_be_explained_is_said_so(place, words, code, capsys):
+def test_what_cannot_be_explained_is_an_error(place, words, code, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["explain", "none", *place])
     assert ended.value.code == code
     assert words in capsys.readouterr().err
 
 
-def test_what_nobody_knows_is_said_so(routed, capsys):
+def test_an_unknown_request_is_an_error(routed, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["explain", "none", "--admin-url", admin_url(routed)])
     assert ended.value.code == 2
@@ -194,11 +194,11 @@ def test_requests_leave_an_engine_whose_process_is_stopped(fake, fake_command, t
     try:
         engine.process.send_signal(signal.SIGSTOP)
         with ThreadPoolExecutor(4) as clients:
-            asked = [
+            fields = [
                 clients.submit(call, router, "POST", "/v1/completions", BODY, X_Request_Id=f"moved-{number}")
                 for number in range(4)
             ]
-            answers = [each.result() for each in asked]
+            answers = [each.result() for each in fields]
         stopped, other = (each.url.removeprefix("http://") for each in (engine, fake))
         assert [(answer.status, answer.headers["x-moestro-engine"]) for answer in answers] == [(200, other)] * 4
         moved = [answer for answer in answers if "stopped answering" in answer.headers["x-moestro-reason"]]
@@ -271,7 +271,7 @@ def test_what_has_not_ended_in_time_hears_why(fake, tmp_path):
         (("--engine", "http://a:1", "--admin-host", "0.0.0.0"), "--admin-api-key"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(flags, words, capsys):
+def test_an_impossible_setting_is_reported_in_one_line(flags, words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["route", "--port", "0", "--admin-port", "0", *flags])
     assert ended.value.code == 2

@@ -167,7 +167,7 @@ async def test_what_comes_around_chunks_has_the_bound_of_a_head(begin, piece):
 
 
 @looped
-async def test_a_hundred_megabytes_of_trailer_keep_nobody_waiting():
+async def test_a_hundred_megabytes_of_trailer_delay_no_client():
     async with rig(FakeEngine("e")) as it:
         caller = await it.caller()
         caller.send(START + HOST + CHUNKED + b"\r\n0\r\nA: ")

@@ -1,4 +1,4 @@
-"""Exceptions that nobody expected: a user's policy that raises, a bug. One answer, and nothing is left behind."""
+"""Unexpected exceptions: a user's policy that raises, a bug. One answer, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def moody(tmp_path: Path) -> str:
     return f"{file}:Moody"
 
 
-def asked_by(user: str) -> dict[str, object]:
+def body_of(user: str) -> dict[str, object]:
     return {"user": user, "messages": [{"role": "user", "content": "hi"}]}
 
 
 async def assert_nothing_follows(it: Rig, user: str, code: str) -> None:
     """One answer to the request, one to the next on the same connection, and no byte more when deadlines pass."""
     caller = await it.caller()
-    caller.ask(body=asked_by(user))
+    caller.ask(body=body_of(user))
     refused = await caller.answer()
     assert (refused.status, refused.code) == (500, code)
     assert refused.headers["x-request-id"] in refused.json["error"]["message"]
     assert not it.app.shared.active
     assert it.num_in_flight == 0
-    caller.ask(body=asked_by("good"))
+    caller.ask(body=body_of("good"))
     assert (await caller.answer()).status == 200
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(caller.reader.read(1), 0.3)
@@ -62,7 +62,7 @@ async def wait_for_template_process(it: Rig) -> None:
         caller = await it.caller()
         status = 0
         while status != 200:
-            caller.ask(body=asked_by("good"))
+            caller.ask(body=body_of("good"))
             status = (await caller.answer()).status
 
 
@@ -106,10 +106,10 @@ async def test_a_failure_after_the_choice_gives_back_what_was_counted(moody, mon
 @looped
 async def test_a_policy_that_will_not_hear_costs_no_request_and_no_engine(moody, caplog):
     async with rig(FakeEngine("a"), route_policy=moody) as it:
-        assert (await it.call(body=asked_by("deaf"))).status == 200
+        assert (await it.call(body=body_of("deaf"))).status == 200
         it.app.shared.fleet.lost(it.engine("a"), "for a test", 10**18)
         await it.until_up("a")
-        assert (await it.call(body=asked_by("good"))).status == 200
+        assert (await it.call(body=body_of("good"))).status == 200
     assert "observe failed on Routed" in caplog.text
     assert "observe failed on EngineLost" in caplog.text
 
@@ -153,21 +153,21 @@ async def test_a_sweep_that_fails_goes_on(monkeypatch):
 
 
 @looped
-async def test_of_a_running_request_nothing_is_told_where_nothing_is_remembered():
+async def test_no_trace_of_a_running_request_without_memory():
     async def wait(engine: FakeEngine, wire: Wire, request: Received) -> None:
         await asyncio.sleep(3600)
 
     async with rig(FakeEngine("a", wait), remember=0, first_byte_timeout=0.3) as it:
-        asked = asyncio.ensure_future(it.call(X_Request_Id="runs"))
+        fields = asyncio.ensure_future(it.call(X_Request_Id="runs"))
         await asyncio.sleep(0.1)
         decision_log = it.app.shared.decision_log
         assert "runs" in decision_log._running
         assert decision_log.trace("runs") is None
-        assert (await asked).status == 504
+        assert (await fields).status == 504
 
 
 @looped
-async def test_books_that_cannot_be_closed_keep_nobody_from_his_answer(monkeypatch):
+async def test_books_that_cannot_be_closed_keep_no_client_from_its_answer(monkeypatch):
     async with rig(FakeEngine("a")) as it:
 
         def fails(*_):
@@ -180,7 +180,7 @@ async def test_books_that_cannot_be_closed_keep_nobody_from_his_answer(monkeypat
 
 @pytest.mark.parametrize("remember", [0, 1, 3])
 @looped
-async def test_no_more_stories_are_kept_than_asked_for(remember):
+async def test_no_more_traces_are_kept_than_requested(remember):
     async with rig(FakeEngine("a"), remember=remember) as it:
         decision_log = it.app.shared.decision_log
         ids = [f"r{i}" for i in range(5)]

@@ -114,7 +114,7 @@ async def test_law_answers_are_the_same_whichever_borders_they_come_with():
 
 
 @looped
-async def test_an_engine_that_says_more_than_it_was_asked_is_not_asked_on_that_connection_again():
+async def test_a_connection_with_a_surplus_answer_is_not_used_again():
     async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
         extra = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n" if len(engine.received) == 3 else b""
         wire.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok" + extra)
@@ -129,7 +129,7 @@ async def test_an_engine_that_says_more_than_it_was_asked_is_not_asked_on_that_c
 
 
 @looped
-async def test_a_known_request_is_still_asked_for_its_key():
+async def test_a_known_request_still_needs_its_key():
     async with rig(FakeEngine("e"), api_key=("k",)) as it:
         caller = await it.caller()
         for key, status in (("k", 200), ("k", 200), ("x", 401)):

@@ -50,11 +50,11 @@ async def until(it: Rig, name: str, condition: Condition) -> None:
 
 async def ask_until_on(it: Rig, engine: Hanging, count: int = 1) -> list[asyncio.Task]:
     """Send requests until `count` of them wait on `engine`."""
-    asked = []
+    fields = []
     for _ in range(50 * count):
         if engine.num_arrived >= count:
-            return asked
-        asked.append(asyncio.ensure_future(it.call(X_Request_Id=f"r{len(asked)}")))
+            return fields
+        fields.append(asyncio.ensure_future(it.call(X_Request_Id=f"r{len(fields)}")))
         await asyncio.sleep(0.02)
     raise AssertionError(f"{engine.name} gets no requests")
 
@@ -64,8 +64,8 @@ async def test_requests_that_wait_on_a_hung_engine_move_once_and_are_answered_on
     hung, other = Hanging("hung"), FakeEngine("other")
     async with rig(hung, other, route_policy="round_robin", **HANG) as it:
         hung.stop()
-        asked = await ask_until_on(it, hung, 3)
-        answers = await asyncio.gather(*asked)
+        fields = await ask_until_on(it, hung, 3)
+        answers = await asyncio.gather(*fields)
         assert {answer.status for answer in answers} == {200}
         assert {answer.json["from"] for answer in answers} == {"other"}
         moved = [answer for answer in answers if "hung stopped answering" in answer.headers["x-moestro-reason"]]
@@ -121,11 +121,11 @@ async def test_where_all_engines_that_can_are_suspected_they_still_get_requests(
             other.stop()
             await until(it, "other", Condition.SUSPECTED)
         await until(it, "hung", Condition.SUSPECTED)
-        asked = asyncio.ensure_future(it.call(body={"model": models[0], "prompt": "x"}))
+        fields = asyncio.ensure_future(it.call(body={"model": models[0], "prompt": "x"}))
         await it.until(lambda: hung.num_arrived + other.num_arrived == 1)
         hung.wakes.set()
         other.wakes.set()
-        assert (await asked).status == 200
+        assert (await fields).status == 200
 
 
 @looped
@@ -160,7 +160,7 @@ async def test_a_request_that_meets_two_hung_engines_moves_once():
         a, b, c = [it.engine(engine.name) for engine in engines]
         for engine in (b, c):
             it.app.engine_admin.drain(engine, is_draining=True)
-        asked = asyncio.ensure_future(it.call())
+        fields = asyncio.ensure_future(it.call())
         await it.until(lambda: engines[0].num_arrived == 1)
         engines[0].stop()
         it.app.engine_admin.drain(b, is_draining=False)
@@ -169,7 +169,7 @@ async def test_a_request_that_meets_two_hung_engines_moves_once():
         it.app.engine_admin.drain(c, is_draining=False)
         await until(it, "b", Condition.DOWN)
         assert a.condition is Condition.DOWN
-        assert (await asked).code == "upstream_timeout"
+        assert (await fields).code == "upstream_timeout"
         assert [engine.num_arrived for engine in engines] == [1, 1, 0]
 
 

@@ -43,7 +43,7 @@ async def test_a_router_that_takes_an_index_sends_a_conversation_where_it_was_be
         for engine in fleet:  # as if it had never seen them
             router.engine_lost(engine.row, 1)
             assert router.prompts_sent(engine.row) == []
-        for _ in range(3):  # now and then, as a standby is told: what was handed over before makes room
+        for _ in range(3):  # now and then, as a standby is updated: what was handed over before makes room
             taken = await admin.put("/admin/index", data=given)
             assert (taken.status, await taken.json()) == (200, {"prompts": 1})
             assert await (await admin.get("/admin/index")).read() == given
@@ -116,17 +116,17 @@ def test_law_prompts_come_out_as_they_were_whatever_the_tree_does_meanwhile(seed
     tree, prompts = PrefixTree(), chains(rng, 60)
     last_runs = [tree.add(0, prompt) for prompt in prompts]
     runs = _Runs()
-    told: list[bytes] = []
+    reported: list[bytes] = []
     dropped = rng.sample(range(60), 30)
     for part in _parts(0, list(last_runs), {}):
         assert len(part.prompts) <= 3
         runs.add(part.runs)
-        told += [runs.prompt(last) for last in part.prompts]
+        reported += [runs.prompt(last) for last in part.prompts]
         for prompt in chains(rng, 3):  # cuts runs
             tree.add(1, prompt)
         if dropped:
             tree.drop(0, last_runs[dropped.pop()])
-    assert told == prompts
+    assert reported == prompts
 
 
 @looped

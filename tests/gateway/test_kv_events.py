@@ -35,7 +35,7 @@ class Published:
         self._pub.bind(f"tcp://127.0.0.1:{events_port or '*'}")
         self._router.bind(f"tcp://127.0.0.1:{replay_port or '*'}")
         self.events_port, self.replay_port = _port(self._pub), _port(self._router)
-        self.num_asked = 0
+        self.num_requests_seen = 0
         self._server = asyncio.create_task(self._serve())
 
     def store(self, token_ids: list[int], *, lose: bool = False) -> None:
@@ -56,7 +56,7 @@ class Published:
         while True:
             with contextlib.suppress(zmq.Again):
                 client, _, start = self._router.recv_multipart(zmq.NOBLOCK)
-                self.num_asked += 1
+                self.num_requests_seen += 1
                 for seq, body in self.cache.buffer:
                     if seq >= int.from_bytes(start, "big"):
                         self._router.send_multipart([client, b"", b"kv", seq.to_bytes(8, "big"), body])
@@ -132,7 +132,7 @@ def tokens(text: str = TEXT) -> list[int]:
 
 
 @looped
-async def test_a_prompt_goes_where_its_blocks_are_said_to_be():
+async def test_a_prompt_goes_where_its_blocks_are_reported():
     with published_by("a", "b") as published:
         published["b"].store(tokens())  # before the router is there
         async with rig(FakeEngine("a"), FakeEngine("b"), **published.settings) as it:
@@ -145,7 +145,7 @@ async def test_a_prompt_goes_where_its_blocks_are_said_to_be():
 
 
 @looped
-async def test_a_message_that_was_lost_is_asked_for():
+async def test_a_message_that_was_lost_is_requested():
     with published_by("a", "b") as published:
         async with rig(FakeEngine("a"), FakeEngine("b"), **published.settings) as it:
             await until_known(it, "b", 0)
@@ -175,7 +175,7 @@ async def test_another_process_at_the_same_place_holds_nothing_of_the_old_ones()
 
 
 @looped
-async def test_what_the_router_forgot_of_a_process_that_lives_is_told_again():
+async def test_what_the_router_forgot_of_a_process_that_lives_is_reported_again():
     with published_by("a", "b") as published:
         async with rig(FakeEngine("a"), FakeEngine("b"), **published.settings) as it:
             await until_known(it, "a", 0)
@@ -219,7 +219,7 @@ async def test_an_engine_without_a_publisher_is_known_by_prediction():
             assert await ask(it) == first
 
 
-def test_endpoints_are_said_as_engines_are_told_them():
+def test_endpoints_are_written_as_in_the_settings_of_engines():
     sources = KvSources(["tcp://*:5557", "b=tcp://10.0.0.2:6000"], ["tcp://*:5558"])
     assert sources.of("a", "10.0.0.1") == KvSource("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558")
     assert sources.of("b", "::1") == KvSource("tcp://10.0.0.2:6000", "tcp://[::1]:5558")

@@ -101,7 +101,7 @@ async def test_a_body_has_a_bound_which_is_known_before_it_is_read(is_chunked):
 
 
 @looped
-async def test_a_body_that_is_too_large_is_refused_before_the_client_is_told_to_go_on():
+async def test_a_body_that_is_too_large_is_refused_before_100_continue():
     async with rig(FakeEngine("e"), max_body_bytes=10_000) as it:
         caller = await it.caller()
         caller.send(
@@ -313,7 +313,7 @@ async def longest_turn(work: asyncio.Future) -> float:
 
 
 @looped
-async def test_thousands_of_requests_in_one_read_are_answered_in_order_and_hold_up_nobody():
+async def test_thousands_of_requests_in_one_read_are_in_order_and_delay_no_client():
     async with rig(FakeEngine("e")) as it:
         handler, caller = it.app.clients.handler, await it.caller()
         handle = handler.handle

@@ -1,4 +1,4 @@
-"""Who may ask what: keys, paths, models, the admin plane; and what is told about it."""
+"""Who may ask what: keys, paths, models, the admin plane; and what is reported about it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TestPaths:
             assert not engine.received
 
     @looped
-    async def test_the_wrong_method_is_told_so(self):
+    async def test_the_wrong_method_is_refused_as_such(self):
         async with rig(FakeEngine("e")) as it:
             assert (await it.call("/v1/models", method="POST")).status == 405
             assert (await it.call("/metrics", method="DELETE")).status == 405
@@ -134,7 +134,7 @@ class TestModels:
                 assert went == {model[-1]}
             assert len({(await it.call(body={"model": "m"})).headers["x-moestro-engine"] for _ in range(10)}) == 2
             unknown = {(await it.call(body={"model": "none"})).headers["x-moestro-engine"] for _ in range(10)}
-            assert len(unknown) == 2, "what nobody lists is for the engines to refuse"
+            assert len(unknown) == 2, "an unlisted model is for the engines to refuse"
             it.app.engine_admin.drain(it.engine("a"), is_draining=True)
             assert (await it.call(body={"model": "only-a"})).status == 503
 
@@ -244,9 +244,11 @@ class TestFigures:
                 await it.call()
             counts = it.engine("a").counts
             counts.num_prompt_tokens, counts.num_hit_tokens, counts.num_predicted_tokens = 100, 60, 50.0
-            told = lines.lines(2)
-            assert told[-1].startswith("all: 0 in flight, 2.0 requests/s, 0 retried, 0 refused, imbalance 1.00, 2 of 2")
-            assert any("prefix hits 60% (predicted 50%)" in line for line in told)
+            found = lines.lines(2)
+            assert found[-1].startswith(
+                "all: 0 in flight, 2.0 requests/s, 0 retried, 0 refused, imbalance 1.00, 2 of 2"
+            )
+            assert any("prefix hits 60% (predicted 50%)" in line for line in found)
             assert lines.lines(2) == []
 
 

@@ -161,7 +161,7 @@ async def test_an_open_tree_is_what_is_below_it():
         "/v1/models/*",
     ],
 )
-def test_a_path_that_can_never_be_asked_for_cannot_be_opened(path):
+def test_a_path_that_can_never_be_requested_cannot_be_opened(path):
     with pytest.raises(ConfigError, match=r"--open-path \S+ must"):
         settings_of(open_path=(path,))
 

@@ -30,7 +30,7 @@ from moestro.routing.settings import RouterSettings
 from moestro.web.record_file import RecordFile
 from moestro.web.record_key import record_key
 
-TURN = "What a router is told it writes down, word by word. " * 40
+TURN = "A router writes down what it receives, word by word. " * 40
 BUSY = b"vllm:num_requests_running 3.0\nvllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc 0.5\n"
 
 
@@ -49,9 +49,9 @@ async def fail_now_and_then(engine: FakeEngine, wire: Wire, request: Received) -
         await answer(engine, wire, request)
 
 
-def asked(i: int) -> dict:
-    said = [{"role": "user", "content": f"Session {i % 4}. {TURN}"}]
-    return {"model": "m", "messages": said, "max_tokens": 9, "user": f"u{i % 3}", "session_id": f"s{i % 4}"}
+def fields(i: int) -> dict:
+    answered = [{"role": "user", "content": f"Session {i % 4}. {TURN}"}]
+    return {"model": "m", "messages": answered, "max_tokens": 9, "user": f"u{i % 3}", "session_id": f"s{i % 4}"}
 
 
 async def run(record, policy: str, num_requests: int = 40, **more) -> list[str]:
@@ -62,7 +62,7 @@ async def run(record, policy: str, num_requests: int = 40, **more) -> list[str]:
     async with rig(*engines, **settings) as it:
         answers = []
         for i in range(0, num_requests, 4):
-            answers += await asyncio.gather(*(it.call(body=asked(i + j)) for j in range(4)))
+            answers += await asyncio.gather(*(it.call(body=fields(i + j)) for j in range(4)))
             it.app.engine_admin.drain(it.engine("c"), is_draining=i % 16 == 8)
         assert {each.status for each in answers} == {200}
         await it.until_idle()
@@ -70,7 +70,7 @@ async def run(record, policy: str, num_requests: int = 40, **more) -> list[str]:
     return [each.headers["x-request-id"] for each in answers]
 
 
-def told(record) -> tuple[bool, str]:
+def reported(record) -> tuple[bool, str]:
     text = io.StringIO()
     return replay_record(record, Console(file=text, width=200)), text.getvalue()
 
@@ -88,7 +88,7 @@ async def test_a_record_of_a_live_router_replays_to_the_same_decisions(policy, t
     num_decisions = sum(isinstance(entry, Submitted) for entry in entries)
     assert num_decisions > 80, "some were sent elsewhere"
     assert sum(isinstance(entry, RequestTrace) for entry in entries) == 80
-    is_equal, text = told(record)
+    is_equal, text = reported(record)
     assert text.startswith(f"{num_decisions} of {num_decisions} decisions are reproduced\n")
     assert is_equal
 
@@ -128,20 +128,20 @@ async def test_a_record_that_does_not_come_out_the_same_says_where_it_differs(tm
     await run(record, "moestro")
     text = record.read_text()
     record.write_text(text.replace('"policy":"moestro"', '"policy":"round_robin"', 1))
-    is_equal, said = told(record)
+    is_equal, answered = reported(record)
     assert not is_equal
-    assert "first difference: request req-" in said
-    assert "recorded: engine" in said
-    assert "replayed: engine" in said
+    assert "first difference: request req-" in answered
+    assert "recorded: engine" in answered
+    assert "replayed: engine" in answered
 
 
 def test_what_has_no_decision_is_no_record(tmp_path):
     empty = tmp_path / "empty"
     empty.touch()
     with pytest.raises(ConfigError, match="no decision"):
-        told(empty)
+        reported(empty)
     with pytest.raises(ConfigError, match="cannot be read"):
-        told(tmp_path / "missing")
+        reported(tmp_path / "missing")
 
 
 def opened(path: Path) -> RecordFile:
@@ -162,13 +162,13 @@ async def test_what_comes_while_a_write_fails_is_behind_the_gap_too(tmp_path, mo
     record = opened(path)
     router, append, fails = recorded_router(record), record._append, threading.Event()
 
-    def fail_once_told(entries):
+    def fail_when_set(entries):
         assert fails.wait(300)
         raise OSError(28, "No space left on device")
 
     router.submit(request("r0"), 0)
     await record._flush()
-    monkeypatch.setattr(record, "_append", fail_once_told)
+    monkeypatch.setattr(record, "_append", fail_when_set)
     router.submit(request("r1"), 1)
     writing = asyncio.create_task(record._flush())
     await asyncio.sleep(0.01)
@@ -273,4 +273,4 @@ async def test_the_head_says_the_time_on_both_clocks_and_one_of_an_older_version
     assert 0 <= time.monotonic_ns() - head.clocks.monotonic_ns < time.time_ns() - before_ns
     path.write_bytes(re.sub(rb',"clocks":{[^}]*}', b"", path.read_bytes(), count=1))
     assert decode_entry(path.read_bytes().splitlines()[0]).clocks is None
-    assert told(path)[0]
+    assert reported(path)[0]

@@ -55,7 +55,7 @@ def make_older(*engines) -> None:
 
 
 async def both(it, **more) -> set[str]:
-    """Names of the engines that answer when asked often."""
+    """Names of the engines that answer repeated requests."""
     return {(await it.call()).headers["x-moestro-engine"] for _ in range(8)}
 
 
@@ -64,12 +64,12 @@ class TestElsewhere:
 
     @pytest.mark.parametrize("status", [429, 502, 503, 504])
     @looped
-    async def test_an_answer_that_is_none_is_asked_for_elsewhere(self, status):
+    async def test_an_answer_that_is_none_is_requested_elsewhere(self, status):
         bad, good = FakeEngine("bad", answering(status)), FakeEngine("good")
         async with rig(bad, good) as it:
             answers = [await it.call() for _ in range(10)]
             assert {answer.status for answer in answers} == {200}
-            assert bad.received, "it was never asked"
+            assert bad.received, "it received no request"
             assert any(f"bad answered {status}" in answer.headers["x-moestro-reason"] for answer in answers)
             assert it.counts.retries[f"answered {status}"] == len(bad.received)
 
@@ -84,7 +84,7 @@ class TestElsewhere:
             assert {it.engine(name).condition for name in ("one", "two")} == {"up"}
 
     @looped
-    async def test_where_nobody_does_better_the_client_gets_the_engines_own_words(self):
+    async def test_where_no_engine_does_better_the_client_gets_the_engines_own_words(self):
         engines = [FakeEngine(name, answering(503, "Retry-After: 7\r\n")) for name in "ab"]
         async with rig(*engines) as it:
             answer = await it.call()
@@ -153,7 +153,7 @@ class TestElsewhere:
             assert await caller.reader.read() == b"{"
 
     @looped
-    async def test_a_kept_connection_that_was_closed_meanwhile_is_nobodys_fault(self):
+    async def test_a_kept_connection_that_was_closed_meanwhile_is_no_fault(self):
         """The engine closes as it reads: what a server does whose patience with idle connections has just ended."""
         is_closing = False
 
@@ -192,7 +192,7 @@ class TestOut:
         bad, good = FakeEngine("bad", answering(502)), FakeEngine("good")
         async with rig(bad, good, api_key=KEYS, health_interval=30, route_policy="round_robin") as it:
             assert {answer.status for answer in await of_each_client(it)} == {200}
-            assert it.engine("bad").condition == "up", "nobody has had time to succeed"
+            assert it.engine("bad").condition == "up", "no request has had time to succeed"
             make_older(it.engine("bad"))
             await of_each_client(it)
             assert it.engine("bad").condition == "open"
@@ -357,7 +357,7 @@ class TestOut:
 
 class TestTime:
     @looped
-    async def test_an_answer_must_begin_in_time_and_the_engine_is_told(self):
+    async def test_an_answer_must_begin_in_time_and_the_engine_is_notified(self):
         engine = FakeEngine("e", say_nothing)
         async with rig(engine, first_byte_timeout=0.1) as it:
             answer = await it.call()
@@ -418,7 +418,7 @@ class TestClientsThatLeave:
 class TestManyAtOnce:
     @looped
     async def test_killing_an_engine_in_mid_run_loses_no_request_that_had_not_begun_to_answer(self):
-        """Two engines, one killed while it computes, streams and queues: whoever saw no byte gets a whole answer."""
+        """Two engines, one killed while it computes, streams and queues: clients without a byte get whole answers."""
 
         async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
             await asyncio.sleep(rng.random() * 0.2)

@@ -100,9 +100,9 @@ def test_what_makes_another_prompt_makes_other_blocks(other):
     ],
 )
 def test_every_api_that_begins_with_a_prompt_has_blocks(body):
-    asked = request(body)
-    assert len(split_hashes(asked.block_hashes)) >= 10
-    assert asked.num_prompt_tokens > 100
+    params = request(body)
+    assert len(split_hashes(params.block_hashes)) >= 10
+    assert params.num_prompt_tokens > 100
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_every_api_that_begins_with_a_prompt_has_blocks(body):
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_routed_by_its_length(body):
-    asked = request(body)
-    assert asked.block_hashes == b""
-    assert asked.num_prompt_tokens == max(1, len(body) // 4)
+    params = request(body)
+    assert params.block_hashes == b""
+    assert params.num_prompt_tokens == max(1, len(body) // 4)
 
 
 def test_nulls_are_as_if_they_were_not_there():
@@ -136,8 +136,8 @@ def test_nulls_are_as_if_they_were_not_there():
     ],
 )
 def test_whose_request_it_is_and_of_which_session(body, named, session, user):
-    asked = request(body, **named)
-    assert (asked.session_id, asked.user) == (session, user)
+    params = request(body, **named)
+    assert (params.session_id, params.user) == (session, user)
 
 
 @pytest.mark.parametrize(
@@ -182,10 +182,10 @@ class TestExact:
 
     def test_a_prompts_blocks_are_those_of_its_tokens(self, reader, tokenizer):
         arrived = incoming({"model": "m", "prompt": LONG, "cache_salt": "s"})
-        asked = reader(read(arrived.body, CHAT_PATH), arrived, 0)
+        params = reader(read(arrived.body, CHAT_PATH), arrived, 0)
         ids = tokenizer.encode(LONG, add_special_tokens=True)
-        assert asked.num_prompt_tokens == len(ids)
-        assert asked.block_hashes == hash_blocks(prompt_key("m", "s"), np.array(ids, np.int32), 16)
+        assert params.num_prompt_tokens == len(ids)
+        assert params.block_hashes == hash_blocks(prompt_key("m", "s"), np.array(ids, np.int32), 16)
 
     def test_token_ids_and_the_first_of_several_prompts_are_taken_as_they_are(self, reader, tokenizer):
         ids = tokenizer.encode(LONG, add_special_tokens=True)
@@ -202,17 +202,17 @@ class TestExact:
         normalizer = {"type": "Replace", "pattern": {"Regex": "(?=zqzq)"}, "content": "x"}
         path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer}))
         arrived = incoming({"prompt": "zqzq"})
-        asked = TokenizedReader(Tokenizer(directory), 16)(read(arrived.body, CHAT_PATH), arrived, 0)
-        assert asked.num_prompt_tokens
-        assert not asked.block_hashes
+        params = TokenizedReader(Tokenizer(directory), 16)(read(arrived.body, CHAT_PATH), arrived, 0)
+        assert params.num_prompt_tokens
+        assert not params.block_hashes
 
     def test_a_chat_goes_through_the_models_template(self, reader, tokenizer):
         messages = [turn("user", [{"type": "text", "text": LONG}])]
         arrived = incoming({"messages": messages})
         text = tokenizer.render_chat([turn("user", LONG)])
-        asked = reader(read(arrived.body, CHAT_PATH), arrived, 0)
-        assert asked.num_prompt_tokens == len(tokenizer.encode(text, add_special_tokens=False))
-        assert asked.block_hashes
+        params = reader(read(arrived.body, CHAT_PATH), arrived, 0)
+        assert params.num_prompt_tokens == len(tokenizer.encode(text, add_special_tokens=False))
+        assert params.block_hashes
 
     def test_a_chat_with_tools_and_variables_has_the_engines_tokens(self, demo_dir):
         template = (
@@ -238,10 +238,10 @@ class TestExact:
         text = chat_prompt(parse_chat(json.dumps(body).encode()), model).prompt
         ids = tokenizer.encode(text, add_special_tokens=False)
         arrived = incoming(body)
-        asked = TokenizedReader(tokenizer, 16)(read(arrived.body, CHAT_PATH), arrived, 0)
+        params = TokenizedReader(tokenizer, 16)(read(arrived.body, CHAT_PATH), arrived, 0)
         tokenizer.close()
-        assert asked.num_prompt_tokens == len(ids)
-        assert asked.block_hashes == hash_blocks(prompt_key(None, None), np.array(ids, np.int32), 16)
+        assert params.num_prompt_tokens == len(ids)
+        assert params.block_hashes == hash_blocks(prompt_key(None, None), np.array(ids, np.int32), 16)
 
     @pytest.mark.parametrize(
         ("path", "body"),
@@ -257,11 +257,11 @@ class TestExact:
     ):
         data = json.dumps({"model": "m", "max_tokens": 3} | body).encode()
         arrived = Incoming(RequestHead(b"POST", path.encode(), [], {}), data, request_id="r")
-        asked = reader(read(data, path), arrived, 0)
+        params = reader(read(data, path), arrived, 0)
         text = tokenizer.render_chat([turn("system", LONG), turn("user", "hi")])
         ids = tokenizer.encode(text, add_special_tokens=False)
-        assert asked.num_prompt_tokens == len(ids)
-        assert asked.block_hashes == hash_blocks(prompt_key("m", None), np.array(ids, np.int32), 16)
+        assert params.num_prompt_tokens == len(ids)
+        assert params.block_hashes == hash_blocks(prompt_key("m", None), np.array(ids, np.int32), 16)
 
     def test_a_message_that_cannot_be_translated_is_routed_by_its_length(self, reader):
         for content in ([{"type": "image"}], 5, "[" * 10):
@@ -273,8 +273,8 @@ class TestExact:
         ids = tokenizer.encode(LONG, add_special_tokens=True)
         for side, kept in ((None, ids[-40:]), ("left", ids[-40:]), ("right", ids[:40])):
             arrived = incoming({"prompt": LONG, "truncate_prompt_tokens": 40, "truncation_side": side, "model": "m"})
-            asked = reader(read(arrived.body, CHAT_PATH), arrived, 0)
-            assert asked.block_hashes == hash_blocks(prompt_key("m", None), np.array(kept, np.int32), 16)
+            params = reader(read(arrived.body, CHAT_PATH), arrived, 0)
+            assert params.block_hashes == hash_blocks(prompt_key("m", None), np.array(kept, np.int32), 16)
 
     @pytest.mark.parametrize(
         "body",
@@ -286,9 +286,9 @@ class TestExact:
     )  # fmt: skip
     def test_what_has_no_tokens_here_is_routed_by_its_length(self, reader, body):
         arrived = incoming(body)
-        asked = reader(read(arrived.body, CHAT_PATH), arrived, 0)
-        assert asked.num_prompt_tokens >= 1
-        assert asked.block_hashes == b"" or body == {"messages": []}
+        params = reader(read(arrived.body, CHAT_PATH), arrived, 0)
+        assert params.num_prompt_tokens >= 1
+        assert params.block_hashes == b"" or body == {"messages": []}
 
 
 def test_calls_and_results_of_tools_tell_prompts_apart():
@@ -323,9 +323,9 @@ def test_a_large_body_is_read_as_a_small_one():
 
 def test_a_chat_of_too_many_elements_is_compared_as_it_is_spelt_and_keeps_its_model():
     body = {"model": "m", "messages": [turn("user", "x")] * MAX_ELEMENTS}
-    asked = read(json.dumps(body).encode(), CHAT_PATH)
-    assert (asked.model, asked.messages) == ("m", None)
-    assert plain_text(asked) == json.dumps(body["messages"]).encode()
+    params = read(json.dumps(body).encode(), CHAT_PATH)
+    assert (params.model, params.messages) == ("m", None)
+    assert plain_text(params) == json.dumps(body["messages"]).encode()
     assert shared_blocks(body, {"model": "m", "messages": [*body["messages"], turn("user", "y")]}) > 1000
 
 

@@ -102,8 +102,8 @@ def routed(path, policy="round_robin", num_blocks=None, num_requests=24, estimat
     for i in range(num_requests):
         name = f"r{i}"
         prompt = [i % 3] * 160 + [100 + i] * 80
-        asked = request(name, prompt=prompt, session_id=f"s{i % 3}" if i % 4 else None, user="u")
-        router.submit(asked, 1000 * i + 1)
+        fields = request(name, prompt=prompt, session_id=f"s{i % 3}" if i % 4 else None, user="u")
+        router.submit(fields, 1000 * i + 1)
         if i >= 4:
             router.first_token(f"r{i - 4}", 1000 * i + 2)
             router.ended(f"r{i - 4}", 1000 * i + 3, 5)
@@ -111,7 +111,7 @@ def routed(path, policy="round_robin", num_blocks=None, num_requests=24, estimat
     return entries
 
 
-def told(path, *policies: str) -> str:
+def reported(path, *policies: str) -> str:
     text = io.StringIO()
     print_redecisions(path, policies, Console(file=text, width=200, soft_wrap=True))
     return text.getvalue()
@@ -133,11 +133,11 @@ def test_an_affinity_policy_follows_its_own_choices_not_the_recorded_ones(tmp_pa
     assert found.num_moved > 0
     assert found.was.requests == {0: 12, 1: 12}
     assert found.now.requests.total() == 24
-    text = told(path, "session_affinity")
+    text = reported(path, "session_affinity")
     assert f"Under session_affinity, {found.num_moved} of 24 decisions" in text
     assert "goes by session_id, which 25% of the requests do not name" in text
     assert "first difference: request r" in text
-    assert "user_affinity goes by" not in told(path, "user_affinity"), "all requests name their user"
+    assert "user_affinity goes by" not in reported(path, "user_affinity"), "all requests name their user"
 
 
 def test_a_request_that_one_of_both_refused_is_in_flight_in_neither(tmp_path):
@@ -165,16 +165,16 @@ def test_a_request_that_one_of_both_refused_is_in_flight_in_neither(tmp_path):
 def test_the_head_names_the_recorded_policy_and_other_files_are_refused(tmp_path):
     path = tmp_path / "record.jsonl"
     routed(path, "lmetric")
-    assert "than under lmetric" in told(path, "round_robin")
+    assert "than under lmetric" in reported(path, "round_robin")
     for text in ("", "{}\n", "no json\n"):
         path.write_text(text)
         with pytest.raises(ConfigError, match="contains no decision"):
-            told(path, "round_robin")
+            reported(path, "round_robin")
     with pytest.raises(ConfigError, match="cannot be read"):
-        told(tmp_path / "missing", "round_robin")
+        reported(tmp_path / "missing", "round_robin")
     routed(path)
     with pytest.raises(ConfigError, match="unknown route policy 'dice'"):
-        told(path, "dice")
+        reported(path, "dice")
 
 
 def test_the_engines_of_a_router_are_described_in_a_file(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Sources of the route policy behind `moestro route`: refused at the start, and told when they stop and return."""
+"""Sources of the route policy behind `moestro route`: refused at the start, and reported when they stop and return."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_command_says_so_and_ends():
 
 
 @looped
-async def test_what_stops_is_said_once_and_so_is_its_return(caplog):
+async def test_what_stops_is_reported_once_and_so_is_its_return(caplog):
     caplog.set_level(logging.INFO)
     engine = FakeEngine("e")
     engine.metrics = METRICS
@@ -55,10 +55,10 @@ async def test_what_stops_is_said_once_and_so_is_its_return(caplog):
         reports.look(routed, begin)
         assert values(reports)["kv_usage"] == 0
         assert '"e",source="kv_usage"} 0.0' in it.app.exposition.text().decode()
-    said = [record.message for record in caplog.records if "kv_usage" in record.message]
-    assert len(said) == 2
-    assert said[0].startswith("engine e no longer reports kv_usage; route policy gimbal-v1 uses nothing in place of")
-    assert said[1] == "engine e reports kv_usage again"
+    logged = [record.message for record in caplog.records if "kv_usage" in record.message]
+    assert len(logged) == 2
+    assert logged[0].startswith("engine e no longer reports kv_usage; route policy gimbal-v1 uses nothing in place of")
+    assert logged[1] == "engine e reports kv_usage again"
     never = [record for record in caplog.records if "does not report num_tokens" in record.message]
     assert [record.levelname for record in never] == ["INFO"]
     assert "uses the router's own count of tokens" in never[0].message
@@ -102,7 +102,7 @@ async def test_no_engine_is_compared_by_a_figure_that_another_one_lacks(policy):
 
 
 @looped
-async def test_an_engine_without_a_figure_of_the_others_is_said_once_and_shown_in_the_decision(caplog, tmp_path):
+async def test_an_engine_without_a_figure_is_logged_once_and_shown_in_the_decision(caplog, tmp_path):
     busy, silent = FakeEngine("busy"), FakeEngine("silent")
     busy.metrics, silent.metrics = BUSY, UNKNOWN_NAMES
     settings = {"route_policy": "vllm-0.26", "metrics_interval": 0.01}
@@ -124,9 +124,9 @@ async def test_an_engine_without_a_figure_of_the_others_is_said_once_and_shown_i
         printed = io.StringIO()
         tell(trace, Console(file=printed, width=120))
         assert "no engine was compared by num_waiting, which silent had not reported" in printed.getvalue()
-    said = [record for record in caplog.records if "silent" in record.message and "num_waiting" in record.message]
-    assert [record.levelname for record in said] == ["WARNING"]
-    assert said[0].message == (
+    logged = [record for record in caplog.records if "silent" in record.message and "num_waiting" in record.message]
+    assert [record.levelname for record in logged] == ["WARNING"]
+    assert logged[0].message == (
         "engine silent does not report num_waiting, num_running, which other engines do; route policy vllm-0.26"
         " compares no engine by them and uses waiting: without a first token; running: the rest"
     )

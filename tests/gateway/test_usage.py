@@ -174,7 +174,7 @@ async def test_errors_of_the_router_have_the_form_of_the_path():
 
 
 @looped
-async def test_a_client_that_leaves_before_the_last_event_has_left_and_what_was_told_is_counted():
+async def test_a_client_that_leaves_early_has_left_and_its_tokens_are_counted():
     async def script(engine: FakeEngine, wire: Wire, request: Received) -> None:
         wire.write(HEAD + chunked(*EVENTS[:2]).removesuffix(b"0\r\n\r\n"))
         await wire.is_lost.wait()

@@ -205,7 +205,7 @@ class Ranks:
                 match message:
                     case ReadExperts():
                         report = decode_from_rank(encode(self.collections[rank].report(message)))
-                        self.loads.heard(rank, report, now_ns)
+                        self.loads.on_message(rank, report, now_ns)
                     case MoveLayer(plan):
                         self.tables[rank].take(plan)
                     case DropLayer(version):

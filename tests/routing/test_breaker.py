@@ -169,7 +169,7 @@ def test_law_enough_clients_with_their_own_bodies_open_it():
         assert breaker.state(now) is BreakerState.OPEN
 
 
-def test_law_a_success_a_second_keeps_it_closed_whoever_fails():
+def test_law_a_success_a_second_keeps_it_closed_whatever_fails():
     rng = random.Random(4)
     for _ in range(100):
         breaker, now, due = Breaker(RULES), 0, 0

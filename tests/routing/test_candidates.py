@@ -56,7 +56,7 @@ def test_where_nothing_is_scored_the_chosen_one_is_among_the_first():
 
 def test_a_decision_keeps_what_it_was_and_little_of_thousands_of_engines():
     many = router(4096, "least_loaded")
-    assert many.submit(request("a"), 0).candidates is None, "nobody asked"
+    assert many.submit(request("a"), 0).candidates is None, "none were requested"
     many.keeps_candidates = True
     decision = many.submit(request("b"), 0)
     kept = decision.candidates

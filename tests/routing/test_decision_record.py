@@ -43,10 +43,10 @@ def decisions(lines) -> list[Decision]:
 
 def test_a_decision_says_what_was_seen_and_what_else_there_was():
     made, lines = recorded()
-    asked = request("a", prompt=PROMPT)
-    made.kv_stored(1, asked.block_hashes, 0)
+    fields = request("a", prompt=PROMPT)
+    made.kv_stored(1, fields.block_hashes, 0)
     made.report(1, LoadFigures(queued_prefill_tokens=7), 2 * MS, 3 * MS)
-    made.submit(asked, 5 * MS)
+    made.submit(fields, 5 * MS)
     (decision,) = decisions(lines)
     assert (decision.engine, decision.score, decision.hit_tokens, decision.regret) == (1, 4, 96, 4 - 100)
     assert decision.ages_ns == {"queued_prefill_tokens": 3 * MS}
@@ -161,9 +161,9 @@ def test_of_reports_in_a_row_the_last_is_written_and_decisions_stay_the_same():
                 as_of_ns = now_ns - int(rng.integers(3)) * MS
                 for router in (made, plain):
                     router.report(engine, figures, as_of_ns, now_ns)
-            asked = request(str(step), prompt=rng.integers(0, 9, 60).tolist())
-            assert made.submit(asked, now_ns).engine == plain.submit(asked, now_ns).engine
-            in_flight.append(asked.request_id)
+            fields = request(str(step), prompt=rng.integers(0, 9, 60).tolist())
+            assert made.submit(fields, now_ns).engine == plain.submit(fields, now_ns).engine
+            in_flight.append(fields.request_id)
             if rng.random() < 0.9:
                 ended = in_flight.pop(int(rng.integers(len(in_flight))))
                 for router in (made, plain):

@@ -32,12 +32,12 @@ def test_the_size_is_the_engines_and_otherwise_the_one_set():
     for engine in range(2):
         it.sent_elsewhere(engine, request(prompt=shared).block_hashes, 0)
     it.keeps_candidates = True
-    asked = request("a", prompt=[*shared, -1])
-    assert it.submit(asked, 0).candidates.hit_tokens.tolist() == [4 * BLOCK_SIZE] * 2
+    fields = request("a", prompt=[*shared, -1])
+    assert it.submit(fields, 0).candidates.hit_tokens.tolist() == [4 * BLOCK_SIZE] * 2
     it.ended("a", 0)
     it.set_spec(0, LARGE)
     it.set_spec(1, EngineSpec(block_size=BLOCK_SIZE))
-    found = it.submit(asked, 0).candidates
+    found = it.submit(fields, 0).candidates
     assert dict(zip(found.rows.tolist(), found.hit_tokens.tolist(), strict=True)) == {0: 0, 1: 6 * BLOCK_SIZE}
 
 

@@ -142,11 +142,11 @@ class TestStall:
         health.progressed(5, 0)
         assert health.condition(5, 5, 100 * S) is Condition.UP
 
-    def test_silence_where_nothing_should_be_heard_is_none(self, health):
+    def test_silence_without_expected_output_is_none(self, health):
         health.progressed(1, 0)
         assert health.condition(9, 0, 100 * S) is Condition.UP
 
-    def test_a_counter_of_tokens_that_stands_still_is_heard_as_well(self, health):
+    def test_a_counter_of_tokens_that_stands_still_is_silence_too(self, health):
         for second in range(32):
             health.counted(1000.0, 2, second * S)
         assert health.condition(9, 0, 31 * S) is Condition.STALLED

@@ -53,7 +53,7 @@ def test_blocks_come_and_go_in_the_order_of_events(setting):
     assert setting.sink.calls[-1] == "cleared"
 
 
-def test_what_the_router_has_forgotten_is_told_again(setting):
+def test_what_the_router_has_forgotten_is_reported_again(setting):
     setting.feed.tell_again()
     setting.feed.work(0)
     assert setting.sink.calls == []
@@ -79,7 +79,7 @@ def test_a_second_rank_on_a_stream_is_kept_apart(setting):
     assert "ranks 1 and 0" in setting.warnings[0][1]
 
 
-def test_another_block_size_is_told_in_words(setting):
+def test_another_block_size_is_logged(setting):
     setting.publish(stored([1], None, TOKENS, block_size=8))
     assert setting.held == set()
     ((kind, text),) = setting.warnings
@@ -103,7 +103,7 @@ def test_a_batch_that_cannot_be_read_leaves_nothing_believed(setting):
     assert "is given up, and its cache is predicted: a batch of KV events cannot be decoded" in setting.warnings[0][1]
 
 
-def test_a_message_of_somebody_else_changes_nothing(setting):
+def test_a_message_of_another_source_changes_nothing(setting):
     setting.publish(stored([1], None, TOKENS[:4]))
     setting.feed.live([b"hello"], 0)
     setting.feed.work(0)
@@ -111,7 +111,7 @@ def test_a_message_of_somebody_else_changes_nothing(setting):
     assert "not from a KV event publisher" in setting.warnings[0][1]
 
 
-def test_hashes_that_do_not_chain_are_told_and_not_believed(setting):
+def test_hashes_that_do_not_chain_are_reported_and_not_believed(setting):
     setting.publish(stored([1], None, TOKENS[:4]), stored([2, 1], None, TOKENS[4:] + TOKENS[:4]))
     assert setting.sink.calls == ["cleared", "stored", "lost"]
     assert "different blocks have the same hash" in setting.warnings[0][1]

@@ -12,8 +12,8 @@ RULES = StreamRules(
 )
 
 
-class Heard(list):
-    """What the consumer was told, in order; apart from it, before which batch it was told that nothing is missing."""
+class Received(list):
+    """Calls of the consumer, in order; apart from them, the batch before which nothing was missing."""
 
     def __init__(self) -> None:
         self.began_at: list[int] = []
@@ -37,8 +37,8 @@ class Heard(list):
 
 class Setting:
     def __init__(self, *, can_replay: bool) -> None:
-        self.heard, self.counts, self.now_ns = Heard(), StreamCounts(), 0
-        self.stream = KvStream(self.heard, can_replay=can_replay, rules=RULES, counts=self.counts)
+        self.received, self.counts, self.now_ns = Received(), StreamCounts(), 0
+        self.stream = KvStream(self.received, can_replay=can_replay, rules=RULES, counts=self.counts)
         self.stream.connected(0)
 
     def live(self, *seqs: int, by: str = "a") -> None:
@@ -46,7 +46,7 @@ class Setting:
             self.stream.live(seq, f"{by}{seq}".encode(), self.now_ns)
 
     def answer(self, *seqs: int, by: str = "a", ends: bool = True) -> int | None:
-        """Answer what is asked for. Returns from where it was."""
+        """Answer what is requested. Returns from where it was."""
         start = self.stream.request()
         for seq in seqs:
             self.stream.replayed(seq, f"{by}{seq}".encode(), self.now_ns)
@@ -59,8 +59,8 @@ class Setting:
         self.stream.tick(self.now_ns)
 
     def taken(self) -> list[str]:
-        heard, self.heard[:] = list(self.heard), []
-        return heard
+        received, self.received[:] = list(self.received), []
+        return received
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def mute() -> Setting:
     return Setting(can_replay=False)
 
 
-def test_batches_in_order_are_passed_on_and_nothing_is_asked(asking):
+def test_batches_in_order_are_passed_on_and_nothing_is_requested(asking):
     asking.live(0, 1, 2)
     assert asking.taken() == ["a0", "a1", "a2"]
     assert asking.stream.request() is None
@@ -110,7 +110,7 @@ def test_a_gap_is_filled_before_what_came_after_it(asking):
     assert (asking.counts.gaps, asking.counts.lost) == (1, 0)
 
 
-def test_a_batch_that_was_published_between_answer_and_arrival_is_asked_for_again(asking):
+def test_a_batch_published_between_answer_and_arrival_is_requested_again(asking):
     asking.live(0, 2)
     asking.answer(0, 1, 2, ends=False)
     asking.live(4)
@@ -126,7 +126,7 @@ def test_a_gap_that_is_not_kept_any_more_is_lost_and_the_rest_is_taken(asking):
     assert not asking.stream.is_complete
 
 
-def test_a_gap_that_no_replay_fills_is_asked_for_three_times(asking):
+def test_a_gap_that_no_replay_fills_is_requested_three_times(asking):
     asking.live(0, 2)
     for _ in range(3):
         assert asking.answer(0) == 0
@@ -160,17 +160,17 @@ def test_a_new_connection_to_the_same_process_misses_nothing(asking):
     assert asking.taken() == ["a0", "a1", "a2", "a3"]
 
 
-def test_that_nothing_is_missing_is_told_before_the_first_batch(asking, mute):
-    assert asking.heard.began_at == [0]
+def test_that_nothing_is_missing_is_reported_before_the_first_batch(asking, mute):
+    assert asking.received.began_at == [0]
     mute.live(3, 4)
-    assert mute.heard.began_at == []
+    assert mute.received.began_at == []
     mute.live(0)
     assert mute.taken() == ["a3", "a4", "restarted", "a0"]
-    assert mute.heard.began_at == [3]
+    assert mute.received.began_at == [3]
 
 
 @pytest.mark.parametrize("num_published", [1, 2, 5])
-def test_another_process_is_told_by_the_batch_applied_last(asking, num_published):
+def test_another_process_is_recognized_by_the_batch_applied_last(asking, num_published):
     """Be it that the new one has not come so far yet, or further: never is its history taken for the old one's."""
     asking.live(0, 1)
     asking.stream.disconnected(0)
@@ -191,7 +191,7 @@ def test_without_anybody_to_ask_a_new_connection_is_a_new_beginning(mute):
     assert not mute.stream.is_complete
 
 
-def test_who_does_not_answer_is_asked_again_and_then_given_up_for_a_while(asking):
+def test_unanswered_replay_is_retried_then_suspended(asking):
     asking.live(0, 2)
     for _ in range(3):
         assert asking.stream.request() == 0
@@ -203,7 +203,7 @@ def test_who_does_not_answer_is_asked_again_and_then_given_up_for_a_while(asking
     assert asking.counts.unanswered == 3
 
 
-def test_what_was_lost_is_built_anew_once_somebody_answers_again(asking):
+def test_what_was_lost_is_built_anew_once_the_replay_answers_again(asking):
     asking.live(0, 2)
     for _ in range(3):
         asking.stream.request()
@@ -216,7 +216,7 @@ def test_what_was_lost_is_built_anew_once_somebody_answers_again(asking):
     assert asking.stream.is_complete
 
 
-def test_after_a_silence_it_is_asked_whether_something_was_missed(asking):
+def test_after_a_silence_missed_batches_are_requested(asking):
     asking.live(0)
     asking.wait(9.9)
     assert asking.stream.request() is None
@@ -247,7 +247,7 @@ def test_no_more_is_kept_back_than_allowed(asking):
     assert asking.taken() == ["lost", "a2", "a3", "a4", "a5", "a6"]
 
 
-def test_a_publisher_that_answers_more_than_was_asked_is_understood(asking):
+def test_a_publisher_that_answers_more_than_requested_is_understood(asking):
     asking.live(0, 1, 2, 4)
     assert asking.answer(0, 1, 2, 3, 4) == 2
     assert asking.taken() == ["a0", "a1", "a2", "a3", "a4"]

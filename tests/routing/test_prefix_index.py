@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, split_hashes
-from moestro.routing.kv.prefix_index import SAID_BYTES, PrefixIndex
+from moestro.routing.kv.prefix_index import REPORTED_BYTES, PrefixIndex
 
 PLENTY = 1 << 40
 
@@ -42,7 +42,7 @@ class Engine:
     def __init__(self) -> None:
         self.history: list[tuple[tuple[bytes, ...], bool]] = []
         self.pending: list[tuple[bytes, ...]] = []
-        self.said: set[bytes] = set()
+        self.reported: set[bytes] = set()
         self.is_complete = self.is_exact = self.is_capacity_known = False
         self.capacity = math.inf
 
@@ -71,7 +71,7 @@ class Engine:
         self.history = [each for each in self.history if each[1]]
 
     def lost_track(self):
-        self.said = set()
+        self.reported = set()
         self.is_complete = self.is_exact = False
 
     def incomplete(self):
@@ -87,7 +87,7 @@ class Engine:
 
     def match(self, blocks) -> int:
         prompts = self.pending if self.is_exact else [prompt for prompt, _ in self.history]
-        held = self.said.union(*prompts)
+        held = self.reported.union(*prompts)
         return [*(each in held for each in blocks), False].index(False)
 
 
@@ -104,7 +104,7 @@ def test_law_random_histories_equal_sets(num_engines):
         "sent": 30,
         "elsewhere": 10,
         "forget_elsewhere": 2,
-        "said": 40,
+        "reported": 40,
         "removed": 15,
         "emptied": 2,
         "ended": 20,
@@ -131,23 +131,23 @@ def test_law_random_histories_equal_sets(num_engines):
             engine, pending, blocks = in_flight.pop(rng.randrange(len(in_flight)))
             ours.ended(engine, pending)
             oracle[engine].pending.remove(blocks)
-        elif deed == "said":
-            ours.said(engine, hashes)
-            plain.said |= set(split_hashes(hashes))
+        elif deed == "reported":
+            ours.reported(engine, hashes)
+            plain.reported |= set(split_hashes(hashes))
             plain.is_exact = plain.is_complete
         elif deed == "removed":
             hashes = packed(*rng.choices(rng.choice(chains), k=2), *rng.choices(rng.choice(chains), k=2))
             ours.removed(engine, hashes)
-            plain.said -= set(split_hashes(hashes))
+            plain.reported -= set(split_hashes(hashes))
         elif deed == "emptied":
-            ours.removed(engine, b"".join(plain.said))
-            plain.said = set()
+            ours.removed(engine, b"".join(plain.reported))
+            plain.reported = set()
         elif deed != "ended":
             extra = [rng.choice([-9, -3, 4, 20])] if deed == "surprised" else []
             getattr(ours, deed)(engine, *extra)
             getattr(plain, deed)(*extra)
-        asked = packed(*rng.choice(chains), 9)
-        assert ours.match(asked).tolist() == [each.match(split_hashes(asked)) for each in oracle]
+        fields = packed(*rng.choice(chains), 9)
+        assert ours.match(fields).tolist() == [each.match(split_hashes(fields)) for each in oracle]
         assert [ours.is_exact(each) for each in range(num_engines)] == [each.is_exact for each in oracle]
         was_exact += plain.is_exact
     assert was_exact > 50
@@ -155,8 +155,8 @@ def test_law_random_histories_equal_sets(num_engines):
 
 def test_a_gap_ends_a_hit():
     two = index(2)
-    two.said(0, packed(1, 2, 3, 4))
-    two.said(1, packed(1, 2))
+    two.reported(0, packed(1, 2, 3, 4))
+    two.reported(1, packed(1, 2))
     assert two.match(packed(1, 2, 3, 4, 5)).tolist() == [4, 2]
     two.removed(0, packed(2))
     assert two.match(packed(1, 2, 3, 4)).tolist() == [1, 2]
@@ -169,7 +169,7 @@ def test_an_engine_that_says_all_is_not_believed_to_hold_what_was_only_sent_once
     one.sent(0, packed(1, 2))
     assert one.match(packed(1, 2)).tolist() == [2]
     one.cleared(0)
-    one.said(0, packed(1))
+    one.reported(0, packed(1))
     assert one.match(packed(1, 2)).tolist() == [1]
     pending = one.sent(0, packed(1, 2, 3))
     assert one.match(packed(1, 2, 3)).tolist() == [3]
@@ -182,7 +182,7 @@ def test_an_engine_that_says_all_is_not_believed_to_hold_what_was_only_sent_once
 def test_an_engine_whose_last_block_was_removed_is_still_known_by_what_is_pending_alone():
     one = index(1)
     one.cleared(0)
-    one.said(0, packed(1))
+    one.reported(0, packed(1))
     one.ended(0, one.sent(0, packed(1, 2)))
     one.sent(0, packed(3, 4))
     one.removed(0, packed(1))
@@ -200,18 +200,18 @@ def test_the_oldest_prompt_goes_when_the_cache_is_full_and_what_others_share_sta
     assert [one.match(packed(*each)).tolist() for each in ((1, 2, 3), (1, 2, 4), (8, 9))] == [[2], [3], [2]]
 
 
-def test_of_what_an_engine_said_the_end_of_a_prompt_goes_before_its_beginning():
-    one = index(1, 4 * SAID_BYTES)
-    one.said(0, packed(1, 2, 3, 4))
-    one.said(0, packed(10, 11))
+def test_of_reported_blocks_the_end_of_a_prompt_goes_before_its_beginning():
+    one = index(1, 4 * REPORTED_BYTES)
+    one.reported(0, packed(1, 2, 3, 4))
+    one.reported(0, packed(10, 11))
     assert one.match(packed(1, 2, 3, 4)).tolist() == [2]
     assert one.match(packed(10, 11)).tolist() == [2]
 
 
-def test_what_is_said_again_stays():
-    one = index(1, 3 * SAID_BYTES)
+def test_what_is_reported_again_stays():
+    one = index(1, 3 * REPORTED_BYTES)
     for number in (1, 2, 3, 1, 4):
-        one.said(0, packed(number))
+        one.reported(0, packed(number))
     assert [one.match(packed(number)).tolist() for number in (1, 2, 3, 4)] == [[1], [0], [1], [1]]
 
 
@@ -220,14 +220,14 @@ def test_memory_stays_within_its_bound_however_many_prompts_come():
     made = index(4, bound)
     for prompt in range(4000):
         made.sent(prompt % 4, packed(*range(prompt * 10, prompt * 10 + 10)))
-        made.said(prompt % 3, packed(*range(prompt * 10, prompt * 10 + 10)))
+        made.reported(prompt % 3, packed(*range(prompt * 10, prompt * 10 + 10)))
         assert made.num_bytes <= bound
     assert made.num_bytes > bound / 2
     assert made.match(packed(39_990)).tolist() == [1, 0, 0, 1]
 
 
-def test_what_is_said_to_take_memory_is_what_it_takes():
-    """Measured: prompts, and blocks said, within a factor of two of the books."""
+def test_the_memory_of_the_books_is_what_is_taken():
+    """Measured: prompts, and reported blocks, within a factor of two of the books."""
     rng = random.Random(0)
     shared = [rng.randbytes(32 * HASH_BYTES) for _ in range(20)]
     for by_word in (False, True):
@@ -235,7 +235,7 @@ def test_what_is_said_to_take_memory_is_what_it_takes():
         tracemalloc.start()
         for i in range(2000):
             hashes = rng.choice(shared) + rng.randbytes(20 * HASH_BYTES)
-            made.said(i % 8, hashes) if by_word else made.sent(i % 8, hashes)
+            made.reported(i % 8, hashes) if by_word else made.sent(i % 8, hashes)
         taken = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert 0.5 * taken < made.num_bytes < 2 * taken
@@ -247,14 +247,14 @@ def test_salts_and_adapters_share_no_block():
     prompts = [hash_blocks(name, tokens, 16) for name in names]
     three = index(3)
     for engine, prompt in enumerate(prompts):
-        three.said(engine, prompt)
+        three.reported(engine, prompt)
     assert [three.match(prompt).tolist() for prompt in prompts] == [[4, 0, 0], [0, 4, 0], [0, 0, 4]]
 
 
 def test_thousands_of_engines_are_found_by_their_bits():
     many = index(4096)
     for engine in range(4096):
-        many.said(engine, packed(*range(1 + engine % 5)))
+        many.reported(engine, packed(*range(1 + engine % 5)))
     assert (many.match(packed(*range(10))) == 1 + np.arange(4096) % 5).all()
 
 
@@ -297,12 +297,12 @@ def test_the_size_of_a_cache_is_learned_from_answers(learns):
 def test_events_that_stop_without_a_gap_are_noticed_and_the_next_one_is_believed_again():
     one = index(1)
     one.cleared(0)
-    one.said(0, packed(1))
+    one.reported(0, packed(1))
 
     def served(*blocks: int, says: bool) -> None:
         pending = one.sent(0, packed(*blocks))
         if says:
-            one.said(0, packed(*blocks))
+            one.reported(0, packed(*blocks))
         if pending is not None:
             one.ended(0, pending, is_computed=True)
 
@@ -315,7 +315,7 @@ def test_events_that_stop_without_a_gap_are_noticed_and_the_next_one_is_believed
     assert not one.is_exact(0)
     assert one.lacks_events(0)
     assert one.match(packed(8, 9)).tolist() == [2], "predicted from now on"
-    one.said(0, packed(10))
+    one.reported(0, packed(10))
     assert one.is_exact(0)
     assert not one.lacks_events(0)
     assert one.match(packed(8, 9)).tolist() == [0]
@@ -327,11 +327,11 @@ def test_what_an_engine_held_before_it_lost_track_goes_in_pieces_and_counts_at_o
     made, prompt = index(2), packed(*range(10))
     for engine in (0, 1):
         made.cleared(engine)
-        made.said(engine, prompt)
+        made.reported(engine, prompt)
     assert made.match(prompt).tolist() == [10, 10]
     made.cleared(0)
-    made.said(0, packed(0, 1, 2))
-    assert made.match(prompt).tolist() == [0, 10]  # what it says now comes with the last of what it said
+    made.reported(0, packed(0, 1, 2))
+    assert made.match(prompt).tolist() == [0, 10]  # new reports come with the last of the old ones
     for _ in range(10):
         made.match(prompt)
     assert made.match(prompt).tolist() == [3, 10]
@@ -346,11 +346,11 @@ def test_what_an_engine_held_before_it_lost_track_goes_in_pieces_and_counts_at_o
 def test_a_prompt_that_was_never_computed_and_a_cache_that_is_empty_raise_no_doubt():
     one = index(1)
     one.cleared(0)
-    one.said(0, b"")  # as `moestro serve` does at the start of an engine
+    one.reported(0, b"")  # as `moestro serve` does at the start of an engine
     for first in range(1, 9, 2):
         one.ended(0, one.sent(0, packed(first, first + 1)), is_computed=True)
     assert one.is_exact(0)
-    one.said(0, packed(20))
+    one.reported(0, packed(20))
     for first in range(1, 9, 2):
         one.ended(0, one.sent(0, packed(first, first + 1)), is_computed=False)
     assert one.is_exact(0)

@@ -116,7 +116,7 @@ def test_a_users_policy_that_chooses_what_is_not_there_is_refused(tmp_path):
         policy_from(f"{file}:Far")
 
 
-def test_what_a_users_policy_raises_when_it_is_told_goes_no_further_than_the_log(tmp_path, caplog):
+def test_what_a_users_policy_raises_in_observe_goes_no_further_than_the_log(tmp_path, caplog):
     file = tmp_path / "mine.py"
     file.write_text(
         "from moestro.routing.policy_contract import Choice, Needs\n"

@@ -1,4 +1,4 @@
-"""Which policies go by sessions and users, and what is said where requests have none."""
+"""Which policies go by sessions and users, and what is reported where requests have none."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_requests_that_are_not_this_routers_are_those_that_it_cannot_account_for
     submit(one, "a", "b", now_ns=10)
     submit(one, "c", now_ns=20)
     one.ended("a", 25)
-    # At 15 the engine had a and b, and 5 of somebody else's; c it could not have seen.
+    # At 15 the engine had a and b, and 5 of another router; c it could not have seen.
     one.report(0, LoadFigures(num_waiting=4, num_running=3, queued_prefill_tokens=7), 15, 30)
     assert (one.table.num_foreign[0], one.table.num_unseen[0], one.table.reported_prefill_tokens[0]) == (5, 1, 8)
     submit(one, "d", now_ns=30)
@@ -114,7 +114,7 @@ def test_requests_that_are_not_this_routers_are_those_that_it_cannot_account_for
     assert (one.table.num_foreign[0], one.table.num_unseen[0]) == (0, 0)
 
 
-def test_requests_that_ended_after_an_engine_counted_them_are_not_taken_for_somebody_elses():
+def test_requests_that_ended_after_an_engine_counted_them_are_not_foreign():
     one = router(1, "round_robin")
     submit(one, "a", "b", "c", "d", now_ns=10)
     for at, name in enumerate(("a", "b", "c")):
@@ -125,7 +125,7 @@ def test_requests_that_ended_after_an_engine_counted_them_are_not_taken_for_some
     assert one.table.num_foreign[0] == 3
 
 
-def test_an_engine_that_was_started_again_has_said_nothing_and_holds_nothing():
+def test_an_engine_that_was_started_again_has_reported_nothing_and_holds_nothing():
     one = router(1, "round_robin")
     submit(one, "a", now_ns=5)
     one.report(0, LoadFigures(kv_usage=0.5, num_running=9, num_waiting=0), 5, 5)

@@ -1,4 +1,4 @@
-"""Sources of a policy: refused where they cannot come, and told once when they are missing and when they return."""
+"""Sources of a policy: refused where they cannot come, and reported once when they are missing and when they return."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_figure_is_missed_once_and_found_again_once():
     assert it.missing(0) == {"num_waiting"}
 
 
-def test_an_engine_that_never_reports_is_told_apart_after_a_while():
+def test_an_engine_that_never_reports_is_distinguished_after_a_while():
     it = watch(figures=("kv_usage",))
     never = table(1)
     assert it.look(0, never, 100 * S) == []

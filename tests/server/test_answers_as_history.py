@@ -62,9 +62,9 @@ def sent_back(name: str, answer: Any) -> Iterator[bytes]:
     )
     assert not unknown
     yield encode(chat_of_message(fields).fields)
-    asked, _ = _decode_response(encode({"input": "hi"}))
-    offered = chat_of_response(asked).tools
-    output = msgspec.json.decode(ResponseEncoding(settings_of(asked), offered).whole(answer))["output"]
+    params, _ = _decode_response(encode({"input": "hi"}))
+    offered = chat_of_response(params).tools
+    output = msgspec.json.decode(ResponseEncoding(settings_of(params), offered).whole(answer))["output"]
     fields, unknown = _decode_response(encode({"input": [ASK, *output, ASK]}))
     assert not unknown
     yield encode(chat_of_response(fields).chat.fields)
@@ -103,8 +103,8 @@ def test_a_running_server_takes_its_answers_back_in_all_apis(server, text, limit
     again = {"messages": [ASK, message, ASK], "max_tokens": 1}
     assert call(server, "POST", "/v1/chat/completions", again).status == 200
 
-    asked = {"max_tokens": limit, "messages": [{"role": "user", "content": text}]}
-    content = call(server, "POST", "/v1/messages", asked).json["content"]
+    params = {"max_tokens": limit, "messages": [{"role": "user", "content": text}]}
+    content = call(server, "POST", "/v1/messages", params).json["content"]
     history = [ASK, {"role": "assistant", "content": content}, ASK]
     assert call(server, "POST", "/v1/messages", {"max_tokens": 1, "messages": history}).status == 200
 
@@ -160,13 +160,17 @@ def test_a_stop_string_holds_for_content_and_not_for_reasoning_or_calls(server):
 def test_a_stop_string_in_reasoning_ends_no_answer_of_the_agents_apis(server):
     text = f"<think>\nQuestion: hm.\n</think>\n\nI look.\n{CALL}"
     tool = TOOLS[0]["function"]
-    asked = {"max_tokens": 400, "messages": [{"role": "user", "content": text}], "stop_sequences": ["Question:", "Par"]}
+    params = {
+        "max_tokens": 400,
+        "messages": [{"role": "user", "content": text}],
+        "stop_sequences": ["Question:", "Par"],
+    }
     tools = [{"name": tool["name"], "input_schema": tool["parameters"]}]
-    reply = call(server, "POST", "/v1/messages", asked | {"tools": tools}).json
+    reply = call(server, "POST", "/v1/messages", params | {"tools": tools}).json
     assert [each["type"] for each in reply["content"]] == ["thinking", "text", "tool_use"]
     assert (reply["stop_reason"], reply["content"][2]["input"]) == ("tool_use", {"city": "Paris"})
-    asked = {"input": text, "max_output_tokens": 400, "stop": ["Question:", "Par"]}
-    reply = call(server, "POST", "/v1/responses", asked | {"tools": [{"type": "function", **tool}]}).json
+    params = {"input": text, "max_output_tokens": 400, "stop": ["Question:", "Par"]}
+    reply = call(server, "POST", "/v1/responses", params | {"tools": [{"type": "function", **tool}]}).json
     assert [each["type"] for each in reply["output"]] == ["reasoning", "message", "function_call"]
     assert reply["output"][2]["arguments"] == '{"city": "Paris"}'
 
@@ -214,11 +218,11 @@ def test_keys_that_clients_read_are_always_present(server):
 
 
 def test_an_unmodified_client_reads_the_reasoning_of_any_answer(server, openai):
-    asked = {"model": "moestro-demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    params = {"model": "moestro-demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        made = client.chat.completions.create(**asked)
+        made = client.chat.completions.create(**params)
         assert (made.choices[0].message.reasoning, made.prompt_logprobs, made.prompt_token_ids) == (None, None, None)
-        for chunk in client.chat.completions.create(**asked, stream=True):
+        for chunk in client.chat.completions.create(**params, stream=True):
             assert chunk.choices[0].delta.reasoning is None
 
 

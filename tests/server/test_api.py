@@ -185,16 +185,16 @@ def test_logprobs_of_a_completion_have_an_entry_for_every_token(fake):
 
 
 def test_streamed_logprobs_join_to_the_whole_ones(fake):
-    asked = {"prompt": "naïve 😀 text", "max_tokens": 30, "logprobs": 1, "stop": ["te"]}
-    whole = complete(fake, **asked).json["choices"][0]["logprobs"]
-    chunks = complete(fake, **asked, stream=True).events[:-1]
+    params = {"prompt": "naïve 😀 text", "max_tokens": 30, "logprobs": 1, "stop": ["te"]}
+    whole = complete(fake, **params).json["choices"][0]["logprobs"]
+    chunks = complete(fake, **params, stream=True).events[:-1]
     assert joined_logprobs(chunks) == whole
-    assert len(whole["tokens"]) == complete(fake, **asked).json["usage"]["completion_tokens"]
+    assert len(whole["tokens"]) == complete(fake, **params).json["usage"]["completion_tokens"]
 
 
 def test_a_token_that_is_half_a_character_is_shown_by_its_bytes(fake):
-    asked = {"messages": [{"role": "user", "content": "😀"}], "logprobs": True, "max_tokens": 50}
-    content = call(fake, "POST", "/v1/chat/completions", asked).json["choices"][0]["logprobs"]["content"]
+    params = {"messages": [{"role": "user", "content": "😀"}], "logprobs": True, "max_tokens": 50}
+    content = call(fake, "POST", "/v1/chat/completions", params).json["choices"][0]["logprobs"]["content"]
     assert "😀".encode() in bytes(byte for entry in content for byte in entry["bytes"])
     for entry in content:
         if not entry["token"].startswith("bytes:"):
@@ -233,8 +233,14 @@ def test_an_echo_is_not_searched_for_stop_strings(fake):
 @pytest.mark.parametrize("max_tokens", [0, 1, 7])
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_with_logprobs_scores_the_prompt_first(fake, tokenizer, max_tokens, stream):
-    asked = {"prompt": "naïve 😀 text", "echo": True, "logprobs": 1, "max_tokens": max_tokens, "stream": stream}
-    reply = complete(fake, **asked)
+    params = {
+        "prompt": "naïve 😀 text",
+        "echo": True,
+        "logprobs": 1,
+        "max_tokens": max_tokens,
+        "stream": stream,
+    }
+    reply = complete(fake, **params)
     chunks = reply.events[:-1] if stream else [reply.json]
     text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
     logprobs, num_prompt = joined_logprobs(chunks), len(tokenizer.encode("naïve 😀 text", add_special_tokens=True))
@@ -250,8 +256,8 @@ def test_an_echo_with_logprobs_scores_the_prompt_first(fake, tokenizer, max_toke
 def test_prompts_are_scored_as_lm_eval_reads_them(fake, tokenizer):
     """Token ids in, one choice per prompt in order, the prompt's own logprobs between its context and the new token."""
     prompts = [tokenizer.encode(text, add_special_tokens=True) for text in ("one two three", "x = y + z", "z")]
-    asked = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
-    choices = complete(fake, prompt=prompts, **asked).json["choices"]
+    params = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    choices = complete(fake, prompt=prompts, **params).json["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2]
     for choice, ids in zip(choices, prompts, strict=True):
         context = 1
@@ -280,9 +286,9 @@ def test_prompt_logprobs_are_vllms(fake, tokenizer):
 def test_a_stop_string_is_not_looked_for_before_min_tokens(fake, tokenizer):
     text = "one two three four "
     num_tokens = len(tokenizer.encode(text, add_special_tokens=True))
-    asked = {"prompt": tokenizer.encode(text, add_special_tokens=True), "stop": " three", "max_tokens": 500}
-    assert complete(fake, **asked).json["choices"][0]["text"] == "one two"
-    late = complete(fake, **asked, min_tokens=num_tokens).json["choices"][0]["text"]
+    params = {"prompt": tokenizer.encode(text, add_special_tokens=True), "stop": " three", "max_tokens": 500}
+    assert complete(fake, **params).json["choices"][0]["text"] == "one two"
+    late = complete(fake, **params, min_tokens=num_tokens).json["choices"][0]["text"]
     assert late.count(" three") == 1
     assert late.endswith(" two")
 

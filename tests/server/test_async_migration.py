@@ -32,19 +32,19 @@ class MovingGroup(Group):
                 logical_of[row, layer, : len(experts)] = experts
         self.migration.start(ExpertTable(0, logical_of, NUM_EXPERTS, np.ones(len(logical_of), np.bool_)), max_bytes)
 
-    def asked(self, worker: int) -> PrepareExperts:
+    def question_to(self, worker: int) -> PrepareExperts:
         return [message for message in self.sent[worker] if isinstance(message, PrepareExperts)][-1]
 
     def prepare(self, *workers: int, **answer) -> None:
         for worker in workers:
-            self.hear(ExpertsPrepared(self.asked(worker).ticket, **({"num_bytes": 10} | answer)), worker)
+            self.hear(ExpertsPrepared(self.question_to(worker).ticket, **({"num_bytes": 10} | answer)), worker)
 
-    def told(self, worker: int) -> Members:
+    def sent_to(self, worker: int) -> Members:
         return [message for message in self.sent[worker] if isinstance(message, Members)][-1]
 
     def confirm(self, *homes: int) -> None:
         for home in homes:
-            self.hear(TableServed(self.told(home).version), home)
+            self.hear(TableServed(self.sent_to(home).version), home)
 
 
 EVEN = [[0, 1, 2], [0, 1, 2]], [[3, 4, 5], [3, 4, 5]]
@@ -56,14 +56,14 @@ BOTH_LAYERS = [[0, 1, 3], [0, 1, 3]], [[2, 4, 5], [2, 4, 5]]
 def test_a_layer_is_prepared_then_committed_then_drained():
     group = MovingGroup()
     group.start(*SWAPPED, max_bytes=77)
-    question = group.asked(1)
+    question = group.question_to(1)
     assert (question.layer, question.slots, question.experts, question.max_bytes) == (0, (3,), (3,), 77)
-    assert group.asked(2).experts == (2,)
+    assert group.question_to(2).experts == (2,)
     assert 0 not in group.sent, "homes hear nothing before the commit"
     group.prepare(1)
     assert 0 not in group.sent
     group.prepare(2)
-    table = group.told(0).table.whole_table()
+    table = group.sent_to(0).table.whole_table()
     assert table.logical_of[1, 0].tolist() == [0, 1, EMPTY, 3]
     assert table.logical_of[2, 0].tolist() == [EMPTY, 4, 5, 2]
     assert group.rows() == [*map(list, EVEN)], "a home may send by the former table"
@@ -81,10 +81,10 @@ def test_the_next_layer_waits_for_the_homes_and_a_home_that_ends_is_not_waited_f
     group.start(*BOTH_LAYERS)
     group.prepare(2, 3)
     group.confirm(0)
-    group.hear(TableServed(group.told(1).version - 1), 1)  # of an earlier table
-    assert group.asked(2).layer == 0
+    group.hear(TableServed(group.sent_to(1).version - 1), 1)  # of an earlier table
+    assert group.question_to(2).layer == 0
     group.end(1)
-    assert group.asked(2).layer == 2
+    assert group.question_to(2).layer == 2
     group.launch(1)
     group.join(1)
     group.prepare(2, 3)
@@ -106,7 +106,7 @@ def test_a_destination_that_is_killed_before_the_commit_leaves_the_former_table(
         assert "expert worker 0 ended before" in group.migration.progress.error
         group.prepare(2)  # too late
         assert group.rows() == [*map(list, EVEN)]
-        assert group.told(0).table.whole_table().logical_of[2, 0].tolist() == [3, 4, 5, EMPTY]
+        assert group.sent_to(0).table.whole_table().logical_of[2, 0].tolist() == [3, 4, 5, EMPTY]
         group.launch(1)
         assert slots_at_start(group, 1) == [0, 1, 2, EMPTY]
         group.join(1)
@@ -129,7 +129,7 @@ def test_a_worker_that_is_killed_after_the_commit_starts_with_its_new_experts():
     group.start(*SWAPPED)
     group.prepare(1, 2)
     group.end(1)
-    assert group.told(0).table.whole_table().logical_of[1, 0].tolist() == [0, 1, EMPTY, 3]
+    assert group.sent_to(0).table.whole_table().logical_of[1, 0].tolist() == [0, 1, EMPTY, 3]
     group.confirm(0)
     group.launch(1)
     assert slots_at_start(group, 1) == [0, 1, EMPTY, 3]

@@ -40,9 +40,9 @@ def tool(**fields: object) -> list[dict[str, Any]]:
 
 def test_an_answer_follows_the_rest_of_a_schema_and_the_keyword_is_named(place):
     for strict in ({}, {"strict": False}):
-        asked = schema_format(WIDE)
-        asked["json_schema"] |= strict
-        reply = chat(place, "x", max_tokens=60, temperature=0, response_format=asked)
+        params = schema_format(WIDE)
+        params["json_schema"] |= strict
+        reply = chat(place, "x", max_tokens=60, temperature=0, response_format=params)
         answer = json.loads(reply.json["choices"][0]["message"]["content"])
         assert answer.keys() == {"a", "b"}
         assert ignored(reply) == "response_format.json_schema.schema.properties.b.uniqueItems"
@@ -56,14 +56,14 @@ def test_an_answer_follows_the_rest_of_a_schema_and_the_keyword_is_named(place):
 
 
 def test_a_strict_schema_is_refused_by_keyword_and_place(place):
-    asked = schema_format(WIDE)
-    asked["json_schema"]["strict"] = True
-    reply = chat(place, "x", response_format=asked)
+    params = schema_format(WIDE)
+    params["json_schema"]["strict"] = True
+    reply = chat(place, "x", response_format=params)
     error = reply.json["error"]
     assert (reply.status, error["code"]) == (400, "unsupported_schema")
     assert error["param"] == "response_format.json_schema.schema.properties.b.uniqueItems"
-    del asked["json_schema"]["schema"]["properties"]["b"]["uniqueItems"]
-    assert chat(place, "x", max_tokens=60, response_format=asked).status == 200, "a format is an annotation"
+    del params["json_schema"]["schema"]["properties"]["b"]["uniqueItems"]
+    assert chat(place, "x", max_tokens=60, response_format=params).status == 200, "a format is an annotation"
 
 
 def test_schemas_of_messages_and_responses_name_their_own_places(place):

@@ -1,4 +1,4 @@
-"""The coordinator of a group: who is told what when workers join, end, are added, drained and removed."""
+"""The coordinator of a group: its messages when workers join, end, are added, drained and removed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Group:
 
     def hear(self, message, *workers) -> None:
         for worker in workers:
-            self.coordinator.heard(worker, message, self.now_ns)
+            self.coordinator.on_message(worker, message, self.now_ns)
 
     def join(self, *workers) -> None:
         for worker in workers:
@@ -329,7 +329,7 @@ def test_a_removed_worker_leaves_its_place_to_another():
 
 
 @in_loop
-def test_a_worker_that_was_asked_to_end_hears_nothing_and_keeps_its_place_until_it_has_ended():
+def test_a_dismissed_worker_gets_no_message_and_keeps_its_place_until_it_ends():
     group = Group(attention=1, experts=3, expert_copies=3)
     group.serve(0, 1, 2, 3)
     for worker in (1, 2):
@@ -376,8 +376,8 @@ def test_log_lines_tell_queues_stalls_and_links_of_workers_that_did_anything():
     lines = GroupLines(group.coordinator)
     assert lines.lines(10) == []
     group.hear(figures(4 * NS_PER_S, 2000, waiting=7), 1)
-    told = "queued 7, the oldest for 2.5 ms in layer 1; stalled 50%; sent 200 messages/s, 0.20 MB/s"
-    assert lines.lines(10) == [f"expert worker 0: {told}"]
+    reported = "queued 7, the oldest for 2.5 ms in layer 1; stalled 50%; sent 200 messages/s, 0.20 MB/s"
+    assert lines.lines(10) == [f"expert worker 0: {reported}"]
     assert lines.lines(10) == []
     group.hear(figures(5 * NS_PER_S, 2100), 1)
     assert lines.lines(10) == ["expert worker 0: queued 0; stalled 50%; sent 10 messages/s, 0.01 MB/s"]

@@ -28,23 +28,23 @@ def test_a_completion(client):
 
 
 def test_a_streamed_completion_says_the_same(client):
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
-    whole = client.completions.create(**asked)
-    with client.completions.create(**asked, stream=True, stream_options={"include_usage": True}) as stream:
+    params = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    whole = client.completions.create(**params)
+    with client.completions.create(**params, stream=True, stream_options={"include_usage": True}) as stream:
         *chunks, last = stream
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
     assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
 def test_a_chat_streamed_and_not(client):
-    asked = {
+    params = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Write a Python function `add`."}],
         "temperature": 0,
     }
-    whole = client.chat.completions.create(**asked, max_completion_tokens=30)
+    whole = client.chat.completions.create(**params, max_completion_tokens=30)
     assert whole.choices[0].message.role == "assistant"
-    with client.chat.completions.create(**asked, max_completion_tokens=30, stream=True) as stream:
+    with client.chat.completions.create(**params, max_completion_tokens=30, stream=True) as stream:
         chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
@@ -58,8 +58,8 @@ def test_models(client):
 
 def test_a_seed_makes_a_sampled_answer_reproducible_and_the_lack_of_one_does_not(client):
     def texts(**seed: int) -> set[str]:
-        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 1.0} | seed
-        return {client.completions.create(**asked).choices[0].text for _ in range(2)}
+        params = {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 1.0} | seed
+        return {client.completions.create(**params).choices[0].text for _ in range(2)}
 
     with_7 = texts(seed=7)
     assert len(with_7) == 1
@@ -68,22 +68,22 @@ def test_a_seed_makes_a_sampled_answer_reproducible_and_the_lack_of_one_does_not
 
 
 def test_a_seed_gives_the_same_text_among_other_requests(client):
-    asked = {"model": MODEL, "max_tokens": 16, "temperature": 1.0, "seed": 3}
-    alone = client.completions.create(**asked, prompt=PROMPT).choices[0].text
-    among = client.completions.create(**asked, prompt=["import os", PROMPT, "class Tree:", PROMPT])
+    params = {"model": MODEL, "max_tokens": 16, "temperature": 1.0, "seed": 3}
+    alone = client.completions.create(**params, prompt=PROMPT).choices[0].text
+    among = client.completions.create(**params, prompt=["import os", PROMPT, "class Tree:", PROMPT])
     assert [among.choices[i].text for i in (1, 3)] == [alone, alone]
 
 
 def test_a_stop_string_cuts_the_greedy_text(client):
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
-    text = client.completions.create(**asked).choices[0].text
+    params = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    text = client.completions.create(**params).choices[0].text
     stop = text[len(text) // 2 :][:3]
-    answer = client.completions.create(**asked, stop=[stop])
+    answer = client.completions.create(**params, stop=[stop])
     assert answer.choices[0].text == text[: text.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_ignore_eos_generates_as_many_tokens_as_asked(client):
+def test_ignore_eos_generates_as_many_tokens_as_requested(client):
     answer = client.completions.create(
         model=MODEL, prompt="x", max_tokens=100, temperature=0, extra_body={"ignore_eos": True}
     )
@@ -91,10 +91,10 @@ def test_ignore_eos_generates_as_many_tokens_as_asked(client):
 
 
 def test_a_prompt_seen_before_is_taken_from_the_cache_unless_salted(client):
-    asked = {"model": MODEL, "prompt": "# a prompt of several blocks\n" * 20, "max_tokens": 4, "temperature": 0}
-    first = client.completions.create(**asked)
-    again = client.completions.create(**asked)
-    salted = client.completions.create(**asked, extra_body={"cache_salt": "tenant"})
+    params = {"model": MODEL, "prompt": "# a prompt of several blocks\n" * 20, "max_tokens": 4, "temperature": 0}
+    first = client.completions.create(**params)
+    again = client.completions.create(**params)
+    salted = client.completions.create(**params, extra_body={"cache_salt": "tenant"})
     cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in (first, again, salted)]
     assert cached[0] == cached[2] == 0
     assert cached[1] > 100
@@ -103,8 +103,8 @@ def test_a_prompt_seen_before_is_taken_from_the_cache_unless_salted(client):
 
 def test_generated_logprobs_are_those_that_scoring_the_same_tokens_gives(client, tokenizer):
     ids = tokenizer.encode(PROMPT, add_special_tokens=True)
-    asked = {"model": MODEL, "max_tokens": 12, "temperature": 0, "logprobs": 2}
-    made = client.completions.create(**asked, prompt=ids).choices[0]
+    params = {"model": MODEL, "max_tokens": 12, "temperature": 0, "logprobs": 2}
+    made = client.completions.create(**params, prompt=ids).choices[0]
     scored = client.completions.create(
         model=MODEL, prompt=PROMPT + made.text, max_tokens=0, echo=True, logprobs=2, temperature=0
     )
@@ -123,11 +123,11 @@ def test_generated_logprobs_are_those_that_scoring_the_same_tokens_gives(client,
 def test_a_continuation_is_found_greedy_or_not_as_lm_eval_finds_it(client, tokenizer):
     """It sends context and continuation as ids, asks for one token more, and compares each logprob with the largest."""
     context = tokenizer.encode(PROMPT, add_special_tokens=True)
-    asked = {"model": MODEL, "temperature": 0, "logprobs": 1}
-    greedy = client.completions.create(**asked, prompt=context, max_tokens=4).choices[0]
+    params = {"model": MODEL, "temperature": 0, "logprobs": 1}
+    greedy = client.completions.create(**params, prompt=context, max_tokens=4).choices[0]
     ids = tokenizer.encode(PROMPT + greedy.text, add_special_tokens=True)
     other = [*ids[:-1], ids[-2]]
-    answer = client.completions.create(**asked, prompt=[ids, other], max_tokens=1, echo=True, seed=1234)
+    answer = client.completions.create(**params, prompt=[ids, other], max_tokens=1, echo=True, seed=1234)
     found = []
     for choice in sorted(answer.choices, key=lambda choice: choice.index):
         own, top = choice.logprobs.token_logprobs[len(context) : -1], choice.logprobs.top_logprobs[len(context) : -1]
@@ -138,19 +138,25 @@ def test_a_continuation_is_found_greedy_or_not_as_lm_eval_finds_it(client, token
 
 
 def test_a_prompt_is_scored_the_same_whether_or_not_it_was_seen_before(client):
-    asked = {"model": MODEL, "prompt": "# a text of several blocks\n" * 9, "max_tokens": 1, "echo": True, "logprobs": 1}
-    first, again = (client.completions.create(**asked, temperature=0).choices[0].logprobs for _ in range(2))
+    params = {
+        "model": MODEL,
+        "prompt": "# a text of several blocks\n" * 9,
+        "max_tokens": 1,
+        "echo": True,
+        "logprobs": 1,
+    }
+    first, again = (client.completions.create(**params, temperature=0).choices[0].logprobs for _ in range(2))
     assert first.token_logprobs[0] is None
     assert again.token_logprobs[1:] == pytest.approx(first.token_logprobs[1:], abs=1e-5)
 
 
 def test_logprobs_of_a_chat_streamed_and_not(client):
-    asked = {"model": MODEL, "messages": [{"role": "user", "content": "def add"}], "temperature": 0}
-    asked |= {"logprobs": True, "top_logprobs": 2, "max_completion_tokens": 8}
-    whole = client.chat.completions.create(**asked).choices[0]
+    params = {"model": MODEL, "messages": [{"role": "user", "content": "def add"}], "temperature": 0}
+    params |= {"logprobs": True, "top_logprobs": 2, "max_completion_tokens": 8}
+    whole = client.chat.completions.create(**params).choices[0]
     assert len(whole.logprobs.content) <= 8
     assert whole.logprobs.content[0].top_logprobs[0].token == whole.logprobs.content[0].token
-    with client.chat.completions.create(**asked, stream=True) as stream:
+    with client.chat.completions.create(**params, stream=True) as stream:
         streamed = [
             entry for chunk in stream if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content
         ]
@@ -158,9 +164,9 @@ def test_logprobs_of_a_chat_streamed_and_not(client):
 
 
 def test_the_copies_of_a_seeded_request_have_the_next_seeds(client):
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 1.0}
-    copies = client.completions.create(**asked, n=3, seed=7)
-    alone = [client.completions.create(**asked, seed=seed).choices[0].text for seed in (7, 8, 9)]
+    params = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 1.0}
+    copies = client.completions.create(**params, n=3, seed=7)
+    alone = [client.completions.create(**params, seed=seed).choices[0].text for seed in (7, 8, 9)]
     assert [choice.text for choice in copies.choices] == alone
     assert len(set(alone)) == 3
     greedy = client.completions.create(model=MODEL, prompt=[PROMPT, "import"], max_tokens=5, temperature=0, n=2)
@@ -170,21 +176,21 @@ def test_the_copies_of_a_seeded_request_have_the_next_seeds(client):
 
 def test_a_bias_forces_or_forbids_a_token(client, tokenizer):
     [token_id] = tokenizer.encode("=", add_special_tokens=False)
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
-    assert client.completions.create(**asked, logit_bias={str(token_id): 100}).choices[0].text == "=" * 6
-    plain = client.completions.create(**asked, logprobs=0).choices[0]
+    params = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+    assert client.completions.create(**params, logit_bias={str(token_id): 100}).choices[0].text == "=" * 6
+    plain = client.completions.create(**params, logprobs=0).choices[0]
     first = tokenizer.encode(plain.logprobs.tokens[0], add_special_tokens=False)[0]
-    without = client.completions.create(**asked, logit_bias={str(first): -100}, logprobs=0).choices[0]
+    without = client.completions.create(**params, logit_bias={str(first): -100}, logprobs=0).choices[0]
     assert plain.logprobs.tokens[0] not in without.logprobs.tokens
 
 
 def test_penalties_stop_a_text_that_repeats_itself(client, tokenizer):
-    asked = {"model": MODEL, "prompt": "x = 1\n" * 10, "max_tokens": 40, "temperature": 0}
-    asked["extra_body"] = {"ignore_eos": True}
+    params = {"model": MODEL, "prompt": "x = 1\n" * 10, "max_tokens": 40, "temperature": 0}
+    params["extra_body"] = {"ignore_eos": True}
 
     def most_often(**penalty: object) -> int:
-        body = asked["extra_body"] | penalty
-        choice = client.completions.create(**{**asked, "extra_body": body}, logprobs=0).choices[0]
+        body = params["extra_body"] | penalty
+        choice = client.completions.create(**{**params, "extra_body": body}, logprobs=0).choices[0]
         return max(choice.logprobs.tokens.count(token) for token in choice.logprobs.tokens)
 
     plain = most_often()
@@ -195,11 +201,11 @@ def test_penalties_stop_a_text_that_repeats_itself(client, tokenizer):
 
 
 def test_min_tokens_holds_back_the_end(client):
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 30, "temperature": 0}
-    text = client.completions.create(**asked, logprobs=0).choices[0]
+    params = {"model": MODEL, "prompt": PROMPT, "max_tokens": 30, "temperature": 0}
+    text = client.completions.create(**params, logprobs=0).choices[0]
     stop = text.logprobs.tokens[2]
-    early = client.completions.create(**asked, stop=[stop])
-    late = client.completions.create(**asked, stop=[stop], extra_body={"min_tokens": 10})
+    early = client.completions.create(**params, stop=[stop])
+    late = client.completions.create(**params, stop=[stop], extra_body={"min_tokens": 10})
     assert early.usage.completion_tokens <= 3 < 10 < late.usage.completion_tokens
 
 
@@ -246,13 +252,13 @@ def test_a_prompt_of_special_tokens_is_served(server):
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY | {"required": ["city"]}}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
-ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "Weather?"}], "max_tokens": 120, "seed": 5}
+FIELDS = {"model": MODEL, "messages": [{"role": "user", "content": "Weather?"}], "max_tokens": 120, "seed": 5}
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_tool_that_must_be_called_is_called_with_arguments_that_follow_its_schema(client, choice):
-    asked = ASKED | {"tools": [WEATHER, CLOCK], "tool_choice": choice, "parallel_tool_calls": False}
-    whole = client.chat.completions.create(**asked).choices[0]
+    params = FIELDS | {"tools": [WEATHER, CLOCK], "tool_choice": choice, "parallel_tool_calls": False}
+    whole = client.chat.completions.create(**params).choices[0]
     assert whole.finish_reason == ("tool_calls" if choice == "required" else "stop")
     [made] = whole.message.tool_calls
     arguments = json.loads(made.function.arguments)
@@ -260,7 +266,7 @@ def test_a_tool_that_must_be_called_is_called_with_arguments_that_follow_its_sch
         assert arguments["city"] in ("Paris", "Rome")
     else:
         assert (choice, arguments) == ("required", {})
-    with client.chat.completions.stream(**asked) as stream:
+    with client.chat.completions.stream(**params) as stream:
         streamed = stream.get_final_completion().choices[0]
     assert streamed.message.tool_calls[0].function.arguments == made.function.arguments
     assert streamed.finish_reason == whole.finish_reason
@@ -268,6 +274,6 @@ def test_a_tool_that_must_be_called_is_called_with_arguments_that_follow_its_sch
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_tools_need_no_flag_and_an_answer_without_calls_is_text(client, choice):
-    answer = client.chat.completions.create(**ASKED, tools=[WEATHER], tool_choice=choice).choices[0]
+    answer = client.chat.completions.create(**FIELDS, tools=[WEATHER], tool_choice=choice).choices[0]
     assert answer.message.content
     assert answer.message.tool_calls == []

@@ -281,10 +281,10 @@ def test_a_policy_that_raises_while_requests_move_ends_that_request_alone(monkey
         first, second = world.submit("a", "b", "c"), world.submit("d")  # a and d are on engine 0
         submit = world.engines._router.submit
 
-        def raises_for_a(asked, now_ns):
-            if asked.request_id == "a":
+        def raises_for_a(fields, now_ns):
+            if fields.request_id == "a":
                 raise ZeroDivisionError
-            return submit(asked, now_ns)
+            return submit(fields, now_ns)
 
         monkeypatch.setattr(world.engines._router, "submit", raises_for_a)
         world.engines.on_exit(0, "killed")

@@ -182,16 +182,16 @@ def test_engines_report_their_caches_where_a_choice_depends_on_them(policy, num_
     asyncio.run(inside())
 
 
-def test_a_prompt_counts_until_its_end_and_then_by_what_its_engine_said():
+def test_a_prompt_counts_until_its_end_and_then_by_its_engines_reports():
     async def inside() -> None:
         engines, sent = client("lmetric")
         prompt = list(range(64))
         inbox: asyncio.Queue = asyncio.Queue()
-        asked = request("a", prompt=prompt)
-        engines.submit(asked, inbox)
+        fields = request("a", prompt=prompt)
+        engines.submit(fields, inbox)
         home = sent[-1][0]
         assert expected_hits(engines, prompt)[home] == 64, "under way"
-        first, last = split_hashes(asked.block_hashes)[:2], split_hashes(asked.block_hashes)[2:]
+        first, last = split_hashes(fields.block_hashes)[:2], split_hashes(fields.block_hashes)[2:]
         end = Output(request_id="a", token_ids=(1,), finish_reason=FinishReason.STOP)
         engines.on_message(home, Outputs(NewOutputs((end,)), IDLE, stored=b"".join(first + last), removed=b""))
         assert expected_hits(engines, prompt)[home] == 64

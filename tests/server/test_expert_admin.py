@@ -45,7 +45,7 @@ def test_the_page_gets_the_load_relative_to_each_layer(server):
     np.testing.assert_allclose(found["experts"]["tokens"], tokens.mean(axis=1))
     expected = tokens / tokens.mean(axis=1, keepdims=True)
     np.testing.assert_allclose(found["experts"]["relative"], expected, atol=0.001)
-    assert call(server, "GET", "/statistics").json["experts"] is None, "only when asked for"
+    assert call(server, "GET", "/statistics").json["experts"] is None, "only on request"
 
 
 def test_pairs_come_from_a_sample_of_steps(server):
@@ -102,35 +102,35 @@ class Group:
     """Engines that answer when a test lets them."""
 
     def __init__(self, num_engines: int) -> None:
-        self.asked: list[tuple[int, ReadExperts]] = []
+        self.questions: list[tuple[int, ReadExperts]] = []
         self.unreachable: set[int] = set()
         self.loads = ExpertLoads(num_engines, self.ask)
 
     def ask(self, engine: int, question: ReadExperts) -> bool:
         if engine in self.unreachable:
             return False
-        self.asked.append((engine, question))
+        self.questions.append((engine, question))
         return True
 
 
 def test_an_engine_that_ended_keeps_its_load_until_its_successor_has_counted():
     group = Group(2)
     for engine in range(2):
-        group.loads.heard(engine, report(1, [4, 2]), 0)
+        group.loads.on_message(engine, report(1, [4, 2]), 0)
     assert group.loads.merged().load.total.tolist() == [[8, 4]]
     group.loads.ended(0)
     assert group.loads.merged().load.total.tolist() == [[8, 4]]
-    group.loads.heard(0, ExpertReport(2), 0)
+    group.loads.on_message(0, ExpertReport(2), 0)
     assert group.loads.merged().load.total.tolist() == [[8, 4]]
-    group.loads.heard(0, report(3, [1, 1], num_steps=1), 0)
+    group.loads.on_message(0, report(3, [1, 1], num_steps=1), 0)
     np.testing.assert_allclose(group.loads.merged().load.total, [[1 + 0.8 * 4, 1 + 0.8 * 2]], err_msg="5 steps and 4")
 
 
 def test_a_report_that_does_not_fit_leaves_the_last_one():
     loads = Group(1).loads
-    loads.heard(0, report(1, [4, 2]), 0)
+    loads.on_message(0, report(1, [4, 2]), 0)
     with pytest.raises(ValueError, match="reshape"):
-        loads.heard(0, ExpertReport(2, num_layers=2, num_experts=2, counts=bytes(8), num_steps=1), 0)
+        loads.on_message(0, ExpertReport(2, num_layers=2, num_experts=2, counts=bytes(8), num_steps=1), 0)
     assert loads.merged().load.total.tolist() == [[4, 2]]
 
 
@@ -138,7 +138,7 @@ def test_scrapes_ask_once_in_a_while():
     group = Group(1)
     for now_ns in (0, 1, expert_loads.REFRESH_NS - 1, expert_loads.REFRESH_NS):
         group.loads.refresh(now_ns)
-    assert len(group.asked) == 2
+    assert len(group.questions) == 2
 
 
 def test_an_engine_that_is_silent_delays_no_answer_for_ever(monkeypatch):
@@ -146,6 +146,6 @@ def test_an_engine_that_is_silent_delays_no_answer_for_ever(monkeypatch):
     group = Group(2)
     group.unreachable = {1}
     asyncio.run(group.loads.read())
-    assert [engine for engine, _ in group.asked] == [0]
+    assert [engine for engine, _ in group.questions] == [0]
     group.unreachable = {0, 1}
     asyncio.run(group.loads.read())

@@ -1,4 +1,4 @@
-"""`moestro serve --mode ep`: the answers of the fused mode, whoever is idle, and whoever is killed."""
+"""`moestro serve --mode ep`: the answers of the fused mode, whichever worker is idle or killed."""
 
 from __future__ import annotations
 
@@ -149,12 +149,12 @@ def undisturbed(spread, bodies) -> tuple[list, list]:
 def test_the_group_of_a_lost_engine_comes_back_and_no_answer_differs(spread, bodies, undisturbed, number):
     rng, (expected, scored) = random.Random(int(number)), undisturbed
     restarts, processes = by_engine(spread, "engine_restarts_total"), spread.ranks()
-    asked = SentRequests(spread, salted([*bodies, *SCORED], 1))
-    asked.begin()
+    sent = SentRequests(spread, salted([*bodies, *SCORED], 1))
+    sent.begin()
     tokens_come(spread, rng.randrange(20, 300))
     victim = rng.randrange(NUM_ENGINES)
     os.kill(processes[victim].pid, number)
-    both = asked.answers()
+    both = sent.answers()
     answers, found = both[: len(bodies)], both[len(bodies) :]
     assert [body for status, body in answers + found if status != 200] == []
     given, wanted = [*answers, *texts(found)], [*expected, *texts(scored)]
@@ -253,13 +253,13 @@ def place(worker: int) -> GroupPlace:
 
 def test_workers_meet_and_name_the_one_that_does_not_come():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port, errors, both_asked = listener.getsockname()[1], [], threading.Barrier(2)
+        port, errors, both_failed = listener.getsockname()[1], [], threading.Barrier(2)
 
         def join(worker: int) -> None:
             try:
                 meet(place(worker), port, os.dup(listener.fileno()) if worker == 0 else None, 1.0)
             except GroupLostError as error:
-                both_asked.wait(PATIENCE_S)  # the error holds the store, which worker 0 keeps for the other one too
+                both_failed.wait(PATIENCE_S)  # the error holds the store, which worker 0 keeps for the other one too
                 errors.append(str(error))
 
         threads = [threading.Thread(target=join, args=(worker,)) for worker in (0, 2)]

@@ -61,7 +61,7 @@ class Server:
             self.counts[engine, :, expert] += num
         counts = self.counts[engine].copy()
         load = SourceLoad(counts, *np.array([counts, counts, counts > 0], float), 1.0, 1)
-        self.loads.heard(engine, report_of(1, load), now_ns)
+        self.loads.on_message(engine, report_of(1, load), now_ns)
 
     def pressures(self, now_ns: int) -> list[float | None]:
         found = (self.signals.of_engine(engine, now_ns) for engine in range(2))

@@ -87,9 +87,9 @@ def test_explain_tells_engine_queue_and_preempter_and_the_record_replays(classes
         thread.join(PATIENCE_S)
     wait_until(lambda: all(is_written(record, each) for each in batch + urgent))
 
-    told = moestro("explain", urgent[0], "--record", str(record))
-    assert told.returncode == 0, told.stderr
-    text = " ".join(told.stdout.split())
+    reported = moestro("explain", urgent[0], "--record", str(record))
+    assert reported.returncode == 0, reported.stderr
+    text = " ".join(reported.stdout.split())
     assert re.search(r"to engine [01]: .*queue by qllm; class ls on engine [01]", text), text
     assert "waits at place 1 of 2, class (0 is ls or aged): 0" in text
     victim = re.search(r"preempted (cmpl-\w+)-0, because it is latency-sensitive", text)
@@ -101,9 +101,9 @@ def test_explain_tells_engine_queue_and_preempter_and_the_record_replays(classes
     assert f"preempted by {urgent[0]}-0, which waits and is latency-sensitive" in passed
     assert "waits again at place" in passed
     assert "admitted again" in passed
-    told_live = [moestro("explain", each, "--admin-url", f"http://127.0.0.1:{server.admin_port}") for each in batch]
-    assert [each.returncode for each in told_live] == [0] * 4, told_live
-    waited = [each.stdout for each in told_live]
+    live_outputs = [moestro("explain", each, "--admin-url", f"http://127.0.0.1:{server.admin_port}") for each in batch]
+    assert [each.returncode for each in live_outputs] == [0] * 4, live_outputs
+    waited = [each.stdout for each in live_outputs]
     assert any("it was never preempted" in each for each in waited)
     assert any(re.search(r"waits at place \d of \d", each) for each in waited)
 
@@ -117,10 +117,10 @@ def test_explain_tells_engine_queue_and_preempter_and_the_record_replays(classes
 def test_an_unknown_id_is_an_error_that_says_where_it_was_looked_for(classes):
     server, record = classes
     for where in (("--record", str(record)), ("--admin-url", f"http://127.0.0.1:{server.admin_port}")):
-        told = moestro("explain", "cmpl-nobody", *where)
-        assert told.returncode != 0
-        assert "cmpl-nobody" in told.stderr
-        assert "Traceback" not in told.stderr
+        reported = moestro("explain", "cmpl-unknown", *where)
+        assert reported.returncode != 0
+        assert "cmpl-unknown" in reported.stderr
+        assert "Traceback" not in reported.stderr
 
 
 def swap_experts(server: Running) -> None:

@@ -129,7 +129,7 @@ def test_a_port_that_is_taken_is_known_before_anything_is_started(capsys, demo_d
 def test_a_model_that_cannot_be_loaded_is_exit_2_with_the_cause_last(tmp_path, demo_dir):
     broken = tmp_path / "broken"
     broken.mkdir()
-    (broken / "config.json").write_text('{"model_type": "unheard_of", "architectures": ["X"]}')
+    (broken / "config.json").write_text('{"model_type": "unknown_kind", "architectures": ["X"]}')
     shutil.copy(demo_dir / "tokenizer.json", broken)
     code, line = start_and_fail((*REAL, str(broken)), tmp_path)
     assert code == 2

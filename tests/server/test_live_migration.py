@@ -81,11 +81,11 @@ def test_an_engine_that_is_killed_while_experts_move_changes_no_answer(restless,
     # So long that they are being answered when the engine is killed, however late this process is.
     first, second = ([(path, body | {"max_tokens": 200}) for path, body in salted(bodies, salt)] for salt in (0, 1))
     expected = SentRequests(restless, first).answers()
-    asked = SentRequests(restless, second)
-    asked.begin()
+    sent = SentRequests(restless, second)
+    sent.begin()
     tokens_come(restless, 20)
     kill_an_engine(restless, at=1)
-    found = asked.answers()
+    found = sent.answers()
     assert [status for status, _ in found] == [200] * len(found)
     differing = [pair for pair in zip(uncached(found), uncached(expected), strict=True) if pair[0] != pair[1]]
     print("near-ties:", differing)

@@ -23,11 +23,11 @@ def ready_rank() -> Liveness:
 
 
 def beat(liveness: Liveness, now_s: int, num_steps: int = 0) -> None:
-    liveness.heard(now_s * S)
+    liveness.on_message(now_s * S)
     liveness.counted(num_steps, now_s * S)
 
 
-def test_a_rank_without_requests_needs_only_to_be_heard():
+def test_a_rank_without_requests_needs_only_to_send_messages():
     liveness = ready_rank()
     for now_s in range(0, 1000, 50):
         beat(liveness, now_s)
@@ -49,7 +49,7 @@ def test_an_idle_rank_is_doubted_later_and_its_rare_heartbeats_count_as_punctual
     )
     liveness = Liveness(timeouts, 0)
     liveness.ready(0)
-    liveness.heard(S)
+    liveness.on_message(S)
     liveness.counted(0, S, is_idle=True)
     assert liveness.judge(0, 20 * S) is RankStatus.FINE
     assert liveness.judge(0, 21 * S) is RankStatus.SILENT
@@ -74,7 +74,7 @@ def test_a_rank_whose_heartbeats_were_late_is_doubted_later_for_a_while():
     assert liveness.judge(0, 208 * S) is RankStatus.SILENT
 
 
-def test_a_rank_that_is_heard_but_makes_no_step_is_stalled_and_in_the_end_hung():
+def test_a_rank_with_messages_but_no_step_is_stalled_and_in_the_end_hung():
     liveness = ready_rank()
     verdicts = []
     for now_s in (10, 29, 30, 299, 300):
@@ -114,7 +114,7 @@ def test_the_time_in_which_the_api_server_stood_still_does_not_count(pause_s):
     assert "--engine-timeout" in liveness.reason
 
 
-def test_what_was_heard_after_a_pause_is_not_put_into_the_future_by_it():
+def test_a_message_after_a_pause_is_not_put_into_the_future_by_it():
     liveness = ready_rank()
     beat(liveness, 1000, num_steps=1)  # read before the pause was measured
     liveness.paused(900 * S, 1000 * S)

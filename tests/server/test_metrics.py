@@ -81,7 +81,7 @@ def test_a_full_queue_is_a_rejection_by_vllms_name(fake):
     assert 'vllm:admission_rejections_total{,reason="max_num_queued_reqs"}' in metrics(fake)
 
 
-def test_the_load_header_comes_where_it_is_asked_for_in_the_form_that_is_asked_for(fake):
+def test_the_load_header_comes_in_the_requested_form(fake):
     paths = {
         "/v1/completions": {"prompt": "hi"},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
@@ -112,7 +112,7 @@ def test_head_answers_as_get_does_without_a_body(fake):
     assert (reply.status, reply.body) == (200, b"")
 
 
-def test_latencies_are_told_by_class_under_our_names_and_in_one_under_vllms(fake):
+def test_latencies_are_by_class_under_our_names_and_in_one_under_vllms(fake):
     """A dashboard that was made for vLLM sees the series that it knows: those of all classes together."""
     names = ("time_to_first_token_seconds", "request_time_per_output_token_seconds", "request_queue_time_seconds")
     before = metrics(fake)

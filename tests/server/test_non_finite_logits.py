@@ -81,11 +81,11 @@ def test_requests_without_finite_logits_end_alone_and_the_others_of_their_batch_
 
 
 def test_a_stream_ends_with_an_error_event_and_the_log_names_the_request(poisoned):
-    said = read_to_end(open_stream(poisoned, prompt=CLEAN, logit_bias={str(POISON): 100}, temperature=0))
-    events = [json.loads(line[6:]) for line in said.decode().splitlines() if line.startswith("data: {")]
+    reported = read_to_end(open_stream(poisoned, prompt=CLEAN, logit_bias={str(POISON): 100}, temperature=0))
+    events = [json.loads(line[6:]) for line in reported.decode().splitlines() if line.startswith("data: {")]
     assert "choices" in events[0]  # the token that is poison; there is none after it
     assert events[-1]["error"]["code"] == "non_finite_logits"
-    assert b"[DONE]" not in said
+    assert b"[DONE]" not in reported
     request = events[0]["id"]
     assert f"engine 0: request {request}-0 ended after 1 tokens: its logits are not finite" in poisoned.text
 

@@ -1,4 +1,4 @@
-"""More than can be served: refused at once, with the time to come back, and nobody else is worse off."""
+"""More than can be served: refused at once, with the time to come back, and no other client is worse off."""
 
 from __future__ import annotations
 

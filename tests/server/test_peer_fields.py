@@ -60,12 +60,12 @@ def test_log_probabilities_name_tokens_by_their_ids(place):
     assert all(len(each) == 2 for each in named["logprobs"]["top_logprobs"])
     assert all(name.startswith("token_id:") for each in named["logprobs"]["top_logprobs"] for name in each)
     assert named["text"] == plain["text"]
-    asked = {"max_tokens": 2, "temperature": 0, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
-    whole = chat(place, TEXT, **asked, return_tokens_as_token_ids=True).json["choices"][0]
+    params = {"max_tokens": 2, "temperature": 0, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    whole = chat(place, TEXT, **params, return_tokens_as_token_ids=True).json["choices"][0]
     entries = whole["logprobs"]["content"]
     assert [entry["token"] for entry in entries] == [f"token_id:{i}" for i in whole["token_ids"]]
     assert [entry["top_logprobs"][0]["token"] for entry in entries] == [entry["token"] for entry in entries]
-    streamed = chat(place, TEXT, **asked, return_tokens_as_token_ids=True, stream=True).events
+    streamed = chat(place, TEXT, **params, return_tokens_as_token_ids=True, stream=True).events
     found = [each["choices"][0]["logprobs"] for each in streamed[:-1] if each["choices"]]
     assert [entry for each in found if each for entry in each["content"]] == entries
 
@@ -112,11 +112,16 @@ def test_an_echo_lists_the_same_tokens_for_its_prompt(place):
 
 
 def test_a_chat_lists_tokens_in_the_clients_order(place):
-    asked = {"max_tokens": 2, "temperature": 0, "return_tokens_as_token_ids": True, "logprob_token_ids": [300, 5, 17]}
-    whole = chat(place, TEXT, **asked).json["choices"][0]["logprobs"]["content"]
+    params = {
+        "max_tokens": 2,
+        "temperature": 0,
+        "return_tokens_as_token_ids": True,
+        "logprob_token_ids": [300, 5, 17],
+    }
+    whole = chat(place, TEXT, **params).json["choices"][0]["logprobs"]["content"]
     for entry in whole:
         assert [other["token"] for other in entry["top_logprobs"]] == ["token_id:300", "token_id:5", "token_id:17"]
-    assert chat(place, TEXT, **asked, logprobs=True, top_logprobs=1).json["choices"][0]["logprobs"]["content"] == whole
+    assert chat(place, TEXT, **params, logprobs=True, top_logprobs=1).json["choices"][0]["logprobs"]["content"] == whole
 
 
 @pytest.mark.parametrize(
@@ -162,8 +167,8 @@ def test_a_batch_answers_each_chat_as_a_request_of_its_own_does(place):
         assert reply.json["usage"][name] == sum(each["usage"][name] for each in single)
     twice = call(place, "POST", "/v1/chat/completions/batch", fields | {"messages": CHATS, "n": 2}).json["choices"]
     assert [choice["message"]["content"] for choice in twice[::2]] == contents
-    asked = {"messages": CHATS, "regex": "[ab]{2}", "max_tokens": 5}
-    limited = call(place, "POST", "/v1/chat/completions/batch", asked).json["choices"]
+    params = {"messages": CHATS, "regex": "[ab]{2}", "max_tokens": 5}
+    limited = call(place, "POST", "/v1/chat/completions/batch", params).json["choices"]
     assert all(re.fullmatch("[ab]{2}", choice["message"]["content"]) for choice in limited)
 
 

@@ -166,11 +166,11 @@ def test_law_any_json_in_place_of_a_placement_is_answered(caplog):
 )
 def test_what_cannot_be_done_is_refused_with_a_reason(path, body, status, words):
     @run
-    async def asked() -> tuple[int, dict]:
+    async def fields() -> tuple[int, dict]:
         async with operator(PlacedGroup(policy="none")) as ask:
             return await ask("POST", path, body)
 
-    found, error = asked()
+    found, error = fields()
     assert found == status
     assert words in error["message"]
 

@@ -121,7 +121,7 @@ async def test_drift_of_the_balance_makes_the_policy_plan_at_once():
 
 
 @run
-async def test_a_plan_that_changed_nothing_is_not_asked_for_again_until_the_balance_falls():
+async def test_a_plan_that_changed_nothing_is_not_repeated_until_the_balance_falls():
     group = PlacedGroup(policy="static", placement_interval=0, placement_drift=0.1)
     for _ in range(5):
         group.serve(DRIFT_STEPS)
@@ -294,7 +294,7 @@ async def test_cleared_windows_do_not_undo_steps():
 
 
 @run
-async def test_pairs_are_asked_for_only_where_a_policy_needs_them():
+async def test_pairs_are_requested_only_where_a_policy_needs_them():
     for policy, needs_pairs in (("eplb", False), ("gimbal_v1", True)):
         group = PlacedGroup(policy=policy)
         group.serve(3000)
@@ -303,7 +303,7 @@ async def test_pairs_are_asked_for_only_where_a_policy_needs_them():
 
 
 @run
-async def test_without_a_policy_no_engine_is_asked():
+async def test_without_a_policy_no_engine_is_queried():
     group = PlacedGroup(policy="none")
     group.serve(3000)
     await group.check()

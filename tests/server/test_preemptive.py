@@ -1,4 +1,4 @@
-"""`moestro serve --mode preemptive`: the same answers as the fused mode's, whoever passes whom."""
+"""`moestro serve --mode preemptive`: the same answers as the fused mode's, whichever request overtakes."""
 
 from __future__ import annotations
 

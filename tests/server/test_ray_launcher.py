@@ -1,4 +1,4 @@
-"""The launcher for Ray, before a fake cluster: what is reserved, checked, given back, and said when something lacks."""
+"""The launcher for Ray, before a fake cluster: what is reserved, checked, given back, and reported as lacking."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ async def test_a_standby_on_a_node_that_has_not_answered_is_not_used():
 
 
 @in_loop
-async def test_room_is_asked_for_anew_when_the_nodes_change():
+async def test_room_is_requested_again_when_the_nodes_change():
     """Ray may have begun to place the group on a node that was gone, where it waits for ever."""
     cluster = FakeCluster(room=1)
     launcher = launcher_on(cluster, 1)

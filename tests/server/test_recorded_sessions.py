@@ -50,8 +50,8 @@ def test_a_record_has_the_number_of_each_session_and_user(record):
 
 
 def test_a_replay_keeps_a_session_on_its_engine(record):
-    asked = WhatIfSettings(policies=("session_affinity", "user_affinity"), cost="h20/qwen3-30b-a3b")
-    answer = what_if(read_request_record(record), asked)
+    fields = WhatIfSettings(policies=("session_affinity", "user_affinity"), cost="h20/qwen3-30b-a3b")
+    answer = what_if(read_request_record(record), fields)
     recorded, _, by_session, by_user = (results.engine for _, results in answer.runs)
     for session in range(NUM_SESSIONS):
         rows = slice(session, NUM_SESSIONS * NUM_TURNS, NUM_SESSIONS)
@@ -79,9 +79,9 @@ def test_the_commands_show_it(record, capsys):
 
 
 def test_a_replay_in_closed_loop_waits_for_the_simulated_answer(record):
-    asked = WhatIfSettings(cost="h20/qwen3-30b-a3b", is_closed_loop=True)
+    fields = WhatIfSettings(cost="h20/qwen3-30b-a3b", is_closed_loop=True)
     read = read_request_record(record)
-    (_, recorded), (_, simulated) = what_if(read, asked).runs
+    (_, recorded), (_, simulated) = what_if(read, fields).runs
     for row in range(NUM_SESSIONS, NUM_SESSIONS * NUM_TURNS):
         think = recorded.arrival_ns[row] - recorded.last_token_ns[row - NUM_SESSIONS]
         assert simulated.arrival_ns[row] - simulated.last_token_ns[row - NUM_SESSIONS] == max(think, 0)

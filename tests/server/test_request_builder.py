@@ -94,7 +94,7 @@ def test_an_echo_is_the_text_as_sent_or_that_of_the_ids(model, tokenizer):
     assert jobs(model, prompt=ids, echo=True)[0].echo == "a  b"
 
 
-def test_a_prompt_is_scored_for_an_echo_with_logprobs_or_when_asked(model):
+def test_a_prompt_is_scored_for_an_echo_with_logprobs_or_on_request(model):
     def scored(**fields: object) -> tuple[int | None, int | None]:
         [job] = jobs(model, **fields)
         return job.request.sampling.prompt_logprobs, job.prompt_logprobs

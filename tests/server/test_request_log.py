@@ -116,7 +116,7 @@ def test_a_trace_tells_queue_preemption_experts_and_moves():
     assert [trace.request_id for trace in recorded.traces] == ["cmpl-a-0"]
 
 
-def test_a_written_trace_is_read_and_told_alike(tmp_path):
+def test_a_written_trace_is_read_and_described_alike(tmp_path):
     recorded = Recorded()
     lived(recorded)
     path = tmp_path / "record.jsonl"

@@ -55,10 +55,13 @@ def test_answers_are_the_same_to_the_byte_whichever_engine_is_killed_and_when(ex
     differing: list[tuple[object, object]] = []
     for salt in range(1, 4):
         wait_until(lambda: ready(exact))
-        asked, asked_for_scores = SentRequests(exact, salted(bodies, salt)), SentRequests(exact, salted(SCORED, salt))
+        sent, score_requests = (
+            SentRequests(exact, salted(bodies, salt)),
+            SentRequests(exact, salted(SCORED, salt)),
+        )
         tokens_come(exact, round(rng.uniform(0.1, 0.5) * num_tokens))
         kill_an_engine(exact, rng.randrange(2))
-        answers, found = asked.answers(), asked_for_scores.answers()
+        answers, found = sent.answers(), score_requests.answers()
         assert [body for status, body in answers + found if status != 200] == []
         given, wanted = [*answers, *texts(found)], [*expected, *texts(scored)]
         differing += [(a, b) for a, b in zip(given, wanted, strict=True) if a != b]
@@ -145,14 +148,14 @@ def test_a_stream_outlives_both_engines_if_it_got_on_in_between(start):
     server = start(*EXACT)
     bodies = [stream(TEXT, max_tokens=600), completion(TEXT, max_tokens=600)] * 2
     expected = SentRequests(server, bodies).answers()
-    asked = SentRequests(server, bodies)
+    sent = SentRequests(server, bodies)
     tokens_come(server)
     first, second = server.ranks()
     first.kill()
     wait_until(lambda: total(server, "requests_moved_total") == 2)
     tokens_come(server, 100)
     second.kill()
-    assert asked.answers() == expected
+    assert sent.answers() == expected
     assert total(server, "requests_moved_total") >= 4
 
 
@@ -160,10 +163,10 @@ def test_a_stream_waits_for_the_next_life_of_the_only_engine(start):
     server = start(*EXACT, engines=1)
     bodies = [stream(TEXT), completion(TEXT)]
     expected = SentRequests(server, bodies).answers()
-    asked = SentRequests(server, bodies)
+    sent = SentRequests(server, bodies)
     tokens_come(server)
     kill_an_engine(server)
-    assert asked.answers() == expected
+    assert sent.answers() == expected
     assert total(server, "streams_resumed_total") == 1
 
 

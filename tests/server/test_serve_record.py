@@ -100,7 +100,7 @@ def test_a_key_file_that_holds_no_key_is_refused_in_words(tmp_path):
             record_key(tmp_path / name)
 
 
-def test_a_key_that_cannot_be_kept_is_used_once_and_said_so(tmp_path, monkeypatch, caplog):
+def test_a_key_that_cannot_be_kept_is_used_once_with_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "moestro").touch()  # a file where the folder should be
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert record_key(None) != record_key(None)

@@ -40,17 +40,17 @@ def test_what_looks_like_a_path_is_not_looked_up_elsewhere(model):
 
 
 def test_a_hub_id_is_fetched_without_pickles_and_code(tmp_path, monkeypatch):
-    asked = {}
+    params = {}
 
     def fetch(name: str, allow_patterns: list[str]) -> str:
-        asked[name] = allow_patterns
+        params[name] = allow_patterns
         (tmp_path / "config.json").write_text("{}")
         return str(tmp_path)
 
     monkeypatch.setattr(moestro.config.checkpoint_directory, "snapshot_download", fetch)
     assert locate_model("org/name") == tmp_path
-    assert "*.safetensors" in asked["org/name"]
-    assert not {"*.bin", "*.pt", "*.py", "*"} & set(asked["org/name"])
+    assert "*.safetensors" in params["org/name"]
+    assert not {"*.bin", "*.pt", "*.py", "*"} & set(params["org/name"])
 
 
 @pytest.mark.parametrize("model", ["org/name", "org/na me", "-x-"])

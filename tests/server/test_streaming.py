@@ -84,7 +84,7 @@ def test_events_come_in_order_and_those_that_are_intercepted_wake_no_reader():
                 await asyncio.sleep(0.01)  # What comes meanwhile waits for the reader.
 
         inbox.intercept = intercept
-        inbox.put_nowait(output(1))  # Nobody waits yet.
+        inbox.put_nowait(output(1))  # No reader waits yet.
         reading = asyncio.create_task(reader())
         await asyncio.sleep(0.05)
         for number in (2, 4, 3, 5, 7, 6):
@@ -99,7 +99,7 @@ def test_events_come_in_order_and_those_that_are_intercepted_wake_no_reader():
     asyncio.run(inside())
 
 
-def test_a_failure_while_an_event_is_passed_on_reaches_its_reader_and_nobody_else():
+def test_a_failure_while_an_event_is_passed_on_reaches_its_reader_alone():
     def broken(event):
         raise ZeroDivisionError
 

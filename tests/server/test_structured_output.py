@@ -24,8 +24,8 @@ from moestro.server.api.fields.structured_output import (
     MAX_GRAMMAR_BYTES,
     MAX_WAITING_CHECKS,
     MAX_WAITING_TRIES,
-    AskedGrammar,
     GrammarGate,
+    RequestedGrammar,
 )
 from moestro.server.api.fields.validation import parse_chat, parse_completion
 
@@ -47,7 +47,7 @@ TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 # --- fields ---------------------------------------------------------------------------------------------------------
 
 
-def asked(**fields: object):
+def params(**fields: object):
     found = parse_completion(json.dumps({"prompt": "x"} | fields).encode()).options.grammar
     in_chat = parse_chat(json.dumps({"messages": [{"role": "user", "content": "x"}]} | fields).encode())
     assert in_chat.options.grammar == found
@@ -76,21 +76,21 @@ def asked(**fields: object):
     ],
 )
 def test_each_field_asks_for_its_grammar(fields, grammar, param):
-    assert asked(**fields) == (grammar, param)
+    assert params(**fields) == (grammar, param)
 
 
 def test_neutral_values_ask_for_nothing():
     neutral = {"guided_json": None, "structured_outputs": None, "guided_choice": None}
-    assert asked(response_format={"type": "text"}, **neutral) is None
-    assert asked(response_format=None) is None
-    assert asked(response_format={"type": "text"}, guided_regex="a") == (Grammar("regex", "a"), "guided_regex")
+    assert params(response_format={"type": "text"}, **neutral) is None
+    assert params(response_format=None) is None
+    assert params(response_format={"type": "text"}, guided_regex="a") == (Grammar("regex", "a"), "guided_regex")
 
 
 def test_options_about_whitespace_are_part_of_the_schema():
-    compact, _ = asked(structured_outputs={"json": {"type": "object"}, "disable_any_whitespace": True})
+    compact, _ = params(structured_outputs={"json": {"type": "object"}, "disable_any_whitespace": True})
     options = {"whitespace_flexible": False, "whitespace_pattern": None}
     assert json.loads(compact.text) == {"type": "object", "x-guidance": options}
-    spaced, _ = asked(structured_outputs={"json_object": True, "whitespace_pattern": " ?"})
+    spaced, _ = params(structured_outputs={"json_object": True, "whitespace_pattern": " ?"})
     assert json.loads(spaced.text)["x-guidance"] == {"whitespace_pattern": " ?"}
 
 
@@ -122,7 +122,7 @@ def test_options_about_whitespace_are_part_of_the_schema():
 )
 def test_what_cannot_be_a_grammar_is_refused_by_name(fields, param):
     with pytest.raises(RequestError) as caught:
-        asked(**fields)
+        params(**fields)
     assert caught.value.http_status == 400
     assert caught.value.param is not None
     assert caught.value.param.startswith(param)
@@ -220,7 +220,7 @@ def test_streams_and_whole_answers_are_the_same_and_repeat(server):
         ({"guided_regex": "(" * 3000 + "a" + ")" * 3000}, "guided_regex", "nest"),
     ],
 )
-def test_a_hostile_grammar_is_a_400_and_harms_nobody(server, fields, param, cause):
+def test_a_hostile_grammar_is_a_400_and_harms_no_client(server, fields, param, cause):
     pids = [rank.pid for rank in server.ranks()]
     reply = complete(server, **fields, stream=True)
     assert reply.status == 400, reply.body
@@ -302,15 +302,15 @@ def test_many_requests_with_one_new_grammar_cost_one_check():
     async def test() -> None:
         checker = Checker()
         gate = GrammarGate(checker)
-        waiting = [asyncio.create_task(gate.check(AskedGrammar(used, "guided_regex"))) for _ in range(1000)]
-        refused = [asyncio.create_task(gate.check(AskedGrammar(refusing, "guided_regex"))) for _ in range(2)]
+        waiting = [asyncio.create_task(gate.check(RequestedGrammar(used, "guided_regex"))) for _ in range(1000)]
+        refused = [asyncio.create_task(gate.check(RequestedGrammar(refusing, "guided_regex"))) for _ in range(2)]
         await asyncio.sleep(0)
         waiting.pop(0).cancel()  # the first client has gone: the others wait for the same check
         assert await asyncio.gather(*waiting) == [used] * 999
         for each in await asyncio.gather(*refused, return_exceptions=True):
             assert isinstance(each, RequestError)
         assert checker.num_checks == 2
-        await gate.check(AskedGrammar(used, "guided_regex"))
+        await gate.check(RequestedGrammar(used, "guided_regex"))
         assert checker.num_checks == 3, "it is the checker that remembers"
         gate.close()
 
@@ -340,7 +340,7 @@ def test_slow_grammars_delay_no_light_one_and_too_many_are_sent_away():
         gate = GrammarGate(checker)
 
         def ask(text: str) -> asyncio.Task[Grammar]:
-            return asyncio.create_task(gate.check(AskedGrammar(Grammar("regex", text), "guided_regex")))
+            return asyncio.create_task(gate.check(RequestedGrammar(Grammar("regex", text), "guided_regex")))
 
         slow = [ask(f"slow {i}") for i in range(1 + MAX_WAITING_CHECKS + 3)]  # One of them runs.
         assert (await ask("light")).is_light
@@ -382,8 +382,8 @@ def test_grammars_of_one_client_neither_refuse_nor_delay_those_of_another(has_sa
         gate = GrammarGate(checker)
 
         def ask(text: str, client: str) -> asyncio.Task[Grammar]:
-            asked = AskedGrammar(Grammar("regex", text), "guided_regex")
-            return asyncio.create_task(gate.check(asked, client))
+            params = RequestedGrammar(Grammar("regex", text), "guided_regex")
+            return asyncio.create_task(gate.check(params, client))
 
         flood = [ask(f"{i}", "stranger") for i in range(3 * MAX_WAITING_TRIES)]
         await asyncio.sleep(0)

@@ -6,7 +6,7 @@ import numpy as np
 
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.scheduling_events import ExpertMove
-from moestro.server.experts.table_watch import MOST_MOVES, NOBODY, ServedTable, TableWatch, describe_change
+from moestro.server.experts.table_watch import MOST_MOVES, NO_WORKER, ServedTable, TableWatch, describe_change
 
 
 def table(version: int, workers: list[list[list[int]]], alive: list[bool] | None = None) -> ExpertTable:
@@ -19,13 +19,13 @@ S = 10**9
 EVEN = [[[0, 1, EMPTY], [0, 1, EMPTY]], [[2, 3, EMPTY], [2, 3, EMPTY]]]
 
 
-def test_a_swap_a_copy_and_a_dropped_copy_are_told_by_the_networks_layers():
+def test_a_swap_a_copy_and_a_dropped_copy_name_the_networks_layers():
     swapped = [[[0, 2, EMPTY], [0, 1, 3]], [[1, 3, EMPTY], [2, 3, EMPTY]]]
     change = describe_change(table(3, EVEN), ServedTable(table(5, swapped), (1, 2)), 7)
     assert (change.now_ns, change.version, change.layers, change.num_moves, change.dead) == (7, 5, (1, 2), 3, ())
-    assert change.moves == ((1, ExpertMove(1, 0, 1)), (1, ExpertMove(2, 1, 0)), (2, ExpertMove(3, NOBODY, 0)))
+    assert change.moves == ((1, ExpertMove(1, 0, 1)), (1, ExpertMove(2, 1, 0)), (2, ExpertMove(3, NO_WORKER, 0)))
     back = describe_change(table(5, swapped), ServedTable(table(6, EVEN), (1, 2), first=4), 8)
-    assert (2, ExpertMove(3, 4, NOBODY)) in back.moves
+    assert (2, ExpertMove(3, 4, NO_WORKER)) in back.moves
 
 
 def test_slots_of_one_worker_may_change_places_unnoticed():
@@ -45,12 +45,12 @@ def test_many_moves_are_counted_and_some_are_named():
     assert len(change.moves) == MOST_MOVES
 
 
-def test_the_watch_tells_each_change_once_and_an_error_is_nobodys_problem():
-    now, told = [ServedTable(table(0, EVEN), (0, 1))], []
-    watch = TableWatch(lambda: now[0], told.append)
+def test_the_watch_reports_each_change_once_and_an_error_ends_nothing():
+    now, reported = [ServedTable(table(0, EVEN), (0, 1))], []
+    watch = TableWatch(lambda: now[0], reported.append)
     watch.look(1 * S)
     watch.look(2 * S)
-    assert not told
+    assert not reported
     copied = [[[0, 1, 2], [0, 1, EMPTY]], EVEN[1]]
     now[0] = ServedTable(table(1, copied), (0, 1))
     watch.look(3 * S)
@@ -60,9 +60,9 @@ def test_the_watch_tells_each_change_once_and_an_error_is_nobodys_problem():
     now[0] = ServedTable(table(1, copied), (0, 1))
     now[0] = None
     watch.look(5 * S)
-    broken = TableWatch(lambda: 1 / 0, told.append)
+    broken = TableWatch(lambda: 1 / 0, reported.append)
     broken.look(6 * S)
     dead = table(2, [[[0, 1, 2], [0, 1, 2]], [[2, 3, EMPTY], [3, 2, EMPTY]], [[2, 3, 0], [3, 0, 1]]])
-    assert [(each.now_ns, each.version) for each in told] == [(3 * S, 1)]
+    assert [(each.now_ns, each.version) for each in reported] == [(3 * S, 1)]
     alive = ExpertTable(3, dead.logical_of, 4, np.array([True, False, True]))
     assert describe_change(dead, ServedTable(alive, (0, 1)), 0).dead == (1,)

@@ -8,7 +8,7 @@ import pytest
 from support.running import Running, call, chat, complete, is_idle, routing
 
 BUDGET, LENGTH = 5, 30
-ASKED = {"temperature": 0, "max_tokens": LENGTH, "thinking_token_budget": BUDGET, "return_token_ids": True}
+FIELDS = {"temperature": 0, "max_tokens": LENGTH, "thinking_token_budget": BUDGET, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def place(request) -> Running:
 
 
 def test_the_answer_after_a_forced_end_is_the_models_own(place):
-    answer = chat(place, "def f(x):", **ASKED).json
+    answer = chat(place, "def f(x):", **FIELDS).json
     ids = answer["choices"][0]["token_ids"]
     end = call(place, "POST", "/tokenize", {"prompt": "</think>", "add_special_tokens": False}).json["tokens"]
     before = BUDGET + 1 + len(end)  # The first token of reasoning without a start tag does not count.
@@ -40,18 +40,18 @@ def test_the_answer_after_a_forced_end_is_the_models_own(place):
     rest = complete(place, prompt=prompt, temperature=0, max_tokens=LENGTH - before, return_token_ids=True)
     assert rest.json["choices"][0]["token_ids"] == ids[before:]
     assert len(ids) == answer["usage"]["completion_tokens"] == LENGTH
-    streamed = chat(place, "def f(x):", **ASKED, stream=True).events[:-1]
+    streamed = chat(place, "def f(x):", **FIELDS, stream=True).events[:-1]
     assert [i for event in streamed for choice in event["choices"] for i in (choice.get("token_ids") or ())] == ids
 
 
 def test_a_grammar_holds_after_a_forced_end(place):
-    reply = chat(place, "def f(x):", **ASKED, structured_outputs={"regex": "[ab]{4}"}).json["choices"][0]
+    reply = chat(place, "def f(x):", **FIELDS, structured_outputs={"regex": "[ab]{4}"}).json["choices"][0]
     assert set(reply["message"]["content"]) <= set("ab")
     assert (len(reply["message"]["content"]), reply["finish_reason"]) == (4, "stop")
 
 
 def test_no_sequence_is_left_when_budgets_have_ended_several_choices(place):
-    reply = chat(place, "def f(x):", **ASKED | {"temperature": 1}, n=3, seed=3)
+    reply = chat(place, "def f(x):", **FIELDS | {"temperature": 1}, n=3, seed=3)
     assert all(choice["message"]["content"] for choice in reply.json["choices"])
     assert reply.json["usage"]["completion_tokens"] <= 3 * LENGTH
 
@@ -63,7 +63,7 @@ def test_the_engines_are_idle_at_the_end(direct):
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_anthropics_budget_ends_the_thinking_as_the_chats_does(place, claude, is_streamed):
     variables = {"enable_thinking": True, "thinking": True}
-    expected = chat(place, "def f(x):", **ASKED, chat_template_kwargs=variables).json["choices"][0]["message"]
+    expected = chat(place, "def f(x):", **FIELDS, chat_template_kwargs=variables).json["choices"][0]["message"]
     fields = {
         "model": "moestro-demo", "max_tokens": LENGTH, "extra_body": {"temperature": 0},
         "thinking": {"type": "enabled", "budget_tokens": BUDGET},

@@ -117,15 +117,15 @@ def test_an_effort_opens_the_reasoning_in_the_prompt(server):
 def test_an_agents_loop_with_an_unmodified_client(server, openai):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": f"{THOUGHT}I look.\n{CALL}"}]
-        asked = {"model": "moestro-demo", "tools": [WEATHER_TOOL], "max_tokens": 300}
-        with client.chat.completions.stream(messages=messages, **asked) as stream:
-            said = stream.get_final_completion().choices[0]
-        assert said.finish_reason == "tool_calls"
-        [made] = said.message.tool_calls
+        params = {"model": "moestro-demo", "tools": [WEATHER_TOOL], "max_tokens": 300}
+        with client.chat.completions.stream(messages=messages, **params) as stream:
+            reported = stream.get_final_completion().choices[0]
+        assert reported.finish_reason == "tool_calls"
+        [made] = reported.message.tool_calls
         assert json.loads(made.function.arguments) == {"city": "Paris"}
-        messages.append(said.message.model_dump(exclude_none=True, exclude={"parsed"}))
+        messages.append(reported.message.model_dump(exclude_none=True, exclude={"parsed"}))
         messages.append({"role": "tool", "tool_call_id": made.id, "content": [{"type": "text", "text": "21 degrees"}]})
-        final = client.chat.completions.create(messages=messages, **asked).choices[0]
+        final = client.chat.completions.create(messages=messages, **params).choices[0]
     assert final.message.content == "The tool says 21 degrees."
     assert final.message.tool_calls == []
     assert final.finish_reason == "stop"
@@ -146,15 +146,15 @@ def test_history_reaches_the_template_with_arguments_as_objects(fake_command, tm
     ]
     with running((*fake_command, *flags), tmp_path) as server:
         body = {"messages": messages, "tools": TOOLS, "tool_choice": "none", "max_tokens": 900}
-        said = call(server, "POST", "/v1/chat/completions", body).json["choices"][0]["message"]["content"]
+        reported = call(server, "POST", "/v1/chat/completions", body).json["choices"][0]["message"]["content"]
         reader = json.JSONDecoder()
-        (assistant, tool), end = reader.raw_decode(said)
-        tools, last = reader.raw_decode(said, end)
+        (assistant, tool), end = reader.raw_decode(reported)
+        tools, last = reader.raw_decode(reported, end)
         assert [each["function"]["arguments"] for each in assistant["tool_calls"]] == [{"x": 1}, {}]
         assert assistant["reasoning"] == assistant["reasoning_content"] == "Hm."
         assert (tool["content"], tool["tool_call_id"]) == ("1\n2", "a")
         assert tools == TOOLS
-        assert said[last:] == "red"
+        assert reported[last:] == "red"
         body |= {"chat_template_kwargs": {"color": "blue"}}
         assert (
             call(server, "POST", "/v1/chat/completions", body).json["choices"][0]["message"]["content"][last:] == "blue"
@@ -242,16 +242,16 @@ def test_an_agents_loop_through_the_router_goes_on_when_an_engine_is_killed_in_m
 
     def loop() -> tuple[str, str]:
         with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client:
-            asked = {"model": "moestro-demo", "tools": [WEATHER_TOOL], "max_tokens": 2000}
+            params = {"model": "moestro-demo", "tools": [WEATHER_TOOL], "max_tokens": 2000}
             messages: list[Any] = [
                 {"role": "user", "content": thought + hermes("get_weather", json.dumps({"city": cities}))}
             ]
-            with client.chat.completions.stream(messages=messages, **asked) as stream:
-                said = stream.get_final_completion().choices[0].message
-            [made] = said.tool_calls
-            messages.append(said.model_dump(exclude_none=True, exclude={"parsed"}))
+            with client.chat.completions.stream(messages=messages, **params) as stream:
+                reported = stream.get_final_completion().choices[0].message
+            [made] = reported.tool_calls
+            messages.append(reported.model_dump(exclude_none=True, exclude={"parsed"}))
             messages.append({"role": "tool", "tool_call_id": made.id, "content": "21 degrees"})
-            final = client.chat.completions.create(messages=messages, **asked).choices[0]
+            final = client.chat.completions.create(messages=messages, **params).choices[0]
         return made.function.arguments, final.message.content
 
     resumed = total(server, "streams_resumed_total")

@@ -144,7 +144,7 @@ def test_a_chat_field_out_of_bounds_is_refused_by_name(field, value):
 
 def test_law_any_json_is_taken_or_refused_and_nothing_else():
     rng = random.Random(0)
-    names = ["prompt", "messages", *GenerationFields.__struct_fields__, *IN_COMPLETIONS, *IN_CHAT, "unheard_of"]
+    names = ["prompt", "messages", *GenerationFields.__struct_fields__, *IN_COMPLETIONS, *IN_CHAT, "unknown_field"]
 
     def value(depth: int = 0):
         kinds = [None, True, 0, -1, 1, 2**31, 2**64, 10**30, 0.5, -1e308, "", "x", "\x00\u202e", "user"]
@@ -199,7 +199,7 @@ def test_ids_that_cannot_fit_are_refused_by_their_number_alone():
 def test_a_swarm_of_ids_or_lists_is_refused_without_decoding_it(item, monkeypatch):
     monkeypatch.setattr(
         "moestro.server.api.fields.request_fields.decode_completion._decoder", None
-    )  # it would be asked
+    )  # it would be computed
     with pytest.raises(RequestError) as refused:
         parse_completion(f'{{"prompt": [{", ".join([item] * 5000)}]}}'.encode(), max_prompt_ids=1000)
     assert refused.value.param == "prompt"

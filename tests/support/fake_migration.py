@@ -82,5 +82,5 @@ class FakeEngines:
         mean = np.array(self.tokens[engine], float)
         counts = np.ceil(mean).astype(np.int64)
         load = SourceLoad(counts, mean, np.zeros(mean.shape), np.minimum(mean, 1.0), self.num_steps, self.num_steps)
-        self.loads.heard(engine, report_of(question.number, load), 0)
+        self.loads.on_message(engine, report_of(question.number, load), 0)
         return False  # no caller has to wait

@@ -137,7 +137,7 @@ class AsyncWorkers:
         for worker in self.coordinator.present:
             self._start(worker)
         for worker in self.coordinator.present:
-            self.coordinator.heard(worker, Ready(None), 0)
+            self.coordinator.on_message(worker, Ready(None), 0)
 
     @property
     def migration(self):
@@ -154,9 +154,9 @@ class AsyncWorkers:
             read=lambda layer, experts: list(experts),
             write=lambda *_: self.written.append(EXPERT_BYTES),
         )
-        report = lambda message: self.coordinator.heard(worker, message, 0)  # noqa: E731
+        report = lambda message: self.coordinator.on_message(worker, message, 0)  # noqa: E731
         self.loaders[worker] = ExpertLoader(memory, lambda *_: self.rng.random() < 0.8, report)
-        self.coordinator.heard(worker, Joined(f"ipc://{worker}.{self.launches[worker]}", LAYERS), 0)
+        self.coordinator.on_message(worker, Joined(f"ipc://{worker}.{self.launches[worker]}", LAYERS), 0)
 
     def turn(self, death_rate: float) -> None:
         for worker in list(self.down):
@@ -165,7 +165,7 @@ class AsyncWorkers:
                 del self.down[worker]
                 self.launches[worker] += 1
                 self._start(worker)
-                self.coordinator.heard(worker, Ready(None), 0)
+                self.coordinator.on_message(worker, Ready(None), 0)
         up = [worker for worker in self.coordinator.present if worker not in self.down]
         if self.rng.random() < death_rate:
             worker = int(self.rng.choice(up))
@@ -185,7 +185,7 @@ class AsyncWorkers:
                 case PrepareExperts() as message:
                     self.loaders[worker].begin(message)
                 case Members(version=version) if worker < self.options.num_homes:
-                    self.coordinator.heard(worker, TableServed(version), 0)
+                    self.coordinator.on_message(worker, TableServed(version), 0)
         self.written: list[int] = []
         self.loaders[worker].step()
         self.most_bytes = max(self.most_bytes, sum(self.written))

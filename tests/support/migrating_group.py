@@ -107,13 +107,13 @@ class MigratingGroup(FakeGroup):
         self.coordinator = Coordinator(options, 60.0, lambda to, text: self.to_worker[to].append(text), num_redundant)
         for worker in range(options.num_places):
             self.coordinator.launched(worker, 0, 0)
-            self.coordinator.heard(worker, Joined(f"ipc://{worker}.0", EXPERTS), 0)
+            self.coordinator.on_message(worker, Joined(f"ipc://{worker}.0", EXPERTS), 0)
         members = self.coordinator.members()
         super().__init__(rng, options.num_homes, members.table.whole_table(), lambda _: in_order, **settings)
         self.inboxes: list[PeerInbox] = []
         for worker in range(options.num_places):
             self.inboxes.append(self._join(worker))
-            self.coordinator.heard(worker, Ready(None), 0)
+            self.coordinator.on_message(worker, Ready(None), 0)
 
     @property
     def migration(self) -> AsyncMigration:
@@ -169,9 +169,9 @@ class MigratingGroup(FakeGroup):
             if self.down[worker] == 0:
                 del self.down[worker]
                 joined = Joined(f"ipc://{worker}.{self.launches[worker]}", EXPERTS)
-                self.coordinator.heard(worker, joined, self.now_ns)
+                self.coordinator.on_message(worker, joined, self.now_ns)
                 self.inboxes[worker] = self._join(worker)
-                self.coordinator.heard(worker, Ready(None), self.now_ns)
+                self.coordinator.on_message(worker, Ready(None), self.now_ns)
 
     # --- time -------------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class MigratingGroup(FakeGroup):
             inbox._channel.arrived.append(self.to_worker[worker].popleft())
         inbox._take_in()
         while self.to_server[worker] and self.rng.random() < 0.7:
-            self.coordinator.heard(worker, self.to_server[worker].popleft(), self.now_ns)
+            self.coordinator.on_message(worker, self.to_server[worker].popleft(), self.now_ns)
 
     def _reaches(self, home: int, worker: int) -> bool:
         """Whether a home sends to the process that runs."""

@@ -177,7 +177,7 @@ def test_any_page_may_read_answers_where_the_operator_says_so():
     assert "POST" in preflight["Access-Control-Allow-Methods"]
 
 
-def test_pages_by_name_are_told_apart_also_by_caches():
+def test_pages_by_name_are_distinguished_also_by_caches():
     cors = Cors(AccessSettings(allowed_origins=(PAGE,), allow_credentials=True))
     assert cors.answer_headers(PAGE)["Access-Control-Allow-Origin"] == PAGE
     assert cors.answer_headers(PAGE)["Access-Control-Allow-Credentials"] == "true"
@@ -194,14 +194,14 @@ def test_a_preflight_for_a_header_that_is_no_ascii_is_refused():
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "wanted",
     [("https://evil.example", "POST", ""), (PAGE, "PUT", ""), (PAGE, "POST", "x-other"), (PAGE, "POST", "a, x-other")],
 )
-def test_a_preflight_that_asks_for_more_is_refused(asked):
+def test_a_preflight_that_asks_for_more_is_refused(wanted):
     rules = AccessSettings(allowed_origins=(PAGE,), allowed_methods=("POST",), allowed_headers=("Authorization", "a"))
     assert Cors(rules).preflight_headers(PAGE, "POST", "authorization, Content-Type, A")
     with pytest.raises(HttpError) as refused:
-        Cors(rules).preflight_headers(*asked)
+        Cors(rules).preflight_headers(*wanted)
     assert (refused.value.http_status, refused.value.code) == (400, "cors_not_allowed")
 
 
@@ -254,13 +254,17 @@ def test_serve_limits_what_a_key_has_at_a_time(locked):
 
 
 def test_serve_answers_a_preflight_without_a_key_and_errors_and_streams_have_the_headers_too(locked):
-    asked = {"Origin": PAGE, "Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization"}
+    wanted = {
+        "Origin": PAGE,
+        "Access_Control_Request_Method": "POST",
+        "Access_Control_Request_Headers": "authorization",
+    }
     for path in ("/v1/chat/completions", "/nothing"):
-        reply = call(locked, "OPTIONS", path, **asked)
+        reply = call(locked, "OPTIONS", path, **wanted)
         assert reply.status == 200
         assert reply.headers["access-control-allow-origin"] == PAGE
         assert reply.headers["access-control-allow-headers"] == "authorization"
-    assert call(locked, "OPTIONS", "/v1/models", **asked | {"Origin": "https://evil.example"}).status == 400
+    assert call(locked, "OPTIONS", "/v1/models", **wanted | {"Origin": "https://evil.example"}).status == 400
     for key, status in (("wrong", 401), ("k3", 200)):
         body = {"prompt": "x", "max_tokens": 2, "stream": True}
         reply = call(locked, "POST", "/v1/completions", body, X_Api_Key=key, Origin=PAGE)

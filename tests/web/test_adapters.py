@@ -208,8 +208,8 @@ def test_a_history_of_every_kind_of_call_is_read():
         {"type": "local_shell_call_output", "call_id": "c", "output": "file"},
         {"type": "web_search_call", "id": "w", "action": {"type": "search", "query": "moe"}},
     ]
-    said, patched, listed, searched = translated(input=items).chat.fields["messages"]
-    functions = [call["function"] for call in said["tool_calls"]]
+    reported, patched, listed, searched = translated(input=items).chat.fields["messages"]
+    functions = [call["function"] for call in reported["tool_calls"]]
     assert [each["name"] for each in functions] == ["mcp__files__note", "patch", "local_shell"]
     assert [json.loads(each["arguments"]) for each in functions[1:]] == [
         {"input": "x"},
@@ -283,11 +283,11 @@ def test_items_that_follow_each_other_are_one_turn_of_the_assistant():
             {"role": "assistant", "content": "Really."},
         ]
     )
-    said = [{"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in range(2)]
+    reported = [{"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in range(2)]
     assert chat["messages"] == [
         {"role": "developer", "content": "d"},
         user("a\nb"),
-        {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": said},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": reported},
         {"role": "tool", "tool_call_id": "c0", "content": "sun"},
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
         {"role": "assistant", "content": "Both."},

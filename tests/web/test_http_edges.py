@@ -21,7 +21,7 @@ SECRET = b"do-not-repeat-me"
 
 
 @dataclass
-class Heard:
+class Received:
     """An answer as it came."""
 
     status: int
@@ -51,12 +51,12 @@ class Raw:
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
 
-    def answer(self) -> Heard:
+    def answer(self) -> Received:
         response = http.client.HTTPResponse(self.socket)
         response.fp = _Unbuffered(self.socket)
         response.begin()
         headers = {name.lower(): value for name, value in response.getheaders()}
-        return Heard(response.status, headers, response.read())
+        return Received(response.status, headers, response.read())
 
     def is_closed(self) -> bool:
         try:
@@ -66,7 +66,7 @@ class Raw:
 
 
 class _Unbuffered:
-    """Reads no more than is asked for: what follows is the next answer's."""
+    """Reads no more than is requested: what follows is the next answer's."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -210,7 +210,7 @@ def test_a_body_that_cannot_be_unpacked_is_refused_and_the_connection_goes_on(fa
 
 @pytest.mark.parametrize("framing", ["Content-Length: 33554433", "Content-Length: 99999999999999"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/nothing"])
-def test_a_body_that_is_too_large_is_refused_before_the_client_is_told_to_go_on(fake, framing, path):
+def test_a_body_that_is_too_large_is_refused_before_100_continue(fake, framing, path):
     with Raw(fake) as raw:
         raw.send(f"{POST.replace('/v1/completions', path)}Expect: 100-continue\r\n{framing}\r\n\r\n".encode())
         answer = raw.answer()
@@ -218,7 +218,7 @@ def test_a_body_that_is_too_large_is_refused_before_the_client_is_told_to_go_on(
         assert answer.headers["connection"] == "close"
 
 
-def test_a_client_that_waits_to_be_told_so_is_told_to_go_on(fake):
+def test_a_client_that_expects_100_continue_gets_it(fake):
     with Raw(fake) as raw:
         raw.send(f"{POST}Expect: 100-continue\r\nContent-Length: {len(BODY)}\r\n\r\n".encode())
         assert raw.socket.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"

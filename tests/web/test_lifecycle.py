@@ -20,8 +20,8 @@ HANGING = (sys.executable, str(Path(__file__).parents[1] / "support" / "hanging_
 
 
 def serve_hanging(what: str, demo_dir: Path, *flags: str, grace_s: float = 1.0) -> tuple[str, ...]:
-    told = ("--served-model-name", NAME, "--shutdown-timeout", str(grace_s))
-    return (*HANGING, what, "serve", str(demo_dir), *told, *flags)
+    reported = ("--served-model-name", NAME, "--shutdown-timeout", str(grace_s))
+    return (*HANGING, what, "serve", str(demo_dir), *reported, *flags)
 
 
 def assert_gone(server: Running, ranks) -> None:

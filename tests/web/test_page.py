@@ -48,14 +48,14 @@ def test_the_scripts_use_elements_that_exist():
 
 
 def test_the_scripts_ask_only_for_paths_that_servers_have():
-    asked = {name for path in SCRIPTS for name in re.findall(r'(?:\bread|\bask)\(["`]([\w/]+)', text(path))}
-    asked |= {name for path in SCRIPTS for name in re.findall(r'"(v1/[\w/]+)"', text(path))}
-    assert {"statistics", "v1/models", "v1/chat/completions", "v1/completions"} <= asked
+    fields = {name for path in SCRIPTS for name in re.findall(r'(?:\bread|\bask)\(["`]([\w/]+)', text(path))}
+    fields |= {name for path in SCRIPTS for name in re.findall(r'"(v1/[\w/]+)"', text(path))}
+    assert {"statistics", "v1/models", "v1/chat/completions", "v1/completions"} <= fields
     served, routed = {each.path for each in API_PATHS}, Routes()
-    for path in asked - ADMIN:
+    for path in fields - ADMIN:
         assert f"/{path}" in served
         assert routed.find(f"/{path}") is not None
-    assert asked & ADMIN == ADMIN
+    assert fields & ADMIN == ADMIN
 
 
 def test_the_policy_allows_nothing_from_elsewhere():

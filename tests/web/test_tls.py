@@ -207,7 +207,7 @@ def test_files_that_cannot_be_used_are_named_with_the_cause(files, tmp_path):
         engine_context(None, tmp_path / "text", None)
 
 
-def test_a_key_with_a_password_is_refused_and_not_asked_for(files, tmp_path):
+def test_a_key_with_a_password_is_refused_without_a_prompt(files, tmp_path):
     from cryptography.hazmat.primitives import serialization  # noqa: PLC0415 trustme brings it
 
     key = serialization.load_pem_private_key(files.server_key.read_bytes(), None)

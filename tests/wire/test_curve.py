@@ -60,7 +60,7 @@ def without_keys(keys: CurveKeys) -> None:
 
 
 def with_an_own_key(keys: CurveKeys) -> CurveKeys:
-    """Somebody who has found the server's public key."""
+    """A stranger who has found the server's public key."""
     own = new_curve_keys()
     return CurveKeys(
         server_public=keys.server_public,
@@ -75,7 +75,7 @@ def of_another_start(keys: CurveKeys) -> CurveKeys:
 
 
 @pytest.mark.parametrize("stranger_keys", [without_keys, with_an_own_key, of_another_start])
-def test_a_stranger_is_refused_and_counted_and_disturbs_nobody(listening, keys, stranger_keys):
+def test_a_stranger_is_refused_and_counted_and_disturbs_no_client(listening, keys, stranger_keys):
     inbox, doorkeeper, address = listening
     with sender(address, keys) as member, sender(address, stranger_keys(keys)) as stranger:
         member.send(b"before")

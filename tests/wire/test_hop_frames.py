@@ -1,4 +1,4 @@
-"""Frames of messages between workers: what is sent arrives, and garbage is told from messages."""
+"""Frames of messages between workers: what is sent arrives, and garbage is distinguished from messages."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_a_batch_may_be_a_map_too():
     assert (batch.ts_s, batch.dp_rank, len(batch.events)) == (1.0, 2, 1)
 
 
-def test_stored_blocks_that_cannot_be_read_are_left_out_and_a_removal_that_cannot_is_told():
+def test_unreadable_stored_blocks_are_left_out_and_unreadable_removals_reported():
     pairs = stored([1], None, [[1, 2], [3, 4]])  # SGLang's overlap
     huge = stored([1], None, [1 << 31] * 4)
     batch = decode_batch(payload(pairs, huge, {"type": "BlockRemoved"}, removed([1.5])))
@@ -124,7 +124,7 @@ def test_whatever_comes_is_decoded_or_refused(body):
     ),
     st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared"]),
 )
-def test_whatever_values_an_event_has_it_is_decoded_left_out_or_told(values, name):
+def test_whatever_values_an_event_has_it_is_decoded_left_out_or_reported(values, name):
     batch = decode_batch(pack(1.0, [[name, *values], {"type": name, "block_hashes": values, 3: values}]))
     _, damaged = events_of(batch)
     assert damaged == UnreadableRemoval()  # a map that cannot be read may be a removal

@@ -73,7 +73,7 @@ def play(path: Path, *, arrays: bool) -> tuple[KvFeed, Sink, int]:
             wanted = feed.stream.request()
             if (
                 wanted is not None and frames[-1]
-            ):  # the first answer; a publisher that has it begins with what is asked for
+            ):  # the first answer; a publisher that has it begins with what is requested
                 assert int.from_bytes(frames[-2], "big") == wanted
             feed.replayed(frames, now_ns)
             feed.work(0)
@@ -85,7 +85,7 @@ def play(path: Path, *, arrays: bool) -> tuple[KvFeed, Sink, int]:
 
 @pytest.mark.parametrize("arrays", [False, True], ids=["maps", "arrays"])
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.stem)
-def test_every_hit_that_vllm_had_was_foretold_and_no_other(path, arrays):
+def test_every_hit_that_vllm_had_was_predicted_and_no_other(path, arrays):
     feed, _, num_checked = play(path, arrays=arrays)
     assert num_checked == 13
     assert sum(line.get("cached_tokens", 0) > 0 for line in lines(path)) >= 4
@@ -113,7 +113,7 @@ def test_without_the_replay_a_gap_leaves_nothing_that_is_not_held():
         is_connected = line["at"] == "connected" or (is_connected and line["at"] != "disconnected")
         if line["at"] == "request" and is_connected:
             assert expected_hit(sink, line) <= line["cached_tokens"]
-    assert feed.counts.stream.lost == 3  # the gap, and a new connection of which nobody knows what came before, twice
+    assert feed.counts.stream.lost == 3  # the gap, and a new connection with an unknown past, twice
 
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.stem)

@@ -20,9 +20,9 @@ class Cache:
         self.blocks = NamedBlocks(NamingRules(model=MODEL, block_size=BLOCK_SIZE, **rules), self.counts)
 
     def store(self, *event, **more) -> bytes:
-        told = decode_event(msgspec.Raw(msgspec.msgpack.encode(stored(*event, **more))))
-        assert isinstance(told, BlockStored)
-        return self.blocks.store(told)
+        reported = decode_event(msgspec.Raw(msgspec.msgpack.encode(stored(*event, **more))))
+        assert isinstance(reported, BlockStored)
+        return self.blocks.store(reported)
 
     def remove(self, *event, **more) -> bytes:
         fields = removed(*event, **more)
@@ -35,7 +35,7 @@ def cache() -> Cache:
     return Cache()
 
 
-def test_a_chain_told_in_pieces_has_the_names_of_the_whole(cache):
+def test_a_chain_reported_in_pieces_has_the_names_of_the_whole(cache):
     assert cache.store([1, 2], None, TOKENS[:8]) + cache.store([3], 2, TOKENS[8:]) == names(TOKENS)
     assert cache.blocks.num_blocks == cache.counts.stored == 3
 
@@ -56,7 +56,7 @@ def test_of_blocks_that_are_gone_only_the_last_are_still_parents(cache, monkeypa
     assert cache.store([3], 2, TOKENS[8:]) == names(TOKENS)[32:]
 
 
-def test_a_block_behind_one_that_nobody_knows_is_left_out(cache):
+def test_a_block_behind_an_unknown_one_is_left_out(cache):
     assert cache.store([3], 2, TOKENS[8:]) == b""
     assert cache.counts.orphaned == 1
 
@@ -68,7 +68,7 @@ def test_a_block_stays_until_no_tier_holds_it(cache):
     assert cache.remove([1], "CPU") == names(TOKENS[:4])
 
 
-def test_an_offloaded_block_whose_tokens_are_not_told_has_the_name_that_it_had(cache):
+def test_an_offloaded_block_without_tokens_keeps_its_name(cache):
     cache.store([1, 2], None, TOKENS[:8])
     cache.remove([1])
     assert cache.store([1], None, [], medium="CPU", block_size=0) == names(TOKENS)[:16]
@@ -86,7 +86,7 @@ def test_media_that_serve_no_hits_hold_nothing(cache, where):
     assert cache.blocks.num_blocks == 1
 
 
-def test_which_media_serve_hits_can_be_said():
+def test_which_media_serve_hits_can_be_set():
     cache = Cache(tiers=("GPU", "STORAGE"))
     assert cache.store([1], None, TOKENS[:4], medium="storage") == names(TOKENS[:4])
     assert cache.store([2], None, TOKENS[4:8], medium="CPU") == b""
@@ -127,7 +127,7 @@ def test_extra_keys_of_another_number_than_the_blocks_are_not_believed(cache):
     assert (cache.counts.malformed, cache.blocks.gap) == (2, "malformed")
 
 
-def test_other_sizes_are_left_out_and_told(cache):
+def test_other_sizes_are_left_out_and_reported(cache):
     assert cache.store([1], None, TOKENS, block_size=12) == b""
     assert (cache.counts.other_size, cache.blocks.block_size_seen) == (1, 12)
     assert cache.blocks.gap == "other_size"
@@ -183,7 +183,7 @@ def test_a_cache_that_claims_more_blocks_than_allowed_is_followed_no_more():
     assert cache.store([1], None, TOKENS[:4]) == names(TOKENS[:4])
 
 
-def test_all_that_is_held_can_be_told_again(cache):
+def test_all_that_is_held_can_be_reported_again(cache):
     cache.store([1, 2, 3], None, TOKENS)
     cache.remove([2])
     assert cache.blocks.names() == names(TOKENS)[:16] + names(TOKENS)[32:]

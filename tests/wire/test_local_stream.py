@@ -52,5 +52,5 @@ def test_what_the_kernel_does_not_take_is_queued_and_sent_later():
     sender.close()
     assert reader.receive() is None
     with pytest.raises(OSError, match=r"."):
-        reader.send(b"to nobody")
+        reader.send(b"to no reader")
     reader.close()

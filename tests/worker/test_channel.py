@@ -154,7 +154,7 @@ def test_a_message_needs_no_turn_of_the_channels_thread(address, parent_fd):
     on_loop(address, test)
 
 
-def test_messages_keep_their_order_whoever_reads_them(address, parent_fd):
+def test_messages_keep_their_order_for_every_reader(address, parent_fd):
     async def test(wire, inbox):
         channel = Channel(address, identity_of(0, 0), parent_fd)
         channel.send(Phase("load", 1.5))
@@ -265,7 +265,7 @@ def test_an_idle_rank_sends_fewer_heartbeats_and_one_that_gets_work_says_so_at_o
     assert sent(700, 800, 2, owes=True) == [(720, False), (760, False)]
 
 
-def test_what_an_earlier_process_of_a_rank_says_is_ignored_and_the_next_one_is_heard(address, parent_fd):
+def test_an_earlier_process_of_a_rank_is_ignored_and_the_next_one_received(address, parent_fd):
     async def test(wire, inbox):
         old, new = (Channel(address, identity_of(1, launch), parent_fd) for launch in (0, 1))
         old.send(Phase("old", 0.0))
@@ -300,7 +300,7 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("message", GARBAGE)
-def test_a_rank_that_sends_what_cannot_be_read_is_broken_and_no_more_is_heard_of_its_process(address, message):
+def test_a_rank_with_an_unreadable_message_is_broken_and_then_ignored(address, message):
     async def test(wire, inbox):
         broken, other = (connected(address, identity_of(rank, 0)) for rank in (0, 1))
         broken.send(message)
@@ -321,7 +321,7 @@ def test_a_rank_that_sends_what_cannot_be_read_is_broken_and_no_more_is_heard_of
 
 
 @pytest.mark.parametrize("identity", [b"", b"stranger"])
-def test_strangers_are_dropped_and_counted_and_told_of_once(address, caplog, identity):
+def test_strangers_are_dropped_and_counted_and_logged_once(address, caplog, identity):
     async def test(wire, inbox):
         stranger = connected(address, identity)
         for message in GARBAGE:
@@ -487,20 +487,20 @@ class FakeChannel:
 
 
 class SlowRank(FakeRank):
-    """Has a step under way for ever, as an accelerator has, and counts how often it is asked for the result."""
+    """Has a step under way for ever, as an accelerator has, and counts how often the loop polls the result."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_asked = 0
-        self.asked_at_abort: list[int] = []
+        self.num_requests_seen = 0
+        self.polls_at_abort: list[int] = []
 
     def outputs(self, now_ns: int, is_wanted=None) -> NewOutputs:
-        self.num_asked += 1
+        self.num_requests_seen += 1
         self.num_steps = 1
         return NewOutputs()
 
     def abort(self, request_id: str, now_ns: int) -> None:
-        self.asked_at_abort.append(self.num_asked)
+        self.polls_at_abort.append(self.num_requests_seen)
 
 
 def test_while_a_step_is_under_way_a_rank_does_not_spin_and_hears_messages_at_once():
@@ -521,12 +521,12 @@ def test_while_a_step_is_under_way_a_rank_does_not_spin_and_hears_messages_at_on
     assert waits[0] is None, "a rank without work waits for a message"
     # Each look waits for a moment, in which the interpreter is free and a message ends the wait.
     assert set(waits[1:]) == {_LOOK_AGAIN_S}
-    # The device is asked twice for the news and once a look, and the abort is obeyed before it is asked again.
-    assert rank.asked_at_abort == [2 + 50]
+    # The loop polls the device twice for the news and once a look, and obeys the abort before it polls again.
+    assert rank.polls_at_abort == [2 + 50]
 
 
 class PromptRank(FakeRank):
-    """Begins a step whenever it is asked, as on a CPU."""
+    """Begins a step at every request, as on a CPU."""
 
     def outputs(self, now_ns: int, is_wanted=None) -> NewOutputs:
         self.num_steps += 1
@@ -581,7 +581,7 @@ def test_outputs_leave_before_the_next_step_is_worked_on_and_who_came_meanwhile_
     assert rank.added_before[:2] == [2, 2]
 
 
-def test_a_rank_serves_sleeps_and_leaves_when_told():
+def test_a_rank_serves_sleeps_and_leaves_on_shutdown():
     channel = FakeChannel()
     thread = threading.Thread(target=run_rank, args=(FakeRank(), channel, lambda: 0))
     thread.start()
@@ -627,13 +627,13 @@ def test_what_a_scheduler_did_is_sent_before_the_outputs_of_its_step():
     rank.outputs = lambda now_ns, is_wanted=None: [Output(request_id="a", token_ids=(1,), finish_reason=None)]
     events = [(), (SequenceLeft("a"),), ()]
 
-    class Told(FakeChannel):
+    class Notified(FakeChannel):
         def receive(self, wait_s: float | None) -> list:
             return [Shutdown()] if sent else []
 
         def send(self, message) -> None:
             sent.append(message)
 
-    run_rank(rank, Told(), lambda: 0, SideJobs(take_events=lambda: events.pop(1)))
+    run_rank(rank, Notified(), lambda: 0, SideJobs(take_events=lambda: events.pop(1)))
     assert [type(message) for message in sent] == [EngineEvents, Outputs]
     assert sent[0].events == (SequenceLeft("a"),)

@@ -78,7 +78,7 @@ def test_the_latest_question_counts(loading):
 @pytest.mark.parametrize(
     ("error", "text"), [(UnsupportedModelError("no\nlayer"), "no layer"), (OSError("gone"), "OSError: gone")]
 )
-def test_experts_that_cannot_be_read_are_told(loading, error, text):
+def test_experts_that_cannot_be_read_are_reported(loading, error, text):
     loader, memory, sent, _ = loading
     memory.error = error
     loader.begin(question(3, 10))

@@ -1,4 +1,4 @@
-"""Ranks that begin each step together: nobody waits for ever, nobody spins, and tokens are those of a rank alone."""
+"""Ranks that begin each step together: no rank waits for ever, none spins, and tokens are those of a rank alone."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def run_history(seed: int, num_ranks: int, device_delay: int = 0, num_requests: 
     """Requests and aborts at random times on random ranks, until all is quiet. Judges the tokens."""
     rng = random.Random(seed)
     group = RankThreads(num_ranks, lambda *_: rng.choice([0.0, 0.0005, 0.004]), device_delay)
-    asked, aborted = {}, set()
+    fields, aborted = {}, set()
     for number in range(num_requests):
         rank = rng.randrange(num_ranks)
         prompt = [rng.randrange(50) for _ in range(rng.randrange(1, 30))]
         request = make_request(f"r{number}", prompt, max_tokens=rng.randrange(1, 12))
-        asked[request.request_id] = request
+        fields[request.request_id] = request
         group.channels[rank].inbox.put(Add(request))
         if rng.random() < 0.2:
             aborted.add(request.request_id)
@@ -35,14 +35,14 @@ def run_history(seed: int, num_ranks: int, device_delay: int = 0, num_requests: 
         if rng.random() < 0.1:
             group.wait_until_asleep()
     group.wait_until_asleep()
-    told = {name: [] for name in asked}
+    reported = {name: [] for name in fields}
     for channel in group.channels:
         for output in channel.outputs:
-            told[output.request_id] += output.token_ids
+            reported[output.request_id] += output.token_ids
     if not group.lost:
-        for name, request in asked.items():
+        for name, request in fields.items():
             expected = expected_tokens(request)
-            assert told[name] == (expected[: len(told[name])] if name in aborted else expected)
+            assert reported[name] == (expected[: len(reported[name])] if name in aborted else expected)
     group.stop()
     return group
 
@@ -87,13 +87,13 @@ def lose_by_late_message() -> list[int]:
     return group.lost
 
 
-def test_a_message_that_comes_after_its_step_wakes_nobody(monkeypatch):
+def test_a_message_that_comes_after_its_step_wakes_no_rank(monkeypatch):
     assert lose_by_late_message() == []
     monkeypatch.setattr(LockStepExecutor, "wake", lambda self, step: setattr(self, "is_awake", True))
     assert lose_by_late_message() == [1]
 
 
-def test_a_request_that_is_aborted_at_once_wakes_nobody():
+def test_a_request_that_is_aborted_at_once_wakes_no_rank():
     woken = []
     device = KvDevice(SETTINGS.num_blocks, SETTINGS.block_size)
     rank = LockStepRank(Scheduler(SETTINGS), LockStepExecutor(device, woken.append))

@@ -84,9 +84,9 @@ def test_an_answer_takes_as_long_as_on_the_device_that_is_played(paced):
 
 
 def test_the_same_prompt_has_the_same_answer_and_its_prefix_is_found(paced):
-    asked = {"prompt": "def f(x):\n    return x\n" * 12, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    first = complete(paced, **asked)
-    texts = {complete(paced, **asked).json["choices"][0]["text"] for _ in range(4)}
+    fields = {"prompt": "def f(x):\n    return x\n" * 12, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    first = complete(paced, **fields)
+    texts = {complete(paced, **fields).json["choices"][0]["text"] for _ in range(4)}
     assert texts == {first.json["choices"][0]["text"]}
     wait_until(lambda: is_idle(paced))
     assert sum(engine["num_hit_tokens"] for engine in load(paced)) > 0
@@ -108,15 +108,15 @@ def test_a_grammar_is_followed_where_a_network_computes_and_refused_elsewhere(pa
         assert re.fullmatch("[ab]{3}", reply.json["choices"][0]["text"])
 
 
-def test_log_probabilities_can_be_asked_for(paced):
+def test_log_probabilities_can_be_requested(paced):
     answer = complete(paced, max_tokens=3, logprobs=1, echo=True, ignore_eos=True)
     assert len(answer.json["choices"][0]["logprobs"]["token_logprobs"]) > 3
     assert call(paced, "GET", "/health").status == 200
 
 
 def test_a_warning_about_prices_is_logged_once(caplog):
-    said = iter([None, "beyond the table"] + ["and further"] * 9)
-    run_rank(PacedDevice(COST, FixedAnswers([10, 11, 12]), warning=lambda: next(said)), max_tokens=6)
+    answered = iter([None, "beyond the table"] + ["and further"] * 9)
+    run_rank(PacedDevice(COST, FixedAnswers([10, 11, 12]), warning=lambda: next(answered)), max_tokens=6)
     assert caplog.messages == ["beyond the table"]
 
 
@@ -142,29 +142,29 @@ def test_each_step_ends_at_its_price(answers):
     assert [at_ns for at_ns, _ in found] == np.cumsum([prefill, *decodes]).tolist()
 
 
-def test_whoever_passes_whom_a_network_s_tokens_are_passed_on():
+def test_in_any_order_a_network_s_tokens_are_passed_on():
     device = KvDevice(64, 4)
     answers = NetworkAnswers(device)
     setup = whole_setup(COST, 128, 16)
     stages = PricedStages(COST, setup, lambda units, now_ns: answers.of(Forward(units), now_ns))
     bounds = replace(BOUNDS, max_num_batched_tokens=256, max_num_urgent_seqs=8)
     policy = ExpertLevelPreemption(max_wait_ns=None, max_merged=0)
-    rank, now_ns, said, ended = build_preemptive_rank(bounds, stages, policy), 0, {}, []
+    rank, now_ns, answered, ended = build_preemptive_rank(bounds, stages, policy), 0, {}, []
     prompts = {"be": range(30), "ls": range(7, 12)}
     waiting = [(0, "be"), (COST.step_ns(Batch(np.array([0]), np.array([30]))) // 2, "ls")]
     while waiting or rank.has_work:
         if waiting and now_ns >= waiting[0][0]:
             name = waiting.pop(0)[1]
-            asked = make_request(name, prompts[name], max_tokens=4)
-            rank.add(msgspec.structs.replace(asked, service_class=ServiceClass(name)), now_ns)
+            fields = make_request(name, prompts[name], max_tokens=4)
+            rank.add(msgspec.structs.replace(fields, service_class=ServiceClass(name)), now_ns)
         for output in rank.step(now_ns):
-            said.setdefault(output.request_id, []).extend(output.token_ids)
+            answered.setdefault(output.request_id, []).extend(output.token_ids)
             ended += [output.request_id] if output.finish_reason else []
         at_ns = [ready_ns for ready_ns in (rank.ready_at_ns(), *(when for when, _ in waiting)) if ready_ns is not None]
         now_ns = max(now_ns, min(at_ns, default=now_ns))
     assert ended == ["ls", "be"]
     for name, prompt in prompts.items():
-        assert said[name] == tokens_alone(prompt)
+        assert answered[name] == tokens_alone(prompt)
 
 
 def paced_rank() -> Rank:
@@ -216,7 +216,7 @@ def test_a_network_s_tokens_are_passed_on():
         ({"device": "paced:table.json", "paced_arithmetic": "none"}, "a named GPU and network"),
     ],
 )
-def test_a_device_that_nobody_knows_is_refused(given, words):
+def test_an_unknown_device_is_refused(given, words):
     with pytest.raises(ConfigError, match=words):
         PacedSettings(**given)
 
@@ -259,8 +259,8 @@ def test_fixed_words_are_ordinary_tokens_that_read_as_text(demo_dir, tokenizer):
 
 
 def test_fixed_words_follow_the_position():
-    said = [token for _, token in run_rank(PacedDevice(COST, FixedAnswers([10, 11, 12])), max_tokens=4)]
-    assert said == [12, 10, 11, 12]  # at positions 5, 6, 7, 8
+    answered = [token for _, token in run_rank(PacedDevice(COST, FixedAnswers([10, 11, 12])), max_tokens=4)]
+    assert answered == [12, 10, 11, 12]  # at positions 5, 6, 7, 8
 
 
 def test_a_tokenizer_that_cannot_be_read_or_has_no_words_is_refused(tmp_path):
@@ -280,7 +280,7 @@ def test_a_tokenizer_whose_texts_grow_is_refused(demo_dir, tmp_path):
         read_words(tmp_path)
 
 
-def test_the_kv_cache_is_what_the_gpu_has_beside_the_weights_unless_told_otherwise():
+def test_the_kv_cache_is_what_the_gpu_has_beside_the_weights_by_default():
     network, model = network_named("qwen3-30b-a3b"), ModelSettings(model="demo")
     assert num_blocks_of(PacedSettings(device="paced:h20"), model) == kv_blocks(network, H20, 16)
     bytes_of_100 = 100 * 16 * network.kv_bytes_per_token
@@ -295,7 +295,7 @@ def test_the_kv_cache_is_what_the_gpu_has_beside_the_weights_unless_told_otherwi
     assert num_blocks_of(PacedSettings(device="paced:table.json"), model) is None
 
 
-def test_a_context_that_was_asked_for_is_never_clipped():
+def test_a_requested_context_is_never_clipped():
     paced, few = PacedSettings(device="paced:h20"), {"model": "demo", "num_gpu_blocks_override": 77}
     assert paced_info(paced, ModelSettings(**few), 4096, 77).max_model_len == 77 * 16
     assert paced_info(paced, ModelSettings(**few, max_model_len=2000), 4096, 77).max_model_len == 2000  # refused later
@@ -359,8 +359,8 @@ def test_what_cannot_be_paced_is_exit_2_with_what_can(capsys, flags, words):
     with pytest.raises(SystemExit) as caught:
         main(["serve", *flags])
     assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert all(word in said for word in words)
+    answered = capsys.readouterr().err
+    assert all(word in answered for word in words)
 
 
 @pytest.mark.parametrize(
@@ -393,11 +393,11 @@ def test_a_record_of_the_server_can_be_replayed_under_another_policy(tmp_path, c
         for i in range(6):
             complete(server, prompt="def f(x):\n    return x\n" * (1 + i), max_tokens=5)
         assert complete(server, prompt="", max_tokens=-1).status == 400, "what is refused is in no record"
-        told = bench_of(server, tmp_path / "bench.json")
+        reported = bench_of(server, tmp_path / "bench.json")
         assert server.stop() == 0
     finally:
         server.kill()
-    assert told["conditions"]["kind"] == "paced"
+    assert reported["conditions"]["kind"] == "paced"
     read = read_request_record(record)
     assert len(read.requests) == 8
     assert [request.num_output_tokens for request in read.requests] == [5] * 8
@@ -407,6 +407,6 @@ def test_a_record_of_the_server_can_be_replayed_under_another_policy(tmp_path, c
         assert len(request.block_hashes) == request.num_prompt_tokens // 16 * 16
     with pytest.raises(SystemExit):
         main(["sim", "--replay", str(record), "--policy", "lmetric"])
-    said = capsys.readouterr().out
-    assert "Under lmetric (simulated):" in said
-    assert "8 requests recorded under moestro" in said
+    answered = capsys.readouterr().out
+    assert "Under lmetric (simulated):" in answered
+    assert "8 requests recorded under moestro" in answered

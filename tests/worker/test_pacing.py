@@ -247,13 +247,13 @@ def pace(num_items: int, late_ns: int) -> LoadFigures:
     return LoadFigures(pace=counts)
 
 
-def test_a_run_that_is_late_is_said_to_be_invalid_once_an_interval(caplog):
+def test_a_late_run_is_reported_as_invalid_once_an_interval(caplog):
     engines = FakeEngines()
     lines = PaceLines(engines, None)
     assert lines.lines() == []
     engines.loads = (LoadFigures(), pace(100, 100 * 50_000))
-    said = "engine 1: paced, times dilated x 2; 100 items of 1000 us taken in 50 us late: 5.0% of an item"
-    assert lines.lines() == [said]
+    reported = "engine 1: paced, times dilated x 2; 100 items of 1000 us taken in 50 us late: 5.0% of an item"
+    assert lines.lines() == [reported]
     assert lines.lines() == []
     assert not caplog.messages
     engines.loads = (LoadFigures(), pace(200, 100 * 50_000 + 100 * 51_000))

@@ -38,7 +38,9 @@ def pair(tmp_path):
     home, expert = made
     home.connect(1, address_of(tmp_path, 1), 6)
     expert.connect(0, address_of(tmp_path, 0), 5)
-    wait_until(lambda: [home.receive(0), expert.receive(0)] == [[], []] and (home.heard[1], expert.heard[0]) == (6, 5))
+    wait_until(
+        lambda: [home.receive(0), expert.receive(0)] == [[], []] and (home.launches[1], expert.launches[0]) == (6, 5)
+    )
     with contextlib.closing(home), contextlib.closing(expert):
         yield home, expert
 
@@ -134,7 +136,7 @@ def test_a_worker_that_does_not_read_loses_messages_and_the_home_sends_them_agai
     monkeypatch.setattr(moestro.worker.peer_links, "_MAX_QUEUED", 10)
     limits = HopLimits(worker=0, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9)
     with contextlib.closing(PeerLinks(Hello(0, 0), listen_address(tmp_path, 0), NoTensors(), limits)) as home:
-        home.connect(1, address_of(tmp_path, 1), 6)  # where nobody listens
+        home.connect(1, address_of(tmp_path, 1), 6)  # where no worker listens
         for seq in range(50):
             home.send(message(0, 1, seq), 0)
         assert home.num_undelivered >= 40
@@ -209,7 +211,7 @@ def distant():
         home, expert = made
         home.connect(1, relays[1].address, 5)
         expert.connect(0, relays[0].address, 5)
-        wait_until(lambda: home.receive(0) == expert.receive(0) == [] and home.heard[1] == expert.heard[0] == 5)
+        wait_until(lambda: home.receive(0) == expert.receive(0) == [] and home.launches[1] == expert.launches[0] == 5)
         yield home, expert, relays[1], relays[0]
 
 
@@ -223,7 +225,7 @@ def test_workers_on_two_machines_meet(host):
         )
         home.connect(1, expert.address, 5)
         expert.connect(0, home.address, 5)
-        wait_until(lambda: home.receive(0) == expert.receive(0) == [] and home.heard[1] == expert.heard[0] == 5)
+        wait_until(lambda: home.receive(0) == expert.receive(0) == [] and home.launches[1] == expert.launches[0] == 5)
         home.send(message(0, 1, 0), 0)
         assert received(expert, 1) == [0]
 

@@ -35,14 +35,14 @@ class FakeEnd:
 
     Attributes:
         under_way: bytes that were sent to this end.
-        asked: sizes that it waits for.
+        requested: sizes that it waits for.
         other: the other end.
     """
 
     def __init__(self) -> None:
         self.is_open = self.is_broken = self.is_closed = self.reaches_device = False
         self.under_way: deque[bytes] = deque()
-        self.asked: deque[int] = deque()
+        self.requested: deque[int] = deque()
         self.arrived: deque[memoryview] = deque()
         self.received_keys: list[str] = []
 
@@ -55,14 +55,14 @@ class FakeEnd:
 
     def expect(self, num_bytes: int) -> None:
         assert self.is_open
-        self.asked.append(num_bytes)
+        self.requested.append(num_bytes)
 
     def bring(self) -> bool:
-        """Bring the next bytes that were both sent and asked for."""
-        if not (self.under_way and self.asked):
+        """Bring the next bytes that were both sent and requested."""
+        if not (self.under_way and self.requested):
             return False
         frame = self.under_way.popleft()
-        assert len(frame) == self.asked.popleft()
+        assert len(frame) == self.requested.popleft()
         self.arrived.append(memoryview(bytearray(frame)))
         self.wake()
         return True
@@ -107,7 +107,7 @@ class Pair:
             for worker in range(2):
                 self.links[worker].receive()
                 for notice in self.notices[worker]:
-                    self.links[worker].heard(notice)
+                    self.links[worker].on_message(notice)
                 self.notices[worker].clear()
         ends = [self.ends[worker][-1] for worker in range(2)]
         for end, other in (ends, ends[::-1]):
@@ -149,7 +149,7 @@ def announce(pair: Pair, sent: HopMessage) -> AnnouncedHop:
 def test_messages_keep_their_order_whenever_tensors_and_announcements_arrive(pair, seed, monkeypatch):
     """Random sizes, delays of the channel, and bounds; the oracle is the order of sending."""
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr(two_phase, "MAX_ASKED_BYTES", int(rng.choice([1, 20, 10_000])))
+    monkeypatch.setattr(two_phase, "MAX_REQUESTED_BYTES", int(rng.choice([1, 20, 10_000])))
     pair.open()
     wire: deque[HopMessage | AnnouncedHop] = deque()
     end, links = pair.ends[1][-1], pair.links[1]
@@ -173,7 +173,7 @@ def test_messages_keep_their_order_whenever_tensors_and_announcements_arrive(pai
                 end.bring()
             case 3:
                 got += links.receive()
-        assert sum(end.asked) + sum(map(len, end.arrived)) <= max(two_phase.MAX_ASKED_BYTES, 7 * WIDTH)
+        assert sum(end.requested) + sum(map(len, end.arrived)) <= max(two_phase.MAX_REQUESTED_BYTES, 7 * WIDTH)
     assert [each.hop.seq for each in got] == list(range(60))
     assert all((each.tensor == each.hop.seq).all() and len(each.tensor) == each.hop.num_rows for each in got)
     assert not links.lost
@@ -203,11 +203,11 @@ def test_an_announcement_that_comes_before_the_own_end_is_open_waits(pair):
     end.is_open = False
     links.announced(announce(pair, message(0, 3)))
     assert links.receive() == []
-    assert not end.asked
+    assert not end.requested
     end.is_open = True
     end.wake()
     assert links.receive() == []
-    assert list(end.asked) == [12]
+    assert list(end.requested) == [12]
 
 
 @pytest.mark.parametrize("breaks", [0, 1], ids=["sender", "receiver"])
@@ -282,7 +282,7 @@ def test_an_end_of_the_peer_gives_up_its_tensors_and_keeps_what_came_whole(pair)
     assert links.keep(message(1, 1))
     links.disconnect(0)
     assert [each.hop.seq for each in links.receive()] == [1]
-    assert not links.lost  # the coordinator has told all workers
+    assert not links.lost  # the coordinator has notified all workers
     assert links.announce(message(0, 3, 1), 12) is None
     assert len(pair.ends[1]) == 1  # a worker that does not run is not met
 
@@ -291,7 +291,7 @@ def test_an_end_of_the_peer_gives_up_its_tensors_and_keeps_what_came_whole(pair)
     "notice", [Meet(0, 4, 0, "key", b""), Meet(0, -1, 0, "key", b""), Meet(1, 6, 9, "key", b"")], ids=repr
 )
 def test_a_rendezvous_of_another_process_is_ignored(pair, notice):
-    pair.links[1].heard(notice)
+    pair.links[1].on_message(notice)
     assert pair.ends[1] == []
 
 
@@ -382,15 +382,15 @@ def test_a_process_that_is_killed_during_a_receive_is_a_loss_and_leaves_nothing(
             waiting = home._two_phase._peers[1]
 
             def stops_in_the_middle() -> bool:
-                wait_until(lambda: home.receive(0) is None or waiting.asked)
+                wait_until(lambda: home.receive(0) is None or waiting.requested)
                 os.kill(peer.pid, signal.SIGSTOP)
                 settled = time.monotonic() + 0.5
                 while time.monotonic() < settled:  # what the connection holds may complete the tensor
                     home.receive(0)
                     time.sleep(0.01)
-                if not waiting.asked:
+                if not waiting.requested:
                     os.kill(peer.pid, signal.SIGCONT)
-                return bool(waiting.asked)
+                return bool(waiting.requested)
 
             wait_until(stops_in_the_middle)
             assert not home.to_resend  # it may come back
@@ -403,5 +403,5 @@ def test_a_process_that_is_killed_during_a_receive_is_a_loss_and_leaves_nothing(
         home.disconnect(1)  # as the coordinator says
         home.receive(0)
         assert not home._two_phase._peers[1].waiting
-        assert not home._two_phase._peers[1].asked
+        assert not home._two_phase._peers[1].requested
         wait_until(lambda: home.receive(0) == [] and set(threading.enumerate()) == before)

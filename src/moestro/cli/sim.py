@@ -119,13 +119,13 @@ def sim(
         )
         answer = run_scenario(scenario, choices)
     else:
-        asked = WhatIfSettings(
+        question = WhatIfSettings(
             policies=recorded.policy,
             cost=recorded.cost,
             engines={} if recorded.engines is None else read_engines(recorded.engines),
             is_closed_loop=recorded.closed_loop,
         )
-        answer = replay_records(recorded.replay, asked)
+        answer = replay_records(recorded.replay, question)
     if output.json is not None:
         write_json(output.json, answer.report)
     if output.requests is not None:

@@ -80,7 +80,7 @@ class ServerSettings(CheckedSettings):
         " then --scheduling-policy weighted_fair divides each engine between clients."
     )
     enable_force_include_usage: bool = False
-    "End each stream with its usage, as if it had asked for stream_options.include_usage."
+    "End each stream with its usage, as stream_options.include_usage does."
     enable_tokenizer_info_endpoint: bool = False
     "Answer GET /tokenizer_info with the tokenizer's settings and the chat template."
     shutdown_timeout: Annotated[float, at_least(0)] = 10.0

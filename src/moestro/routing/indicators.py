@@ -74,8 +74,8 @@ def batch_size(view: RouteView) -> Counts:
 def num_waiting(view: RouteView) -> Scores:
     """Requests without KV blocks; without a fresh report, those without a first token."""
     engines = view.engines
-    said = engines.num_waiting.values + engines.num_unseen
-    return np.where(fresh(view, engines.num_waiting), said, engines.num_prefilling)
+    reported = engines.num_waiting.values + engines.num_unseen
+    return np.where(fresh(view, engines.num_waiting), reported, engines.num_prefilling)
 
 
 def num_running(view: RouteView) -> Scores:

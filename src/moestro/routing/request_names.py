@@ -22,7 +22,7 @@ _BLOCK_SIZE = 16
 
 
 class _WatchedRequest:
-    """A request that names nobody, and notes which of its names are read."""
+    """A request without session and user, which notes which of its names are read."""
 
     def __init__(self) -> None:
         self.read: set[str] = set()

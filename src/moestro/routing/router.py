@@ -283,7 +283,7 @@ class Router:
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Record that `engine` holds the blocks `hashes` (packed, 16 bytes each, in prompt order)."""
         if engine not in self._absent:
-            self._index.said(engine, hashes)
+            self._index.reported(engine, hashes)
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Record that `engine` holds the blocks `hashes` no more."""

@@ -100,7 +100,7 @@ class HttpMiddleware:
             response = _refusal(http, InternalError(http[REQUEST_ID]))
         content = http.content
         if response.status in _UNFRAMED or not content.is_eof() or content.exception() is not None:
-            response.force_close()  # The rest of the body is unwanted, or cannot be told from the next request.
+            response.force_close()  # The rest of the body is unwanted, or may be taken for the next request.
         await self._add_headers(http, response)
         return response
 
@@ -131,9 +131,9 @@ class HttpMiddleware:
 
     async def _preflight(self, http: web.BaseRequest, cors: Cors) -> web.Response:
         headers = http.headers
-        asked = headers["Origin"], headers["Access-Control-Request-Method"]
+        requested = headers["Origin"], headers["Access-Control-Request-Method"]
         response = web.Response(
-            headers=cors.preflight_headers(*asked, headers.get("Access-Control-Request-Headers", "")),
+            headers=cors.preflight_headers(*requested, headers.get("Access-Control-Request-Headers", "")),
         )
         await self._add_headers(http, response)
         return response

@@ -1,7 +1,7 @@
 """The key of the block hashes in a record. It is kept apart from the record, and no reader of records needs it.
 
 The names of blocks follow from the model, the salt and the tokens alone, so that engines and routers agree on them.
-Whoever reads such names can test guesses of a prompt. A record therefore has keyed hashes of the names, and the
+A reader of such names can test guesses of a prompt. A record therefore has keyed hashes of the names, and the
 fingerprint of the key, so that parts and records under one key can be joined.
 """
 

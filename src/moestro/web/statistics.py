@@ -94,8 +94,8 @@ class LiveStatistics(msgspec.Struct, frozen=True, kw_only=True):
         first_token_s: TTFT, or of a router the time to the first byte.
         gap_s: ITL; None for a router.
         clients_port, operators_port: Ports of both planes; None means that there is none, or that it is unknown.
-        has_experts: Whether the model has experts whose load can be asked for.
-        experts: Load of the experts, if asked for; None means that nothing was counted.
+        has_experts: Whether the model has experts whose load can be queried.
+        experts: Load of the experts, if requested; None means that nothing was counted.
     """
 
     program: Program

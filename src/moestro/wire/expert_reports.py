@@ -1,4 +1,4 @@
-"""Expert load of a rank as a message: asked for by the API server, never sent by itself."""
+"""Expert load of a rank as a message: a rank sends it only when the API server requests it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ExpertReport(msgspec.Struct, frozen=True, tag=True):
         number: Number of the question.
         num_layers, num_experts: Shape of the arrays; 0 while the rank has counted nothing.
         weight, num_steps: As in `SourceLoad`.
-        pairs: None means that none were asked for, or that none were collected.
+        pairs: None means that none were requested, or that none were collected.
         error: Why the rank counts no longer; "" means that it does.
     """
 

@@ -26,7 +26,7 @@ class TensorFrames(Protocol):
     dtype: str
 
     def pack(self, tensor: Any) -> Frame:
-        """Return the bytes of a tensor [rows, hidden size] from the device; nobody changes them later."""
+        """Return the bytes of a tensor [rows, hidden size] from the device; they never change later."""
         ...
 
     def flatten(self, tensor: Any) -> Any:
@@ -118,7 +118,7 @@ class Announcement(msgspec.Struct, frozen=True, gc=False):
         hop: header of the message.
         meeting: number of the channel.
         number: how many tensors the sender has sent on the channel before.
-        num_bytes: size of the tensor. gloo ends a process that gets more bytes than it asked for.
+        num_bytes: size of the tensor. gloo ends a process that receives more bytes than it expects.
     """
 
     hop: Hop
@@ -224,8 +224,8 @@ def decode_frames(
     """
     match frames:
         case [notice]:
-            said: PeerNotice = _decode_notice(notice)
-            return said
+            decoded: PeerNotice = _decode_notice(notice)
+            return decoded
         case [header, body]:
             announcement = _decode_announcement(header)
             records = _decode_records(announcement.hop, body, tensors, limits)

@@ -74,11 +74,11 @@ class ClockReading(msgspec.Struct, frozen=True, tag=True):
     """Tell a rank on another machine the time of the API server's clock.
 
     Attributes:
-        asked_ns: Time of the rank's question, on its own clock.
+        requested_ns: Time of the rank's question, on its own clock.
         server_ns: Time of the answer, on the API server's clock.
     """
 
-    asked_ns: int
+    requested_ns: int
     server_ns: int
 
 
@@ -101,9 +101,9 @@ ToRank = (
 
 
 class ReadClock(msgspec.Struct, frozen=True, tag=True):
-    """Ask for a `ClockReading`; `asked_ns` comes back in it."""
+    """Ask for a `ClockReading`; `requested_ns` comes back in it."""
 
-    asked_ns: int
+    requested_ns: int
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):

@@ -99,7 +99,7 @@ class ExpertLoader:
             if at == len(slots):
                 break
             if not self._is_idle(layer, slots[at]):
-                return  # Tokens that their home has given up wait there; they are computed soon, for nobody.
+                return  # Tokens that their home has given up wait there; they are computed soon, in vain.
             self._memory.write(layer, slots[at], experts[at], job.weights[at])
             job.num_written += 1
         if job.num_written == len(slots):

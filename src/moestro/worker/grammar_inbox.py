@@ -49,7 +49,7 @@ class GrammarInbox:
         self._inbox.owes = owes
 
     def receive(self, wait_s: float | None) -> list[ToRank]:
-        """Implement `RankInbox.receive`. While masks are computed it may return nothing earlier than asked."""
+        """Implement `RankInbox.receive`. While masks are computed it may return early, with nothing."""
         released = self._released()
         if released:
             wait_s = 0

@@ -44,7 +44,7 @@ class ExpertRank:
 
     def wake(self, step: int) -> None:
         """Refuse: workers of this group take no steps together."""
-        raise InvariantError("a worker without attention was told to take part in a step")
+        raise InvariantError("a worker without attention cannot take part in a step")
 
     def outputs(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> NewOutputs:
         """Compute, or take what the device has computed; replies leave through the links."""

@@ -97,7 +97,7 @@ class TimedAnswers:
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
         """Refuse: a paced device has no host memory, and `moestro serve` accepts no setting that asks for it."""
-        raise InvariantError("a paced device was asked to copy KV blocks")
+        raise InvariantError("a paced device cannot copy KV blocks")
 
     def poll(self, now_ns: int) -> list[StepResult]:
         """Implement `Device.poll`."""
@@ -162,8 +162,8 @@ class FixedAnswers:
         """Implement `Answers.of`."""
         units = item.units
         samples = units.logits & LOGITS_LAST != 0
-        said = self._words.take((units.start + units.num_tokens) % len(self._words))
-        token_ids = np.where(samples, said, -1).astype(np.int32)
+        words = self._words.take((units.start + units.num_tokens) % len(self._words))
+        token_ids = np.where(samples, words, -1).astype(np.int32)
         wanted = np.flatnonzero(samples & (units.sampling["num_logprobs"] >= 0)).tolist()
         return StepResult(
             units.slot,

@@ -98,7 +98,7 @@ class StepGuest:
         _send(self._host, OpenedStep(rank))
 
     def open(self, opened: OpenedStep) -> PricedStep:
-        """Tell the units of this rank, and wait until all ranks have told theirs.
+        """Send the units of this rank, and wait until all ranks have sent theirs.
 
         Raises:
             GroupLostError: another rank ended.

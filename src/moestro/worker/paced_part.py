@@ -75,7 +75,7 @@ def load_paced_part(
     setup = StageSetup(shape=shape, block_size=spec.model.block_size, gate=gate)
 
     def answer(units: Units, now_ns: int) -> StepResult:
-        assert answers is not None, "a worker without attention was asked to sample"
+        assert answers is not None, "a worker without attention cannot sample"
         return answers.of(Forward(units), now_ns)
 
     experts = cost.network.experts

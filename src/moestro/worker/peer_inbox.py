@@ -50,8 +50,8 @@ class PeerInbox:
         self._group, self._channel, self._links, self._memory = group, channel, links, memory
         self._pace_counts = pace_counts
         self._loader: ExpertLoader | None = None
-        self._asked: PrepareExperts | None = None  # the latest question, before the loader follows it
-        self._unconfirmed: int | None = None  # version of the table of which the coordinator is to be told
+        self._preparation: PrepareExperts | None = None  # the latest question, before the loader follows it
+        self._unconfirmed: int | None = None  # version of the table to confirm to the coordinator
         self._confirm_at_ns = self._load_at_ns = self._loaded_in_step = 0
         self._executor: FlowExecutor | None = None
         self.members: Members | None = None
@@ -137,7 +137,7 @@ class PeerInbox:
                 case Members():
                     self._follow(message)
                 case PrepareExperts():
-                    self._asked = message
+                    self._preparation = message
                 case _:
                     others.append(message)
         return others, bool(messages)
@@ -158,9 +158,10 @@ class PeerInbox:
 
     def _follow_up(self, now_ns: int) -> None:
         """Go on with what takes several steps: experts that are loaded, and a table that is to be confirmed."""
-        if self._asked is not None and self._loader is not None:  # The coordinator may ask before the worker serves.
-            self._loader.begin(self._asked)
-            self._asked = None
+        # The coordinator may ask before the worker serves.
+        if self._preparation is not None and self._loader is not None:
+            self._loader.begin(self._preparation)
+            self._preparation = None
         # The loop reads its inbox twice in a step, and an idle one takes no steps.
         is_next_step = self._channel.num_steps != self._loaded_in_step or now_ns >= self._load_at_ns
         if self._loader is not None and self._loader.is_busy and is_next_step:
@@ -247,13 +248,13 @@ class PeerInbox:
         return True
 
     def _missing(self) -> list[int]:
-        """Workers that run and have not said hello."""
+        """Workers that run and have not sent their hello."""
         assert self.members is not None, "called after await_members"
         processes = zip(self.members.launches, self.members.addresses, strict=True)
         return [
             worker
             for worker, (launch, address) in enumerate(processes)
-            if address and self._is_peer(worker) and self._links.heard[worker] != launch
+            if address and self._is_peer(worker) and self._links.launches[worker] != launch
         ]
 
     def _is_peer(self, worker: int) -> bool:

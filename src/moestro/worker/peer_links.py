@@ -76,8 +76,8 @@ class PeerLinks:
         address: address at which it listens, with its port.
         sent: totals of what was sent to each worker.
         fds: descriptors, one of which is readable after something has arrived.
-        heard: the process of each worker that has said hello, as the number of its launch; -1 means none.
-        devices: name of the device of each worker that has said hello.
+        launches: the process of each worker that has sent its hello, as the number of its launch; -1 means none.
+        devices: name of the device of each worker that has sent its hello.
         to_resend: workers from or to which a message was lost; the main loop takes them out.
         num_notices: frames that brought no message of tokens, or only its announcement.
         num_garbage: messages that were dropped, because they could not be read.
@@ -112,7 +112,7 @@ class PeerLinks:
         self._peers: list[zmq.Socket[bytes] | None] = [None] * limits.num_workers
         self._breaks: dict[int, zmq.Socket[bytes]] = {}  # events of the connections to other machines, by worker
         self.sent = [LinkCounts() for _ in range(limits.num_workers)]
-        self.heard = [-1] * limits.num_workers
+        self.launches = [-1] * limits.num_workers
         self.devices: dict[int, str] = {}
         self.to_resend: set[int] = set()
         self.num_garbage = self.num_undelivered = self.num_notices = 0
@@ -273,11 +273,11 @@ class PeerLinks:
             self._drop(error)
             return None
         match message:
-            case Hello(src, launch, device) if 0 <= src < len(self.heard):
-                self.heard[src], self.devices[src] = launch, device
+            case Hello(src, launch, device) if 0 <= src < len(self.launches):
+                self.launches[src], self.devices[src] = launch, device
                 if self._two_phase is not None:
                     self._two_phase.greeted(message)
-            case SendAgain(src) if 0 <= src < len(self.heard):
+            case SendAgain(src) if 0 <= src < len(self.launches):
                 self.to_resend.add(src)
             case HopMessage(hop=hop):
                 self._look_for_gap(hop)
@@ -285,9 +285,9 @@ class PeerLinks:
             case AnnouncedHop(announcement) if self._two_phase is not None:
                 self._look_for_gap(announcement.hop)
                 self._two_phase.announced(message)
-            case Meet(src) if 0 <= src < len(self.heard):
+            case Meet(src) if 0 <= src < len(self.launches):
                 if self._two_phase is not None:
-                    self._two_phase.heard(message)
+                    self._two_phase.on_message(message)
             case _:
                 self._drop(ValueError(f"{message} comes from outside of the group"))
         return None

@@ -90,7 +90,7 @@ class SideJobs:
     """What a rank's loop does beside the steps.
 
     Attributes:
-        take_cache_changes: Supplier of the changes of the prefix cache since the last call, asked after each step.
+        take_cache_changes: Supplier of the changes of the prefix cache since the last call, called after each step.
         pace_counts: Supplier of the counts of a paced device, which accompany other news: they change too often to be
             news themselves.
         report_experts: Answers a question about the load of experts. None means that the rank has no experts.

@@ -49,13 +49,13 @@ def server_clock(channel: Channel) -> Callable[[], int]:
 
 def _ask(channel: Channel) -> tuple[int, int]:
     """Return the duration of one round trip, and the offset that it suggests."""
-    asked_ns = time.monotonic_ns()
-    channel.send(ReadClock(asked_ns))
+    requested_ns = time.monotonic_ns()
+    channel.send(ReadClock(requested_ns))
     # Nothing else is sent to a rank that is not ready, except for the end of its process.
     for message in channel.receive(_ANSWER_S):
         answered_ns = time.monotonic_ns()
-        if isinstance(message, ClockReading) and message.asked_ns == asked_ns:
-            return answered_ns - asked_ns, message.server_ns - (asked_ns + answered_ns) // 2
+        if isinstance(message, ClockReading) and message.requested_ns == requested_ns:
+            return answered_ns - requested_ns, message.server_ns - (requested_ns + answered_ns) // 2
     raise EngineDiedError(f"the API server did not tell its time within {_ANSWER_S:g} s")
 
 

@@ -1,4 +1,4 @@
-"""Links in two phases: a message is announced over ZeroMQ, and its tensor follows once the receiver has asked for it.
+"""Links in two phases: a message is announced over ZeroMQ, and its tensor follows once the receiver has requested it.
 
 Channels for tensors are opened when a worker first sends another one a large tensor. Until a channel is open, and when
 it cannot be opened, tensors go with their messages. Messages keep their order: what comes after an announcement waits
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # Two GPUs exchange less than this as fast through the host, an estimate.
 DEVICE_INLINE_LIMIT = 128 << 10
-MAX_ASKED_BYTES = 32 << 20  # that a channel may bring before they are taken; one larger tensor may come alone
+MAX_REQUESTED_BYTES = 32 << 20  # that a channel may bring before they are taken; one larger tensor may come alone
 _CLOSE_S = 2.0  # for which a close waits for threads
 MAX_MEETINGS = 8  # of two processes; then a channel that breaks again and again is given up
 
@@ -125,8 +125,8 @@ class _Peer:
         may_meet: whether this end may open another channel.
         num_sent, num_announced: tensors sent, and announced by the other end, on this channel.
         waiting: messages in the order in which they came, the first of which lacks its tensor.
-        not_asked: sizes of announced tensors that the other end was not asked for, bytes.
-        asked: sizes of those that it was asked for, bytes.
+        unrequested: sizes of announced tensors that this end has not requested, bytes.
+        requested: sizes of those that it has requested, bytes.
     """
 
     launch: int = -1
@@ -137,9 +137,9 @@ class _Peer:
     num_sent: int = 0
     num_announced: int = 0
     waiting: deque[HopMessage | AnnouncedHop] = field(default_factory=deque)
-    not_asked: deque[int] = field(default_factory=deque)
-    asked: deque[int] = field(default_factory=deque)
-    asked_bytes: int = 0
+    unrequested: deque[int] = field(default_factory=deque)
+    requested: deque[int] = field(default_factory=deque)
+    requested_bytes: int = 0
 
 
 class TwoPhaseLinks:
@@ -163,7 +163,7 @@ class TwoPhaseLinks:
         self._own, self._settings, self._tensors, self._tell = own, settings, tensors, tell
         self._peers = [_Peer() for _ in range(num_workers)]
         self._hellos: dict[int, Hello] = {}
-        self._told: deque[tuple[int, Meet]] = deque()  # from the threads of channels
+        self._notices: deque[tuple[int, Meet]] = deque()  # from the threads of channels
         self._closed: list[ChannelEnd] = []  # channels whose threads may still run
         self._arrival = WakePipe()
         self.has_news = False
@@ -228,7 +228,7 @@ class TwoPhaseLinks:
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
-    def heard(self, notice: Meet) -> None:
+    def on_message(self, notice: Meet) -> None:
         """Take in a value of the rendezvous of a channel, which another worker may have begun."""
         peer = self._peers[notice.src]
         if peer.launch < 0 or notice.launch != peer.launch or notice.meeting < peer.meeting or peer.device is None:
@@ -253,7 +253,7 @@ class TwoPhaseLinks:
         else:
             peer.num_announced += 1
             peer.waiting.append(message)
-            peer.not_asked.append(announcement.num_bytes)
+            peer.unrequested.append(announcement.num_bytes)
             self._ask(peer)
 
     def keep(self, message: HopMessage) -> bool:
@@ -269,8 +269,8 @@ class TwoPhaseLinks:
             return []
         self.has_news = False  # before anything is looked at, so that no news is missed
         self._arrival.clear()
-        while self._told:
-            self._tell(*self._told.popleft())
+        while self._notices:
+            self._tell(*self._notices.popleft())
         messages: list[HopMessage] = []
         for worker, peer in enumerate(self._peers):
             self._take(peer, messages)
@@ -287,7 +287,7 @@ class TwoPhaseLinks:
                 frame = None if peer.channel is None else peer.channel.take()
                 if frame is None:
                     break
-                peer.asked_bytes -= peer.asked.popleft()
+                peer.requested_bytes -= peer.requested.popleft()
                 hop = first.announcement.hop
                 first = HopMessage(hop, first.records, self._tensors.unpack(frame, hop.num_rows))
             messages.append(first)
@@ -299,10 +299,13 @@ class TwoPhaseLinks:
         channel = peer.channel
         if channel is None or not channel.is_open or channel.is_broken:
             return
-        while peer.not_asked and (not peer.asked or peer.asked_bytes + peer.not_asked[0] <= MAX_ASKED_BYTES):
-            num_bytes = peer.not_asked.popleft()
-            peer.asked.append(num_bytes)
-            peer.asked_bytes += num_bytes
+        while peer.unrequested:
+            num_bytes = peer.unrequested[0]
+            if peer.requested and peer.requested_bytes + num_bytes > MAX_REQUESTED_BYTES:
+                break
+            peer.unrequested.popleft()
+            peer.requested.append(num_bytes)
+            peer.requested_bytes += num_bytes
             channel.expect(num_bytes)
 
     # --- channels ---------------------------------------------------------------------------------------------------
@@ -311,7 +314,7 @@ class TwoPhaseLinks:
         """Begin to open a channel."""
 
         def tell(key: str, value: bytes) -> None:
-            self._told.append((worker, Meet(self._own.src, self._own.launch, meeting, key, value)))
+            self._notices.append((worker, Meet(self._own.src, self._own.launch, meeting, key, value)))
             self._wake()
 
         peer = self._peers[worker]
@@ -336,9 +339,9 @@ class TwoPhaseLinks:
             return
         peer.channel.close()
         self._closed = [*(channel for channel in self._closed if not channel.join(0)), peer.channel]
-        peer.channel, peer.num_sent, peer.num_announced, peer.asked_bytes = None, 0, 0, 0
-        peer.asked.clear()
-        peer.not_asked.clear()
+        peer.channel, peer.num_sent, peer.num_announced, peer.requested_bytes = None, 0, 0, 0
+        peer.requested.clear()
+        peer.unrequested.clear()
         peer.waiting = deque(message for message in peer.waiting if isinstance(message, HopMessage))
         self.has_news = True  # the messages that are left lack nothing
 

@@ -30,8 +30,8 @@ def test_a_user_goes_back_to_the_engine_of_the_last_request_unless_kv_is_saturat
 
     def send(name, at_s, usage=0.2, user="u"):
         for engine in range(3):
-            said = LoadFigures(kv_usage=usage if engine else 0.1, num_tokens=0)
-            three.report(engine, said, int(at_s * SECOND), int(at_s * SECOND))
+            reported = LoadFigures(kv_usage=usage if engine else 0.1, num_tokens=0)
+            three.report(engine, reported, int(at_s * SECOND), int(at_s * SECOND))
         return three.submit(request(name, user=user), int(at_s * SECOND)).engine
 
     assert send("a", 0) == 0  # in turn, and remembered

@@ -86,7 +86,7 @@ def test_its_means_and_shares_stay_finite_over_millions_of_decisions():
     assert policy._recent_share(view(table(3))).sum() == pytest.approx(3)
 
 
-def test_the_work_of_an_engine_that_is_lost_is_nobodys_share():
+def test_the_work_of_an_engine_that_is_lost_is_no_share():
     policy = Moestro()
     for i in range(30):
         policy.observe(Routed(OF_1000, i % 3, 0, {}, i))
@@ -94,7 +94,7 @@ def test_the_work_of_an_engine_that_is_lost_is_nobodys_share():
     share = policy._recent_share(view(table(3)))
     assert share[1] == 0
     assert share.sum() == pytest.approx(3)
-    policy.observe(EngineLost(7, 31))  # of which it never heard
+    policy.observe(EngineLost(7, 31))  # of which it knows nothing
 
 
 def test_of_other_routers_only_what_they_cannot_have_changed_since_counts():

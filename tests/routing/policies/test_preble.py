@@ -116,8 +116,8 @@ def test_law_decisions_are_those_of_a_plain_reading_of_e2():
     held: list[set[bytes]] = [set(), set(), set()]
     for i in range(200):
         prompt = rng.choice(heads) + tokens(1000 + i, rng.randrange(1, 16))
-        asked = request(str(i), prompt=prompt)
-        names = [asked.block_hashes[at : at + 16] for at in range(0, len(asked.block_hashes), 16)]
+        fields = request(str(i), prompt=prompt)
+        names = [fields.block_hashes[at : at + 16] for at in range(0, len(fields.block_hashes), 16)]
         hits = []
         for engine in range(3):
             depth = 0
@@ -128,7 +128,7 @@ def test_law_decisions_are_those_of_a_plain_reading_of_e2():
         costs = [load[e] + (len(prompt) - hits[e]) * TOKEN_NS for e in range(3)]
         best = max(hits)
         among = [e for e in range(3) if hits[e] == best] if best > len(prompt) - best else [0, 1, 2]
-        chosen = it.submit(asked, i).engine
+        chosen = it.submit(fields, i).engine
         assert chosen in [e for e in among if costs[e] == min(costs[f] for f in among)]
         it.ended(str(i), i)
         sent.append((i, chosen, (len(prompt) - hits[chosen]) * TOKEN_NS))

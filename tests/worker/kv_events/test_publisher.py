@@ -37,7 +37,7 @@ def publishing(real_command, tmp_path_factory, ports):
     server.kill()
 
 
-def test_every_block_of_prompt_and_answer_is_heard_with_its_salt(publishing, ports):
+def test_every_block_of_prompt_and_answer_is_received_with_its_salt(publishing, ports):
     listeners = [Listener(ports[0] + rank, ports[1] + rank) for rank in range(2)]
     try:
         for rank in range(2):
@@ -45,7 +45,7 @@ def test_every_block_of_prompt_and_answer_is_heard_with_its_salt(publishing, por
         for salt in (None, None, "tenant", "tenant"):
             complete(publishing, prompt=PROMPT, max_tokens=24, temperature=0, cache_salt=salt)
         for listener in listeners:
-            wait_until(lambda heard=listener: set(names(PROMPT) + names(PROMPT, "tenant")) <= heard.held)
+            wait_until(lambda received=listener: set(names(PROMPT) + names(PROMPT, "tenant")) <= received.held)
             assert len(listener.held) > len(names(PROMPT)) * 2  # blocks of the answers too
             assert listener.feed.stream.is_complete
             assert listener.feed.counts.blocks.orphaned == listener.feed.counts.illegible == 0
@@ -56,7 +56,7 @@ def test_every_block_of_prompt_and_answer_is_heard_with_its_salt(publishing, por
 
 
 def test_the_routers_own_subscription_finds_all_that_was_stored_before_it_came(publishing, ports):
-    async def heard() -> Sink:
+    async def received() -> Sink:
         sink = Sink()
         naming = NamingRules(model=MODEL, block_size=16)
         log = LogLimit(logging.getLogger())
@@ -72,7 +72,7 @@ def test_the_routers_own_subscription_finds_all_that_was_stored_before_it_came(p
 
     complete(publishing, prompt=PROMPT, max_tokens=1)
     complete(publishing, prompt=PROMPT, max_tokens=1)
-    assert set(names(PROMPT)) <= asyncio.run(heard()).held[0]
+    assert set(names(PROMPT)) <= asyncio.run(received()).held[0]
 
 
 def test_what_was_missed_is_sent_again_and_a_new_process_is_known_for_one(publishing, ports):
@@ -118,12 +118,12 @@ def test_what_was_missed_is_sent_again_and_a_new_process_is_known_for_one(publis
         ('{"buffer_steps": 0}', "buffer_steps"),
     ],
 )
-def test_what_is_wrong_with_the_configuration_is_said(text, words):
+def test_what_is_wrong_with_the_configuration_is_stated(text, words):
     with pytest.raises(ConfigError, match=words):
         kv_events_from(text)
 
 
-def test_nothing_is_published_unless_it_is_asked_for():
+def test_nothing_is_published_unless_requested():
     assert kv_events_from(None) is None
     assert kv_events_from('{"endpoint": "tcp://*:5557"}') is None
     assert kv_events_from('{"enable_kv_cache_events": true, "publisher": "null"}') is None

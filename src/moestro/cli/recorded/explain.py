@@ -54,7 +54,7 @@ def tell(trace: RequestTrace, console: Console, *, as_json: bool = False) -> Non
         text = msgspec.json.format(msgspec.json.encode(trace)).decode()
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         return
-    for line in _told(trace):
+    for line in _trace_lines(trace):
         console.print(line, highlight=False, soft_wrap=isinstance(line, str))
 
 
@@ -95,19 +95,19 @@ def _from_router(request_id: str, admin_url: str, key: str | None) -> RequestTra
         raise MoestroError(f"{admin_url} is not the operators' port of Moestro (status {status})") from None
 
 
-def _told(story: RequestTrace) -> Iterator[str | Table]:
+def _trace_lines(story: RequestTrace) -> Iterator[str | Table]:
     when = datetime.fromtimestamp(story.time).astimezone().isoformat(sep=" ", timespec="milliseconds")
     tokens = f"{story.prompt_tokens:,} prompt tokens"
     yield f"[bold]{escape(story.request_id)}[/bold]  {when}  {tokens}  {escape(story.policy)}"
     for attempt in story.attempts:
-        yield from _attempt_told(attempt)
+        yield from _attempt_lines(attempt)
     yield from tell_levels(story)
     if story.not_resumable:
         yield f"its stream could not go on elsewhere: {escape(story.not_resumable)}"
     yield _outcome(story)
 
 
-def _attempt_told(attempt: Attempt) -> Iterator[str | Table]:
+def _attempt_lines(attempt: Attempt) -> Iterator[str | Table]:
     because = f" ({escape(attempt.because)})" if attempt.because else ""
     wait = f", after {attempt.wait_s:.3f} s in the router's queue" if attempt.wait_s else ""
     yield f"to [bold]{escape(attempt.engine)}[/bold]{because}{wait}: {escape(attempt.reason)}"

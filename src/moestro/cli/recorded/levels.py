@@ -148,9 +148,9 @@ def _experts(trace: RequestTrace, server: ServerFacts) -> Iterator[str | Table]:
     yield from _moved(trace, server)
 
 
-def _visited(told: EngineVisits, server: ServerFacts) -> Iterator[str | Table]:
-    for visits in told.visits:
-        yield f"  (token, expert) pairs of {escape(told.engine)} by table version {visits.version}:"
+def _visited(reported: EngineVisits, server: ServerFacts) -> Iterator[str | Table]:
+    for visits in reported.visits:
+        yield f"  (token, expert) pairs of {escape(reported.engine)} by table version {visits.version}:"
         yield _pairs(visits, server)
 
 

@@ -135,10 +135,10 @@ def recorded_policy_of(record: Path) -> str:
 def describe_decision(entry: Submitted) -> str:
     """Describe a decision or a refusal in one line."""
     decision = entry.decision
-    return f"refused ({entry.refusal})" if decision is None else _decision_told(decision)
+    return f"refused ({entry.refusal})" if decision is None else _decision_text(decision)
 
 
-def _decision_told(decision: Decision) -> str:
+def _decision_text(decision: Decision) -> str:
     scores = ", ".join(
         f"{each.engine}: {'none' if each.score is None else f'{each.score:,.9g}'}" for each in decision.candidates
     )

@@ -147,46 +147,46 @@ def is_given(raw: msgspec.Raw) -> bool:
     return raw is not ABSENT and bytes(raw) != b"null"
 
 
-def plain_text(asked: RequestBody) -> bytes:
+def plain_text(body: RequestBody) -> bytes:
     """Return the prompt as one text in the order of templates: tools and instructions, then roles and contents.
 
     Prompts with a common prefix have texts with a common prefix. The text differs from the engine's template. Token ids
     stay in their JSON form.
     """
-    messages = asked.messages
+    messages = body.messages
     if messages is None:
-        raws = [asked.tools, asked.system, asked.instructions, asked.prompt, asked.input, asked.text]
+        raws = [body.tools, body.system, body.instructions, body.prompt, body.input, body.text]
         return b"\n".join([_unquoted(bytes(raw)) for raw in raws if is_given(raw)])
-    said = "".join(
+    text = "".join(
         [
             f"{each.role}\n{each.content}\n"
             if each.content.__class__ is str and each.tool_calls is ABSENT
-            else _said(each)
+            else _message_text(each)
             for each in messages
         ]
     ).encode()
-    if asked.tools is ABSENT and asked.system is ABSENT and asked.instructions is ABSENT:
-        return said
-    raws = [asked.tools, asked.system, asked.instructions]
-    return b"\n".join([*[bytes(raw) for raw in raws if is_given(raw)], said])
+    if body.tools is ABSENT and body.system is ABSENT and body.instructions is ABSENT:
+        return text
+    raws = [body.tools, body.system, body.instructions]
+    return b"\n".join([*[bytes(raw) for raw in raws if is_given(raw)], text])
 
 
-def request_from_text(asked: RequestBody, incoming: Incoming, now_ns: int, block_bytes: int) -> Request:
+def request_from_text(body: RequestBody, incoming: Incoming, now_ns: int, block_bytes: int) -> Request:
     """Make the request by which the router decides from text blocks, with a token count estimated from the length."""
-    text = plain_text(asked)
-    key = prompt_key(asked.model, asked.cache_salt)
+    text = plain_text(body)
+    key = prompt_key(body.model, body.cache_salt)
     num_tokens = max(1, (len(text) or len(incoming.body)) // BYTES_PER_TOKEN)
-    return make_request(asked, incoming, now_ns, (num_tokens, key, hash_text(key, text, block_bytes)))
+    return make_request(body, incoming, now_ns, (num_tokens, key, hash_text(key, text, block_bytes)))
 
 
-def make_request(asked: RequestBody, incoming: Incoming, now_ns: int, prompt: tuple[int, bytes, bytes]) -> Request:
+def make_request(body: RequestBody, incoming: Incoming, now_ns: int, prompt: tuple[int, bytes, bytes]) -> Request:
     """Make the request for the policy. `prompt` is (number of tokens, hash key, packed block hashes)."""
     num_tokens, key, block_hashes = prompt
-    named, user = incoming.head.named, asked.user
-    limits = (asked.max_completion_tokens, asked.max_tokens, asked.max_output_tokens)
+    named, user = incoming.head.named, body.user
+    limits = (body.max_completion_tokens, body.max_tokens, body.max_output_tokens)
     limit = next((each for each in limits if each is not None), DEFAULT_MAX_TOKENS)  # 0 asks for no token
     session_id = session_in(lambda name: named.get(name.encode(), b"").decode("utf-8", "surrogateescape"))
-    session_id = session_id or asked.session_id or asked.prompt_cache_key
+    session_id = session_id or body.session_id or body.prompt_cache_key
     return Request(
         request_id=incoming.request_id,
         num_prompt_tokens=num_tokens,
@@ -194,8 +194,8 @@ def make_request(asked: RequestBody, incoming: Incoming, now_ns: int, prompt: tu
         arrival_ns=now_ns,
         block_hashes=block_hashes,
         hash_key=key,
-        priority=asked.priority or 0,
-        service_class=ServiceClass.BE if bytes(asked.service_class) == _BEST_EFFORT else ServiceClass.LS,
+        priority=body.priority or 0,
+        service_class=ServiceClass.BE if bytes(body.service_class) == _BEST_EFFORT else ServiceClass.LS,
         user=user[:_MAX_AFFINITY_CHARS] if user else None,
         session_id=session_id[:_MAX_AFFINITY_CHARS] if session_id else None,
     )
@@ -214,7 +214,7 @@ def _prompt_key(model: str | None, salt: str | None) -> bytes:
 _cached_prompt_key = lru_cache(maxsize=4096)(_prompt_key)  # Some MB at most.
 
 
-def _said(message: BodyMessage) -> str:
+def _message_text(message: BodyMessage) -> str:
     content = message.content
     if not isinstance(content, str):
         content = "".join([part.text or _spelt_part(part) for part in content or ()])

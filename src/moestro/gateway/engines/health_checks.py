@@ -239,7 +239,7 @@ class MetricsWatch:
         pause_s = self._rules.metrics_s
         specs: dict[RoutedEngine, EngineSpec] = {}
         while pause_s:
-            asked_ns = time.monotonic_ns()
+            requested_ns = time.monotonic_ns()
             try:
                 status, text = await ask(address, "/metrics", self._rules.timeout_s, MAX_BYTES)
             except NoAnswerError:
@@ -248,7 +248,7 @@ class MetricsWatch:
             if address.finds_ranks and status:
                 await self._find_ranks(address, tuple(by_rank))
             if status == 200:
-                self._take(address, text, by_rank, asked_ns, specs)
+                self._take(address, text, by_rank, requested_ns, specs)
             pause_s = min(60.0, 2 * pause_s) if status == 404 else self._rules.metrics_s
             await self._rest(pause_s)
 
@@ -280,7 +280,7 @@ class MetricsWatch:
         address: EngineAddress,
         text: bytes,
         by_rank: dict[int, ScrapedLoad],
-        asked_ns: int,
+        requested_ns: int,
         specs: dict[RoutedEngine, EngineSpec],
     ) -> None:
         """Report the figures of each engine. A rank that the text does not name has none."""
@@ -288,15 +288,15 @@ class MetricsWatch:
             load = scrape(text) if engine.rank is None else by_rank.get(engine.rank)
             if load is None:
                 continue
-            self._report(engine, load, asked_ns)
+            self._report(engine, load, requested_ns)
             spec = self._specify(engine, load, specs.get(engine))
             if spec is not None:
                 specs[engine] = spec
 
-    def _report(self, engine: RoutedEngine, load: ScrapedLoad, asked_ns: int) -> None:
+    def _report(self, engine: RoutedEngine, load: ScrapedLoad, requested_ns: int) -> None:
         """Report figures as of the time of the request, because they contain nothing that arrived later."""
         now_ns = time.monotonic_ns()
-        self._fleet.router.report(engine.row, load.figures, asked_ns, now_ns)
+        self._fleet.router.report(engine.row, load.figures, requested_ns, now_ns)
         if self._listener is not None:
             self._listener.reported(engine.row, load.figures)
         engine.totals = load.totals

@@ -50,7 +50,7 @@ class KvSubscription:
         self._source = source
         self._num_forgotten = num_forgotten
         self._log = log
-        self._num_told = num_forgotten()
+        self._num_forgotten_before = num_forgotten()
 
     async def run(self) -> None:
         """Connect, listen and reconnect until cancelled."""
@@ -134,8 +134,8 @@ class KvSubscription:
     def _remind(self) -> None:
         """Report all blocks to the router again after it discarded them, once the stream is certain."""
         num_forgotten = self._num_forgotten()
-        if num_forgotten != self._num_told and self.feed.stream.is_certain:
-            self._num_told = num_forgotten
+        if num_forgotten != self._num_forgotten_before and self.feed.stream.is_certain:
+            self._num_forgotten_before = num_forgotten
             self.feed.tell_again()
 
     async def _sleep(self, seconds: float) -> None:

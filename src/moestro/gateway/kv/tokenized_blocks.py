@@ -66,30 +66,30 @@ class TokenizedReader:
         self._tokenizer = tokenizer
         self._block_size = block_size
 
-    def __call__(self, asked: RequestBody, incoming: Incoming, now_ns: int) -> Request:
+    def __call__(self, body: RequestBody, incoming: Incoming, now_ns: int) -> Request:
         """Return the request with its exact token count and block hashes."""
-        ids = self._ids(asked, incoming) if len(incoming.body) <= MAX_TEXT_BYTES else None
+        ids = self._ids(body, incoming) if len(incoming.body) <= MAX_TEXT_BYTES else None
         if ids is None or not len(ids):
-            return request_from_text(asked, incoming, now_ns, len(incoming.body) + 1)  # too long a block: no hashes
-        key = prompt_key(asked.model, asked.cache_salt)
-        return make_request(asked, incoming, now_ns, (len(ids), key, hash_blocks(key, ids, self._block_size)))
+            return request_from_text(body, incoming, now_ns, len(incoming.body) + 1)  # too long a block: no hashes
+        key = prompt_key(body.model, body.cache_salt)
+        return make_request(body, incoming, now_ns, (len(ids), key, hash_blocks(key, ids, self._block_size)))
 
-    def _ids(self, asked: RequestBody, incoming: Incoming) -> NDArray[np.int32] | None:
+    def _ids(self, body: RequestBody, incoming: Incoming) -> NDArray[np.int32] | None:
         try:
-            ids = np.array(self._id_list(_as_chat(asked, incoming)), np.int32)
+            ids = np.array(self._id_list(_as_chat(body, incoming)), np.int32)
         except (RequestError, msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError):
             return None
-        most = asked.truncate_prompt_tokens
+        most = body.truncate_prompt_tokens
         if most is None or most < 1:
             return ids
-        return ids[:most] if asked.truncation_side == "right" else ids[-most:]
+        return ids[:most] if body.truncation_side == "right" else ids[-most:]
 
-    def _id_list(self, asked: RequestBody) -> Sequence[int]:
-        if asked.messages is not None:
-            messages = [_message(said) for said in asked.messages]
-            text = self._tokenizer.render_chat(messages, tools=_tools(asked), options=self._options(asked))
+    def _id_list(self, body: RequestBody) -> Sequence[int]:
+        if body.messages is not None:
+            messages = [_message(turn) for turn in body.messages]
+            text = self._tokenizer.render_chat(messages, tools=_tools(body), options=self._options(body))
             return self._tokenizer.encode(text, add_special_tokens=False)
-        raw = asked.prompt if is_given(asked.prompt) else asked.text
+        raw = body.prompt if is_given(body.prompt) else body.text
         prompt = msgspec.json.decode(raw, type=str | list[str | int | list[int]])
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             prompt = prompt[0]  # the first of several
@@ -97,48 +97,48 @@ class TokenizedReader:
             return self._tokenizer.encode(prompt, add_special_tokens=True)
         return msgspec.convert(prompt, list[int])
 
-    def _options(self, asked: RequestBody) -> TemplateOptions:
-        kwargs = asked.chat_template_kwargs
+    def _options(self, body: RequestBody) -> TemplateOptions:
+        kwargs = body.chat_template_kwargs
         given = msgspec.json.decode(kwargs, type=dict[str, Any]) if is_given(kwargs) else {}
-        wishes = {} if asked.verbosity is None else {"verbosity": asked.verbosity}
-        effort = asked.reasoning_effort
+        wishes = {} if body.verbosity is None else {"verbosity": body.verbosity}
+        effort = body.reasoning_effort
         if effort is not None and effort in EFFORTS:  # Engines refuse another one.
             effort = self._tokenizer.effort_for(effort)
-        continues = bool(asked.continue_final_message)
+        continues = bool(body.continue_final_message)
         return TemplateOptions(
-            add_generation_prompt=not continues and asked.add_generation_prompt is not False,
+            add_generation_prompt=not continues and body.add_generation_prompt is not False,
             continue_final_message=continues,
             variables=template_variables(effort, wishes | given, {}),
         )
 
 
-def _as_chat(asked: RequestBody, incoming: Incoming) -> RequestBody:
+def _as_chat(body: RequestBody, incoming: Incoming) -> RequestBody:
     """Return the fields of the chat to which engines translate a request of another API."""
     if has_many_elements(incoming.body):
-        return asked
+        return body
     chat = chat_body(incoming.head.path, incoming.body)
-    return asked if chat is None else read(chat, CHAT_PATH)
+    return body if chat is None else read(chat, CHAT_PATH)
 
 
-def _message(said: BodyMessage) -> dict[str, Any]:
-    content = said.content
+def _message(turn: BodyMessage) -> dict[str, Any]:
+    content = turn.content
     if not isinstance(content, str):
         parts = content or ()
         if any(part.text is None for part in parts):
             raise RequestError("A part of a message is not text, so its tokens are not known.")
         content = "\n".join([part.text or "" for part in parts])  # as engines join them
-    message: dict[str, Any] = {"role": said.role, "content": content}
-    if said.name is not None:
-        message["name"] = said.name
-    if said.tool_call_id is not None:
-        message["tool_call_id"] = said.tool_call_id
-    if is_given(said.tool_calls):
-        message["tool_calls"] = calls_for_templates(msgspec.json.decode(said.tool_calls, type=list[dict[str, Any]]))
-    reasoning = said.reasoning if said.reasoning is not None else said.reasoning_content
+    message: dict[str, Any] = {"role": turn.role, "content": content}
+    if turn.name is not None:
+        message["name"] = turn.name
+    if turn.tool_call_id is not None:
+        message["tool_call_id"] = turn.tool_call_id
+    if is_given(turn.tool_calls):
+        message["tool_calls"] = calls_for_templates(msgspec.json.decode(turn.tool_calls, type=list[dict[str, Any]]))
+    reasoning = turn.reasoning if turn.reasoning is not None else turn.reasoning_content
     if reasoning is not None:
         message["reasoning"] = message["reasoning_content"] = reasoning
     return message
 
 
-def _tools(asked: RequestBody) -> list[Any] | None:
-    return msgspec.json.decode(asked.tools, type=list[Any]) if is_given(asked.tools) else None
+def _tools(body: RequestBody) -> list[Any] | None:
+    return msgspec.json.decode(body.tools, type=list[Any]) if is_given(body.tools) else None

@@ -73,7 +73,7 @@ class Condition(StrEnum):
     UNCHECKED = "unchecked"  # no health check has passed yet
     DOWN = "down"  # health checks fail or are not answered
     OPEN = "open"  # the breaker is open
-    BUSY = "busy"  # the engine refused a request and asked for a pause
+    BUSY = "busy"  # the engine refused a request and requests a pause
     PROBING = "probing"  # the breaker admits requests until one succeeds or fails
     STALLED = "stalled"  # the engine's queue grows without any output
     SUSPECTED = "suspected"  # the engine may have stopped answering
@@ -128,7 +128,7 @@ class Health:
         self._loop_back_off = BackOff(_FIRST_LOOP_NS, _LONGEST_LOOP_NS)
         self._num_failed_checks: int | None = None  # consecutive; None means never checked
         self._busy_until_ns = now_ns
-        self._heard_ns: int | None = None  # time of the last output
+        self._output_ns: int | None = None  # time of the last output
         self._progress_ns = now_ns  # time of the last output, or of the last moment without requests
         self._num_at_progress = 0
         self._counter: float | None = None  # computed tokens, as last reported
@@ -149,7 +149,7 @@ class Health:
 
     def has_just_answered(self, now_ns: int) -> bool:
         """Return whether output of the engine arrived a moment ago, which excuses a failed check."""
-        return self._heard_ns is not None and now_ns - self._heard_ns < _RECENT_NS
+        return self._output_ns is not None and now_ns - self._output_ns < _RECENT_NS
 
     def looped(self, now_ns: int) -> None:
         """Record that a request for the engine has come back to its router."""
@@ -188,7 +188,7 @@ class Health:
 
     def progressed(self, num_in_flight: int, now_ns: int) -> None:
         """Record output of the engine, which has `num_in_flight` requests of this router."""
-        self._heard_ns = self._progress_ns = now_ns
+        self._output_ns = self._progress_ns = now_ns
         self._num_at_progress = num_in_flight
 
     def counted(self, num_tokens: float, num_in_flight: int, now_ns: int) -> None:

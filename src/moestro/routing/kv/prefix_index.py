@@ -4,12 +4,12 @@ The index keeps three sources of knowledge. Each represents a set of engines as 
 a thousand engines cost little more than ten:
 
     history   prompts sent to each engine, in a tree of shared prefixes; bounded by the blocks of the engine's cache
-    said      blocks that an engine reports by KV events, stored and removed one by one
+    reported  blocks that an engine reports by KV events, stored and removed one by one
     pending   prompts in flight on engines with complete KV events
 
-An engine without KV events is represented by its history. An engine with complete events is represented by what it said
-and by pending prompts: from the decision to the request's end the engine holds the prompt or will hold it. An engine
-with a gap in its events is represented by its history and by what it said.
+An engine without KV events is represented by its history. An engine with complete events is represented by the blocks
+that it reported and by pending prompts: from the decision to the request's end the engine holds the prompt or will hold
+it. An engine with a gap in its events is represented by its history and by the blocks that it reported.
 
 The size of an engine's cache may be unknown. Then it follows from the engine's answers: for each block that was wrongly
 predicted to be cached it shrinks by one block, for each that was wrongly dropped it grows by one. In the long run as
@@ -28,11 +28,11 @@ from moestro.core.hashing import HASH_BYTES, split_hashes
 from moestro.core.prefix_tree import BlockRun, PrefixTree
 
 # Bytes per entry, including the unused part of dictionaries that have just grown.
-SAID_BYTES = 300  # one block reported by one engine
+REPORTED_BYTES = 300  # one block reported by one engine
 PROMPT_BYTES = 130  # one prompt in a history
 RUN_BYTES = 700  # one run of one engine, without its blocks
 _UNLIMITED = 1 << 62
-_MOST_UNSAID = 3  # prompts in a row; a cache that is full may have lost one of them before its request ended
+_MOST_UNREPORTED = 3  # prompts in a row; a cache that is full may have lost one of them before its request ended
 _LEAVE_AT_ONCE = 4096  # blocks dropped at once, in a few milliseconds; a stranger may have reported a million
 _LEAVE_A_CALL = 256
 _FEW = 8  # up to this number bits are extracted one by one, above it by unpacking all bits
@@ -45,18 +45,18 @@ class _Engine:
     """State of one engine.
 
     Attributes:
-        said: blocks that the engine reported, in order of their reports.
+        reported: blocks that the engine reported, in order of their reports.
         prompts: history, oldest first, as (last run, whether this router sent it).
         capacity: size of the engine's cache in blocks.
-        is_capacity_known: whether the engine said so; else it is learned.
-        num_unsaid: computed prompts in a row of which no event reported the first block.
+        is_capacity_known: whether the engine reported it; else it is learned.
+        num_unreported: computed prompts in a row of which no event reported the first block.
     """
 
-    said: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    reported: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     prompts: deque[tuple[BlockRun, bool]] = field(default_factory=deque)
     capacity: int = _UNLIMITED
     is_capacity_known: bool = False
-    num_unsaid: int = 0
+    num_unreported: int = 0
 
 
 class PrefixIndex:
@@ -72,9 +72,9 @@ class PrefixIndex:
         self._engines: list[_Engine] = []
         self._history = PrefixTree()
         self._pending = PrefixTree()
-        self._said: dict[bytes, int] = {}  # block -> set of engines that hold it
-        self._leaving: deque[tuple[int, OrderedDict[bytes, None]]] = deque()  # dropped blocks still in `_said`
-        self._stale = 0  # engines with such blocks, whose bits in `_said` are not believed
+        self._reported: dict[bytes, int] = {}  # block -> set of engines that hold it
+        self._leaving: deque[tuple[int, OrderedDict[bytes, None]]] = deque()  # dropped blocks still in `_reported`
+        self._stale = 0  # engines with such blocks, whose bits in `_reported` are not believed
         self._complete = 0  # engines whose events report all their blocks
         self._exact = 0  # those of `_complete` that have reported a block
 
@@ -83,7 +83,7 @@ class PrefixIndex:
         if engine == len(self._engines):
             self._engines.append(_Engine())
         row = self._engines[engine]
-        assert not row.said
+        assert not row.reported
         assert not row.prompts
         self.set_capacity(engine, None)
 
@@ -118,7 +118,7 @@ class PrefixIndex:
         self._leave(_LEAVE_A_CALL)
         found = np.zeros(len(self._engines), np.int64)
         steps = _steps(self._history, hashes, ~self._exact)
-        if not self._exact and not self._said:
+        if not self._exact and not self._reported:
             for depth, holders in steps:  # ascending, so that deeper matches overwrite shallower ones
                 _set(found, holders, depth)
             return found
@@ -138,7 +138,7 @@ class PrefixIndex:
     def num_bytes(self) -> int:
         """Estimated memory, an upper bound: entries that engines share count once per engine."""
         num_leaving = sum(len(blocks) for _, blocks in self._leaving)
-        return num_leaving * SAID_BYTES + sum(self._bytes_of(engine) for engine in range(len(self._engines)))
+        return num_leaving * REPORTED_BYTES + sum(self._bytes_of(engine) for engine in range(len(self._engines)))
 
     # --- requests
 
@@ -170,9 +170,9 @@ class PrefixIndex:
         while first.parent is not None:
             first = first.parent
         self._pending.drop(engine, pending)
-        if is_computed and row.said:  # an engine without any block may have caching turned off
-            row.num_unsaid = 0 if first.blocks[:HASH_BYTES] in row.said else row.num_unsaid + 1
-            if row.num_unsaid >= _MOST_UNSAID:
+        if is_computed and row.reported:  # an engine without any block may have caching turned off
+            row.num_unreported = 0 if first.blocks[:HASH_BYTES] in row.reported else row.num_unreported + 1
+            if row.num_unreported >= _MOST_UNREPORTED:
                 self._exact &= ~(1 << engine)
 
     def lacks_events(self, engine: int) -> bool:
@@ -181,13 +181,13 @@ class PrefixIndex:
 
     # --- KV events
 
-    def said(self, engine: int, hashes: bytes) -> None:
+    def reported(self, engine: int, hashes: bytes) -> None:
         """Record blocks that `engine` reported as stored."""
         self._leave(_LEAVE_A_CALL)
         row, bit = self._engines[engine], 1 << engine
-        row.num_unsaid = 0
+        row.num_unreported = 0
         self._exact |= self._complete & bit
-        mine, all_holders, last, last_with = row.said, self._said, -1, bit
+        mine, all_holders, last, last_with = row.reported, self._reported, -1, bit
         for block in reversed(split_hashes(hashes)):  # so that a prompt's first blocks are evicted last
             if block in mine:
                 mine.move_to_end(block)
@@ -201,10 +201,10 @@ class PrefixIndex:
 
     def removed(self, engine: int, hashes: bytes) -> None:
         """Record blocks that `engine` reported as removed. Blocks that it did not hold are ignored."""
-        said, bit = self._engines[engine].said, 1 << engine
+        reported, bit = self._engines[engine].reported, 1 << engine
         for block in split_hashes(hashes):
-            if block in said:
-                del said[block]
+            if block in reported:
+                del reported[block]
                 self._drop(bit, block)
 
     def cleared(self, engine: int) -> None:
@@ -222,10 +222,10 @@ class PrefixIndex:
         bit = 1 << engine
         self.incomplete(engine)
         row = self._engines[engine]
-        if row.said:
-            self._leaving.append((engine, row.said))
+        if row.reported:
+            self._leaving.append((engine, row.reported))
             self._stale |= bit
-            row.said = OrderedDict()
+            row.reported = OrderedDict()
         self._leave(_LEAVE_AT_ONCE)
 
     def forget(self, engine: int) -> None:
@@ -252,7 +252,7 @@ class PrefixIndex:
 
     def _walk(self, hashes: bytes, foretold: Steps, found: NDArray[np.int64]) -> None:
         """Fill `found` with the leading blocks that each engine reported, or holds according to `foretold`."""
-        blocks, get = split_hashes(hashes), self._said.get
+        blocks, get = split_hashes(hashes), self._reported.get
         alive, believed, begin = (1 << len(self._engines)) - 1, ~self._stale, 0
         for border, others in (*foretold, (len(blocks), 0)):
             last: int | None = None
@@ -277,11 +277,11 @@ class PrefixIndex:
 
     def _keep_share(self, engine: int) -> None:
         row, share = self._engines[engine], self._max_bytes // len(self._engines)
-        while (row.prompts or row.said) and self._bytes_of(engine) > share:
+        while (row.prompts or row.reported) and self._bytes_of(engine) > share:
             if row.prompts:
                 self._drop_oldest(engine)
             else:
-                self._drop(1 << engine, row.said.popitem(last=False)[0])
+                self._drop(1 << engine, row.reported.popitem(last=False)[0])
                 self.incomplete(engine)
 
     def _bytes_of(self, engine: int) -> int:
@@ -290,7 +290,7 @@ class PrefixIndex:
         num_runs = tree.num_runs[engine] + self._pending.num_runs[engine]
         num_blocks = tree.num_blocks[engine] + self._pending.num_blocks[engine]
         return (
-            len(row.said) * (SAID_BYTES + set_bytes)
+            len(row.reported) * (REPORTED_BYTES + set_bytes)
             + len(row.prompts) * PROMPT_BYTES
             + num_runs * (RUN_BYTES + set_bytes)
             + num_blocks * HASH_BYTES
@@ -300,21 +300,21 @@ class PrefixIndex:
         self._history.drop(engine, self._engines[engine].prompts.popleft()[0])
 
     def _drop(self, bit: int, block: bytes) -> None:
-        left = self._said.get(block, 0) & ~bit
+        left = self._reported.get(block, 0) & ~bit
         if left:
-            self._said[block] = left
+            self._reported[block] = left
         else:
-            self._said.pop(block, None)
+            self._reported.pop(block, None)
 
     def _leave(self, most: int) -> None:
         """Drop up to `most` blocks of engines that lost track. Until the last one, no reported block counts there."""
         while most > 0 and self._leaving:
             engine, blocks = self._leaving[0]
-            now_said, bit = self._engines[engine].said, 1 << engine
+            now_reported, bit = self._engines[engine].reported, 1 << engine
             for _ in range(min(most, len(blocks))):
                 most -= 1
                 block = blocks.popitem()[0]
-                if block not in now_said:
+                if block not in now_reported:
                     self._drop(bit, block)
             if not blocks:
                 self._leaving.popleft()

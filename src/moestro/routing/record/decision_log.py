@@ -25,7 +25,7 @@ from moestro.routing.router import RouteDecision
 
 MOST_EVENTS = 64  # of one request; further ones are counted
 MOST_MOVES = 64  # changes of the expert table that are kept
-MOST_UNWRITTEN = 1000  # ended requests whose engine has not said its last word
+MOST_UNWRITTEN = 1000  # ended requests whose engine has yet to report what it did with them
 
 
 class _Attempt(NamedTuple):
@@ -171,7 +171,7 @@ class DecisionLog:
         """Whether a request is known and has not ended."""
         return request_id in self._running
 
-    # --- what is asked ----------------------------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------------------------
 
     def trace(self, request_id: str) -> RequestTrace | None:
         """Return the trace of a request, or None if it is unknown, forgotten or kept without candidates."""
@@ -209,7 +209,7 @@ class DecisionLog:
             time=entry.began.wall_ns / NS_PER_S,
             policy=self._policy,
             prompt_tokens=num_prompt_tokens,
-            attempts=[_told(attempt) for attempt in entry.attempts],
+            attempts=[_attempt_of(attempt) for attempt in entry.attempts],
             status=entry.status,
             seconds=(entry.ended_ns - began_ns) / NS_PER_S if is_over else None,
             usage={name.decode(): count for name, count in entry.usage.items()},
@@ -225,7 +225,7 @@ class DecisionLog:
         )
 
 
-def _told(attempt: _Attempt) -> Attempt:
+def _attempt_of(attempt: _Attempt) -> Attempt:
     decision, because, names, wait_ns = attempt
     candidates = decision.candidates
     assert candidates is not None, "the router keeps none"

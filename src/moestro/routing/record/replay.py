@@ -135,10 +135,10 @@ def _apply(router: RecordedRouter, entry: Entry) -> None:
         case ElsewhereForgotten():
             router.forget_elsewhere(entry.engine)
         case _:
-            _apply_said(router, entry)
+            _apply_report(router, entry)
 
 
-def _apply_said(router: RecordedRouter, entry: Entry) -> None:
+def _apply_report(router: RecordedRouter, entry: Entry) -> None:
     match entry:
         case Reported():
             router.report(entry.engine, entry.figures, entry.as_of_ns, entry.now_ns)

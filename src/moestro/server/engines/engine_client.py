@@ -332,7 +332,7 @@ class EngineClient:
 
     def _take_report(self, engine: int, report: ExpertReport | EngineEvents) -> None:
         if isinstance(report, ExpertReport):
-            self.expert_loads.heard(engine, report, self._now_ns())
+            self.expert_loads.on_message(engine, report, self._now_ns())
         elif self.log is not None:
             self.log.took(engine, report.events)
 

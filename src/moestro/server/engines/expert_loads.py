@@ -13,7 +13,7 @@ from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.source_load import SourceLoad, merge_sources
 from moestro.wire.expert_reports import ExpertReport, ReadExperts, load_of
 
-# A report costs an engine less than a millisecond, and a scrape shows the one that the scrape before it asked for.
+# A report costs an engine less than a millisecond, and a scrape shows the one that the scrape before it requested.
 REFRESH_NS = 5_000_000_000
 ANSWER_S = 2.0  # an engine in a long step answers after it; until then its last report counts
 
@@ -93,7 +93,7 @@ class ExpertLoads:
         self.engines = [EngineReport() for _ in range(num_engines)]
         self._questions: list[_Question] = []
         self._number = 0  # of the last question
-        self._asked_ns: int | None = None
+        self._last_question_ns: int | None = None
         self._merged: GroupLoad | None = None
         self._is_merged = False
 
@@ -124,19 +124,19 @@ class ExpertLoads:
 
     def refresh(self, now_ns: int) -> None:
         """Ask all engines without waiting, unless that was done a moment ago."""
-        if self._asked_ns is None or now_ns - self._asked_ns >= REFRESH_NS:
-            self._asked_ns = now_ns
+        if self._last_question_ns is None or now_ns - self._last_question_ns >= REFRESH_NS:
+            self._last_question_ns = now_ns
             self._ask_all()
 
     def _ask_all(self, *, with_pairs: bool = False, clear: bool = False) -> tuple[int, set[int]]:
         """Send a question. Returns its number, and the engines that will answer it."""
         self._number += 1
-        asked = ReadExperts(self._number, with_pairs=with_pairs, clear=clear)
-        return self._number, {engine for engine in range(len(self.engines)) if self._ask(engine, asked)}
+        question = ReadExperts(self._number, with_pairs=with_pairs, clear=clear)
+        return self._number, {engine for engine in range(len(self.engines)) if self._ask(engine, question)}
 
     # --- from the engines -------------------------------------------------------------------------------------------
 
-    def heard(self, engine: int, message: ExpertReport, now_ns: int) -> None:
+    def on_message(self, engine: int, message: ExpertReport, now_ns: int) -> None:
         """Take in a report.
 
         Raises:
@@ -145,7 +145,7 @@ class ExpertLoads:
         report = self.engines[engine]
         load = load_of(message)
         if load is not None and load.pairs is None and report.load is not None and load.num_steps:
-            load = replace(load, pairs=report.load.pairs)  # The last ones, because they are not always asked for.
+            load = replace(load, pairs=report.load.pairs)  # The last ones, because not every question requests them.
         if load is not None or message.error:
             report.load = load or report.load
         report.at_ns, report.error = now_ns, message.error

@@ -104,7 +104,7 @@ class RequestLog:
 
     @_guarded
     def close(self) -> None:
-        """Write the traces of ended requests whose engines have not said their last word."""
+        """Write the traces of ended requests whose engines have yet to report on them."""
         self._log.complete_all()
 
     # --- from the engines

@@ -133,7 +133,7 @@ class Coordinator:
         self.num_homes = options.num_homes
         num_present = options.num_homes + options.num_expert_workers
         self._members = [_Member() for _ in range(options.num_places)]
-        self._table: GroupTable | None = None  # until a worker has told of the network
+        self._table: GroupTable | None = None  # until a worker has reported the network
         self._present = set(range(num_present))  # places whose worker runs, or is to run
         self._version = 0
         self._has_begun = False  # whether all workers of the start have joined
@@ -177,7 +177,7 @@ class Coordinator:
         member.launch, member.address, member.figures, member.is_silent = launch, "", None, False
         self._enter(member, MemberPhase.STARTING, now_ns)
 
-    def heard(self, worker: int, message: FromRank, now_ns: int) -> None:
+    def on_message(self, worker: int, message: FromRank, now_ns: int) -> None:
         """Take in a message of a worker."""
         member = self._members[worker]
         if member.phase is MemberPhase.STARTING:
@@ -316,7 +316,7 @@ class Coordinator:
     @property
     def table(self) -> GroupTable:
         """Slots of all workers, as those that start load them. It is known once a worker has joined."""
-        assert self._table is not None, "no worker has told of the network yet"
+        assert self._table is not None, "no worker has reported the network yet"
         return self._table
 
     @property
@@ -469,7 +469,7 @@ class Coordinator:
             self._table.clear(worker)
 
     def dismissed(self, worker: int, now_ns: int) -> None:
-        """Note that a removed worker was asked to end: it listens no more, though its process may still run."""
+        """Note that a removed worker was sent a shutdown: it listens no more, though its process may still run."""
         self._enter(self._members[worker], MemberPhase.ENDING, now_ns)
 
     def is_given_up(self, worker: int) -> bool:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 0.25  # between looks, each of which may take a millisecond where a network has many experts
 MOST_MOVES = 32  # moves that an event names
-NOBODY = -1  # source of a new copy, and target of a dropped one
+NO_WORKER = -1  # source of a new copy, and target of a dropped one
 
 
 class ServedTable(NamedTuple):
@@ -98,8 +98,8 @@ def _moves(before: ExpertTable, served: ServedTable) -> Iterator[tuple[int, Expe
             sources = sorted(worker for each, worker in lost.elements() if each == expert)
             targets = sorted(worker for each, worker in gained.elements() if each == expert)
             for place in range(max(len(sources), len(targets))):
-                source = sources[place] + first if place < len(sources) else NOBODY
-                target = targets[place] + first if place < len(targets) else NOBODY
+                source = sources[place] + first if place < len(sources) else NO_WORKER
+                target = targets[place] + first if place < len(targets) else NO_WORKER
                 yield layers[at], ExpertMove(expert, source, target)
 
 

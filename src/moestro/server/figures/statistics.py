@@ -37,7 +37,7 @@ class ServerStatistics:
     listener: socket.socket
 
     def read(self, with_experts: bool) -> LiveStatistics:  # noqa: FBT001 - the only argument
-        """Return the present figures. The load of experts is the one that an earlier call asked the engines for."""
+        """Return the present figures. The load of experts is the one that an earlier call requested."""
         now_ns, metrics, routing = time.monotonic_ns(), self.metrics, self.settings.routing
         has_experts, experts = self.info.num_experts > 0, None
         if with_experts and has_experts:

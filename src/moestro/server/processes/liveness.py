@@ -66,7 +66,7 @@ class Liveness:
     def launched(self, now_ns: int) -> None:
         """Reset the state for a new process."""
         self.is_ready = False
-        self._launched_ns = self._heard_ns = self._stepped_ns = self._beat_ns = now_ns
+        self._launched_ns = self._message_ns = self._stepped_ns = self._beat_ns = now_ns
         self._num_steps = self._usual_silence_ns = 0
         self._is_idle = False
 
@@ -76,9 +76,9 @@ class Liveness:
         self._stepped_ns = self._beat_ns = now_ns
         self._usual_silence_ns = 0
 
-    def heard(self, now_ns: int) -> None:
+    def on_message(self, now_ns: int) -> None:
         """Record that a message arrived."""
-        self._heard_ns = now_ns
+        self._message_ns = now_ns
 
     def counted(self, num_steps: int, now_ns: int, *, is_idle: bool = False) -> None:
         """Record a heartbeat, with the number of steps that the rank has begun.
@@ -97,12 +97,12 @@ class Liveness:
         """Exclude the last `pause_ns`, in which the API server itself was stopped."""
         self._launched_ns = min(self._launched_ns + pause_ns, now_ns)
         self._beat_ns = min(self._beat_ns + pause_ns, now_ns)
-        self._heard_ns = min(self._heard_ns + pause_ns, now_ns)
+        self._message_ns = min(self._message_ns + pause_ns, now_ns)
         self._stepped_ns = min(self._stepped_ns + pause_ns, now_ns)
 
     def silence_ns(self, now_ns: int) -> int:
         """Return the time since the last message, in nanoseconds."""
-        return now_ns - self._heard_ns
+        return now_ns - self._message_ns
 
     def judge(self, num_in_flight: int, now_ns: int) -> RankStatus:
         """Return the status of a rank with `num_in_flight` requests."""

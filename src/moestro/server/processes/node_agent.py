@@ -19,7 +19,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: Moestro's version.
-        absent: Those of the paths asked for that it lacks.
+        absent: Those of the requested paths that it lacks.
     """
 
     version: str

@@ -5,7 +5,7 @@ process whose node is gone gets another group, and the former is given back. One
 nodes for all lost bundles of a group or for none of them, and makes the groups of everybody else wait meanwhile.
 
 Ray takes seconds to find that a node is gone, and until then gives out room there; a group that it has begun to place
-on such a node may wait for ever. So nodes that do not answer are avoided, and a group that waits is asked for anew
+on such a node may wait for ever. So nodes that do not answer are avoided, and a waiting group is requested again
 whenever the nodes in question change.
 """
 
@@ -245,7 +245,7 @@ class RayProcess:
         """Implement `StartedProcess.write`."""
         try:
             await _answer(self._agent.write.remote(data), _ANSWER_S)
-        except EngineDiedError:  # A process on standby may be on a node that is gone, which nobody has noticed.
+        except EngineDiedError:  # A process on standby may be on a node that is gone without notice.
             self._give_up()
 
     def signal(self, number: int) -> None:
@@ -322,7 +322,7 @@ class RayLauncher:
         self._free = list(self._seats)
 
     async def _has_room(self, seat: _Seat, start_s: float, timeout_s: float) -> bool:
-        """Wait until a seat has its room, which Ray is asked for anew whenever the nodes to choose from change."""
+        """Wait until a seat has its room, requested from Ray again whenever the nodes to choose from change."""
         while not await asyncio.to_thread(seat.group.wait, _WAIT_S):
             waited_s = time.monotonic() - start_s
             if waited_s > timeout_s:
@@ -432,7 +432,7 @@ class RayLauncher:
             if seat.node is not None and seat.node[1] in self._silent_nodes():
                 self._drop(seat)
                 continue
-            with contextlib.suppress(OSError):  # The node has gone since, and nobody has noticed.
+            with contextlib.suppress(OSError):  # The node has gone since, without notice.
                 return await self._start(seat, name)
         silent = self._silent_nodes()
         nodes = await asyncio.to_thread(self._cluster.node_ids) - silent

@@ -190,17 +190,17 @@ class Supervisor:
         state, group, now = self._ranks[rank], self._group_of[rank], now_ns()
         if isinstance(message, Ready) and not self._processes.is_running(rank):
             return  # The last message of a process that has ended.
-        state.liveness.heard(now)
+        state.liveness.on_message(now)
         if self._coordinator is not None:
-            self._coordinator.heard(rank, message, now)
+            self._coordinator.on_message(rank, message, now)
         if self.migration is not None:
             self.migration.on_message(rank, message)
         match message:
             case Heartbeat(num_steps, owes, is_idle):
                 state.liveness.counted(num_steps, now, is_idle=is_idle)
                 state.owes = owes
-            case ReadClock(asked_ns):
-                self._wire.send(rank, ClockReading(asked_ns, now_ns()))
+            case ReadClock(requested_ns):
+                self._wire.send(rank, ClockReading(requested_ns, now_ns()))
             case Ready():
                 state.liveness.ready(now)
                 group.ready[rank] = message
@@ -252,7 +252,7 @@ class Supervisor:
         cause = self._cause_of_exit(rank, how)
         if self._coordinator is not None and self._coordinator.is_given_up(rank):
             self._leaving.pop(rank, None)  # Another worker may take the place.
-            logger.info("%s has ended, as it was asked to", self._name(rank))
+            logger.info("%s has ended, as requested", self._name(rank))
             return
         group.end = group.end or (rank, cause)
         if not group.was_ready or any(self._ranks[each].is_running for each in group.members):

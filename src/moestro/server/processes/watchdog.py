@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 # another at once, there are two looks between heartbeats of an engine.
 TICK_S, ENGINE_TICK_S = 0.05, 0.125
 _LATE_S = 0.15  # A tick that comes later by more than this means that this process was stopped.
-_TOLD_PAUSE_NS = NS_PER_S
+_LOGGED_PAUSE_NS = NS_PER_S
 # Silence after which an engine that a signal has stopped is killed, if others can take its requests. Between a Ctrl-Z
 # and its end, the API server is stopped too, and that time does not count.
 STOPPED_NS = NS_PER_S
@@ -114,7 +114,7 @@ class Watchdog:
 
     def _forgive(self, pause_ns: int, now_ns: int) -> None:
         """Exclude a time in which this process was stopped from the timeouts of ranks and unassigned requests."""
-        if pause_ns >= _TOLD_PAUSE_NS:
+        if pause_ns >= _LOGGED_PAUSE_NS:
             logger.warning(
                 "this process was stopped for %.0f s; the engines' timeouts exclude that time", pause_ns / NS_PER_S
             )

@@ -21,13 +21,13 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filt
 def message_of_chat(answer: dict[str, Any]) -> dict[str, Any]:
     """Return the message of a chat completion with one choice."""
     choice = answer["choices"][0]
-    said = choice["message"]
+    message = choice["message"]
     content: list[dict[str, Any]] = []
-    if thought := said.get("reasoning_content"):
+    if thought := message.get("reasoning_content"):
         content.append({"type": "thinking", "thinking": thought, "signature": ""})
-    if text := said.get("content"):
+    if text := message.get("content"):
         content.append({"type": "text", "text": text})
-    for call in said.get("tool_calls") or ():
+    for call in message.get("tool_calls") or ():
         function = call["function"]
         content.append(
             {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _input(function["arguments"])}

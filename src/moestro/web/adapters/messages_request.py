@@ -27,7 +27,7 @@ MAX_BUDGET = 2**31 - 1  # Tokens of thinking.
 # Roles that Claude Code (from 2.1.154 on) gives to its context and messages, read as vLLM does.
 _ROLES = {"ctx": "user", "msg": "user"}
 ROLES = ("user", "assistant", "system", *_ROLES)
-_Said = tuple[dict[str, Any], dict[str, str]]  # A chat message, and its places in the client's body by its own.
+_PlacedMessage = tuple[dict[str, Any], dict[str, str]]  # A chat message, and its places in the client's body.
 _HOSTED = ("web_search_", "web_fetch_")  # Tools of Anthropic's servers that clients offer whether or not one has them.
 
 
@@ -189,10 +189,10 @@ def chat_of_count(fields: CountFields) -> TranslatedChat:
     _refuse_edits(fields.context_management)
     places = FieldPlaces(_PLACES)
     messages: list[dict[str, Any]] = []
-    for said, own_places in _messages(fields):
+    for message, own_places in _messages(fields):
         for place, own in own_places.items():
             places.add(f"messages[{len(messages)}]{place}", own)
-        messages.append(said)
+        messages.append(message)
     chat: dict[str, Any] = {"model": fields.model, "messages": messages}
     if fields.messages[-1].role == "assistant":
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
@@ -223,14 +223,14 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _messages(fields: CountFields) -> Iterator[_Said]:
+def _messages(fields: CountFields) -> Iterator[_PlacedMessage]:
     if fields.system:
         yield {"role": "system", "content": _text("system", fields.system)}, {"": "system"}
     for i, turn in enumerate(fields.messages):
         yield from _turn(f"messages[{i}]", turn)
 
 
-def _turn(place: str, turn: ConversationTurn) -> Iterator[_Said]:
+def _turn(place: str, turn: ConversationTurn) -> Iterator[_PlacedMessage]:
     """Yield the chat messages of one message: results of tools are messages of their own."""
     if turn.role == "assistant":
         yield _assistant(place, turn)
@@ -251,13 +251,13 @@ def _turn(place: str, turn: ConversationTurn) -> Iterator[_Said]:
             yield {"role": role, "content": "\n".join(texts)}, {"": place}
             texts = []
         content = _text(f"{where}.content", block.content)
-        said = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-        yield said, {"": where, ".tool_call_id": f"{where}.tool_use_id"}
+        message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        yield message, {"": where, ".tool_call_id": f"{where}.tool_use_id"}
     if texts:
         yield {"role": role, "content": "\n".join(texts)}, {"": place}
 
 
-def _assistant(place: str, turn: ConversationTurn) -> _Said:
+def _assistant(place: str, turn: ConversationTurn) -> _PlacedMessage:
     own_places = {"": place}
     if isinstance(turn.content, str):
         return {"role": "assistant", "content": turn.content}, own_places

@@ -59,12 +59,12 @@ def response_of_chat(answer: dict[str, Any], settings: dict[str, Any], tools: Of
         tools: Tools that the request offered.
     """
     choice = answer["choices"][0]
-    said = choice["message"]
+    message = choice["message"]
     status = _status(choice)
     output: list[Item] = []
-    if thought := said.get("reasoning_content"):
+    if thought := message.get("reasoning_content"):
         output.append(_reasoning_item(_item_id(answer, "rs", 0), thought, _COMPLETE))
-    text, calls = said.get("content"), said.get("tool_calls") or ()
+    text, calls = message.get("content"), message.get("tool_calls") or ()
     if text or not (calls or output):
         logprobs = _logprobs_of(text or "", thought or "", (choice.get("logprobs") or {}).get("content") or [])
         output.append(_message_item(_item_id(answer, "msg", len(output)), text or "", logprobs, _COMPLETE))

@@ -16,7 +16,7 @@ from moestro.core.model_info import ModelInfo
 from moestro.core.request import Request, SamplingParams, packed_tokens
 from moestro.errors import PromptTooLongError, RequestError, shown
 from moestro.server.api.fields.request_fields import refuse_unknown
-from moestro.server.api.fields.structured_output import AskedGrammar, refuse_large_grammar
+from moestro.server.api.fields.structured_output import RequestedGrammar, refuse_large_grammar
 from moestro.server.api.fields.validation import (
     ALL_LOGPROBS,
     MAX_PROMPT_IDS,
@@ -77,11 +77,11 @@ class ServedModel:
     max_choices_at_once: int = 1024
     chat: ChatFormat = field(default_factory=ChatFormat)
 
-    def name_for(self, asked: str | None) -> str:
+    def name_for(self, requested: str | None) -> str:
         """Return the model name for the response. A request without a name gets the first one."""
-        if asked is not None and asked not in self.names:
-            raise UnknownModelError(asked)
-        return self.names[0] if asked is None else asked
+        if requested is not None and requested not in self.names:
+            raise UnknownModelError(requested)
+        return self.names[0] if requested is None else requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,14 +221,14 @@ def prepare_chat_ask(ask: ChatAsk, model: ServedModel, arrival: Arrival) -> Prep
     with _CHAT_PLACES.naming_errors():  # The template writes special tokens.
         ids = encoded(end.prompt, model, ask.options, add_special_tokens=False)
     refuse_foreign_ids("messages", ids, model.info.vocab_size)
-    asked = ask.options.grammar
-    grammar = None if asked is None else asked.grammar
+    requested = ask.options.grammar
+    grammar = None if requested is None else requested.grammar
     answers = model.chat.answers(ask.use, end, grammar, shows_reasoning=ask.shows_reasoning)
     options = replace(ask.options, unknown_fields=ask.options.unknown_fields + _vain_wishes(ask, model))
     if answers is not None and answers.grammar is not None:
-        param = "tools" if asked is None else asked.param
+        param = "tools" if requested is None else requested.param
         refuse_large_grammar(answers.grammar, param)
-        options = replace(options, grammar=AskedGrammar(answers.grammar, param))
+        options = replace(options, grammar=RequestedGrammar(answers.grammar, param))
     prompt, thinking = _Prompt(_truncated(ids, options, model.info)), _thinking(ask, model)
     with _CHAT_PLACES.naming_errors():
         jobs = [replace(job, answers=answers, thinking=thinking) for job in _jobs([prompt], options, model, arrival)]

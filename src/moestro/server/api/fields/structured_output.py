@@ -30,7 +30,7 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "cho
 _GUIDED |= {"regex": "regex", "ebnf": "grammar"}  # SGLang's names
 
 
-class AskedGrammar(msgspec.Struct, frozen=True):
+class RequestedGrammar(msgspec.Struct, frozen=True):
     """Grammar of an answer, and the field of the request that asks for it.
 
     Attributes:
@@ -42,7 +42,7 @@ class AskedGrammar(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...] = ()
 
 
-def asked_grammar(fields: GenerationFields) -> AskedGrammar | None:
+def requested_grammar(fields: GenerationFields) -> RequestedGrammar | None:
     """Return the grammar that the request asks for; None means that the answer may be any text.
 
     Raises:
@@ -71,44 +71,44 @@ def _invalid(param: str, text: str) -> RequestError:
     return RequestError(f"{param} {text}.", param=param, code="invalid_value")
 
 
-def _of_format(asked: ResponseFormat | None) -> list[AskedGrammar]:
-    if asked is None:
+def _of_format(requested: ResponseFormat | None) -> list[RequestedGrammar]:
+    if requested is None:
         return []
-    if asked.type not in ("text", "json_object", "json_schema"):
-        raise _invalid("response_format.type", f"must be text, json_object or json_schema, got {shown(asked.type)}")
-    framed = asked.json_schema
-    if asked.schema is not None:
+    if requested.type not in ("text", "json_object", "json_schema"):
+        raise _invalid("response_format.type", f"must be text, json_object or json_schema, got {shown(requested.type)}")
+    framed = requested.json_schema
+    if requested.schema is not None:
         if framed is not None:
             raise _invalid("response_format.schema", "cannot be used together with response_format.json_schema")
-        place, schema, is_strict = "response_format.schema", asked.schema, False
+        place, schema, is_strict = "response_format.schema", requested.schema, False
     elif framed is not None and framed.schema is not None:
         place, schema, is_strict = "response_format.json_schema.schema", framed.schema, bool(framed.strict)
-    elif asked.type == "json_schema":
+    elif requested.type == "json_schema":
         at = "response_format.json_schema"
         raise RequestError(f"{at}.schema is missing; send a JSON schema.", param=at, code="invalid_value")
     else:
-        return [AskedGrammar(Grammar("json_object"), "response_format")] if asked.type == "json_object" else []
-    if asked.type == "text":
+        return [RequestedGrammar(Grammar("json_object"), "response_format")] if requested.type == "json_object" else []
+    if requested.type == "text":
         raise _invalid(place, "belongs to the type json_schema, and the type is text")
     return [_schema(schema, place, is_strict=is_strict)]
 
 
-def _of_structured(asked: StructuredOutputs | None) -> list[AskedGrammar]:
-    if asked is None:
+def _of_structured(requested: StructuredOutputs | None) -> list[RequestedGrammar]:
+    if requested is None:
         return []
     found = [
         each
         for kind in ("json", "regex", "choice", "grammar")
-        for each in _of_kind(kind, getattr(asked, kind), f"structured_outputs.{kind}")
+        for each in _of_kind(kind, getattr(requested, kind), f"structured_outputs.{kind}")
     ]
-    if asked.json_object:
-        found.append(AskedGrammar(Grammar("json_object"), "structured_outputs.json_object"))
+    if requested.json_object:
+        found.append(RequestedGrammar(Grammar("json_object"), "structured_outputs.json_object"))
     if not found:
         raise _invalid("structured_outputs", "must have one of json, regex, choice, grammar and json_object")
-    return [_spaced(each, asked) for each in found]
+    return [_spaced(each, requested) for each in found]
 
 
-def _of_kind(kind: str, value: Any, place: str) -> list[AskedGrammar]:
+def _of_kind(kind: str, value: Any, place: str) -> list[RequestedGrammar]:
     """Return the grammar of a value of one kind; an empty list means that the value is absent."""
     if value is None:
         return []
@@ -121,17 +121,17 @@ def _of_kind(kind: str, value: Any, place: str) -> list[AskedGrammar]:
             if not value:
                 raise _invalid(place, "is empty")
             grammar = Grammar("regex" if kind == "regex" else "lark", value)
-    return [AskedGrammar(grammar, place)]
+    return [RequestedGrammar(grammar, place)]
 
 
-def _schema(given: dict[str, Any] | str, place: str, *, is_strict: bool = False) -> AskedGrammar:
+def _schema(given: dict[str, Any] | str, place: str, *, is_strict: bool = False) -> RequestedGrammar:
     """Return the grammar of a JSON schema, which may be given as text."""
     if not isinstance(given, str):
         enforced = enforced_schema(given)
         if is_strict:
             refuse_unenforced(enforced.left_out, place)
         grammar = Grammar("json_schema", msgspec.json.encode(enforced.schema).decode())
-        return AskedGrammar(grammar, place, tuple(f"{place}.{each}" for each in enforced.left_out))
+        return RequestedGrammar(grammar, place, tuple(f"{place}.{each}" for each in enforced.left_out))
     if len(given) > MAX_GRAMMAR_BYTES:
         raise _invalid(place, f"may have {MAX_GRAMMAR_BYTES} bytes at most")
     if is_too_deep(given.encode()):
@@ -160,18 +160,18 @@ def _choice(choices: Sequence[str], place: str) -> Grammar:
     return Grammar("choice", msgspec.json.encode(choices).decode())
 
 
-def _spaced(asked: AskedGrammar, given: StructuredOutputs) -> AskedGrammar:
+def _spaced(requested: RequestedGrammar, given: StructuredOutputs) -> RequestedGrammar:
     """Apply the options about whitespace to a grammar of JSON."""
     if not given.disable_any_whitespace and given.whitespace_pattern is None:
-        return asked
-    if not asked.grammar.kind.startswith("json"):
+        return requested
+    if not requested.grammar.kind.startswith("json"):
         raise _invalid("structured_outputs", "has options about whitespace, which only JSON has")
     pattern = None if given.disable_any_whitespace else given.whitespace_pattern
-    schema: dict[str, Any] = msgspec.json.decode(asked.grammar.text or b'{"type": "object"}')
+    schema: dict[str, Any] = msgspec.json.decode(requested.grammar.text or b'{"type": "object"}')
     own = schema.get("x-guidance")
     options = (own if isinstance(own, dict) else {}) | {"whitespace_pattern": pattern}
     changed = schema | {"x-guidance": options | ({} if pattern else _NO_SPACE)}
-    return msgspec.structs.replace(asked, grammar=Grammar("json_schema", msgspec.json.encode(changed).decode()))
+    return msgspec.structs.replace(requested, grammar=Grammar("json_schema", msgspec.json.encode(changed).decode()))
 
 
 class GrammarGate:
@@ -187,7 +187,7 @@ class GrammarGate:
         self._check_threads = PrepareThreads(MAX_WAITING_CHECKS, MAX_CHECKS)  # Slow ones delay other slow ones alone.
         self._checks: dict[tuple[Hashable, Grammar], asyncio.Future[GrammarVerdict]] = {}
 
-    async def check(self, asked: AskedGrammar, client: Hashable = None) -> Grammar:
+    async def check(self, requested: RequestedGrammar, client: Hashable = None) -> Grammar:
         """Return the grammar, if it can be used, with what the check has found of it.
 
         Args:
@@ -199,13 +199,13 @@ class GrammarGate:
         """
         checker = self._checker
         if checker is None:
-            text = f"{asked.param} is not supported by these engines, which compute no logits. Leave it out."
-            raise RequestError(text, param=asked.param, code="unsupported_parameter")
-        grammar = asked.grammar
+            text = f"{requested.param} is not supported by these engines, which compute no logits. Leave it out."
+            raise RequestError(text, param=requested.param, code="unsupported_parameter")
+        grammar = requested.grammar
         verdict = checker.known(grammar) or await self._check_new(checker, grammar, client)
         if verdict.error is not None:
-            text = f"{asked.param} cannot be used as a grammar: {shown(verdict.error)}."
-            raise RequestError(text, param=asked.param, code="invalid_grammar")
+            text = f"{requested.param} cannot be used as a grammar: {shown(verdict.error)}."
+            raise RequestError(text, param=requested.param, code="invalid_grammar")
         return replace(grammar, is_light=verdict.is_light)
 
     async def _check_new(self, checker: GrammarChecker, grammar: Grammar, client: Hashable) -> GrammarVerdict:
@@ -234,7 +234,7 @@ class GrammarGate:
     def _end_check(self, name: tuple[Hashable, Grammar], check: asyncio.Future[GrammarVerdict]) -> None:
         del self._checks[name]
         if not check.cancelled():
-            check.exception()  # An exception that nobody reads would be logged.
+            check.exception()  # An exception that is never read would be logged.
 
     def close(self) -> None:
         """End the threads and processes."""

@@ -16,7 +16,7 @@ from moestro.errors import PromptTooLongError, shown
 from moestro.server.api.fields.chat_fields import check_messages, invalid, offered_tools, template_options
 from moestro.server.api.fields.protocol import ChatFields, GenerationFields
 from moestro.server.api.fields.request_fields import decode_chat, decode_chats, decode_completion, named
-from moestro.server.api.fields.structured_output import AskedGrammar, asked_grammar
+from moestro.server.api.fields.structured_output import RequestedGrammar, requested_grammar
 from moestro.text.chats.chat_format import NO_TOOLS, ToolUse
 from moestro.text.tokenizer import TemplateOptions
 from moestro.web.adapters.field_places import FieldPlaces
@@ -70,7 +70,7 @@ class Options:
     logprobs: int | None  # Number of alternatives for each token; None means no log probabilities.
     logprob_token_ids: tuple[int, ...]  # These alternatives; () means the most likely tokens.
     prompt_logprobs: int | None
-    grammar: AskedGrammar | None  # Language of the answer, and the field that asks for it.
+    grammar: RequestedGrammar | None  # Language of the answer, and the field that asks for it.
     allowed_token_ids: tuple[int, ...]  # () means all tokens.
     bad_words: tuple[str, ...]
     cache_salt: str | None
@@ -244,7 +244,7 @@ class _Shape:
 
 def _options(fields: GenerationFields, shape: _Shape) -> Options:
     streaming, extras = bool(fields.stream), fields.stream_options
-    grammar = asked_grammar(fields)
+    grammar = requested_grammar(fields)
     if extras is not None and not streaming:
         raise invalid("stream_options", "is only allowed with stream: true")
     return Options(
