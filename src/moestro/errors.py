@@ -1,7 +1,7 @@
 """Every exception Moestro raises on purpose.
 
 MoestroError
-├── ConfigError                 the operator asked for something impossible; the text says what to do
+├── ConfigError                 the settings are impossible or contradict each other; the text says what to do
 │   └── UnsupportedModelError   this checkpoint cannot run here, and why
 ├── RequestError                one request is refused; the others go on
 │   ├── PromptTooLongError
@@ -65,12 +65,12 @@ class RequestError(MoestroError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt and the tokens asked for can never fit; the words are those that client libraries look for."""
+    """The prompt and the requested tokens can never fit; the words are those that client libraries look for."""
 
     def __init__(self, num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains"
-            f" {num_prompt_tokens} input tokens and {max_tokens} output tokens were asked for."
+            f" {num_prompt_tokens} input tokens and {max_tokens} output tokens were requested."
             " Shorten the prompt or lower max_tokens.",
             param="prompt",
             code="context_length_exceeded",

@@ -163,8 +163,8 @@ def disturbed(server: Running, *bodies: tuple[str, dict[str, Any]]) -> tuple[lis
     """
     bodies = bodies * 2
     expected = SentRequests(server, [*bodies]).answers()
-    asked = SentRequests(server, [*bodies])
-    asked.begin()
+    sent = SentRequests(server, [*bodies])
+    sent.begin()
     tokens_come(server)
     kill_an_engine(server)
     found = sent.answers()
