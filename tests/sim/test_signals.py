@@ -40,12 +40,12 @@ class Watcher:
     def __getattr__(self, name):
         return getattr(self.watched, name)
 
-    def submit(self, request, now_ns):
+    def submit(self, request, now_ns, exclude=()):
         table = self.watched.table
         figures = ("num_waiting", "num_running", "kv_usage", "num_tokens", "queued_prefill_tokens")
         row = {name: (getattr(table, name).values[0], int(getattr(table, name).as_of_ns[0])) for name in figures}
         self.seen.append(row | {"num_in_flight": int(table.num_in_flight[0])})
-        return self.watched.submit(request, now_ns)
+        return self.watched.submit(request, now_ns, exclude)
 
 
 class Decisions:
@@ -58,8 +58,8 @@ class Decisions:
     def __getattr__(self, name):
         return getattr(self.router, name)
 
-    def submit(self, request, now_ns):
-        decision = self.router.submit(request, now_ns)
+    def submit(self, request, now_ns, exclude=()):
+        decision = self.router.submit(request, now_ns, exclude)
         self.hit_tokens.append(decision.hit_tokens)
         return decision
 
