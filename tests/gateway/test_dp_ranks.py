@@ -12,7 +12,7 @@ from gateway.test_hung_engines import HANG, Hanging
 from gateway.test_kv_events import BLOCK_SIZE, DEMO, Published, ask, tokens, until_known
 
 from moestro.errors import ConfigError
-from moestro.gateway.engines.body_edits import with_fields
+from moestro.gateway.clients.request_body import with_fields
 
 QUICK_FIGURES = {"metrics_interval": 0.02}
 

@@ -15,10 +15,9 @@ from server.test_ray_launcher import FakeCluster, launcher_on
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.placement.devices import PlaceLimits
-from moestro.placement.live.group_view import GroupView
+from moestro.placement.live.group_view import GroupView, MachineOf
 from moestro.placement.live.plan import PlacementPlan, PlanRequest, ask_policy
 from moestro.placement.registry import PLACE_POLICIES
-from moestro.server.experts.machines import MachineOf
 from moestro.server.experts.placeable_groups import async_group
 
 HOMES, HOLDERS = (0, 1), (2, 3)

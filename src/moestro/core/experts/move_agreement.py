@@ -23,7 +23,7 @@ _VERSION, _KNOWN, _PREPARED, _CANCELLED = range(NUM_NUMBERS)
 
 
 class MoveAction(Enum):
-    """What a group does with a layer in an opened step."""
+    """Action of a group on a layer in an opened step."""
 
     REST = "no layer moves"
     WAIT = "some workers do not know the plan yet"

@@ -5,6 +5,7 @@ The router never rejects a body. An unreadable body is sent to an engine unchang
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 import msgspec
@@ -245,3 +246,24 @@ def _unquoted(raw: bytes) -> bytes:
 def _sampling(max_tokens: int) -> SamplingParams:
     """Return sampling parameters with only the output limit, which is all that the router uses."""
     return SamplingParams(max_tokens=min(max(0, max_tokens), 1 << 31))
+
+
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def with_fields(body: bytes, fields: Mapping[str, bytes | None]) -> bytes:
+    """Return the JSON object `body` with some of its fields replaced, added or removed.
+
+    Args:
+        body: bytes of the object. Anything else is returned as it is, because the engine has the better error message.
+        fields: JSON of each value by its name; None removes the field.
+    """
+    try:
+        found = _decode_fields(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body
+    for name, value in fields.items():
+        found.pop(name, None)
+        if value is not None:
+            found[name] = msgspec.Raw(value)
+    return msgspec.json.encode(found)

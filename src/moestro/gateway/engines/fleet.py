@@ -15,7 +15,7 @@ from moestro.core.request import Request
 from moestro.errors import ConfigError, NoEngineError
 from moestro.gateway.clients.http_headers import EngineHead, Incoming
 from moestro.gateway.clients.paths import GENERATE_PATH
-from moestro.gateway.engines.body_edits import with_fields
+from moestro.gateway.clients.request_body import with_fields
 from moestro.gateway.engines.models import Models
 from moestro.gateway.engines.upstream import Pool
 from moestro.gateway.metrics import EngineCounts

@@ -1,4 +1,4 @@
-"""What each field of a request means for a continuation: exact on another engine, or the stream is not resumable."""
+"""Fields of a request in its continuation: each is exact on another engine, or the stream is not resumable."""
 
 from __future__ import annotations
 

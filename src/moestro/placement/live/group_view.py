@@ -16,6 +16,8 @@ from moestro.placement.placement_file import table_of_contents
 from moestro.placement.registry import PlacementError, PlaceView
 from moestro.placement.search.slots import in_slots_of
 
+MachineOf = Callable[[int], str]  # Name of the machine of a rank's process.
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPlaces:

@@ -9,10 +9,9 @@ from moestro.config.serve_settings import ServeSettings
 from moestro.core.clock import NS_PER_S
 from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.placement.live.ep_migration import EpMigration
-from moestro.placement.live.group_view import machine_numbers
+from moestro.placement.live.group_view import MachineOf, machine_numbers
 from moestro.server.experts.coordinator import Coordinator
 from moestro.server.experts.expert_signals import ExpertPlaces
-from moestro.server.experts.machines import MachineOf
 
 
 class LockStepExpertPlaces(ExpertPlaces):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from moestro.placement.live.ep_migration import EpMigration
-from moestro.placement.live.group_view import GroupPlaces, PlaceableGroup, group_places
+from moestro.placement.live.group_view import GroupPlaces, MachineOf, PlaceableGroup, group_places
 from moestro.server.engines.engine_client import EngineClient
 from moestro.server.experts.coordinator import Coordinator
-from moestro.server.experts.machines import MachineOf
 
 ELSEWHERE = -1  # the worker of an engine that has no place for experts
 
