@@ -38,9 +38,9 @@ class ForkedProgram:
         self._socket.connect(_address())
         request = {"command": self.args, "environment": dict(environment), "directory": str(Path.cwd())}
         socket.send_fds(self._socket, [json.dumps(request).encode()], [log])
-        answer = self._socket.recv(64)
-        if not answer:
-            raise OSError("the forker does not run this program")
+        answer = self._socket.recv(1000).decode()
+        if not answer.isdigit():
+            raise OSError(f"the forker does not run this program: {answer}")
         self.pid = int(answer)
         self._used = Program(self.pid)
         PROGRAMS.append(self._used)

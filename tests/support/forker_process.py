@@ -28,6 +28,8 @@ _SERVERS = ("moestro.cli", "moestro.server.server", "moestro.gateway.server", "m
 _NETWORKS = ("moestro.worker.network_rank", "moestro.worker.worker")
 # Variables that libraries read when they are loaded. A program that needs other values runs in a process of its own.
 _READ_ON_IMPORT = ("CUDA", "HF_", "LD_", "MKL", "OMP_", "PATH", "PYTHON", "RAY", "TORCH", "TRANSFORMERS", "TRITON")
+# Variables that libraries and the product set in a process of tests, and that no library reads when it is loaded.
+_SET_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 _MESSAGE_BYTES = 1 << 20
 _FORK_S = 60.0  # Time for a fork on the busiest machine; the product's own bound is for machines that serve.
 
@@ -51,7 +53,8 @@ def main() -> Program:
                 client, _ = listener.accept()
                 message, descriptors, _, _ = socket.recv_fds(client, _MESSAGE_BYTES, 1)
                 request = json.loads(message)
-                if not _can_run(request["command"]) or _read_on_import(request["environment"]) != given:
+                if refusal := _refusal(request["command"], given, _read_on_import(request["environment"])):
+                    client.send(refusal.encode())
                     client.close()
                     continue
                 _load(request["command"])
@@ -71,13 +74,20 @@ def _report_end(client: socket.socket, pid: int, pidfd: int) -> None:
     client.close()
 
 
-def _can_run(command: Sequence[str]) -> bool:
-    program = command[0]
-    return program == _MOESTRO or (program == _PYTHON and command[1].endswith(".py"))
+def _refusal(command: Sequence[str], given: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """Why a program has to run in a process of its own; empty if a fork can run it."""
+    if command[0] != _MOESTRO and not (command[0] == _PYTHON and command[1].endswith(".py")):
+        return f"it is not a program of {_PYTHON}"
+    others = sorted(name for name, _ in given.items() ^ wanted.items())
+    return f"other values of {', '.join(dict.fromkeys(others))}" if others else ""
 
 
 def _read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_ON_IMPORT)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_ON_IMPORT) and name not in _SET_LATER
+    }
 
 
 def _serves(command: Sequence[str]) -> bool:
