@@ -48,7 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(has_body=True)
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_request(self, *_: object) -> None:
         """Tests read what was downloaded in place of a log."""
 
     def _answer(self, *, has_body: bool) -> None:
@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, data: bytes, headers: Mapping[str, str], *, has_body: bool) -> None:
         self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(data))}).items():
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
         if has_body:
