@@ -5,8 +5,8 @@
 
 The stranger has the address 127.0.0.2, and the honest clients have 127.0.0.1. Kinds:
 
-- `retries`: requests that all engines refuse use up a router's retries. Each of two engines refuses every fourth
-  honest request, which another engine answers; few honest requests may end with 503.
+- `retries`: requests that all engines refuse use up a router's retries. Each of two engines refuses one in four honest
+  requests, so that one in sixteen ends with 503; beside the stranger it may not be more.
 - `connections`: 4,096 connections with half a head, to each of the two products. All honest requests must be answered.
 - `grammars`: 96 clients with a new grammar in each request. Honest clients, each with a new small schema, wait for
   their turn alone, and none is refused.
@@ -108,7 +108,7 @@ def regex(_number: int) -> dict[str, object]:
 class Schemas(Neighbours):
     """Honest clients, each with a new schema in every request."""
 
-    async def _forever(self, session: aiohttp.ClientSession) -> None:
+    async def _forever(self, session: aiohttp.ClientSession, _: int) -> None:
         while True:
             self.body = schema(0)
             began = time.monotonic()
