@@ -30,10 +30,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
-from frame import Neighbours, Place, resident_bytes, run, sending
+from frame import STRANGER, Neighbours, Place, from_stranger, resident_bytes, run, sending
 from poison import engines
 
-STRANGER = "127.0.0.2"
 NUM_CONNECTIONS = 4096
 PATH = "/v1/completions"
 LONG = {"max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -63,8 +62,7 @@ async def flooding(url: str, num_clients: int, body: Body) -> AsyncIterator[Coun
                 ends[type(error).__name__] += 1
             await asyncio.sleep(0.01)
 
-    connector = aiohttp.TCPConnector(limit=0, local_addr=(STRANGER, 0))
-    async with sending(forever, num_clients, connector=connector, timeout=aiohttp.ClientTimeout(total=600)):
+    async with sending(forever, num_clients, connector=from_stranger(), timeout=aiohttp.ClientTimeout(total=600)):
         yield ends
 
 
