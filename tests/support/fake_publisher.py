@@ -62,14 +62,22 @@ class Sink:
 
     def __init__(self) -> None:
         self.held: dict[int, set[bytes]] = {}
+        self.hosted: dict[int, set[bytes]] = {}
         self.calls: list[str] = []
+
+    def kv_hosted(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        self.held.setdefault(engine, set()).update(split_hashes(hashes))
+        self.hosted.setdefault(engine, set()).update(split_hashes(hashes))
+        self.calls.append("hosted")
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
         self.held.setdefault(engine, set()).update(split_hashes(hashes))
+        self.hosted.setdefault(engine, set()).difference_update(split_hashes(hashes))
         self.calls.append("stored")
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        self.held.setdefault(engine, set()).difference_update(split_hashes(hashes))
+        for known in (self.held, self.hosted):
+            known.setdefault(engine, set()).difference_update(split_hashes(hashes))
         self.calls.append("removed")
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:

@@ -155,7 +155,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         as_of_ns: When the rank last read its inbox: the figures exclude requests that were sent later.
-        stored, removed: Packed hashes of the blocks that entered the prefix cache, and of those that left it.
+        stored, removed: Packed hashes of the blocks that are on the device now, and of those that left the prefix cache.
+        hosted: Packed hashes of the blocks that host memory alone has now.
     """
 
     outputs: NewOutputs
@@ -163,6 +164,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     as_of_ns: int = 0
     stored: bytes = b""
     removed: bytes = b""
+    hosted: bytes = b""
 
 
 class EngineEvents(msgspec.Struct, frozen=True, tag=True):

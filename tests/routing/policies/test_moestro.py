@@ -59,7 +59,7 @@ def test_tokens_without_a_free_block_count_as_if_they_were_to_be_computed():
 
 
 def test_a_slow_engine_and_one_whose_experts_are_pressed_cost_more():
-    known = table(speed=[1, 0.5, 1], expert_pressure=[1.0, 1.0, 1.5], num_in_flight=[1, 1, 1])
+    known = table(speed=[1, 0.5, 1], decode_speed=[1, 0.5, 1], expert_pressure=[1.0, 1.0, 1.5], num_in_flight=[1, 1, 1])
     scores = decide(taught(), known, req=OF_1000).scores
     assert (scores / scores[0]).tolist() == pytest.approx([1, 2, 1.5])
 
