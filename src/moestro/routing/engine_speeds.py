@@ -37,7 +37,7 @@ _SLOWEST = 10.0  # bound of the learnt factors, in both directions
 _NS_PER_MS = 1e6
 _FEWEST_TOKENS = 4  # of an answer from which anything is learnt
 _LEAST_TOKEN_NS = 200_000  # less time per token means an answer that was not streamed, whose first token is its last
-_SHORT_PROMPT = 256  # tokens to which the variance of a TTFT without prompt corresponds
+_SHORT_PROMPT = 256  # tokens; errors grow with p + 256, so that a few long prompts do not decide
 _MOST_COUNTED = 256  # tokens of one answer that count as samples
 
 _CONSTANT, _TOKENS, _CONTEXT, _RUNNING, _COPIED = range(5)
@@ -113,7 +113,7 @@ class EngineSpeeds:
             new, cached = times.num_new_tokens, times.num_known_tokens - times.num_new_tokens
             terms = (1, new / 1e3, new * (cached + new / 2) / 1e7, timing.num_running / 10, times.num_host_tokens / 1e3)
             ttft_ms = (timing.first_ns - times.sent_ns) / _NS_PER_MS
-            self._prompts.add(engine, terms, ttft_ms, _SHORT_PROMPT / (_SHORT_PROMPT + new))
+            self._prompts.add(engine, terms, ttft_ms, (_SHORT_PROMPT / (_SHORT_PROMPT + new)) ** 2)
         counts = self._columns.counts
         running = (timing.num_running + counts.num_in_flight[engine] - counts.num_prefilling[engine]) / 2
         joined = (self._sent_tokens[engine] - timing.sent_tokens) / num_gaps
@@ -235,7 +235,8 @@ class SlopeFit:
             factor = np.clip(raw / mean, 1 / _SLOWEST, _SLOWEST) if mean > 0 else np.ones(len(rows))
         own = np.where(self._scales, factor[:, None], 1.0) * self.weights
         rest = self._squares[rows] - 2 * (own * moment).sum(axis=1) + np.einsum("ni,nij,nj->n", own, gram, own)
-        self._variance = max(float(rest.sum() / self._num[rows].sum()), 0.0)
+        free = max(float(self._num[rows].sum()) - len(rows) - len(self._scales), 1.0)
+        self._variance = max(float(rest.sum()) / free, 0.0)
         found[rows] = np.clip(shrunk(factor, self._variance, squares), 1 / _SLOWEST, _SLOWEST)
         return found
 
