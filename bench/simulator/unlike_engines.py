@@ -4,8 +4,8 @@
 
 Everything is simulated: Qwen3-30B-A3B on twelve engines with KV memory of one size, production router and schedulers,
 every generated load but `api_agent`. The unlike fleet has eight A100 and four H100 engines; the equal ones have twelve
-A100. Saturation is the rate at which a fleet answers under `least_loaded` when all requests arrive at once. `not learnt`
-is the policy with speed 1 for all engines, `configured` has the ratio of the peaks of the two cards. The first quarter
+A100. Saturation is the rate at which a fleet answers under `least_loaded` when all requests arrive at once.
+`not learnt` is the policy with speed 1 for all engines, `configured` has the ratio of the peaks of the two cards. The first quarter
 of the requests is in no figure.
 """
 
@@ -83,7 +83,9 @@ def scenarios(load: str, rate: float, num_requests: int, seed: int) -> dict[str,
     }
 
 
-def serve(by_card: dict[str, Scenario], fleet: tuple[str, ...], case: Case, *, at_once: bool = False) -> tuple[Results, Router]:
+def serve(
+    by_card: dict[str, Scenario], fleet: tuple[str, ...], case: Case, *, at_once: bool = False
+) -> tuple[Results, Router]:
     """Run a load on a fleet."""
     policy, scenario = policy_settings(case.route, case.route), by_card[SLOW]
     settings = RouterSettings(block_size=BLOCK_SIZE, seed=scenario.seed)

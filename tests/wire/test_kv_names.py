@@ -82,9 +82,11 @@ def test_a_block_is_on_the_host_while_no_device_tier_holds_it(cache):
     assert cache.place([1], None, [], medium="CPU", block_size=0) == PlacedBlocks(stored=name)
     assert cache.displace([1], "GPU") == PlacedBlocks(hosted=name)
     assert cache.blocks.placed() == PlacedBlocks(hosted=name)
+    assert cache.blocks.num_hosted == 1
     assert cache.place([1], None, TOKENS[:4]) == PlacedBlocks(stored=name), "it was copied back"
     assert cache.displace([1], "CPU") == PlacedBlocks()
     assert cache.blocks.placed() == PlacedBlocks(stored=name)
+    assert cache.blocks.num_hosted == 0
 
 
 def test_a_block_that_a_store_outside_the_device_alone_has_is_hosted():

@@ -74,7 +74,7 @@ class EngineSpeeds:
         self._answers = SlopeFit(np.array([True, True, True]))
 
     def set_spec(self, engine: int, spec: EngineSpec) -> None:
-        """Take over what is configured for `engine`. The rest keeps what was learnt, or is that of an unknown engine."""
+        """Take over what is configured for `engine`. The rest keeps what was learnt."""
         while len(self._traits) <= engine:
             self._traits.append(_Traits(spec))
             self._sent_tokens.append(0.0)

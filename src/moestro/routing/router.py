@@ -215,7 +215,7 @@ class Router:
             num_output_tokens: number of generated tokens; None means not counted.
             cached_share: part of the prompt's tokens that the engine had cached, 0 .. 1; None means that it did not
                 say. A share, because the engine may count other tokens than the router.
-            host_share: part of the prompt's tokens that it copied from host memory, as a share of `cached_share`'s kind.
+            host_share: part of the prompt's tokens that it copied from host memory; None likewise.
         """
         if self._pending_reports:
             self._take_reports()

@@ -213,7 +213,9 @@ class Signals:
         """Send the router a request's first token."""
         self._responses.append((now_ns + self._response_delay_ns, request_id, None))
 
-    def ended(self, request_id: str, now_ns: int, num_output_tokens: int, shares: CachedShares = UNKNOWN_SHARES) -> None:
+    def ended(
+        self, request_id: str, now_ns: int, num_output_tokens: int, shares: CachedShares = UNKNOWN_SHARES
+    ) -> None:
         """Send the router the end of a request, and the parts of its prompt that came from each tier of the cache."""
         self._responses.append((now_ns + self._response_delay_ns, request_id, (num_output_tokens, *shares)))
 

@@ -130,6 +130,7 @@ class NamedBlocks:
 
     Attributes:
         block_size_seen: tokens of the publisher's blocks; None until an event tells.
+        num_hosted: held blocks that are not on the device.
         fault: why no block counts as held any more; empty means none. Either one hash named two different blocks (as in
             SGLang before its hashes were chained), or the cache claims to hold too many.
         gap: why stored blocks are missing, the first reason since the cache was empty; None means that none are.
@@ -137,6 +138,7 @@ class NamedBlocks:
 
     def __init__(self, rules: NamingRules, counts: NamingCounts) -> None:
         self.block_size_seen: int | None = None
+        self.num_hosted = 0
         self.fault = ""
         self.gap: NamingGap | None = None
         self._rules = rules
@@ -164,6 +166,7 @@ class NamedBlocks:
 
     def forget(self) -> None:
         """Drop all blocks, because the cache is empty or its content is unknown. Their memory goes with `tidy`."""
+        self.num_hosted = 0
         if self._held:
             self._dropped += (self._held, self._num_keys)
             self._held, self._num_keys = {}, {}
@@ -209,7 +212,7 @@ class NamedBlocks:
                 self._num_keys[block.name] = self._num_keys.get(block.name, 0) + 1
             elif held.name != block.name:
                 return self._give_up(_AMBIGUOUS)
-            held.tiers |= tier
+            self._put(held, held.tiers | tier)
             (hosted if self._is_hosted(held) else stored).append(held.name)
         self._counts.stored += len(stored) + len(hosted)
         return PlacedBlocks(b"".join(stored), b"".join(hosted))
@@ -225,7 +228,7 @@ class NamedBlocks:
             block = self._held.get(theirs)
             if block is None or (at < len(copies) and copies[at] > 0):
                 continue
-            block.tiers &= ~tier
+            self._put(block, block.tiers & ~tier)
             if not block.tiers:
                 del self._held[theirs]
                 self._left[theirs] = block
@@ -241,6 +244,12 @@ class NamedBlocks:
             self._left.popitem(last=False)
         self._counts.removed += len(removed)
         return PlacedBlocks(hosted=b"".join(hosted), removed=b"".join(removed))
+
+    def _put(self, block: _Block, tiers: int) -> None:
+        """Set the tiers of a block, and count those without a copy on the device."""
+        was_hosted = bool(block.tiers) and not block.tiers & self._device
+        block.tiers = tiers
+        self.num_hosted += (bool(tiers) and not tiers & self._device) - was_hosted
 
     def _is_hosted(self, block: _Block) -> bool:
         """Return whether a block has to be copied to the device. A further block of its name may be there."""

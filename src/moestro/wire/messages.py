@@ -155,7 +155,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         as_of_ns: When the rank last read its inbox: the figures exclude requests that were sent later.
-        stored, removed: Packed hashes of the blocks that are on the device now, and of those that left the prefix cache.
+        stored: Packed hashes of the blocks that are on the device now.
+        removed: Packed hashes of the blocks that left the prefix cache.
         hosted: Packed hashes of the blocks that host memory alone has now.
     """
 

@@ -95,9 +95,7 @@ def group_scores(rows: list[tuple[int, int, int]], num_new: list[int], answer: i
 
 def test_in_a_group_a_request_counts_by_what_it_adds_to_the_steps_of_all():
     rows = [(4000, 3, 9), (1000, 1, 4), (0, 0, 9)]
-    known = table(
-        num_in_flight=[9, 4, 9], num_prefilling=[3, 1, 0], prefill_tokens=[4000, 1000, 0], group=[0, 0, 0]
-    )
+    known = table(num_in_flight=[9, 4, 9], num_prefilling=[3, 1, 0], prefill_tokens=[4000, 1000, 0], group=[0, 0, 0])
     scores = decide(taught(), known, req=OF_1000, hit_tokens=[800, 0, 0]).scores
     assert scores.tolist() == pytest.approx(group_scores(rows, [200, 1000, 1000], 100))
 

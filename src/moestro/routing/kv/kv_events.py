@@ -247,6 +247,11 @@ class KvFeed:
         return self._blocks.num_blocks
 
     @property
+    def num_hosted_blocks(self) -> int:
+        """Number of those that are in other tiers than the device alone."""
+        return self._blocks.num_hosted
+
+    @property
     def block_size_seen(self) -> int | None:
         """Block size of the publisher in tokens; None until known. Blocks count only if it equals the router's."""
         return self._blocks.block_size_seen

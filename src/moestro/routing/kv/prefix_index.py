@@ -11,8 +11,8 @@ An engine without KV events is represented by its history. An engine with comple
 that it reported and by pending prompts: from the decision to the request's end the engine holds the prompt or will hold
 it. An engine with a gap in its events is represented by its history and by the blocks that it reported.
 
-An engine may keep blocks in host memory alone. Of reported blocks these are marked; of a history they are those that its
-device has no room for, because newer prompts came since.
+An engine may keep blocks in host memory alone. Of reported blocks these are marked. Of a history they are those that
+its device has no room for, because newer prompts came since.
 
 The size of an engine's cache may be unknown. Then it follows from the engine's answers: for each block that was wrongly
 predicted to be cached it shrinks by one block, for each that was wrongly dropped it grows by one. In the long run as
@@ -157,7 +157,7 @@ class PrefixIndex:
         return bool(self._hosted or self._has_host)
 
     def hosted_of(self, hashes: bytes, hits: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many of the leading blocks that each engine holds are in its host memory alone, int64[num_engines].
+        """Return how many leading blocks of a prompt are in each engine's host memory alone, int64[num_engines].
 
         Args:
             hashes: packed block hashes, in prompt order.

@@ -24,8 +24,8 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
         scores: [k], scores of `rows`. None means the policy computes no scores.
         hit_tokens: int64[k], cached prompt tokens of `rows`.
         not_compared: figures that the policy reads and that did not count, each with the first rows that lack it.
-        traits: float64[3, k], of each of `rows` the cached tokens in host memory alone, `speed` and `decode_speed`. None
-            means that no cache has such tokens, and that the policy reads no speeds.
+        traits: float64[3, k], of each of `rows` the cached tokens in host memory alone, `speed` and `decode_speed`.
+            None means that no cache has such tokens, and that the policy reads no speeds.
     """
 
     chosen: int
