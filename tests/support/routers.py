@@ -50,9 +50,10 @@ def table(num_engines: int | None = None, as_of_ns: int = 0, **columns) -> Engin
     return EngineTable(**fields)
 
 
-def view(engines: EngineTable, hit_tokens=None, req=None, now_ns=0, decision_id=0) -> RouteView:
+def view(engines: EngineTable, hit_tokens=None, req=None, now_ns=0, decision_id=0, host_tokens=None) -> RouteView:
     hits = np.zeros(len(engines), np.int64) if hit_tokens is None else np.array(hit_tokens, np.int64)
-    return RouteView(req or request(), engines, hits, BLOCK_SIZE, now_ns, decision_id)
+    hosted = None if host_tokens is None else np.array(host_tokens, np.int64)
+    return RouteView(req or request(), engines, hits, BLOCK_SIZE, now_ns, decision_id, host_tokens=hosted)
 
 
 def decide(policy: RoutePolicy, engines: EngineTable, decision_id=0, **what) -> Choice:

@@ -1,10 +1,7 @@
-import msgspec
-import numpy as np
 import pytest
 from support.routers import decide, request, router, table, view
 
 from moestro.core.load_figures import LoadFigures
-from moestro.core.rng import Draws
 from moestro.core.views import ALONE
 from moestro.routing.policies.lmetric import LMetric
 from moestro.routing.policies.moestro import Moestro
@@ -71,9 +68,7 @@ def test_a_slow_engine_and_one_whose_experts_are_pressed_cost_more():
 def test_a_hit_in_host_memory_costs_its_copy_and_delays_no_neighbour():
     known = table(num_in_flight=[6, 6], num_prefilling=[2, 2], copy_price=[0.1, 0.5])
     alone = decide(taught(), known, req=OF_1000, hit_tokens=[800, 800]).scores
-    hosted = np.array([500, 500])
-    both = msgspec.structs.replace(view(known, [800, 800], OF_1000), host_tokens=hosted)
-    scores = taught().decide(both, Draws(0, 0)).scores
+    scores = decide(taught(), known, req=OF_1000, hit_tokens=[800, 800], host_tokens=[500, 500]).scores
     weight = 9 / 5  # 8 decode and 4 wait
     assert (scores - alone).tolist() == pytest.approx([weight * 500 * 0.1, weight * 500 * 0.5])
 
