@@ -2,8 +2,8 @@
 
     python bench/simulator/overload.py [--seeds 5] [--requests 1000] [--json FILE]
 
-Everything is simulated: eight H20 engines with Qwen3-30B-A3B, production router and schedulers, agents that reuse nearly
-all of their prompts (`coding_agent`) and calls of tools (`tool_agent`). Saturation is the rate at which the engines
+Everything is simulated: eight H20 engines with Qwen3-30B-A3B, production router and schedulers, agents that reuse
+nearly all of their prompts (`coding_agent`) and calls of tools (`tool_agent`). Saturation is the rate at which the engines
 answer under `least_loaded` when all requests arrive at once. `preble` runs with several values of `balance_ratio`, the
 ratio of loads from which it moves a request; 15 is that of its published code. `spread of lengths` is the part of the
 variance of the logarithms of computed prompt lengths that lies between engines; 0 means that no engine specialises.

@@ -5,8 +5,8 @@
 Everything is simulated: Qwen3-30B-A3B on twelve engines with KV memory of one size, production router and schedulers,
 every generated load but `api_agent`. The unlike fleet has eight A100 and four H100 engines; the equal ones have twelve
 A100. Saturation is the rate at which a fleet answers under `least_loaded` when all requests arrive at once.
-`not learnt` is the policy with speed 1 for all engines, `configured` has the ratio of the peaks of the two cards. The first quarter
-of the requests is in no figure.
+`not learnt` is the policy with speed 1 for all engines, `configured` has the ratio of the peaks of the two cards. The
+first quarter of the requests is in no figure.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class Dynamo(Stateless):
 
     `prefill_scale * max(0, (queued + prompt) / block - credit) + decode blocks + request_weight * requests`, where
     `credit = overlap_weight * decay * blocks on the device + host_weight * blocks in host memory` and `decay = 1 / (1 +
-    overlap_decay * (queued - least queued) / prompt)`. With a temperature, an engine is drawn by softmax over the negative scores, divided by their range.
+    overlap_decay * (queued - least queued) / prompt)`. With a temperature, an engine is drawn by softmax over the
+    negative scores, divided by their range.
 
     Limit: Dynamo counts a block that several requests share once; this policy counts it for each request.
 
@@ -74,7 +75,7 @@ class Dynamo(Stateless):
     def __post_init__(self) -> None:
         weights = (self.prefill_scale, self.overlap_weight, self.overlap_decay, self.host_weight, self.request_weight)
         if min(*weights, self.temperature) < 0:
-            raise ConfigError("the weights and the temperature of dynamo must not be negative")
+            raise ConfigError(f"a weight of dynamo is negative: {self}; give 0 or more")
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the lowest score, or draw an engine if a temperature is set."""
