@@ -3,7 +3,7 @@
     python bench/simulator/overload.py [--seeds 5] [--requests 1000] [--json FILE]
 
 Everything is simulated: eight H20 engines with Qwen3-30B-A3B, production router and schedulers, agents that reuse
-nearly all of their prompts (`coding_agent`) and calls of tools (`tool_agent`). Saturation is the rate at which the engines
+nearly all of their prompts (`coding_agent`) and calls of tools (`tool_agent`). Saturation is the rate at which they
 answer under `least_loaded` when all requests arrive at once. `preble` runs with several values of `balance_ratio`, the
 ratio of loads from which it moves a request; 15 is that of its published code. `spread of lengths` is the part of the
 variance of the logarithms of computed prompt lengths that lies between engines; 0 means that no engine specialises.
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     args = parser.parse_args()
     rounds: list[dict[str, object]] = []
+    conditions = run_record("simulated")
     for seed in range(args.seeds):
         for load in LOADS:
             settings = SimSettings(
@@ -77,6 +78,7 @@ def main() -> None:
                     cell = {"load": load, "share": share, "policy": name, "seed": seed}
                     rounds.append({**cell, **figures_of(results), **more_figures(results)})
                     print(rounds[-1], file=sys.stderr, flush=True)
+        save(args.json, conditions, {"seeds": seed + 1, "requests": args.requests, "rounds": rounds})  # after each seed
     print("| load, share | policy | TTFT mean, ms | P99, ms | hits | spread of lengths | busiest |")
     print("|---|---|---|---|---|---|---|")
     for key in dict.fromkeys((each["load"], each["share"], each["policy"]) for each in rounds):
@@ -87,7 +89,6 @@ def main() -> None:
             f"| {key[0]}, {key[1]:.0%} | `{key[2]}` | {mean:,.0f} | {p99:,.0f} | {hits:.1%} | {spread:.2f} |"
             f" {busiest:.2f} |"
         )
-    save(args.json, run_record("simulated"), {"seeds": args.seeds, "requests": args.requests, "rounds": rounds})
 
 
 if __name__ == "__main__":

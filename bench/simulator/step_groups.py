@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--loads", default=",".join(SHAPES))
     args = parser.parse_args()
     rounds: list[dict[str, object]] = []
+    conditions = run_record("simulated")
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     for seed in range(args.seeds):
         for load in args.loads.split(","):
@@ -119,6 +120,7 @@ def main() -> None:
                 rounds.append({"load": load, "share": share, "policy": name, "seed": seed, **figures})
                 found.setdefault(f"{load}, {share}", {}).setdefault(name, []).append(figures)
                 print(load, share, name, seed, figures, file=sys.stderr, flush=True)
+        save(args.json, conditions, {"seeds": seed + 1, "requests": args.requests, "rounds": rounds})  # after each seed
     means = {
         cell: {name: {key: statistics.mean(each[key] for each in runs) for key in runs[0]} for name, runs in of.items()}
         for cell, of in found.items()
@@ -130,7 +132,6 @@ def main() -> None:
                 f"| {name} | {each['ttft_mean_ms']:,.0f} | {each['ttft_p99_ms']:,.0f} | {each['tpot_mean_ms']:.1f} |"
                 f" {each['tokens_per_s']:,.0f} | {each['hit_ratio']:.1%} |"
             )
-    save(args.json, run_record("simulated"), {"seeds": args.seeds, "requests": args.requests, "rounds": rounds})
 
 
 if __name__ == "__main__":

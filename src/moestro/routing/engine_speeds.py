@@ -43,7 +43,7 @@ _MOST_COUNTED = 256  # tokens of one answer that count as samples
 _CONSTANT, _TOKENS, _CONTEXT, _RUNNING, _COPIED = range(5)
 
 
-class Timing(msgspec.Struct, eq=False, gc=False):
+class SentTiming(msgspec.Struct, eq=False, gc=False):
     """What the router knew of a request's engine when it sent the request, and at the first token.
 
     Attributes:
@@ -88,20 +88,20 @@ class EngineSpeeds:
         self._traits[engine] = _Traits(self._traits[engine].spec)
         self._show(engine)
 
-    def sent(self, engine: int, num_tokens: int) -> Timing:
+    def sent(self, engine: int, num_tokens: int) -> SentTiming:
         """Note the load of `engine` before it gets a request with `num_tokens` tokens to compute."""
         columns = self._columns
         waiting = columns.counts.num_prefilling[engine]
         reported = columns.reported_prefill_tokens[engine]
         self._sent_tokens[engine] += num_tokens
         is_first = not waiting and (reported == 0 or bool(np.isinf(reported)))
-        return Timing(is_first, columns.counts.num_in_flight[engine] - waiting)
+        return SentTiming(is_first, columns.counts.num_in_flight[engine] - waiting)
 
-    def first_token(self, engine: int, timing: Timing, now_ns: int) -> None:
+    def first_token(self, engine: int, timing: SentTiming, now_ns: int) -> None:
         """Note the time of a first token."""
         timing.first_ns, timing.sent_tokens = now_ns, self._sent_tokens[engine]
 
-    def ended(self, engine: int, timing: Timing, times: AnswerTimes) -> None:
+    def ended(self, engine: int, timing: SentTiming, times: ServedAnswer) -> None:
         """Learn from an answer that has ended."""
         if not timing.first_ns or times.num_output_tokens < _FEWEST_TOKENS:
             return
@@ -154,7 +154,7 @@ class _Traits:
     copy_price: float = DEFAULT_COPY_PRICE
 
 
-class AnswerTimes(msgspec.Struct, frozen=True, gc=False):
+class ServedAnswer(msgspec.Struct, frozen=True, gc=False):
     """A request that has ended.
 
     Attributes:
@@ -237,7 +237,10 @@ class SlopeFit:
         rest = self._squares[rows] - 2 * (own * moment).sum(axis=1) + np.einsum("ni,nij,nj->n", own, gram, own)
         free = max(float(self._num[rows].sum()) - len(rows) - len(self._scales), 1.0)
         self._variance = max(float(rest.sum()) / free, 0.0)
-        found[rows] = np.clip(shrunk(factor, self._variance, squares), 1 / _SLOWEST, _SLOWEST)
+        learnt = shrunk(factor, self._variance, squares)
+        scale = float(learnt.mean())  # so that the mean engine has 1, however many samples the fast ones have
+        self.weights = np.where(self._scales, self.weights * scale, self.weights)
+        found[rows] = np.clip(learnt / scale, 1 / _SLOWEST, _SLOWEST)
         return found
 
     def own_weights(self, term: int, factors: Floats) -> Floats:

@@ -11,7 +11,7 @@ import msgspec
 from moestro.core.prefix_tree import BlockRun
 from moestro.errors import InvariantError
 from moestro.routing.columns import EngineColumns
-from moestro.routing.engine_speeds import Timing
+from moestro.routing.engine_speeds import SentTiming
 
 _NUM_DEPARTED = 256  # ended requests remembered per engine until its next report
 
@@ -38,7 +38,7 @@ class Flight(msgspec.Struct, eq=False, gc=False):
     pending: BlockRun | None = None
     is_prefilling: bool = True
     serial: int = 0
-    timing: Timing | None = None
+    timing: SentTiming | None = None
 
 
 @dataclass(slots=True)

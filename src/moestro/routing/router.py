@@ -16,7 +16,7 @@ from moestro.core.rng import Draws
 from moestro.core.views import ALONE, DEFAULT_COPY_PRICE, UNKNOWN_KV_TOKENS, EngineTable
 from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.routing.columns import EngineColumns
-from moestro.routing.engine_speeds import AnswerTimes, EngineSpeeds
+from moestro.routing.engine_speeds import EngineSpeeds, ServedAnswer
 from moestro.routing.in_flight import Flight, InFlight
 from moestro.routing.kv.prefix_index import PrefixIndex
 from moestro.routing.policy_contract import (
@@ -433,7 +433,7 @@ class Router:
         num_known = flight.num_known_tokens
         new = flight.num_prefill_tokens if cached is None else num_known * (1 - cached)
         copied = flight.num_host_tokens / num_known if copied is None else copied
-        times = AnswerTimes(flight.submit_ns, now_ns, num_known, max(new, 1.0), copied * num_known, num_output_tokens)
+        times = ServedAnswer(flight.submit_ns, now_ns, num_known, max(new, 1.0), copied * num_known, num_output_tokens)
         speeds.ended(flight.engine, flight.timing, times)
 
     def _set_routable(self, engine: int, *, routable: bool) -> None:

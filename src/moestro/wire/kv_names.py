@@ -200,7 +200,8 @@ class NamedBlocks:
             return UNPLACED
         if self.fault or not self._follows(event):
             return UNPLACED
-        stored, hosted = [], []
+        stored: list[bytes] = []
+        hosted: list[bytes] = []
         for theirs, block in self._named(event) if event.token_ids else self._known(event.block_hashes):
             held = self._held.get(theirs)
             if held is None:
@@ -223,7 +224,8 @@ class NamedBlocks:
         if not tier or not (event.group_idx is None or self._group is None or event.group_idx == self._group):
             return UNPLACED
         copies = event.remaining_copy_counts or ()
-        removed, hosted = [], []
+        removed: list[bytes] = []
+        hosted: list[bytes] = []
         for at, theirs in enumerate(event.block_hashes):
             block = self._held.get(theirs)
             if block is None or (at < len(copies) and copies[at] > 0):

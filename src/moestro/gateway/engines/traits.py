@@ -49,7 +49,8 @@ class EngineTraits:
                 f"--engine {text}: a group has letters, digits and . _ - in it, 64 at most; group={NO_GROUP} means that"
                 " data-parallel ranks step alone"
             )
-        return cls(EngineSpec(**{name: _number(text, name, value) for name, value in found.items()}), group)
+        speed, copy_price = (_number(text, name, found[name]) if name in found else None for name in _BOUNDS)
+        return cls(EngineSpec(speed=speed, copy_price=copy_price), group)
 
 
 ANY_TRAITS = EngineTraits()

@@ -249,11 +249,13 @@ class _GroupSteps:
         group = self._group
         waiting = self._num_waiting[group]
         delay = np.maximum(self._ahead - self._longest[group], 0.0)
-        return weight * (self._ahead + delay * waiting) + delay * (self._num_requests[group] - waiting)
+        others: Scores = weight * delay * waiting + delay * (self._num_requests[group] - waiting)
+        return weight * self._ahead + others
 
     def answers(self, num_tokens: float) -> Scores:
         """Return the delay by an answer of `num_tokens` tokens, float64[n]."""
         group, batch = self._group, self._batch
         largest = self._largest[group]
         growth = np.maximum(batch + 1, largest) - largest + batch / self._num_engines[group]
-        return num_tokens * self._num_requests[group] * growth
+        delay: Scores = num_tokens * self._num_requests[group] * growth
+        return delay

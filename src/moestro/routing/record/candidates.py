@@ -91,10 +91,10 @@ def candidates_of(view: RouteView, choice: Choice, needs: Needs = NO_NEEDS) -> C
         if name in needs.figures
     }
     scores_of_rows = None if scores is None else scores[rows]
-    traits = None
+    traits: NDArray[np.float64] | None = None
     if needs.speeds or view.host_tokens is not None:
-        host_tokens = np.zeros(len(rows)) if view.host_tokens is None else view.host_tokens[rows]
-        traits = np.stack([host_tokens, view.engines.speed[rows], view.engines.decode_speed[rows]])
+        host_tokens = np.zeros(len(rows), np.int64) if view.host_tokens is None else view.host_tokens[rows]
+        traits = np.stack([host_tokens.astype(np.float64), view.engines.speed[rows], view.engines.decode_speed[rows]])
     return Candidates(choice.engine, num, rows, scores_of_rows, view.hit_tokens[rows], lacking, traits)
 
 
