@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.kv_listener import DEMO, free_ports, publishing_config
+from support.kv_listener import DEMO, MODEL, free_ports, publishing_config
 from support.running import MOESTRO, Running, call_admin, complete, free_port, metrics, wait_until
 
 SCARCE = ("--num-gpu-blocks-override", "40", "--max-model-len", "480", "--dtype", "float32", "--block-size", "16")
@@ -27,7 +27,7 @@ class Pair:
 
     def ask(self, prompt: str, **fields) -> tuple[str, str, int, int, str]:
         """The answer, its engine, its cached tokens, those of them from host memory, and the id of the request."""
-        reply = complete(self.router, prompt=prompt, max_tokens=8, temperature=0, **fields)
+        reply = complete(self.router, model=MODEL, prompt=prompt, max_tokens=8, temperature=0, **fields)
         assert reply.status == 200, reply.body
         details = reply.json["usage"]["prompt_tokens_details"]
         where = reply.headers["x-moestro-engine"], details["cached_tokens"], details.get("host_cached_tokens", 0)
@@ -46,7 +46,7 @@ class Pair:
         }
 
     def figure(self, name: str, engine: str) -> float:
-        return metrics(self.router)[f'moestro:route_{name}{{engine="{engine}"}}']
+        return metrics(self.router).get(f'moestro:route_{name}{{engine="{engine}"}}', 0)
 
 
 def _found(router: Running, request_id: str):
@@ -123,7 +123,7 @@ def test_killing_an_engine_between_copies_loses_no_request_and_changes_no_token(
     def ask_on(own: list[str]) -> None:
         while not is_over.is_set():
             for prompt in own:
-                reply = complete(two.router, prompt=prompt, max_tokens=8, temperature=0)
+                reply = complete(two.router, model=MODEL, prompt=prompt, max_tokens=8, temperature=0)
                 if reply.status != 200 or reply.json["choices"][0]["text"] != expected[prompt]:
                     wrong.append((reply.status, reply.body[:300]))
 
