@@ -139,7 +139,7 @@ class TestGroups:
             assert table.copy_price.tolist() == [*[DEFAULT_COPY_PRICE] * 4, 0.3, 0.3, *[DEFAULT_COPY_PRICE] * 2]
 
     @looped
-    async def test_a_report_of_a_cache_leaves_what_the_operator_said(self):
+    async def test_a_report_of_a_cache_leaves_what_the_operator_gave(self):
         vllm = server(0.1, name="u")
         async with rig(vllm, **QUICK_FIGURES) as it:
             it.app.engine_admin.add(EngineUrl.parse(f"v=http://localhost:{vllm.port},speed=3"))
