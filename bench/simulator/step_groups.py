@@ -22,7 +22,6 @@ import numpy as np
 
 from moestro.config.run_record import run_record
 from moestro.core.rng import Draws
-from moestro.core.views import ALONE
 from moestro.routing.policies.moestro import Moestro
 from moestro.routing.policy_contract import Choice, RouteView
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
@@ -49,7 +48,7 @@ class EnginesAlone(Moestro):
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Implement `RoutePolicy.decide`."""
-        engines = replace(view.engines, group=np.full(len(view.engines), ALONE))
+        engines = replace(view.engines, group=None)
         return super().decide(msgspec.structs.replace(view, engines=engines), draws)
 
 

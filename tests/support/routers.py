@@ -46,7 +46,7 @@ def table(num_engines: int | None = None, as_of_ns: int = 0, **columns) -> Engin
             as_of = np.where(known, as_of_ns, NEVER_NS)
             fields[name] = Figure(np.array([value or 0 for value in values], np.float64), as_of)
         else:
-            fields[name] = np.array(values, fields[name].dtype)
+            fields[name] = np.array(values, np.int64 if fields[name] is None else fields[name].dtype)
     return EngineTable(**fields)
 
 

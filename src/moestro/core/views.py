@@ -59,6 +59,7 @@ class EngineTable:
         decode_speed: float64[n], tokens of answers a second relative to the other engines, likewise.
         copy_price: float64[n], time to copy a prompt token from host memory over the time to compute it, 0 .. 1.
         group: int64[n], number of the group whose engines step together. ALONE means that the engine steps by itself.
+            None means that all engines do.
         num_waiting, num_running, kv_usage, queued_prefill_tokens, num_tokens, expert_pressure, expert_local_share: as
             in `LoadFigures`.
     """
@@ -75,7 +76,7 @@ class EngineTable:
     speed: NDArray[np.float64]
     decode_speed: NDArray[np.float64]
     copy_price: NDArray[np.float64]
-    group: NDArray[np.int64]
+    group: NDArray[np.int64] | None
     num_waiting: Figure
     num_running: Figure
     kv_usage: Figure
@@ -116,7 +117,7 @@ class EngineTable:
             speed=np.ones(num_engines),
             decode_speed=np.ones(num_engines),
             copy_price=np.full(num_engines, DEFAULT_COPY_PRICE),
-            group=np.full(num_engines, ALONE, np.int64),
+            group=None,
             **columns,
         )
 

@@ -100,6 +100,13 @@ class EngineColumns:
         names = tuple(ROUTED_FIGURES[at] for at in uneven)
         return table.unreported(names), {name: is_lacking[at] for name, at in zip(names, uneven, strict=True)}
 
+    def set_group(self, row: int, group: int) -> None:
+        """Set the group with which an engine steps; ALONE means none."""
+        had_groups = self.table.group is not None
+        self.group[row] = group
+        if had_groups or group != ALONE:
+            self._show()
+
     def forget_figures(self, row: int) -> None:
         """Discard all figures reported for the row."""
         self._values[:, row] = 0
@@ -160,6 +167,8 @@ class EngineColumns:
             name: _read_only(getattr(self, name), n)
             for name in ("routable", "reported_prefill_tokens", *TRAITS, *OWN_COUNTS)
         }
+        if not np.count_nonzero(self.group[:n] != ALONE):
+            columns["group"] = None  # so that policies need not look
         self.table = EngineTable(**columns)
         self.no_hits = _read_only(np.zeros(n, np.int64), n)
 

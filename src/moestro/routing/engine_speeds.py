@@ -17,6 +17,7 @@ so an equal fleet stays equal. k_e is shrunk likewise. The time per token of ans
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -92,9 +93,9 @@ class EngineSpeeds:
         """Note the load of `engine` before it gets a request with `num_tokens` tokens to compute."""
         columns = self._columns
         waiting = columns.counts.num_prefilling[engine]
-        reported = columns.reported_prefill_tokens[engine]
+        reported = columns.reported_prefill_tokens.item(engine)
         self._sent_tokens[engine] += num_tokens
-        is_first = not waiting and (reported == 0 or bool(np.isinf(reported)))
+        is_first = not waiting and reported in (0, math.inf)
         return SentTiming(is_first, columns.counts.num_in_flight[engine] - waiting)
 
     def first_token(self, engine: int, timing: SentTiming, now_ns: int) -> None:

@@ -397,7 +397,7 @@ class Router:
         self._columns.num_kv_tokens[engine] = (
             UNKNOWN_KV_TOKENS if num_blocks is None else num_blocks * self._settings.block_size
         )
-        self._columns.group[engine] = ALONE if spec.group is None else spec.group
+        self._columns.set_group(engine, ALONE if spec.group is None else spec.group)
         speed = 1.0 if spec.speed is None else spec.speed
         self._columns.speed[engine] = self._columns.decode_speed[engine] = speed
         self._columns.copy_price[engine] = DEFAULT_COPY_PRICE if spec.copy_price is None else spec.copy_price

@@ -125,7 +125,7 @@ class Moestro:
             ahead += view.host_tokens * engines.copy_price
         prompts = weight * (ahead + new * waiting) + new * (batch - waiting)
         answers = constants.decode_weight * answer * batch
-        if np.count_nonzero(engines.group != ALONE):
+        if engines.group is not None:
             steps = _GroupSteps(engines.group, queued, ahead, waiting, batch)
             prompts = np.where(steps.is_grouped, steps.prompts(weight), prompts)
             answers = np.where(steps.is_grouped, steps.answers(answer), answers)
