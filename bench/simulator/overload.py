@@ -1,6 +1,6 @@
 """Shows what `moestro` trades at overload, and where the long waits of `preble` come from.
 
-    python bench/simulator/overload.py [--seeds 5] [--requests 1000] [--json FILE]
+    python bench/simulator/overload.py [--seeds 5] [--requests 1000] [--loads tool_agent] [--json FILE]
 
 Everything is simulated: eight H20 engines with Qwen3-30B-A3B, production router and schedulers, agents that reuse
 nearly all of their prompts (`coding_agent`) and calls of tools (`tool_agent`). Saturation is the rate at which they
@@ -57,11 +57,12 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--loads", default=",".join(LOADS))
     args = parser.parse_args()
     rounds: list[dict[str, object]] = []
     conditions = run_record("simulated")
     for seed in range(args.seeds):
-        for load in LOADS:
+        for load in args.loads.split(","):
             settings = SimSettings(
                 workload=WorkloadSettings(sessions=load, num_requests=args.requests, load=1.0),
                 engines=SimEngineSettings(count=NUM_ENGINES, block_size=BLOCK_SIZE),

@@ -1,6 +1,6 @@
 """Compares route policies on engines that begin every step together, at 50 to 120 % of saturation.
 
-    python bench/simulator/step_groups.py [--seeds 5] [--requests 600] [--loads chat,coder] [--json FILE]
+    python bench/simulator/step_groups.py [--seeds 5] [--requests 300] [--loads chat,coder] [--json FILE]
 
 Everything is simulated: one group of eight H20 engines that share the experts of Qwen3-30B-A3B, production router and
 schedulers, every generated load. Saturation is the rate at which the group answers under `least_loaded` when all
@@ -107,7 +107,7 @@ def cells(load: str, num_requests: int, seed: int) -> Iterator[tuple[str, str, d
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--loads", default=",".join(SHAPES))
     args = parser.parse_args()
     rounds: list[dict[str, object]] = []

@@ -1,6 +1,6 @@
 """Simulates engines of unequal speed behind a router that learns their speeds, and equal ones that must stay equal.
 
-    python bench/simulator/unlike_engines.py [--seeds 5] [--requests 800] [--json FILE]
+    python bench/simulator/unlike_engines.py [--seeds 5] [--requests 600] [--loads chat,tool_agent] [--json FILE]
 
 Everything is simulated: Qwen3-30B-A3B on twelve engines with KV memory of one size, production router and schedulers,
 chats, calls of tools and coding agents. The unlike fleet has eight A100 and four H100 engines, the equal one has twelve
@@ -114,12 +114,13 @@ def saturation(load: str, fleet: tuple[str, ...], num_requests: int, seed: int) 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=800)
+    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--loads", default=",".join(LOADS))
     args = parser.parse_args()
     rounds: list[dict[str, object]] = []
     conditions = run_record("simulated")
     for seed in range(args.seeds):
-        for load in LOADS:
+        for load in args.loads.split(","):
             for title, fleet in FLEETS.items():
                 full = saturation(load, fleet, args.requests, seed)
                 for share in SHARES[title]:
