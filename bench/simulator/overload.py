@@ -1,6 +1,6 @@
 """Shows what `moestro` trades at overload, and where the long waits of `preble` come from.
 
-    python bench/simulator/overload.py [--seeds 5] [--requests 1000] [--loads tool_agent] [--json FILE]
+    python bench/simulator/overload.py [--seeds 5] [--requests 1000] [--loads tool_agent] [--shares 1.2] [--json FILE]
 
 Everything is simulated: eight H20 engines with Qwen3-30B-A3B, production router and schedulers, agents that reuse
 nearly all of their prompts (`coding_agent`) and calls of tools (`tool_agent`). Saturation is the rate at which they
@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--loads", default=",".join(LOADS))
+    parser.add_argument("--shares", default=",".join(map(str, POLICIES)))
     args = parser.parse_args()
     rounds: list[dict[str, object]] = []
     conditions = run_record("simulated")
@@ -71,10 +72,10 @@ def main() -> None:
             )
             full, _ = at_load(settings, Path())
             assert full.workload.rate is not None
-            for share, policies in POLICIES.items():
+            for share in map(float, args.shares.split(",")):
                 workload = msgspec.structs.replace(full.workload, rate=share * full.workload.rate)
                 scenario = make_scenario(msgspec.structs.replace(full, workload=workload), Path())
-                for name in policies:
+                for name in POLICIES[share]:
                     results = run(scenario, policy_settings(name, name))
                     cell = {"load": load, "share": share, "policy": name, "seed": seed}
                     rounds.append({**cell, **figures_of(results), **more_figures(results)})
