@@ -116,7 +116,9 @@ def test_an_engine_that_restarts_loses_its_tier_and_the_index_knows(two):
 
 
 def test_killing_an_engine_between_copies_loses_no_request_and_changes_no_token(two):
-    expected = {prompt: two.ask(prompt)[0] for prompt in (*PROMPTS, *OTHERS)}
+    many = [f"value_{number} = {number}\n" * 24 for number in range(12)]  # more than both devices hold
+    prompts = [*PROMPTS, *OTHERS, *many]
+    expected = {prompt: two.ask(prompt)[0] for prompt in prompts}
     wrong: list[object] = []
     is_over = threading.Event()
 
@@ -127,8 +129,7 @@ def test_killing_an_engine_between_copies_loses_no_request_and_changes_no_token(
                 if reply.status != 200 or reply.json["choices"][0]["text"] != expected[prompt]:
                     wrong.append((reply.status, reply.body[:300]))
 
-    prompts = [*PROMPTS, *OTHERS]
-    threads = [threading.Thread(target=ask_on, args=(prompts[at:] + prompts[:at],)) for at in range(4)]
+    threads = [threading.Thread(target=ask_on, args=(prompts[at:] + prompts[:at],)) for at in range(0, 16, 4)]
     for each in threads:
         each.start()
     try:
