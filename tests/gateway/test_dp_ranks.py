@@ -11,8 +11,10 @@ from gateway.rig import KEYS, FakeEngine, Received, Rig, Wire, admin_of, looped,
 from gateway.test_hung_engines import HANG, Hanging
 from gateway.test_kv_events import BLOCK_SIZE, DEMO, Published, ask, tokens, until_known
 
+from moestro.core.views import ALONE, DEFAULT_COPY_PRICE, UNKNOWN_KV_TOKENS
 from moestro.errors import ConfigError
 from moestro.gateway.clients.request_body import with_fields
+from moestro.gateway.settings import EngineUrl
 
 QUICK_FIGURES = {"metrics_interval": 0.02}
 
@@ -103,6 +105,65 @@ class TestRequests:
     @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'"x"'])
     def test_a_body_that_is_no_object_stays(self, body):
         assert with_fields(body, {"a": b"1"}) == body
+
+
+class TestGroups:
+    """Ranks of one server begin every step together, unless its operator says otherwise."""
+
+    @looped
+    async def test_the_ranks_of_an_address_are_one_group_and_those_of_another_one_are_another(self):
+        async with rig(server(0.1, 0.1, name="v"), server(0.1, 0.1, name="w"), dp_ranks="2", **QUICK_FIGURES) as it:
+            table = it.app.shared.fleet.router.table
+            await it.until(lambda: table.num_kv_tokens[0] < UNKNOWN_KV_TOKENS)  # a report leaves the group
+            group = it.app.shared.fleet.router.table.group.tolist()
+            assert group[0] == group[1] != group[2] == group[3]
+            assert ALONE not in group
+
+    @looped
+    async def test_a_server_of_one_engine_steps_alone(self):
+        async with rig(server(0.1), **QUICK_FIGURES) as it:
+            assert it.app.shared.fleet.router.table.group is None
+
+    @looped
+    async def test_an_operator_names_groups_and_speeds(self):
+        async with rig(server(0.1, name="u"), dp_ranks="2", **QUICK_FIGURES) as it:
+            for text in ("v=http://127.0.0.1:9,group=none,speed=2", "w=http://127.0.0.1:8,group=all,copy_price=0.3"):
+                it.app.engine_admin.add(EngineUrl.parse(text))
+            it.app.engine_admin.add(EngineUrl.parse("x=http://127.0.0.1:7,group=all"))
+            table = it.app.shared.fleet.router.table
+            group = table.group.tolist()
+            assert group[2:4] == [ALONE, ALONE]
+            assert len({*group[4:]}) == 1
+            assert len({*group}) == 3
+            assert table.speed.tolist() == [1, 1, 2, 2, 1, 1, 1, 1]
+            assert table.copy_price.tolist() == [*[DEFAULT_COPY_PRICE] * 4, 0.3, 0.3, *[DEFAULT_COPY_PRICE] * 2]
+
+    @looped
+    async def test_a_report_of_a_cache_leaves_what_the_operator_gave(self):
+        vllm = server(0.1, name="u")
+        async with rig(vllm, **QUICK_FIGURES) as it:
+            it.app.engine_admin.add(EngineUrl.parse(f"v=http://localhost:{vllm.port},speed=3"))
+            table = it.app.shared.fleet.router.table
+            await it.until(lambda: bool((table.num_kv_tokens < UNKNOWN_KV_TOKENS).all()))
+            assert table.speed.tolist() == [1, 3]
+
+    @pytest.mark.parametrize(
+        ("traits", "words"),
+        [
+            ("speed=0", "speed=0: give a number from 0.01 to 100"),
+            ("speed=nan", "speed=nan: give a number"),
+            ("speed=fast", "speed=fast: give a number"),
+            ("copy_price=2", "copy_price=2: give a number from 0 to 1"),
+            ("speed=1,speed=2", "'speed' is given twice"),
+            ("weight=2", "'weight' is no trait of an engine; give speed, copy_price, group"),
+            ("", "'' is no trait"),
+            ("group=", "a group has letters"),
+            ("group=a b", "a group has letters"),
+        ],
+    )
+    def test_what_is_no_trait_is_refused_in_words(self, traits, words):
+        with pytest.raises(ConfigError, match=words):
+            settings_of(engine=(f"e=http://127.0.0.1:1,{traits}",))
 
 
 class TestFigures:

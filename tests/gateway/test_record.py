@@ -16,7 +16,7 @@ from gateway.rig import FakeEngine, Received, Wire, looped, rig
 from rich.console import Console
 from support.routers import request
 
-from moestro.cli.recorded.explain import find_trace, tell
+from moestro.cli.recorded.explain import _attempt_lines, find_trace, tell
 from moestro.cli.recorded.replay import replay_record
 from moestro.core.hashing import hash_text, keyed_names, split_hashes
 from moestro.errors import ConfigError
@@ -25,7 +25,7 @@ from moestro.gateway.clients.request_body import BYTES_PER_TOKEN, BodyMessage, R
 from moestro.gateway.settings import RecordSettings
 from moestro.routing.record.decision_record import Gap, PolicyText, RecordedRouter, Submitted, decode_entry
 from moestro.routing.record.replay import replay
-from moestro.routing.record.request_trace import RequestTrace
+from moestro.routing.record.request_trace import Attempt, RequestTrace, ScoredEngine
 from moestro.routing.settings import RouterSettings
 from moestro.web.record_file import RecordFile
 from moestro.web.record_key import record_key
@@ -274,3 +274,18 @@ async def test_the_head_says_the_time_on_both_clocks_and_one_of_an_older_version
     path.write_bytes(re.sub(rb',"clocks":{[^}]*}', b"", path.read_bytes(), count=1))
     assert decode_entry(path.read_bytes().splitlines()[0]).clocks is None
     assert reported(path)[0]
+
+
+def test_a_trace_shows_hits_in_host_memory_and_speeds_where_there_are_any(capsys):
+    plain = ScoredEngine("a", 1.5, 640)
+    rich = [ScoredEngine("a", 1.5, 640, 320, 1.25, 0.5), ScoredEngine("b", 2.5, 0)]
+    for candidates, shown in (([plain], False), (rich, True)):
+        attempt = Attempt(
+            engine="a", score=1.5, reason="delay", because="", hit_tokens=640, candidates=candidates,
+            num_candidates=len(candidates), regret=None,
+        )  # fmt: skip
+        console = Console(width=200)
+        for line in _attempt_lines(attempt):
+            console.print(line)
+        text = capsys.readouterr().out
+        assert all((word in text) == shown for word in ("on the host", "320", "prompt speed", "1.25", "0.50"))

@@ -140,6 +140,7 @@ class World:
         assert held <= process.names_after[seq], "a hit that is none"
         if self.feed.stream.is_complete:
             assert held == process.names_after[seq]
+            assert self.sink.hosted.get(0, set()) == process.hosted_after[seq]
 
     def step(self) -> None:
         steps = (self.act, self.deliver, self.answer, self.wait, self.lose, self.silence, self.cut, self.connect)

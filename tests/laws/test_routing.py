@@ -107,7 +107,8 @@ class History:
         else:
             name = self.rng.choice(list(self.flights))
             del self.flights[name]
-            self.router.ended(name, self.now_ns, self.rng.choice([None, 0, 100]))
+            shares = self.rng.choice([(None, None), (0.5, None), (0.75, 0.25)])
+            self.router.ended(name, self.now_ns, self.rng.choice([None, 0, 100]), *shares)
 
     def hear_figures(self, number: int, engine: int) -> None:
         age_ns = self.rng.choice([0, MS, 9000 * MS])
@@ -120,8 +121,10 @@ class History:
             self.router.sent_elsewhere(engine, blocks, self.now_ns)
         elif what < 0.25:
             self.router.forget_elsewhere(engine)
-        elif what < 0.7:
+        elif what < 0.6:
             self.router.kv_stored(engine, blocks, self.now_ns)
+        elif what < 0.75:
+            self.router.kv_hosted(engine, blocks[2 * HASH_BYTES :], self.now_ns)
         else:
             self.router.kv_removed(engine, blocks[-2 * HASH_BYTES :], self.now_ns)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, split_hashes
-from moestro.routing.kv.prefix_index import REPORTED_BYTES, PrefixIndex
+from moestro.routing.kv.prefix_index import HOSTED_BYTES, REPORTED_BYTES, PrefixIndex
 
 PLENTY = 1 << 40
 
@@ -43,6 +43,7 @@ class Engine:
         self.history: list[tuple[tuple[bytes, ...], bool]] = []
         self.pending: list[tuple[bytes, ...]] = []
         self.reported: set[bytes] = set()
+        self.hosted: set[bytes] = set()
         self.is_complete = self.is_exact = self.is_capacity_known = False
         self.capacity = math.inf
 
@@ -71,7 +72,7 @@ class Engine:
         self.history = [each for each in self.history if each[1]]
 
     def lost_track(self):
-        self.reported = set()
+        self.reported, self.hosted = set(), set()
         self.is_complete = self.is_exact = False
 
     def incomplete(self):
@@ -90,12 +91,20 @@ class Engine:
         held = self.reported.union(*prompts)
         return [*(each in held for each in blocks), False].index(False)
 
+    def report(self, blocks, *, is_hosted):
+        self.reported |= blocks
+        self.hosted = self.hosted | blocks if is_hosted else self.hosted - blocks
+        self.is_exact = self.is_complete
+
+    def match_hosted(self, blocks) -> int:
+        return sum(each in self.hosted for each in blocks[: self.match(blocks)])
+
 
 @pytest.mark.parametrize("num_engines", [1, 3, 16, 70])
-def test_law_random_histories_equal_sets(num_engines):
+def test_law_random_histories_equal_sets(num_engines):  # noqa: C901  # one branch for each deed
     rng = random.Random(num_engines)
     ours, oracle = index(num_engines), [Engine() for _ in range(num_engines)]
-    was_exact = 0
+    was_exact = was_hosted = 0
     for engine in range(0, num_engines, 2):  # the others' capacity is learned
         ours.set_capacity(engine, 40)
         oracle[engine].capacity, oracle[engine].is_capacity_known = 40, True
@@ -105,6 +114,7 @@ def test_law_random_histories_equal_sets(num_engines):
         "elsewhere": 10,
         "forget_elsewhere": 2,
         "reported": 40,
+        "hosted": 20,
         "removed": 15,
         "emptied": 2,
         "ended": 20,
@@ -133,24 +143,63 @@ def test_law_random_histories_equal_sets(num_engines):
             oracle[engine].pending.remove(blocks)
         elif deed == "reported":
             ours.reported(engine, hashes)
-            plain.reported |= set(split_hashes(hashes))
-            plain.is_exact = plain.is_complete
+            plain.report(set(split_hashes(hashes)), is_hosted=False)
+        elif deed == "hosted":
+            some = split_hashes(hashes)[rng.randrange(3) :]
+            ours.hosted(engine, b"".join(some))
+            plain.report(set(some), is_hosted=True)
         elif deed == "removed":
             hashes = packed(*rng.choices(rng.choice(chains), k=2), *rng.choices(rng.choice(chains), k=2))
             ours.removed(engine, hashes)
             plain.reported -= set(split_hashes(hashes))
+            plain.hosted -= set(split_hashes(hashes))
         elif deed == "emptied":
             ours.removed(engine, b"".join(plain.reported))
-            plain.reported = set()
+            plain.reported, plain.hosted = set(), set()
         elif deed != "ended":
             extra = [rng.choice([-9, -3, 4, 20])] if deed == "surprised" else []
             getattr(ours, deed)(engine, *extra)
             getattr(plain, deed)(*extra)
         fields = packed(*rng.choice(chains), 9)
-        assert ours.match(fields).tolist() == [each.match(split_hashes(fields)) for each in oracle]
+        hits = ours.match(fields)
+        assert hits.tolist() == [each.match(split_hashes(fields)) for each in oracle]
+        hosted = [each.match_hosted(split_hashes(fields)) for each in oracle]
+        assert ours.hosted_of(fields, hits).tolist() == hosted
+        was_hosted += sum(hosted)
         assert [ours.is_exact(each) for each in range(num_engines)] == [each.is_exact for each in oracle]
         was_exact += plain.is_exact
     assert was_exact > 50
+    assert was_hosted > 50
+
+
+def test_a_history_that_the_device_has_no_room_for_is_in_host_memory():
+    one = index(2)
+    one.set_capacity(0, 4, num_host_blocks=8)
+    one.set_capacity(1, 4)
+    for number in range(6):  # each prompt has two blocks, so the device holds the last two, and the cache all
+        for engine in (0, 1):
+            one.sent(engine, packed(10 * number, 10 * number + 1))
+    assert one.has_hosted
+    for number in range(6):
+        hashes = packed(10 * number, 10 * number + 1)
+        hits = one.match(hashes)
+        assert hits.tolist() == [2, 2 if number >= 4 else 0]
+        assert one.hosted_of(hashes, hits).tolist() == [0 if number >= 4 else 2, 0]
+    one.sent(0, packed(0, 1, 2))
+    assert one.hosted_of(packed(0, 1, 2), one.match(packed(0, 1, 2))).tolist() == [0, 0], "it was copied back"
+    one.forget(0)
+    assert one.hosted_of(packed(50, 51), one.match(packed(50, 51))).tolist() == [0, 0]
+    one.set_capacity(0, 4)
+    assert not one.has_hosted
+
+
+def test_marks_of_host_memory_count_towards_an_engines_share():
+    one = index(1, 2 * 100 * (REPORTED_BYTES + HOSTED_BYTES))
+    one.cleared(0)
+    for number in range(1000):
+        one.hosted(0, packed(number))
+    assert 150 < len(one._engines[0].reported) <= 200
+    assert one._engines[0].num_hosted == len(one._hosted) == len(one._engines[0].reported)
 
 
 def test_a_gap_ends_a_hit():

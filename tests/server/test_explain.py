@@ -153,6 +153,9 @@ def test_explain_tells_which_experts_moved_while_a_request_ran(spread):
     assert num_pairs(trace) == (trace["usage"]["prompt_tokens"] + 300 - 1) * 2 * 7
     assert sum(change["num_moves"] for change in trace["moves"]) == 2 * 7, "two experts of each layer"
     assert len(trace["visits"][0]["visits"]) > 1, "before and after the moves"
+    specs = [line for line in record.read_text().splitlines() if '"type":"SpecSet"' in line]
+    assert len(specs) == 2
+    assert all('"group":0' in line for line in specs), "the router knows that the engines step together"
     text = moestro("explain", ids[0], "--record", str(record)).stdout
     assert re.search(r"table version \d+: expert \d+ of layer \d from engine [01] to engine [01]", text), text
 

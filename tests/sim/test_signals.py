@@ -5,6 +5,7 @@ from support.routers import router
 from moestro.core.views import NEVER_NS
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
+from moestro.routing.settings import EngineSpec
 from moestro.sim.cluster import Cluster
 from moestro.sim.groups.group import Group
 from moestro.sim.load.arrivals import AtTimes
@@ -127,7 +128,7 @@ def test_ends_are_reported_late():
 )
 def test_a_router_that_hears_kv_events_knows_what_a_cache_forgot(kv_events_delay_ms, hit_tokens):
     bounds = SchedulerSettings(num_blocks=10, block_size=16, max_model_len=160)
-    listener = Decisions(router(1, "cache_aware"))
+    listener = Decisions(router(1, "cache_aware", EngineSpec(num_blocks=1000)))
     signals = SignalSettings(kv_events_delay_ms=kv_events_delay_ms)
     cluster = Cluster([Group(bounds, OneRank(TenMilliseconds()))], listener, signals)
     prompts = np.arange(8), np.arange(8, 16)  # of 8 blocks each, and 1 for the answer: 10 hold one, and 1 of the other

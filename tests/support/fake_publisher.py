@@ -62,18 +62,26 @@ class Sink:
 
     def __init__(self) -> None:
         self.held: dict[int, set[bytes]] = {}
+        self.hosted: dict[int, set[bytes]] = {}
         self.calls: list[str] = []
+
+    def kv_hosted(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        self.held.setdefault(engine, set()).update(split_hashes(hashes))
+        self.hosted.setdefault(engine, set()).update(split_hashes(hashes))
+        self.calls.append("hosted")
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
         self.held.setdefault(engine, set()).update(split_hashes(hashes))
+        self.hosted.setdefault(engine, set()).difference_update(split_hashes(hashes))
         self.calls.append("stored")
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        self.held.setdefault(engine, set()).difference_update(split_hashes(hashes))
+        for known in (self.held, self.hosted):
+            known.setdefault(engine, set()).difference_update(split_hashes(hashes))
         self.calls.append("removed")
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:
-        self.held[engine] = set()
+        self.held[engine], self.hosted[engine] = set(), set()
         self.calls.append("cleared")
 
     def kv_incomplete(self, engine: int, now_ns: int) -> None:
@@ -83,7 +91,7 @@ class Sink:
         return True
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
-        self.held[engine] = set()
+        self.held[engine], self.hosted[engine] = set(), set()
         self.calls.append("lost")
 
 
@@ -119,6 +127,7 @@ class FakePublisher:
     Attributes:
         published: (number, payload) of all batches.
         names_after: what was held after each batch, in our names.
+        hosted_after: those of them that the second tier alone held.
     """
 
     def __init__(self, rng: np.random.Generator, *, arrays: bool, int_hashes: bool, num_kept: int) -> None:
@@ -126,6 +135,7 @@ class FakePublisher:
         self.seed = rng.bytes(8)
         self.published: list[tuple[int, bytes]] = []
         self.names_after: list[set[bytes]] = []
+        self.hosted_after: list[set[bytes]] = []
         self.buffer: deque[tuple[int, bytes]] = deque(maxlen=num_kept)
         self._pending: list[dict[str, Any]] = []
         self._held: dict[str, dict[Any, tuple[Prompt, int, bytes | None]]] = {"GPU": {}, "CPU": {}}
@@ -178,7 +188,9 @@ class FakePublisher:
         self._pending = []
         self.published.append(batch)
         self.buffer.append(batch)
-        self.names_after.append({name for held in self._held.values() for _, _, name in held.values() if name})
+        on_device, on_host = ({name for _, _, name in held.values() if name} for held in self._held.values())
+        self.names_after.append(on_device | on_host)
+        self.hosted_after.append(on_host - on_device)
 
     def _hashes(self, prompt: Prompt) -> list[Any]:
         """Of the process's own making: seeded, chained, over tokens and all else."""

@@ -46,13 +46,14 @@ def table(num_engines: int | None = None, as_of_ns: int = 0, **columns) -> Engin
             as_of = np.where(known, as_of_ns, NEVER_NS)
             fields[name] = Figure(np.array([value or 0 for value in values], np.float64), as_of)
         else:
-            fields[name] = np.array(values, fields[name].dtype)
+            fields[name] = np.array(values, np.int64 if fields[name] is None else fields[name].dtype)
     return EngineTable(**fields)
 
 
-def view(engines: EngineTable, hit_tokens=None, req=None, now_ns=0, decision_id=0) -> RouteView:
+def view(engines: EngineTable, hit_tokens=None, req=None, now_ns=0, decision_id=0, host_tokens=None) -> RouteView:
     hits = np.zeros(len(engines), np.int64) if hit_tokens is None else np.array(hit_tokens, np.int64)
-    return RouteView(req or request(), engines, hits, BLOCK_SIZE, now_ns, decision_id)
+    hosted = None if host_tokens is None else np.array(host_tokens, np.int64)
+    return RouteView(req or request(), engines, hits, BLOCK_SIZE, now_ns, decision_id, host_tokens=hosted)
 
 
 def decide(policy: RoutePolicy, engines: EngineTable, decision_id=0, **what) -> Choice:

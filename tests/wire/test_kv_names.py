@@ -5,7 +5,7 @@ from support.fake_publisher import BLOCK_SIZE, MODEL, removed, stored
 
 from moestro.core.hashing import hash_blocks, hash_key
 from moestro.wire.kv_events import BlockRemoved, BlockStored, decode_event
-from moestro.wire.kv_names import NamedBlocks, NamingCounts, NamingRules
+from moestro.wire.kv_names import NamedBlocks, NamingCounts, NamingRules, PlacedBlocks
 
 TOKENS = list(range(12))
 
@@ -19,15 +19,23 @@ class Cache:
         self.counts = NamingCounts()
         self.blocks = NamedBlocks(NamingRules(model=MODEL, block_size=BLOCK_SIZE, **rules), self.counts)
 
-    def store(self, *event, **more) -> bytes:
+    def place(self, *event, **more) -> PlacedBlocks:
         reported = decode_event(msgspec.Raw(msgspec.msgpack.encode(stored(*event, **more))))
         assert isinstance(reported, BlockStored)
         return self.blocks.store(reported)
 
-    def remove(self, *event, **more) -> bytes:
+    def store(self, *event, **more) -> bytes:
+        placed = self.place(*event, **more)
+        assert not placed.removed
+        return placed.stored + placed.hosted
+
+    def displace(self, *event, **more) -> PlacedBlocks:
         fields = removed(*event, **more)
         del fields["type"]
         return self.blocks.remove(BlockRemoved(**fields))
+
+    def remove(self, *event, **more) -> bytes:
+        return self.displace(*event, **more).removed
 
 
 @pytest.fixture
@@ -66,6 +74,24 @@ def test_a_block_stays_until_no_tier_holds_it(cache):
     assert cache.store([1], None, TOKENS[:4], medium="CPU") == names(TOKENS[:4])
     assert cache.remove([1], "GPU") == b""
     assert cache.remove([1], "CPU") == names(TOKENS[:4])
+
+
+def test_a_block_is_on_the_host_while_no_device_tier_holds_it(cache):
+    name = names(TOKENS[:4])
+    assert cache.place([1], None, TOKENS[:4]) == PlacedBlocks(stored=name)
+    assert cache.place([1], None, [], medium="CPU", block_size=0) == PlacedBlocks(stored=name)
+    assert cache.displace([1], "GPU") == PlacedBlocks(hosted=name)
+    assert cache.blocks.placed() == PlacedBlocks(hosted=name)
+    assert cache.blocks.num_hosted == 1
+    assert cache.place([1], None, TOKENS[:4]) == PlacedBlocks(stored=name), "it was copied back"
+    assert cache.displace([1], "CPU") == PlacedBlocks()
+    assert cache.blocks.placed() == PlacedBlocks(stored=name)
+    assert cache.blocks.num_hosted == 0
+
+
+def test_a_block_that_a_store_outside_the_device_alone_has_is_hosted():
+    cache = Cache(tiers=("GPU", "STORAGE"))
+    assert cache.place([1], None, TOKENS[:4], medium="storage") == PlacedBlocks(hosted=names(TOKENS[:4]))
 
 
 def test_an_offloaded_block_without_tokens_keeps_its_name(cache):
@@ -186,7 +212,7 @@ def test_a_cache_that_claims_more_blocks_than_allowed_is_followed_no_more():
 def test_all_that_is_held_can_be_reported_again(cache):
     cache.store([1, 2, 3], None, TOKENS)
     cache.remove([2])
-    assert cache.blocks.names() == names(TOKENS)[:16] + names(TOKENS)[32:]
+    assert cache.blocks.placed().stored == names(TOKENS)[:16] + names(TOKENS)[32:]
 
 
 def test_nothing_of_what_was_forgotten_is_known(cache):

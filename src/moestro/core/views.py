@@ -17,6 +17,9 @@ NEVER_NS = -(1 << 62)  # time of a figure that was never reported: far in the pa
 LS, BE = 0, 1  # `ServiceClass` as the views' columns have it
 NUM_CLASSES = 2
 UNKNOWN_KV_TOKENS = 1 << 50  # more than any cache holds; differences with it are exact in float64
+ALONE = -1  # group of an engine that steps by itself
+DEFAULT_COPY_PRICE = 0.1  # before any copy was timed; an engine copies only where that is cheaper than computing
+TRAITS = ("speed", "decode_speed", "copy_price", "group")  # columns of what an engine is, not of what it has to do
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +55,11 @@ class EngineTable:
         reported_prefill_tokens: float64[n], `queued_prefill_tokens` and prompt tokens sent since; infinite if unknown.
         num_foreign: int64[n], other routers' requests at the time of `num_waiting` and `num_running`.
         num_kv_tokens: int64[n], capacity of the KV cache in tokens. UNKNOWN_KV_TOKENS means unknown.
-        speed: float64[n], speed relative to the other engines, as configured by the operator; 1 by default.
+        speed: float64[n], prompt tokens a second relative to the other engines, configured or learnt; 1 if unknown.
+        decode_speed: float64[n], tokens of answers a second relative to the other engines, likewise.
+        copy_price: float64[n], time to copy a prompt token from host memory over the time to compute it, 0 .. 1.
+        group: int64[n], number of the group whose engines step together. ALONE means that the engine steps by itself.
+            None means that all engines do.
         num_waiting, num_running, kv_usage, queued_prefill_tokens, num_tokens, expert_pressure, expert_local_share: as
             in `LoadFigures`.
     """
@@ -67,6 +74,9 @@ class EngineTable:
     num_kv_tokens: NDArray[np.int64]
     reported_prefill_tokens: NDArray[np.float64]
     speed: NDArray[np.float64]
+    decode_speed: NDArray[np.float64]
+    copy_price: NDArray[np.float64]
+    group: NDArray[np.int64] | None
     num_waiting: Figure
     num_running: Figure
     kv_usage: Figure
@@ -105,6 +115,9 @@ class EngineTable:
             routable=np.ones(num_engines, np.bool_),
             reported_prefill_tokens=np.full(num_engines, np.inf),
             speed=np.ones(num_engines),
+            decode_speed=np.ones(num_engines),
+            copy_price=np.full(num_engines, DEFAULT_COPY_PRICE),
+            group=None,
             **columns,
         )
 
@@ -113,7 +126,7 @@ class EngineTable:
 OWN_COUNTS = tuple(
     each.name
     for each in fields(EngineTable)
-    if each.name not in {"routable", "reported_prefill_tokens", "speed", *ROUTED_FIGURES}
+    if each.name not in {"routable", "reported_prefill_tokens", *TRAITS, *ROUTED_FIGURES}
 )
 
 

@@ -14,10 +14,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
+from enum import Enum, auto
 from itertools import islice
 from typing import NamedTuple, Protocol
 
 from moestro.errors import InvariantError
+
+
+class Place(Enum):
+    """Tier of the prefix cache that serves a block."""
+
+    DEVICE = auto()
+    HOST = auto()  # host memory alone, from which the block is copied back
+    GONE = auto()
 
 
 class CacheEvent(NamedTuple):
@@ -36,6 +45,15 @@ class CacheEvent(NamedTuple):
     block_hash: bytes
     is_on_host: bool = False
     is_alone: bool = True
+
+    @property
+    def place(self) -> Place | None:
+        """The place of the block after the event; None if the event does not change it."""
+        if self.is_on_host and not self.is_alone:
+            return None  # the device has the block before and after
+        if self.is_stored:
+            return Place.HOST if self.is_on_host else Place.DEVICE
+        return Place.GONE if self.is_alone else Place.HOST
 
 
 class LowerTier(Protocol):

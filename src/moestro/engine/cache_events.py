@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moestro.engine.block_pool import CacheEvent
+from moestro.engine.block_pool import CacheEvent, Place
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.sequences import BlockContent
 
@@ -37,15 +37,17 @@ class RemovedBlocks(NamedTuple):
 
 
 class CacheChanges(NamedTuple):
-    """Blocks by which a prefix cache, of both tiers together, differs from an earlier state of itself.
+    """Blocks by which a prefix cache differs from an earlier state of itself, as packed hashes in the order of events.
 
     Attributes:
-        stored: packed hashes of the blocks that it has gained, in the order of their entries.
-        removed: packed hashes of the blocks that it has lost.
+        stored: blocks that are on the device now.
+        removed: blocks that no tier has any more.
+        hosted: blocks that host memory alone has now.
     """
 
     stored: bytes = b""
     removed: bytes = b""
+    hosted: bytes = b""
 
 
 UNCHANGED = CacheChanges()
@@ -53,16 +55,16 @@ UNCHANGED = CacheChanges()
 
 def changes_of(journal: Sequence[CacheEvent]) -> CacheChanges:
     """Return the net changes of a journal. A block that entered and left in it counts as removed, which is harmless."""
-    is_stored: dict[bytes, bool] = {}
+    place_of: dict[bytes, Place] = {}
     for event in journal:
-        if not event.is_alone:
-            continue
-        is_stored.pop(event.block_hash, None)  # so that the order is that of the last events
-        is_stored[event.block_hash] = event.is_stored
-    return CacheChanges(
-        b"".join([name for name, stays in is_stored.items() if stays]),
-        b"".join([name for name, stays in is_stored.items() if not stays]),
-    )
+        place = event.place
+        if place is not None:
+            place_of.pop(event.block_hash, None)  # so that the order is that of the last events
+            place_of[event.block_hash] = place
+    by_place: dict[Place, list[bytes]] = {place: [] for place in Place}
+    for name, last in place_of.items():
+        by_place[last].append(name)
+    return CacheChanges(*(b"".join(by_place[place]) for place in (Place.DEVICE, Place.GONE, Place.HOST)))
 
 
 class CacheEvents:

@@ -29,7 +29,7 @@ from moestro.gateway.verdicts import (
     AnswerTail,
     begins_with_error,
     blame,
-    cached_share,
+    cached_shares,
     count_hits,
     judge_error_event,
     judge_status,
@@ -662,7 +662,7 @@ class Exchange:
         if self._is_in_router and self._request is not None:
             self._is_in_router = False
             self._shared.fleet.router.ended(
-                self._request.request_id, time.monotonic_ns(), usage.get(b"completion_tokens"), cached_share(usage)
+                self._request.request_id, time.monotonic_ns(), usage.get(b"completion_tokens"), *cached_shares(usage)
             )
             if self._shared.queue is not None:
                 self._shared.queue.ended(self._request.request_id, usage.get(b"completion_tokens", 0))

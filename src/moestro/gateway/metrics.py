@@ -14,7 +14,8 @@ _FIRST_BYTE_S = (
     *(160.0, 640.0),
 )
 _USAGE = re.compile(
-    rb'"(prompt_tokens|completion_tokens|cached_tokens|input_tokens|output_tokens|cache_(?:creation|read)_input_tokens)"'
+    rb'"(prompt_tokens|completion_tokens|cached_tokens|host_cached_tokens|input_tokens|output_tokens'
+    rb'|cache_(?:creation|read)_input_tokens)"'
     rb"\s*:\s*(\d{1,15})"
 )
 
@@ -28,12 +29,13 @@ class EngineCounts:
         num_predicted_tokens, num_hit_tokens, num_prompt_tokens: predicted cached, actually cached, and all prompt
             tokens of requests whose responses report usage. The prediction is the predicted share times the reported
             prompt tokens.
+        num_host_hit_tokens: those of `num_hit_tokens` that engines copied from host memory.
         num_loops: number of requests that came back to this router.
         num_transitions: number of changes of the engine's condition.
     """
 
     __slots__ = (
-        "first_byte_s", "num_broken", "num_decisions", "num_hit_tokens", "num_left", "num_loops",
+        "first_byte_s", "num_broken", "num_decisions", "num_hit_tokens", "num_host_hit_tokens", "num_left", "num_loops",
         "num_predicted_tokens", "num_prompt_tokens", "num_retried_away", "num_transitions", "num_unreachable",
         "statuses",
     )  # fmt: skip
@@ -43,7 +45,7 @@ class EngineCounts:
         self.first_byte_s = Histogram(_FIRST_BYTE_S)
         self.num_decisions = 0
         self.num_predicted_tokens = 0.0
-        self.num_hit_tokens = 0
+        self.num_hit_tokens = self.num_host_hit_tokens = 0
         self.num_prompt_tokens = 0
         self.num_retried_away = 0
         self.num_unreachable = 0
@@ -92,4 +94,6 @@ def _in_words_of_chats(found: dict[bytes, int]) -> dict[bytes, int]:
         usage[b"prompt_tokens"] = found[b"input_tokens"] + cached + found.get(b"cache_creation_input_tokens", 0)
         if b"cache_read_input_tokens" in found or b"cached_tokens" in found:
             usage[b"cached_tokens"] = found.get(b"cached_tokens", cached)
+        if b"host_cached_tokens" in found:
+            usage[b"host_cached_tokens"] = found[b"host_cached_tokens"]
     return usage

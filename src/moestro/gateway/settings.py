@@ -16,6 +16,7 @@ from moestro.core.hosts import in_address
 from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, between
 from moestro.errors import ConfigError
 from moestro.gateway.clients.paths import can_be_opened
+from moestro.gateway.engines.traits import ANY_TRAITS, EngineTraits
 from moestro.gateway.kv.kv_sources import KvSources
 from moestro.gateway.picker.settings import PickerSettings
 from moestro.gateway.queue_settings import QueueSettings
@@ -58,6 +59,7 @@ class EngineUrl:
         name: the engine's name in headers, logs and metrics.
         url: scheme, host and port, and the path of the API if it has one.
         netloc: host and port, as in a Host header.
+        traits: what the operator says of the engines behind the address.
     """
 
     name: str
@@ -67,17 +69,19 @@ class EngineUrl:
     port: int
     path: str
     is_tls: bool
+    traits: EngineTraits = ANY_TRAITS
 
     @classmethod
     def parse(cls, text: str) -> EngineUrl:
-        """Parse `URL` or `NAME=URL`.
+        """Parse `URL` or `NAME=URL`, with traits of the engine behind commas: `URL,speed=2,group=a`.
 
         Raises:
-            ConfigError: `text` is neither.
+            ConfigError: `text` is neither, or a trait is unknown or out of range.
         """
-        name, separator, url = text.partition("=")
+        address, *traits = text.split(",")
+        name, separator, url = address.partition("=")
         if not separator or "/" in name:
-            name, url = "", text
+            name, url = "", address
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -92,7 +96,8 @@ class EngineUrl:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"--engine {text}: a name has letters, digits and . _ : - in it, 64 at most")
         is_tls = parts.scheme == "https"
-        return cls(name, f"{parts.scheme}://{netloc}{path}", netloc, host, port, path, is_tls)
+        base, known = f"{parts.scheme}://{netloc}{path}", EngineTraits.parse(text, traits)
+        return cls(name, base, netloc, host, port, path, is_tls, known)
 
     def check_is_endpoint(self) -> None:
         """Check that an address and a port name this engine, as the endpoint picker protocol demands.
@@ -113,7 +118,11 @@ class EngineSettings(CheckedSettings):
     """Settings of the engines and the connections to them."""
 
     engine: Annotated[tuple[str, ...], Parameter(group=_ENGINES, consume_multiple=True, show_default=False)] = ()
-    "Address of an engine: http://HOST:PORT, or NAME=http://HOST:PORT with a name. Repeat the flag for each engine."
+    (
+        "Address of an engine: http://HOST:PORT, or NAME=http://HOST:PORT with a name. Repeat the flag for each engine."
+        " Traits follow behind commas: speed=2 against a mean engine and copy_price=0.1, which the router otherwise"
+        " learns, and group=NAME for engines that begin every step together (group=none: ranks that do not)."
+    )
     dp_ranks: Annotated[str, Parameter(group=_ENGINES)] = "1"
     (
         "Data-parallel ranks behind each address, which are engines of their own: a number, or auto, by what the server"

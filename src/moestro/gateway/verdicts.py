@@ -107,14 +107,19 @@ def count_hits(engine: RoutedEngine, request: Request, decision: RouteDecision, 
     counts = engine.counts
     counts.num_prompt_tokens += num_prompt_tokens
     counts.num_hit_tokens += usage.get(b"cached_tokens", 0)
+    counts.num_host_hit_tokens += usage.get(b"host_cached_tokens", 0)
     share = min(1.0, decision.hit_tokens / request.num_prompt_tokens)
     counts.num_predicted_tokens += share * num_prompt_tokens
 
 
-def cached_share(usage: dict[bytes, int]) -> float | None:
-    """Return the part of the prompt that the engine had cached; None if it did not report it."""
-    num_prompt_tokens, num_cached = usage.get(b"prompt_tokens", 0), usage.get(b"cached_tokens")
-    return min(num_cached / num_prompt_tokens, 1.0) if num_prompt_tokens and num_cached is not None else None
+def cached_shares(usage: dict[bytes, int]) -> tuple[float | None, float | None]:
+    """Return the part of the prompt that the engine had cached, and that it copied from host memory; None: unknown."""
+    num_prompt_tokens = usage.get(b"prompt_tokens", 0)
+    num_cached, num_copied = usage.get(b"cached_tokens"), usage.get(b"host_cached_tokens")
+    if not num_prompt_tokens or num_cached is None:
+        return None, None
+    share = min(num_cached / num_prompt_tokens, 1.0)
+    return share, None if num_copied is None else min(num_copied / num_prompt_tokens, share)
 
 
 def _retry_after_ns(named: Named) -> int | None:

@@ -8,7 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.load_figures import ROUTED_FIGURES, LoadFigures
-from moestro.core.views import NEVER_NS, OWN_COUNTS, UNKNOWN_KV_TOKENS, EngineTable, Figure
+from moestro.core.views import (
+    ALONE,
+    DEFAULT_COPY_PRICE,
+    NEVER_NS,
+    OWN_COUNTS,
+    TRAITS,
+    UNKNOWN_KV_TOKENS,
+    EngineTable,
+    Figure,
+)
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -91,6 +100,13 @@ class EngineColumns:
         names = tuple(ROUTED_FIGURES[at] for at in uneven)
         return table.unreported(names), {name: is_lacking[at] for name, at in zip(names, uneven, strict=True)}
 
+    def set_group(self, row: int, group: int) -> None:
+        """Set the group with which an engine steps; ALONE means none."""
+        had_groups = self.table.group is not None
+        self.group[row] = group
+        if had_groups or group != ALONE:
+            self._show()
+
     def forget_figures(self, row: int) -> None:
         """Discard all figures reported for the row."""
         self._values[:, row] = 0
@@ -109,6 +125,9 @@ class EngineColumns:
         self.num_foreign = np.zeros(capacity, np.int64)
         self.num_kv_tokens = np.full(capacity, UNKNOWN_KV_TOKENS)
         self.speed = np.ones(capacity, np.float64)
+        self.decode_speed = np.ones(capacity, np.float64)
+        self.copy_price = np.full(capacity, DEFAULT_COPY_PRICE)
+        self.group = np.full(capacity, ALONE, np.int64)
         self.block_tokens = np.ones(capacity, np.int64)
         self.counts = RequestCounts(
             self.num_in_flight.data,
@@ -126,7 +145,7 @@ class EngineColumns:
             "is_up",
             "routable",
             "reported_prefill_tokens",
-            "speed",
+            *TRAITS,
             "block_tokens",
             "_values",
             "_as_of_ns",
@@ -146,8 +165,10 @@ class EngineColumns:
         }
         columns |= {
             name: _read_only(getattr(self, name), n)
-            for name in ("routable", "reported_prefill_tokens", "speed", *OWN_COUNTS)
+            for name in ("routable", "reported_prefill_tokens", *TRAITS, *OWN_COUNTS)
         }
+        if not np.count_nonzero(self.group[:n] != ALONE):
+            columns["group"] = None  # so that policies need not look
         self.table = EngineTable(**columns)
         self.no_hits = _read_only(np.zeros(n, np.int64), n)
 

@@ -11,6 +11,7 @@ import msgspec
 from moestro.core.prefix_tree import BlockRun
 from moestro.errors import InvariantError
 from moestro.routing.columns import EngineColumns
+from moestro.routing.engine_speeds import SentTiming
 
 _NUM_DEPARTED = 256  # ended requests remembered per engine until its next report
 
@@ -22,8 +23,10 @@ class Flight(msgspec.Struct, eq=False, gc=False):
         num_known_tokens: tokens of the prompt and of a resumed answer.
         num_prefill_tokens: those of `num_known_tokens` that the engine was expected to compute.
         num_hit_tokens: those that it was expected to have cached. None means that its process was replaced since.
+        num_host_tokens: those of `num_hit_tokens` that it was expected to copy from host memory.
         pending: handle to return to the prefix index at the end; None means no handle.
         serial: sequence number among all requests of the router.
+        timing: times from which the speed of the engine is learnt. None means that it is not.
     """
 
     engine: int
@@ -31,9 +34,11 @@ class Flight(msgspec.Struct, eq=False, gc=False):
     num_known_tokens: int
     num_prefill_tokens: int
     num_hit_tokens: int | None
+    num_host_tokens: int = 0
     pending: BlockRun | None = None
     is_prefilling: bool = True
     serial: int = 0
+    timing: SentTiming | None = None
 
 
 @dataclass(slots=True)

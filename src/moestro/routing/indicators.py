@@ -110,9 +110,24 @@ def expert_local_share(view: RouteView) -> Scores:
     return np.where(fresh(view, figure), figure.values, 0.0)
 
 
+def host_tokens(view: RouteView) -> Counts:
+    """Tokens of the prompt that each engine's cache holds in host memory alone, and copies back."""
+    return np.zeros(len(view.engines), np.int64) if view.host_tokens is None else view.host_tokens
+
+
+def copy_price(view: RouteView) -> Scores:
+    """Time to copy a prompt token from host memory over the time to compute it, on each engine."""
+    return view.engines.copy_price
+
+
 def speed(view: RouteView) -> Scores:
-    """Speed of each engine relative to the others."""
+    """Prompt tokens a second of each engine relative to the others."""
     return view.engines.speed
+
+
+def decode_speed(view: RouteView) -> Scores:
+    """Tokens of answers a second of each engine relative to the others."""
+    return view.engines.decode_speed
 
 
 def prompt_tokens(view: RouteView) -> Counts:
@@ -125,12 +140,14 @@ INDICATORS: Mapping[str, Callable[[RouteView], Scores | Counts]] = {
     each.__name__: each
     for each in (
         p_tokens, new_tokens, queued_prefill_tokens, hit_ratio, prompt_tokens, batch_size,
-        num_waiting, num_running, num_tokens, kv_usage, expert_pressure, expert_local_share, speed,
+        num_waiting, num_running, num_tokens, kv_usage, expert_pressure, expert_local_share, speed, decode_speed,
+        host_tokens, copy_price,
     )
 }  # fmt: skip
 
 # Inputs of each indicator, from which the needs of a score expression follow.
-HIT_INDICATORS = frozenset({"p_tokens", "new_tokens", "hit_ratio"})
+HIT_INDICATORS = frozenset({"p_tokens", "new_tokens", "hit_ratio", "host_tokens"})
+TRAIT_INDICATORS = frozenset({"speed", "decode_speed", "copy_price"})
 FIGURES_OF: Mapping[str, tuple[str, ...]] = {
     "p_tokens": ("queued_prefill_tokens",),
     "queued_prefill_tokens": ("queued_prefill_tokens",),

@@ -31,13 +31,15 @@ class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
         request: the request to route. Views never contain the output length.
         engines: the engine table, one row per engine.
         hit_tokens: int64[n], tokens of the prompt's leading full blocks that each engine's cache is expected to hold;
-            0 where unknown.
+            in any tier; 0 where unknown.
         block_size: tokens per KV block.
         now_ns: time of the decision.
         decision_id: number of earlier decisions.
         fresh_ns: age up to which a reported figure counts, ns.
         not_compared: figures that some routable engines have reported lately and others have not, each with bool[n],
             the engines that lack it. `engines` shows them as never reported, so that no engine is compared by them.
+        host_tokens: int64[n], those of `hit_tokens` that the cache holds in host memory alone, and copies back. None
+            means that it is 0 for all engines.
     """
 
     request: Request
@@ -48,6 +50,7 @@ class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
     decision_id: int
     fresh_ns: int = FRESH_NS
     not_compared: Mapping[str, NDArray[np.bool_]] = MappingProxyType({})
+    host_tokens: NDArray[np.int64] | None = None
 
 
 class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -73,7 +76,7 @@ class Routed(msgspec.Struct, frozen=True, tag=True):
 
     request: Request
     engine: int
-    hit_tokens: int  # prompt tokens that the engine's cache is expected to hold
+    hit_tokens: int  # prompt tokens that the engine's cache is expected to hold, in any tier
     detail: Mapping[str, float]
     now_ns: int
 
@@ -118,6 +121,7 @@ class Needs:
             them refuses the policy.
         mark: field of a request that names its session or user; None means that the policy reads neither.
         ttft: whether the policy compares predicted times to first token.
+        speeds: whether the policy reads the speeds of engines, which the router then learns.
     """
 
     hits: bool = False
@@ -126,6 +130,7 @@ class Needs:
     required: tuple[str, ...] = ()
     mark: Literal["session_id", "user"] | None = None
     ttft: bool = False
+    speeds: bool = False
 
     def in_words(self) -> str:
         """Describe the sources for the table of policies."""
@@ -136,6 +141,7 @@ class Needs:
             parts.append(f"{others} (otherwise {self.otherwise})" if self.otherwise else others)
         parts += [f"the request's `{self.mark}`"] if self.mark else []
         parts += ["predicted TTFT"] if self.ttft else []
+        parts += ["learned speeds"] if self.speeds else []
         return "; ".join(parts) or "own counts"
 
 

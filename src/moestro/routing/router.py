@@ -13,9 +13,10 @@ from moestro.core.load_figures import LoadFigures
 from moestro.core.prefix_tree import BlockRun
 from moestro.core.request import Request
 from moestro.core.rng import Draws
-from moestro.core.views import UNKNOWN_KV_TOKENS, EngineTable
+from moestro.core.views import ALONE, DEFAULT_COPY_PRICE, UNKNOWN_KV_TOKENS, EngineTable
 from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.routing.columns import EngineColumns
+from moestro.routing.engine_speeds import EngineSpeeds, ServedAnswer
 from moestro.routing.in_flight import Flight, InFlight
 from moestro.routing.kv.prefix_index import PrefixIndex
 from moestro.routing.policy_contract import (
@@ -45,6 +46,7 @@ class RouteDecision(msgspec.Struct, frozen=True, eq=False, gc=False):
         reason: short reason for operators.
         hit_tokens: prompt tokens that the engine's cache is expected to hold.
         candidates: engines that could have been chosen; None unless `Router.keeps_candidates` is set.
+        host_tokens: those of `hit_tokens` that it is expected to copy from host memory.
     """
 
     engine: int
@@ -52,6 +54,7 @@ class RouteDecision(msgspec.Struct, frozen=True, eq=False, gc=False):
     reason: str
     hit_tokens: int
     candidates: Candidates | None = None
+    host_tokens: int = 0
 
 
 class Router:
@@ -76,6 +79,7 @@ class Router:
         self._columns = EngineColumns()
         self._flights = InFlight(self._columns)
         self._index = PrefixIndex(settings.index_bytes)
+        self._speeds = EngineSpeeds(self._columns) if policy.needs.speeds else None
         self._pending_reports: list[FiguresReport] = []  # not taken in yet, in order
         self._removed: set[int] = set()  # removed engines with requests that have not ended
         self._absent: set[int] = set()  # removed engines whose numbers are not reused yet
@@ -136,19 +140,22 @@ class Router:
         engine = choice.engine
         if not view.engines.routable[engine]:
             raise InvariantError(f"the route policy chose engine {engine}, which is not routable")
-        candidates = candidates_of(view, choice, self._policy.needs.figures) if self.keeps_candidates else None
+        candidates = candidates_of(view, choice, self._policy.needs) if self.keeps_candidates else None
         if candidates is not None:
             self._decided(view, choice, candidates)
         self._num_decisions += 1
         hit_tokens = view.hit_tokens.item(engine)
+        host_tokens = 0 if view.host_tokens is None else view.host_tokens.item(engine)
         num_tokens = request.num_known_tokens
-        flight = Flight(engine, now_ns, num_tokens, max(1, num_tokens - hit_tokens), hit_tokens)
+        flight = Flight(engine, now_ns, num_tokens, max(1, num_tokens - hit_tokens), hit_tokens, host_tokens)
+        if self._speeds is not None:
+            flight.timing = self._speeds.sent(engine, flight.num_prefill_tokens)
         self._flights.add(request.request_id, flight)
         if self._policy.needs.hits:
             flight.pending = self._index.sent(engine, request.block_hashes)
         if self._observes:
             self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
-        return RouteDecision(engine, choice.score, choice.reason, hit_tokens, candidates)
+        return RouteDecision(engine, choice.score, choice.reason, hit_tokens, candidates, host_tokens)
 
     def check_room(self, exclude: Collection[int] = (), num_coming: int = 0, making_room: Collection[int] = ()) -> None:
         """Raise the error that `submit` would raise now, so that a flood is refused before its bodies are read.
@@ -187,7 +194,11 @@ class Router:
         if self._pending_reports:
             self._take_reports()
         flight = self._flights.first_token(request_id)
-        if flight is not None and self._observes:
+        if flight is None:
+            return
+        if self._speeds is not None and flight.timing is not None:
+            self._speeds.first_token(flight.engine, flight.timing, now_ns)
+        if self._observes:
             self._policy.observe(FirstToken(request_id, flight.engine, now_ns))
 
     def ended(
@@ -196,6 +207,7 @@ class Router:
         now_ns: int,
         num_output_tokens: int | None = None,
         cached_share: float | None = None,
+        host_share: float | None = None,
     ) -> None:
         """Record the end of a request, for any reason.
 
@@ -203,6 +215,7 @@ class Router:
             num_output_tokens: number of generated tokens; None means not counted.
             cached_share: part of the prompt's tokens that the engine had cached, 0 .. 1; None means that it did not
                 say. A share, because the engine may count other tokens than the router.
+            host_share: part of the prompt's tokens that it copied from host memory; None likewise.
         """
         if self._pending_reports:
             self._take_reports()
@@ -210,6 +223,8 @@ class Router:
         flight = self._flights.ended(request_id, now_ns)
         if cached_share is not None and self._policy.needs.hits:
             self._learn(flight, cached_share)
+        if self._speeds is not None:
+            self._time(self._speeds, flight, now_ns, num_output_tokens or 0, (cached_share, host_share))
         if flight.pending is not None:
             self._index.ended(flight.engine, flight.pending, is_computed=is_computed)
         if self._observes:
@@ -281,9 +296,14 @@ class Router:
             self._flights.recount_prefill(engine, figures.queued_prefill_tokens, as_of_ns)
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """Record that `engine` holds the blocks `hashes` (packed, 16 bytes each, in prompt order)."""
+        """Record that `engine` holds the blocks `hashes` (packed, 16 bytes each, in prompt order) on its device."""
         if engine not in self._absent:
             self._index.reported(engine, hashes)
+
+    def kv_hosted(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """Record that `engine` holds the blocks `hashes` in host memory alone, from which it copies them back."""
+        if engine not in self._absent:
+            self._index.hosted(engine, hashes)
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Record that `engine` holds the blocks `hashes` no more."""
@@ -377,11 +397,16 @@ class Router:
         self._columns.num_kv_tokens[engine] = (
             UNKNOWN_KV_TOKENS if num_blocks is None else num_blocks * self._settings.block_size
         )
-        self._columns.speed[engine] = spec.speed
+        self._columns.set_group(engine, ALONE if spec.group is None else spec.group)
+        speed = 1.0 if spec.speed is None else spec.speed
+        self._columns.speed[engine] = self._columns.decode_speed[engine] = speed
+        self._columns.copy_price[engine] = DEFAULT_COPY_PRICE if spec.copy_price is None else spec.copy_price
+        if self._speeds is not None:
+            self._speeds.set_spec(engine, spec)
         self._columns.block_tokens[engine] = spec.block_size or self._settings.engine_block_size
         num_rows = self._columns.num_rows
         self._has_larger_blocks = bool((self._columns.block_tokens[:num_rows] > self._settings.block_size).any())
-        self._index.set_capacity(engine, spec.num_blocks)
+        self._index.set_capacity(engine, spec.num_blocks, spec.num_host_blocks)
 
     def _learn(self, flight: Flight, cached_share: float) -> None:
         """Compare what an engine had cached with the prediction; a difference below a block says nothing."""
@@ -393,6 +418,24 @@ class Router:
         if abs(num_tokens) >= max(self._settings.block_size, int(self._columns.block_tokens[flight.engine])):
             self._index.surprised(flight.engine, int(num_tokens / self._settings.block_size))
 
+    def _time(
+        self,
+        speeds: EngineSpeeds,
+        flight: Flight,
+        now_ns: int,
+        num_output_tokens: int,
+        shares: tuple[float | None, float | None],
+    ) -> None:
+        """Learn the speed of an engine from the times of an answer, whose process is still the same."""
+        cached, copied = shares
+        if flight.timing is None or flight.num_hit_tokens is None:
+            return
+        num_known = flight.num_known_tokens
+        new = flight.num_prefill_tokens if cached is None else num_known * (1 - cached)
+        copied = flight.num_host_tokens / num_known if copied is None else copied
+        times = ServedAnswer(flight.submit_ns, now_ns, num_known, max(new, 1.0), copied * num_known, num_output_tokens)
+        speeds.ended(flight.engine, flight.timing, times)
+
     def _set_routable(self, engine: int, *, routable: bool) -> None:
         self._columns.is_up[engine] = routable
         self._columns.routable[engine] = routable
@@ -402,6 +445,8 @@ class Router:
         self._columns.forget_figures(engine)
         self._flights.forget(engine)
         self._index.forget(engine)
+        if self._speeds is not None:
+            self._speeds.forget(engine)
         self._policy.observe(EngineLost(engine, now_ns))
 
     def _decided(self, view: RouteView, choice: Choice, candidates: Candidates) -> None:
@@ -414,14 +459,19 @@ class Router:
         not_compared: dict[str, NDArray[np.bool_]] = {}
         if self._settings.compares_known:
             table, not_compared = self._columns.compared(table, now_ns - self._settings.fresh_ns)
+        host_tokens: NDArray[np.int64] | None = None
         if self._policy.needs.hits:
-            hit_tokens = self._index.match(request.block_hashes) * block_size
+            hits = self._index.match(request.block_hashes)
+            hit_tokens = hits * block_size
+            if self._index.has_hosted:
+                host_tokens = self._index.hosted_of(request.block_hashes, hits) * block_size
             if self._has_larger_blocks:  # an engine finds only whole blocks of its own
                 hit_tokens -= hit_tokens % self._columns.block_tokens[: self._columns.num_rows]
+                host_tokens = None if host_tokens is None else np.minimum(host_tokens, hit_tokens)
         else:
             hit_tokens = self._columns.no_hits
-        fresh_ns = self._settings.fresh_ns
-        return RouteView(request, table, hit_tokens, block_size, now_ns, self._num_decisions, fresh_ns, not_compared)
+        decision, fresh_ns = self._num_decisions, self._settings.fresh_ns
+        return RouteView(request, table, hit_tokens, block_size, now_ns, decision, fresh_ns, not_compared, host_tokens)
 
     def _release(self, engine: int) -> None:
         """Free the number of a removed engine, once no request is in flight there."""

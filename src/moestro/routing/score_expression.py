@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moestro.errors import ConfigError
-from moestro.routing.indicators import FIGURES_OF, HIT_INDICATORS, INDICATORS, REQUIRED_FIGURES
+from moestro.routing.indicators import FIGURES_OF, HIT_INDICATORS, INDICATORS, REQUIRED_FIGURES, TRAIT_INDICATORS
 from moestro.routing.policy_contract import Needs, RouteView
 from moestro.routing.scoring import Scored, Scores
 
@@ -69,6 +69,7 @@ def expression_policy(text: str) -> Scored:
         figures=tuple(sorted(figures)),
         otherwise="the router's own counts" if figures - REQUIRED_FIGURES else "",
         required=tuple(sorted(figures & REQUIRED_FIGURES)),
+        speeds=bool(names & TRAIT_INDICATORS),
     )
     return Scored(score, text, needs)
 

@@ -46,6 +46,7 @@ class ScrapedLoad:
         num_tokens_computed: prompt and generated tokens since the server's start, as a sign of progress.
         block_size: tokens per KV block.
         num_kv_tokens: capacity of the KV caches of all engines, tokens.
+        num_host_tokens: capacity of the host memory below them, tokens.
     """
 
     figures: LoadFigures = field(default_factory=LoadFigures)
@@ -53,6 +54,7 @@ class ScrapedLoad:
     num_tokens_computed: float | None = None
     block_size: int | None = None
     num_kv_tokens: int | None = None
+    num_host_tokens: int | None = None
 
 
 # Names by which servers expose a figure. Only the first name that a text contains counts, because a server may have
@@ -97,6 +99,7 @@ _MAX_LABEL_BYTES = 1024
 _MAX_SERIES = 4096  # of one figure: ranks times priorities
 _LABEL = re.compile(rb'[{,]\s*([A-Za-z_]\w*+)="((?:[^"\\]|\\.)*+)"')
 _BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d{1,9})"')
+_NUM_HOST_BLOCKS = re.compile(rb'[{,]num_cpu_blocks="(\d{1,12})"')
 _NUM_BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,12})"')
 _DP_RANK = re.compile(rb'[{,](?:engine|dp_rank)="(\d{1,4})"')
 
@@ -162,6 +165,8 @@ def _load(exposed: _Exposed, rank: int | None) -> ScrapedLoad:
     configs = [labels for labels, _ in exposed.of(_CACHE_CONFIG, rank)]
     blocks = [_labelled(_NUM_BLOCKS, labels) for labels in configs]
     sizes = [_labelled(_BLOCK_SIZE, labels) for labels in configs]
+    host_blocks = [_labelled(_NUM_HOST_BLOCKS, labels) for labels in configs]
+    num_host_tokens = sum((block or 0) * (size or 0) for block, size in zip(host_blocks, sizes, strict=True))
     num_kv_tokens: float | None = None
     if configs and all(blocks) and all(sizes):
         num_kv_tokens = sum((block or 0) * (size or 0) for block, size in zip(blocks, sizes, strict=True))
@@ -182,6 +187,7 @@ def _load(exposed: _Exposed, rank: int | None) -> ScrapedLoad:
         num_tokens_computed=sum(known) if known else None,
         block_size=sizes[0] if sizes else None,
         num_kv_tokens=_count(num_kv_tokens),
+        num_host_tokens=num_host_tokens or None,
     )
 
 

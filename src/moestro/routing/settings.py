@@ -58,13 +58,20 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_blocks: size of the engine's KV cache in blocks of the router; None means unknown.
-        speed: speed relative to the other engines.
+        num_host_blocks: blocks of host memory below it, to which evicted blocks go.
+        speed: speed relative to the other engines, of prompts and answers. None means that the router learns it.
         block_size: tokens per KV block of the engine; None means unknown.
+        copy_price: time to copy a prompt token from host memory over the time to compute it. None means that the router
+            learns it.
+        group: number of the group of engines that begin every step together. None means that this one steps alone.
     """
 
     num_blocks: int | None = None
-    speed: float = 1.0
+    num_host_blocks: int = 0
+    speed: float | None = None
     block_size: Annotated[int, at_least(1)] | None = None
+    copy_price: float | None = None
+    group: int | None = None
 
 
 DEFAULT_SETTINGS = RouterSettings()

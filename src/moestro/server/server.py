@@ -251,7 +251,8 @@ class _ServeProcess:
             router = self._recording.make_router(settings)
             for _ in range(num_engines):
                 router.add_engine()
-            engines = EngineClient(router, wire.send, metrics)
+            is_one_group = self._settings.stepping.mode == "ep"
+            engines = EngineClient(router, wire.send, metrics, is_one_group=is_one_group)
             engines.log = self._recording.log
             self._follows_caches = engines.follows_caches
             timeouts = _timeouts(processes)
@@ -266,7 +267,7 @@ class _ServeProcess:
                     silence_flag="--expert-timeout",
                 ),
                 launcher=launcher,
-                is_one_group=self._settings.stepping.mode == "ep",
+                is_one_group=is_one_group,
             )
             supervisor = Supervisor(engines, wire, metrics, launching, coordinator)
             supervisor.migration = self._migration

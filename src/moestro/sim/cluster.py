@@ -230,7 +230,9 @@ class Cluster:
             sequence = output.sequences[ended]
             row = engine.row_of.pop(sequence.serial)
             _note_end(results, row, sequence, now_ns)
-            self.signals.ended(sequence.request.request_id, now_ns, len(sequence.generated))
+            num_prompt = sequence.request.num_prompt_tokens
+            shares = ((sequence.num_cached_tokens or 0) / num_prompt, sequence.num_host_tokens / num_prompt)
+            self.signals.ended(sequence.request.request_id, now_ns, len(sequence.generated), shares)
             if self._queue is not None:
                 self._queue.ended(sequence.request, len(sequence.generated))
             self._over(row)

@@ -37,6 +37,11 @@ class Ranks(Protocol):
         ...
 
     @property
+    def steps_together(self) -> bool:
+        """Whether several ranks begin every step together."""
+        ...
+
+    @property
     def seats(self) -> Sequence[Seat]:
         """The ranks."""
         ...

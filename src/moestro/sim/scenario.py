@@ -239,10 +239,13 @@ def _serve(
         make_route_policy(policy, route_inputs(scenario, policy)),
         RouterSettings(block_size=bounds.block_size, seed=scenario.seed),
     )
-    for group in groups:
+    for number, group in enumerate(groups):
+        num_blocks, num_host = bounds.num_blocks, bounds.num_host_blocks
+        own = number if group.steps_together else None
+        spec = EngineSpec(num_blocks=num_blocks, num_host_blocks=num_host, group=own)
         for seat in group.seats:
             seat.has_prompt_kv = scenario.engines.dummy_kv
-            router.set_routable(router.add_engine(EngineSpec(num_blocks=bounds.num_blocks)), routable=True)
+            router.set_routable(router.add_engine(spec), routable=True)
     signals = policy.signals or scenario.signals
     cluster = Cluster(groups, router, signals, on_arrival, make_queue(policy, signals, router))
     return cluster.run(scenario.workload, scenario.arrivals)

@@ -18,12 +18,15 @@ import numpy as np
 from moestro.core.load_figures import FIGURES, IDLE, ROUTED_FIGURES, LoadFigures
 from moestro.core.setting_checks import above, at_least, check_settings
 from moestro.core.work import Int32s
+from moestro.engine.block_pool import Place
 from moestro.errors import ConfigError
 from moestro.routing.router import Router
 from moestro.sim.engine import Ranks
 from moestro.sim.groups.group import Int64s
 
 NS_PER_MS = 1_000_000
+CachedShares = tuple[float | None, float | None]  # cached part of a prompt in any tier, and copied from host memory
+UNKNOWN_SHARES: CachedShares = (None, None)
 
 
 class ReportChannel(StrEnum):
@@ -185,6 +188,7 @@ class Signals:
 
     def __init__(self, router: Router, engines: Sequence[tuple[Ranks, int]], settings: SignalSettings) -> None:
         self._router = router
+        self._report_kv = {Place.DEVICE: router.kv_stored, Place.HOST: router.kv_hosted, Place.GONE: router.kv_removed}
         self.on_report: Callable[[int, LoadFigures], None] | None = None
         self._engines = engines
         self._voices = [_Voice(group, seat) for group, seat in engines] if settings.channels else []
@@ -195,7 +199,7 @@ class Signals:
             for each in settings.channels
         ]
         self._response_delay_ns = round(settings.response_delay_ms * NS_PER_MS)
-        self._responses: deque[tuple[int, bool, str, int]] = deque()
+        self._responses: deque[tuple[int, str, tuple[int, float | None, float | None] | None]] = deque()
         kv_delay_ms = settings.kv_events_delay_ms
         self._kv_delay_ns = None if kv_delay_ms is None else round(kv_delay_ms * NS_PER_MS)
         if self._kv_delay_ns is not None:
@@ -207,11 +211,13 @@ class Signals:
 
     def first_token(self, request_id: str, now_ns: int) -> None:
         """Send the router a request's first token."""
-        self._responses.append((now_ns + self._response_delay_ns, False, request_id, 0))
+        self._responses.append((now_ns + self._response_delay_ns, request_id, None))
 
-    def ended(self, request_id: str, now_ns: int, num_output_tokens: int) -> None:
-        """Send the router the end of a request."""
-        self._responses.append((now_ns + self._response_delay_ns, True, request_id, num_output_tokens))
+    def ended(
+        self, request_id: str, now_ns: int, num_output_tokens: int, shares: CachedShares = UNKNOWN_SHARES
+    ) -> None:
+        """Send the router the end of a request, and the parts of its prompt that came from each tier of the cache."""
+        self._responses.append((now_ns + self._response_delay_ns, request_id, (num_output_tokens, *shares)))
 
     def turned(self, engine: int, now_ns: int) -> None:
         """Record that an engine begins a step or jump, or becomes idle."""
@@ -229,11 +235,11 @@ class Signals:
         if self._kv_delay_ns is not None:
             self._bring_kv_events(now_ns, self._kv_delay_ns)
         while responses and responses[0][0] <= now_ns:
-            received_ns, is_end, request_id, num_tokens = responses.popleft()
-            if is_end:
-                router.ended(request_id, received_ns, num_tokens)
-            else:
+            received_ns, request_id, end = responses.popleft()
+            if end is None:
                 router.first_token(request_id, received_ns)
+            else:
+                router.ended(request_id, received_ns, *end)
         for number, channel in enumerate(self._channels):
             true_at_ns = self._true_at(number, now_ns)
             if true_at_ns >= 0 and true_at_ns != self._read_ns[number]:
@@ -247,11 +253,10 @@ class Signals:
             group.catch_up(sent_before_ns)
             events = group.seats[seat].kv_events
             while events and events[0].at_ns < sent_before_ns:
-                is_stored, names = events[0].is_stored, []
-                while events and events[0].is_stored == is_stored and events[0].at_ns < sent_before_ns:
+                place, names = events[0].place, []
+                while events and events[0].place is place and events[0].at_ns < sent_before_ns:
                     names.append(events.popleft().block_hash)
-                tell = self._router.kv_stored if is_stored else self._router.kv_removed
-                tell(engine, b"".join(names), now_ns)
+                self._report_kv[place](engine, b"".join(names), now_ns)
 
     def bring_all(self) -> None:
         """Deliver the signals that are still under way after the last event."""

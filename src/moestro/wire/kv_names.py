@@ -100,6 +100,23 @@ GAPS_IN_WORDS: Mapping[NamingGap, str] = {
 }
 
 
+class PlacedBlocks(NamedTuple):
+    """Blocks by the place where a cache has them now, as packed names.
+
+    Attributes:
+        stored: blocks on the device.
+        hosted: blocks in other tiers alone, from which the engine copies them back.
+        removed: blocks that no tier has any more.
+    """
+
+    stored: bytes = b""
+    hosted: bytes = b""
+    removed: bytes = b""
+
+
+UNPLACED = PlacedBlocks()
+
+
 class _Chain(NamedTuple):
     """Name of the previous block, the key, and the extra keys of the next block that the key covers."""
 
@@ -113,6 +130,7 @@ class NamedBlocks:
 
     Attributes:
         block_size_seen: tokens of the publisher's blocks; None until an event tells.
+        num_hosted: held blocks that are not on the device.
         fault: why no block counts as held any more; empty means none. Either one hash named two different blocks (as in
             SGLang before its hashes were chained), or the cache claims to hold too many.
         gap: why stored blocks are missing, the first reason since the cache was empty; None means that none are.
@@ -120,11 +138,13 @@ class NamedBlocks:
 
     def __init__(self, rules: NamingRules, counts: NamingCounts) -> None:
         self.block_size_seen: int | None = None
+        self.num_hosted = 0
         self.fault = ""
         self.gap: NamingGap | None = None
         self._rules = rules
         self._counts = counts
         self._bits = {tier: 1 << at for at, tier in enumerate(rules.tiers)}
+        self._device = self._bits.get(_FIRST_TIER, 0)
         self._group: int | None = None
         self._held: dict[BlockKey, _Block] = {}
         self._num_keys: dict[bytes, int] = {}  # keys of `_held` by name; EAGLE's and salted blocks may share one name
@@ -138,12 +158,15 @@ class NamedBlocks:
         """Blocks held in any tier that serves hits."""
         return len(self._held)
 
-    def names(self) -> bytes:
+    def placed(self) -> PlacedBlocks:
         """Packed names of all held blocks, parents mostly before their children."""
-        return b"".join([block.name for block in self._held.values()])
+        held = self._held.values()
+        on_device = [block.name for block in held if not self._is_hosted(block)]
+        return PlacedBlocks(b"".join(on_device), b"".join([block.name for block in held if self._is_hosted(block)]))
 
     def forget(self) -> None:
         """Drop all blocks, because the cache is empty or its content is unknown. Their memory goes with `tidy`."""
+        self.num_hosted = 0
         if self._held:
             self._dropped += (self._held, self._num_keys)
             self._held, self._num_keys = {}, {}
@@ -169,15 +192,16 @@ class NamedBlocks:
         if self.fault != _AMBIGUOUS:
             self.fault = ""
 
-    def store(self, event: BlockStored) -> bytes:
+    def store(self, event: BlockStored) -> PlacedBlocks:
         """Add blocks. Returns the packed names of those that are hits, in the order of the prompt."""
         tier = self._tier(event.medium, event.locality)
         if not tier:
             self._counts.other_tier += len(event.block_hashes)
-            return b""
+            return UNPLACED
         if self.fault or not self._follows(event):
-            return b""
-        stored = []
+            return UNPLACED
+        stored: list[bytes] = []
+        hosted: list[bytes] = []
         for theirs, block in self._named(event) if event.token_ids else self._known(event.block_hashes):
             held = self._held.get(theirs)
             if held is None:
@@ -189,23 +213,24 @@ class NamedBlocks:
                 self._num_keys[block.name] = self._num_keys.get(block.name, 0) + 1
             elif held.name != block.name:
                 return self._give_up(_AMBIGUOUS)
-            held.tiers |= tier
-            stored.append(held.name)
-        self._counts.stored += len(stored)
-        return b"".join(stored)
+            self._put(held, held.tiers | tier)
+            (hosted if self._is_hosted(held) else stored).append(held.name)
+        self._counts.stored += len(stored) + len(hosted)
+        return PlacedBlocks(b"".join(stored), b"".join(hosted))
 
-    def remove(self, event: BlockRemoved) -> bytes:
-        """Remove blocks. Returns the packed names of those that no tier holds any more."""
+    def remove(self, event: BlockRemoved) -> PlacedBlocks:
+        """Remove blocks. Returns the packed names of those that no tier holds any more, or host memory alone."""
         tier = self._tier(event.medium, event.locality)
         if not tier or not (event.group_idx is None or self._group is None or event.group_idx == self._group):
-            return b""
+            return UNPLACED
         copies = event.remaining_copy_counts or ()
-        removed = []
+        removed: list[bytes] = []
+        hosted: list[bytes] = []
         for at, theirs in enumerate(event.block_hashes):
             block = self._held.get(theirs)
             if block is None or (at < len(copies) and copies[at] > 0):
                 continue
-            block.tiers &= ~tier
+            self._put(block, block.tiers & ~tier)
             if not block.tiers:
                 del self._held[theirs]
                 self._left[theirs] = block
@@ -215,15 +240,27 @@ class NamedBlocks:
                 else:
                     del self._num_keys[block.name]
                     removed.append(block.name)
+            elif self._is_hosted(block):
+                hosted.append(block.name)
         while len(self._left) > _NUM_LEFT:
             self._left.popitem(last=False)
         self._counts.removed += len(removed)
-        return b"".join(removed)
+        return PlacedBlocks(hosted=b"".join(hosted), removed=b"".join(removed))
 
-    def _give_up(self, fault: str) -> bytes:
+    def _put(self, block: _Block, tiers: int) -> None:
+        """Set the tiers of a block, and count those without a copy on the device."""
+        was_hosted = bool(block.tiers) and not block.tiers & self._device
+        block.tiers = tiers
+        self.num_hosted += (bool(tiers) and not tiers & self._device) - was_hosted
+
+    def _is_hosted(self, block: _Block) -> bool:
+        """Return whether a block has to be copied to the device. A further block of its name may be there."""
+        return not block.tiers & self._device and self._num_keys.get(block.name, 1) == 1
+
+    def _give_up(self, fault: str) -> PlacedBlocks:
         self.fault = fault
         self.forget()
-        return b""
+        return UNPLACED
 
     def _leave_out(self, gap: NamingGap, num_blocks: int) -> None:
         """Count blocks that are missing from now on."""

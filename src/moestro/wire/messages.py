@@ -155,7 +155,9 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         as_of_ns: When the rank last read its inbox: the figures exclude requests that were sent later.
-        stored, removed: Packed hashes of the blocks that entered the prefix cache, and of those that left it.
+        stored: Packed hashes of the blocks that are on the device now.
+        removed: Packed hashes of the blocks that left the prefix cache.
+        hosted: Packed hashes of the blocks that host memory alone has now.
     """
 
     outputs: NewOutputs
@@ -163,6 +165,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     as_of_ns: int = 0
     stored: bytes = b""
     removed: bytes = b""
+    hosted: bytes = b""
 
 
 class EngineEvents(msgspec.Struct, frozen=True, tag=True):

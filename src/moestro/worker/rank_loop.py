@@ -152,7 +152,7 @@ def run_rank(
         if outputs or load != last_load or cache is not UNCHANGED:
             pace = jobs.pace_counts()
             reported = load if pace is None else msgspec.structs.replace(load, pace=pace)
-            channel.send(Outputs(outputs, reported, as_of_ns, cache.stored, cache.removed))
+            channel.send(Outputs(outputs, reported, as_of_ns, *cache))
             last_load = load
         if not goes_on:
             return

@@ -2,6 +2,7 @@ import pytest
 from support.routers import decide, request, router, table, view
 
 from moestro.core.load_figures import LoadFigures
+from moestro.core.views import ALONE
 from moestro.routing.policies.lmetric import LMetric
 from moestro.routing.policies.moestro import Moestro
 from moestro.routing.policy_contract import Ended, EngineLost, Routed
@@ -59,9 +60,55 @@ def test_tokens_without_a_free_block_count_as_if_they_were_to_be_computed():
 
 
 def test_a_slow_engine_and_one_whose_experts_are_pressed_cost_more():
-    known = table(speed=[1, 0.5, 1], expert_pressure=[1.0, 1.0, 1.5], num_in_flight=[1, 1, 1])
+    known = table(speed=[1, 0.5, 1], decode_speed=[1, 0.5, 1], expert_pressure=[1.0, 1.0, 1.5], num_in_flight=[1, 1, 1])
     scores = decide(taught(), known, req=OF_1000).scores
     assert (scores / scores[0]).tolist() == pytest.approx([1, 2, 1.5])
+
+
+def test_a_hit_in_host_memory_costs_its_copy_and_delays_no_neighbour():
+    known = table(num_in_flight=[6, 6], num_prefilling=[2, 2], copy_price=[0.1, 0.5])
+    alone = decide(taught(), known, req=OF_1000, hit_tokens=[800, 800]).scores
+    scores = decide(taught(), known, req=OF_1000, hit_tokens=[800, 800], host_tokens=[500, 500]).scores
+    weight = 9 / 5  # 8 decode and 4 wait
+    assert (scores - alone).tolist() == pytest.approx([weight * 500 * 0.1, weight * 500 * 0.5])
+
+
+def group_scores(rows: list[tuple[int, int, int]], num_new: list[int], answer: int) -> list[float]:
+    """The score of the page, engine by engine: rows of (Q, requests without a first token, requests)."""
+    n, waiting, batch = len(rows), sum(row[1] for row in rows), sum(row[2] for row in rows)
+    running = batch - waiting
+    weight = max(1.0, (running + 1) / (waiting + 1))
+    longest, largest = max(row[0] for row in rows), max(row[2] for row in rows)
+    scores = []
+    for (queued, _, own), new in zip(rows, num_new, strict=True):
+        delay = max(0, queued + new - longest)
+        growth = max(own + 1, largest) - largest + own / n
+        prompts = weight * (queued + new + delay * waiting) + delay * running
+        scores.append(prompts + answer * (running + waiting) * growth)
+    return scores
+
+
+def test_in_a_group_a_request_counts_by_what_it_adds_to_the_steps_of_all():
+    rows = [(4000, 3, 9), (1000, 1, 4), (0, 0, 9)]
+    known = table(num_in_flight=[9, 4, 9], num_prefilling=[3, 1, 0], prefill_tokens=[4000, 1000, 0], group=[0, 0, 0])
+    scores = decide(taught(), known, req=OF_1000, hit_tokens=[800, 0, 0]).scores
+    assert scores.tolist() == pytest.approx(group_scores(rows, [200, 1000, 1000], 100))
+
+
+def test_groups_count_apart_and_engines_outside_count_as_ever():
+    rows = [(4000, 3, 9), (1000, 1, 4)]
+    alone = {"num_in_flight": [5], "num_prefilling": [2], "prefill_tokens": [700]}
+    twice = {name: [*values, *alone[name], *values] for name, values in _columns(rows).items()}
+    scores = decide(taught(), table(**twice, group=[3, 3, ALONE, 0, 0]), req=OF_1000).scores
+    plain = decide(taught(), table(**twice), req=OF_1000).scores
+    assert scores[:2].tolist() == scores[3:].tolist()
+    assert scores[2] == plain[2]
+    assert scores[0] != plain[0]
+
+
+def _columns(rows: list[tuple[int, int, int]]) -> dict[str, list[int]]:
+    queued, waiting, batch = (list(column) for column in zip(*rows, strict=True))
+    return {"num_in_flight": batch, "num_prefilling": waiting, "prefill_tokens": queued}
 
 
 def test_what_was_sent_lately_counts_as_load_and_fades():

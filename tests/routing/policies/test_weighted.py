@@ -32,6 +32,15 @@ def test_dynamo_adds_blocks_to_prefill_less_those_cached_and_blocks_in_decode():
     assert weighted.scores.tolist() == [(2 * 280 + 480) / 16 + 6, (320 + 800) / 16 + 12]
 
 
+def test_dynamo_credits_a_block_in_host_memory_with_three_quarters():
+    known = table(prefill_tokens=[0, 160], context_tokens=[0, 0])
+    of_160, hits = request(num_prompt_tokens=160), {"hit_tokens": [80, 80], "host_tokens": [0, 64]}
+    choice = decide(Dynamo(overlap_decay=1), known, req=of_160, **hits)
+    assert choice.scores.tolist() == [(160 - 80 + 160) / 16, (320 - 16 / 2 - 0.75 * 64 + 160) / 16]
+    equal = decide(Dynamo(host_weight=1), table(2), req=of_160, **hits).scores
+    assert equal[0] == equal[1]
+
+
 def test_dynamo_lets_a_hit_count_less_the_more_is_queued_there():
     known = table(prefill_tokens=[160, 0], context_tokens=[0, 0])
     choice = decide(Dynamo(overlap_decay=1), known, req=request(num_prompt_tokens=160), hit_tokens=[80, 80])
@@ -49,7 +58,9 @@ def test_dynamo_with_a_temperature_draws_by_softmax():
     assert 110 < hot.count(1) < 190
 
 
-@pytest.mark.parametrize(("policy", "setting"), [(Bailian, "hit_weight"), (Dynamo, "temperature")])
+@pytest.mark.parametrize(
+    ("policy", "setting"), [(Bailian, "hit_weight"), (Dynamo, "temperature"), (Dynamo, "host_weight")]
+)
 def test_a_setting_out_of_range_is_refused(policy, setting):
     with pytest.raises(ConfigError, match=setting):
         policy(**{setting: -1})

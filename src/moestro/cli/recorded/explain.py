@@ -111,11 +111,17 @@ def _attempt_lines(attempt: Attempt) -> Iterator[str | Table]:
     because = f" ({escape(attempt.because)})" if attempt.because else ""
     wait = f", after {attempt.wait_s:.3f} s in the router's queue" if attempt.wait_s else ""
     yield f"to [bold]{escape(attempt.engine)}[/bold]{because}{wait}: {escape(attempt.reason)}"
-    table = Table("engine", "score", "hit tokens", box=None, padding=(0, 2))
+    has_hosted = any(each.host_tokens for each in attempt.candidates)
+    has_speeds = any((each.speed, each.decode_speed) != (1, 1) for each in attempt.candidates)
+    more = (*(["on the host"] if has_hosted else ()), *(["prompt speed", "answer speed"] if has_speeds else ()))
+    table = Table("engine", "score", "hit tokens", *more, box=None, padding=(0, 2))
     for candidate in attempt.candidates:
         chosen = "[bold]*[/bold] " if candidate.engine == attempt.engine else "  "
         score = "" if candidate.score is None else f"{candidate.score:,.6g}"
-        table.add_row(chosen + escape(candidate.engine), score, f"{candidate.hit_tokens:,}")
+        row = [chosen + escape(candidate.engine), score, f"{candidate.hit_tokens:,}"]
+        row += [f"{candidate.host_tokens:,}"] if has_hosted else []
+        row += [f"{candidate.speed:.2f}", f"{candidate.decode_speed:.2f}"] if has_speeds else []
+        table.add_row(*row)
     yield table
     if attempt.num_candidates > len(attempt.candidates):
         yield f"  and {attempt.num_candidates - len(attempt.candidates)} more with higher scores"

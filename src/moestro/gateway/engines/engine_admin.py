@@ -71,7 +71,7 @@ class EngineAdmin:
             authorization=None if key is None else f"Bearer {key}".encode("utf-8", "surrogateescape"),
             withheld=self.withheld,
         )
-        address = self.fleet.add(url.name, url.url, pool, head, self.settings.num_ranks)
+        address = self.fleet.add(url.name, url.url, pool, head, self.settings.num_ranks, url.traits)
         self.watch.begin(address)
         return address
 

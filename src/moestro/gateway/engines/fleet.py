@@ -11,12 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+
 from moestro.core.request import Request
 from moestro.errors import ConfigError, NoEngineError
 from moestro.gateway.clients.http_headers import EngineHead, Incoming
 from moestro.gateway.clients.paths import GENERATE_PATH
 from moestro.gateway.clients.request_body import with_fields
 from moestro.gateway.engines.models import Models
+from moestro.gateway.engines.traits import ANY_TRAITS, NO_GROUP, EngineTraits
 from moestro.gateway.engines.upstream import Pool
 from moestro.gateway.metrics import EngineCounts
 from moestro.routing.health.breaker import BreakerState
@@ -24,6 +27,7 @@ from moestro.routing.health.engine_health import Condition, Health, HealthRules
 from moestro.routing.health.silence import Silence
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.scrape import EngineTotals
+from moestro.routing.settings import EngineSpec
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +62,7 @@ class EngineAddress:
         head: Head of the router's own requests, which go to no rank.
         life: Signs of life of the server.
         finds_ranks: Whether the ranks follow from what the server shows of itself.
+        traits: What the operator says of the engines.
         engines: Engines behind the address, in the order of their ranks.
         ranks_changed: Set after `engines` has changed.
         unreachable: Cause of the last connection failure; empty after a success.
@@ -70,6 +75,7 @@ class EngineAddress:
     head: EngineHead
     life: Silence
     finds_ranks: bool = False
+    traits: EngineTraits = ANY_TRAITS
     engines: list[RoutedEngine] = field(default_factory=list)
     ranks_changed: asyncio.Event = field(default_factory=asyncio.Event)
     unreachable: str = ""
@@ -173,6 +179,7 @@ class Fleet:
         self._now_ns = now_ns
         self._addresses: dict[str, EngineAddress] = {}  # By name.
         self._by_row: dict[int, RoutedEngine] = {}
+        self._groups: dict[str, int] = {}  # Numbers in the router, by name.
         self.names: tuple[str, ...] = ()
         self._returning: set[int] = set()  # Rows in slow start or in doubt.
         self._suspected: set[int] = set()  # Rows that get requests only where no other engine can.
@@ -194,12 +201,21 @@ class Fleet:
         """The servers behind the router."""
         return tuple(self._addresses.values())
 
-    def add(self, name: str, url: str, pool: Pool, head: EngineHead, num_ranks: int | None = 1) -> EngineAddress:
+    def add(
+        self,
+        name: str,
+        url: str,
+        pool: Pool,
+        head: EngineHead,
+        num_ranks: int | None = 1,
+        traits: EngineTraits = ANY_TRAITS,
+    ) -> EngineAddress:
         """Add the engines of an address, which get requests once a health check has passed.
 
         Args:
             head: Head of the router's own requests to the address.
             num_ranks: Number of data-parallel ranks. None means that the server's own figures show it.
+            traits: What the operator says of the engines.
 
         Raises:
             ConfigError: Another address has this name or URL.
@@ -214,6 +230,7 @@ class Fleet:
             head=head,
             life=Silence(self._rules.silence),
             finds_ranks=num_ranks is None,
+            traits=traits,
         )
         self.set_ranks(address, range(num_ranks or 1))
         return address
@@ -246,7 +263,7 @@ class Fleet:
         address.ranks_changed.set()
 
     def _add_engine(self, address: EngineAddress, rank: int | None, at: int) -> RoutedEngine:
-        row = self.router.add_engine()
+        row = self.router.add_engine(self.spec_of(address, rank))
         name = address.name if rank is None else f"{address.name}@{rank}"
         self.names = (*self.names[:row], name, *self.names[row + 1 :])
         head = address.head if rank is None else replace(address.head, rank=at)
@@ -254,6 +271,18 @@ class Fleet:
         engine = RoutedEngine(row=row, name=name, address=address, rank=rank, head=head, health=health)
         self._by_row[row] = engine
         return engine
+
+    def spec_of(self, address: EngineAddress, rank: int | None) -> EngineSpec:
+        """Return what is known of an engine before its first report: what the operator says of it, and its group.
+
+        The data-parallel ranks of a server share the experts of a network, so they begin every step together.
+        """
+        group, name = None, address.traits.group
+        if name is None and rank is not None:
+            name = f"@{address.name}"  # No operator can give this name.
+        if name is not None and name != NO_GROUP:
+            group = self._groups.setdefault(name, len(self._groups))
+        return msgspec.structs.replace(address.traits.spec, group=group)
 
     def remove(self, address: EngineAddress) -> None:
         """Send the engines of `address` no more requests; their running requests still finish."""

@@ -308,7 +308,12 @@ class MetricsWatch:
         if load.num_kv_tokens is None and load.block_size is None:
             return known
         num_blocks = None if load.num_kv_tokens is None else load.num_kv_tokens // self._fleet.block_tokens
-        spec = EngineSpec(num_blocks=num_blocks, block_size=load.block_size)
+        spec = msgspec.structs.replace(
+            self._fleet.spec_of(engine.address, engine.rank),
+            num_blocks=num_blocks,
+            num_host_blocks=(load.num_host_tokens or 0) // self._fleet.block_tokens,
+            block_size=load.block_size,
+        )
         if spec != known:
             self._fleet.router.set_spec(engine.row, spec)
         return spec

@@ -49,6 +49,7 @@ class KvFigures(Collector):
             labels=("engine", "reason"),
         )
         blocks = _gauge("blocks", "Blocks that the engine holds.")
+        hosted = _gauge("hosted_blocks", "Those of them that are in host memory alone.")
         is_complete = _gauge("complete", "1 while the router knows all blocks that the engine holds.")
         lag = _gauge("lag_seconds", "Delay of the newest batch from its time stamp to its arrival.")
         for engine, subscription in running:
@@ -58,9 +59,10 @@ class KvFigures(Collector):
             for cause in ("orphaned", "unnamed", "malformed", "other_size", "other_tier", "other_group", "over_bound"):
                 left_out.add_metric((engine.name, cause), getattr(named, cause))
             blocks.add_metric((engine.name,), feed.num_blocks)
+            hosted.add_metric((engine.name,), feed.num_hosted_blocks)
             is_complete.add_metric((engine.name,), feed.is_complete)
             lag.add_metric((engine.name,), subscription.lag_s)
-        yield from (left_out, incomplete, blocks, is_complete, lag)
+        yield from (left_out, incomplete, blocks, hosted, is_complete, lag)
 
 
 def _gauge(name: str, text: str) -> GaugeMetricFamily:

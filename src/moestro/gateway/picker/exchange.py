@@ -23,7 +23,7 @@ from moestro.gateway.verdicts import (
     FIRST_ERROR,
     AnswerTail,
     begins_with_error,
-    cached_share,
+    cached_shares,
     count_hits,
     judge_error_event,
     judge_status,
@@ -466,7 +466,7 @@ class PickedExchange:
         if self._is_in_router and self._request is not None:
             self._is_in_router = False
             self._context.shared.fleet.router.ended(
-                self._request.request_id, time.monotonic_ns(), usage.get(b"completion_tokens"), cached_share(usage)
+                self._request.request_id, time.monotonic_ns(), usage.get(b"completion_tokens"), *cached_shares(usage)
             )
 
     def _known_origin(self) -> Origin:

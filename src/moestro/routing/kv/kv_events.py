@@ -36,7 +36,7 @@ from moestro.wire.kv_events import (
     removed_parts,
     stored_parts,
 )
-from moestro.wire.kv_names import GAPS_IN_WORDS, NamedBlocks, NamingCounts, NamingGap, NamingRules
+from moestro.wire.kv_names import GAPS_IN_WORDS, NamedBlocks, NamingCounts, NamingGap, NamingRules, PlacedBlocks
 
 _DEFAULT_STREAM = StreamRules()
 _PART_BLOCKS = 64  # blocks that a job processes at once, in about 0.2 ms
@@ -50,6 +50,9 @@ class KvSink(Protocol):
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Record that `engine` holds these blocks (packed hashes, in prompt order)."""
+
+    def kv_hosted(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """Record that `engine` holds these blocks in host memory alone."""
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Record that `engine` holds these blocks no more."""
@@ -244,6 +247,11 @@ class KvFeed:
         return self._blocks.num_blocks
 
     @property
+    def num_hosted_blocks(self) -> int:
+        """Number of those that are in other tiers than the device alone."""
+        return self._blocks.num_hosted
+
+    @property
     def block_size_seen(self) -> int | None:
         """Block size of the publisher in tokens; None until known. Blocks count only if it equals the router's."""
         return self._blocks.block_size_seen
@@ -253,9 +261,12 @@ class KvFeed:
     def _report_again(self) -> Iterator[int]:
         if self.is_complete:
             self._sink.kv_cleared(self._engine, self._now_ns)
-        hashes, size = self._blocks.names(), _PART_BLOCKS * HASH_BYTES
-        for at in range(0, len(hashes), size):
-            self._sink.kv_stored(self._engine, hashes[at : at + size], self._now_ns)
+        placed, size = self._blocks.placed(), _PART_BLOCKS * HASH_BYTES
+        for at in range(0, len(placed.stored), size):
+            self._place(PlacedBlocks(stored=placed.stored[at : at + size]))
+            yield _PART_BLOCKS
+        for at in range(0, len(placed.hosted), size):
+            self._place(PlacedBlocks(hosted=placed.hosted[at : at + size]))
             yield _PART_BLOCKS
 
     def _apply(self, payload: bytes) -> Iterator[int]:
@@ -292,8 +303,7 @@ class KvFeed:
                     yield len(part.block_hashes)
             case BlockRemoved():
                 for removal in removed_parts(event, _PART_BLOCKS):
-                    if hashes := self._blocks.remove(removal):
-                        self._sink.kv_removed(self._engine, hashes, self._now_ns)
+                    self._place(self._blocks.remove(removal))
                     yield len(removal.block_hashes)
             case AllBlocksCleared():
                 self.counts.cleared += 1
@@ -317,9 +327,9 @@ class KvFeed:
     def _store(self, event: BlockStored) -> None:
         blocks = self._blocks
         had_fault = bool(blocks.fault)
-        hashes = blocks.store(event)
-        if hashes:
-            self._sink.kv_stored(self._engine, hashes, self._now_ns)
+        placed = blocks.store(event)
+        if placed.stored or placed.hosted:
+            self._place(placed)
             if not self._sink.reports_all_blocks(self._engine):
                 self._leave_out(
                     Incomplete.INDEX_MEMORY, "they exceed the engine's share of --index-memory-bytes; raise it"
@@ -338,6 +348,16 @@ class KvFeed:
             )
         if blocks.gap is not None:
             self._leave_out(Incomplete(blocks.gap), GAPS_IN_WORDS.get(blocks.gap))
+
+    def _place(self, blocks: PlacedBlocks) -> None:
+        """Report to the sink where blocks are now."""
+        sink, engine, now_ns = self._sink, self._engine, self._now_ns
+        if blocks.removed:
+            sink.kv_removed(engine, blocks.removed, now_ns)
+        if blocks.stored:
+            sink.kv_stored(engine, blocks.stored, now_ns)
+        if blocks.hosted:
+            sink.kv_hosted(engine, blocks.hosted, now_ns)
 
     def _leave_out(self, reason: Incomplete, why: str | None) -> None:
         """Record that the cache holds more than what is known; what is known still holds.

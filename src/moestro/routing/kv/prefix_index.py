@@ -11,6 +11,9 @@ An engine without KV events is represented by its history. An engine with comple
 that it reported and by pending prompts: from the decision to the request's end the engine holds the prompt or will hold
 it. An engine with a gap in its events is represented by its history and by the blocks that it reported.
 
+An engine may keep blocks in host memory alone. Of reported blocks these are marked. Of a history they are those that
+its device has no room for, because newer prompts came since.
+
 The size of an engine's cache may be unknown. Then it follows from the engine's answers: for each block that was wrongly
 predicted to be cached it shrinks by one block, for each that was wrongly dropped it grows by one. In the long run as
 many blocks are predicted too many as too few.
@@ -29,6 +32,7 @@ from moestro.core.prefix_tree import BlockRun, PrefixTree
 
 # Bytes per entry, including the unused part of dictionaries that have just grown.
 REPORTED_BYTES = 300  # one block reported by one engine
+HOSTED_BYTES = 120  # more for one in host memory alone
 PROMPT_BYTES = 130  # one prompt in a history
 RUN_BYTES = 700  # one run of one engine, without its blocks
 _UNLIMITED = 1 << 62
@@ -47,14 +51,20 @@ class _Engine:
     Attributes:
         reported: blocks that the engine reported, in order of their reports.
         prompts: history, oldest first, as (last run, whether this router sent it).
-        capacity: size of the engine's cache in blocks.
+        capacity: size of the engine's cache in blocks, all tiers together.
+        recent: the newest of `prompts`, as many as fit on the device; empty for an engine without host memory.
+        num_device_blocks: size of the part of the cache that is on the device. None means all of it.
         is_capacity_known: whether the engine reported it; else it is learned.
+        num_hosted: reported blocks that host memory alone holds.
         num_unreported: computed prompts in a row of which no event reported the first block.
     """
 
     reported: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     prompts: deque[tuple[BlockRun, bool]] = field(default_factory=deque)
     capacity: int = _UNLIMITED
+    recent: deque[BlockRun] = field(default_factory=deque)
+    num_device_blocks: int | None = None
+    num_hosted: int = 0
     is_capacity_known: bool = False
     num_unreported: int = 0
 
@@ -72,6 +82,9 @@ class PrefixIndex:
         self._engines: list[_Engine] = []
         self._history = PrefixTree()
         self._pending = PrefixTree()
+        self._recent = PrefixTree()  # of engines with host memory, the part of the history that is on the device
+        self._has_host = 0  # engines with host memory of known size
+        self._hosted: dict[bytes, int] = {}  # block -> set of engines that reported it in host memory alone
         self._reported: dict[bytes, int] = {}  # block -> set of engines that hold it
         self._leaving: deque[tuple[int, OrderedDict[bytes, None]]] = deque()  # dropped blocks still in `_reported`
         self._stale = 0  # engines with such blocks, whose bits in `_reported` are not believed
@@ -87,10 +100,22 @@ class PrefixIndex:
         assert not row.prompts
         self.set_capacity(engine, None)
 
-    def set_capacity(self, engine: int, num_blocks: int | None) -> None:
-        """Set the cache size of `engine` in blocks; None means unknown."""
+    def set_capacity(self, engine: int, num_blocks: int | None, num_host_blocks: int = 0) -> None:
+        """Set the cache size of `engine` in blocks.
+
+        Args:
+            num_blocks: blocks on the device; None means unknown.
+            num_host_blocks: blocks of host memory below it.
+        """
         row = self._engines[engine]
-        row.capacity, row.is_capacity_known = _UNLIMITED if num_blocks is None else num_blocks, num_blocks is not None
+        row.is_capacity_known = num_blocks is not None
+        row.capacity = _UNLIMITED if num_blocks is None else num_blocks + num_host_blocks
+        row.num_device_blocks = num_blocks if num_host_blocks else None
+        self._has_host &= ~(1 << engine)
+        if row.num_device_blocks is None:
+            self._forget_recent(engine)
+        else:
+            self._has_host |= 1 << engine
 
     def surprised(self, engine: int, num_blocks: int) -> None:
         """Learn from an answer of `engine` how large its cache is, unless that is known or events report its blocks.
@@ -126,6 +151,43 @@ class PrefixIndex:
         self._walk(hashes, steps, found)
         return found
 
+    @property
+    def has_hosted(self) -> bool:
+        """Whether any engine may hold blocks in host memory alone."""
+        return bool(self._hosted or self._has_host)
+
+    def hosted_of(self, hashes: bytes, hits: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many leading blocks of a prompt are in each engine's host memory alone, int64[num_engines].
+
+        Args:
+            hashes: packed block hashes, in prompt order.
+            hits: the value of `match` for them.
+        """
+        found = np.zeros(len(hits), np.int64)
+        foretold = self._has_host & ~self._exact
+        if foretold:
+            on_device = np.zeros(len(hits), np.int64)
+            for depth, holders in _steps(self._recent, hashes, foretold):
+                _set(on_device, holders, depth)
+            rows = np.array([engine for engine in range(len(hits)) if foretold >> engine & 1])
+            found[rows] = np.maximum(hits[rows] - on_device[rows], 0)
+        if self._hosted:
+            self._count_hosted(hashes, hits, found)
+        return found
+
+    def _count_hosted(self, hashes: bytes, hits: NDArray[np.int64], found: NDArray[np.int64]) -> None:
+        """Write to `found` the marked blocks of each engine with KV events, run by run of neighbours alike."""
+        believed, get = ~self._stale & ~(self._has_host & ~self._exact), self._hosted.get
+        holders = [get(block, 0) & believed for block in split_hashes(hashes)[: int(hits.max(initial=0))]]
+        begin = 0
+        for end in range(1, len(holders) + 1):
+            if end == len(holders) or holders[end] != holders[begin]:
+                if holders[begin]:
+                    span = np.zeros(len(hits), np.int64)
+                    _set(span, holders[begin], end - begin)
+                    found += np.minimum(span, np.maximum(hits - begin, 0))
+                begin = end
+
     def is_complete(self, engine: int) -> bool:
         """Return whether the index has every block that `engine` reported since it was empty."""
         return bool(self._complete >> engine & 1)
@@ -154,6 +216,7 @@ class PrefixIndex:
         last = self._history.add(engine, hashes)
         if last is not None:
             self._engines[engine].prompts.append((last, is_ours))
+            self._keep_recent(engine, hashes)
             self._keep_capacity(engine)
             self._keep_share(engine)
         return self._pending.add(engine, hashes) if is_ours and self._exact >> engine & 1 else None
@@ -182,7 +245,25 @@ class PrefixIndex:
     # --- KV events
 
     def reported(self, engine: int, hashes: bytes) -> None:
-        """Record blocks that `engine` reported as stored."""
+        """Record blocks that `engine` reported as stored on its device."""
+        if self._hosted:
+            for block in split_hashes(hashes):
+                self._unmark(1 << engine, block)
+        self._note(engine, hashes)
+
+    def hosted(self, engine: int, hashes: bytes) -> None:
+        """Record blocks that `engine` reported to be in host memory alone."""
+        self._note(engine, hashes)
+        row, bit = self._engines[engine], 1 << engine
+        for block in split_hashes(hashes):
+            marked = self._hosted.get(block, 0)
+            if block in row.reported and not marked & bit:  # a block that is not reported was dropped for memory
+                self._hosted[block] = marked | bit
+                row.num_hosted += 1
+        self._keep_share(engine)
+
+    def _note(self, engine: int, hashes: bytes) -> None:
+        """Record blocks that `engine` reported, in any tier."""
         self._leave(_LEAVE_A_CALL)
         row, bit = self._engines[engine], 1 << engine
         row.num_unreported = 0
@@ -233,6 +314,7 @@ class PrefixIndex:
         self.lost_track(engine)
         while self._engines[engine].prompts:
             self._drop_oldest(engine)
+        self._forget_recent(engine)
 
     # --- index transfer
 
@@ -270,6 +352,22 @@ class PrefixIndex:
             begin = border
         _set(found, alive, begin)
 
+    def _keep_recent(self, engine: int, hashes: bytes) -> None:
+        """Note that the newest prompt is on the device of `engine`, and that the oldest ones may be no more."""
+        row = self._engines[engine]
+        if row.num_device_blocks is None:
+            return
+        last = self._recent.add(engine, hashes)
+        if last is not None:
+            row.recent.append(last)
+        while self._recent.num_blocks[engine] > row.num_device_blocks and len(row.recent) > 1:
+            self._recent.drop(engine, row.recent.popleft())
+
+    def _forget_recent(self, engine: int) -> None:
+        recent = self._engines[engine].recent
+        while recent:
+            self._recent.drop(engine, recent.popleft())
+
     def _keep_capacity(self, engine: int) -> None:
         row = self._engines[engine]
         while self._history.num_blocks[engine] > row.capacity and len(row.prompts) > 1:
@@ -287,17 +385,22 @@ class PrefixIndex:
     def _bytes_of(self, engine: int) -> int:
         """Bytes of one engine, assuming that no two blocks share a set and each set has a bit per engine."""
         row, tree, set_bytes = self._engines[engine], self._history, len(self._engines) // 7
-        num_runs = tree.num_runs[engine] + self._pending.num_runs[engine]
-        num_blocks = tree.num_blocks[engine] + self._pending.num_blocks[engine]
+        trees = (tree, self._pending, self._recent)
+        num_runs = sum(each.num_runs[engine] for each in trees)
+        num_blocks = sum(each.num_blocks[engine] for each in trees)
         return (
             len(row.reported) * (REPORTED_BYTES + set_bytes)
-            + len(row.prompts) * PROMPT_BYTES
+            + row.num_hosted * (HOSTED_BYTES + set_bytes)
+            + (len(row.prompts) + len(row.recent)) * PROMPT_BYTES
             + num_runs * (RUN_BYTES + set_bytes)
             + num_blocks * HASH_BYTES
         )
 
     def _drop_oldest(self, engine: int) -> None:
-        self._history.drop(engine, self._engines[engine].prompts.popleft()[0])
+        row = self._engines[engine]
+        self._history.drop(engine, row.prompts.popleft()[0])
+        while len(row.recent) > len(row.prompts):  # the device has no prompt that the cache as a whole lacks
+            self._recent.drop(engine, row.recent.popleft())
 
     def _drop(self, bit: int, block: bytes) -> None:
         left = self._reported.get(block, 0) & ~bit
@@ -305,6 +408,18 @@ class PrefixIndex:
             self._reported[block] = left
         else:
             self._reported.pop(block, None)
+        if self._hosted:
+            self._unmark(bit, block)
+
+    def _unmark(self, bit: int, block: bytes) -> None:
+        """Forget that an engine holds a block in host memory alone."""
+        marked = self._hosted.get(block, 0)
+        if marked & bit:
+            self._engines[bit.bit_length() - 1].num_hosted -= 1
+            if marked ^ bit:
+                self._hosted[block] = marked ^ bit
+            else:
+                del self._hosted[block]
 
     def _leave(self, most: int) -> None:
         """Drop up to `most` blocks of engines that lost track. Until the last one, no reported block counts there."""

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moestro.core.rng import Draws
+from moestro.core.views import ALONE
 from moestro.routing.indicators import (
     expert_pressure,
     foreign_prefill_tokens,
@@ -94,6 +95,7 @@ class Moestro:
         hits=True,
         figures=("queued_prefill_tokens", "kv_usage", "expert_pressure", "num_waiting", "num_running"),
         otherwise="the router's own counts; expert pressure 1; no other router",
+        speeds=True,
     )
 
     def __init__(self, constants: MoestroConstants = CONSTANTS) -> None:
@@ -118,10 +120,18 @@ class Moestro:
             batch, queued = self._with_others(view, batch, queued)
         new = np.maximum(new_tokens(view), 1)
         answer = self._answer_tokens.value or constants.first_answer_tokens
-        queued += _missing_tokens(view, new + answer)
-        decode = constants.decode_weight * answer * batch
-        scores: Scores = weight * (queued + new * (1 + waiting)) + new * (batch - waiting) + decode
-        scores *= _slowness(view)
+        ahead = queued + _missing_tokens(view, new + answer) + new
+        if view.host_tokens is not None:
+            ahead += view.host_tokens * engines.copy_price
+        prompts = weight * (ahead + new * waiting) + new * (batch - waiting)
+        answers = constants.decode_weight * answer * batch
+        if engines.group is not None:
+            steps = _GroupSteps(engines.group, queued, ahead, waiting, batch)
+            prompts = np.where(steps.is_grouped, steps.prompts(weight), prompts)
+            answers = np.where(steps.is_grouped, steps.answers(answer), answers)
+        scores: Scores = prompts / engines.speed + answers / engines.decode_speed
+        if np.count_nonzero(fresh(view, engines.expert_pressure)):
+            scores *= expert_pressure(view)
         return choose(view, scores, draws, "delay in prompt tokens")
 
     def observe(self, event: RouteEvent) -> None:
@@ -206,9 +216,46 @@ def _missing_tokens(view: RouteView, needed: Scores) -> Scores | float:
     return missing if num_known == len(known) else np.where(known, missing, 0.0)
 
 
-def _slowness(view: RouteView) -> Scores:
-    """Return the time of one token on each engine, relative to the others."""
-    engines = view.engines
-    if np.count_nonzero(fresh(view, engines.expert_pressure)):
-        return expert_pressure(view) / engines.speed
-    return 1 / engines.speed
+class _GroupSteps:
+    """What a request adds to the steps of the engines that begin each step together.
+
+    Args:
+        group: int64[n], number of each engine's group; ALONE for an engine without one.
+        queued: float64[n], Q.
+        ahead: float64[n], Q + p.
+        waiting: int64[n], requests without a first token.
+        batch: float64[n], B.
+
+    Attributes:
+        is_grouped: bool[n], whether the engine has a group.
+    """
+
+    def __init__(self, group: Counts, queued: Scores, ahead: Scores, waiting: Counts, batch: Scores) -> None:
+        self.is_grouped = group != ALONE
+        rows = np.flatnonzero(self.is_grouped)
+        of_row, num_groups = group[rows], int(group.max()) + 1
+        longest, largest = np.zeros(num_groups), np.zeros(num_groups)
+        np.maximum.at(longest, of_row, queued[rows])
+        np.maximum.at(largest, of_row, batch[rows])
+        self._group = np.where(self.is_grouped, group, 0)
+        self._num_waiting = np.bincount(of_row, waiting[rows], num_groups)
+        self._num_requests = np.bincount(of_row, batch[rows], num_groups)
+        self._num_engines = np.maximum(np.bincount(of_row, minlength=num_groups), 1)
+        self._longest, self._largest = longest, largest
+        self._ahead, self._batch = ahead, batch
+
+    def prompts(self, weight: float) -> Scores:
+        """Return the delay by the prompt, float64[n], with `weight` for those that wait for a first token."""
+        group = self._group
+        waiting = self._num_waiting[group]
+        delay = np.maximum(self._ahead - self._longest[group], 0.0)
+        others: Scores = weight * delay * waiting + delay * (self._num_requests[group] - waiting)
+        return weight * self._ahead + others
+
+    def answers(self, num_tokens: float) -> Scores:
+        """Return the delay by an answer of `num_tokens` tokens, float64[n]."""
+        group, batch = self._group, self._batch
+        largest = self._largest[group]
+        growth = np.maximum(batch + 1, largest) - largest + batch / self._num_engines[group]
+        delay: Scores = num_tokens * self._num_requests[group] * growth
+        return delay

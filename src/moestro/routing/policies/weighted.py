@@ -9,7 +9,7 @@ import numpy as np
 
 from moestro.core.rng import Draws
 from moestro.errors import ConfigError
-from moestro.routing.indicators import batch_size, hit_ratio, queued_prefill_tokens
+from moestro.routing.indicators import batch_size, hit_ratio, host_tokens, queued_prefill_tokens
 from moestro.routing.policy_contract import Choice, Needs, RouteView
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import ScorePolicy, Scores, Stateless, choose
@@ -55,8 +55,9 @@ class Dynamo(Stateless):
     """Adds blocks to prefill, less a credit for cached blocks, and blocks in decode.
 
     `prefill_scale * max(0, (queued + prompt) / block - credit) + decode blocks + request_weight * requests`, where
-    `credit = overlap_weight * decay * cached blocks` and `decay = 1 / (1 + overlap_decay * (queued - least queued) /
-    prompt)`. With a temperature, an engine is drawn by softmax over the negative scores, divided by their range.
+    `credit = overlap_weight * decay * blocks on the device + host_weight * blocks in host memory` and `decay = 1 / (1 +
+    overlap_decay * (queued - least queued) / prompt)`. With a temperature, an engine is drawn by softmax over the
+    negative scores, divided by their range.
 
     Limit: Dynamo counts a block that several requests share once; this policy counts it for each request.
 
@@ -66,13 +67,15 @@ class Dynamo(Stateless):
     prefill_scale: float = 1.0
     overlap_weight: float = 1.0
     overlap_decay: float = 0.0
+    host_weight: float = 0.75
     request_weight: float = 0.0
     temperature: float = 0.0
     needs = Needs(hits=True, figures=("queued_prefill_tokens",), otherwise="the router's own count of prompt tokens")
 
     def __post_init__(self) -> None:
-        if min(self.prefill_scale, self.overlap_weight, self.overlap_decay, self.request_weight, self.temperature) < 0:
-            raise ConfigError("the weights and the temperature of dynamo must not be negative")
+        weights = (self.prefill_scale, self.overlap_weight, self.overlap_decay, self.host_weight, self.request_weight)
+        if min(*weights, self.temperature) < 0:
+            raise ConfigError(f"a weight of dynamo is negative: {self}; give 0 or more")
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the lowest score, or draw an engine if a temperature is set."""
@@ -84,10 +87,12 @@ class Dynamo(Stateless):
     def _scores(self, view: RouteView) -> Scores:
         routable, prompt = view.engines.routable, view.request.num_known_tokens
         queued = queued_prefill_tokens(view)
-        credit = self.overlap_weight * view.hit_tokens
+        hosted = host_tokens(view)
+        credit = self.overlap_weight * (view.hit_tokens - hosted)
         if self.overlap_decay:
             least = queued.min(where=routable, initial=math.inf)
             credit = credit / (1 + self.overlap_decay * (queued - least) / prompt)
+        credit = credit + self.host_weight * hosted
         prefill = np.maximum(0, queued + prompt - credit)
         decode = view.engines.context_tokens + prompt
         scores = (self.prefill_scale * prefill + decode) / view.block_size

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.routing.policy_contract import Choice, RouteView
+from moestro.routing.policy_contract import Choice, Needs, RouteView
 
+NO_NEEDS = Needs()
 MAX_CANDIDATES = 32  # kept per decision; longer lists of a large fleet are of no use to a reader
 
 
@@ -24,6 +24,8 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
         scores: [k], scores of `rows`. None means the policy computes no scores.
         hit_tokens: int64[k], cached prompt tokens of `rows`.
         not_compared: figures that the policy reads and that did not count, each with the first rows that lack it.
+        traits: float64[3, k], of each of `rows` the cached tokens in host memory alone, `speed` and `decode_speed`.
+            None means that no cache has such tokens, and that the policy reads no speeds.
     """
 
     chosen: int
@@ -32,6 +34,19 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
     scores: NDArray[np.float64] | NDArray[np.int64] | None
     hit_tokens: NDArray[np.int64]
     not_compared: dict[str, list[int]] = {}
+    traits: NDArray[np.float64] | None = None
+
+    def host_tokens_at(self, at: int) -> int:
+        """Return the cached tokens that the engine at index `at` holds in host memory alone."""
+        return 0 if self.traits is None else int(self.traits[0, at])
+
+    def speed_at(self, at: int) -> float:
+        """Return the speed of prompts at index `at`."""
+        return 1.0 if self.traits is None else float(self.traits[1, at])
+
+    def decode_speed_at(self, at: int) -> float:
+        """Return the speed of answers at index `at`."""
+        return 1.0 if self.traits is None else float(self.traits[2, at])
 
     def ranked(self) -> list[int]:
         """Return indices into the columns by ascending score; the lower row wins ties."""
@@ -58,11 +73,11 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
         return finite(float(self.scores[self.rows == self.chosen][0]) - float(np.fmin.reduce(others)))
 
 
-def candidates_of(view: RouteView, choice: Choice, figures: Collection[str] = ()) -> Candidates:
+def candidates_of(view: RouteView, choice: Choice, needs: Needs = NO_NEEDS) -> Candidates:
     """Return a decision's candidates. Columns are copied, because those of a view change later.
 
     Args:
-        figures: names of the figures that the policy reads.
+        needs: what the policy reads.
     """
     rows, scores = np.flatnonzero(view.engines.routable), choice.scores
     num = len(rows)
@@ -73,10 +88,14 @@ def candidates_of(view: RouteView, choice: Choice, figures: Collection[str] = ()
     lacking = {
         name: np.flatnonzero(rows_without)[:MAX_CANDIDATES].tolist()
         for name, rows_without in view.not_compared.items()
-        if name in figures
+        if name in needs.figures
     }
     scores_of_rows = None if scores is None else scores[rows]
-    return Candidates(choice.engine, num, rows, scores_of_rows, view.hit_tokens[rows], lacking)
+    traits: NDArray[np.float64] | None = None
+    if needs.speeds or view.host_tokens is not None:
+        host_tokens = np.zeros(len(rows), np.int64) if view.host_tokens is None else view.host_tokens[rows]
+        traits = np.stack([host_tokens.astype(np.float64), view.engines.speed[rows], view.engines.decode_speed[rows]])
+    return Candidates(choice.engine, num, rows, scores_of_rows, view.hit_tokens[rows], lacking, traits)
 
 
 def finite(number: float) -> float | None:

@@ -237,7 +237,14 @@ def _attempt_of(attempt: _Attempt) -> Attempt:
         wait_s=wait_ns / NS_PER_S,
         hit_tokens=decision.hit_tokens,
         candidates=[
-            ScoredEngine(names[candidates.rows[at]], candidates.score(at), int(candidates.hit_tokens[at]))
+            ScoredEngine(
+                names[candidates.rows[at]],
+                candidates.score(at),
+                int(candidates.hit_tokens[at]),
+                candidates.host_tokens_at(at),
+                candidates.speed_at(at),
+                candidates.decode_speed_at(at),
+            )
             for at in candidates.ranked()
         ],
         num_candidates=candidates.num,

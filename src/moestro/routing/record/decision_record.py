@@ -87,6 +87,8 @@ class Candidate(msgspec.Struct, frozen=True):
         score: None means that it was not a finite number.
         hit_tokens, num_requests, queued_prefill_tokens: as the policy saw them.
         expert_pressure: None means that no report was fresh; the policy then took 1.
+        host_tokens: those of `hit_tokens` that host memory alone holds.
+        speed, decode_speed: as the policy saw them.
     """
 
     engine: int
@@ -95,6 +97,9 @@ class Candidate(msgspec.Struct, frozen=True):
     num_requests: int
     queued_prefill_tokens: float
     expert_pressure: float | None = None
+    host_tokens: int = 0
+    speed: float = 1.0
+    decode_speed: float = 1.0
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +163,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     now_ns: int
     num_output_tokens: int | None
     cached_share: float | None = None
+    host_share: float | None = None
 
 
 class Reported(msgspec.Struct, frozen=True, tag=True):
@@ -171,6 +177,14 @@ class Reported(msgspec.Struct, frozen=True, tag=True):
 
 class KvStored(msgspec.Struct, frozen=True, tag=True):
     """Entry: a call of `Router.kv_stored`."""
+
+    engine: int
+    hashes: bytes
+    now_ns: int
+
+
+class KvHosted(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.kv_hosted`."""
 
     engine: int
     hashes: bytes
@@ -222,8 +236,8 @@ class ScheduledOn(msgspec.Struct, frozen=True, tag=True):
 
 Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
-    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvRemoved | KvCleared | KvIncomplete
-    | KvLost | RequestTrace | ScheduledOn | ExpertsMoved | Gap
+    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvHosted | KvRemoved | KvCleared
+    | KvIncomplete | KvLost | RequestTrace | ScheduledOn | ExpertsMoved | Gap
 )  # fmt: skip
 
 
@@ -254,7 +268,7 @@ def keyed_entry(secret: bytes, entry: Entry) -> Entry:
             return msgspec.structs.replace(
                 entry, request=msgspec.structs.replace(request, block_hashes=hashes, hash_key=b"")
             )
-        case SentElsewhere() | KvStored() | KvRemoved():
+        case SentElsewhere() | KvStored() | KvHosted() | KvRemoved():
             return msgspec.structs.replace(entry, hashes=keyed_names(secret, entry.hashes))
         case _:
             return entry
@@ -364,10 +378,11 @@ class RecordedRouter(Router):
         now_ns: int,
         num_output_tokens: int | None = None,
         cached_share: float | None = None,
+        host_share: float | None = None,
     ) -> None:
         """Implement `Router.ended`, and record the call."""
-        super().ended(request_id, now_ns, num_output_tokens, cached_share)
-        self._write(RequestEnded(request_id, now_ns, num_output_tokens, cached_share))
+        super().ended(request_id, now_ns, num_output_tokens, cached_share, host_share)
+        self._write(RequestEnded(request_id, now_ns, num_output_tokens, cached_share, host_share))
 
     def sent_elsewhere(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Implement `Router.sent_elsewhere`, and record the call."""
@@ -397,6 +412,11 @@ class RecordedRouter(Router):
         """Implement `Router.kv_stored`, and record the call."""
         super().kv_stored(engine, hashes, now_ns)
         self._write_now(KvStored(engine, hashes, now_ns))
+
+    def kv_hosted(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """Implement `Router.kv_hosted`, and record the call."""
+        super().kv_hosted(engine, hashes, now_ns)
+        self._write_now(KvHosted(engine, hashes, now_ns))
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Implement `Router.kv_removed`, and record the call."""
@@ -459,6 +479,9 @@ def _described(view: RouteView, choice: Choice, candidates: Candidates, figures:
                 num_requests=int(load[row]),
                 queued_prefill_tokens=float(queued[row]),
                 expert_pressure=float(pressure[row]) if has_pressure[row] else None,
+                host_tokens=candidates.host_tokens_at(at),
+                speed=candidates.speed_at(at),
+                decode_speed=candidates.decode_speed_at(at),
             )
             for at in (chosen, *others)
         ),

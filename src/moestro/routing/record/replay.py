@@ -19,6 +19,7 @@ from moestro.routing.record.decision_record import (
     Gap,
     Head,
     KvCleared,
+    KvHosted,
     KvIncomplete,
     KvLost,
     KvRemoved,
@@ -129,7 +130,8 @@ def _apply(router: RecordedRouter, entry: Entry) -> None:
         case FirstTokenCame():
             router.first_token(entry.request_id, entry.now_ns)
         case RequestEnded():
-            router.ended(entry.request_id, entry.now_ns, entry.num_output_tokens, entry.cached_share)
+            shares = (entry.cached_share, entry.host_share)
+            router.ended(entry.request_id, entry.now_ns, entry.num_output_tokens, *shares)
         case SentElsewhere():
             router.sent_elsewhere(entry.engine, entry.hashes, entry.now_ns)
         case ElsewhereForgotten():
@@ -144,6 +146,8 @@ def _apply_report(router: RecordedRouter, entry: Entry) -> None:
             router.report(entry.engine, entry.figures, entry.as_of_ns, entry.now_ns)
         case KvStored():
             router.kv_stored(entry.engine, entry.hashes, entry.now_ns)
+        case KvHosted():
+            router.kv_hosted(entry.engine, entry.hashes, entry.now_ns)
         case KvRemoved():
             router.kv_removed(entry.engine, entry.hashes, entry.now_ns)
         case KvCleared():

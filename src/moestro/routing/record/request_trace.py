@@ -8,11 +8,20 @@ from moestro.core.scheduling_events import ExpertsMoved, ExpertVisits, RequestEv
 
 
 class ScoredEngine(msgspec.Struct, frozen=True):
-    """A candidate engine. A lower score is better; None means the policy computes no scores."""
+    """A candidate engine. A lower score is better; None means the policy computes no scores.
+
+    Attributes:
+        hit_tokens: prompt tokens that its cache was expected to hold, in any tier.
+        host_tokens: those of them in host memory alone.
+        speed, decode_speed: speed of prompts and answers against the mean engine, as configured or learnt.
+    """
 
     engine: str
     score: float | None
     hit_tokens: int
+    host_tokens: int = 0
+    speed: float = 1.0
+    decode_speed: float = 1.0
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):

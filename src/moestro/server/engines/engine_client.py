@@ -68,6 +68,7 @@ class EngineClient:
         send: Callable that sends a message to a rank; raises `NoEngineError` if the rank cannot be reached.
         metrics: Counters of requests, tokens and times.
         now_ns: Clock of the requests' `arrival_ns`.
+        is_one_group: Whether the engines begin every step together.
 
     Attributes:
         follows_caches: Whether the engines report which blocks their prefix caches hold, because the router asks.
@@ -89,8 +90,11 @@ class EngineClient:
         send: Callable[[int, ToRank], None],
         metrics: Metrics,
         now_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        is_one_group: bool = False,
     ) -> None:
         self._router = router
+        self._group = 0 if is_one_group else None
         self._send = send
         self._metrics = metrics
         self._now_ns = now_ns
@@ -287,7 +291,8 @@ class EngineClient:
         """
         for engine, info in infos.items():
             self._is_up[engine] = True
-            self._router.set_spec(engine, EngineSpec(num_blocks=info.num_blocks))
+            spec = EngineSpec(num_blocks=info.num_blocks, num_host_blocks=info.num_host_blocks, group=self._group)
+            self._router.set_spec(engine, spec)
             if self.follows_caches:
                 now_ns = self._now_ns()
                 self._router.kv_cleared(engine, now_ns)
@@ -329,6 +334,8 @@ class EngineClient:
             self._router.kv_removed(engine, message.removed, now_ns)
         if message.stored:
             self._router.kv_stored(engine, message.stored, now_ns)
+        if message.hosted:
+            self._router.kv_hosted(engine, message.hosted, now_ns)
 
     def _take_report(self, engine: int, report: ExpertReport | EngineEvents) -> None:
         if isinstance(report, ExpertReport):
@@ -498,7 +505,7 @@ class EngineClient:
         self._unassigned.pop(request_id, None)
         self._waiting.discard(request_id)
         if state.is_placed:
-            self._router.ended(request_id, self._now_ns(), state.num_tokens)
+            self._router.ended(request_id, self._now_ns(), state.num_tokens, *state.cached_shares)
         if reason is not None:
             self._count_end(state, reason)
         if self.log is not None:

@@ -163,6 +163,7 @@ class RequestState:
     has_output: bool = False
     has_token: bool = False
     num_hit_tokens: int = 0
+    num_host_tokens: int = 0
     admitted_ns: int = 0
     first_ns: int = 0
     last_ns: int = 0
@@ -173,6 +174,14 @@ class RequestState:
         """Return whether another engine may take the request: without progress, it may have crashed its last engine."""
         got_on = not self.num_moves or self.num_tokens > self.num_tokens_before
         return got_on and self.num_moves < MAX_MOVES
+
+    @property
+    def cached_shares(self) -> tuple[float | None, float | None]:
+        """Parts of the prompt that the engine had cached, and copied from host memory; None before an output."""
+        if not self.has_output:
+            return None, None
+        num_prompt = self.request.num_prompt_tokens
+        return self.num_hit_tokens / num_prompt, self.num_host_tokens / num_prompt
 
     def moved(self, request: Request) -> None:
         """Record that the request continues as `request` on another engine."""
@@ -187,6 +196,7 @@ class RequestState:
         if not self.has_output:
             self.has_output = True
             self.admitted_ns, self.num_hit_tokens = output.admitted_ns, output.num_cached_tokens
+            self.num_host_tokens = output.num_host_tokens
             metrics.num_prompt_tokens += request.num_prompt_tokens
             metrics.num_cached_tokens += output.num_cached_tokens
             metrics.num_host_tokens += output.num_host_tokens

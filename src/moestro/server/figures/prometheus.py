@@ -266,7 +266,12 @@ class ServerCollector(Collector):
 
     def _cache_config(self, name: str) -> Metric:
         info = self._sources.info
-        family = GaugeMetricFamily(name, "Size of the KV cache.", labels=(*_LABELS, "block_size", "num_gpu_blocks"))
+        sizes = {
+            "block_size": info.block_size,
+            "num_gpu_blocks": info.num_blocks,
+            "num_cpu_blocks": info.num_host_blocks,
+        }
+        family = GaugeMetricFamily(name, "Size of the KV cache.", labels=(*_LABELS, *sizes))
         for labels in self._label_values:
-            family.add_metric((*labels, str(info.block_size), str(info.num_blocks)), 1)
+            family.add_metric((*labels, *map(str, sizes.values())), 1)
         return family

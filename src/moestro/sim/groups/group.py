@@ -23,6 +23,7 @@ from moestro.core.script import Script
 from moestro.core.token_keys import named_request_key
 from moestro.core.work import Int32s, Plan, Slots
 from moestro.cost.priced_device import ScriptedDevice, Scripts
+from moestro.engine.block_pool import Place
 from moestro.engine.decode_horizon import STEPWISE, DecodeJumps, Horizon, steps_without_blocks
 from moestro.engine.fused import FusedExecutor
 from moestro.engine.rank import Rank
@@ -56,16 +57,16 @@ _NO_LENGTHS = np.empty(0, np.int32)
 
 
 class KvEvent(NamedTuple):
-    """A block that a rank's prefix cache stores or removes.
+    """A block that a tier of a rank's prefix cache stores or removes.
 
     Attributes:
         at_ns: time of the event, which is the end of its step.
-        is_stored: whether the block is stored; otherwise it is removed.
+        place: where the cache has the block after it.
         block_hash: hash of the block.
     """
 
     at_ns: int
-    is_stored: bool
+    place: Place
     block_hash: bytes
 
 
@@ -103,7 +104,7 @@ class Seat:
         """Date the KV events of the steps just taken by the ends of these steps."""
         journal = self.rank.scheduler.pool.journal
         if journal and self.kv_events is not None:
-            self.kv_events.extend(KvEvent(int(ends[e.step]), e.is_stored, e.block_hash) for e in journal if e.is_alone)
+            self.kv_events.extend(KvEvent(int(ends[e.step]), at, e.block_hash) for e in journal if (at := e.place))
             journal.clear()
 
     def add(self, request: Request, script: Script, now_ns: int) -> int:
@@ -155,6 +156,7 @@ class Group:
 
     Attributes:
         tells_prefill: True.
+        steps_together: whether there are several ranks.
         next_ns: end of the current step or jump. None means that the group is idle.
         began_ns: its start.
         ends: end of each step of the current jump, int64[k]. None means that no jump is running.
@@ -164,6 +166,7 @@ class Group:
 
     def __init__(self, settings: SchedulerSettings, prices: Prices, *, jump: bool = True) -> None:
         self.seats = [FusedSeat(settings) for _ in range(prices.num_ranks)]
+        self.steps_together = prices.num_ranks > 1
         if settings.num_host_blocks and prices.num_ranks == 1:
             for seat in self.seats:
                 seat.rank.scheduler.state.host.prices = load_prices(prices, settings.block_size)

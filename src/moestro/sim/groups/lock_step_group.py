@@ -35,7 +35,7 @@ class LockStepGroup:
     Attributes:
         placement: as above.
         seats: ranks, which are the first workers.
-        tells_prefill: True.
+        tells_prefill, steps_together: True.
         next_ns: end of the current step. None means that the group is idle.
         began_ns: its start.
         ends: None, because there are no jumps.
@@ -47,6 +47,7 @@ class LockStepGroup:
     """
 
     tells_prefill = True
+    steps_together = True
 
     def __init__(
         self,

@@ -42,6 +42,7 @@ class StagedRank:
     """
 
     tells_prefill = False
+    steps_together = False
 
     def __init__(
         self,

@@ -79,11 +79,12 @@ class WorkerGroup:
         seats: the homes.
         devices, executors: of each worker.
         links: between the workers.
-        tells_prefill: False, because steps overlap and no time belongs to one plan.
+        tells_prefill, steps_together: False, because steps overlap and no time belongs to one plan.
         num_events: items that ended and messages that arrived.
     """
 
     tells_prefill = False
+    steps_together = False
 
     def __init__(
         self, settings: SchedulerSettings, layout: GroupLayout, cost_of: Callable[[int], StageCostModel]

@@ -168,6 +168,11 @@ class ObservedRanks:
         return self._group.seats
 
     @property
+    def steps_together(self) -> bool:
+        """Implement `Ranks.steps_together`."""
+        return self._group.steps_together
+
+    @property
     def tells_prefill(self) -> bool:
         """False, because the observation has no use for it."""
         return False
