@@ -16,6 +16,12 @@ from moestro.gateway.clients.http_headers import CORS_HEADERS, KEY_HEADERS
 from moestro.gateway.clients.openapi import router_document
 from moestro.gateway.clients.own_answers import own_answers
 from moestro.gateway.clients.paths import Routes
+from moestro.gateway.discovery.discovery import Discovery, EngineSource
+from moestro.gateway.discovery.dns_source import DnsNames
+from moestro.gateway.discovery.file_source import EngineFile
+from moestro.gateway.discovery.kubernetes_source import Kubernetes
+from moestro.gateway.discovery.lists import EngineLists, KeepRules
+from moestro.gateway.discovery.settings import DiscoverySettings
 from moestro.gateway.engines.engine_admin import EngineAdmin
 from moestro.gateway.engines.fleet import Fleet
 from moestro.gateway.engines.health_checks import EngineWatcher, HealthWatch, MetricsWatch, Watch, WatchRules
@@ -64,6 +70,7 @@ class RouterApp:
         threads: Threads that parse and hash large bodies.
         kv_events: Follows the engines' caches; None means that no engine publishes KV events.
         front_limits: Limits of the clients' port.
+        discovery: Follows the lists of engines.
     """
 
     shared: ExchangeContext
@@ -76,6 +83,7 @@ class RouterApp:
     threads: PrepareThreads
     kv_events: KvEventsWatch | None
     front_limits: FrontLimits
+    discovery: Discovery
 
 
 def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Faults) -> RouterApp:
@@ -92,8 +100,7 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     record, key_id = _record(settings.record)
     router = _router(settings, prompt_reader, record, key_id)
     # The picker names the next best engines too.
-    is_picker = settings.picker.ext_proc is not None
-    router.keeps_candidates = record is not None or settings.record.remember > 0 or is_picker
+    router.keeps_candidates = record is not None or settings.record.remember > 0 or settings.picker.ext_proc is not None
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings), time.monotonic_ns)
     counts = Counts()
     policy = settings.policy.route_score or settings.policy.route_policy
@@ -116,7 +123,9 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     collectors, watchers, kv_events = _observers(settings, fleet)
     watch = _watch(settings.engines, fleet, queue, watchers)
     collectors += [] if queue is None else [queue]
-    exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
+    engine_admin = _engine_admin(settings, fleet, watch, _withheld(access), prompt_reader.words)
+    discovery = Discovery(_sources(settings.discovery), engine_admin.listed, engine_admin.tick)
+    exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors, discovery)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
     routes = Routes(front.open_path)
     answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
@@ -126,16 +135,37 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
         shared=shared,
         admission=admission,
         clients=ClientConnections(proxy, _client_limits(front), faults, access.cors),
-        engine_admin=EngineAdmin(
-            fleet, watch, settings.engines, _withheld(access), prompt_reader.words, takes_paths=not is_picker
-        ),
+        engine_admin=engine_admin,
         exposition=exposition,
         statistics=statistics,
         record=record,
         threads=prompt_reader.threads,
         kv_events=kv_events,
         front_limits=FrontLimits(front.max_connections, settings.access.max_connections_per_address),
+        discovery=discovery,
     )
+
+
+def _engine_admin(
+    settings: RouteSettings, fleet: Fleet, watch: Watch, withheld: frozenset[bytes], words: str
+) -> EngineAdmin:
+    lists = EngineLists(KeepRules(keep_ns=int(settings.discovery.keep_vanished * 1e9)))
+    takes_paths = settings.picker.ext_proc is None
+    return EngineAdmin(fleet, watch, settings.engines, withheld, words, takes_paths=takes_paths, lists=lists)
+
+
+def _sources(settings: DiscoverySettings) -> list[EngineSource]:
+    """Return the lists of engines to follow; ConfigError if one cannot be followed."""
+    sources: list[EngineSource] = []
+    if settings.engine_file is not None:
+        file = EngineFile(settings.engine_file, settings.labels)
+        file.check()
+        sources.append(file)
+    if settings.engine_dns:
+        sources.append(DnsNames(settings.engine_dns, settings.dns_interval))
+    if settings.service_discovery:
+        sources.append(Kubernetes(settings))
+    return sources
 
 
 def _watch(engines: EngineSettings, fleet: Fleet, queue: RequestQueue | None, of_engines: list[EngineWatcher]) -> Watch:

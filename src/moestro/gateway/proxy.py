@@ -163,7 +163,7 @@ def _sweep_engines(shared: ExchangeContext, now_ns: int) -> None:
                 _leave(shared, engine, lambda request: request.engine_hangs())
     if shared.resumption is not None:
         for engine in shared.fleet:
-            if engine.condition is Condition.DRAINING:
+            if engine.condition in (Condition.DRAINING, Condition.ABSENT):
                 _leave(shared, engine, lambda request: request.engine_drains())
 
 

@@ -37,6 +37,7 @@ from moestro.web.ports.tls import ServerTls
 from moestro.web.statline import log_forever
 
 _SWEEP_S = 0.25
+_MANY_ENGINES = 64  # For which there are open files where lists name the engines.
 _FIRST_LOOK_S = 5.0  # Longest wait of the banner for the first health check of every engine.
 _GC_THRESHOLD = 50_000  # Requests leave no cycles, so frequent collections would waste time.
 
@@ -85,9 +86,13 @@ class _RouteServer:
 
     async def run(self) -> None:
         warn_of_idle_flags(self._settings, ROUTE_NEEDS)
+        self._settings.check_has_engines()
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
         # Each client may need a connection to an engine.
-        allow_open_files(2 * files_of_port(front.max_connections) + files_of_port(MAX_OPERATOR_CONNECTIONS), len(urls))
+        num_engines = max(len(urls), _MANY_ENGINES if self._settings.discovery.is_on else 0)
+        allow_open_files(
+            2 * files_of_port(front.max_connections) + files_of_port(MAX_OPERATOR_CONNECTIONS), num_engines
+        )
         with (
             bound_socket(front.host, front.port) as listener,
             bound_socket(admin.admin_host, admin.admin_port, "--admin-host or --admin-port") as admin_listener,
@@ -158,7 +163,10 @@ async def _running(app: RouterApp, urls: tuple[EngineUrl, ...]) -> AsyncIterator
         asyncio.create_task(log_forever(RouteLines(app.shared.fleet, app.shared.counts).lines)),
     ]
     try:
-        async with app.record.writing() if app.record is not None else contextlib.nullcontext():
+        async with (
+            app.record.writing() if app.record is not None else contextlib.nullcontext(),
+            app.discovery.running(_FIRST_LOOK_S),
+        ):
             yield
     finally:
         for task in tasks:
