@@ -38,6 +38,11 @@ class Proxy:
 
     # --- called by the connections
 
+    @property
+    def rechecks_heads(self) -> bool:
+        """Whether a head that was admitted may be refused later, because keys change."""
+        return self._shared.access.keys.may_change
+
     def refuses(self, head: RequestHead) -> RequestError | None:
         """Return an authentication error for a request without a valid key, otherwise None."""
         return self._admission.refuses(head)

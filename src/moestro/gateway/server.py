@@ -139,14 +139,15 @@ class _RouteServer:
         self, app: RouterApp, listener: socket.socket, admin_listener: socket.socket, picker_url: str
     ) -> None:
         settings = self._settings
-        warn_if_open(listener, settings.front.api_key, self._tls)
+        needs_key = bool(app.shared.access.keys)
+        warn_if_open(listener, self._tls, needs_key=needs_key)
         summary = RouteSummary(
             engines=app.engine_admin.views(),
             policy=settings.policy.route_policy,
             prompts=self._prompt_reader.words,
             url=url_of(listener, is_tls=self._tls is not None),
             admin_url=url_of(admin_listener),
-            needs_key=bool(settings.front.api_key),
+            needs_key=needs_key,
             seconds=process_age_s(),
             picker_url=picker_url,
         )

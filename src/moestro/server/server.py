@@ -511,14 +511,13 @@ class _ServeProcess:
             supervisor.over.result()
 
     def _announce(self, listener: socket.socket, model: ServedModel, infos: Sequence[ModelInfo]) -> None:
-        server = self._settings.server
-        warn_if_open(listener, server.all_keys, self._tls)
+        warn_if_open(listener, self._tls, needs_key=bool(self._access.keys))
         self._clock.mark("listen")
         url = url_of(listener, is_tls=self._tls is not None)
         if self._on_ready is not None:
             self._on_ready(url)
             return
-        print_banner(serve_banner(model, infos, self._clock.phases, url, needs_key=bool(server.all_keys)))
+        print_banner(serve_banner(model, infos, self._clock.phases, url, needs_key=bool(self._access.keys)))
 
 
 def _describe_start(cluster: _Cluster) -> str:

@@ -12,14 +12,13 @@ from moestro.gateway.discovery.entries import MAX_FILE_BYTES, EngineEntry, parse
 from moestro.web.ports.watched_files import WatchedFiles
 
 _LOOK_S = 0.5
-_MAX_LOOKS = 10  # A file that changes at every look is read nevertheless.
 
 
 class EngineFile:
     """EngineSource that follows a file.
 
-    A change counts once the file has been the same at two looks, so that a list that is being written in place is not
-    taken for a short one. A missing file, before the first list, means that there are no engines yet.
+    A change counts when it is complete (`WatchedFiles`), so that a list that is being written in place is not taken for
+    a short one. A missing file, before the first list, means that there are no engines yet.
 
     Args:
         labels: Labels of the lines that count.
@@ -65,23 +64,14 @@ class EngineFile:
 
     async def follow(self, listener: ListListener) -> None:
         """Implement `EngineSource.follow`."""
-        watched = self._watched()
-        watched.have_changed()
-        await self._report(listener)
-        num_looks = 0  # Since the first change that has not been read; 0 without one.
         while True:
-            await asyncio.sleep(_LOOK_S)
-            has_changed = watched.have_changed()
-            num_looks += 1 if has_changed or num_looks else 0
-            if num_looks and (not has_changed or num_looks >= _MAX_LOOKS):
-                num_looks = 0
-                await self._report(listener)
-                watched = self._watched()
-                watched.have_changed()
-
-    def _watched(self) -> WatchedFiles:
-        files: dict[str, Path | None] = {str(path): path for path in (self._path, *self._key_files)}
-        return WatchedFiles(files)
+            paths = (self._path, *self._key_files)
+            watched = WatchedFiles(paths)
+            await self._report(listener)
+            if paths != (self._path, *self._key_files):
+                continue  # The list names other keys now: read it once more, with them watched.
+            while not watched.are_to_be_read():  # noqa: ASYNC110 - no event tells of a change on every file system
+                await asyncio.sleep(_LOOK_S)
 
     async def _report(self, listener: ListListener) -> None:
         try:

@@ -25,7 +25,7 @@ from moestro.server.engines.piece import Piece
 from moestro.server.engines.traffic import Traffic
 from moestro.server.engines.unread import UnreadMemory, UnreadStream
 from moestro.text.thread_pool import PrepareThreads
-from moestro.web.bodies.reading import Bodies, client_of
+from moestro.web.bodies.reading import Bodies, client_of, tenant_of
 from moestro.web.middleware import REQUEST_ID
 from moestro.web.session_names import session_in
 
@@ -85,7 +85,7 @@ class RequestRunner:
         """
         client = client_of(http)
         answer_id, session_id = f"{kind}{uuid.uuid4().hex}", session_in(http.headers.get)
-        arrival = Arrival(answer_id, time.monotonic_ns(), session_id, str(client))
+        arrival = Arrival(answer_id, time.monotonic_ns(), session_id, str(client), tenant_of(http))
         self.traffic.check_open()
         # Before the body is decoded and tokenized, so that a refusal is cheap.
         self._engines.check_room(arrival.client)

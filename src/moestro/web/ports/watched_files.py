@@ -2,47 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable
 from pathlib import Path
-
-from moestro.errors import ConfigError
 
 Stamp = tuple[tuple[int, int, int], ...]
 
+_SETTLED_S = 1.0  # Age from which a change counts as complete.
+_MAX_LOOKS = 10  # A file that changes at every look is read nevertheless.
+
 
 class WatchedFiles:
-    """Notices that one of some files has changed, in place or by another file of its name.
+    """Notices that one of some files has changed, in place or by another file of its name, once they are complete.
+
+    A file that is written in place is short for a while. So a change counts once it is a second old, or once two looks
+    find the same.
 
     Args:
-        files: Files by the flag, or other name, that an error begins with; None stands for no file.
+        paths: The files. One may be missing, and may appear later.
     """
 
-    def __init__(self, files: Mapping[str, Path | None]) -> None:
-        self._files = {name: path for name, path in files.items() if path is not None}
-        self._seen: Stamp | None = None
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = tuple(paths)
+        self._read = self._seen = self._stamp()
+        self._num_looks = 0  # Since the first change that has not been read.
 
-    def stamp(self) -> Stamp:
-        """Return what changes when one of the files does.
+    def are_to_be_read(self) -> bool:
+        """Return whether the files have to be read again. That one has vanished is such a change too."""
+        stamp = self._stamp()
+        is_same, self._seen = stamp == self._seen, stamp
+        if stamp == self._read:
+            self._num_looks = 0
+            return False
+        self._num_looks += 1
+        newest_ns = max((changed_ns for changed_ns, _, _ in stamp), default=0)
+        is_settled = time.time_ns() - newest_ns >= _SETTLED_S * 1e9
+        if not is_settled and not (is_same and self._num_looks > 1) and self._num_looks < _MAX_LOOKS:
+            return False
+        self._read, self._num_looks = stamp, 0
+        return True
 
-        Raises:
-            ConfigError: A file cannot be found.
-        """
-        return tuple(_stamp(name, path) for name, path in self._files.items())
-
-    def have_changed(self) -> bool:
-        """Return whether a file has changed since the last call, or is missing since then. The first call tells yes."""
-        try:
-            stamp = self.stamp()
-        except ConfigError:
-            stamp = ()
-        has_changed = stamp != self._seen
-        self._seen = stamp
-        return has_changed
+    def _stamp(self) -> Stamp:
+        return tuple(map(_stamp, self._paths))
 
 
-def _stamp(name: str, path: Path) -> tuple[int, int, int]:
+def _stamp(path: Path) -> tuple[int, int, int]:
     try:
         found = path.stat()
-    except OSError as error:
-        raise ConfigError(f"{name} {path}: {error.strerror}") from error
+    except OSError:
+        return 0, 0, 0
     return found.st_mtime_ns, found.st_ino, found.st_size

@@ -93,12 +93,14 @@ class Arrival:
         now_ns: Time of the arrival.
         session_id: Conversation that its headers name; None means that the body may name one.
         client: Name of the client, which its body cannot choose.
+        tenant: Tenant of its key; None means that it has none.
     """
 
     answer_id: str
     now_ns: int
     session_id: str | None = None
     client: str | None = None
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +408,7 @@ def _request(ids: Sequence[int], options: Options, model: ServedModel, request_i
         service_class=options.service_class,
         user=options.user,
         client=arrival.client,
+        tenant=arrival.tenant,
         session_id=options.session_id,
     )
 
