@@ -36,6 +36,8 @@ from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access.access_settings import AccessSettings
 from moestro.web.ports.connections import Front, FrontLimits, bound_socket, http_front
 from moestro.web.ports.faults import Faults, Port
+from moestro.web.tracing.opening import open_sink
+from moestro.web.tracing.tracing_settings import TracingSettings
 
 CHAT = "/v1/chat/completions"
 KEYS = ("key-0", "key-1", "key-2")  # of three clients that a router tells apart, and enough to open a breaker
@@ -50,6 +52,7 @@ GROUPS = {
     "access": AccessSettings,
     "admin": AdminSettings,
     "record": RecordSettings,
+    "tracing": TracingSettings,
 }
 QUICK: dict[str, Any] = {"health_interval": 0.02, "metrics_interval": 0.0, "probe_timeout": 1.0, "slow_start": 0.0}
 
@@ -337,7 +340,19 @@ async def rig(*engines: FakeEngine, is_up: bool = True, listed: bool = False, **
     urls = () if listed else tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
     given = settings_of(engine=urls, **settings)
     faults = Faults()
-    app = assemble(given, reading_of(given.routing), faults)
+    try:
+        async with open_sink(given.tracing, "moestro-route") as sink:
+            app = assemble(given, reading_of(given.routing), faults, sink)
+            async with running(app, faults, urls, is_up=is_up) as made:
+                yield made
+    finally:
+        for engine in engines:
+            engine.die()
+
+
+@contextlib.asynccontextmanager
+async def running(app: RouterApp, faults: Faults, urls: tuple[str, ...], *, is_up: bool) -> AsyncIterator[Rig]:
+    """A router on a socket, before the engines of `urls` and of its lists."""
     listener: socket.socket = bound_socket("127.0.0.1", 0)
     door = Front(Port.CLIENTS, listener, app.clients, app.front_limits, faults).open()
     for url in urls:
@@ -364,8 +379,6 @@ async def rig(*engines: FakeEngine, is_up: bool = True, listed: bool = False, **
         app.threads.close()
         for address in app.shared.fleet.addresses:
             address.pool.close()
-        for engine in engines:
-            engine.die()
 
 
 @contextlib.asynccontextmanager

@@ -171,6 +171,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: the salt in `hash_key`, for processes that hash the same blocks.
         priority: lower is earlier.
         user: name of the user, as given by the client; for affinity and fair shares, never for access.
+        traceparent: context of the client's span, by W3C Trace Context; None where spans are not recorded.
         tenant: name of the tenant whose key the request has; None means that the key has none.
         client: name of the client, which its body cannot choose: its key or address. None means unknown.
         session_id: name of the conversation that the request continues, where known.
@@ -191,6 +192,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     client: str | None = None
     session_id: str | None = None
     tenant: str | None = None
+    traceparent: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 1:

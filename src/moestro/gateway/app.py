@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from moestro.gateway.admission import Admission
 from moestro.gateway.clients.client_limits import ClientLimits
 from moestro.gateway.clients.downstream import ClientConnections
-from moestro.gateway.clients.http_headers import CORS_HEADERS, KEY_HEADERS
+from moestro.gateway.clients.http_headers import CORS_HEADERS, KEY_HEADERS, TRACE_HEADERS
 from moestro.gateway.clients.openapi import router_document
 from moestro.gateway.clients.own_answers import own_answers
 from moestro.gateway.clients.paths import Routes
@@ -38,6 +38,7 @@ from moestro.gateway.proxy import Proxy
 from moestro.gateway.request_queue import RequestQueue, RequestQueueRules
 from moestro.gateway.resume.resumption import Resumption
 from moestro.gateway.settings import EngineSettings, FrontSettings, RecordSettings, RouteSettings
+from moestro.gateway.tracing import RouterTraces
 from moestro.routing.health.breaker import BreakerRules
 from moestro.routing.health.engine_health import HealthRules
 from moestro.routing.health.retry_budget import RetryBudget, RetryRules
@@ -57,6 +58,7 @@ from moestro.web.ports.faults import Faults
 from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks
 from moestro.web.record_key import record_key
+from moestro.web.tracing.spans import SpanSink
 
 _SOON_S = 0.5  # Interval between checks of an unhealthy engine, so that a started server is found soon.
 
@@ -86,12 +88,15 @@ class RouterApp:
     discovery: Discovery
 
 
-def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Faults) -> RouterApp:
+def assemble(
+    settings: RouteSettings, prompt_reader: PromptReader, faults: Faults, sink: SpanSink | None = None
+) -> RouterApp:
     """Make the parts of a router without starting any of them.
 
     Args:
         prompt_reader: Makes the hashes of a prompt's blocks.
         faults: Faults of the process's connections, for its metrics.
+        sink: Receives the spans of requests; None means no traces.
 
     Raises:
         ConfigError: The settings contradict each other or name unusable resources.
@@ -119,11 +124,13 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
         faults=faults,
         resumption=Resumption(fleet.models.context_of) if settings.reliability.resume_streams else None,
         queue=queue,
+        traces=None if sink is None else RouterTraces(sink, fleet, policy, _fresh_ns(settings.engines)),
     )
     collectors, watchers, kv_events = _observers(settings, fleet)
     watch = _watch(settings.engines, fleet, queue, watchers)
     collectors += [] if queue is None else [queue]
-    engine_admin = _engine_admin(settings, fleet, watch, _withheld(access), prompt_reader.words)
+    withheld = _withheld(access) | (TRACE_HEADERS if sink is not None else frozenset())
+    engine_admin = _engine_admin(settings, fleet, watch, withheld, prompt_reader.words)
     discovery = Discovery(_sources(settings.discovery), engine_admin.listed, engine_admin.tick)
     exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors, discovery)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))

@@ -35,6 +35,7 @@ from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server,
 from moestro.web.ports.startup import process_age_s
 from moestro.web.ports.tls import ServerTls
 from moestro.web.statline import log_forever
+from moestro.web.tracing.opening import open_sink
 
 _SWEEP_S = 0.25
 _MANY_ENGINES = 64  # For which there are open files where lists name the engines.
@@ -93,11 +94,13 @@ class _RouteServer:
         allow_open_files(
             2 * files_of_port(front.max_connections) + files_of_port(MAX_OPERATOR_CONNECTIONS), num_engines
         )
-        with (
-            bound_socket(front.host, front.port) as listener,
-            bound_socket(admin.admin_host, admin.admin_port, "--admin-host or --admin-port") as admin_listener,
-        ):
-            app = assemble(self._settings, self._prompt_reader, self._lifecycle.faults)
+        async with contextlib.AsyncExitStack() as stack:
+            listener = stack.enter_context(bound_socket(front.host, front.port))
+            admin_listener = stack.enter_context(
+                bound_socket(admin.admin_host, admin.admin_port, "--admin-host or --admin-port")
+            )
+            sink = await stack.enter_async_context(open_sink(self._settings.tracing, "moestro-route"))
+            app = assemble(self._settings, self._prompt_reader, self._lifecycle.faults, sink)
             app.statistics.clients_port = listener.getsockname()[1]
             app.statistics.operators_port = admin_listener.getsockname()[1]
             async with _running(app, urls), _admin_plane(app, admin_listener, self._settings, self._lifecycle.faults):

@@ -24,6 +24,7 @@ from moestro.routing.scrape import MAX_RANKS
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access.access_settings import AccessSettings
 from moestro.web.ports.tls_settings import TlsSettings
+from moestro.web.tracing.tracing_settings import TracingSettings
 
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,253}")  # as long as the name of a pod
 
@@ -359,6 +360,7 @@ class RouteSettings:
     access: AccessSettings = field(default_factory=AccessSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
+    tracing: TracingSettings = field(default_factory=TracingSettings)
     picker: PickerSettings = field(default_factory=PickerSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
