@@ -152,7 +152,7 @@ class RequestSpans:
         self._end_attempt(now_ns, "" if status < _FIRST_ERROR else f"status {status}")
         operation = _OPERATIONS.get(head.path)
         first_s = None if self._first_ns is None else (self._first_ns - self._begin_wall_ns) * 1e-9
-        attributes = {
+        attributes: dict[str, AttributeValue | None] = {
             "http.request.method": head.method.decode("latin-1"),
             "url.path": head.path,
             "http.response.status_code": status,

@@ -21,8 +21,8 @@ class AccessSettings(CheckedSettings):
 
     api_key_file: Annotated[Path | None, Parameter(group=_ACCESS)] = None
     (
-        "File with accepted keys and their tenants, KEY: TENANT on each line, or keys alone. A change counts within a"
-        " second. Requests of one tenant share limits and places, whatever key and address they have."
+        "File with accepted keys and their tenants, KEY: TENANT on each line, or keys alone. A change counts within two"
+        " seconds. Requests of one tenant share limits and places, whatever key and address they have."
     )
     max_requests_per_minute_per_key: Annotated[int | None, at_least(1), Parameter(group=_ACCESS)] = None
     "Most requests in a minute with one API key; a further one gets 429 and Retry-After. Needs --api-key or its file."

@@ -12,6 +12,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags, set_span_in_context
 from opentelemetry.trace import SpanKind as OtelKind
@@ -49,7 +50,8 @@ class OtlpSink:
         context = Context()
         if parent is not None:
             context = set_span_in_context(NonRecordingSpan(_context_of(parent)), context)
-        return self._provider.sampler.should_sample(context, trace_id, "request").decision.is_sampled()
+        decision = self._provider.sampler.should_sample(context, trace_id, "request").decision
+        return decision is Decision.RECORD_AND_SAMPLE
 
     def put(self, trace_id: int, spans: Sequence[Span]) -> None:
         """Implement `SpanSink.put`."""
