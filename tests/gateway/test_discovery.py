@@ -190,6 +190,26 @@ async def test_models_labels_speed_and_key_of_a_line_count_and_change_in_place(t
 
 
 @looped
+async def test_models_of_a_vanished_engine_are_not_listed_until_it_returns(tmp_path):
+    file = tmp_path / "engines"
+    async with started("a", "b") as (a, b):
+        b.models = ("m", "special")
+        file.write_text(lines(a, b))
+        async with rig(a, b, listed=True, engine_file=file) as it:
+            special = {"model": "special", "messages": []}
+            assert (await it.call(body=special)).headers["x-moestro-engine"] == "b"
+            file.write_text(lines(a))
+            await it.until(lambda: names(it)["b"] == "absent")
+            await asyncio.sleep(0.1)  # Health checks go on, and learn models.
+            listed = (await it.call("/v1/models", method="GET")).json["data"]
+            assert [card["id"] for card in listed] == ["m"]
+            assert (await it.call(body=special)).headers["x-moestro-engine"] == "a"
+            file.write_text(lines(a, b))
+            await it.until_up("b")
+            assert (await it.call(body=special)).headers["x-moestro-engine"] == "b"
+
+
+@looped
 async def test_operator_removes_a_listed_engine_for_as_long_as_it_is_listed(tmp_path):
     file = tmp_path / "engines"
     async with started("a", "b") as (a, b):

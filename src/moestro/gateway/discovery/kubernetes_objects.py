@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -52,8 +53,8 @@ class ObjectCache:
         self._objects = {_key(item): item for item in items}
         self.version = version
 
-    def take(self, line: bytes) -> bool:
-        """Take in one event of a watch, and return whether the objects have changed.
+    def take(self, line: bytes) -> None:
+        """Take in one event of a watch.
 
         Raises:
             WatchError: The event ends the watch.
@@ -66,7 +67,7 @@ class ObjectCache:
                 raise WatchError(text, is_gone=found.get("code") == GONE)
             self.version = found["metadata"]["resourceVersion"]
             if kind == "BOOKMARK":
-                return False
+                return
             key = _key(found)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise WatchError(f"an event cannot be read: {error}") from None
@@ -77,7 +78,6 @@ class ObjectCache:
             self._objects[key] = found
         else:
             raise WatchError(f"an event has the unknown type {kind!r}")
-        return True
 
 
 class FoundEngines(NamedTuple):
@@ -159,8 +159,13 @@ def pool_of(found: Object) -> InferencePool:
 
 
 def _entry(name: str, host: str, port: int, labels: Mapping[str, str]) -> EngineEntry:
-    url = EngineUrl.parse(f"{name}=http://{in_address(host)}:{port}", "Kubernetes")
-    return EngineEntry(url=url, labels=labels)
+    return EngineEntry(url=_parsed(f"{name}=http://{in_address(host)}:{port}"), labels=labels)
+
+
+@lru_cache(MAX_ENGINES)
+def _parsed(url: str) -> EngineUrl:
+    """Return a parsed address; each event needs those of all engines."""
+    return EngineUrl.parse(url, "Kubernetes")
 
 
 def _bounded(entries: list[EngineEntry], fault: str) -> FoundEngines:

@@ -174,9 +174,12 @@ class Reflector:
             "timeoutSeconds": str(_WATCH_S),
         }
         async with self._server.get(self._path, query, _WATCH_S + _LATE_S) as answer:
-            async for line in _lines(answer):
-                if self._cache.take(line):
-                    self._changed(self._cache.objects)
+            async for lines in _lines(answer):
+                try:
+                    for line in lines:
+                        self._cache.take(line)
+                finally:
+                    self._changed(self._cache.objects)  # Bookmarks too show that the list is still true.
 
 
 class Kubernetes:
@@ -293,7 +296,8 @@ async def _whole(answer: aiohttp.ClientResponse) -> bytes:
     return bytes(body)
 
 
-async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
+    """Yield the complete lines of each read."""
     rest = bytearray()
     async for piece in answer.content.iter_any():
         rest += piece
@@ -301,9 +305,8 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         rest = bytearray(last)
         if len(rest) > _MAX_EVENT_BYTES:
             raise WatchError(f"{answer.url.path}: an event has more than {_MAX_EVENT_BYTES} bytes")
-        for line in lines:
-            if line.strip():
-                yield bytes(line)
+        if complete := [bytes(line) for line in lines if line.strip()]:
+            yield complete
 
 
 def _decoded(body: bytes) -> dict[str, Any]:

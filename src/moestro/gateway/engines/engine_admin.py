@@ -136,6 +136,8 @@ class EngineAdmin:
         settings, url = self.settings, entry.url
         if not self.takes_paths:
             url.check_is_endpoint()
+            if entry.dp_ranks not in ("", "1"):
+                raise ConfigError("--ext-proc names addresses, not ranks: leave dp_ranks out")
         tls = None
         if url.is_tls:
             tls = engine_context(settings.engine_ca_certs, settings.engine_certfile, settings.engine_keyfile)
@@ -167,7 +169,8 @@ class EngineAdmin:
                 self.fleet.models.declare(engine.row, entry.model)
 
     def _num_ranks(self, entry: EngineEntry) -> int | None:
-        return parsed_ranks(entry.dp_ranks) if entry.dp_ranks else self.settings.num_ranks
+        ranks = entry.dp_ranks if self.takes_paths else ""
+        return parsed_ranks(ranks) if ranks else self.settings.num_ranks
 
     def _head(self, entry: EngineEntry) -> EngineHead:
         key = self.settings.engine_api_key if entry.api_key is None else entry.api_key
