@@ -141,7 +141,7 @@ def test_every_setting_of_a_configuration_is_a_flag(name, tmp_path, monkeypatch,
 def test_the_commands_of_the_containerfile_exist():
     text = (DEPLOY / "Containerfile").read_text()
     assert 'ENTRYPOINT ["moestro"]' in text
-    for extra in ("tokenizer", "envoy", "serve"):
+    for extra in ("tokenizer", "envoy", "otel", "serve"):
         assert f"{extra}" in (DEPLOY.parent / "pyproject.toml").read_text().partition("optional-dependencies")[2]
 
 

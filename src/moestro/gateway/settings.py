@@ -166,12 +166,23 @@ class EngineSettings(CheckedSettings):
             raise ConfigError("--engine-api-key is empty: give a key, or leave the flag out")
         if self.engine_keyfile is not None and self.engine_certfile is None:
             raise ConfigError("--engine-keyfile is the key of --engine-certfile: give the certificate too")
-        names = [url.name for url in map(EngineUrl.parse, self.engine)]
-        _ = self.kv_sources  # Checks the endpoints.
+        if self.num_ranks is None and not self.metrics_interval:
+            raise ConfigError("--dp-ranks auto reads /metrics: set --metrics-interval above 0, or give a number")
+
+    def check_kv_sources(self, *, are_all_named: bool) -> None:
+        """Check that publishers of KV events and engines fit together.
+
+        Args:
+            are_all_named: Whether `engine` names all engines, so that a publisher of another one is a mistake.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        names = [url.name for url in self.urls]
+        if are_all_named:
+            self.kv_sources.check_names(names)
         if self.num_ranks is not None:
             self.kv_sources.check_ranks(names, self.num_ranks)
-        elif not self.metrics_interval:
-            raise ConfigError("--dp-ranks auto reads /metrics: set --metrics-interval above 0, or give a number")
 
     @property
     def num_ranks(self) -> int | None:
@@ -366,8 +377,7 @@ class RouteSettings:
     record: RecordSettings = field(default_factory=RecordSettings)
 
     def __post_init__(self) -> None:
-        if not self.discovery.is_on:  # Else the names of engines are not known yet.
-            self.engines.kv_sources.check_names([url.name for url in self.engines.urls])
+        self.engines.check_kv_sources(are_all_named=not self.discovery.is_on)
         if self.engines.kv_sources and self.routing.tokenizer is None:
             raise ConfigError("--kv-events describes blocks of tokens: give --tokenizer, and the engines' --block-size")
         if self.picker.ext_proc is not None:

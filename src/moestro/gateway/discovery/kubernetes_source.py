@@ -266,9 +266,13 @@ class Kubernetes:
     ) -> Reflector:
         def changed(found: list[Object]) -> None:
             try:
-                listener.report(*engines_of(found))
+                engines = engines_of(found)
+            except ConfigError as error:
+                listener.report(None, str(error))
             except (KeyError, TypeError, AttributeError, IndexError) as error:
                 listener.report(None, f"an object has not the form of its API: {error!r}")
+            else:
+                listener.report(*engines)
 
         return Reflector(self._server, path, query, changed, lambda cause: listener.report(None, cause))
 
