@@ -126,22 +126,19 @@ def assemble(
         queue=queue,
         traces=None if sink is None else RouterTraces(sink, fleet, policy, _fresh_ns(settings.engines)),
     )
-    collectors, watchers, kv_events = _observers(settings, fleet)
+    collectors, watchers, kv_events = _observers(settings, fleet, queue)
     watch = _watch(settings.engines, fleet, queue, watchers)
-    collectors += [] if queue is None else [queue]
-    withheld = _withheld(access) | (TRACE_HEADERS if sink is not None else frozenset())
-    engine_admin = _engine_admin(settings, fleet, watch, withheld, prompt_reader.words)
+    engine_admin = _engine_admin(settings, fleet, watch, _withheld(access, sink), prompt_reader.words)
     discovery = Discovery(_sources(settings.discovery), engine_admin.listed, engine_admin.tick)
     exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors, discovery)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
     routes = Routes(front.open_path)
     answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
     admission = Admission(fleet, shared.active, prompt_reader, access, routes, answers)
-    proxy = Proxy(shared, admission)
     return RouterApp(
         shared=shared,
         admission=admission,
-        clients=ClientConnections(proxy, _client_limits(front), faults, access.cors),
+        clients=ClientConnections(Proxy(shared, admission), _client_limits(front), faults, access.cors),
         engine_admin=engine_admin,
         exposition=exposition,
         statistics=statistics,
@@ -187,13 +184,13 @@ def _watch(engines: EngineSettings, fleet: Fleet, queue: RequestQueue | None, of
 
 
 def _observers(
-    settings: RouteSettings, fleet: Fleet
+    settings: RouteSettings, fleet: Fleet, queue: RequestQueue | None
 ) -> tuple[list[Collector], list[EngineWatcher], KvEventsWatch | None]:
     """Make what watches single engines: collectors of its figures, watchers of each engine, and that of KV events."""
     engines = settings.engines
     policy = settings.policy.route_score or settings.policy.route_policy
     reports = SourceReports(fleet, policy, _fresh_ns(engines), _has_events(engines.kv_sources))
-    collectors: list[Collector] = [reports]
+    collectors: list[Collector] = [reports] if queue is None else [reports, queue]
     watchers: list[EngineWatcher] = [reports]
     if not engines.kv_sources:
         return collectors, watchers, None
@@ -282,10 +279,12 @@ def _exchange_rules(settings: RouteSettings) -> ExchangeRules:
     )
 
 
-def _withheld(access: Access) -> frozenset[bytes]:
+def _withheld(access: Access, sink: SpanSink | None) -> frozenset[bytes]:
     """Return the names of client headers that engines do not get."""
     nothing: frozenset[bytes] = frozenset()
-    return (KEY_HEADERS if access.keys else nothing) | (CORS_HEADERS if access.cors is not None else nothing)
+    keys = KEY_HEADERS if access.keys else nothing
+    cors = CORS_HEADERS if access.cors is not None else nothing
+    return keys | cors | (TRACE_HEADERS if sink is not None else nothing)
 
 
 def _client_limits(front: FrontSettings) -> ClientLimits:

@@ -12,10 +12,10 @@ from moestro.routing.router import RouteDecision
 from moestro.web.tracing.spans import (
     TRACEPARENT,
     AttributeValue,
-    Span,
     SpanKind,
     SpanSink,
     TraceContext,
+    TraceSpan,
     known,
     new_span_id,
     new_trace_id,
@@ -56,7 +56,7 @@ class RouterTraces:
         trace_id = new_trace_id() if parent is None else parent.trace_id
         return RequestSpans(self, incoming, parent, trace_id, is_sampled=self._sink.samples(parent, trace_id))
 
-    def end(self, trace_id: int, spans: list[Span]) -> None:
+    def end(self, trace_id: int, spans: list[TraceSpan]) -> None:
         """Send the spans of a request."""
         self._sink.put(trace_id, spans)
 
@@ -104,8 +104,8 @@ class RequestSpans:
         self._root_id = new_span_id()
         self._begin_ns, self._begin_wall_ns = time.monotonic_ns(), time.time_ns()
         self._first_ns: int | None = None
-        self._attempt: Span | None = None
-        self._spans: list[Span] = []
+        self._attempt: TraceSpan | None = None
+        self._spans: list[TraceSpan] = []
 
     def attempt(self, engine: RoutedEngine, decision: RouteDecision, why: str, wait_ns: int) -> None:
         """Note a decision for the request.
@@ -117,9 +117,11 @@ class RequestSpans:
         now_ns = self._now_ns()
         self._end_attempt(now_ns, why)
         if wait_ns:
-            self._spans.append(Span(name="queue", parent_id=self._root_id, begin_ns=now_ns - wait_ns, end_ns=now_ns))
+            self._spans.append(
+                TraceSpan(name="queue", parent_id=self._root_id, begin_ns=now_ns - wait_ns, end_ns=now_ns)
+            )
         attributes = self._traces.decision_attributes(engine, decision) if self._is_sampled else {}
-        self._attempt = Span(
+        self._attempt = TraceSpan(
             name="attempt",
             kind=SpanKind.CLIENT,
             parent_id=self._root_id,
@@ -166,7 +168,7 @@ class RequestSpans:
             "gen_ai.latency.e2e": (now_ns - self._begin_wall_ns) * 1e-9,
             "moestro.tenant": tenant,
         }
-        root = Span(
+        root = TraceSpan(
             name=" ".join(part for part in (operation or head.path, model) if part),
             kind=SpanKind.SERVER,
             span_id=self._root_id,

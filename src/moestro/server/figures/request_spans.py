@@ -10,9 +10,9 @@ from moestro.core.scheduling_events import SequenceAdmitted, SequencePreempted
 from moestro.routing.record.request_trace import Attempt, RequestTrace
 from moestro.web.tracing.spans import (
     AttributeValue,
-    Span,
     SpanKind,
     SpanSink,
+    TraceSpan,
     known,
     new_span_id,
     new_trace_id,
@@ -47,13 +47,13 @@ def span_writer(sink: SpanSink, model: str) -> Callable[[RequestTrace], None]:
     return write
 
 
-def _spans_of(trace: RequestTrace, model: str, parent_id: int | None) -> list[Span]:
+def _spans_of(trace: RequestTrace, model: str, parent_id: int | None) -> list[TraceSpan]:
     begun_ns = trace.arrival_ns or 0
     wall_ns = int(trace.time * NS_PER_S) - begun_ns  # What the wall clock is ahead of the monotonic one.
     ended_ns = begun_ns + int((trace.seconds or 0.0) * NS_PER_S)
     stretches = list(_stretches(trace, begun_ns, ended_ns))
     status = trace.status or 0
-    root = Span(
+    root = TraceSpan(
         name="llm_request",
         kind=SpanKind.SERVER,
         span_id=new_span_id(),
@@ -66,7 +66,7 @@ def _spans_of(trace: RequestTrace, model: str, parent_id: int | None) -> list[Sp
     return [
         root,
         *(
-            Span(
+            TraceSpan(
                 name=each.name,
                 parent_id=root.span_id,
                 begin_ns=wall_ns + each.begin_ns,

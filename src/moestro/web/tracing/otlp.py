@@ -18,7 +18,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCod
 from opentelemetry.trace import SpanKind as OtelKind
 
 from moestro import __version__
-from moestro.web.tracing.spans import Span, SpanKind, TraceContext
+from moestro.web.tracing.spans import SpanKind, TraceContext, TraceSpan
 
 _KINDS = {SpanKind.SERVER: OtelKind.SERVER, SpanKind.CLIENT: OtelKind.CLIENT, SpanKind.INTERNAL: OtelKind.INTERNAL}
 _FLUSH_S = 2.0  # Longest wait for the collector when the server stops.
@@ -53,7 +53,7 @@ class OtlpSink:
         decision = self._provider.sampler.should_sample(context, trace_id, "request").decision
         return decision is Decision.RECORD_AND_SAMPLE
 
-    def put(self, trace_id: int, spans: Sequence[Span]) -> None:
+    def put(self, trace_id: int, spans: Sequence[TraceSpan]) -> None:
         """Implement `SpanSink.put`."""
         for span in spans:
             parent = None

@@ -67,7 +67,7 @@ class SpanKind(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Span:
+class TraceSpan:
     """One span that has ended.
 
     Attributes:
@@ -93,7 +93,7 @@ class SpanSink(Protocol):
     def samples(self, parent: TraceContext | None, trace_id: int) -> bool:
         """Return whether the spans of a request are recorded."""
 
-    def put(self, trace_id: int, spans: Sequence[Span]) -> None:
+    def put(self, trace_id: int, spans: Sequence[TraceSpan]) -> None:
         """Take the spans of one request. Never waits; spans that find no place are dropped."""
 
     def close(self) -> None:
