@@ -168,7 +168,7 @@ async def test_route_takes_keys_of_a_file_that_changes_also_on_connections_that_
         caller.ask(body={"messages": []}, X_Api_Key="k3")  # the same bytes, whose head the router has cached
         assert (await caller.answer()).status == 401
     text = record.read_text()
-    assert text.count('"tenant":"team-a"') == 3
+    assert text.count('"tenant":"team-a"') == 6, "the arrival and the trace of three requests"
     assert not any(f'"k{number}"' in text.replace(f'"user":"k{number}"', "") for number in (1, 2, 3))
 
 
@@ -222,7 +222,8 @@ def test_serve_takes_keys_of_a_file_and_shares_go_by_tenant(fake_command, tmp_pa
     finally:
         server.kill()
     lines = [json.loads(line) for line in record.read_text().splitlines()]
-    users = [line["user"] for line in lines if "first_token_ns" in line]
+    users = [line["user"] for line in lines if "user" in line]
+    assert [line["tenant"] for line in lines if line.get("type") == "Story"][:3] == ["team-a", "team-a", "team-b"]
     assert len(set(users)) == 2, "the body's user does not matter beside a tenant"
     assert users[0] == users[1] != users[2]
     assert not any(key in server.text + record.read_text() for key in ('"k1"', '"k2"', '"k3"'))
