@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import yaml
 from support.running import MOESTRO, PATIENCE_S, Running, free_port, wait_until
 
 from moestro.cli import main
+from moestro.gateway.discovery.entries import parse_file
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 MANIFESTS = sorted(set((DEPLOY / "kubernetes").glob("*.yaml")) - {DEPLOY / "kubernetes" / "kustomization.yaml"})
@@ -67,6 +69,47 @@ def test_names_and_ports_of_the_manifests_fit_together():
     assert monitor["spec"]["endpoints"][0]["authorization"]["credentials"]["key"] in secret["stringData"]
 
 
+def test_the_role_allows_what_discovery_reads_and_no_more():
+    [role], [account], [binding] = by_kind("Role"), by_kind("ServiceAccount"), by_kind("RoleBinding")
+    [deployment] = by_kind("Deployment")
+    assert deployment["spec"]["template"]["spec"]["serviceAccountName"] == account["metadata"]["name"]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account["metadata"]["name"]}]
+    allowed = {(group, each) for rule in role["rules"] for group in rule["apiGroups"] for each in rule["resources"]}
+    source = (DEPLOY.parent / "src/moestro/gateway/discovery/kubernetes_source.py").read_text()
+    assert {each for _, each in allowed} == {"pods", "endpointslices", "inferencepools"}
+    assert all(group in source and f"/{each}" in source for group, each in allowed)
+    assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+
+
+def test_the_engines_of_the_unit_are_a_list_that_the_router_reads():
+    settings = yaml.safe_load((DEPLOY / "systemd" / "route.yaml").read_text())
+    file = DEPLOY / "systemd" / Path(settings["engine_file"]).name
+    assert [each.name for each in parse_file(file.read_bytes(), file.parent).entries] == ["a", "b"]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_commands_of_the_page_make_a_routed_pool_that_grows(fake, tmp_path):
+    """The commands of docs/deploy.md as printed, but for the ports and the installation."""
+    page = (DEPLOY.parent / "docs" / "deploy.md").read_text()
+    section = page.partition("## Try it\n")[2].partition("\n## ")[0]
+    [first, second] = [block.partition("```")[0] for block in section.split("```sh\n")[1:]]
+    script = (first + second).replace("pip install moestro\n", "").replace("moestro route", f"{MOESTRO} route")
+    host, port = fake.address
+    ports = {"8001": str(port), "8002": str(port), "8080": str(free_port()), "8081": str(free_port())}
+    for printed, real in ports.items():
+        script = script.replace(f":{printed}", f":{real}").replace(f"port {printed}", f"port {real}")
+    # One server stands for both: its other name is another engine.
+    script = script.replace(f"'- http://{host}:{port}' >>", f"'- http://localhost:{port}' >>")
+    script += "\nkill %1\nwait\n"
+    done = subprocess.run(
+        ["bash", "-me", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+    answer, engines = (json.loads(line) for line in done.stdout.splitlines() if line.startswith(('{"id', '{"engines')))
+    assert answer["usage"]["completion_tokens"] == 4
+    assert [each["condition"] for each in engines["engines"]] == ["up", "up"]
+
+
 def test_a_router_stops_within_the_time_that_each_platform_gives_it():
     [deployment] = by_kind("Deployment")
     pod = deployment["spec"]["template"]["spec"]
@@ -98,7 +141,7 @@ def test_every_setting_of_a_configuration_is_a_flag(name, tmp_path, monkeypatch,
 def test_the_commands_of_the_containerfile_exist():
     text = (DEPLOY / "Containerfile").read_text()
     assert 'ENTRYPOINT ["moestro"]' in text
-    for extra in ("tokenizer", "envoy", "serve"):
+    for extra in ("tokenizer", "envoy", "otel", "serve"):
         assert f"{extra}" in (DEPLOY.parent / "pyproject.toml").read_text().partition("optional-dependencies")[2]
 
 

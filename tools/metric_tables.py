@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from moestro.core.experts.source_load import SourceLoad
 from moestro.core.load_figures import IDLE
+from moestro.gateway.discovery.discovery import Discovery
 from moestro.gateway.engines.source_reports import SourceReports
 from moestro.gateway.figures.prometheus import RouteCollector
 from moestro.gateway.kv.kv_prometheus import KvFigures
@@ -50,7 +51,8 @@ def route_metrics() -> str:
     fleet = _fleet()
     fleet.router.needs = Needs(figures=("kv_usage",))
     sources = SourceReports(fleet, "a-policy", 1, lambda engine: False)
-    return _table([*_route().collect(), *sources.collect()], "moestro:route_")
+    discovery = Discovery([SimpleNamespace(name="file")], MagicMock(), MagicMock())
+    return _table([*_route().collect(), *sources.collect(), *discovery.collect()], "moestro:route_")
 
 
 def kv_event_metrics() -> str:
@@ -99,7 +101,8 @@ def _faults() -> Faults:
 
 
 def _fleet() -> MagicMock:
-    engine = SimpleNamespace(name="a", row=0, counts=EngineCounts(), condition=Condition.UP)
+    address = SimpleNamespace(is_absent=False)
+    engine = SimpleNamespace(name="a", row=0, address=address, counts=EngineCounts(), condition=Condition.UP)
     engine.counts.statuses[200] = 1
     fleet = MagicMock()
     fleet.__iter__.return_value = [engine]

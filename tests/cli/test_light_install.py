@@ -19,7 +19,13 @@ from moestro.cli.extras import EXTRAS
 from moestro.native.compiler import CompilerError, find_compiler
 
 # Packages whose modules have other names.
-MODULES = {"grpcio": "grpc", "grpcio_health_checking": "grpc_health", "xds_protos": "envoy"}
+MODULES = {
+    "grpcio": "grpc",
+    "grpcio_health_checking": "grpc_health",
+    "opentelemetry_exporter_otlp_proto_http": "opentelemetry.exporter.otlp.proto.http",
+    "opentelemetry_sdk": "opentelemetry.sdk",
+    "xds_protos": "envoy",
+}
 ROOT = Path(__file__).parents[2]
 ABSENT = sorted({"scipy", "pandas"}.union(*EXTRAS.values()))
 ABSENCE = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))"  # a None there makes the import fail
@@ -124,6 +130,11 @@ def test_a_tokenizer_without_its_extra_says_what_to_install(tmp_path):
 def test_an_endpoint_picker_without_its_extra_says_what_to_install():
     done = light("route", "--engine", "http://127.0.0.1:1", "--ext-proc", 0)
     assert (done.returncode, done.stderr) == (2, missing("--ext-proc", "envoy"))
+
+
+def test_traces_without_their_extra_say_what_to_install():
+    done = light("route", "--engine", "http://127.0.0.1:1", "--otlp-traces-endpoint", "http://127.0.0.1:4318")
+    assert (done.returncode, done.stderr) == (2, missing("--otlp-traces-endpoint", "otel"))
 
 
 @pytest.mark.parametrize("verb", ["serve", "calibrate"])

@@ -17,6 +17,7 @@ import uvloop
 
 from moestro.gateway.admin import Admin
 from moestro.gateway.app import RouterApp, assemble
+from moestro.gateway.discovery.settings import DiscoverySettings
 from moestro.gateway.kv.prompt_blocks import PromptReader, text_prompt_reader
 from moestro.gateway.kv.tokenized_blocks import tokenized_prompt_reader
 from moestro.gateway.proxy import sweep_forever
@@ -35,11 +36,14 @@ from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access.access_settings import AccessSettings
 from moestro.web.ports.connections import Front, FrontLimits, bound_socket, http_front
 from moestro.web.ports.faults import Faults, Port
+from moestro.web.tracing.opening import open_sink
+from moestro.web.tracing.tracing_settings import TracingSettings
 
 CHAT = "/v1/chat/completions"
 KEYS = ("key-0", "key-1", "key-2")  # of three clients that a router tells apart, and enough to open a breaker
 GROUPS = {
     "engines": EngineSettings,
+    "discovery": DiscoverySettings,
     "policy": RoutePolicySettings,
     "routing": RoutingSettings,
     "reliability": ReliabilitySettings,
@@ -48,6 +52,7 @@ GROUPS = {
     "access": AccessSettings,
     "admin": AdminSettings,
     "record": RecordSettings,
+    "tracing": TracingSettings,
 }
 QUICK: dict[str, Any] = {"health_interval": 0.02, "metrics_interval": 0.0, "probe_timeout": 1.0, "slow_start": 0.0}
 
@@ -325,14 +330,29 @@ def reading_of(routing: RoutingSettings) -> PromptReader:
 
 
 @contextlib.asynccontextmanager
-async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> AsyncIterator[Rig]:
-    """A router before `engines`, which are started, looked after and (if `is_up`) found to be well."""
-    for engine in engines:
+async def rig(*engines: FakeEngine, is_up: bool = True, listed: bool = False, **settings: Any) -> AsyncIterator[Rig]:
+    """A router before `engines`, which are started, looked after and (if `is_up`) found to be well.
+
+    `listed`: the engines are started already, and come from a list.
+    """
+    for engine in () if listed else engines:
         await engine.start()
-    urls = tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
+    urls = () if listed else tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
     given = settings_of(engine=urls, **settings)
     faults = Faults()
-    app = assemble(given, reading_of(given.routing), faults)
+    try:
+        async with open_sink(given.tracing, "moestro-route") as sink:
+            app = assemble(given, reading_of(given.routing), faults, sink)
+            async with running(app, faults, urls, is_up=is_up) as made:
+                yield made
+    finally:
+        for engine in engines:
+            engine.die()
+
+
+@contextlib.asynccontextmanager
+async def running(app: RouterApp, faults: Faults, urls: tuple[str, ...], *, is_up: bool) -> AsyncIterator[Rig]:
+    """A router on a socket, before the engines of `urls` and of its lists."""
     listener: socket.socket = bound_socket("127.0.0.1", 0)
     door = Front(Port.CLIENTS, listener, app.clients, app.front_limits, faults).open()
     for url in urls:
@@ -340,13 +360,14 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
     sweeper = asyncio.create_task(sweep_forever(app.shared, app.clients, 0.01))
     made = Rig(app, listener.getsockname()[1], faults)
     try:
-        if is_up:
-            await made.until(lambda: all(engine.condition == "up" for engine in app.shared.fleet))
-        yield made
-        for caller in made.callers:
-            caller.hang_up()
-        await made.until_idle()  # whatever happened, nothing is left counted
-        assert app.clients.memory.num_bytes == 0
+        async with app.discovery.running(5.0):
+            if is_up:
+                await made.until(lambda: all(engine.condition == "up" for engine in app.shared.fleet))
+            yield made
+            for caller in made.callers:
+                caller.hang_up()
+            await made.until_idle()  # whatever happened, nothing is left counted
+            assert app.clients.memory.num_bytes == 0
     finally:
         sweeper.cancel()
         door.close()
@@ -358,8 +379,6 @@ async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> Asyn
         app.threads.close()
         for address in app.shared.fleet.addresses:
             address.pool.close()
-        for engine in engines:
-            engine.die()
 
 
 @contextlib.asynccontextmanager

@@ -129,7 +129,8 @@ async def test_a_watcher_that_fails_begins_anew(monkeypatch, caplog):
         watch = Watch([watcher])
         watch.begin(it.engine("a").address)
         await it.until(lambda: num_begun == 3)
-        await watch.end(it.engine("a").address)
+        watch.end(it.engine("a").address)
+        await watch.close()
     assert "the watcher of engine a failed" in caplog.text
 
 

@@ -37,7 +37,7 @@ async def closed_circle(num: int) -> AsyncIterator[list[Rig]]:
         await routers[0].until_up("e")
         for it in routers:
             await it.until_up("next")
-        await routers[0].app.engine_admin.remove(routers[0].engine("e").address)
+        routers[0].app.engine_admin.remove(routers[0].engine("e").address)
         yield routers
 
 
@@ -88,7 +88,7 @@ async def test_an_engine_returns_once_a_check_through_it_finds_no_loop():
         first.engine("next").health._loop_until_ns = 0
         await first.until(lambda: second.engine("next").counts.num_decisions > num_checks)
         assert first.engine("next").condition == "loop", "the check came back"
-        await second.app.engine_admin.remove(second.engine("next").address)
+        second.app.engine_admin.remove(second.engine("next").address)
         add(second, "last", last)
         await second.until_up("last")
         first.engine("next").health._loop_until_ns = 0

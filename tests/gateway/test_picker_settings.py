@@ -21,9 +21,8 @@ ENGINE = EngineSettings(engine=("http://127.0.0.1:1",))
     [
         ({"ext_proc": 70_000}, "70000"),
         ({"ext_proc": -1}, "-1"),
-        ({"ext_proc_ssl_certfile": Path("a")}, "need each other"),
-        ({"ext_proc_ssl_keyfile": Path("a")}, "need each other"),
-        ({"ext_proc_ssl_ca_certs": Path("a")}, "needs --ext-proc-ssl-certfile"),
+        ({"ext_proc_ssl_keyfile": Path("a")}, "--ext-proc-ssl-keyfile is for TLS: give --ext-proc-ssl-certfile"),
+        ({"ext_proc_ssl_ca_certs": Path("a")}, "--ext-proc-ssl-ca-certs is for TLS: give --ext-proc-ssl-certfile"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(given, words):

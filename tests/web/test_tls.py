@@ -179,8 +179,8 @@ def test_new_connections_get_a_renewed_certificate_without_a_restart(fake_comman
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"ssl_keyfile": Path("k")}, "--ssl-keyfile is for HTTPS: give --ssl-certfile too"),
-        ({"enable_ssl_refresh": True}, "--enable-ssl-refresh is for HTTPS"),
+        ({"ssl_keyfile": Path("k")}, "--ssl-keyfile is for TLS: give --ssl-certfile too"),
+        ({"enable_ssl_refresh": True}, "--enable-ssl-refresh is for TLS"),
         ({"ssl_certfile": Path("c"), "ssl_cert_reqs": 2}, "give --ssl-ca-certs with their authorities"),
     ],
 )

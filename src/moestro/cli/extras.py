@@ -23,12 +23,20 @@ EXTRAS = {
     "ray": ("ray",),
     "exact": ("scipy",),
     "envoy": ("grpc", "grpc_health", "envoy"),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 
 
 def is_installed(extra: str) -> bool:
     """Whether all libraries of `extra` can be imported; none of them is loaded."""
-    return all(find_spec(module) is not None for module in EXTRAS[extra])
+    return all(map(_exists, EXTRAS[extra]))
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # A package that the module would be in.
+        return False
 
 
 def require_extra(extra: str, purpose: str) -> None:

@@ -40,6 +40,8 @@ def route(
             from moestro.gateway.kv.tokenized_blocks import tokenized_prompt_reader
 
         reading = tokenized_prompt_reader(locate_tokenizer(routing.tokenizer), routing.block_size)
+    if flags.tracing.otlp_traces_endpoint is not None:
+        require_extra("otel", "--otlp-traces-endpoint")
     if flags.picker.ext_proc is None:
         run(flags, reading)
         return

@@ -38,6 +38,8 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[str], None] | None = 
     require_extra("tokenizer" if settings.pacing.paced_arithmetic == "none" else "serve", "moestro serve")
     if settings.launching.launcher == "ray":
         require_extra("ray", "--launcher ray")
+    if settings.tracing.otlp_traces_endpoint is not None:
+        require_extra("otel", "--otlp-traces-endpoint")
     with loading("the server"):
         from moestro.config.checkpoint_directory import locate_model, locate_tokenizer
         from moestro.server.server import serve as run

@@ -22,6 +22,7 @@ from moestro.routing.settings import RoutePolicySettings
 from moestro.text.settings import ChatSettings
 from moestro.web.access.access_settings import AccessSettings
 from moestro.web.ports.tls_settings import TlsSettings
+from moestro.web.tracing.tracing_settings import TracingSettings
 
 
 def _panel(name: str, text: str, sort_key: int) -> Parameter:
@@ -51,6 +52,7 @@ class ServeSettings:
     chat: Annotated[ChatSettings, _CHAT] = field(default_factory=ChatSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
+    tracing: TracingSettings = field(default_factory=TracingSettings)
     processes: Annotated[ProcessSettings, _PROCESSES] = field(default_factory=ProcessSettings)
     launching: Annotated[LauncherSettings, _PROCESSES] = field(default_factory=LauncherSettings)
     routing: Annotated[RoutePolicySettings, _PROCESSES] = field(default_factory=RoutePolicySettings)

@@ -120,11 +120,6 @@ class ServerSettings(CheckedSettings):
         if not all(self.served_model_name):
             raise ConfigError("--served-model-name is empty: give a name, or leave the flag out")
 
-    @property
-    def all_keys(self) -> tuple[str, ...]:
-        """Accepted keys, of clients and of routers; empty means that no key is required."""
-        return self.api_key + self.router_api_key
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSettings(CheckedSettings):

@@ -242,8 +242,7 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     **_refused("--scheduling-policy FILE.py:NAME loads an order policy of your own", "--scheduler-cls"),
     **_refused("--device chooses the worker", "--worker-cls", neutral=["auto"]),
     **_refused("--device chooses the worker", "--worker-extension-cls", "--additional-config"),
-    **_refused("--record writes each request's way through all levels", "--otlp-traces-endpoint"),
-    **_refused("--record writes each request's way through all levels", "--collect-detailed-traces"),
+    **_refused("--otlp-traces-endpoint sends all spans that there are", "--collect-detailed-traces"),
     **_refused("put a proxy in front of the server", "--middleware"),
 }
 _SHORT = {

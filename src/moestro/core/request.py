@@ -171,6 +171,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: the salt in `hash_key`, for processes that hash the same blocks.
         priority: lower is earlier.
         user: name of the user, as given by the client; for affinity and fair shares, never for access.
+        traceparent: context of the client's span, by W3C Trace Context; None where spans are not recorded.
+        tenant: name of the tenant whose key the request has; None means that the key has none.
         client: name of the client, which its body cannot choose: its key or address. None means unknown.
         session_id: name of the conversation that the request continues, where known.
     """
@@ -189,6 +191,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     client: str | None = None
     session_id: str | None = None
+    tenant: str | None = None
+    traceparent: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 1:
@@ -207,6 +211,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             )
         if len(self.block_hashes) % HASH_BYTES:
             raise ValueError(f"request {self.request_id!r}: block_hashes holds {len(self.block_hashes)} bytes")
+
+    @property
+    def fair_user(self) -> str | None:
+        """Name by which fair shares go: the tenant, which no body can choose, else the user."""
+        return self.tenant or self.user
 
     @property
     def num_resumed_tokens(self) -> int:

@@ -110,7 +110,7 @@ class Sequence:
         self.is_leaving = self.is_reported = False
         self.may_cache = True
         self.service_class = BE if request.service_class is _BE else LS
-        self.user = name_key(request.user)
+        self.user = name_key(request.fair_user)
         self.client = 0
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         wanted = request.sampling.prompt_logprobs is not None

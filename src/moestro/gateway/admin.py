@@ -107,7 +107,7 @@ class Admin:
         if engine.address.name != http.match_info["name"]:
             text = f"{engine.name} is a rank of {engine.address.name}: drain the rank, or remove {engine.address.name}."
             raise HttpError(409, text, "is_a_rank")
-        await self._engine_admin.remove(engine.address)
+        self._engine_admin.remove(engine.address)
         return web.Response(status=204)
 
     async def drain(self, http: web.Request) -> web.Response:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
+import msgspec
+
 from moestro.core.request import Request
 from moestro.errors import DrainingError, RequestError, shown
 from moestro.gateway.clients.http_headers import LOOP_HEADER, LOOP_STATUS, Incoming, RequestHead, has_passed, plain_id
@@ -136,7 +138,10 @@ class Admission:
     def read(self, incoming: Incoming, now_ns: int) -> tuple[Request, str | None]:
         """Return the request by which the router decides, and the model that the body names."""
         fields = read(incoming.body, incoming.head.path)
-        return self.prompt_reader.prepare(fields, incoming, now_ns), fields.model
+        request = self.prompt_reader.prepare(fields, incoming, now_ns)
+        named = incoming.head.named
+        tenant = self._access.tenant_of(named.get(b"authorization", b""), named.get(b"x-api-key", b""))
+        return (msgspec.structs.replace(request, tenant=tenant) if tenant else request), fields.model
 
     async def read_on_thread(self, incoming: Incoming, max_bytes: int) -> tuple[Request, str | None]:
         """Do the same on a thread, for a large or packed body.
@@ -157,7 +162,7 @@ class Admission:
 
     # --- inside
 
-    def _key_of(self, head: RequestHead) -> int | None:
+    def _key_of(self, head: RequestHead) -> Hashable | None:
         named = head.named
         return self._access.key_of(named.get(b"authorization", b""), named.get(b"x-api-key", b""))
 

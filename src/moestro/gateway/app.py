@@ -12,10 +12,16 @@ from prometheus_client.registry import Collector
 from moestro.gateway.admission import Admission
 from moestro.gateway.clients.client_limits import ClientLimits
 from moestro.gateway.clients.downstream import ClientConnections
-from moestro.gateway.clients.http_headers import CORS_HEADERS, KEY_HEADERS
+from moestro.gateway.clients.http_headers import CORS_HEADERS, KEY_HEADERS, TRACE_HEADERS
 from moestro.gateway.clients.openapi import router_document
 from moestro.gateway.clients.own_answers import own_answers
 from moestro.gateway.clients.paths import Routes
+from moestro.gateway.discovery.discovery import Discovery, EngineSource
+from moestro.gateway.discovery.dns_source import DnsNames
+from moestro.gateway.discovery.file_source import EngineFile
+from moestro.gateway.discovery.kubernetes_source import Kubernetes
+from moestro.gateway.discovery.lists import EngineLists, KeepRules
+from moestro.gateway.discovery.settings import DiscoverySettings
 from moestro.gateway.engines.engine_admin import EngineAdmin
 from moestro.gateway.engines.fleet import Fleet
 from moestro.gateway.engines.health_checks import EngineWatcher, HealthWatch, MetricsWatch, Watch, WatchRules
@@ -32,6 +38,7 @@ from moestro.gateway.proxy import Proxy
 from moestro.gateway.request_queue import RequestQueue, RequestQueueRules
 from moestro.gateway.resume.resumption import Resumption
 from moestro.gateway.settings import EngineSettings, FrontSettings, RecordSettings, RouteSettings
+from moestro.gateway.tracing import RouterTraces
 from moestro.routing.health.breaker import BreakerRules
 from moestro.routing.health.engine_health import HealthRules
 from moestro.routing.health.retry_budget import RetryBudget, RetryRules
@@ -51,6 +58,7 @@ from moestro.web.ports.faults import Faults
 from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks
 from moestro.web.record_key import record_key
+from moestro.web.tracing.spans import SpanSink
 
 _SOON_S = 0.5  # Interval between checks of an unhealthy engine, so that a started server is found soon.
 
@@ -64,6 +72,7 @@ class RouterApp:
         threads: Threads that parse and hash large bodies.
         kv_events: Follows the engines' caches; None means that no engine publishes KV events.
         front_limits: Limits of the clients' port.
+        discovery: Follows the lists of engines.
     """
 
     shared: ExchangeContext
@@ -76,14 +85,18 @@ class RouterApp:
     threads: PrepareThreads
     kv_events: KvEventsWatch | None
     front_limits: FrontLimits
+    discovery: Discovery
 
 
-def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Faults) -> RouterApp:
+def assemble(
+    settings: RouteSettings, prompt_reader: PromptReader, faults: Faults, sink: SpanSink | None = None
+) -> RouterApp:
     """Make the parts of a router without starting any of them.
 
     Args:
         prompt_reader: Makes the hashes of a prompt's blocks.
         faults: Faults of the process's connections, for its metrics.
+        sink: Receives the spans of requests; None means no traces.
 
     Raises:
         ConfigError: The settings contradict each other or name unusable resources.
@@ -92,8 +105,7 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     record, key_id = _record(settings.record)
     router = _router(settings, prompt_reader, record, key_id)
     # The picker names the next best engines too.
-    is_picker = settings.picker.ext_proc is not None
-    router.keeps_candidates = record is not None or settings.record.remember > 0 or is_picker
+    router.keeps_candidates = record is not None or settings.record.remember > 0 or settings.picker.ext_proc is not None
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings), time.monotonic_ns)
     counts = Counts()
     policy = settings.policy.route_score or settings.policy.route_policy
@@ -112,30 +124,52 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
         faults=faults,
         resumption=Resumption(fleet.models.context_of) if settings.reliability.resume_streams else None,
         queue=queue,
+        traces=None if sink is None else RouterTraces(sink, fleet, policy, _fresh_ns(settings.engines)),
     )
-    collectors, watchers, kv_events = _observers(settings, fleet)
+    collectors, watchers, kv_events = _observers(settings, fleet, queue)
     watch = _watch(settings.engines, fleet, queue, watchers)
-    collectors += [] if queue is None else [queue]
-    exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
+    engine_admin = _engine_admin(settings, fleet, watch, _withheld(access, sink), prompt_reader.words)
+    discovery = Discovery(_sources(settings.discovery), engine_admin.listed, engine_admin.tick)
+    exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors, discovery)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
     routes = Routes(front.open_path)
     answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
     admission = Admission(fleet, shared.active, prompt_reader, access, routes, answers)
-    proxy = Proxy(shared, admission)
     return RouterApp(
         shared=shared,
         admission=admission,
-        clients=ClientConnections(proxy, _client_limits(front), faults, access.cors),
-        engine_admin=EngineAdmin(
-            fleet, watch, settings.engines, _withheld(access), prompt_reader.words, takes_paths=not is_picker
-        ),
+        clients=ClientConnections(Proxy(shared, admission), _client_limits(front), faults, access.cors),
+        engine_admin=engine_admin,
         exposition=exposition,
         statistics=statistics,
         record=record,
         threads=prompt_reader.threads,
         kv_events=kv_events,
         front_limits=FrontLimits(front.max_connections, settings.access.max_connections_per_address),
+        discovery=discovery,
     )
+
+
+def _engine_admin(
+    settings: RouteSettings, fleet: Fleet, watch: Watch, withheld: frozenset[bytes], words: str
+) -> EngineAdmin:
+    lists = EngineLists(KeepRules(keep_ns=int(settings.discovery.keep_vanished * 1e9)))
+    takes_paths = settings.picker.ext_proc is None
+    return EngineAdmin(fleet, watch, settings.engines, withheld, words, takes_paths=takes_paths, lists=lists)
+
+
+def _sources(settings: DiscoverySettings) -> list[EngineSource]:
+    """Return the lists of engines to follow; ConfigError if one cannot be followed."""
+    sources: list[EngineSource] = []
+    if settings.engine_file is not None:
+        file = EngineFile(settings.engine_file, settings.labels)
+        file.check()
+        sources.append(file)
+    if settings.engine_dns:
+        sources.append(DnsNames(settings.engine_dns, settings.dns_interval))
+    if settings.service_discovery:
+        sources.append(Kubernetes(settings))
+    return sources
 
 
 def _watch(engines: EngineSettings, fleet: Fleet, queue: RequestQueue | None, of_engines: list[EngineWatcher]) -> Watch:
@@ -150,13 +184,13 @@ def _watch(engines: EngineSettings, fleet: Fleet, queue: RequestQueue | None, of
 
 
 def _observers(
-    settings: RouteSettings, fleet: Fleet
+    settings: RouteSettings, fleet: Fleet, queue: RequestQueue | None
 ) -> tuple[list[Collector], list[EngineWatcher], KvEventsWatch | None]:
     """Make what watches single engines: collectors of its figures, watchers of each engine, and that of KV events."""
     engines = settings.engines
     policy = settings.policy.route_score or settings.policy.route_policy
     reports = SourceReports(fleet, policy, _fresh_ns(engines), _has_events(engines.kv_sources))
-    collectors: list[Collector] = [reports]
+    collectors: list[Collector] = [reports] if queue is None else [reports, queue]
     watchers: list[EngineWatcher] = [reports]
     if not engines.kv_sources:
         return collectors, watchers, None
@@ -245,10 +279,12 @@ def _exchange_rules(settings: RouteSettings) -> ExchangeRules:
     )
 
 
-def _withheld(access: Access) -> frozenset[bytes]:
+def _withheld(access: Access, sink: SpanSink | None) -> frozenset[bytes]:
     """Return the names of client headers that engines do not get."""
     nothing: frozenset[bytes] = frozenset()
-    return (KEY_HEADERS if access.keys else nothing) | (CORS_HEADERS if access.cors is not None else nothing)
+    keys = KEY_HEADERS if access.keys else nothing
+    cors = CORS_HEADERS if access.cors is not None else nothing
+    return keys | cors | (TRACE_HEADERS if sink is not None else nothing)
 
 
 def _client_limits(front: FrontSettings) -> ClientLimits:

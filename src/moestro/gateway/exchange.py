@@ -24,6 +24,7 @@ from moestro.gateway.request_queue import RequestQueue
 from moestro.gateway.resume.request import ResumableRequest
 from moestro.gateway.resume.resumption import Resumption, continued
 from moestro.gateway.resume.stream import ResumableStream
+from moestro.gateway.tracing import RouterTraces
 from moestro.gateway.verdicts import (
     FIRST_ERROR,
     AnswerTail,
@@ -114,6 +115,7 @@ class ExchangeContext:
         faults: Keeps the log short whatever clients cause.
         resumption: Makes streams that can go on elsewhere; None means that no stream does.
         queue: Holds requests while all their engines are saturated; None means that none waits in the router.
+        traces: Makes the spans of requests; None means that there are none.
     """
 
     fleet: Fleet
@@ -126,6 +128,7 @@ class ExchangeContext:
     faults: Faults
     resumption: Resumption | None = None
     queue: RequestQueue | None = None
+    traces: RouterTraces | None = None
 
 
 class Exchange:
@@ -138,7 +141,7 @@ class Exchange:
     __slots__ = (
         "_arrival_ns", "_client", "_connection", "_decision", "_engine", "_head", "_idle_s", "_incoming",
         "_is_event_stream", "_is_in_router", "_is_success", "_length", "_model", "_num_lost", "_num_resumed",
-        "_num_retries", "_outgoing", "_request", "_resumable", "_sent_ns", "_shared", "_stage", "_status",
+        "_num_retries", "_outgoing", "_request", "_resumable", "_sent_ns", "_shared", "_spans", "_stage", "_status",
         "_stream", "_tail", "_task", "_tried", "_why", "deadline_s",
     )  # fmt: skip
 
@@ -165,6 +168,7 @@ class Exchange:
         self._tail = AnswerTail()
         self._stream: ResumableStream | None = None
         self._is_event_stream = self._is_success = False
+        self._spans = None if shared.traces is None else shared.traces.begin(incoming)
         self.deadline_s = now_ns * 1e-9 + shared.rules.first_byte_s
         shared.active[incoming.request_id] = self
 
@@ -281,6 +285,8 @@ class Exchange:
         assert engine is not None
         self._status = status
         engine.counts.statuses[status] += 1
+        if self._spans is not None:
+            self._spans.answered(status)
         if status >= FIRST_ERROR and self._take_failure(engine, head):
             return
         self._head, self._length = head, length
@@ -356,6 +362,8 @@ class Exchange:
         engine.counts.num_decisions += 1
         self._tried += (decision.engine,)
         shared.decision_log.routed(self._request, decision, self._why, wait_ns)
+        if self._spans is not None:
+            self._spans.attempt(engine, decision, self._why, wait_ns)
 
     def _send(self) -> None:
         assert self._engine is not None
@@ -390,7 +398,8 @@ class Exchange:
         self._connection = connection
         self._stage = _WAITING
         self._sent_ns = time.monotonic_ns()
-        head = self._engine.head.of(incoming, self._client_name())
+        traceparent = "" if self._spans is None else self._spans.traceparent()
+        head = self._engine.head.of(incoming, self._client_name(), traceparent)
         connection.send(head, incoming.body, self, is_bodiless=incoming.head.method == b"HEAD")
 
     def _class_fields(self) -> Mapping[str, bytes | None]:
@@ -578,6 +587,8 @@ class Exchange:
         status = head.status
         self._stage = _ANSWERING
         engine.num_streaming += 1
+        if self._spans is not None:
+            self._spans.began()
         if status < 300 and self._request is not None:
             self._shared.fleet.router.first_token(self._request.request_id, now_ns)
             if self._shared.queue is not None:
@@ -657,6 +668,9 @@ class Exchange:
             count_hits(self._engine, self._request, self._decision, usage)
         self._end_in_router(usage)
         self._shared.decision_log.ended(self._incoming.request_id, status, usage)
+        if self._spans is not None:
+            tenant = None if self._request is None else self._request.tenant
+            self._spans.end(status, self._model, tenant, usage)
 
     def _end_in_router(self, usage: dict[bytes, int]) -> None:
         if self._is_in_router and self._request is not None:

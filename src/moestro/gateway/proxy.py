@@ -38,6 +38,11 @@ class Proxy:
 
     # --- called by the connections
 
+    @property
+    def rechecks_heads(self) -> bool:
+        """Whether a head that was admitted may be refused later, because keys change."""
+        return self._shared.access.keys.may_change
+
     def refuses(self, head: RequestHead) -> RequestError | None:
         """Return an authentication error for a request without a valid key, otherwise None."""
         return self._admission.refuses(head)
@@ -163,7 +168,7 @@ def _sweep_engines(shared: ExchangeContext, now_ns: int) -> None:
                 _leave(shared, engine, lambda request: request.engine_hangs())
     if shared.resumption is not None:
         for engine in shared.fleet:
-            if engine.condition is Condition.DRAINING:
+            if engine.condition in (Condition.DRAINING, Condition.ABSENT):
                 _leave(shared, engine, lambda request: request.engine_drains())
 
 

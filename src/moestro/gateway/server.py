@@ -35,8 +35,10 @@ from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server,
 from moestro.web.ports.startup import process_age_s
 from moestro.web.ports.tls import ServerTls
 from moestro.web.statline import log_forever
+from moestro.web.tracing.opening import open_sink
 
 _SWEEP_S = 0.25
+_MANY_ENGINES = 64  # For which there are open files where lists name the engines.
 _FIRST_LOOK_S = 5.0  # Longest wait of the banner for the first health check of every engine.
 _GC_THRESHOLD = 50_000  # Requests leave no cycles, so frequent collections would waste time.
 
@@ -85,14 +87,20 @@ class _RouteServer:
 
     async def run(self) -> None:
         warn_of_idle_flags(self._settings, ROUTE_NEEDS)
+        self._settings.check_has_engines()
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
         # Each client may need a connection to an engine.
-        allow_open_files(2 * files_of_port(front.max_connections) + files_of_port(MAX_OPERATOR_CONNECTIONS), len(urls))
-        with (
-            bound_socket(front.host, front.port) as listener,
-            bound_socket(admin.admin_host, admin.admin_port, "--admin-host or --admin-port") as admin_listener,
-        ):
-            app = assemble(self._settings, self._prompt_reader, self._lifecycle.faults)
+        num_engines = max(len(urls), _MANY_ENGINES if self._settings.discovery.is_on else 0)
+        allow_open_files(
+            2 * files_of_port(front.max_connections) + files_of_port(MAX_OPERATOR_CONNECTIONS), num_engines
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            listener = stack.enter_context(bound_socket(front.host, front.port))
+            admin_listener = stack.enter_context(
+                bound_socket(admin.admin_host, admin.admin_port, "--admin-host or --admin-port")
+            )
+            sink = await stack.enter_async_context(open_sink(self._settings.tracing, "moestro-route"))
+            app = assemble(self._settings, self._prompt_reader, self._lifecycle.faults, sink)
             app.statistics.clients_port = listener.getsockname()[1]
             app.statistics.operators_port = admin_listener.getsockname()[1]
             async with _running(app, urls), _admin_plane(app, admin_listener, self._settings, self._lifecycle.faults):
@@ -134,14 +142,15 @@ class _RouteServer:
         self, app: RouterApp, listener: socket.socket, admin_listener: socket.socket, picker_url: str
     ) -> None:
         settings = self._settings
-        warn_if_open(listener, settings.front.api_key, self._tls)
+        needs_key = bool(app.shared.access.keys)
+        warn_if_open(listener, self._tls, needs_key=needs_key)
         summary = RouteSummary(
             engines=app.engine_admin.views(),
             policy=settings.policy.route_policy,
             prompts=self._prompt_reader.words,
             url=url_of(listener, is_tls=self._tls is not None),
             admin_url=url_of(admin_listener),
-            needs_key=bool(settings.front.api_key),
+            needs_key=needs_key,
             seconds=process_age_s(),
             picker_url=picker_url,
         )
@@ -158,7 +167,10 @@ async def _running(app: RouterApp, urls: tuple[EngineUrl, ...]) -> AsyncIterator
         asyncio.create_task(log_forever(RouteLines(app.shared.fleet, app.shared.counts).lines)),
     ]
     try:
-        async with app.record.writing() if app.record is not None else contextlib.nullcontext():
+        async with (
+            app.record.writing() if app.record is not None else contextlib.nullcontext(),
+            app.discovery.running(_FIRST_LOOK_S),
+        ):
             yield
     finally:
         for task in tasks:

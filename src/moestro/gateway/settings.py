@@ -16,6 +16,7 @@ from moestro.core.hosts import in_address
 from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, between
 from moestro.errors import ConfigError
 from moestro.gateway.clients.paths import can_be_opened
+from moestro.gateway.discovery.settings import DiscoverySettings
 from moestro.gateway.engines.traits import ANY_TRAITS, EngineTraits
 from moestro.gateway.kv.kv_sources import KvSources
 from moestro.gateway.picker.settings import PickerSettings
@@ -24,8 +25,9 @@ from moestro.routing.scrape import MAX_RANKS
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access.access_settings import AccessSettings
 from moestro.web.ports.tls_settings import TlsSettings
+from moestro.web.tracing.tracing_settings import TracingSettings
 
-_NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,253}")  # as long as the name of a pod
 
 _AUTO = "auto"
 _FAILURE_STATUSES = range(400, 600)
@@ -72,8 +74,11 @@ class EngineUrl:
     traits: EngineTraits = ANY_TRAITS
 
     @classmethod
-    def parse(cls, text: str) -> EngineUrl:
+    def parse(cls, text: str, place: str = "--engine") -> EngineUrl:
         """Parse `URL` or `NAME=URL`, with traits of the engine behind commas: `URL,speed=2,group=a`.
+
+        Args:
+            place: Where the text stands, for the error.
 
         Raises:
             ConfigError: `text` is neither, or a trait is unknown or out of range.
@@ -86,17 +91,17 @@ class EngineUrl:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
         except ValueError as error:
-            raise ConfigError(f"--engine {text}: {error}") from None
+            raise ConfigError(f"{place} {text}: {error}") from None
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username:
-            raise ConfigError(f"--engine {text}: give http://HOST:PORT or NAME=http://HOST:PORT")
+            raise ConfigError(f"{place} {text}: give http://HOST:PORT or NAME=http://HOST:PORT")
         port = port or (443 if parts.scheme == "https" else 80)
         netloc, path = f"{in_address(host)}:{port}", parts.path.rstrip("/")
         path = path.removesuffix("/v1")
         name = name or netloc
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"--engine {text}: a name has letters, digits and . _ : - in it, 64 at most")
+            raise ConfigError(f"{place} {text}: a name has letters, digits and . _ : - in it, 253 at most")
         is_tls = parts.scheme == "https"
-        base, known = f"{parts.scheme}://{netloc}{path}", EngineTraits.parse(text, traits)
+        base, known = f"{parts.scheme}://{netloc}{path}", EngineTraits.parse(f"{place} {text}", traits)
         return cls(name, base, netloc, host, port, path, is_tls, known)
 
     def check_is_endpoint(self) -> None:
@@ -170,12 +175,23 @@ class EngineSettings(CheckedSettings):
             raise ConfigError("--engine-api-key is empty: give a key, or leave the flag out")
         if self.engine_keyfile is not None and self.engine_certfile is None:
             raise ConfigError("--engine-keyfile is the key of --engine-certfile: give the certificate too")
-        names = [url.name for url in map(EngineUrl.parse, self.engine)]
-        self.kv_sources.check_names(names)
+        if self.num_ranks is None and not self.metrics_interval:
+            raise ConfigError("--dp-ranks auto reads /metrics: set --metrics-interval above 0, or give a number")
+
+    def check_kv_sources(self, *, are_all_named: bool) -> None:
+        """Check that publishers of KV events and engines fit together.
+
+        Args:
+            are_all_named: Whether `engine` names all engines, so that a publisher of another one is a mistake.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        names = [url.name for url in self.urls]
+        if are_all_named:
+            self.kv_sources.check_names(names)
         if self.num_ranks is not None:
             self.kv_sources.check_ranks(names, self.num_ranks)
-        elif not self.metrics_interval:
-            raise ConfigError("--dp-ranks auto reads /metrics: set --metrics-interval above 0, or give a number")
 
     @property
     def num_ranks(self) -> int | None:
@@ -184,11 +200,7 @@ class EngineSettings(CheckedSettings):
         Raises:
             ConfigError: `dp_ranks` is neither a number of ranks nor auto.
         """
-        if self.dp_ranks == _AUTO:
-            return None
-        if not self.dp_ranks.isdecimal() or not 1 <= int(self.dp_ranks) <= MAX_RANKS:
-            raise ConfigError(f"--dp-ranks {self.dp_ranks}: give auto, or a number from 1 to {MAX_RANKS}")
-        return int(self.dp_ranks)
+        return parsed_ranks(self.dp_ranks)
 
     @property
     def kv_sources(self) -> KvSources:
@@ -201,13 +213,11 @@ class EngineSettings(CheckedSettings):
 
     @property
     def urls(self) -> tuple[EngineUrl, ...]:
-        """Addresses of the engines.
+        """Addresses of the engines of `engine`.
 
         Raises:
-            ConfigError: no engine is given, or an address is invalid.
+            ConfigError: An address is invalid.
         """
-        if not self.engine:
-            raise ConfigError("there is no engine: give --engine http://HOST:PORT, once for each server")
         return tuple(EngineUrl.parse(text) for text in self.engine)
 
 
@@ -360,6 +370,7 @@ class RouteSettings:
     """All settings of `moestro route`."""
 
     engines: EngineSettings = field(default_factory=EngineSettings)
+    discovery: DiscoverySettings = field(default_factory=DiscoverySettings)
     policy: Annotated[RoutePolicySettings, Parameter(name="*", group=_ROUTING)] = field(
         default_factory=RoutePolicySettings
     )
@@ -369,20 +380,34 @@ class RouteSettings:
     access: AccessSettings = field(default_factory=AccessSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
+    tracing: TracingSettings = field(default_factory=TracingSettings)
     picker: PickerSettings = field(default_factory=PickerSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
 
     def __post_init__(self) -> None:
+        self.engines.check_kv_sources(are_all_named=not self.discovery.is_on)
         if self.engines.kv_sources and self.routing.tokenizer is None:
             raise ConfigError("--kv-events describes blocks of tokens: give --tokenizer, and the engines' --block-size")
         if self.picker.ext_proc is not None:
-            for url in map(EngineUrl.parse, self.engines.engine):
+            for url in self.engines.urls:
                 url.check_is_endpoint()
             if self.engines.num_ranks != 1:
                 raise ConfigError("--ext-proc names addresses, not ranks: leave --dp-ranks out")
         if self.queue.has_queue and not self.engines.metrics_interval:
             raise ConfigError("--queue-policy reads the engines' /metrics: set --metrics-interval above 0")
+
+    def check_has_engines(self) -> None:
+        """Check that there is an engine, or a list that may name one.
+
+        Raises:
+            ConfigError: There is neither.
+        """
+        if not self.engines.engine and not self.discovery.is_on:
+            raise ConfigError(
+                "there is no engine: give --engine http://HOST:PORT, once for each server, or a list of engines"
+                " (--engine-file, --engine-dns, --service-discovery)"
+            )
 
 
 ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
@@ -407,8 +432,27 @@ ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
     ),
     Need(
         "needs an --engine with https://",
-        lambda settings: any(EngineUrl.parse(text).is_tls for text in settings.engines.engine),
+        lambda settings: settings.discovery.is_on or any(url.is_tls for url in settings.engines.urls),
         ("engine_ca_certs", "engine_certfile", "engine_keyfile"),
+    ),
+    Need("needs --engine-dns", lambda settings: bool(settings.discovery.engine_dns), ("dns_interval",)),
+    Need(
+        "needs --engine-file or --service-discovery",
+        lambda settings: settings.discovery.engine_file is not None or settings.discovery.service_discovery,
+        ("selector",),
+    ),
+    Need(
+        "needs --service-discovery",
+        lambda settings: settings.discovery.service_discovery,
+        (
+            *("service_discovery_service", "inference_pool", "service_discovery_namespace", "service_discovery_port"),
+            *("kubernetes_api", "service_account_dir"),
+        ),
+    ),
+    Need(
+        "needs --engine-file, --engine-dns or --service-discovery",
+        lambda settings: settings.discovery.is_on,
+        ("keep_vanished",),
     ),
     Need("needs --record", lambda settings: settings.record.record is not None, ("record_key_file",)),
     Need(
@@ -417,6 +461,22 @@ ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
         ("allowed_methods", "allowed_headers"),
     ),
 )
+
+
+def parsed_ranks(text: str, place: str = "--dp-ranks") -> int | None:
+    """Return a number of data-parallel ranks; None for `auto`, which means that the server shows it.
+
+    Args:
+        place: Where the text stands, for the error.
+
+    Raises:
+        ConfigError: The text is neither.
+    """
+    if text == _AUTO:
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
+        raise ConfigError(f"{place} {text}: give auto, or a number from 1 to {MAX_RANKS}")
+    return int(text)
 
 
 def is_loopback(host: str) -> bool:

@@ -281,4 +281,4 @@ def _view(rows: NDArray[np.void], *, reads_cache: bool) -> WaitingView:
 
 
 def _user_of(request: Request) -> int:
-    return name_key(request.user)
+    return name_key(request.fair_user)

@@ -82,6 +82,7 @@ from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
 from moestro.web.ports.tls import ServerTls
 from moestro.web.prometheus import Exposition
 from moestro.web.statline import log_forever
+from moestro.web.tracing.opening import open_sink
 from moestro.wire.curve import ListenAddress
 from moestro.wire.messages import ToRank
 
@@ -185,23 +186,25 @@ class _ServeProcess:
         self._clock = StartClock()
         self._migration: EpMigration | None = None
         self._admin_listener: socket.socket | None = None
-        self._recording = Recording(settings)
         self._tls = ServerTls.of(settings.tls)
 
     async def run(self) -> None:
         warn_of_idle_flags(self._settings, SERVE_NEEDS)
         self._allow_open_files()
-        with self._bound_ports() as (listener, self._admin_listener):
-            async with self._cluster() as cluster:
-                try:
-                    model, infos = await self._load(cluster)
-                except BaseException:
-                    self._lifecycle.begin_exit()
-                    raise
-                table = self._read_table(cluster, infos[0])
-                workers = self._expert_workers(cluster)
-                async with self._recording.running(cluster.engines, infos[0], workers, table):
-                    await self._serve(cluster, model, listener, infos)
+        async with contextlib.AsyncExitStack() as stack:
+            listener, self._admin_listener = stack.enter_context(self._bound_ports())
+            sink = await stack.enter_async_context(open_sink(self._settings.tracing, "moestro-serve"))
+            self._recording = Recording(self._settings, sink)
+            cluster = await stack.enter_async_context(self._cluster())
+            try:
+                model, infos = await self._load(cluster)
+            except BaseException:
+                self._lifecycle.begin_exit()
+                raise
+            table = self._read_table(cluster, infos[0])
+            workers = self._expert_workers(cluster)
+            await stack.enter_async_context(self._recording.running(cluster.engines, infos[0], workers, table))
+            await self._serve(cluster, model, listener, infos)
 
     @contextlib.contextmanager
     def _bound_ports(self) -> Iterator[tuple[socket.socket, socket.socket | None]]:
@@ -401,6 +404,7 @@ class _ServeProcess:
             has_strict_fields=server.strict_fields,
             forces_usage=server.enable_force_include_usage,
             users_are_clients=server.users_are_clients,
+            is_traced=self._settings.tracing.url is not None,
             shows_tokenizer=server.enable_tokenizer_info_endpoint,
             max_choices_at_once=_choices_at_once(self._settings),
             chat=chat_format(chat, tokenizer.chat_template, tokenizer.special_texts),
@@ -512,14 +516,13 @@ class _ServeProcess:
             supervisor.over.result()
 
     def _announce(self, listener: socket.socket, model: ServedModel, infos: Sequence[ModelInfo]) -> None:
-        server = self._settings.server
-        warn_if_open(listener, server.all_keys, self._tls)
+        warn_if_open(listener, self._tls, needs_key=bool(self._access.keys))
         self._clock.mark("listen")
         url = url_of(listener, is_tls=self._tls is not None)
         if self._on_ready is not None:
             self._on_ready(url)
             return
-        print_banner(serve_banner(model, infos, self._clock.phases, url, needs_key=bool(server.all_keys)))
+        print_banner(serve_banner(model, infos, self._clock.phases, url, needs_key=bool(self._access.keys)))
 
 
 def _describe_start(cluster: _Cluster) -> str:

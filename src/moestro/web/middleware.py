@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -123,8 +123,8 @@ class HttpMiddleware:
             response.headers["Allow"] = error.headers["Allow"]
         return response
 
-    def _key_of(self, http: web.BaseRequest) -> int | None:
-        """Return the index of the request's key, None if none is needed; AuthenticationError if the key is missing."""
+    def _key_of(self, http: web.BaseRequest) -> Hashable | None:
+        """Return the name of the request's key, None if none is needed; AuthenticationError if the key is missing."""
         if http.path in PUBLIC:
             return None
         return self._access.key_of(http.headers.get("Authorization", ""), http.headers.get("X-Api-Key", ""))

@@ -98,7 +98,8 @@ def _from_router(request_id: str, admin_url: str, key: str | None) -> RequestTra
 def _trace_lines(story: RequestTrace) -> Iterator[str | Table]:
     when = datetime.fromtimestamp(story.time).astimezone().isoformat(sep=" ", timespec="milliseconds")
     tokens = f"{story.prompt_tokens:,} prompt tokens"
-    yield f"[bold]{escape(story.request_id)}[/bold]  {when}  {tokens}  {escape(story.policy)}"
+    tenant = f"  tenant {escape(story.tenant)}" if story.tenant else ""
+    yield f"[bold]{escape(story.request_id)}[/bold]  {when}  {tokens}  {escape(story.policy)}{tenant}"
     for attempt in story.attempts:
         yield from _attempt_lines(attempt)
     yield from tell_levels(story)

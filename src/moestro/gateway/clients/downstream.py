@@ -28,6 +28,11 @@ _FAULTS = {"bad_request": Fault.MALFORMED, "head_too_large": Fault.HEAD_TOO_LARG
 class ClientHandler(Protocol):
     """Answers clients' requests."""
 
+    @property
+    def rechecks_heads(self) -> bool:
+        """Whether a head that was admitted may be refused later, because keys change."""
+        ...
+
     def refuses(self, head: RequestHead) -> RequestError | None:
         """Return the error for a request whose body has not arrived; None admits every head with the same bytes."""
 
@@ -51,6 +56,7 @@ class ClientConnections:
         known: Cached heads of requests, which need no parsing.
         memory: Memory of all bodies of requests without a response yet.
         is_closing: Whether each connection closes after its answer.
+        rechecks_heads: Whether a cached head is checked again.
     """
 
     def __init__(self, handler: ClientHandler, limits: ClientLimits, faults: Faults, cors: Cors | None = None) -> None:
@@ -62,6 +68,7 @@ class ClientConnections:
         self.known: HeaderCache[RequestHead] = HeaderCache(_MAX_KNOWN)
         self.memory = BodyMemory()
         self.is_closing = False
+        self.rechecks_heads = handler.rechecks_heads
 
     def __call__(self, slot: ConnectionSlot) -> ClientConnection:
         """Return a protocol for a new connection, which has `slot` at its port."""

@@ -12,6 +12,10 @@ from moestro.web.access.control import CLIENT_HEADER
 from moestro.web.bodies.body_limits import BodyHold
 from moestro.web.errors import HttpError
 from moestro.web.ports.heads import HOST_PATTERN
+from moestro.web.tracing.spans import TRACEPARENT
+
+# Withheld where the router has a span of its own, whose context it sends.
+TRACE_HEADERS = frozenset({TRACEPARENT.encode()})
 
 Headers = list[tuple[bytes, bytes, bytes]]  # (name in lower case, name as received, value)
 
@@ -135,11 +139,12 @@ class EngineHead:
             replaced |= {RANK_HEADER}
         object.__setattr__(self, "_dropped", _NOT_TO_ENGINE | self.withheld | replaced)
 
-    def of(self, incoming: Incoming, client: Hashable = None) -> bytes:
+    def of(self, incoming: Incoming, client: Hashable = None, traceparent: str = "") -> bytes:
         """Return the head of the request to the engine. The body follows unchanged.
 
         Args:
             client: Name of the client, which an engine with its own key gets; None means none.
+            traceparent: Context of the router's span, in place of the client's; empty means none.
         """
         head, body = incoming.head, incoming.body
         written = head.written.get(self)
@@ -149,7 +154,8 @@ class EngineHead:
         before = head.named.get(b"x-forwarded-for")
         chain = incoming.client if before is None else f"{before.decode('latin-1')}, {incoming.client}"
         named = "" if client is None or self.authorization is None else f"{CLIENT_HEADER}: {client}\r\n"
-        own = f"X-Forwarded-For: {chain}\r\n{named}X-Request-Id: {incoming.request_id}\r\n\r\n"
+        traced = f"{TRACEPARENT}: {traceparent}\r\n" if traceparent else ""
+        own = f"X-Forwarded-For: {chain}\r\n{named}{traced}X-Request-Id: {incoming.request_id}\r\n\r\n"
         return b"%b%b%b" % (written, length, own.encode("latin-1"))
 
     def _written(self, head: RequestHead) -> bytes:

@@ -28,8 +28,10 @@ class ReaderHost(Protocol):
         limits: Limits of every connection.
         known: Cached heads of requests, which need no parsing.
         memory: Memory of all bodies of requests without a response yet.
+        rechecks_heads: Whether a cached head is checked again.
     """
 
+    rechecks_heads: bool
     limits: ClientLimits
     known: HeaderCache[RequestHead]
     memory: BodyMemory
@@ -88,6 +90,8 @@ class RequestReader:
         head, begin, length = found
         if begin + (length or 0) != len(data) or len(data) > self._small_bytes:
             return None
+        if self._host.rechecks_heads and self._host.refuses(head) is not None:
+            return None  # Its key is valid no more, and the parsed request is refused.
         return Incoming(head, data[begin:], self.address)
 
     def feed(self, data: bytes, *, is_one_read: bool) -> None:

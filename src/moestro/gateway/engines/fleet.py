@@ -27,12 +27,13 @@ from moestro.routing.health.engine_health import Condition, Health, HealthRules
 from moestro.routing.health.silence import Silence
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.scrape import EngineTotals
-from moestro.routing.settings import EngineSpec
+from moestro.routing.settings import ANY_ENGINE, EngineSpec
 
 logger = logging.getLogger(__name__)
 
 _IN_ROTATION = frozenset({Condition.UP, Condition.PROBING, Condition.SUSPECTED})
 _OLD_RANK_FIELDS: tuple[str, ...] = ("data_parallel_rank",)  # SGLang's older name of `routed_dp_rank`
+_EXPECTED = frozenset({Condition.ABSENT, Condition.BUSY, Condition.DRAINING, Condition.PROBING})
 _CONDITIONS_OF_A_NEW_PROCESS = frozenset({Condition.DOWN, Condition.OPEN})
 
 
@@ -67,6 +68,8 @@ class EngineAddress:
         ranks_changed: Set after `engines` has changed.
         unreachable: Cause of the last connection failure; empty after a success.
         models_due_s: Time on `time.monotonic` at which the server's models are read again.
+        labels: Labels that the operator's list gives it.
+        is_absent: Whether no list of engines has it any more.
     """
 
     name: str
@@ -80,6 +83,8 @@ class EngineAddress:
     ranks_changed: asyncio.Event = field(default_factory=asyncio.Event)
     unreachable: str = ""
     models_due_s: float = 0.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    is_absent: bool = False
 
     @property
     def silence(self) -> Silence:
@@ -112,6 +117,7 @@ class RoutedEngine:
         num_streaming: Number of answers that have begun and not ended.
         num_forgotten: Number of times that the router discarded the known cache contents.
         totals: What the engine counted since its start, as its `/metrics` showed last.
+        spec: What the router knows of the engine's properties.
     """
 
     row: int
@@ -126,6 +132,7 @@ class RoutedEngine:
     num_streaming: int = 0
     num_forgotten: int = 0
     totals: EngineTotals = field(default_factory=EngineTotals)
+    spec: EngineSpec = ANY_ENGINE
 
     @property
     def pool(self) -> Pool:
@@ -256,6 +263,7 @@ class Fleet:
         for engine in address.engines:
             if engine not in before:
                 engine.health.is_draining = is_draining
+                engine.health.is_absent = address.is_absent
                 if is_well:
                     engine.health.checked(self._now_ns(), passed=True)
                 self.look_now(engine)
@@ -263,16 +271,27 @@ class Fleet:
         address.ranks_changed.set()
 
     def _add_engine(self, address: EngineAddress, rank: int | None, at: int) -> RoutedEngine:
-        row = self.router.add_engine(self.spec_of(address, rank))
+        spec = self._spec_of(address, rank)
+        row = self.router.add_engine(spec)
         name = address.name if rank is None else f"{address.name}@{rank}"
         self.names = (*self.names[:row], name, *self.names[row + 1 :])
         head = address.head if rank is None else replace(address.head, rank=at)
         health = Health(self._rules, self._now_ns(), address.life)
-        engine = RoutedEngine(row=row, name=name, address=address, rank=rank, head=head, health=health)
+        engine = RoutedEngine(row=row, name=name, address=address, rank=rank, head=head, health=health, spec=spec)
         self._by_row[row] = engine
         return engine
 
-    def spec_of(self, address: EngineAddress, rank: int | None) -> EngineSpec:
+    def spec_of(self, engine: RoutedEngine) -> EngineSpec:
+        """Return what the operator says of an engine now, and what its reports have shown."""
+        known = engine.spec
+        return msgspec.structs.replace(
+            self._spec_of(engine.address, engine.rank),
+            num_blocks=known.num_blocks,
+            num_host_blocks=known.num_host_blocks,
+            block_size=known.block_size,
+        )
+
+    def _spec_of(self, address: EngineAddress, rank: int | None) -> EngineSpec:
         """Return what is known of an engine before its first report: what the operator says of it, and its group.
 
         The data-parallel ranks of a server share the experts of a network, so they begin every step together.
@@ -283,6 +302,29 @@ class Fleet:
         if name is not None and name != NO_GROUP:
             group = self._groups.setdefault(name, len(self._groups))
         return msgspec.structs.replace(address.traits.spec, group=group)
+
+    def set_absent(self, address: EngineAddress, *, is_absent: bool) -> None:
+        """Send the engines of `address` no requests while no list has them, and keep what is known of them."""
+        address.is_absent = is_absent
+        for engine in address.engines:
+            engine.health.is_absent = is_absent
+            if is_absent:
+                self.models.rest(engine.row)
+            else:
+                self.models.wake(engine.row)
+            self.look_now(engine)
+
+    def set_head(self, address: EngineAddress, head: EngineHead) -> None:
+        """Replace the head of requests to `address`."""
+        address.head = head
+        for engine in address.engines:
+            engine.head = head if engine.rank is None else replace(head, rank=engine.head.rank)
+
+    def specify(self, engine: RoutedEngine, spec: EngineSpec) -> None:
+        """Tell the router properties of `engine`."""
+        if spec != engine.spec:
+            engine.spec = spec
+            self.router.set_spec(engine.row, spec)
 
     def remove(self, address: EngineAddress) -> None:
         """Send the engines of `address` no more requests; their running requests still finish."""
@@ -444,7 +486,7 @@ class Fleet:
             logger.info("engine %s is up (was %s)", engine.name, before)
             return
         cause = f": {engine.unreachable}" if engine.unreachable else ""
-        level = logging.INFO if after in (Condition.DRAINING, Condition.PROBING, Condition.BUSY) else logging.WARNING
+        level = logging.INFO if after in _EXPECTED or engine.health.is_absent else logging.WARNING
         logger.log(level, "engine %s is %s%s", engine.name, after, cause)
         if after in _CONDITIONS_OF_A_NEW_PROCESS and before not in _CONDITIONS_OF_A_NEW_PROCESS:
             self._forget(engine, now_ns)

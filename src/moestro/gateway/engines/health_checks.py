@@ -17,7 +17,6 @@ from moestro.gateway.engines.fleet import EngineAddress, Fleet, RoutedEngine
 from moestro.gateway.engines.probe_client import NoAnswerError, ask
 from moestro.routing.health.engine_health import Condition
 from moestro.routing.scrape import MAX_BYTES, MAX_RANKS, ScrapedLoad, scrape, scrape_ranks
-from moestro.routing.settings import EngineSpec
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ _HURRY_S = 0.1  # interval between reads of /metrics while requests wait for fig
 _MOST_CHECKS = 4  # of one engine at once; an engine that hangs for long holds no more connections
 # A check is judged this long after its time is over. If this process was stopped, its answer is read meanwhile.
 _READ_S = 0.02
-_WELL = frozenset({Condition.UP, Condition.SUSPECTED})  # checked at the intervals of `Silence`
+_WELL = frozenset({Condition.UP, Condition.SUSPECTED, Condition.ABSENT})  # checked at the intervals of `Silence`
 
 Watched = TypeVar("Watched", EngineAddress, RoutedEngine)
 AddressWatcher = Callable[[EngineAddress], Awaitable[None]]  # watches one address until cancelled
@@ -70,20 +69,25 @@ class Watch:
         self._of_addresses = of_addresses
         self._of_engines = of_engines
         self._tasks: dict[EngineAddress, list[asyncio.Task[None]]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     def begin(self, address: EngineAddress) -> None:
         """Start watching `address` and its engines."""
         tasks = [asyncio.create_task(_run(watcher, address)) for watcher in self._of_addresses]
         self._tasks[address] = [*tasks, asyncio.create_task(self._watch_engines(address))]
 
-    async def end(self, address: EngineAddress) -> None:
+    def end(self, address: EngineAddress) -> None:
         """Stop watching `address` and its engines."""
-        await _cancel(self._tasks.pop(address, []))
+        for task in self._tasks.pop(address, []):
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Stop watching all addresses."""
+        """Stop watching all addresses, and wait until no task is left."""
         for address in list(self._tasks):
-            await self.end(address)
+            self.end(address)
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _watch_engines(self, address: EngineAddress) -> None:
         """Watch the engines that the address has, whenever they change."""
@@ -237,7 +241,6 @@ class MetricsWatch:
     async def __call__(self, address: EngineAddress) -> None:
         """Read `/metrics` until cancelled, at growing intervals for an address without it."""
         pause_s = self._rules.metrics_s
-        specs: dict[RoutedEngine, EngineSpec] = {}
         while pause_s:
             requested_ns = time.monotonic_ns()
             try:
@@ -248,7 +251,7 @@ class MetricsWatch:
             if address.finds_ranks and status:
                 await self._find_ranks(address, tuple(by_rank))
             if status == 200:
-                self._take(address, text, by_rank, requested_ns, specs)
+                self._take(address, text, by_rank, requested_ns)
             pause_s = min(60.0, 2 * pause_s) if status == 404 else self._rules.metrics_s
             await self._rest(pause_s)
 
@@ -281,7 +284,6 @@ class MetricsWatch:
         text: bytes,
         by_rank: dict[int, ScrapedLoad],
         requested_ns: int,
-        specs: dict[RoutedEngine, EngineSpec],
     ) -> None:
         """Report the figures of each engine. A rank that the text does not name has none."""
         for engine in address.engines:
@@ -289,9 +291,7 @@ class MetricsWatch:
             if load is None:
                 continue
             self._report(engine, load, requested_ns)
-            spec = self._specify(engine, load, specs.get(engine))
-            if spec is not None:
-                specs[engine] = spec
+            self._specify(engine, load)
 
     def _report(self, engine: RoutedEngine, load: ScrapedLoad, requested_ns: int) -> None:
         """Report figures as of the time of the request, because they contain nothing that arrived later."""
@@ -304,19 +304,17 @@ class MetricsWatch:
             num_in_flight = self._fleet.router.num_in_flight_on(engine.row)
             engine.health.counted(load.num_tokens_computed, num_in_flight, now_ns)
 
-    def _specify(self, engine: RoutedEngine, load: ScrapedLoad, known: EngineSpec | None) -> EngineSpec | None:
+    def _specify(self, engine: RoutedEngine, load: ScrapedLoad) -> None:
         if load.num_kv_tokens is None and load.block_size is None:
-            return known
+            return
         num_blocks = None if load.num_kv_tokens is None else load.num_kv_tokens // self._fleet.block_tokens
         spec = msgspec.structs.replace(
-            self._fleet.spec_of(engine.address, engine.rank),
+            engine.spec,
             num_blocks=num_blocks,
             num_host_blocks=(load.num_host_tokens or 0) // self._fleet.block_tokens,
             block_size=load.block_size,
         )
-        if spec != known:
-            self._fleet.router.set_spec(engine.row, spec)
-        return spec
+        self._fleet.specify(engine, spec)
 
 
 def _num_ranks(info: bytes) -> int:

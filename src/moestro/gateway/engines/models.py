@@ -25,6 +25,7 @@ class Models:
 
     def __init__(self) -> None:
         self._cards: dict[int, dict[str, bytes]] = {}
+        self._resting: dict[int, dict[str, bytes]] = {}  # Of engines that no list has.
         self._excluded: dict[str, frozenset[int]] = {}
 
     def learn(self, row: int, body: bytes) -> None:
@@ -34,13 +35,31 @@ class Models:
             cards = {msgspec.json.decode(raw, type=_Id).id: bytes(raw) for raw in raws}
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return
-        if cards != self._cards.get(row):
+        if row in self._resting:
+            self._resting[row] = cards
+        elif cards != self._cards.get(row):
             self._cards[row] = cards
             self._index()
 
+    def declare(self, row: int, name: str) -> None:
+        """Store the operator's word for an engine's model, until the engine lists its models."""
+        self.learn(row, b'{"data":[%b]}' % msgspec.json.encode({"id": name, "object": "model"}))
+
     def forget(self, row: int) -> None:
         """Drop the models of a removed engine."""
+        self._resting.pop(row, None)
         if self._cards.pop(row, None) is not None:
+            self._index()
+
+    def rest(self, row: int) -> None:
+        """Leave out the models of an engine that gets no requests, until `wake`."""
+        self._resting[row] = self._cards.pop(row, {})
+        self._index()
+
+    def wake(self, row: int) -> None:
+        """Count the models of a resting engine again."""
+        if (cards := self._resting.pop(row, None)) is not None:
+            self._cards[row] = cards
             self._index()
 
     def excluded(self, model: str | None) -> frozenset[int]:

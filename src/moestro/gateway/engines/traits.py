@@ -30,8 +30,11 @@ class EngineTraits:
     group: str | None = None
 
     @classmethod
-    def parse(cls, text: str, traits: Sequence[str]) -> EngineTraits:
-        """Parse the traits of `--engine TEXT`, each as NAME=VALUE.
+    def parse(cls, place: str, traits: Sequence[str]) -> EngineTraits:
+        """Parse traits, each as NAME=VALUE.
+
+        Args:
+            place: Where they stand, for the error.
 
         Raises:
             ConfigError: a trait is unknown, given twice or out of range.
@@ -41,27 +44,27 @@ class EngineTraits:
             name, _, value = trait.partition("=")
             if name not in _NAMES or name in found:
                 problem = "is given twice" if name in found else "is no trait of an engine"
-                raise ConfigError(f"--engine {text}: {name!r} {problem}; give {', '.join(_NAMES)}, each once")
+                raise ConfigError(f"{place}: {name!r} {problem}; give {', '.join(_NAMES)}, each once")
             found[name] = value
         group = found.pop("group", None)
         if group is not None and not _GROUP.fullmatch(group):
             raise ConfigError(
-                f"--engine {text}: a group has letters, digits and . _ - in it, 64 at most; group={NO_GROUP} means that"
+                f"{place}: a group has letters, digits and . _ - in it, 64 at most; group={NO_GROUP} means that"
                 " data-parallel ranks step alone"
             )
-        speed, copy_price = (_number(text, name, found[name]) if name in found else None for name in _BOUNDS)
+        speed, copy_price = (_number(place, name, found[name]) if name in found else None for name in _BOUNDS)
         return cls(EngineSpec(speed=speed, copy_price=copy_price), group)
 
 
 ANY_TRAITS = EngineTraits()
 
 
-def _number(text: str, name: str, value: str) -> float:
+def _number(place: str, name: str, value: str) -> float:
     least, most = _BOUNDS[name]
     try:
         number = float(value)
     except ValueError:
         number = math.nan
     if not least <= number <= most:
-        raise ConfigError(f"--engine {text}: {name}={value}: give a number from {least:g} to {most:g}")
+        raise ConfigError(f"{place}: {name}={value}: give a number from {least:g} to {most:g}")
     return number

@@ -45,11 +45,17 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Host and port of an engine."""
+    """Host and port of an engine.
+
+    Attributes:
+        tls: Context of its connections; None means plain HTTP.
+        server_name: Name in its certificate; empty means `host`.
+    """
 
     host: str
     port: int
     tls: ssl.SSLContext | None = None
+    server_name: str = ""
 
 
 class Pool:
@@ -102,7 +108,11 @@ class Pool:
         try:
             async with asyncio.timeout(self._connect_s):
                 await asyncio.get_running_loop().create_connection(
-                    lambda: connection, address.host, address.port, ssl=address.tls
+                    lambda: connection,
+                    address.host,
+                    address.port,
+                    ssl=address.tls,
+                    server_hostname=(address.server_name or None) if address.tls else None,
                 )
         except BaseException:
             connection.close()

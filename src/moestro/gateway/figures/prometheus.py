@@ -59,9 +59,9 @@ class RouteCollector(Collector):
                 family.add_metric((engine.name,), of_counts(engine.counts))
             yield family
         yield _gauge("in_flight", "Requests on the engine.", ((e, router.num_in_flight_on(e.row)) for e in engines))
-        yield _gauge(
-            "engine_ready", "1 while the engine gets requests.", ((e, self._fleet.is_ready(e)) for e in engines)
-        )
+        listed = [engine for engine in engines if not engine.address.is_absent]
+        text = "1 while the engine gets requests. An engine that no list has any more has no value."
+        yield _gauge("engine_ready", text, ((e, self._fleet.is_ready(e)) for e in listed))
         text = "State of the breaker: 0 closed, 1 probing (one request at a time), 2 open."
         yield _gauge("breaker_state", text, ((e, _BREAKER_NUMBERS[self._fleet.breaker_state(e)]) for e in engines))
         condition = GaugeMetricFamily(

@@ -19,6 +19,7 @@ from moestro.gateway.engines.fleet import RouteBounds, RoutedEngine
 from moestro.gateway.exchange import ExchangeContext
 from moestro.gateway.metrics import usage_in
 from moestro.gateway.picker import messages
+from moestro.gateway.tracing import RequestSpans
 from moestro.gateway.verdicts import (
     FIRST_ERROR,
     AnswerTail,
@@ -34,6 +35,7 @@ from moestro.routing.health.evidence import Origin
 from moestro.routing.router import RouteDecision
 from moestro.web.bodies.body_limits import BodyHold, BodyMemory
 from moestro.web.errors import AuthenticationError, GenerationError, InternalError, too_large
+from moestro.web.tracing.spans import TRACEPARENT
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ class PickedExchange:
     __slots__ = (
         "_arrival_ns", "_chunks", "_context", "_decision", "_endpoints", "_engine", "_has_trailers", "_hold",
         "_is_event_stream", "_is_in_router", "_is_success", "_model", "_num_bytes", "_origin", "_peer", "_push",
-        "_request", "_sent_ns", "_stage", "_status", "_subset", "_tail", "_why", "deadline_s", "incoming",
+        "_request", "_sent_ns", "_spans", "_stage", "_status", "_subset", "_tail", "_why", "deadline_s", "incoming",
     )  # fmt: skip
 
     def __init__(self, context: PickerContext, peer: str, push: Callable[[ProcessingResponse], None]) -> None:
@@ -120,6 +122,7 @@ class PickedExchange:
         self._why = ""
         self._is_in_router = self._is_event_stream = self._is_success = False
         self._tail = AnswerTail()
+        self._spans: RequestSpans | None = None
         self.incoming: Incoming | None = None
         self.deadline_s = float("inf")
 
@@ -178,6 +181,8 @@ class PickedExchange:
         self._stage, self._sent_ns = _WAITING, now_ns
         self._origin = origin_of(self._client_name(), self.incoming.body)
         headers = [("x-request-id", self.incoming.request_id.encode()), *context.added]
+        if self._spans is not None:
+            headers.append((TRACEPARENT, self._spans.traceparent().encode()))
         via = b"1.1 %b" % context.shared.fleet.pseudonym
         responses = [messages.destination(list(self._endpoints), headers, via, context.removed)]
         # In fewer pieces than came: each message costs more than the bytes in it.
@@ -256,6 +261,8 @@ class PickedExchange:
             raise too_large(context.max_body_bytes)
         context.admission.enter(incoming)
         context.shared.active[incoming.request_id] = self
+        if context.shared.traces is not None:
+            self._spans = context.shared.traces.begin(incoming)
         self._subset = messages.subset_of(message.metadata_context)
         self._stage = _READING
         return self._end_request() if message.request_headers.end_of_stream else []
@@ -302,6 +309,8 @@ class PickedExchange:
         self._engine = engine = fleet[decision.engine]
         engine.counts.num_decisions += 1
         shared.decision_log.routed(self._request, decision, self._why)
+        if self._spans is not None:
+            self._spans.attempt(engine, decision, self._why, 0)
         self._endpoints = self._ordered(decision)
 
     def _ordered(self, decision: RouteDecision) -> dict[str, RoutedEngine]:
@@ -330,6 +339,8 @@ class PickedExchange:
         status, named = messages.answer_head(message.response_headers)
         self._status = status
         self._find_server(messages.served_by(message.metadata_context), now_ns)
+        if self._spans is not None:
+            self._spans.answered(status)
         engine = self._engine
         if engine is not None:
             engine.counts.statuses[status] += 1
@@ -386,6 +397,8 @@ class PickedExchange:
     def _begin_answer(self, data: bytes, now_ns: int) -> None:
         """Count the first byte of an answer."""
         self._stage = _ANSWERING
+        if self._spans is not None:
+            self._spans.began()
         engine, fleet = self._engine, self._context.shared.fleet
         if engine is None or self._request is None:
             return
@@ -453,6 +466,9 @@ class PickedExchange:
             count_hits(self._engine, self._request, self._decision, usage)
         self._end_in_router(usage)
         self._context.shared.decision_log.ended(self._request_id(), status, usage)
+        if self._spans is not None:
+            tenant = None if self._request is None else self._request.tenant
+            self._spans.end(status, self._model, tenant, usage)
 
     def _release_body(self) -> None:
         """Drop the body, which is with the proxy again."""

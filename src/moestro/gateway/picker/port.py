@@ -23,9 +23,11 @@ from moestro.gateway.clients.http_headers import KEY_HEADERS
 from moestro.gateway.engines.fleet import RoutedEngine
 from moestro.gateway.picker.exchange import MessageOrderError, PickedExchange, PickerContext, Responses, peer_address
 from moestro.gateway.picker.messages import SERVICE
-from moestro.gateway.picker.settings import PickerSettings
 from moestro.gateway.settings import RouteSettings, is_loopback
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S
+from moestro.web.ports.tls import renewal
+from moestro.web.ports.tls_settings import CertificateFiles
+from moestro.web.ports.watched_files import WatchedFiles
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class PickerPort:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
-        settings, credentials = self._settings, _credentials(self._settings)
+        settings, credentials = self._settings, _credentials(self._settings.files)
         address = f"{in_address(settings.ext_proc_host)}:{settings.ext_proc}"
         try:
             if credentials is None:
@@ -210,28 +212,25 @@ def _context(app: RouterApp, settings: RouteSettings, doubt: Callable[[RoutedEng
     )
 
 
-def _credentials(settings: PickerSettings) -> Any:
-    """Return the credentials of the port, None without TLS. Changed files count from the next connection on.
+def _credentials(files: CertificateFiles) -> Any:
+    """Return the credentials of the port, None without TLS. Renewed files count for new connections within two seconds.
 
     Raises:
         ConfigError: A file cannot be read.
     """
-    if settings.ext_proc_ssl_certfile is None or settings.ext_proc_ssl_keyfile is None:
+    if files.certfile is None:
         return None
-    files = [settings.ext_proc_ssl_keyfile, settings.ext_proc_ssl_certfile, settings.ext_proc_ssl_ca_certs]
+    pems = [files.keyfile or files.certfile, files.certfile, files.ca_certs]
+    watched = WatchedFiles(files.paths)
 
     def configuration() -> Any:
-        key, chain, authorities = (None if file is None else _pem(file) for file in files)
+        key, chain, authorities = (None if file is None else _pem(file) for file in pems)
         return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=authorities)
 
     def renewed() -> Any:
-        try:
-            return configuration()
-        except ConfigError:
-            return None  # The files are being replaced; the last ones stay in use.
+        return renewal(watched, files, configuration)
 
-    needs_certificate = settings.ext_proc_ssl_ca_certs is not None
-    return grpc.dynamic_ssl_server_credentials(configuration(), renewed, needs_certificate)
+    return grpc.dynamic_ssl_server_credentials(configuration(), renewed, files.ca_certs is not None)
 
 
 def _pem(file: Path) -> bytes:

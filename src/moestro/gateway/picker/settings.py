@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from moestro.core.setting_checks import PORT, CheckedSettings
-from moestro.errors import ConfigError
+from moestro.web.ports.tls_settings import CertificateFiles
 
 _PICKER = Group.create_ordered(
     "Endpoint picker",
@@ -27,15 +27,19 @@ class PickerSettings(CheckedSettings):
     ext_proc_host: Annotated[str, Parameter(group=_PICKER)] = "127.0.0.1"
     "Address of the endpoint picker; on any but a loopback address, give --ext-proc-ssl-ca-certs too."
     ext_proc_ssl_certfile: Annotated[Path | None, Parameter(group=_PICKER)] = None
-    "PEM file with the picker's certificate and its chain. A changed file counts from the next connection on."
+    "PEM file with the picker's certificate and its chain. A renewed one counts for new connections within two seconds."
     ext_proc_ssl_keyfile: Annotated[Path | None, Parameter(group=_PICKER)] = None
-    "PEM file with the key of that certificate."
+    "PEM file with the key of that certificate. Unset: the certificate's own file."
     ext_proc_ssl_ca_certs: Annotated[Path | None, Parameter(group=_PICKER)] = None
     "PEM file of authorities: only proxies with a certificate of one of them may use the picker."
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.ext_proc_ssl_certfile is None) != (self.ext_proc_ssl_keyfile is None):
-            raise ConfigError("--ext-proc-ssl-certfile and --ext-proc-ssl-keyfile need each other: give both, or none")
-        if self.ext_proc_ssl_ca_certs is not None and self.ext_proc_ssl_certfile is None:
-            raise ConfigError("--ext-proc-ssl-ca-certs needs --ext-proc-ssl-certfile and --ext-proc-ssl-keyfile")
+        _ = self.files  # Checks them.
+
+    @property
+    def files(self) -> CertificateFiles:
+        """The files of the port."""
+        return CertificateFiles(
+            "--ext-proc-ssl", self.ext_proc_ssl_certfile, self.ext_proc_ssl_keyfile, self.ext_proc_ssl_ca_certs
+        )

@@ -73,6 +73,7 @@ class Condition(StrEnum):
     UNCHECKED = "unchecked"  # no health check has passed yet
     DOWN = "down"  # health checks fail or are not answered
     OPEN = "open"  # the breaker is open
+    ABSENT = "absent"  # no list of engines has the engine any more
     BUSY = "busy"  # the engine refused a request and requests a pause
     PROBING = "probing"  # the breaker admits requests until one succeeds or fails
     STALLED = "stalled"  # the engine's queue grows without any output
@@ -81,7 +82,7 @@ class Condition(StrEnum):
 
 
 # Conditions after which an engine needs no slow start.
-_KEEPS_CACHE = frozenset({Condition.BUSY, Condition.SUSPECTED})
+_KEEPS_CACHE = frozenset({Condition.ABSENT, Condition.BUSY, Condition.SUSPECTED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,7 @@ class Health:
         pauses: clients that the engine has refused.
         silence: signs of life of the engine.
         is_draining: whether the operator drains the engine. Callers may set it at any time.
+        is_absent: whether no list of engines has the engine. Callers may set it at any time.
     """
 
     def __init__(self, rules: HealthRules, now_ns: int, silence: Silence | None = None) -> None:
@@ -123,7 +125,7 @@ class Health:
         self.breaker = Breaker(rules.breaker)
         self.pauses = Pauses(rules.breaker.silence_ns)
         self.silence = silence or Silence(rules.silence)
-        self.is_draining = False
+        self.is_draining = self.is_absent = False
         self._loop_until_ns: int | None = None  # time of the next look for a loop; None means no loop
         self._loop_back_off = BackOff(_FIRST_LOOP_NS, _LONGEST_LOOP_NS)
         self._num_failed_checks: int | None = None  # consecutive; None means never checked
@@ -237,22 +239,25 @@ class Health:
 
     def wait_ns(self, now_ns: int) -> int | None:
         """Nanoseconds until the engine may take requests again by itself; None means no known time."""
-        if self.is_draining or self._loop_until_ns is not None or self._num_failed_checks is None or self._is_down:
+        if self.is_draining or self.is_absent or self._loop_until_ns is not None:
+            return None
+        if self._num_failed_checks is None or self.is_down:
             return None
         return max(self.breaker.opens_in_ns(now_ns), self._busy_until_ns - now_ns, 0)
 
     @property
-    def _is_down(self) -> bool:
+    def is_down(self) -> bool:
+        """Whether health checks fail, or are not answered."""
         return (self._num_failed_checks or 0) >= self._rules.num_failed_checks or self.silence.is_hung
 
     def _condition(self, num_in_flight: int, num_streaming: int, now_ns: int) -> Condition:
-        if self.is_draining:
+        if self.is_draining and not self.is_absent:
             return Condition.DRAINING
         if self._loop_until_ns is not None:
             return Condition.LOOP
         if self._num_failed_checks is None:
             return Condition.UNCHECKED
-        if self._is_down:
+        if self.is_down:
             return Condition.DOWN
         return self._condition_by_answers(num_in_flight, num_streaming, now_ns)
 
@@ -260,6 +265,8 @@ class Health:
         state = self.breaker.state(now_ns)
         if state is BreakerState.OPEN:
             return Condition.OPEN
+        if self.is_absent:
+            return Condition.ABSENT
         if now_ns < self._busy_until_ns:
             return Condition.BUSY
         if state is BreakerState.PROBING:

@@ -41,15 +41,17 @@ class _Entry:
     """Compact form of a request's trace, expanded only for a reader."""
 
     __slots__ = (
-        "attempts", "began", "ended_ns", "events", "moves", "num_omitted", "obstacle", "request", "request_id",
-        "status", "usage", "visits",
+        "attempts", "began", "ended_ns", "events", "first_token_ns", "moves", "num_omitted", "obstacle", "request",
+        "request_id", "status", "tenant", "traceparent", "usage", "visits",
     )  # fmt: skip
 
     def __init__(self, request: Request, began: ClockPair) -> None:
         self.request_id = request.request_id
         # The prompt would take memory for as long as the trace is kept.
         self.request = (request.num_prompt_tokens, request.service_class.value, request.priority)
+        self.tenant, self.traceparent = request.tenant or "", request.traceparent or ""
         self.began = began
+        self.first_token_ns: int | None = None
         self.ended_ns = 0
         self.attempts: list[_Attempt] = []
         self.obstacle = ""
@@ -133,16 +135,26 @@ class DecisionLog:
         """Record a change of the expert table for all running requests."""
         self._moves.append(change)
 
-    def ended(self, request_id: str, status: int, usage: dict[bytes, int], *, is_complete: bool = True) -> None:
+    def ended(
+        self,
+        request_id: str,
+        status: int,
+        usage: dict[bytes, int],
+        *,
+        is_complete: bool = True,
+        first_token_ns: int | None = None,
+    ) -> None:
         """Record the end of a request.
 
         Args:
+            first_token_ns: time of its first token; None means that it is unknown.
             is_complete: whether its trace can be written. Otherwise `complete` writes it, after the engine's last word.
         """
         entry = self._running.pop(request_id, None)
         if entry is None:
             return
         entry.status, entry.usage, entry.ended_ns = status, usage, self._read_clocks().monotonic_ns
+        entry.first_token_ns = first_token_ns
         entry.moves = self._moves_of(entry)
         self._over[request_id] = entry
         self._over.move_to_end(request_id)  # a reused id counts as the newest
@@ -222,6 +234,9 @@ class DecisionLog:
             num_omitted_events=entry.num_omitted,
             visits=entry.visits,
             moves=entry.moves if is_over else self._moves_of(entry),
+            first_token_ns=entry.first_token_ns,
+            tenant=entry.tenant,
+            traceparent=entry.traceparent,
         )
 
 

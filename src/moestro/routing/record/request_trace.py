@@ -100,6 +100,9 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         num_omitted_events: number of those that are missing.
         visits: workers that computed its experts, by engine.
         moves: changes of the expert table while the request was under way.
+        first_token_ns: time of the first token, on the clock of `events`; None means that none came.
+        tenant: tenant of the request's key; empty if it has none.
+        traceparent: context of the client's span; empty if there is none, or spans are not recorded.
     """
 
     request_id: str
@@ -119,3 +122,6 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_omitted_events: int = 0
     visits: list[EngineVisits] = []
     moves: list[ExpertsMoved] = []
+    first_token_ns: int | None = None
+    tenant: str = ""
+    traceparent: str = ""

@@ -25,9 +25,10 @@ from moestro.server.engines.piece import Piece
 from moestro.server.engines.traffic import Traffic
 from moestro.server.engines.unread import UnreadMemory, UnreadStream
 from moestro.text.thread_pool import PrepareThreads
-from moestro.web.bodies.reading import Bodies, client_of
+from moestro.web.bodies.reading import Bodies, client_of, tenant_of
 from moestro.web.middleware import REQUEST_ID
 from moestro.web.session_names import session_in
+from moestro.web.tracing.spans import TRACEPARENT
 
 T = TypeVar("T")
 
@@ -85,7 +86,8 @@ class RequestRunner:
         """
         client = client_of(http)
         answer_id, session_id = f"{kind}{uuid.uuid4().hex}", session_in(http.headers.get)
-        arrival = Arrival(answer_id, time.monotonic_ns(), session_id, str(client))
+        traceparent = http.headers.get(TRACEPARENT) if self._model.is_traced else None
+        arrival = Arrival(answer_id, time.monotonic_ns(), session_id, str(client), tenant_of(http), traceparent)
         self.traffic.check_open()
         # Before the body is decoded and tokenized, so that a refusal is cheap.
         self._engines.check_room(arrival.client)

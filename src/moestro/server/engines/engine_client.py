@@ -234,7 +234,7 @@ class EngineClient:
         self._unassigned.pop(request_id, None)
         self._waiting.discard(request_id)
         if self.log is not None:
-            self.log.ended(state.request, state.engine, FinishReason.STOP, state.num_tokens)
+            self.log.ended(state.request, state.engine, FinishReason.STOP, state.num_tokens, state.first_ns)
         if state.is_placed:
             self._router.ended(request_id, now_ns, state.num_tokens)
             self._send_abort(state.engine, request_id)
@@ -509,7 +509,7 @@ class EngineClient:
         if reason is not None:
             self._count_end(state, reason)
         if self.log is not None:
-            self.log.ended(state.request, state.engine, reason, state.num_tokens)
+            self.log.ended(state.request, state.engine, reason, state.num_tokens, state.first_ns)
         return state
 
     def _count_end(self, state: RequestState, reason: FinishReason) -> None:

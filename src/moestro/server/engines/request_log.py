@@ -43,15 +43,22 @@ class RequestLog:
         policy: text form of the route policy.
         num_engines: number of engines.
         write: receiver of entries of a decision record; None means no record.
+        on_trace: receiver of the traces of ended requests; None means none besides `write`.
 
     Attributes:
         has_failed: whether the log has ended because of an error.
         look: called before a request's trace is complete, to learn of the last changes of the expert table.
     """
 
-    def __init__(self, policy: str, num_engines: int, write: Callable[[Entry], None] | None) -> None:
+    def __init__(
+        self,
+        policy: str,
+        num_engines: int,
+        write: Callable[[Entry], None] | None,
+        on_trace: Callable[[RequestTrace], None] | None = None,
+    ) -> None:
         self._names = [f"engine {engine}" for engine in range(num_engines)]
-        self._log = DecisionLog(policy, REMEMBERED, lambda: self._names, write, read_clocks)
+        self._log = DecisionLog(policy, REMEMBERED, lambda: self._names, _both(write, on_trace), read_clocks)
         self._write = write
         self._has_recorder = [False] * num_engines
         self._observes = [False] * num_engines
@@ -72,14 +79,23 @@ class RequestLog:
         self._log.routed(request, decision, because)
 
     @_guarded
-    def ended(self, request: Request, engine: int, reason: FinishReason | None, num_tokens: int) -> None:
-        """Note the end of a request on `engine`. A `reason` of None means a refusal by the engine."""
+    def ended(
+        self, request: Request, engine: int, reason: FinishReason | None, num_tokens: int, first_ns: int = 0
+    ) -> None:
+        """Note the end of a request on `engine`.
+
+        Args:
+            reason: None means a refusal by the engine.
+            first_ns: time of the first token; 0 means that none came.
+        """
         request_id = request.request_id
         usage = {b"prompt_tokens": request.num_prompt_tokens, b"completion_tokens": num_tokens}
         has_left = self._left.pop(request_id, None) == engine
         is_complete = has_left or reason is None or not self._has_recorder[engine]
         self.look()
-        self._log.ended(request_id, _STATUS.get(reason, _FAILED), usage, is_complete=is_complete)
+        self._log.ended(
+            request_id, _STATUS.get(reason, _FAILED), usage, is_complete=is_complete, first_token_ns=first_ns or None
+        )
 
     @_guarded
     def engine_lost(self, engine: int) -> None:
@@ -155,3 +171,17 @@ class RequestLog:
     def _replayed(self, engine: int, event: SchedulingEvent) -> None:
         if self._write is not None:
             self._write(ScheduledOn(engine, event))
+
+
+def _both(
+    write: Callable[[Entry], None] | None, on_trace: Callable[[RequestTrace], None] | None
+) -> Callable[[RequestTrace], None] | None:
+    """Return the receiver of traces for two receivers, of which each may be None."""
+    if write is None or on_trace is None:
+        return write or on_trace
+
+    def receive(trace: RequestTrace) -> None:
+        write(trace)
+        on_trace(trace)
+
+    return receive

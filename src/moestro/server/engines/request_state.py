@@ -246,6 +246,6 @@ class RequestState:
             block_hashes=request.block_hashes,
             priority=request.priority,
             service_class=request.service_class,
-            user=name_key(request.user),
+            user=name_key(request.fair_user),
             session=name_key(request.session_id),
         )

@@ -23,18 +23,21 @@ from moestro.routing.settings import RouterSettings
 from moestro.server.engines.engine_client import EngineClient
 from moestro.server.engines.request_log import RequestLog
 from moestro.server.experts.table_watch import WATCH_S, ReadTable, TableWatch
+from moestro.server.figures.request_spans import span_writer
 from moestro.web.record_file import RecordFile, read_clocks
 from moestro.web.record_key import record_key
+from moestro.web.tracing.spans import SpanSink
 from moestro.workload.traces.request_record import Header, RecordedRequest
 
 Recorded = Header | RecordedRequest | Entry
 
 
 class Recording:
-    """What is noted of requests: in a file with `--record`, and in memory with `--admin-port` too.
+    """What is noted of requests: in a file with `--record`, in memory with `--admin-port` too, and as spans.
 
     Args:
         settings: settings of the server.
+        sink: receiver of spans; None means that there are none.
 
     Attributes:
         log: joins what all levels do with each request; None means that nothing is noted.
@@ -43,7 +46,7 @@ class Recording:
         ConfigError: the file cannot be opened for writing.
     """
 
-    def __init__(self, settings: ServeSettings) -> None:
+    def __init__(self, settings: ServeSettings, sink: SpanSink | None = None) -> None:
         self._settings = settings
         server, routing = settings.server, settings.routing
         self._file: RecordFile[Recorded] | None = None
@@ -57,9 +60,10 @@ class Recording:
             )
         policy = routing.route_score or routing.route_policy
         self.log: RequestLog | None = None
-        if self._file is not None or server.admin_port is not None:
+        if self._file is not None or server.admin_port is not None or sink is not None:
             write = None if self._file is None else self._file.write
-            self.log = RequestLog(policy, settings.num_engines, write)
+            on_trace = None if sink is None else span_writer(sink, server.served_model_name[0])
+            self.log = RequestLog(policy, settings.num_engines, write, on_trace)
 
     @property
     def num_lost(self) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,58 +10,11 @@ from moestro.core.hosts import network_of
 from moestro.errors import ConfigError
 from moestro.web.access.access_settings import AccessSettings
 from moestro.web.access.cors import Cors
+from moestro.web.access.keys import ApiKeys, KeyFile
 from moestro.web.access.rate_limits import RequestLimits
 from moestro.web.errors import AuthenticationError
 from moestro.web.page import PAGE_PATHS
 from moestro.web.probes import PROBES
-
-
-class ApiKeys:
-    """API keys of a server; falsy if there are none and no key is needed.
-
-    All digests are compared in constant time, which reveals neither a key's length nor its beginning.
-    """
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(_bytes(key)) for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    @property
-    def num_keys(self) -> int:
-        """Number of accepted keys."""
-        return len(self._digests)
-
-    def find(self, authorization: str | bytes, x_api_key: str | bytes) -> int | None:
-        """Return the index of a request's key; None means no valid key, or two different ones.
-
-        Args:
-            authorization: Value of `Authorization`, a bearer token as OpenAI's clients send it; empty if absent.
-            x_api_key: Value of `x-api-key`, a key as Anthropic's clients send it; empty if absent.
-        """
-        bearer, other = _bytes(authorization), _bytes(x_api_key)
-        found = set()
-        if bearer:
-            scheme, _, token = bearer.partition(b" ")
-            found.add(self._find(token.strip()) if scheme.lower() == b"bearer" else None)
-        if other:
-            found.add(self._find(other.strip()))
-        return found.pop() if len(found) == 1 else None
-
-    def _find(self, key: bytes) -> int | None:
-        digest = _digest(key)
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return matches.index(True) if any(matches) else None
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
 
 # Requested by the operator's machines, and by the page at `/`, once a second.
 UNLIMITED = PROBES | PAGE_PATHS | {"/metrics", "/statistics"}
@@ -78,8 +29,7 @@ class Access:
     """Checks that precede the handling of a request.
 
     Attributes:
-        keys: API keys, and behind them those of routers; empty means that no key is needed.
-        num_router_keys: Number of keys of routers.
+        keys: API keys; falsy means that no key is needed.
         limits: Request limits for each key and address.
         cors: CORS rules; None means no CORS headers.
     """
@@ -87,7 +37,6 @@ class Access:
     keys: ApiKeys
     limits: RequestLimits
     cors: Cors | None
-    num_router_keys: int = 0
 
     @classmethod
     def of(
@@ -96,44 +45,56 @@ class Access:
         """Return the checks that a server's settings ask for.
 
         Args:
-            api_keys: Accepted keys of clients.
+            api_keys: Accepted keys of clients, beside those of the settings' file.
             router_keys: Accepted keys of routers, whose requests name their client.
 
         Raises:
-            ConfigError: There are limits for each key, but no keys.
+            ConfigError: There are limits for each key, but no keys, or the file of keys cannot be used.
         """
-        keys = ApiKeys([*api_keys, *router_keys])
+        file = None if settings.api_key_file is None else KeyFile(settings.api_key_file)
+        keys = ApiKeys(api_keys, router_keys, file)
         if not keys and (settings.max_requests_per_minute_per_key or settings.max_concurrent_requests_per_key):
-            raise ConfigError("limits for each key need keys: give --api-key, or limit each address")
+            raise ConfigError("limits for each key need keys: give --api-key or --api-key-file, or limit each address")
         cors = Cors(settings) if settings.allowed_origins else None
-        return cls(keys, RequestLimits(settings), cors, len(router_keys))
+        return cls(keys, RequestLimits(settings), cors)
 
-    def key_of(self, authorization: str | bytes, x_api_key: str | bytes) -> int | None:
-        """Return the index of a request's key, from the values of two headers; None means that no key is needed.
+    def key_of(self, authorization: str | bytes, x_api_key: str | bytes) -> Hashable | None:
+        """Return the name of a request's key, from the values of two headers; None means that no key is needed.
+
+        Keys of one tenant have one name.
 
         Raises:
             AuthenticationError: The request has no valid key, or two different ones.
         """
         if not self.keys:
             return None
-        key = self.keys.find(authorization, x_api_key)
-        if key is None:
+        holder = self.keys.find(authorization, x_api_key)
+        if holder is None:
             raise AuthenticationError
-        return key
+        return holder.name
 
     def client_of(self, authorization: str | bytes, x_api_key: str | bytes, address: str, named: str = "") -> Hashable:
         """Return the name under which a client's failures, retries and bodies count together.
 
-        It is the key where several keys tell clients apart, otherwise the network. A key that this server does not
-        check would let one client be many. Behind a router with a router's key, it is the router's name of the client.
+        It is the tenant of the key, or the key where several keys tell clients apart, otherwise the network. A key that
+        this server does not check would let one client be many. Behind a router with a router's key, it is the router's
+        name of the client.
 
         Args:
             named: Value of `CLIENT_HEADER`, which counts only beside a router's key; empty if absent.
         """
-        num_clients = self.keys.num_keys - self.num_router_keys
-        if num_clients <= 1 and not self.num_router_keys:
+        if not self.keys.tell_clients_apart:
             return network_of(address)
-        key = self.keys.find(authorization, x_api_key)
-        if key is not None and key >= num_clients:
-            return named if _CLIENT_NAME.fullmatch(named) else f"router {key - num_clients}"
-        return network_of(address) if key is None or num_clients <= 1 else key
+        holder = self.keys.find(authorization, x_api_key)
+        if holder is None:
+            return network_of(address)
+        if holder.is_router:
+            return named if _CLIENT_NAME.fullmatch(named) else holder.name
+        return holder.name if holder.tenant or self.keys.num_clients > 1 else network_of(address)
+
+    def tenant_of(self, authorization: str | bytes, x_api_key: str | bytes) -> str | None:
+        """Return the tenant of a request's key; None if it has none."""
+        if not self.keys.may_change:
+            return None
+        holder = self.keys.find(authorization, x_api_key)
+        return holder.tenant or None if holder is not None else None

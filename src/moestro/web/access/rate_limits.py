@@ -98,11 +98,11 @@ class RequestLimits:
         self.has_slots = slots is not None
         self.is_on = bool(by_key or by_address or slots)
 
-    def take(self, key: int | None, address: str, now_s: float) -> None:
+    def take(self, key: Hashable | None, address: str, now_s: float) -> None:
         """Count one request.
 
         Args:
-            key: Index of the request's API key; None means that the server has no keys.
+            key: Name of the request's API key, or of its tenant; None means that the server has no keys.
             address: Address of the client.
 
         Raises:
@@ -115,7 +115,7 @@ class RequestLimits:
             text = f"This key may send {self._settings.max_requests_per_minute_per_key} requests a minute."
             raise RateLimitError(text, wait_s)
 
-    def enter(self, key: int | None) -> None:
+    def enter(self, key: Hashable | None) -> None:
         """Count a request that is being answered; `leave` must follow.
 
         Raises:
@@ -125,13 +125,13 @@ class RequestLimits:
             most = self._settings.max_concurrent_requests_per_key
             raise RateLimitError(f"This key may have {most} requests at a time.", 1.0)
 
-    def leave(self, key: int | None) -> None:
+    def leave(self, key: Hashable | None) -> None:
         """Count a request that has been answered."""
         if self._running is not None and key is not None:
             self._running.leave(key)
 
     @contextlib.contextmanager
-    def answering(self, key: int | None) -> Iterator[None]:
+    def answering(self, key: Hashable | None) -> Iterator[None]:
         """Count a request while the block lasts; RateLimitError as for `enter`."""
         self.enter(key)
         try:

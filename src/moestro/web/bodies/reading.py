@@ -100,3 +100,9 @@ def client_of(http: web.Request) -> Hashable:
     headers = http.headers
     authorization, x_api_key = headers.get("Authorization", ""), headers.get("X-Api-Key", "")
     return http[ACCESS].client_of(authorization, x_api_key, http.remote or "", headers.get(CLIENT_HEADER, ""))
+
+
+def tenant_of(http: web.Request) -> str | None:
+    """Return the tenant of a request's key (`Access.tenant_of`)."""
+    headers = http.headers
+    return http[ACCESS].tenant_of(headers.get("Authorization", ""), headers.get("X-Api-Key", ""))

@@ -8,7 +8,7 @@ import errno
 import logging
 import resource
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -76,9 +76,9 @@ def url_of(listener: socket.socket, *, is_tls: bool = False) -> str:
     return f"{'https' if is_tls else 'http'}://{in_address(host)}:{port}"
 
 
-def warn_if_open(listener: socket.socket, api_keys: Collection[str], tls: ServerTls | None) -> None:
+def warn_if_open(listener: socket.socket, tls: ServerTls | None, *, needs_key: bool) -> None:
     """Log a warning if other machines can reach the server and neither a key nor a certificate is needed."""
-    if api_keys or (tls is not None and tls.needs_certificates):
+    if needs_key or (tls is not None and tls.needs_certificates):
         return
     if not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
         url = url_of(listener, is_tls=tls is not None)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from moestro.errors import ConfigError
-from moestro.web.ports.tls_settings import TlsSettings
+from moestro.web.ports.tls_settings import CertificateFiles, TlsSettings
+from moestro.web.ports.watched_files import WatchedFiles
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-_Stamp = tuple[tuple[int, int], ...]
 
 
 class ServerTls:
@@ -30,7 +33,7 @@ class ServerTls:
 
     def __init__(self, settings: TlsSettings) -> None:
         self._settings = settings
-        self._stamp = self._stamp_of_files()
+        self._watched = WatchedFiles(settings.files.paths)
         self.context = _context(settings)
         self.is_refreshed = settings.enable_ssl_refresh
 
@@ -46,34 +49,26 @@ class ServerTls:
 
     def renew(self) -> None:
         """Read the files again if they have changed. Files that cannot be used leave the old certificate in place."""
-        try:
-            stamp = self._stamp_of_files()
-        except ConfigError as error:
-            stamp, cause = (), str(error)
-        else:
-            cause = ""
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        if not cause:
-            try:
-                self.context = _context(self._settings)
-            except ConfigError as error:
-                cause = str(error)
-        if cause:
-            logger.warning("the certificate stays as it is: %s", cause)
-        else:
-            logger.info("new connections get the renewed certificate of %s", self._settings.ssl_certfile)
+        renewed = renewal(self._watched, self._settings.files, lambda: _context(self._settings))
+        self.context = renewed or self.context
 
-    def _stamp_of_files(self) -> _Stamp:
-        """Return what changes when one of the files does."""
-        settings = self._settings
-        files = {
-            "--ssl-certfile": settings.ssl_certfile,
-            "--ssl-keyfile": settings.ssl_keyfile,
-            "--ssl-ca-certs": settings.ssl_ca_certs,
-        }
-        return tuple(_stamp(flag, path) for flag, path in files.items() if path is not None)
+
+def renewal(watched: WatchedFiles, files: CertificateFiles, read: Callable[[], T]) -> T | None:
+    """Return what `read` makes of changed files, and log it; None where they are the same, or cannot be used.
+
+    Args:
+        watched: Watches the files.
+        read: Reads the files; ConfigError if they cannot be used.
+    """
+    if not watched.are_to_be_read():
+        return None
+    try:
+        made = read()
+    except ConfigError as error:
+        logger.warning("the certificate stays as it is: %s", error)
+        return None
+    logger.info("new connections get the renewed certificate of %s", files.certfile)
+    return made
 
 
 def engine_context(ca_certs: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext:
@@ -94,14 +89,6 @@ def engine_context(ca_certs: Path | None, certificate: Path | None, key: Path | 
     if certificate is not None:
         _load_chain(context, "--engine-certfile", certificate, "--engine-keyfile", key)
     return context
-
-
-def _stamp(flag: str, path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: {error.strerror}") from error
-    return found.st_mtime_ns, found.st_ino
 
 
 def _context(settings: TlsSettings) -> ssl.SSLContext:

@@ -11,6 +11,37 @@ from cyclopts import Group, Parameter
 from moestro.core.setting_checks import CheckedSettings
 from moestro.errors import ConfigError
 
+
+@dataclass(frozen=True, slots=True)
+class CertificateFiles:
+    """The files of a port's TLS, in PEM form, and the flags that name them.
+
+    Attributes:
+        prefix: Beginning of the flags, such as `--ssl`.
+        certfile: The port's certificate and its chain; None means no TLS.
+        keyfile: The certificate's key; None means that the certificate's file has it.
+        ca_certs: Authorities of clients' certificates; None means that clients need none.
+
+    Raises:
+        ConfigError: A file is given that needs the certificate.
+    """
+
+    prefix: str
+    certfile: Path | None
+    keyfile: Path | None
+    ca_certs: Path | None
+
+    def __post_init__(self) -> None:
+        for flag, file in (("keyfile", self.keyfile), ("ca-certs", self.ca_certs)):
+            if file is not None and self.certfile is None:
+                raise ConfigError(f"{self.prefix}-{flag} is for TLS: give {self.prefix}-certfile too, or leave it out")
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that are given."""
+        return tuple(file for file in (self.certfile, self.keyfile, self.ca_certs) if file is not None)
+
+
 _TLS = Group("TLS", help="HTTPS at the port of clients, and certificates of clients.")
 
 
@@ -37,18 +68,22 @@ class TlsSettings(CheckedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _ = self.files  # Checks them.
         others = {
-            "--ssl-keyfile": self.ssl_keyfile,
-            "--ssl-ca-certs": self.ssl_ca_certs,
             "--ssl-cert-reqs": self.ssl_cert_reqs,
             "--ssl-ciphers": self.ssl_ciphers,
             "--enable-ssl-refresh": self.enable_ssl_refresh or None,
         }
         given = [flag for flag, value in others.items() if value is not None]
         if self.ssl_certfile is None and given:
-            raise ConfigError(f"{given[0]} is for HTTPS: give --ssl-certfile too, or leave it out")
+            raise ConfigError(f"{given[0]} is for TLS: give --ssl-certfile too, or leave it out")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ConfigError(
                 f"--ssl-cert-reqs {self.ssl_cert_reqs} checks clients' certificates: give --ssl-ca-certs with their"
                 " authorities"
             )
+
+    @property
+    def files(self) -> CertificateFiles:
+        """The files of the port."""
+        return CertificateFiles("--ssl", self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)

@@ -58,6 +58,7 @@ class ServedModel:
         has_strict_fields: Whether a request with an unknown field is refused.
         forces_usage: Whether each stream ends with its usage.
         users_are_clients: Whether the user of a request is its client, whatever its field `user` says.
+        is_traced: Whether spans of requests are recorded.
         shows_tokenizer: Whether clients may read the tokenizer's settings.
         max_choices_at_once: Choices of one request that engines have at once.
         chat: Formats of the model's answers to chats.
@@ -73,6 +74,7 @@ class ServedModel:
     has_strict_fields: bool = False
     forces_usage: bool = False
     users_are_clients: bool = False
+    is_traced: bool = False
     shows_tokenizer: bool = False
     max_choices_at_once: int = 1024
     chat: ChatFormat = field(default_factory=ChatFormat)
@@ -93,12 +95,16 @@ class Arrival:
         now_ns: Time of the arrival.
         session_id: Conversation that its headers name; None means that the body may name one.
         client: Name of the client, which its body cannot choose.
+        tenant: Tenant of its key; None means that it has none.
+        traceparent: Context of the client's span; None where spans are not recorded.
     """
 
     answer_id: str
     now_ns: int
     session_id: str | None = None
     client: str | None = None
+    tenant: str | None = None
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +412,8 @@ def _request(ids: Sequence[int], options: Options, model: ServedModel, request_i
         service_class=options.service_class,
         user=options.user,
         client=arrival.client,
+        tenant=arrival.tenant,
+        traceparent=arrival.traceparent,
         session_id=options.session_id,
     )
 

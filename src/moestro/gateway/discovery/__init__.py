@@ -1,0 +1,1 @@
+"""Discovery: which engines there are, from a file, from DNS and from Kubernetes, while the router runs."""

@@ -1,0 +1,1 @@
+"""Traces of requests: contexts and spans, and their export by OpenTelemetry."""
