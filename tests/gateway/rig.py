@@ -19,6 +19,7 @@ from moestro.gateway.admin import Admin
 from moestro.gateway.app import RouterApp, assemble
 from moestro.gateway.kv.prompt_blocks import PromptReader, text_prompt_reader
 from moestro.gateway.kv.tokenized_blocks import tokenized_prompt_reader
+from moestro.gateway.peers.settings import PeerSettings
 from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.queue_settings import QueueSettings
 from moestro.gateway.settings import (
@@ -48,6 +49,7 @@ GROUPS = {
     "access": AccessSettings,
     "admin": AdminSettings,
     "record": RecordSettings,
+    "peers": PeerSettings,
 }
 QUICK: dict[str, Any] = {"health_interval": 0.02, "metrics_interval": 0.0, "probe_timeout": 1.0, "slow_start": 0.0}
 
@@ -326,13 +328,17 @@ def reading_of(routing: RoutingSettings) -> PromptReader:
 
 @contextlib.asynccontextmanager
 async def rig(*engines: FakeEngine, is_up: bool = True, **settings: Any) -> AsyncIterator[Rig]:
-    """A router before `engines`, which are started, looked after and (if `is_up`) found to be well."""
+    """A router before `engines`, which are started, looked after and (if `is_up`) found to be well.
+
+    `engine` has the addresses of engines that the caller has started; `peer_name` is its name among other routers.
+    """
     for engine in engines:
         await engine.start()
-    urls = tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
+    peer_name = settings.pop("peer_name", None)
+    urls = settings.pop("engine", ()) + tuple(f"{each.name}=http://127.0.0.1:{each.port}" for each in engines)
     given = settings_of(engine=urls, **settings)
     faults = Faults()
-    app = assemble(given, reading_of(given.routing), faults)
+    app = assemble(given, reading_of(given.routing), faults, peer_name)
     listener: socket.socket = bound_socket("127.0.0.1", 0)
     door = Front(Port.CLIENTS, listener, app.clients, app.front_limits, faults).open()
     for url in urls:

@@ -28,6 +28,8 @@ from moestro.gateway.kv.kv_sources import KvSources
 from moestro.gateway.kv.kv_watch import KvEventsWatch
 from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.metrics import Counts
+from moestro.gateway.peers.exchange import PeerExchange
+from moestro.gateway.peers.figures import PeerCollector
 from moestro.gateway.proxy import Proxy
 from moestro.gateway.request_queue import RequestQueue, RequestQueueRules
 from moestro.gateway.resume.resumption import Resumption
@@ -64,6 +66,7 @@ class RouterApp:
         threads: Threads that parse and hash large bodies.
         kv_events: Follows the engines' caches; None means that no engine publishes KV events.
         front_limits: Limits of the clients' port.
+        peers: Exchanges requests with other routers; None means that there is none.
     """
 
     shared: ExchangeContext
@@ -76,14 +79,18 @@ class RouterApp:
     threads: PrepareThreads
     kv_events: KvEventsWatch | None
     front_limits: FrontLimits
+    peers: PeerExchange | None = None
 
 
-def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Faults) -> RouterApp:
+def assemble(
+    settings: RouteSettings, prompt_reader: PromptReader, faults: Faults, peer_name: str | None = None
+) -> RouterApp:
     """Make the parts of a router without starting any of them.
 
     Args:
         prompt_reader: Makes the hashes of a prompt's blocks.
         faults: Faults of the process's connections, for its metrics.
+        peer_name: Name of this router among others; None means that it has no peers.
 
     Raises:
         ConfigError: The settings contradict each other or name unusable resources.
@@ -116,6 +123,8 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
     collectors, watchers, kv_events = _observers(settings, fleet)
     watch = _watch(settings.engines, fleet, queue, watchers)
     collectors += [] if queue is None else [queue]
+    peers = None if peer_name is None else PeerExchange(settings.peers, fleet, peer_name, prompt_reader.words)
+    collectors += [] if peers is None else [PeerCollector(peers)]
     exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
     routes = Routes(front.open_path)
@@ -135,6 +144,7 @@ def assemble(settings: RouteSettings, prompt_reader: PromptReader, faults: Fault
         threads=prompt_reader.threads,
         kv_events=kv_events,
         front_limits=FrontLimits(front.max_connections, settings.access.max_connections_per_address),
+        peers=peers,
     )
 
 

@@ -91,14 +91,26 @@ class _RouteServer:
         with (
             bound_socket(front.host, front.port) as listener,
             bound_socket(admin.admin_host, admin.admin_port, "--admin-host or --admin-port") as admin_listener,
+            self._peer_socket() as peer_listener,
         ):
-            app = assemble(self._settings, self._prompt_reader, self._lifecycle.faults)
+            app = assemble(self._settings, self._prompt_reader, self._lifecycle.faults, _peer_name(peer_listener))
             app.statistics.clients_port = listener.getsockname()[1]
             app.statistics.operators_port = admin_listener.getsockname()[1]
-            async with _running(app, urls), _admin_plane(app, admin_listener, self._settings, self._lifecycle.faults):
+            async with (
+                _running(app, urls),
+                _admin_plane(app, admin_listener, self._settings, self._lifecycle.faults),
+                _peers(app, peer_listener),
+            ):
                 await _first_look(app)
                 async with self._picker(app) as picker_url:
                     await self._serve(app, listener, admin_listener, picker_url)
+
+    def _peer_socket(self) -> contextlib.AbstractContextManager[socket.socket | None]:
+        """Return the bound socket for other routers; None if there are none."""
+        peers = self._settings.peers
+        if not peers.has_peers:
+            return contextlib.nullcontext()
+        return bound_socket(peers.peer_host, peers.peer_port, "--peer-host or --peer-port")
 
     @contextlib.asynccontextmanager
     async def _picker(self, app: RouterApp) -> AsyncIterator[str]:
@@ -144,6 +156,7 @@ class _RouteServer:
             needs_key=bool(settings.front.api_key),
             seconds=process_age_s(),
             picker_url=picker_url,
+            peers=self._settings.peers.peer,
         )
         print_banner(route_banner(summary))
 
@@ -183,6 +196,21 @@ async def _admin_plane(
     finally:
         server.close()
         await runner.cleanup()
+
+
+def _peer_name(listener: socket.socket | None) -> str | None:
+    """Return the name of this router among others: its host and the port for them."""
+    return None if listener is None else f"{socket.gethostname()}:{listener.getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def _peers(app: RouterApp, listener: socket.socket | None) -> AsyncIterator[None]:
+    """Exchange requests with other routers inside the block."""
+    if app.peers is None or listener is None:
+        yield
+        return
+    async with app.peers.running(listener):
+        yield
 
 
 async def _end_requests(app: RouterApp) -> None:

@@ -17,6 +17,7 @@ from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, 
 from moestro.errors import ConfigError
 from moestro.gateway.clients.paths import can_be_opened
 from moestro.gateway.kv.kv_sources import KvSources
+from moestro.gateway.peers.settings import PeerSettings
 from moestro.gateway.picker.settings import PickerSettings
 from moestro.gateway.queue_settings import QueueSettings
 from moestro.routing.scrape import MAX_RANKS
@@ -361,6 +362,7 @@ class RouteSettings:
     queue: QueueSettings = field(default_factory=QueueSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
     picker: PickerSettings = field(default_factory=PickerSettings)
+    peers: PeerSettings = field(default_factory=PeerSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
 
@@ -388,6 +390,7 @@ ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
         lambda settings: settings.picker.ext_proc is not None,
         ("ext_proc_host", "ext_proc_ssl_certfile", "ext_proc_ssl_keyfile", "ext_proc_ssl_ca_certs"),
     ),
+    Need("needs --peer", lambda settings: settings.peers.has_peers, ("peer_host", "peer_port", "peer_key")),
     Need(
         "needs --queue-policy",
         lambda settings: settings.queue.has_queue,

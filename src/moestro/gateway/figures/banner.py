@@ -21,6 +21,7 @@ class RouteSummary:
         prompts: method of comparing prompts, in words.
         seconds: time since the start of the process, seconds.
         picker_url: address of the endpoint picker; empty without one.
+        peers: addresses of other routers.
     """
 
     engines: Sequence[EngineView]
@@ -31,6 +32,7 @@ class RouteSummary:
     needs_key: bool
     seconds: float
     picker_url: str = ""
+    peers: Sequence[str] = ()
 
 
 def route_banner(summary: RouteSummary) -> Banner:
@@ -48,6 +50,8 @@ def route_banner(summary: RouteSummary) -> Banner:
     ]
     if summary.picker_url:
         rows.insert(-2, ("picker", f"{summary.picker_url} (Envoy's ext_proc)"))
+    if summary.peers:
+        rows.insert(-2, ("peers", ", ".join(summary.peers[:_MAX_SHOWN])))
     return Banner(
         title=f"Moestro {__version__} route",
         rows=rows,

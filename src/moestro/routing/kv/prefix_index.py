@@ -46,14 +46,14 @@ class _Engine:
 
     Attributes:
         reported: blocks that the engine reported, in order of their reports.
-        prompts: history, oldest first, as (last run, whether this router sent it).
+        prompts: history, oldest first, each prompt as its last run.
         capacity: size of the engine's cache in blocks.
         is_capacity_known: whether the engine reported it; else it is learned.
         num_unreported: computed prompts in a row of which no event reported the first block.
     """
 
     reported: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    prompts: deque[tuple[BlockRun, bool]] = field(default_factory=deque)
+    prompts: deque[BlockRun] = field(default_factory=deque)
     capacity: int = _UNLIMITED
     is_capacity_known: bool = False
     num_unreported: int = 0
@@ -142,21 +142,21 @@ class PrefixIndex:
 
     # --- requests
 
-    def sent(self, engine: int, hashes: bytes, *, is_ours: bool = True) -> BlockRun | None:
+    def sent(self, engine: int, hashes: bytes, *, is_in_flight: bool = True) -> BlockRun | None:
         """Record that a prompt was sent to `engine`, which will hold its blocks.
 
         Args:
-            is_ours: whether this router sent the prompt and will call `ended`; False means another router did.
+            is_in_flight: whether the request runs and the caller will call `ended`; False means that it has ended.
 
         Returns:
             The handle to pass to `ended`; None means no call is needed.
         """
         last = self._history.add(engine, hashes)
         if last is not None:
-            self._engines[engine].prompts.append((last, is_ours))
+            self._engines[engine].prompts.append(last)
             self._keep_capacity(engine)
             self._keep_share(engine)
-        return self._pending.add(engine, hashes) if is_ours and self._exact >> engine & 1 else None
+        return self._pending.add(engine, hashes) if is_in_flight and self._exact >> engine & 1 else None
 
     def ended(self, engine: int, pending: BlockRun, *, is_computed: bool = False) -> None:
         """Drop a pending prompt after its request ended: KV events report the blocks that remain.
@@ -234,19 +234,11 @@ class PrefixIndex:
         while self._engines[engine].prompts:
             self._drop_oldest(engine)
 
-    # --- index transfer
+    # --- history
 
     def prompts(self, engine: int) -> list[BlockRun]:
         """Return the history of `engine`: the last run of each prompt, oldest first."""
-        return [last for last, _ in self._engines[engine].prompts]
-
-    def forget_elsewhere(self, engine: int) -> None:
-        """Drop the prompts that other routers sent to `engine` from its history."""
-        row = self._engines[engine]
-        prompts, row.prompts = row.prompts, deque(each for each in row.prompts if each[1])
-        for last, is_ours in prompts:
-            if not is_ours:
-                self._history.drop(engine, last)
+        return list(self._engines[engine].prompts)
 
     # --- inside
 
@@ -297,7 +289,7 @@ class PrefixIndex:
         )
 
     def _drop_oldest(self, engine: int) -> None:
-        self._history.drop(engine, self._engines[engine].prompts.popleft()[0])
+        self._history.drop(engine, self._engines[engine].prompts.popleft())
 
     def _drop(self, bit: int, block: bytes) -> None:
         left = self._reported.get(block, 0) & ~bit
