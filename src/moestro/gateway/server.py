@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from moestro.config.idle_flags import warn_of_idle_flags
@@ -47,21 +50,38 @@ class OpenPort(Protocol):
     url: str
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """What a worker process of a router has from the process that started it.
+
+    Attributes:
+        lifeline: end of a pipe, which is closed when the starting process is gone.
+    """
+
+    lifeline: int
+
+
 PortOpener = Callable[[RouterApp, RouteSettings], contextlib.AbstractAsyncContextManager[OpenPort]]
 
 
-def route(settings: RouteSettings, prompt_reader: PromptReader, open_picker: PortOpener | None = None) -> None:
+def route(
+    settings: RouteSettings,
+    prompt_reader: PromptReader,
+    open_picker: PortOpener | None = None,
+    worker: WorkerPlace | None = None,
+) -> None:
     """Run the router until SIGTERM or SIGINT. A second signal does not wait for running requests.
 
     Args:
         prompt_reader: Makes the hashes of a prompt's blocks.
         open_picker: Opens the endpoint picker's port, whose libraries are an extra; None means no picker.
+        worker: Place of this process among several that share their ports; None means that it is the only one.
 
     Raises:
         ConfigError: The settings contradict each other or name unusable resources; the message says what to do.
     """
     run_server(
-        lambda lifecycle: _RouteServer(settings, prompt_reader, lifecycle, open_picker).run(),
+        lambda lifecycle: _RouteServer(settings, prompt_reader, lifecycle, open_picker, worker).run(),
         log_level=settings.front.log_level,
         shutdown_timeout_s=settings.front.shutdown_timeout,
     )
@@ -76,21 +96,29 @@ class _RouteServer:
         prompt_reader: PromptReader,
         lifecycle: Lifecycle,
         open_picker: PortOpener | None,
+        worker: WorkerPlace | None,
     ) -> None:
         self._settings = settings
         self._prompt_reader = prompt_reader
         self._lifecycle = lifecycle
         self._open_picker = open_picker
+        self._worker = worker
         self._tls = ServerTls.of(settings.tls)
 
     async def run(self) -> None:
-        warn_of_idle_flags(self._settings, ROUTE_NEEDS)
+        if self._worker is None:
+            warn_of_idle_flags(self._settings, ROUTE_NEEDS)
+        else:
+            _stop_with(self._worker.lifeline)
+        is_shared = self._worker is not None
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
         # Each client may need a connection to an engine.
         allow_open_files(2 * files_of_port(front.max_connections) + files_of_port(MAX_OPERATOR_CONNECTIONS), len(urls))
         with (
-            bound_socket(front.host, front.port) as listener,
-            bound_socket(admin.admin_host, admin.admin_port, "--admin-host or --admin-port") as admin_listener,
+            bound_socket(front.host, front.port, is_shared=is_shared) as listener,
+            bound_socket(
+                admin.admin_host, admin.admin_port, "--admin-host or --admin-port", is_shared=is_shared
+            ) as admin_listener,
             self._peer_socket() as peer_listener,
         ):
             app = assemble(self._settings, self._prompt_reader, self._lifecycle.faults, _peer_name(peer_listener))
@@ -110,7 +138,8 @@ class _RouteServer:
         peers = self._settings.peers
         if not peers.has_peers:
             return contextlib.nullcontext()
-        return bound_socket(peers.peer_host, peers.peer_port, "--peer-host or --peer-port")
+        is_shared = self._worker is not None
+        return bound_socket(peers.peer_host, peers.peer_port, "--peer-host or --peer-port", is_shared=is_shared)
 
     @contextlib.asynccontextmanager
     async def _picker(self, app: RouterApp) -> AsyncIterator[str]:
@@ -129,7 +158,8 @@ class _RouteServer:
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
         self._lifecycle.is_serving = True
-        self._announce(app, listener, admin_listener, picker_url)
+        if self._worker is None:
+            self._announce(app, listener, admin_listener, picker_url)
         try:
             await self._lifecycle.stop_requested.wait()
             app.admission.is_draining = app.clients.is_closing = True
@@ -196,6 +226,17 @@ async def _admin_plane(
     finally:
         server.close()
         await runner.cleanup()
+
+
+def _stop_with(lifeline: int) -> None:
+    """Stop this process like SIGTERM once the other end of a pipe is closed."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.remove_reader(lifeline)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    loop.add_reader(lifeline, stop)
 
 
 def _peer_name(listener: socket.socket | None) -> str | None:

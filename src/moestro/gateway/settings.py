@@ -28,6 +28,7 @@ from moestro.web.ports.tls_settings import TlsSettings
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,64}")
 
 _AUTO = "auto"
+MAX_WORKERS = 64
 _FAILURE_STATUSES = range(400, 600)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -282,6 +283,11 @@ class FrontSettings(CheckedSettings):
         "Accepted client keys, sent as a bearer token or in x-api-key. If unset, the router asks for no key and"
         " passes on the client's."
     )
+    workers: Annotated[int, between(1, MAX_WORKERS), Parameter(group=_SERVER)] = 1
+    (
+        "Processes that share the port; each routes as a router of its own, and they exchange their requests like"
+        " --peer. The limits of requests and connections by key and address are those of each process."
+    )
     open_path: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
     "Other paths that the router forwards to an engine, such as /my_api, or /my_api/* for all paths below it."
     route_headers: Annotated[bool, Parameter(group=_SERVER)] = True
@@ -374,6 +380,8 @@ class RouteSettings:
                 url.check_is_endpoint()
             if self.engines.num_ranks != 1:
                 raise ConfigError("--ext-proc names addresses, not ranks: leave --dp-ranks out")
+            if self.front.workers > 1:
+                raise ConfigError("--ext-proc has one process: leave --workers out, and start routers with --peer")
         if self.queue.has_queue and not self.engines.metrics_interval:
             raise ConfigError("--queue-policy reads the engines' /metrics: set --metrics-interval above 0")
 

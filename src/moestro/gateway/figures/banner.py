@@ -22,6 +22,7 @@ class RouteSummary:
         seconds: time since the start of the process, seconds.
         picker_url: address of the endpoint picker; empty without one.
         peers: addresses of other routers.
+        num_workers: processes that share the port.
     """
 
     engines: Sequence[EngineView]
@@ -33,6 +34,7 @@ class RouteSummary:
     seconds: float
     picker_url: str = ""
     peers: Sequence[str] = ()
+    num_workers: int = 1
 
 
 def route_banner(summary: RouteSummary) -> Banner:
@@ -50,6 +52,8 @@ def route_banner(summary: RouteSummary) -> Banner:
     ]
     if summary.picker_url:
         rows.insert(-2, ("picker", f"{summary.picker_url} (Envoy's ext_proc)"))
+    if summary.num_workers > 1:
+        rows.insert(-2, ("workers", str(summary.num_workers)))
     if summary.peers:
         rows.insert(-2, ("peers", ", ".join(summary.peers[:_MAX_SHOWN])))
     return Banner(

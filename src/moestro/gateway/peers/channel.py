@@ -1,7 +1,8 @@
 """Channel between two routers: both ends prove the shared key, then exchange frames that no stranger can forge.
 
-A frame is its length (4 bytes), its code (16 bytes) and a part of a compressed stream, in which repeated names of blocks
-and URLs cost next to nothing. Frames are not encrypted: they name blocks by hashes, engines by URLs, sessions and users.
+A frame is its length (4 bytes), its code (16 bytes) and a part of a compressed stream, in which repeated names of
+blocks and URLs cost next to nothing. Frames are not encrypted: they name engines by URLs, blocks by hashes, sessions
+and users.
 """
 
 from __future__ import annotations

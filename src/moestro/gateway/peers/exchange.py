@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_S = 0.01  # time over which operations gather to one message
 _RESOLVE_S = 5.0  # time between two looks at what a peer's name resolves to
-_AGAIN_S = 0.5  # time between two attempts to connect
+_AGAIN_S, _LONGEST_AGAIN_S = 0.05, 1.0  # time between two attempts to connect, which doubles
 _REFUSED_AGAIN_S = 5.0  # the same after a refusal, whose cause an operator must remove
 _BACKLOG = 64
 _MAX_ACCEPTED = 512  # connections of other routers at a time
@@ -183,10 +183,11 @@ class PeerExchange:
 
     async def _stay_connected(self, host: str, port: int) -> None:
         """Connect to an address again and again, unless it is this router's own."""
+        pause_s = _AGAIN_S
         while True:
-            pause_s = _AGAIN_S
             try:
                 channel = await dial(self._identity, host, port)
+                pause_s = _AGAIN_S
                 await self._publish(channel)
             except PeerRefusedError as error:
                 if str(error) == SELF:
@@ -197,6 +198,7 @@ class PeerExchange:
             except (OSError, TimeoutError) as error:
                 self._log.info("unreachable", f"--peer {host}:{port} cannot be reached: {error or 'timed out'}")
             await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_AGAIN_S, 2 * pause_s)
 
     async def _publish(self, channel: Channel) -> None:
         """Send the journal until the connection ends."""
