@@ -124,7 +124,9 @@ def assemble(
     watch = _watch(settings.engines, fleet, queue, watchers)
     collectors += [] if queue is None else [queue]
     peers = None if peer_name is None else PeerExchange(settings.peers, fleet, peer_name, prompt_reader.words)
-    collectors += [] if peers is None else [PeerCollector(peers)]
+    if peers is not None:
+        collectors.append(PeerCollector(peers))
+        decision_log.peer_ages_s = peers.ages_s
     exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
     statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
     routes = Routes(front.open_path)

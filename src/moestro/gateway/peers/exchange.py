@@ -110,13 +110,16 @@ class PeerExchange:
 
     # --- other routers connect
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._accepted) >= _MAX_ACCEPTED:
             writer.close()
             return
-        task = asyncio.current_task()
-        assert task is not None
+        task = asyncio.create_task(self._serve(reader, writer))
         self._accepted.add(task)
+        task.add_done_callback(self._accepted.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Let a router connect, and apply what it sends."""
         try:
             channel = await accept(self._identity, reader, writer)
             await self._receive_all(channel)
@@ -125,7 +128,6 @@ class PeerExchange:
                 self.counts.num_refused += 1
                 self._log.warning("refused", f"a router's connection is refused: {error}")
         finally:
-            self._accepted.discard(task)
             writer.close()
 
     async def _receive_all(self, channel: Channel) -> None:
@@ -205,21 +207,22 @@ class PeerExchange:
         link = _Link(channel, Outlet(self._journal, self.rules.beat_ns))
         self._links.add(link)
         logger.info("router %s is connected", channel.peer.name)
+        reading = asyncio.create_task(self._receive_wants(link))
+        reading.add_done_callback(lambda _: link.changed.set())
         try:
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._receive_wants(link))
-                both.create_task(self._send_all(link))
-        except* _ERRORS as errors:
-            raise errors.exceptions[0] from None
+            await self._send_all(link, reading)
         finally:
             self._links.discard(link)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
             channel.close()
             logger.info("router %s is disconnected", channel.peer.name)
 
-    async def _send_all(self, link: _Link) -> None:
+    async def _send_all(self, link: _Link, reading: asyncio.Task[None]) -> None:
+        """Send what is due until the other end is gone, which `reading` notices first."""
         if not self._has_history:
             await self._send(link.channel, WantHistory())
-        while True:
+        while not reading.done():
             link.changed.clear()
             for message in link.outlet.due(time.monotonic_ns()):
                 await self._send(link.channel, message)
@@ -227,6 +230,7 @@ class PeerExchange:
                 async with asyncio.timeout(self.rules.beat_ns * 1e-9):
                     await link.changed.wait()
                     await asyncio.sleep(_FLUSH_S)
+        reading.result()
 
     async def _receive_wants(self, link: _Link) -> None:
         history = HistoryReader()
