@@ -95,11 +95,12 @@ async def _chat(http: web.Request) -> web.StreamResponse:
     await http.read()
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await asyncio.sleep(FIRST_S)
-    await answer.prepare(http)
-    for _ in range(NUM_CHUNKS):
-        await answer.write(b'data: {"choices": [{"delta": {"content": "word "}}]}\n\n')
-        await asyncio.sleep(GAP_S)
-    await answer.write(b"data: [DONE]\n\n")
+    with contextlib.suppress(ConnectionError):  # the router was killed
+        await answer.prepare(http)
+        for _ in range(NUM_CHUNKS):
+            await answer.write(b'data: {"choices": [{"delta": {"content": "word "}}]}\n\n')
+            await asyncio.sleep(GAP_S)
+        await answer.write(b"data: [DONE]\n\n")
     return answer
 
 

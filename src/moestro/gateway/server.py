@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
-import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ from moestro.web.ports.connections import (
     warn_if_open,
 )
 from moestro.web.ports.faults import Faults, Port
-from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, wait_until
+from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, stop_with, wait_until
 from moestro.web.ports.startup import process_age_s
 from moestro.web.ports.tls import ServerTls
 from moestro.web.statline import log_forever
@@ -109,7 +107,7 @@ class _RouteServer:
         if self._worker is None:
             warn_of_idle_flags(self._settings, ROUTE_NEEDS)
         else:
-            _stop_with(self._worker.lifeline)
+            stop_with(self._worker.lifeline)
         is_shared = self._worker is not None
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
         # Each client may need a connection to an engine.
@@ -226,17 +224,6 @@ async def _admin_plane(
     finally:
         server.close()
         await runner.cleanup()
-
-
-def _stop_with(lifeline: int) -> None:
-    """Stop this process like SIGTERM once the other end of a pipe is closed."""
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        loop.remove_reader(lifeline)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    loop.add_reader(lifeline, stop)
 
 
 def _peer_name(listener: socket.socket | None) -> str | None:

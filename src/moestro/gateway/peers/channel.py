@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import secrets
 from hashlib import blake2b
-from typing import Annotated, TypeVar
+from typing import IO, Annotated, TypeVar, cast
 
 import msgspec
 import zstandard
@@ -97,7 +97,8 @@ class Channel:
         parameters = zstandard.ZstdCompressionParameters.from_level(_LEVEL, window_log=_WINDOW_LOG)
         self._compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
         self._plain = _Bounded()
-        self._unpacker = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG).stream_writer(self._plain)
+        unpacker = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
+        self._unpacker = unpacker.stream_writer(cast(IO[bytes], self._plain))
 
     async def send(self, message: Message) -> None:
         """Send a message, and wait while the other end is slow.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -30,7 +28,7 @@ from moestro.web.middleware import HttpMiddleware
 from moestro.web.page_api import limit_in, page_routes
 from moestro.web.ports.connections import MAX_OPERATOR_CONNECTIONS, FrontLimits, http_front, url_of
 from moestro.web.ports.faults import Faults, Port
-from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
+from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, stop_with
 from moestro.web.ports.startup import process_age_s
 from moestro.web.prometheus import CONTENT_TYPE
 from moestro.web.refusals import Refusals
@@ -78,8 +76,7 @@ def serve_operators(settings: RouteSettings, place: OperatorsPlace) -> None:
 
 
 async def _serve(settings: RouteSettings, place: OperatorsPlace, lifecycle: Lifecycle) -> None:
-    loop = asyncio.get_running_loop()
-    loop.add_reader(place.lifeline, lambda: (loop.remove_reader(place.lifeline), os.kill(os.getpid(), signal.SIGTERM)))
+    stop_with(place.lifeline)
     async with Workers.connected(place) as workers:
         admin = WorkersAdmin(workers, place)
         runner = await admin.runner(settings.admin, lifecycle.faults)

@@ -178,7 +178,7 @@ def decode_message(data: bytes) -> Message:
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message has {len(data)} bytes, and may have {MAX_MESSAGE_BYTES}")
     try:
-        message = _decode(data)
+        message: Message = _decode(data)
     except msgspec.MsgspecError as error:
         raise ValueError(f"a message cannot be read: {error}") from None
     for operation in _operations(message):
