@@ -19,7 +19,7 @@ from moestro.gateway.admin import Admin
 from moestro.gateway.app import RouterApp, assemble
 from moestro.gateway.kv.prompt_blocks import PromptReader, text_prompt_reader
 from moestro.gateway.kv.tokenized_blocks import tokenized_prompt_reader
-from moestro.gateway.peers.settings import PeerSettings
+from moestro.gateway.peers.settings import RouterPeerSettings
 from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.queue_settings import QueueSettings
 from moestro.gateway.settings import (
@@ -49,7 +49,7 @@ GROUPS = {
     "access": AccessSettings,
     "admin": AdminSettings,
     "record": RecordSettings,
-    "peers": PeerSettings,
+    "peers": RouterPeerSettings,
 }
 QUICK: dict[str, Any] = {"health_interval": 0.02, "metrics_interval": 0.0, "probe_timeout": 1.0, "slow_start": 0.0}
 

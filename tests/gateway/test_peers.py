@@ -11,10 +11,10 @@ import pytest
 from gateway.rig import FakeEngine, Received, Rig, Wire, looped, rig
 
 from moestro.errors import ConfigError
-from moestro.gateway.peers.channel import Channel, Identity, PeerRefusedError, dial
-from moestro.gateway.peers.settings import PeerAddress, PeerSettings
+from moestro.gateway.peers.channel import Identity, PeerChannel, PeerRefusedError, dial
+from moestro.gateway.peers.settings import PeerAddress, RouterPeerSettings
 from moestro.gateway.settings import EngineUrl
-from moestro.routing.replication.messages import Batch, Digest, HistoryPart, Origin, Snapshot
+from moestro.routing.replication.messages import Digest, HistoryPart, OperationBatch, RouterRun, Snapshot
 from moestro.web.ports.connections import bound_socket
 
 TEXT = "one router has seen this, the other has not; " * 60
@@ -217,7 +217,7 @@ async def stranger(it: Rig, *sent: bytes) -> bytes:
     return answer
 
 
-async def until_closed(channel: Channel) -> None:
+async def until_closed(channel: PeerChannel) -> None:
     with contextlib.suppress(OSError, PeerRefusedError):
         while True:
             await asyncio.wait_for(channel.receive(), 10)
@@ -231,7 +231,7 @@ async def test_a_stranger_changes_nothing():
     async with routers(2, engine) as (one, other):
         for sent in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(64), b"\xff" * 64, b"\0\0\0\5hello"):
             await stranger(one, sent)
-        wrong = Identity(Origin("stranger", 1), one.app.peers._identity.reading, b"wrong")
+        wrong = Identity(RouterRun("stranger", 1), one.app.peers._identity.reading, b"wrong")
         port = int(one.app.peers._settings.peer[0].rpartition(":")[2])
         with pytest.raises(PeerRefusedError, match="--peer-key"):
             await dial(wrong, "127.0.0.1", port)
@@ -245,8 +245,8 @@ async def test_a_frame_that_was_changed_or_is_out_of_place_ends_the_connection()
     engine = FakeEngine("a")
     async with routers(2, engine) as (one, other):
         port = int(one.app.peers._settings.peer[0].rpartition(":")[2])
-        known = Identity(Origin("third", 1), one.app.peers._identity.reading, b"secret")
-        message = Batch(Origin("third", 1), 1, 0, 0, Digest(0, 0))
+        known = Identity(RouterRun("third", 1), one.app.peers._identity.reading, b"secret")
+        message = OperationBatch(RouterRun("third", 1), 1, 0, 0, Digest(0, 0))
         for what in ("repeated", "flipped", "out of place", "another's name", "long"):
             channel = await dial(known, "127.0.0.1", port)
             if what == "repeated":
@@ -262,7 +262,7 @@ async def test_a_frame_that_was_changed_or_is_out_of_place_ends_the_connection()
             elif what == "out of place":
                 await channel.send(HistoryPart("x", [], []))
             elif what == "another's name":
-                await channel.send(Snapshot(Origin("router", 5), 1, 0, 0, True, []))
+                await channel.send(Snapshot(RouterRun("router", 5), 1, 0, 0, True, []))
             else:
                 channel._writer.write((1 << 30).to_bytes(4) + bytes(64))
             await until_closed(channel)
@@ -274,7 +274,7 @@ async def test_a_frame_that_was_changed_or_is_out_of_place_ends_the_connection()
 async def test_a_bomb_of_zeros_is_refused_before_it_is_unpacked():
     async with routers(2, FakeEngine("a")) as (one, _):
         port = int(one.app.peers._settings.peer[0].rpartition(":")[2])
-        known = Identity(Origin("third", 1), one.app.peers._identity.reading, b"secret")
+        known = Identity(RouterRun("third", 1), one.app.peers._identity.reading, b"secret")
         channel = await dial(known, "127.0.0.1", port)
         data = channel._compressor.compress(bytes(1 << 28)) + channel._compressor.flush(0)
         assert len(data) < 1 << 20
@@ -317,11 +317,11 @@ async def test_routers_that_compare_prompts_otherwise_refuse_each_other():
 )
 def test_settings_that_cannot_be_used_are_refused(given, words):
     with pytest.raises(ConfigError, match=words):
-        PeerSettings(**given)
+        RouterPeerSettings(**given)
 
 
 def test_addresses_of_peers():
-    given = PeerSettings(peer=("http://a:1", "b:2", "c", "http://[::1]:3"))
+    given = RouterPeerSettings(peer=("http://a:1", "b:2", "c", "http://[::1]:3"))
     addresses = [PeerAddress("a", 1), PeerAddress("b", 2), PeerAddress("c", 8082), PeerAddress("::1", 3)]
     assert list(given.addresses) == addresses
-    assert not PeerSettings().has_peers
+    assert not RouterPeerSettings().has_peers

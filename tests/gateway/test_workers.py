@@ -204,7 +204,7 @@ def test_a_port_that_is_taken_is_refused_at_once(tmp_path):
     test()
 
 
-def test_metrics_of_workers_are_told_apart():
+def test_metrics_of_workers_keep_their_numbers():
     text = (
         '# HELP m_total Words with {braces}.\n# TYPE m_total counter\nm_total 1.0\nm_total{engine="a b"} 2.0\n'
         '# HELP h Text.\n# TYPE h histogram\nh_bucket{le="1"} 3\nh_sum 4\n'

@@ -16,7 +16,7 @@ from moestro.routing.record.decision_record import PolicyText, RecordedRouter, e
 from moestro.routing.record.replay import replay
 from moestro.routing.replication import journal as journals
 from moestro.routing.replication.journal import Journal, Outlet
-from moestro.routing.replication.messages import Origin, Want, decode_message, encode_message
+from moestro.routing.replication.messages import RouterRun, Want, decode_message, encode_message
 from moestro.routing.replication.replica import Replica, ReplicaRules
 from moestro.routing.settings import RouterSettings
 
@@ -37,7 +37,7 @@ class Process:
         self.urls = rng.sample(URLS, len(URLS))  # each router numbers the engines in its own order
         for _ in self.urls:
             self.router.set_routable(self.router.add_engine(), routable=True)
-        self.origin = Origin(name, incarnation)
+        self.origin = RouterRun(name, incarnation)
         self.journal = self.router.journal = Journal(self.origin, lambda row: self.urls[row])
         self.replica = Replica(self.origin, self.router, self.urls.index, rules=RULES)
         self.outlets: dict[str, Outlet] = {}

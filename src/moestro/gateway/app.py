@@ -98,14 +98,11 @@ def assemble(
     front = settings.front
     record, key_id = _record(settings.record)
     router = _router(settings, prompt_reader, record, key_id)
-    # The picker names the next best engines too.
     is_picker = settings.picker.ext_proc is not None
-    router.keeps_candidates = record is not None or settings.record.remember > 0 or is_picker
+    router.keeps_candidates = record is not None or settings.record.remember > 0 or is_picker  # it names the next best
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings), time.monotonic_ns)
     counts = Counts()
-    policy = settings.policy.route_score or settings.policy.route_policy
-    write = record.write if record else None
-    decision_log = DecisionLog(policy, settings.record.remember, lambda: fleet.names, write, read_clocks)
+    decision_log = _decision_log(settings, fleet, record)
     access = Access.of(front.api_key, settings.access)
     queue = _request_queue(settings, fleet)
     shared = ExchangeContext(
@@ -123,23 +120,20 @@ def assemble(
     collectors, watchers, kv_events = _observers(settings, fleet)
     watch = _watch(settings.engines, fleet, queue, watchers)
     collectors += [] if queue is None else [queue]
-    peers = None if peer_name is None else PeerExchange(settings.peers, fleet, peer_name, prompt_reader.words)
-    if peers is not None:
-        collectors.append(PeerCollector(peers))
-        decision_log.peer_ages_s = peers.ages_s
+    peers = _peers(settings, fleet, peer_name, prompt_reader.words, decision_log)
+    collectors += [] if peers is None else [PeerCollector(peers)]
     exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors)
-    statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
+    statistics = _statistics(settings, fleet, counts)
     routes = Routes(front.open_path)
     answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
     admission = Admission(fleet, shared.active, prompt_reader, access, routes, answers)
     proxy = Proxy(shared, admission)
+    reading = prompt_reader.words
     return RouterApp(
         shared=shared,
         admission=admission,
         clients=ClientConnections(proxy, _client_limits(front), faults, access.cors),
-        engine_admin=EngineAdmin(
-            fleet, watch, settings.engines, _withheld(access), prompt_reader.words, takes_paths=not is_picker
-        ),
+        engine_admin=EngineAdmin(fleet, watch, settings.engines, _withheld(access), reading, takes_paths=not is_picker),
         exposition=exposition,
         statistics=statistics,
         record=record,
@@ -148,6 +142,30 @@ def assemble(
         front_limits=FrontLimits(front.max_connections, settings.access.max_connections_per_address),
         peers=peers,
     )
+
+
+def _policy_text(settings: RouteSettings) -> str:
+    return settings.policy.route_score or settings.policy.route_policy
+
+
+def _decision_log(settings: RouteSettings, fleet: Fleet, record: RecordFile[Entry] | None) -> DecisionLog:
+    write = record.write if record else None
+    return DecisionLog(_policy_text(settings), settings.record.remember, lambda: fleet.names, write, read_clocks)
+
+
+def _statistics(settings: RouteSettings, fleet: Fleet, counts: Counts) -> FleetStatistics:
+    policy, fresh_ns = _policy_text(settings), _fresh_ns(settings.engines)
+    return FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=fresh_ns)
+
+
+def _peers(
+    settings: RouteSettings, fleet: Fleet, name: str | None, reading: str, decision_log: DecisionLog
+) -> PeerExchange | None:
+    if name is None:
+        return None
+    peers = PeerExchange(settings.peers, fleet, name, reading)
+    decision_log.peer_ages_s = peers.ages_s
+    return peers
 
 
 def _watch(engines: EngineSettings, fleet: Fleet, queue: RequestQueue | None, of_engines: list[EngineWatcher]) -> Watch:

@@ -17,7 +17,7 @@ from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, 
 from moestro.errors import ConfigError
 from moestro.gateway.clients.paths import can_be_opened
 from moestro.gateway.kv.kv_sources import KvSources
-from moestro.gateway.peers.settings import PeerSettings
+from moestro.gateway.peers.settings import RouterPeerSettings
 from moestro.gateway.picker.settings import PickerSettings
 from moestro.gateway.queue_settings import QueueSettings
 from moestro.routing.scrape import MAX_RANKS
@@ -368,7 +368,7 @@ class RouteSettings:
     queue: QueueSettings = field(default_factory=QueueSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
     picker: PickerSettings = field(default_factory=PickerSettings)
-    peers: PeerSettings = field(default_factory=PeerSettings)
+    peers: RouterPeerSettings = field(default_factory=RouterPeerSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
 

@@ -57,7 +57,7 @@ class RouteDecision(msgspec.Struct, frozen=True, eq=False, gc=False):
     candidates: Candidates | None = None
 
 
-class Journal(Protocol):
+class RequestObserver(Protocol):
     """Notes the router's own requests, for other routers."""
 
     def began(self, request: Request, flight: Flight) -> None:
@@ -93,7 +93,7 @@ class Router:
         self._columns = EngineColumns()
         self._flights = InFlight(self._columns)
         self._elsewhere = PeerFlights(self._columns)
-        self.journal: Journal | None = None
+        self.journal: RequestObserver | None = None
         self._index = PrefixIndex(settings.index_bytes)
         self._pending_reports: list[FiguresReport] = []  # not taken in yet, in order
         self._removed: set[int] = set()  # removed engines with requests that have not ended

@@ -9,20 +9,20 @@ from moestro.routing.replication.messages import (
     MAX_BLOCKS,
     MAX_MESSAGE_BYTES,
     MAX_OPERATIONS,
-    Batch,
     Began,
     Digest,
     Finished,
-    Origin,
+    OperationBatch,
+    RouterRun,
     decode_message,
     encode_message,
 )
 
-ORIGIN = Origin("r", 1)
+ORIGIN = RouterRun("r", 1)
 
 
-def batch(*operations) -> Batch:
-    return Batch(ORIGIN, 1, 0, len(operations), Digest(0, 0), list(operations))
+def batch(*operations) -> OperationBatch:
+    return OperationBatch(ORIGIN, 1, 0, len(operations), Digest(0, 0), list(operations))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def batch(*operations) -> Batch:
         (encode_message(batch(Began(0, "e", 0, 1, 1, bytes(16 * MAX_BLOCKS + 16)))), "cannot be read"),
         (encode_message(batch(Began(0, "e", 0, 1, 1, b"", "x" * 257))), "cannot be read"),
         (encode_message(batch(*[Finished(1)] * (MAX_OPERATIONS + 1))), "cannot be read"),
-        (encode_message(Batch(Origin("", 1), 1, 0, 1, Digest(0, 0))), "cannot be read"),
+        (encode_message(OperationBatch(RouterRun("", 1), 1, 0, 1, Digest(0, 0))), "cannot be read"),
     ],
 )
 def test_what_no_router_sends_is_refused(data, words):

@@ -1,4 +1,4 @@
-"""Channel between two routers: both ends prove the shared key, then exchange frames that no stranger can forge.
+"""PeerChannel between two routers: both ends prove the shared key, then exchange frames that no stranger can forge.
 
 A frame is its length (4 bytes), its code (16 bytes) and a part of a compressed stream, in which repeated names of
 blocks and URLs cost next to nothing. Frames are not encrypted: they name engines by URLs, blocks by hashes, sessions
@@ -17,7 +17,7 @@ import msgspec
 import zstandard
 from msgspec import Meta
 
-from moestro.routing.replication.messages import MAX_MESSAGE_BYTES, Message, Origin, decode_message, encode_message
+from moestro.routing.replication.messages import MAX_MESSAGE_BYTES, Message, RouterRun, decode_message, encode_message
 
 HANDSHAKE_S = 5.0
 _GREETING = b"moestro peers 1\n"
@@ -40,7 +40,7 @@ class PeerRefusedError(Exception):
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
     """First frame of the end that connects."""
 
-    origin: Origin
+    origin: RouterRun
     reading: Annotated[str, Meta(max_length=1024)]
     nonce: Annotated[bytes, Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
     proof: Annotated[bytes, Meta(max_length=64)] = b""
@@ -49,7 +49,7 @@ class _Hello(msgspec.Struct, frozen=True, array_like=True):
 class _Welcome(msgspec.Struct, frozen=True, array_like=True):
     """Answer to it. A refusal comes with its cause."""
 
-    origin: Origin
+    origin: RouterRun
     refusal: Annotated[str, Meta(max_length=2048)]
     proof: Annotated[bytes, Meta(max_length=64)] = b""
 
@@ -62,12 +62,12 @@ class Identity(msgspec.Struct, frozen=True):
         key: shared key; empty means that none is needed.
     """
 
-    origin: Origin
+    origin: RouterRun
     reading: str
     key: bytes = b""
 
 
-class Channel:
+class PeerChannel:
     """One connection to another router, after the handshake.
 
     Args:
@@ -84,7 +84,7 @@ class Channel:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         secret: bytes,
-        peer: Origin,
+        peer: RouterRun,
         *,
         is_dialer: bool,
     ) -> None:
@@ -134,7 +134,7 @@ class Channel:
         self._writer.close()
 
 
-async def dial(identity: Identity, host: str, port: int) -> Channel:
+async def dial(identity: Identity, host: str, port: int) -> PeerChannel:
     """Connect to another router.
 
     Raises:
@@ -150,7 +150,7 @@ async def dial(identity: Identity, host: str, port: int) -> Channel:
             raise
 
 
-async def _greet(identity: Identity, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel:
+async def _greet(identity: Identity, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> PeerChannel:
     greeting = await _exactly(reader, len(_GREETING) + _NONCE_BYTES)
     if not greeting.startswith(_GREETING):
         raise PeerRefusedError("the other end is no --peer-port of a router of this version")
@@ -163,10 +163,10 @@ async def _greet(identity: Identity, reader: asyncio.StreamReader, writer: async
         raise PeerRefusedError(welcome.refusal or "the other end does not have this router's --peer-key")
     if welcome.refusal:
         raise PeerRefusedError(welcome.refusal)
-    return Channel(reader, writer, _secret(identity.key, nonces), welcome.origin, is_dialer=True)
+    return PeerChannel(reader, writer, _secret(identity.key, nonces), welcome.origin, is_dialer=True)
 
 
-async def accept(identity: Identity, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel:
+async def accept(identity: Identity, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> PeerChannel:
     """Let another router connect.
 
     Raises:
@@ -180,7 +180,7 @@ async def accept(identity: Identity, reader: asyncio.StreamReader, writer: async
         nonces = nonce + hello.nonce
         is_proved = hmac.compare_digest(hello.proof, _proof(identity.key, b"hello", nonces, _body(hello)))
         refusal = _refusal_of(identity, hello) if is_proved else "the --peer-key of the two routers differs"
-        welcome = _Welcome(identity.origin if is_proved else Origin("-", 0), refusal)
+        welcome = _Welcome(identity.origin if is_proved else RouterRun("-", 0), refusal)
         if is_proved:
             proof = _proof(identity.key, b"welcome", nonces, _body(welcome))
             welcome = msgspec.structs.replace(welcome, proof=proof)
@@ -188,7 +188,7 @@ async def accept(identity: Identity, reader: asyncio.StreamReader, writer: async
         await writer.drain()
         if refusal:
             raise PeerRefusedError(refusal)
-        return Channel(reader, writer, _secret(identity.key, nonces), hello.origin, is_dialer=False)
+        return PeerChannel(reader, writer, _secret(identity.key, nonces), hello.origin, is_dialer=False)
 
 
 def _refusal_of(identity: Identity, hello: _Hello) -> str:

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from moestro.gateway.engines.fleet import Fleet
-from moestro.gateway.peers.channel import SELF, Channel, Identity, PeerRefusedError, accept, dial
-from moestro.gateway.peers.settings import PeerAddress, PeerSettings
+from moestro.gateway.peers.channel import SELF, Identity, PeerChannel, PeerRefusedError, accept, dial
+from moestro.gateway.peers.settings import PeerAddress, RouterPeerSettings
 from moestro.routing.replication.history import HistoryReader, history_parts
 from moestro.routing.replication.journal import Journal, Outlet
-from moestro.routing.replication.messages import Batch, HistoryPart, Origin, Snapshot, Want, WantHistory
+from moestro.routing.replication.messages import HistoryPart, OperationBatch, RouterRun, Snapshot, Want, WantHistory
 from moestro.routing.replication.replica import Replica, ReplicaRules
 from moestro.web.ports.log_limit import LogLimit
 
@@ -32,7 +32,7 @@ _ERRORS = (OSError, TimeoutError, PeerRefusedError)
 
 
 @dataclass(slots=True)
-class LinkCounts:
+class PeerLinkCounts:
     """Cumulative counts of all connections to other routers.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Link:
         changed: set when the journal has grown, or the peer wants something.
     """
 
-    channel: Channel
+    channel: PeerChannel
     outlet: Outlet
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -69,11 +69,11 @@ class PeerExchange:
         reading: method of comparing prompts, in words.
     """
 
-    def __init__(self, settings: PeerSettings, fleet: Fleet, name: str, reading: str) -> None:
+    def __init__(self, settings: RouterPeerSettings, fleet: Fleet, name: str, reading: str) -> None:
         router = fleet.router
-        origin = Origin(name, time.time_ns())
+        origin = RouterRun(name, time.time_ns())
         self.rules = ReplicaRules()
-        self.counts = LinkCounts()
+        self.counts = PeerLinkCounts()
         self.replica = Replica(origin, router, fleet.row_of, fleet.check_soon, self.rules)
         self._settings = settings
         self._fleet = fleet
@@ -130,7 +130,7 @@ class PeerExchange:
         finally:
             writer.close()
 
-    async def _receive_all(self, channel: Channel) -> None:
+    async def _receive_all(self, channel: PeerChannel) -> None:
         """Apply what the other router sends, until it is gone."""
         giving: asyncio.Task[None] | None = None
         try:
@@ -139,7 +139,7 @@ class PeerExchange:
                 message = await channel.receive()
                 self.counts.num_received_bytes += channel.num_received_bytes - num_bytes
                 match message:
-                    case Batch() | Snapshot() if message.origin == channel.peer:
+                    case OperationBatch() | Snapshot() if message.origin == channel.peer:
                         want = self.replica.receive(message, time.monotonic_ns())
                         if want is not None:
                             await self._send(channel, want)
@@ -151,14 +151,16 @@ class PeerExchange:
             if giving is not None:
                 giving.cancel()
 
-    async def _give_history(self, channel: Channel) -> None:
+    async def _give_history(self, channel: PeerChannel) -> None:
         engines = [(engine.url, engine.row) for engine in self._fleet]
         with contextlib.suppress(*_ERRORS):
             for part in history_parts(self._fleet.router, engines):
                 await self._send(channel, part)
                 await asyncio.sleep(0)
 
-    async def _send(self, channel: Channel, message: Want | HistoryPart | WantHistory | Batch | Snapshot) -> None:
+    async def _send(
+        self, channel: PeerChannel, message: Want | HistoryPart | WantHistory | OperationBatch | Snapshot
+    ) -> None:
         num_bytes = channel.num_sent_bytes
         await channel.send(message)
         self.counts.num_messages += 1
@@ -202,7 +204,7 @@ class PeerExchange:
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_AGAIN_S, 2 * pause_s)
 
-    async def _publish(self, channel: Channel) -> None:
+    async def _publish(self, channel: PeerChannel) -> None:
         """Send the journal until the connection ends."""
         link = _Link(channel, Outlet(self._journal, self.rules.beat_ns))
         self._links.add(link)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from cyclopts import Group, Parameter
 
-from moestro.core.setting_checks import PORT, CheckedSettings
+from moestro.core.setting_checks import CheckedSettings, between
 from moestro.errors import ConfigError
 
 DEFAULT_PEER_PORT = 8082
@@ -46,7 +46,7 @@ class PeerAddress:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class PeerSettings(CheckedSettings):
+class RouterPeerSettings(CheckedSettings):
     """Settings of the port for other routers, and of their addresses."""
 
     peer: Annotated[tuple[str, ...], Parameter(group=_PEERS, consume_multiple=True, show_default=False)] = ()
@@ -56,8 +56,8 @@ class PeerSettings(CheckedSettings):
     )
     peer_host: Annotated[str, Parameter(group=_PEERS)] = "127.0.0.1"
     "Address to listen on for other routers; any but a loopback address requires --peer-key."
-    peer_port: Annotated[int, PORT, Parameter(group=_PEERS)] = DEFAULT_PEER_PORT
-    "Port to listen on for other routers, once there is a --peer; 0 selects a free port, shown at the start."
+    peer_port: Annotated[int, between(1, 65535), Parameter(group=_PEERS)] = DEFAULT_PEER_PORT
+    "Port to listen on for other routers, once there is a --peer."
     peer_key: Annotated[str | None, Parameter(group=_PEERS, show_default=False)] = field(default=None, repr=False)
     "Key that all routers share. MOESTRO_PEER_KEY keeps it out of the process list."
 

@@ -53,14 +53,14 @@ def route_with_workers(settings: RouteSettings, prompt_reader: PromptReader) -> 
     set_up_logging(settings.front.log_level)
     warn_of_idle_flags(settings, ROUTE_NEEDS)
     with ExitStack() as reserved:
-        plan = _Plan.of(settings, reserved)
+        plan = _WorkerPlan.of(settings, reserved)
         status = _Supervisor(settings, prompt_reader, plan).run()
     if status:
         sys.exit(status)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _WorkerPlan:
     """Ports and keys of the workers.
 
     Attributes:
@@ -80,7 +80,7 @@ class _Plan:
     peer_key: str | None
 
     @classmethod
-    def of(cls, settings: RouteSettings, reserved: ExitStack) -> _Plan:
+    def of(cls, settings: RouteSettings, reserved: ExitStack) -> _WorkerPlan:
         """Reserve the ports.
 
         Raises:
@@ -151,7 +151,7 @@ class _Process:
 class _Supervisor:
     """Keeps the workers and the process of the admin plane running."""
 
-    def __init__(self, settings: RouteSettings, prompt_reader: PromptReader, plan: _Plan) -> None:
+    def __init__(self, settings: RouteSettings, prompt_reader: PromptReader, plan: _WorkerPlan) -> None:
         self._stop_s = settings.front.shutdown_timeout + EXIT_S + _MARGIN_S
         self._lifeline, self._held = os.pipe()
         self._generations = mmap.mmap(-1, _COUNTER_BYTES * settings.front.workers)  # how often each worker started

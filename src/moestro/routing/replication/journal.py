@@ -15,7 +15,6 @@ from moestro.routing.replication.messages import (
     MAX_NAME,
     MAX_OPERATION_BYTES,
     MAX_OPERATIONS,
-    Batch,
     Began,
     Computed,
     Digest,
@@ -23,7 +22,8 @@ from moestro.routing.replication.messages import (
     Finished,
     Message,
     Operation,
-    Origin,
+    OperationBatch,
+    RouterRun,
     Snapshot,
     Want,
 )
@@ -46,7 +46,7 @@ class Journal:
         on_change: called after each new operation.
     """
 
-    def __init__(self, origin: Origin, url_of: Callable[[int], str], *, has_prompts: bool = True) -> None:
+    def __init__(self, origin: RouterRun, url_of: Callable[[int], str], *, has_prompts: bool = True) -> None:
         self.origin = origin
         self.head_seq = 0
         self.on_change: Callable[[], None] = lambda: None
@@ -110,7 +110,7 @@ class Journal:
         """Return whether all operations from number `seq` on can be sent again."""
         return self.head_seq - len(self._kept) < seq <= self.head_seq + 1
 
-    def batch(self, seq: int, now_ns: int) -> Batch:
+    def batch(self, seq: int, now_ns: int) -> OperationBatch:
         """Return the operations from number `seq` on, as many as one message may have."""
         skipped = seq - (self.head_seq - len(self._kept) + 1)
         operations: list[Operation] = []
@@ -121,7 +121,7 @@ class Journal:
             num_bytes += _bytes_of(operation)
             if len(operations) == MAX_OPERATIONS or num_bytes >= MAX_OPERATION_BYTES:
                 break
-        return Batch(self.origin, seq, now_ns, self.head_seq, self.digest, operations)
+        return OperationBatch(self.origin, seq, now_ns, self.head_seq, self.digest, operations)
 
     def snapshot(self, now_ns: int) -> list[Snapshot]:
         """Return the requests in flight, in parts."""

@@ -72,7 +72,7 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False
 Operation = Began | Computed | Finished | EngineFailed
 
 
-class Origin(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class RouterRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A run of a router.
 
     Attributes:
@@ -96,7 +96,7 @@ class Digest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     checksum: Count
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class OperationBatch(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Operations of one router, in order; without any it shows that the router is alive.
 
     Attributes:
@@ -106,7 +106,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=1):
         digest: summary of the router's requests behind its newest operation.
     """
 
-    origin: Origin
+    origin: RouterRun
     first_seq: Serial
     now_ns: Nanoseconds
     head_seq: Serial
@@ -123,7 +123,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=2):
         flights: requests, without the names of their blocks.
     """
 
-    origin: Origin
+    origin: RouterRun
     seq: Serial
     now_ns: Nanoseconds
     part: Serial
@@ -139,7 +139,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True, tag=3):
         from_seq: number of the first missing operation; None requests a snapshot.
     """
 
-    origin: Origin
+    origin: RouterRun
     from_seq: Serial | None
 
 
@@ -163,7 +163,7 @@ class HistoryPart(msgspec.Struct, frozen=True, array_like=True, tag=5):
     is_last: bool = False
 
 
-Message = Batch | Snapshot | Want | WantHistory | HistoryPart
+Message = OperationBatch | Snapshot | Want | WantHistory | HistoryPart
 
 encode_message = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
@@ -189,7 +189,7 @@ def decode_message(data: bytes) -> Message:
 
 def _operations(message: Message) -> list[Operation] | list[Began]:
     match message:
-        case Batch():
+        case OperationBatch():
             return message.operations
         case Snapshot():
             return message.flights

@@ -9,14 +9,14 @@ import msgspec
 
 from moestro.routing.peer_flights import PeerRequest
 from moestro.routing.replication.messages import (
-    Batch,
     Began,
     Computed,
     Digest,
     EngineFailed,
     Finished,
     Operation,
-    Origin,
+    OperationBatch,
+    RouterRun,
     Snapshot,
     Want,
 )
@@ -73,7 +73,7 @@ class PeerState:
         applied_seq: number of its last applied operation; None means that only a snapshot helps.
         flights: its requests in flight by serial.
         checksum: sum of their serials, as in `Digest`.
-        heard_ns: time of its last message on this router's clock.
+        received_ns: time of its last message on this router's clock.
         sent_ns: time of its newest message on its own clock; None before the first.
         is_silent: whether its requests stopped counting.
         wanted_ns: time of the last request for what is missing; None means that nothing is.
@@ -81,7 +81,7 @@ class PeerState:
     """
 
     incarnation: int
-    heard_ns: int
+    received_ns: int
     applied_seq: int | None = 0
     flights: dict[int, Began] = field(default_factory=dict)
     checksum: int = 0
@@ -102,7 +102,7 @@ class Replica:
 
     def __init__(
         self,
-        own: Origin,
+        own: RouterRun,
         router: Router,
         row_of: Callable[[str], int | None],
         check_engine: Callable[[int], None] = lambda engine: None,
@@ -116,11 +116,11 @@ class Replica:
         self._check_engine = check_engine
         self._peers: dict[str, PeerState] = {}
 
-    def is_own(self, origin: Origin) -> bool:
+    def is_own(self, origin: RouterRun) -> bool:
         """Return whether a message is this router's own, which has come back."""
         return origin == self._own
 
-    def is_namesake(self, origin: Origin) -> bool:
+    def is_namesake(self, origin: RouterRun) -> bool:
         """Return whether another router has this router's name."""
         return origin.name == self._own.name and origin.incarnation != self._own.incarnation
 
@@ -136,9 +136,9 @@ class Replica:
 
     def ages_ns(self, now_ns: int) -> dict[str, int]:
         """Return the time since each peer's last message, ns; silent peers are left out."""
-        return {name: now_ns - peer.heard_ns for name, peer in self._peers.items() if not peer.is_silent}
+        return {name: now_ns - peer.received_ns for name, peer in self._peers.items() if not peer.is_silent}
 
-    def receive(self, message: Batch | Snapshot, now_ns: int) -> Want | None:
+    def receive(self, message: OperationBatch | Snapshot, now_ns: int) -> Want | None:
         """Apply a message of a peer, and return what is to be requested of it."""
         origin = message.origin
         if origin.name == self._own.name:
@@ -155,7 +155,7 @@ class Replica:
     def tick(self, now_ns: int) -> None:
         """Stop counting the requests of peers that have been silent for too long."""
         for name, peer in list(self._peers.items()):
-            silence_ns = now_ns - peer.heard_ns
+            silence_ns = now_ns - peer.received_ns
             if silence_ns >= self.rules.silent_ns and not peer.is_silent:
                 self.counts.num_expired += 1
                 peer.is_silent = True
@@ -171,7 +171,7 @@ class Replica:
 
     # --- inside
 
-    def _peer_of(self, message: Batch | Snapshot, now_ns: int) -> PeerState | None:
+    def _peer_of(self, message: OperationBatch | Snapshot, now_ns: int) -> PeerState | None:
         """Return the state of the message's router; None for a message of an earlier run, or one peer too many."""
         name, incarnation = message.origin.name, message.origin.incarnation
         peer = self._peers.get(name)
@@ -185,10 +185,10 @@ class Replica:
             peer = self._peers[name] = PeerState(incarnation, now_ns)
         # A message that was sent before another one may be a late repetition, which shows no sign of life.
         if peer.sent_ns is None or message.now_ns > peer.sent_ns:
-            peer.sent_ns, peer.heard_ns, peer.is_silent = message.now_ns, now_ns, False
+            peer.sent_ns, peer.received_ns, peer.is_silent = message.now_ns, now_ns, False
         return peer
 
-    def _take_batch(self, peer: PeerState, batch: Batch, now_ns: int) -> None:
+    def _take_batch(self, peer: PeerState, batch: OperationBatch, now_ns: int) -> None:
         applied = peer.applied_seq
         if applied is None or peer.is_silent or batch.first_seq > applied + 1:
             return
@@ -227,7 +227,7 @@ class Replica:
         peer.applied_seq, peer.parts = part.seq, {}
         self.counts.num_snapshots += 1
 
-    def _lacking(self, peer: PeerState, message: Batch | Snapshot, now_ns: int) -> Want | None:
+    def _lacking(self, peer: PeerState, message: OperationBatch | Snapshot, now_ns: int) -> Want | None:
         """Return what is missing of a peer after its message, unless it was requested a moment ago."""
         applied = peer.applied_seq
         if peer.is_silent:
