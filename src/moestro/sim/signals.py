@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -19,7 +19,6 @@ from moestro.core.load_figures import FIGURES, IDLE, ROUTED_FIGURES, LoadFigures
 from moestro.core.setting_checks import above, at_least, check_settings
 from moestro.core.work import Int32s
 from moestro.errors import ConfigError
-from moestro.routing.router import Router
 from moestro.sim.engine import Ranks
 from moestro.sim.groups.group import Int64s
 
@@ -170,6 +169,28 @@ class _Voice:
         return moment.num_held + int((-(-missing // self._block_size)).sum())
 
 
+class ReportedRouter(Protocol):
+    """What a router receives from engines; `routing.router.Router` implements it."""
+
+    def first_token(self, request_id: str, now_ns: int) -> None:
+        """Record a computed prompt."""
+
+    def ended(self, request_id: str, now_ns: int, num_output_tokens: int | None = None) -> None:
+        """Record the end of a request."""
+
+    def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
+        """Take in figures of an engine."""
+
+    def kv_cleared(self, engine: int, now_ns: int) -> None:
+        """Record that an engine holds no block and reports all its blocks."""
+
+    def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """Record blocks that an engine holds."""
+
+    def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """Record blocks that an engine holds no more."""
+
+
 class Signals:
     """Delivers to a router the signals that are due.
 
@@ -183,7 +204,7 @@ class Signals:
         reports_load: whether any channel reports load figures. Without one, `turned` and `cut` need not be called.
     """
 
-    def __init__(self, router: Router, engines: Sequence[tuple[Ranks, int]], settings: SignalSettings) -> None:
+    def __init__(self, router: ReportedRouter, engines: Sequence[tuple[Ranks, int]], settings: SignalSettings) -> None:
         self._router = router
         self.on_report: Callable[[int, LoadFigures], None] | None = None
         self._engines = engines
