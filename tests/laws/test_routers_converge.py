@@ -211,3 +211,17 @@ def test_law_without_loss_a_request_is_known_after_one_message():
     for _ in range(5):
         network.pass_time(10 * MS)  # no beat is due
     network.check()
+
+
+def test_a_router_whose_clock_was_set_back_counts_once_its_earlier_run_is_silent():
+    network = Network(2, 3, loss=0.0, partitions=False)
+    for _ in range(20):
+        network.step()
+    network.num_runs = -1
+    network.start("router-0")
+    assert network.routers["router-0"].origin.incarnation == 0
+    for _ in range(30):
+        network.pass_time(100 * MS)
+    network.routers["router-0"].act(network.now_ns)
+    network.heal()
+    network.check()

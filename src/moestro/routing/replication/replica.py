@@ -116,14 +116,6 @@ class Replica:
         self._check_engine = check_engine
         self._peers: dict[str, PeerState] = {}
 
-    def is_own(self, origin: RouterRun) -> bool:
-        """Return whether a message is this router's own, which has come back."""
-        return origin == self._own
-
-    def is_namesake(self, origin: RouterRun) -> bool:
-        """Return whether another router has this router's name."""
-        return origin.name == self._own.name and origin.incarnation != self._own.incarnation
-
     @property
     def num_peers(self) -> int:
         """Number of peers that are not silent."""
@@ -172,14 +164,17 @@ class Replica:
     # --- inside
 
     def _peer_of(self, message: OperationBatch | Snapshot, now_ns: int) -> PeerState | None:
-        """Return the state of the message's router; None for a message of an earlier run, or one peer too many."""
+        """Return the state of the message's router; None for a message of an earlier run, or one peer too many.
+
+        A router whose clock was set back starts with a lower number, which counts once its earlier run is silent.
+        """
         name, incarnation = message.origin.name, message.origin.incarnation
         peer = self._peers.get(name)
-        if peer is not None and incarnation < peer.incarnation:
+        if peer is not None and incarnation < peer.incarnation and not peer.is_silent:
             return None
         if peer is None and len(self._peers) >= MAX_PEERS:
             return None
-        if peer is None or incarnation > peer.incarnation:
+        if peer is None or incarnation != peer.incarnation:
             if peer is not None:
                 self._drop_flights(name, peer, now_ns)
             peer = self._peers[name] = PeerState(incarnation, now_ns)
