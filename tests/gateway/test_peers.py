@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 from gateway.rig import FakeEngine, Received, Rig, Wire, looped, rig
 
+from moestro.cli.recorded.explain import _attempt_lines
 from moestro.errors import ConfigError
 from moestro.gateway.peers.channel import Identity, PeerChannel, PeerRefusedError, dial
 from moestro.gateway.peers.settings import PeerAddress, RouterPeerSettings
@@ -200,6 +201,19 @@ async def test_an_engine_that_is_added_later_counts_what_peers_have_there():
             caller.hang_up()
         await other.until(lambda: not any(loads(other).values()))
     engines[1].die()
+
+
+@looped
+async def test_an_explained_decision_shows_how_old_the_knowledge_of_other_routers_was():
+    async with routers(3, FakeEngine("a")) as (one, *others):
+        request_id = (await one.call(body=body())).headers["x-request-id"]
+        trace = one.app.shared.decision_log.trace(request_id)
+        assert trace is not None
+        ages = trace.attempts[0].peer_ages_s
+        assert set(ages) == {it.app.peers._identity.origin.name for it in others}
+        assert all(0 <= age_s < 2 for age_s in ages.values())
+        lines = "\n".join(line for line in _attempt_lines(trace.attempts[0]) if isinstance(line, str))
+        assert "age of what was known of other routers: router:" in lines
 
 
 # --- strangers
