@@ -261,7 +261,7 @@ async def test_a_frame_that_was_changed_or_is_out_of_place_ends_the_connection()
         port = int(one.app.peers._settings.peer[0].rpartition(":")[2])
         known = Identity(RouterRun("third", 1), one.app.peers._identity.reading, b"secret")
         message = OperationBatch(RouterRun("third", 1), 1, 0, 0, Digest(0, 0))
-        for what in ("repeated", "flipped", "out of place", "another's name", "long"):
+        for what in ("repeated", "flipped", "wrong code", "out of place", "another's name", "long"):
             channel = await dial(known, "127.0.0.1", port)
             if what == "repeated":
                 frames: list[bytes] = []
@@ -273,6 +273,10 @@ async def test_a_frame_that_was_changed_or_is_out_of_place_ends_the_connection()
                 write = channel._writer.write
                 channel._writer.write = lambda data, write=write: write(data[:-1] + bytes([data[-1] ^ 1]))
                 await channel.send(message)
+            elif what == "wrong code":  # of a message that could be read
+                write = channel._writer.write
+                channel._writer.write = lambda data, write=write: write(data[:4] + bytes([data[4] ^ 1]) + data[5:])
+                await channel.send(message)
             elif what == "out of place":
                 await channel.send(HistoryPart("x", [], []))
             elif what == "another's name":
@@ -280,7 +284,7 @@ async def test_a_frame_that_was_changed_or_is_out_of_place_ends_the_connection()
             else:
                 channel._writer.write((1 << 30).to_bytes(4) + bytes(64))
             await until_closed(channel)
-        assert one.app.peers.counts.num_refused >= 5
+        assert one.app.peers.counts.num_refused >= 6
         assert other.app.peers.replica.num_peers >= 1
 
 
