@@ -247,7 +247,7 @@ async def test_a_stranger_changes_nothing():
             await stranger(one, sent)
         wrong = Identity(RouterRun("stranger", 1), one.app.peers._identity.reading, b"wrong")
         port = int(one.app.peers._settings.peer[0].rpartition(":")[2])
-        with pytest.raises(PeerRefusedError, match="--peer-key"):
+        with pytest.raises(PeerRefusedError, match="of the two routers differs"):
             await dial(wrong, "127.0.0.1", port)
         assert one.app.peers.counts.num_refused >= 4
         assert one.app.peers.replica.num_peers == 1
