@@ -1,6 +1,6 @@
 """Compares several routers before the same engines with one router: what sharing gains, and what delay and loss cost.
 
-    python bench/simulator/routers.py [--seeds 2] [--requests 400] [--json FILE]
+    python bench/simulator/routers.py [--seeds 2] [--requests 400] [--sessions chat] [--json FILE]
 
 Everything is simulated: eight H20 engines with Qwen3-30B-A3B, production routers and schedulers, four routers to which
 requests go at random, and the messages of `moestro route --peer` between them. Requests are turns of chats and of
@@ -86,9 +86,10 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--sessions", nargs="+", default=["chat", "coding_agent"])
     given = parser.parse_args()
     record = run_record("simulated")
-    found = {sessions: compare(sessions, given.requests, given.seeds) for sessions in ("chat", "coding_agent")}
+    found = {sessions: compare(sessions, given.requests, given.seeds) for sessions in given.sessions}
     for sessions, policies in found.items():
         print(
             f"\n{sessions}\n\n| policy | figure | {' | '.join(list(ROWS)[1:])} |\n|---|---|{'---|' * (len(ROWS) - 1)}"
