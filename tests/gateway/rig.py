@@ -20,6 +20,7 @@ from moestro.gateway.app import RouterApp, assemble
 from moestro.gateway.discovery.settings import DiscoverySettings
 from moestro.gateway.kv.prompt_blocks import PromptReader, text_prompt_reader
 from moestro.gateway.kv.tokenized_blocks import tokenized_prompt_reader
+from moestro.gateway.peers.settings import RouterPeerSettings
 from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.queue_settings import QueueSettings
 from moestro.gateway.settings import (
@@ -53,6 +54,7 @@ GROUPS = {
     "admin": AdminSettings,
     "record": RecordSettings,
     "tracing": TracingSettings,
+    "peers": RouterPeerSettings,
 }
 QUICK: dict[str, Any] = {"health_interval": 0.02, "metrics_interval": 0.0, "probe_timeout": 1.0, "slow_start": 0.0}
 
@@ -330,19 +332,23 @@ def reading_of(routing: RoutingSettings) -> PromptReader:
 
 
 @contextlib.asynccontextmanager
-async def rig(*engines: FakeEngine, is_up: bool = True, listed: bool = False, **settings: Any) -> AsyncIterator[Rig]:
+async def rig(
+    *engines: FakeEngine, is_up: bool = True, listed: bool = False, peer_name: str | None = None, **settings: Any
+) -> AsyncIterator[Rig]:
     """A router before `engines`, which are started, looked after and (if `is_up`) found to be well.
 
-    `listed`: the engines are started already, and come from a list.
+    `listed`: the engines are started already, and come from a list. `engine` has the addresses of further engines that
+    the caller has started. `peer_name` is the router's name among others.
     """
     for engine in () if listed else engines:
         await engine.start()
-    urls = () if listed else tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
+    own = () if listed else tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
+    urls = settings.pop("engine", ()) + own
     given = settings_of(engine=urls, **settings)
     faults = Faults()
     try:
         async with open_sink(given.tracing, "moestro-route") as sink:
-            app = assemble(given, reading_of(given.routing), faults, sink)
+            app = assemble(given, reading_of(given.routing), faults, sink, peer_name)
             async with running(app, faults, urls, is_up=is_up) as made:
                 yield made
     finally:

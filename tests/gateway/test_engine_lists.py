@@ -132,7 +132,8 @@ def test_applied_changes_always_give_the_listed_engines(seed):
 
 
 def test_file_forms():
-    yaml = b"- http://a:1\n- {url: https://b:2/v1, name: b, model: m, labels: {pool: x}, dp_ranks: auto, speed: 2, group: g}\n"
+    yaml = b"- http://a:1\n- {url: https://b:2/v1, name: b, model: m, labels: {pool: x}, dp_ranks: auto, speed: 2,"
+    yaml += b" group: g}\n"
     json = b'{"url": "http://a:1"}\n\n{"url": "https://b:2", "name": "b"}\n'
     for text in (yaml, json, b"engines:\n" + yaml):
         found = parse_file(text, Path()).entries

@@ -28,7 +28,7 @@ LISTING = (sys.executable, str(Path(__file__).parents[1] / "support" / "listing_
 WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 # Paths with other methods whose handlers read no body, or none that is JSON.
 NO_JSON = (
-    *("/ping", "/v1/responses/", "/admin/index", "/admin/experts/reset", "/admin/placement/plan"),
+    *("/ping", "/v1/responses/", "/admin/experts/reset", "/admin/placement/plan"),
     *("/admin/placement/freeze", "/admin/placement/unfreeze", "/admin/placement/cancel"),
     *("/admin/engines/x/drain", "/admin/engines/x/resume"),
 )

@@ -12,6 +12,7 @@ from moestro.core.hashing import HASH_BYTES
 from moestro.core.load_figures import LoadFigures
 from moestro.core.rng import Draws
 from moestro.errors import NoEngineError, QueueFullError, RequestError
+from moestro.routing.peer_flights import PeerRequest
 from moestro.routing.record.decision_record import PolicyText, RecordedRouter, encode_entry
 from moestro.routing.record.replay import replay
 from moestro.routing.registry import ROUTE_POLICIES
@@ -57,6 +58,7 @@ class History:
         self.router, self.rng, self.now_ns = router, random.Random(seed), 0
         self.up: dict[int, bool] = {}
         self.flights: dict[str, int] = {}
+        self.elsewhere: dict[str, int] = {}
         self.num_refused = 0
         for _ in range(5):
             self.add_engine()
@@ -90,13 +92,37 @@ class History:
     def step(self, number: int) -> None:
         rng = self.rng
         self.now_ns += rng.choice([0, MS, 50 * MS, 7000 * MS])
-        kinds = [self.add_or_end, self.hear_figures, self.hear_events, self.change_engine]
-        (kind,) = rng.choices(kinds, [75, 15, 12, 6])
+        kinds = [self.add_or_end, self.hear_figures, self.hear_events, self.change_engine, self.hear_peer]
+        (kind,) = rng.choices(kinds, [75, 15, 12, 6, 20])
         kind(number, rng.choice(list(self.up)))
-        on = [list(self.flights.values()).count(each) for each in range(self.router.num_engines)]
-        assert self.router.table.num_in_flight.tolist() == on
+        rows = range(self.router.num_engines)
+        own, others = ([list(each.values()).count(row) for row in rows] for each in (self.flights, self.elsewhere))
+        assert self.router.table.num_in_flight.tolist() == [sum(both) for both in zip(own, others, strict=True)]
+        assert [self.router.num_in_flight_on(row) for row in rows] == own
         assert (self.router.table.prefill_tokens >= 0).all()
         assert (self.router.table.num_unseen >= 0).all()
+        assert (self.router.table.num_unseen <= self.router.table.num_in_flight).all()
+
+    def hear_peer(self, number: int, engine: int) -> None:
+        """A request of another router begins, gets its first token or ends; each may be repeated."""
+        rng, router = self.rng, self.router
+        what = rng.random()
+        if what < 0.5 or not self.elsewhere:
+            prompt_ = prompt(rng, f"p{number}")
+            num_tokens = prompt_.num_prompt_tokens
+            age_ns = rng.choice([-MS, 0, MS, 100 * MS])
+            peers = PeerRequest(self.now_ns - age_ns, num_tokens, rng.randrange(num_tokens), prompt_.block_hashes, "s1")
+            for _ in range(rng.choice([1, 2])):
+                router.began_elsewhere(f"peer/1/{number}", engine, peers, self.now_ns)
+            self.elsewhere[f"peer/1/{number}"] = engine
+            return
+        key = rng.choice(list(self.elsewhere))
+        if what < 0.7:
+            router.first_token_elsewhere(key, self.now_ns)
+        else:
+            del self.elsewhere[key]
+            for _ in range(rng.choice([1, 2])):
+                router.ended_elsewhere(key, self.now_ns)
 
     def add_or_end(self, number: int, engine: int) -> None:
         what = self.rng.random()
@@ -119,8 +145,6 @@ class History:
         what = self.rng.random()
         if what < 0.2:
             self.router.sent_elsewhere(engine, blocks, self.now_ns)
-        elif what < 0.25:
-            self.router.forget_elsewhere(engine)
         elif what < 0.6:
             self.router.kv_stored(engine, blocks, self.now_ns)
         elif what < 0.75:
@@ -141,6 +165,7 @@ class History:
             for name in [name for name, at in self.flights.items() if at == engine]:
                 del self.flights[name]
                 router.ended(name, self.now_ns)
+            self.elsewhere = {key: at for key, at in self.elsewhere.items() if at != engine}
             del self.up[engine]
             self.add_engine()
 

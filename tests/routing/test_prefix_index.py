@@ -40,15 +40,15 @@ class Engine:
     """The same books of one engine, as plainly as they can be kept."""
 
     def __init__(self) -> None:
-        self.history: list[tuple[tuple[bytes, ...], bool]] = []
+        self.history: list[tuple[bytes, ...]] = []
         self.pending: list[tuple[bytes, ...]] = []
         self.reported: set[bytes] = set()
         self.hosted: set[bytes] = set()
         self.is_complete = self.is_exact = self.is_capacity_known = False
         self.capacity = math.inf
 
-    def sent(self, blocks, *, is_ours=True):
-        self.history.append((blocks, is_ours))
+    def sent(self, blocks):
+        self.history.append(blocks)
         self.keep(self.capacity)
 
     def keep(self, capacity):
@@ -57,7 +57,7 @@ class Engine:
 
     @property
     def num_blocks(self) -> int:
-        return len({each for prompt, _ in self.history for each in prompt})
+        return len({each for prompt in self.history for each in prompt})
 
     def surprised(self, num_blocks):
         if self.is_capacity_known or self.is_exact:
@@ -67,9 +67,6 @@ class Engine:
             self.keep(self.capacity)
         else:
             self.capacity += num_blocks
-
-    def forget_elsewhere(self):
-        self.history = [each for each in self.history if each[1]]
 
     def lost_track(self):
         self.reported, self.hosted = set(), set()
@@ -87,7 +84,7 @@ class Engine:
         self.is_complete = True
 
     def match(self, blocks) -> int:
-        prompts = self.pending if self.is_exact else [prompt for prompt, _ in self.history]
+        prompts = self.pending if self.is_exact else self.history
         held = self.reported.union(*prompts)
         return [*(each in held for each in blocks), False].index(False)
 
@@ -112,7 +109,6 @@ def test_law_random_histories_equal_sets(num_engines):  # noqa: C901  # one bran
     deeds = {
         "sent": 30,
         "elsewhere": 10,
-        "forget_elsewhere": 2,
         "reported": 40,
         "hosted": 20,
         "removed": 15,
@@ -130,10 +126,10 @@ def test_law_random_histories_equal_sets(num_engines):  # noqa: C901  # one bran
         plain = oracle[engine]
         (deed,) = rng.choices(list(deeds), list(deeds.values()))
         if deed in ("sent", "elsewhere"):
-            is_ours = deed == "sent"
-            pending = ours.sent(engine, hashes, is_ours=is_ours)
-            plain.sent(split_hashes(hashes), is_ours=is_ours)
-            assert (pending is not None) == (plain.is_exact and is_ours)
+            is_in_flight = deed == "sent"
+            pending = ours.sent(engine, hashes, is_in_flight=is_in_flight)
+            plain.sent(split_hashes(hashes))
+            assert (pending is not None) == (plain.is_exact and is_in_flight)
             if pending is not None:
                 plain.pending.append(split_hashes(hashes))
                 in_flight.append((engine, pending, split_hashes(hashes)))

@@ -19,6 +19,7 @@ def route(
 
     * moestro route --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 needs no further flag.
     * moestro route --engine a=http://gpu1:8000 --engine b=http://gpu2:8000 names the engines a and b.
+    * moestro route --engine http://10.0.0.1:8000 --workers 4 uses four cores.
     * moestro route --engine http://10.0.0.1:8000 --ext-proc 9002 also picks engines for Envoy and its gateways.
     * moestro explain REQUEST_ID shows the routing decision of a request.
     """
@@ -42,6 +43,11 @@ def route(
         reading = tokenized_prompt_reader(locate_tokenizer(routing.tokenizer), routing.block_size)
     if flags.tracing.otlp_traces_endpoint is not None:
         require_extra("otel", "--otlp-traces-endpoint")
+    if flags.front.workers > 1:
+        from moestro.gateway.workers.processes import route_with_workers
+
+        route_with_workers(flags, reading)
+        return
     if flags.picker.ext_proc is None:
         run(flags, reading)
         return

@@ -10,7 +10,6 @@ from aiohttp import web
 from moestro.errors import ConfigError, RequestError, shown
 from moestro.gateway.engines.engine_admin import EngineAdmin
 from moestro.gateway.engines.fleet import RoutedEngine
-from moestro.gateway.kv.index_transfer import MAX_INDEX_BYTES, IndexTransfer
 from moestro.gateway.settings import AdminSettings, EngineUrl, is_loopback
 from moestro.routing.record.decision_log import DecisionLog
 from moestro.web.access.control import Access
@@ -56,7 +55,7 @@ class Admin:
     async def runner(self, settings: AdminSettings, faults: Faults) -> web.AppRunner:
         """Return an aiohttp runner of the admin plane, set up to serve."""
         access = Access.of([settings.admin_api_key] if settings.admin_api_key else [])
-        middleware = HttpMiddleware(access, Refusals(), MAX_INDEX_BYTES, faults)
+        middleware = HttpMiddleware(access, Refusals(), _MAX_BODY_BYTES, faults)
         return await middleware.runner(self._app(settings), shutdown_timeout=RESPONSE_FLUSH_S)
 
     def _app(self, settings: AdminSettings) -> web.Application:
@@ -74,7 +73,6 @@ class Admin:
                 web.get("/admin/explain/{request_id}", self.explain),
                 web.get("/admin/decisions", self.decisions),
                 *page_routes("route", "operators", lambda _: self._statistics()),  # a router knows no experts
-                *IndexTransfer(self._engine_admin.fleet, self._engine_admin.reading).routes(),
             ]
         )
         return app

@@ -34,6 +34,8 @@ from moestro.gateway.kv.kv_sources import KvSources
 from moestro.gateway.kv.kv_watch import KvEventsWatch
 from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.metrics import Counts
+from moestro.gateway.peers.exchange import PeerExchange
+from moestro.gateway.peers.figures import PeerCollector
 from moestro.gateway.proxy import Proxy
 from moestro.gateway.request_queue import RequestQueue, RequestQueueRules
 from moestro.gateway.resume.resumption import Resumption
@@ -73,6 +75,7 @@ class RouterApp:
         kv_events: Follows the engines' caches; None means that no engine publishes KV events.
         front_limits: Limits of the clients' port.
         discovery: Follows the lists of engines.
+        peers: Exchanges requests with other routers; None means that there is none.
     """
 
     shared: ExchangeContext
@@ -86,10 +89,15 @@ class RouterApp:
     kv_events: KvEventsWatch | None
     front_limits: FrontLimits
     discovery: Discovery
+    peers: PeerExchange | None = None
 
 
 def assemble(
-    settings: RouteSettings, prompt_reader: PromptReader, faults: Faults, sink: SpanSink | None = None
+    settings: RouteSettings,
+    prompt_reader: PromptReader,
+    faults: Faults,
+    sink: SpanSink | None = None,
+    peer_name: str | None = None,
 ) -> RouterApp:
     """Make the parts of a router without starting any of them.
 
@@ -97,6 +105,7 @@ def assemble(
         prompt_reader: Makes the hashes of a prompt's blocks.
         faults: Faults of the process's connections, for its metrics.
         sink: Receives the spans of requests; None means no traces.
+        peer_name: Name of this router among others; None means that it has no peers.
 
     Raises:
         ConfigError: The settings contradict each other or name unusable resources.
@@ -104,13 +113,11 @@ def assemble(
     front = settings.front
     record, key_id = _record(settings.record)
     router = _router(settings, prompt_reader, record, key_id)
-    # The picker names the next best engines too.
-    router.keeps_candidates = record is not None or settings.record.remember > 0 or settings.picker.ext_proc is not None
+    is_picker = settings.picker.ext_proc is not None
+    router.keeps_candidates = record is not None or settings.record.remember > 0 or is_picker  # it names the next best
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings), time.monotonic_ns)
     counts = Counts()
-    policy = settings.policy.route_score or settings.policy.route_policy
-    write = record.write if record else None
-    decision_log = DecisionLog(policy, settings.record.remember, lambda: fleet.names, write, read_clocks)
+    decision_log = _decision_log(settings, fleet, record)
     access = Access.of(front.api_key, settings.access)
     queue = _request_queue(settings, fleet)
     shared = ExchangeContext(
@@ -124,14 +131,16 @@ def assemble(
         faults=faults,
         resumption=Resumption(fleet.models.context_of) if settings.reliability.resume_streams else None,
         queue=queue,
-        traces=None if sink is None else RouterTraces(sink, fleet, policy, _fresh_ns(settings.engines)),
+        traces=None if sink is None else RouterTraces(sink, fleet, _policy_text(settings), _fresh_ns(settings.engines)),
     )
     collectors, watchers, kv_events = _observers(settings, fleet, queue)
     watch = _watch(settings.engines, fleet, queue, watchers)
     engine_admin = _engine_admin(settings, fleet, watch, _withheld(access, sink), prompt_reader.words)
     discovery = Discovery(_sources(settings.discovery), engine_admin.listed, engine_admin.tick)
+    peers = _peers(settings, fleet, peer_name, prompt_reader.words, decision_log)
+    collectors += [] if peers is None else [PeerCollector(peers)]
     exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors, discovery)
-    statistics = FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=_fresh_ns(settings.engines))
+    statistics = _statistics(settings, fleet, counts)
     routes = Routes(front.open_path)
     answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
     admission = Admission(fleet, shared.active, prompt_reader, access, routes, answers)
@@ -147,6 +156,7 @@ def assemble(
         kv_events=kv_events,
         front_limits=FrontLimits(front.max_connections, settings.access.max_connections_per_address),
         discovery=discovery,
+        peers=peers,
     )
 
 
@@ -170,6 +180,30 @@ def _sources(settings: DiscoverySettings) -> list[EngineSource]:
     if settings.service_discovery:
         sources.append(Kubernetes(settings))
     return sources
+
+
+def _policy_text(settings: RouteSettings) -> str:
+    return settings.policy.route_score or settings.policy.route_policy
+
+
+def _decision_log(settings: RouteSettings, fleet: Fleet, record: RecordFile[Entry] | None) -> DecisionLog:
+    write = record.write if record else None
+    return DecisionLog(_policy_text(settings), settings.record.remember, lambda: fleet.names, write, read_clocks)
+
+
+def _statistics(settings: RouteSettings, fleet: Fleet, counts: Counts) -> FleetStatistics:
+    policy, fresh_ns = _policy_text(settings), _fresh_ns(settings.engines)
+    return FleetStatistics(fleet=fleet, counts=counts, policy=policy, fresh_ns=fresh_ns)
+
+
+def _peers(
+    settings: RouteSettings, fleet: Fleet, name: str | None, reading: str, decision_log: DecisionLog
+) -> PeerExchange | None:
+    if name is None:
+        return None
+    peers = PeerExchange(settings.peers, fleet, name, reading)
+    decision_log.peer_ages_s = peers.ages_s
+    return peers
 
 
 def _watch(engines: EngineSettings, fleet: Fleet, queue: RequestQueue | None, of_engines: list[EngineWatcher]) -> Watch:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import socket
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from moestro.config.idle_flags import warn_of_idle_flags
@@ -31,7 +32,7 @@ from moestro.web.ports.connections import (
     warn_if_open,
 )
 from moestro.web.ports.faults import Faults, Port
-from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, wait_until
+from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, stop_with, wait_until
 from moestro.web.ports.startup import process_age_s
 from moestro.web.ports.tls import ServerTls
 from moestro.web.statline import log_forever
@@ -49,21 +50,38 @@ class OpenPort(Protocol):
     url: str
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """What a worker process of a router has from the process that started it.
+
+    Attributes:
+        lifeline: end of a pipe, which is closed when the starting process is gone.
+    """
+
+    lifeline: int
+
+
 PortOpener = Callable[[RouterApp, RouteSettings], contextlib.AbstractAsyncContextManager[OpenPort]]
 
 
-def route(settings: RouteSettings, prompt_reader: PromptReader, open_picker: PortOpener | None = None) -> None:
+def route(
+    settings: RouteSettings,
+    prompt_reader: PromptReader,
+    open_picker: PortOpener | None = None,
+    worker: WorkerPlace | None = None,
+) -> None:
     """Run the router until SIGTERM or SIGINT. A second signal does not wait for running requests.
 
     Args:
         prompt_reader: Makes the hashes of a prompt's blocks.
         open_picker: Opens the endpoint picker's port, whose libraries are an extra; None means no picker.
+        worker: Place of this process among several that share their ports; None means that it is the only one.
 
     Raises:
         ConfigError: The settings contradict each other or name unusable resources; the message says what to do.
     """
     run_server(
-        lambda lifecycle: _RouteServer(settings, prompt_reader, lifecycle, open_picker).run(),
+        lambda lifecycle: _RouteServer(settings, prompt_reader, lifecycle, open_picker, worker).run(),
         log_level=settings.front.log_level,
         shutdown_timeout_s=settings.front.shutdown_timeout,
     )
@@ -78,16 +96,22 @@ class _RouteServer:
         prompt_reader: PromptReader,
         lifecycle: Lifecycle,
         open_picker: PortOpener | None,
+        worker: WorkerPlace | None,
     ) -> None:
         self._settings = settings
         self._prompt_reader = prompt_reader
         self._lifecycle = lifecycle
         self._open_picker = open_picker
+        self._worker = worker
         self._tls = ServerTls.of(settings.tls)
 
     async def run(self) -> None:
-        warn_of_idle_flags(self._settings, ROUTE_NEEDS)
+        if self._worker is None:
+            warn_of_idle_flags(self._settings, ROUTE_NEEDS)
+        else:
+            stop_with(self._worker.lifeline)
         self._settings.check_has_engines()
+        is_shared = self._worker is not None
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
         # Each client may need a connection to an engine.
         num_engines = max(len(urls), _MANY_ENGINES if self._settings.discovery.is_on else 0)
@@ -95,18 +119,32 @@ class _RouteServer:
             2 * files_of_port(front.max_connections) + files_of_port(MAX_OPERATOR_CONNECTIONS), num_engines
         )
         async with contextlib.AsyncExitStack() as stack:
-            listener = stack.enter_context(bound_socket(front.host, front.port))
+            listener = stack.enter_context(bound_socket(front.host, front.port, is_shared=is_shared))
             admin_listener = stack.enter_context(
-                bound_socket(admin.admin_host, admin.admin_port, "--admin-host or --admin-port")
+                bound_socket(admin.admin_host, admin.admin_port, "--admin-host or --admin-port", is_shared=is_shared)
             )
+            peer_listener = stack.enter_context(self._peer_socket())
             sink = await stack.enter_async_context(open_sink(self._settings.tracing, "moestro-route"))
-            app = assemble(self._settings, self._prompt_reader, self._lifecycle.faults, sink)
+            faults, peer_name = self._lifecycle.faults, _peer_name(peer_listener)
+            app = assemble(self._settings, self._prompt_reader, faults, sink, peer_name)
             app.statistics.clients_port = listener.getsockname()[1]
             app.statistics.operators_port = admin_listener.getsockname()[1]
-            async with _running(app, urls), _admin_plane(app, admin_listener, self._settings, self._lifecycle.faults):
+            async with (
+                _running(app, urls),
+                _admin_plane(app, admin_listener, self._settings, self._lifecycle.faults),
+                _peers(app, peer_listener),
+            ):
                 await _first_look(app)
                 async with self._picker(app) as picker_url:
                     await self._serve(app, listener, admin_listener, picker_url)
+
+    def _peer_socket(self) -> contextlib.AbstractContextManager[socket.socket | None]:
+        """Return the bound socket for other routers; None if there are none."""
+        peers = self._settings.peers
+        if not peers.has_peers:
+            return contextlib.nullcontext()
+        is_shared = self._worker is not None
+        return bound_socket(peers.peer_host, peers.peer_port, "--peer-host or --peer-port", is_shared=is_shared)
 
     @contextlib.asynccontextmanager
     async def _picker(self, app: RouterApp) -> AsyncIterator[str]:
@@ -125,7 +163,8 @@ class _RouteServer:
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
         self._lifecycle.is_serving = True
-        self._announce(app, listener, admin_listener, picker_url)
+        if self._worker is None:
+            self._announce(app, listener, admin_listener, picker_url)
         try:
             await self._lifecycle.stop_requested.wait()
             app.admission.is_draining = app.clients.is_closing = True
@@ -153,6 +192,7 @@ class _RouteServer:
             needs_key=needs_key,
             seconds=process_age_s(),
             picker_url=picker_url,
+            peers=self._settings.peers.peer,
         )
         print_banner(route_banner(summary))
 
@@ -195,6 +235,21 @@ async def _admin_plane(
     finally:
         server.close()
         await runner.cleanup()
+
+
+def _peer_name(listener: socket.socket | None) -> str | None:
+    """Return the name of this router among others: its host and the port for them."""
+    return None if listener is None else f"{socket.gethostname()}:{listener.getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def _peers(app: RouterApp, listener: socket.socket | None) -> AsyncIterator[None]:
+    """Exchange requests with other routers inside the block."""
+    if app.peers is None or listener is None:
+        yield
+        return
+    async with app.peers.running(listener):
+        yield
 
 
 async def _end_requests(app: RouterApp) -> None:

@@ -19,6 +19,7 @@ from moestro.gateway.clients.paths import can_be_opened
 from moestro.gateway.discovery.settings import DiscoverySettings
 from moestro.gateway.engines.traits import ANY_TRAITS, EngineTraits
 from moestro.gateway.kv.kv_sources import KvSources
+from moestro.gateway.peers.settings import RouterPeerSettings
 from moestro.gateway.picker.settings import PickerSettings
 from moestro.gateway.queue_settings import QueueSettings
 from moestro.routing.scrape import MAX_RANKS
@@ -30,6 +31,7 @@ from moestro.web.tracing.tracing_settings import TracingSettings
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,253}")  # as long as the name of a pod
 
 _AUTO = "auto"
+MAX_WORKERS = 64
 _FAILURE_STATUSES = range(400, 600)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -300,6 +302,11 @@ class FrontSettings(CheckedSettings):
         "Accepted client keys, sent as a bearer token or in x-api-key. If unset, the router asks for no key and"
         " passes on the client's."
     )
+    workers: Annotated[int, between(1, MAX_WORKERS), Parameter(group=_SERVER)] = 1
+    (
+        "Processes that share the port; each routes as a router of its own, and they exchange their requests like"
+        " --peer. The limits of requests and connections by key and address are those of each process."
+    )
     open_path: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
     "Other paths that the router forwards to an engine, such as /my_api, or /my_api/* for all paths below it."
     route_headers: Annotated[bool, Parameter(group=_SERVER)] = True
@@ -382,6 +389,7 @@ class RouteSettings:
     tls: TlsSettings = field(default_factory=TlsSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
     picker: PickerSettings = field(default_factory=PickerSettings)
+    peers: RouterPeerSettings = field(default_factory=RouterPeerSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
 
@@ -394,6 +402,8 @@ class RouteSettings:
                 url.check_is_endpoint()
             if self.engines.num_ranks != 1:
                 raise ConfigError("--ext-proc names addresses, not ranks: leave --dp-ranks out")
+            if self.front.workers > 1:
+                raise ConfigError("--ext-proc has one process: leave --workers out, and start routers with --peer")
         if self.queue.has_queue and not self.engines.metrics_interval:
             raise ConfigError("--queue-policy reads the engines' /metrics: set --metrics-interval above 0")
 
@@ -422,6 +432,7 @@ ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
         lambda settings: settings.picker.ext_proc is not None,
         ("ext_proc_host", "ext_proc_ssl_certfile", "ext_proc_ssl_keyfile", "ext_proc_ssl_ca_certs"),
     ),
+    Need("needs --peer", lambda settings: settings.peers.has_peers, ("peer_host", "peer_port", "peer_key")),
     Need(
         "needs --queue-policy",
         lambda settings: settings.queue.has_queue,

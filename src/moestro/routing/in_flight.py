@@ -146,6 +146,14 @@ class InFlight:
         flight = self._by_id.get(request_id)
         return None if flight is None else flight.engine
 
+    def num_on(self, engine: int) -> int:
+        """Return the number of requests on one engine."""
+        return len(self._rows[engine].flights)
+
+    def departed(self, engine: int, submit_ns: int, now_ns: int) -> None:
+        """Record the end of another router's request, which the engine's next report may still include."""
+        self._rows[engine].departed.append((now_ns, submit_ns))
+
     def of_engine(self, engine: int) -> tuple[str, ...]:
         """Return the ids of the requests on one engine, in sending order."""
         return tuple(self._rows[engine].flights)
@@ -165,11 +173,14 @@ class InFlight:
         self._columns.num_unseen[engine] = self._columns.num_foreign[engine] = 0
         self._columns.reported_prefill_tokens[engine] = math.inf
 
-    def recount_requests(self, engine: int, num_reported: int, as_of_ns: int) -> None:
+    def recount_requests(self, engine: int, num_reported: int, as_of_ns: int, of_peers: tuple[int, int]) -> None:
         """Recount unseen and foreign requests after an engine reported `num_reported` requests.
 
-        Unseen requests of this router were sent after the report; foreign requests belong to other routers. A request
-        of this router that was on its way counts as seen, so that it is never taken for a foreign one.
+        Unseen requests of this router and its peers were sent after the report; foreign requests belong to routers that
+        are no peers. A request that was on its way counts as seen, so that it is never taken for a foreign one.
+
+        Args:
+            of_peers: number of the peers' requests that the report includes, and of those that it does not.
         """
         row = self._rows[engine]
         row.seen = row.serial_at(as_of_ns, row.seen)
@@ -179,17 +190,22 @@ class InFlight:
                 break
             unseen += 1
         gone_since = sum(submit_ns <= as_of_ns < ended_ns for ended_ns, submit_ns in row.departed)
-        mine = len(row.flights) - unseen + gone_since
-        self._columns.num_unseen[engine] = unseen
+        num_seen_of_peers, num_unseen_of_peers = of_peers
+        mine = len(row.flights) - unseen + gone_since + num_seen_of_peers
+        self._columns.num_unseen[engine] = unseen + num_unseen_of_peers
         self._columns.num_foreign[engine] = max(0, num_reported - mine)
         while row.departed and row.departed[0][0] <= as_of_ns:
             row.departed.popleft()
 
-    def recount_prefill(self, engine: int, num_reported: int, as_of_ns: int) -> None:
-        """Add the unseen requests' prompt tokens to the `num_reported` tokens that an engine has yet to compute."""
+    def recount_prefill(self, engine: int, num_reported: int, as_of_ns: int, of_peers: int) -> None:
+        """Add the unseen requests' prompt tokens to the `num_reported` tokens that an engine has yet to compute.
+
+        Args:
+            of_peers: prompt tokens of the peers' unseen requests.
+        """
         row = self._rows[engine]
         row.seen_prefill = row.serial_at(as_of_ns, row.seen_prefill)
-        tokens = num_reported
+        tokens = num_reported + of_peers
         for flight in reversed(row.flights.values()):
             if flight.serial <= row.seen_prefill:
                 break

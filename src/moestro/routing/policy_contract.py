@@ -106,7 +106,17 @@ class EngineLost(msgspec.Struct, frozen=True, tag=True):
     now_ns: int
 
 
-RouteEvent = Routed | FirstToken | Ended | EngineLost
+class RoutedElsewhere(msgspec.Struct, frozen=True, tag=True):
+    """Event: another router sent a request to an engine."""
+
+    engine: int
+    num_new_tokens: int  # prompt tokens that the engine was expected to compute
+    session_id: str | None
+    user: str | None
+    now_ns: int
+
+
+RouteEvent = Routed | FirstToken | Ended | EngineLost | RoutedElsewhere
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from moestro.routing.columns import EngineColumns
 from moestro.routing.engine_speeds import EngineSpeeds, ServedAnswer
 from moestro.routing.in_flight import Flight, InFlight
 from moestro.routing.kv.prefix_index import PrefixIndex
+from moestro.routing.peer_flights import PeerFlight, PeerFlights, PeerRequest
 from moestro.routing.policy_contract import (
     Choice,
     Ended,
@@ -26,6 +28,7 @@ from moestro.routing.policy_contract import (
     FirstToken,
     Needs,
     Routed,
+    RoutedElsewhere,
     RoutePolicy,
     RouteView,
 )
@@ -57,6 +60,19 @@ class RouteDecision(msgspec.Struct, frozen=True, eq=False, gc=False):
     host_tokens: int = 0
 
 
+class RequestObserver(Protocol):
+    """Notes the router's own requests, for other routers."""
+
+    def began(self, request: Request, flight: Flight) -> None:
+        """Note a request that is sent now."""
+
+    def first_token(self, request_id: str) -> None:
+        """Note a computed prompt."""
+
+    def ended(self, request_id: str) -> None:
+        """Note the end of a request."""
+
+
 class Router:
     """Chooses an engine for each request and counts what is in flight on each.
 
@@ -66,9 +82,10 @@ class Router:
 
     Attributes:
         keeps_candidates: whether decisions include their candidates. Callers may set it at any time.
+        journal: notes this router's requests; None means that no other router is to know them.
 
     Invariants: requests go to routable engines only. `num_in_flight[e]` is the number of requests submitted to `e`
-    and not yet `ended`. `now_ns` never decreases from call to call.
+    and not yet `ended`, here and elsewhere. `now_ns` never decreases from call to call.
     """
 
     def __init__(self, policy: RoutePolicy, settings: RouterSettings = DEFAULT_SETTINGS) -> None:
@@ -78,6 +95,8 @@ class Router:
         self.keeps_candidates = False
         self._columns = EngineColumns()
         self._flights = InFlight(self._columns)
+        self._elsewhere = PeerFlights(self._columns)
+        self.journal: RequestObserver | None = None
         self._index = PrefixIndex(settings.index_bytes)
         self._speeds = EngineSpeeds(self._columns) if policy.needs.speeds else None
         self._pending_reports: list[FiguresReport] = []  # not taken in yet, in order
@@ -104,6 +123,8 @@ class Router:
     def remove_engine(self, engine: int, now_ns: int) -> None:
         """Remove `engine`. Its requests in flight still need `ended`, after which its number can be reused."""
         self._set_routable(engine, routable=False)
+        for key in self._elsewhere.keys_on(engine):
+            self._end_elsewhere(key, now_ns)
         self._forget(engine, now_ns)
         self._removed.add(engine)
         self._absent.add(engine)
@@ -153,6 +174,8 @@ class Router:
         self._flights.add(request.request_id, flight)
         if self._policy.needs.hits:
             flight.pending = self._index.sent(engine, request.block_hashes)
+        if self.journal is not None:
+            self.journal.began(request, flight)
         if self._observes:
             self._policy.observe(Routed(request, engine, hit_tokens, choice.detail, now_ns))
         return RouteDecision(engine, choice.score, choice.reason, hit_tokens, candidates, host_tokens)
@@ -198,6 +221,8 @@ class Router:
             return
         if self._speeds is not None and flight.timing is not None:
             self._speeds.first_token(flight.engine, flight.timing, now_ns)
+        if self.journal is not None:
+            self.journal.first_token(request_id)
         if self._observes:
             self._policy.observe(FirstToken(request_id, flight.engine, now_ns))
 
@@ -221,6 +246,8 @@ class Router:
             self._take_reports()
         is_computed = self._policy.needs.hits and self._flights.is_computed(request_id)
         flight = self._flights.ended(request_id, now_ns)
+        if self.journal is not None:
+            self.journal.ended(request_id)
         if cached_share is not None and self._policy.needs.hits:
             self._learn(flight, cached_share)
         if self._speeds is not None:
@@ -232,17 +259,56 @@ class Router:
         if self._removed:
             self._release(flight.engine)
 
+    # --- requests of other routers
+
+    def began_elsewhere(self, key: str, engine: int, request: PeerRequest, now_ns: int) -> None:
+        """Count a request that another router has sent to `engine`. A repeated key has no effect.
+
+        Args:
+            key: name of the request among those of all routers.
+        """
+        if engine in self._absent or key in self._elsewhere:
+            return
+        if self._pending_reports:
+            self._take_reports()
+        flight = PeerFlight(
+            engine, min(request.submit_ns, now_ns), request.num_known_tokens, request.num_prefill_tokens
+        )
+        self._elsewhere.add(key, flight)
+        if self._policy.needs.hits:
+            flight.pending = self._index.sent(engine, request.block_hashes)
+        if self._observes:
+            num_new, session_id, user = request.num_prefill_tokens, request.session_id, request.user
+            self._policy.observe(RoutedElsewhere(engine, num_new, session_id, user, now_ns))
+
+    def first_token_elsewhere(self, key: str, now_ns: int) -> None:
+        """Record the computed prompt of another router's request. Unknown and repeated keys have no effect."""
+        if self._pending_reports:
+            self._take_reports()
+        self._elsewhere.first_token(key)
+
+    def ended_elsewhere(self, key: str, now_ns: int) -> None:
+        """Record the end of another router's request. Unknown keys have no effect."""
+        if self._pending_reports:
+            self._take_reports()
+        self._end_elsewhere(key, now_ns)
+
+    def counts_elsewhere(self, key: str) -> bool:
+        """Return whether a request of another router is counted on an engine."""
+        return key in self._elsewhere
+
+    def num_elsewhere_on(self, engine: int) -> int:
+        """Return the number of other routers' requests on one engine."""
+        return self._elsewhere.num_on(engine)
+
     def sent_elsewhere(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """Record a prompt that another router sent to `engine`, whose cache is then expected to hold its blocks.
+        """Record a prompt that another router sent to `engine` earlier, whose cache may hold its blocks.
 
         Args:
             hashes: packed block hashes, in prompt order.
         """
-        self._index.sent(engine, hashes, is_ours=False)
-
-    def forget_elsewhere(self, engine: int) -> None:
-        """Discard the records of `sent_elsewhere` for `engine`, before the caller sends them again."""
-        self._index.forget_elsewhere(engine)
+        if engine not in self._absent and self._policy.needs.hits:
+            self._index.sent(engine, hashes, is_in_flight=False)
 
     def lacks_kv_events(self, engine: int) -> bool:
         """Return whether the cache of `engine` is only predicted although prompts were sent there."""
@@ -290,10 +356,12 @@ class Router:
         if "num_waiting" in taken and "num_running" in taken:
             assert figures.num_waiting is not None
             assert figures.num_running is not None
-            self._flights.recount_requests(engine, figures.num_waiting + figures.num_running, as_of_ns)
+            of_peers = self._elsewhere.recount_requests(engine, as_of_ns)
+            self._flights.recount_requests(engine, figures.num_waiting + figures.num_running, as_of_ns, of_peers)
         if "queued_prefill_tokens" in taken:
             assert figures.queued_prefill_tokens is not None
-            self._flights.recount_prefill(engine, figures.queued_prefill_tokens, as_of_ns)
+            tokens_of_peers = self._elsewhere.recount_prefill(engine, as_of_ns)
+            self._flights.recount_prefill(engine, figures.queued_prefill_tokens, as_of_ns, tokens_of_peers)
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
         """Record that `engine` holds the blocks `hashes` (packed, 16 bytes each, in prompt order) on its device."""
@@ -367,12 +435,16 @@ class Router:
         return self._flights.waits_since_ns(engine)
 
     def num_in_flight_on(self, engine: int) -> int:
-        """Return the number of requests on one engine."""
+        """Return the number of this router's requests on one engine."""
+        return self._flights.num_on(engine)
+
+    def load_on(self, engine: int) -> int:
+        """Return the number of requests on one engine that this router and its peers have sent."""
         return int(self._columns.num_in_flight[engine])
 
     @property
     def num_in_flight(self) -> int:
-        """Number of requests on all engines."""
+        """Number of this router's requests on all engines."""
         return len(self._flights)
 
     @property
@@ -444,10 +516,19 @@ class Router:
         self._take_reports()
         self._columns.forget_figures(engine)
         self._flights.forget(engine)
+        self._elsewhere.forget(engine)
         self._index.forget(engine)
         if self._speeds is not None:
             self._speeds.forget(engine)
         self._policy.observe(EngineLost(engine, now_ns))
+
+    def _end_elsewhere(self, key: str, now_ns: int) -> None:
+        flight = self._elsewhere.ended(key)
+        if flight is None:
+            return
+        self._flights.departed(flight.engine, flight.submit_ns, now_ns)
+        if flight.pending is not None:
+            self._index.ended(flight.engine, flight.pending)
 
     def _decided(self, view: RouteView, choice: Choice, candidates: Candidates) -> None:
         """Hook for subclasses that record decisions, called before a decision with candidates changes any state."""

@@ -13,13 +13,13 @@ from moestro.core.work import Plan
 from moestro.engine.sequences import Sequence as EngineSequence
 from moestro.engine.step_output import StepOutput
 from moestro.errors import RequestError
-from moestro.routing.router import Router
+from moestro.routing.router import RouteDecision
 from moestro.sim.engine import Ranks
 from moestro.sim.figures.results import ANSWERED, Results
 from moestro.sim.groups.group import Seat
 from moestro.sim.load.arrivals import Arrivals, AtTimes
 from moestro.sim.router_queue import LOOK_NS, SimulatedQueue, WaitingJob
-from moestro.sim.signals import AT_ONCE, Signals, SignalSettings
+from moestro.sim.signals import AT_ONCE, ReportedRouter, Signals, SignalSettings
 from moestro.sim.world import ARRIVAL, FIRST_ARRIVAL, LOOK, STEP, World
 
 _BE = ServiceClass.BE  # to find the member of an enumeration costs more than to compare with it
@@ -34,6 +34,14 @@ class Workload(Protocol):
 
     def make(self, index: int, arrival_ns: int) -> tuple[Request, Script]:
         """Return one request and the script of its output tokens."""
+        ...
+
+
+class SubmittingRouter(ReportedRouter, Protocol):
+    """What a cluster needs of a router; `routing.router.Router` implements it."""
+
+    def submit(self, request: Request, now_ns: int, exclude: Collection[int] = ()) -> RouteDecision:
+        """Choose an engine and count the request there."""
         ...
 
 
@@ -74,7 +82,7 @@ class Cluster:
     def __init__(
         self,
         groups: Sequence[Ranks],
-        router: Router,
+        router: SubmittingRouter,
         signals: SignalSettings = AT_ONCE,
         on_arrival: Callable[[], None] | None = None,
         queue: SimulatedQueue | None = None,

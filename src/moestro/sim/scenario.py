@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.clock import NS_PER_MS
 from moestro.core.setting_checks import fields_of
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gate import PopularityGate
@@ -37,6 +38,7 @@ from moestro.sim.groups.staged import StagedRank
 from moestro.sim.load.arrivals import Arrivals
 from moestro.sim.load.workload_builder import describe, make_workload, workload_notes
 from moestro.sim.prices import Prices
+from moestro.sim.router_fleet import RouterFleet, RouterLinks
 from moestro.sim.router_queue import SimulatedQueue
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
 from moestro.sim.signals import AT_ONCE, SignalSettings
@@ -235,20 +237,37 @@ def _serve(
     policy: PolicySettings,
     on_arrival: OnArrival,
 ) -> Results:
-    router = Router(
-        make_route_policy(policy, route_inputs(scenario, policy)),
-        RouterSettings(block_size=bounds.block_size, seed=scenario.seed),
-    )
-    for number, group in enumerate(groups):
-        num_blocks, num_host = bounds.num_blocks, bounds.num_host_blocks
-        own = number if group.steps_together else None
-        spec = EngineSpec(num_blocks=num_blocks, num_host_blocks=num_host, group=own)
+    for group in groups:
         for seat in group.seats:
             seat.has_prompt_kv = scenario.engines.dummy_kv
-            router.set_routable(router.add_engine(spec), routable=True)
+
+    def make_router() -> Router:
+        router = Router(
+            make_route_policy(policy, route_inputs(scenario, policy)),
+            RouterSettings(block_size=bounds.block_size, seed=scenario.seed),
+        )
+        for number, group in enumerate(groups):
+            own = number if group.steps_together else None
+            spec = EngineSpec(num_blocks=bounds.num_blocks, num_host_blocks=bounds.num_host_blocks, group=own)
+            for _ in group.seats:
+                router.set_routable(router.add_engine(spec), routable=True)
+        return router
+
     signals = policy.signals or scenario.signals
-    cluster = Cluster(groups, router, signals, on_arrival, make_queue(policy, signals, router))
+    if policy.routers > 1:
+        cluster = Cluster(groups, _make_fleet(policy, make_router, scenario.seed), signals, on_arrival)
+    else:
+        router = make_router()
+        cluster = Cluster(groups, router, signals, on_arrival, make_queue(policy, signals, router))
     return cluster.run(scenario.workload, scenario.arrivals)
+
+
+def _make_fleet(policy: PolicySettings, make_router: Callable[[], Router], seed: int) -> RouterFleet:
+    if policy.queue_policy != NO_QUEUE:
+        raise ConfigError(f"{policy.title}: queue_policy needs one router, and routers is {policy.routers}")
+    delay_ms = policy.router_delay_ms
+    delay_ns = None if delay_ms is None else round(delay_ms * NS_PER_MS)
+    return RouterFleet(make_router, policy.routers, RouterLinks(delay_ns, policy.router_loss), seed)
 
 
 def make_queue(policy: PolicySettings, signals: SignalSettings, router: Router) -> SimulatedQueue | None:

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from moestro.core.setting_checks import CheckedSettings, above, at_least, check_settings, choices_of
+from moestro.core.setting_checks import CheckedSettings, above, at_least, between, check_settings, choices_of
 from moestro.cost.popularity import PopularityForm
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies
 from moestro.errors import ConfigError
@@ -94,6 +94,9 @@ class PolicySettings(PreemptionSettings, SchedulerPolicies, GroupModeSettings):
             that engines get every request at once.
         queue_waiting: requests that may wait in an engine before it is saturated.
         queue_kv_usage: fraction of its KV cache in use from which an engine is saturated.
+        routers: routers before the engines, to which requests go at random.
+        router_delay_ms: time of a message between two routers, ms; unset: routers exchange nothing.
+        router_loss: share of these messages that are lost.
     """
 
     PLACE: ClassVar[str | None] = "[[policies]] "
@@ -106,6 +109,9 @@ class PolicySettings(PreemptionSettings, SchedulerPolicies, GroupModeSettings):
     queue_policy: str = NO_QUEUE
     queue_waiting: Annotated[int, at_least(1)] = 4
     queue_kv_usage: Annotated[float, above(0, at_most=1)] = 0.95
+    routers: Annotated[int, between(1, 64)] = 1
+    router_delay_ms: Annotated[float | None, at_least(0)] = None
+    router_loss: Annotated[float, between(0, 0.9)] = 0.0
 
     def check_engines(self, engines: SimEngineSettings, group: GroupSettings | None) -> None:
         """Raise ConfigError if the mode needs other prices than those of `engines`, or another group of workers."""

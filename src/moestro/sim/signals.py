@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -20,7 +20,6 @@ from moestro.core.setting_checks import above, at_least, check_settings
 from moestro.core.work import Int32s
 from moestro.engine.block_pool import Place
 from moestro.errors import ConfigError
-from moestro.routing.router import Router
 from moestro.sim.engine import Ranks
 from moestro.sim.groups.group import Int64s
 
@@ -173,6 +172,38 @@ class _Voice:
         return moment.num_held + int((-(-missing // self._block_size)).sum())
 
 
+class ReportedRouter(Protocol):
+    """What a router receives from engines; `routing.router.Router` implements it."""
+
+    def first_token(self, request_id: str, now_ns: int) -> None:
+        """Record a computed prompt."""
+
+    def ended(
+        self,
+        request_id: str,
+        now_ns: int,
+        num_output_tokens: int | None = None,
+        cached_share: float | None = None,
+        host_share: float | None = None,
+    ) -> None:
+        """Record the end of a request."""
+
+    def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
+        """Take in figures of an engine."""
+
+    def kv_cleared(self, engine: int, now_ns: int) -> None:
+        """Record that an engine holds no block and reports all its blocks."""
+
+    def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """Record blocks that an engine holds."""
+
+    def kv_hosted(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """Record blocks that an engine holds in host memory alone."""
+
+    def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
+        """Record blocks that an engine holds no more."""
+
+
 class Signals:
     """Delivers to a router the signals that are due.
 
@@ -186,7 +217,7 @@ class Signals:
         reports_load: whether any channel reports load figures. Without one, `turned` and `cut` need not be called.
     """
 
-    def __init__(self, router: Router, engines: Sequence[tuple[Ranks, int]], settings: SignalSettings) -> None:
+    def __init__(self, router: ReportedRouter, engines: Sequence[tuple[Ranks, int]], settings: SignalSettings) -> None:
         self._router = router
         self._report_kv = {Place.DEVICE: router.kv_stored, Place.HOST: router.kv_hosted, Place.GONE: router.kv_removed}
         self.on_report: Callable[[int, LoadFigures], None] | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 from aiohttp import web
@@ -14,7 +15,9 @@ from moestro.web.statistics import LiveStatistics
 _DEFAULT_LIMIT, _MOST = 50, 1000
 
 
-def page_routes(program: Program, plane: Plane, read: Callable[[bool], LiveStatistics]) -> list[web.RouteDef]:
+def page_routes(
+    program: Program, plane: Plane, read: Callable[[bool], LiveStatistics | Awaitable[LiveStatistics]]
+) -> list[web.RouteDef]:
     """Return the routes of the page's files and of /statistics.
 
     Args:
@@ -35,7 +38,10 @@ def page_routes(program: Program, plane: Plane, read: Callable[[bool], LiveStati
         experts = http.query.get("experts", "false")
         if experts not in {"true", "false"}:
             raise HttpError(400, "experts must be true or false.", "bad_request")
-        return web.Response(body=msgspec.json.encode(read(experts == "true")), content_type="application/json")
+        found = read(experts == "true")
+        if inspect.isawaitable(found):
+            found = await found
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
     return [web.get("/", files), web.get("/page/{name}", files), web.get("/statistics", statistics)]
 

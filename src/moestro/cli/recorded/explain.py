@@ -128,6 +128,9 @@ def _attempt_lines(attempt: Attempt) -> Iterator[str | Table]:
         yield f"  and {attempt.num_candidates - len(attempt.candidates)} more with higher scores"
     for figure, engines in attempt.not_compared.items():
         yield f"  no engine was compared by {figure}, which {escape(', '.join(engines))} had not reported"
+    if attempt.peer_ages_s:
+        ages = ", ".join(f"{escape(name)} {age_s * 1e3:.0f} ms" for name, age_s in attempt.peer_ages_s.items())
+        yield f"  age of what was known of other routers: {ages}"
     if attempt.regret is not None:
         than = "more" if attempt.regret <= 0 else "less: the score alone did not decide"
         yield f"  the runner-up would have scored {abs(attempt.regret):,.6g} {than}"

@@ -70,6 +70,7 @@ class EngineAddress:
         models_due_s: Time on `time.monotonic` at which the server's models are read again.
         labels: Labels that the operator's list gives it.
         is_absent: Whether no list of engines has it any more.
+        check_requested: Set to have the server's health checked at once.
     """
 
     name: str
@@ -85,6 +86,7 @@ class EngineAddress:
     models_due_s: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
     is_absent: bool = False
+    check_requested: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def silence(self) -> Silence:
@@ -177,6 +179,7 @@ class Fleet:
         models: Models of each engine.
         pseudonym: Name of this router in Via. No client can guess it, so none can make the router refuse others.
         names: Names by row, including removed engines. Adding an engine replaces the tuple.
+        on_failure: Called with the row of an engine that no longer answers.
     """
 
     def __init__(self, router: Router, block_tokens: int, rules: HealthRules, now_ns: Callable[[], int]) -> None:
@@ -188,6 +191,8 @@ class Fleet:
         self._by_row: dict[int, RoutedEngine] = {}
         self._groups: dict[str, int] = {}  # Numbers in the router, by name.
         self.names: tuple[str, ...] = ()
+        self.on_failure: Callable[[int], None] = lambda row: None
+        self._rows: dict[str, int] = {}  # By URL.
         self._returning: set[int] = set()  # Rows in slow start or in doubt.
         self._suspected: set[int] = set()  # Rows that get requests only where no other engine can.
         self._pausing: set[int] = set()  # Rows that some clients leave alone for now.
@@ -279,6 +284,7 @@ class Fleet:
         health = Health(self._rules, self._now_ns(), address.life)
         engine = RoutedEngine(row=row, name=name, address=address, rank=rank, head=head, health=health, spec=spec)
         self._by_row[row] = engine
+        self._rows[engine.url] = row
         return engine
 
     def spec_of(self, engine: RoutedEngine) -> EngineSpec:
@@ -334,6 +340,7 @@ class Fleet:
 
     def _remove_engine(self, engine: RoutedEngine) -> None:
         del self._by_row[engine.row]
+        del self._rows[engine.url]
         self._returning.discard(engine.row)
         self._pausing.discard(engine.row)
         self._suspected.discard(engine.row)
@@ -343,6 +350,15 @@ class Fleet:
     def named(self, name: str) -> RoutedEngine | None:
         """Return the engine named `name`, or None for an unknown name."""
         return next((engine for engine in self._by_row.values() if engine.name == name), None)
+
+    def row_of(self, url: str) -> int | None:
+        """Return the row of the engine at `url` (`RoutedEngine.url`), or None for an unknown one."""
+        return self._rows.get(url)
+
+    def check_soon(self, row: int) -> None:
+        """Let the health of an engine be checked at once, because another router takes it for dead."""
+        if (engine := self._by_row.get(row)) is not None:
+            engine.address.check_requested.set()
 
     def address_named(self, name: str) -> EngineAddress | None:
         """Return the address named `name`, or None for an unknown name."""
@@ -457,7 +473,7 @@ class Fleet:
             left = calm
         settled = [row for row in left if row not in self._returning]
         if settled and len(settled) < len(left):
-            most = max(self.router.num_in_flight_on(row) for row in settled)
+            most = max(self.router.load_on(row) for row in settled)
             excluded += [row for row in left if row in self._returning and not self._has_share(row, most, now_ns)]
         return excluded
 
@@ -472,7 +488,7 @@ class Fleet:
     def _has_share(self, row: int, most: int, now_ns: int) -> bool:
         """Return whether an engine in slow start may get one more request; settled engines have at most `most`."""
         share = self._by_row[row].health.share(now_ns)
-        return self.router.num_in_flight_on(row) < max(1, math.ceil(share * most))
+        return self.router.load_on(row) < max(1, math.ceil(share * most))
 
     def _retry_after_s(self, now_ns: int) -> int:
         waits = [wait for engine in self._by_row.values() if (wait := engine.health.wait_ns(now_ns)) is not None]
@@ -490,6 +506,7 @@ class Fleet:
         logger.log(level, "engine %s is %s%s", engine.name, after, cause)
         if after in _CONDITIONS_OF_A_NEW_PROCESS and before not in _CONDITIONS_OF_A_NEW_PROCESS:
             self._forget(engine, now_ns)
+            self.on_failure(engine.row)
 
     def _forget(self, engine: RoutedEngine, now_ns: int) -> None:
         engine.num_forgotten += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -105,6 +106,13 @@ class Watch:
             await _cancel([task for each in tasks.values() for task in each])
 
 
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Return once `event` is set, or after `seconds`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
 class _ServerInfo(msgspec.Struct):
     dp_size: int = 0
 
@@ -126,14 +134,16 @@ class HealthWatch:
         async with asyncio.TaskGroup() as checks:
             while True:
                 pause_ns = self._next_check_ns(address) - time.monotonic_ns()
-                if pause_ns > 0:
-                    await asyncio.sleep(pause_ns * 1e-9)
+                is_requested = address.check_requested.is_set()
+                if pause_ns > 0 and not is_requested:
+                    await _wait(address.check_requested, pause_ns * 1e-9)
                 elif len(running) >= _MOST_CHECKS:
                     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 else:
                     sent_ns = time.monotonic_ns()
                     address.silence.checked(sent_ns)
-                    task = checks.create_task(self._check(address, sent_ns))
+                    address.check_requested.clear()
+                    task = checks.create_task(self._check(address, sent_ns, is_requested=is_requested))
                     running.add(task)
                     task.add_done_callback(running.discard)
 
@@ -143,7 +153,7 @@ class HealthWatch:
             return silence.next_check_ns
         return silence.checked_ns + int(self._rules.soon_s * 1e9)
 
-    async def _check(self, address: EngineAddress, sent_ns: int) -> None:
+    async def _check(self, address: EngineAddress, sent_ns: int, *, is_requested: bool) -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(self._rules.limit_s, loop.call_later, _READ_S, self._miss, address, sent_ns)
         passed = await self._passes(address)
@@ -154,6 +164,8 @@ class HealthWatch:
         now_ns = time.monotonic_ns()
         if passed:
             address.unreachable = ""
+        elif is_requested:  # One failure proves little, so the next check follows soon.
+            loop.call_later(self._rules.soon_s, address.check_requested.set)
         # Output of one rank excuses a failed check of the address, and so all its ranks.
         if passed or not any(engine.health.has_just_answered(now_ns) for engine in address.engines):
             for engine in address.engines:

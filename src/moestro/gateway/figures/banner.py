@@ -21,6 +21,8 @@ class RouteSummary:
         prompts: method of comparing prompts, in words.
         seconds: time since the start of the process, seconds.
         picker_url: address of the endpoint picker; empty without one.
+        peers: addresses of other routers.
+        num_workers: processes that share the port.
     """
 
     engines: Sequence[EngineView]
@@ -31,6 +33,8 @@ class RouteSummary:
     needs_key: bool
     seconds: float
     picker_url: str = ""
+    peers: Sequence[str] = ()
+    num_workers: int = 1
 
 
 def route_banner(summary: RouteSummary) -> Banner:
@@ -48,6 +52,10 @@ def route_banner(summary: RouteSummary) -> Banner:
     ]
     if summary.picker_url:
         rows.insert(-2, ("picker", f"{summary.picker_url} (Envoy's ext_proc)"))
+    if summary.num_workers > 1:
+        rows.insert(-2, ("workers", str(summary.num_workers)))
+    if summary.peers:
+        rows.insert(-2, ("peers", ", ".join(summary.peers[:_MAX_SHOWN])))
     return Banner(
         title=f"Moestro {__version__} route",
         rows=rows,

@@ -112,8 +112,8 @@ class RouteCollector(Collector):
 
 
 def imbalance(fleet: Fleet, engines: Iterable[RoutedEngine]) -> float:
-    """Return the maximum over the mean of requests in flight on engines in rotation; 1 without any request."""
-    loads = [fleet.router.num_in_flight_on(e.row) for e in engines if fleet.router.is_routable(e.row)]
+    """Return the maximum over the mean of all routers' requests on engines in rotation; 1 without any request."""
+    loads = [fleet.router.load_on(e.row) for e in engines if fleet.router.is_routable(e.row)]
     return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
 
 

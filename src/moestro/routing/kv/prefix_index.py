@@ -50,7 +50,7 @@ class _Engine:
 
     Attributes:
         reported: blocks that the engine reported, in order of their reports.
-        prompts: history, oldest first, as (last run, whether this router sent it).
+        prompts: history, oldest first, each prompt as its last run.
         capacity: size of the engine's cache in blocks, all tiers together.
         recent: the newest of `prompts`, as many as fit on the device; empty for an engine without host memory.
         num_device_blocks: size of the part of the cache that is on the device. None means all of it.
@@ -60,7 +60,7 @@ class _Engine:
     """
 
     reported: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    prompts: deque[tuple[BlockRun, bool]] = field(default_factory=deque)
+    prompts: deque[BlockRun] = field(default_factory=deque)
     capacity: int = _UNLIMITED
     recent: deque[BlockRun] = field(default_factory=deque)
     num_device_blocks: int | None = None
@@ -204,22 +204,22 @@ class PrefixIndex:
 
     # --- requests
 
-    def sent(self, engine: int, hashes: bytes, *, is_ours: bool = True) -> BlockRun | None:
+    def sent(self, engine: int, hashes: bytes, *, is_in_flight: bool = True) -> BlockRun | None:
         """Record that a prompt was sent to `engine`, which will hold its blocks.
 
         Args:
-            is_ours: whether this router sent the prompt and will call `ended`; False means another router did.
+            is_in_flight: whether the request runs and the caller will call `ended`; False means that it has ended.
 
         Returns:
             The handle to pass to `ended`; None means no call is needed.
         """
         last = self._history.add(engine, hashes)
         if last is not None:
-            self._engines[engine].prompts.append((last, is_ours))
+            self._engines[engine].prompts.append(last)
             self._keep_recent(engine, hashes)
             self._keep_capacity(engine)
             self._keep_share(engine)
-        return self._pending.add(engine, hashes) if is_ours and self._exact >> engine & 1 else None
+        return self._pending.add(engine, hashes) if is_in_flight and self._exact >> engine & 1 else None
 
     def ended(self, engine: int, pending: BlockRun, *, is_computed: bool = False) -> None:
         """Drop a pending prompt after its request ended: KV events report the blocks that remain.
@@ -316,19 +316,11 @@ class PrefixIndex:
             self._drop_oldest(engine)
         self._forget_recent(engine)
 
-    # --- index transfer
+    # --- history
 
     def prompts(self, engine: int) -> list[BlockRun]:
         """Return the history of `engine`: the last run of each prompt, oldest first."""
-        return [last for last, _ in self._engines[engine].prompts]
-
-    def forget_elsewhere(self, engine: int) -> None:
-        """Drop the prompts that other routers sent to `engine` from its history."""
-        row = self._engines[engine]
-        prompts, row.prompts = row.prompts, deque(each for each in row.prompts if each[1])
-        for last, is_ours in prompts:
-            if not is_ours:
-                self._history.drop(engine, last)
+        return list(self._engines[engine].prompts)
 
     # --- inside
 
@@ -398,7 +390,7 @@ class PrefixIndex:
 
     def _drop_oldest(self, engine: int) -> None:
         row = self._engines[engine]
-        self._history.drop(engine, row.prompts.popleft()[0])
+        self._history.drop(engine, row.prompts.popleft())
         while len(row.recent) > len(row.prompts):  # the device has no prompt that the cache as a whole lacks
             self._recent.drop(engine, row.recent.popleft())
 

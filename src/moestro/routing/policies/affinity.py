@@ -16,7 +16,7 @@ from moestro.core.rng import Draws, mix64
 from moestro.errors import ConfigError
 from moestro.routing.indicators import batch_size
 from moestro.routing.policies.load import least_loaded_score
-from moestro.routing.policy_contract import Choice, EngineLost, Needs, Routed, RouteEvent, RouteView
+from moestro.routing.policy_contract import Choice, EngineLost, Needs, Routed, RoutedElsewhere, RouteEvent, RouteView
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import Stateless, choose, lowest
 
@@ -144,6 +144,9 @@ class Sticky:
         match event:
             case Routed():
                 if (key := getattr(event.request, self.key_of)) is not None:
+                    self._map.put(key, event.engine, event.now_ns)
+            case RoutedElsewhere():
+                if (key := getattr(event, self.key_of)) is not None:
                     self._map.put(key, event.engine, event.now_ns)
             case EngineLost():
                 self._map.forget_engine(event.engine)

@@ -17,7 +17,7 @@ from moestro.routing.indicators import (
     queued_prefill_tokens,
 )
 from moestro.routing.policies.affinity import StickyMap
-from moestro.routing.policy_contract import Choice, EngineLost, Needs, Routed, RouteEvent, RouteView
+from moestro.routing.policy_contract import Choice, EngineLost, Needs, Routed, RoutedElsewhere, RouteEvent, RouteView
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import ScorePolicy, Scores
 
@@ -98,6 +98,9 @@ class GimbalV1:
                 self.counts[BRANCHES[int(event.detail["branch"])]] += 1
                 if event.request.user is not None:
                     self._users.put(event.request.user, event.engine, event.now_ns)
+            case RoutedElsewhere():
+                if event.user is not None:
+                    self._users.put(event.user, event.engine, event.now_ns)
             case EngineLost():
                 self._users.forget_engine(event.engine)
             case _:

@@ -36,7 +36,16 @@ from moestro.routing.indicators import (
     new_tokens,
     own_prefill_tokens,
 )
-from moestro.routing.policy_contract import Choice, Ended, EngineLost, Needs, Routed, RouteEvent, RouteView
+from moestro.routing.policy_contract import (
+    Choice,
+    Ended,
+    EngineLost,
+    Needs,
+    Routed,
+    RoutedElsewhere,
+    RouteEvent,
+    RouteView,
+)
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import Counts, Mask, Scores, choose
 
@@ -141,6 +150,8 @@ class Moestro:
                 new = max(1, event.request.num_known_tokens - event.hit_tokens)
                 self._new_tokens.add(new)
                 self._count_work(event.engine, new + self._answer_tokens.value)
+            case RoutedElsewhere():
+                self._count_work(event.engine, event.num_new_tokens + self._answer_tokens.value)
             case Ended():
                 if event.num_output_tokens:
                     self._answer_tokens.add(event.num_output_tokens)

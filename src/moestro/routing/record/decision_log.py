@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -35,6 +36,7 @@ class _Attempt(NamedTuple):
     because: str
     names: Sequence[str]
     wait_ns: int = 0
+    peer_ages_s: Mapping[str, float] = MappingProxyType({})
 
 
 class _Entry:
@@ -75,6 +77,7 @@ class DecisionLog:
 
     Attributes:
         server: the server whose schedulers report events; None means a router.
+        peer_ages_s: returns the age of what is known of each other router, seconds.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class DecisionLog:
         self._unwritten: dict[str, _Entry] = {}
         self._moves: deque[ExpertsMoved] = deque(maxlen=MOST_MOVES)
         self.server: ServerFacts | None = None
+        self.peer_ages_s: Callable[[], Mapping[str, float]] = dict
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
@@ -108,7 +112,7 @@ class DecisionLog:
         entry = self._running.get(request.request_id)
         if entry is None:
             entry = self._running[request.request_id] = _Entry(request, self._read_clocks())
-        entry.attempts.append(_Attempt(decision, because, self._names(), wait_ns))
+        entry.attempts.append(_Attempt(decision, because, self._names(), wait_ns, self.peer_ages_s()))
 
     def not_resumable(self, request_id: str, obstacle: str) -> None:
         """Record why the stream of a running request cannot go on elsewhere. Unknown requests are ignored."""
@@ -241,7 +245,7 @@ class DecisionLog:
 
 
 def _attempt_of(attempt: _Attempt) -> Attempt:
-    decision, because, names, wait_ns = attempt
+    decision, because, names, wait_ns, peer_ages_s = attempt
     candidates = decision.candidates
     assert candidates is not None, "the router keeps none"
     return Attempt(
@@ -250,6 +254,7 @@ def _attempt_of(attempt: _Attempt) -> Attempt:
         reason=decision.reason,
         because=because,
         wait_s=wait_ns / NS_PER_S,
+        peer_ages_s=dict(peer_ages_s),
         hit_tokens=decision.hit_tokens,
         candidates=[
             ScoredEngine(

@@ -21,6 +21,7 @@ from moestro.core.scheduling_events import ExpertsMoved, SchedulingEvent
 from moestro.core.views import NEVER_NS
 from moestro.errors import RequestError
 from moestro.routing.indicators import batch_size, fresh, queued_prefill_tokens
+from moestro.routing.peer_flights import PeerRequest
 from moestro.routing.policy_contract import Choice, RouteInputs, RoutePolicy, RouteView
 from moestro.routing.record.candidates import Candidates, finite
 from moestro.routing.record.figures_report import FiguresReport
@@ -143,10 +144,27 @@ class SentElsewhere(msgspec.Struct, frozen=True, tag=True):
     now_ns: int
 
 
-class ElsewhereForgotten(msgspec.Struct, frozen=True, tag=True):
-    """Entry: a call of `Router.forget_elsewhere`."""
+class BeganElsewhere(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.began_elsewhere`."""
 
+    key: str
     engine: int
+    request: PeerRequest
+    now_ns: int
+
+
+class FirstTokenElsewhere(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.first_token_elsewhere`."""
+
+    key: str
+    now_ns: int
+
+
+class EndedElsewhere(msgspec.Struct, frozen=True, tag=True):
+    """Entry: a call of `Router.ended_elsewhere`."""
+
+    key: str
+    now_ns: int
 
 
 class FirstTokenCame(msgspec.Struct, frozen=True, tag=True):
@@ -236,8 +254,8 @@ class ScheduledOn(msgspec.Struct, frozen=True, tag=True):
 
 Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
-    | RequestEnded | SentElsewhere | ElsewhereForgotten | Reported | KvStored | KvHosted | KvRemoved | KvCleared
-    | KvIncomplete | KvLost | RequestTrace | ScheduledOn | ExpertsMoved | Gap
+    | RequestEnded | BeganElsewhere | FirstTokenElsewhere | EndedElsewhere | SentElsewhere | Reported | KvStored
+    | KvHosted | KvRemoved | KvCleared | KvIncomplete | KvLost | RequestTrace | ScheduledOn | ExpertsMoved | Gap
 )  # fmt: skip
 
 
@@ -268,6 +286,9 @@ def keyed_entry(secret: bytes, entry: Entry) -> Entry:
             return msgspec.structs.replace(
                 entry, request=msgspec.structs.replace(request, block_hashes=hashes, hash_key=b"")
             )
+        case BeganElsewhere():
+            hashes = keyed_names(secret, entry.request.block_hashes)
+            return msgspec.structs.replace(entry, request=msgspec.structs.replace(entry.request, block_hashes=hashes))
         case SentElsewhere() | KvStored() | KvHosted() | KvRemoved():
             return msgspec.structs.replace(entry, hashes=keyed_names(secret, entry.hashes))
         case _:
@@ -389,10 +410,20 @@ class RecordedRouter(Router):
         super().sent_elsewhere(engine, hashes, now_ns)
         self._write(SentElsewhere(engine, hashes, now_ns))
 
-    def forget_elsewhere(self, engine: int) -> None:
-        """Implement `Router.forget_elsewhere`, and record the call."""
-        super().forget_elsewhere(engine)
-        self._write(ElsewhereForgotten(engine))
+    def began_elsewhere(self, key: str, engine: int, request: PeerRequest, now_ns: int) -> None:
+        """Implement `Router.began_elsewhere`, and record the call."""
+        super().began_elsewhere(key, engine, request, now_ns)
+        self._write(BeganElsewhere(key, engine, request, now_ns))
+
+    def first_token_elsewhere(self, key: str, now_ns: int) -> None:
+        """Implement `Router.first_token_elsewhere`, and record the call."""
+        super().first_token_elsewhere(key, now_ns)
+        self._write(FirstTokenElsewhere(key, now_ns))
+
+    def ended_elsewhere(self, key: str, now_ns: int) -> None:
+        """Implement `Router.ended_elsewhere`, and record the call."""
+        super().ended_elsewhere(key, now_ns)
+        self._write(EndedElsewhere(key, now_ns))
 
     def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
         """Implement `Router.report`, and record the call.

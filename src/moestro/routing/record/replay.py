@@ -10,12 +10,14 @@ import msgspec
 from moestro.core.scheduling_events import ExpertsMoved
 from moestro.errors import ConfigError, RequestError
 from moestro.routing.record.decision_record import (
-    ElsewhereForgotten,
+    BeganElsewhere,
+    EndedElsewhere,
     EngineAdded,
     EngineRemoved,
     EngineWasLost,
     Entry,
     FirstTokenCame,
+    FirstTokenElsewhere,
     Gap,
     Head,
     KvCleared,
@@ -132,10 +134,20 @@ def _apply(router: RecordedRouter, entry: Entry) -> None:
         case RequestEnded():
             shares = (entry.cached_share, entry.host_share)
             router.ended(entry.request_id, entry.now_ns, entry.num_output_tokens, *shares)
+        case _:
+            _apply_elsewhere(router, entry)
+
+
+def _apply_elsewhere(router: RecordedRouter, entry: Entry) -> None:
+    match entry:
+        case BeganElsewhere():
+            router.began_elsewhere(entry.key, entry.engine, entry.request, entry.now_ns)
+        case FirstTokenElsewhere():
+            router.first_token_elsewhere(entry.key, entry.now_ns)
+        case EndedElsewhere():
+            router.ended_elsewhere(entry.key, entry.now_ns)
         case SentElsewhere():
             router.sent_elsewhere(entry.engine, entry.hashes, entry.now_ns)
-        case ElsewhereForgotten():
-            router.forget_elsewhere(entry.engine)
         case _:
             _apply_report(router, entry)
 

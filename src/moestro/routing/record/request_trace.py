@@ -35,6 +35,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         num_candidates: number of candidates, of which the list may contain only the best.
         regret: the value of `Candidates.regret`.
         not_compared: figures by which no engine was compared, each with engines that have not reported it.
+        peer_ages_s: age of what the router knew of each other router, seconds.
     """
 
     engine: str
@@ -47,6 +48,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     regret: float | None
     not_compared: dict[str, list[str]] = {}
     wait_s: float = 0.0
+    peer_ages_s: dict[str, float] = {}
 
 
 class EngineEvent(msgspec.Struct, frozen=True):

@@ -45,13 +45,15 @@ _RENEW_S = 5.0  # Time between two looks at the files of a certificate.
 ProtocolFactory = Callable[[ConnectionSlot], asyncio.Protocol]  # The protocol releases its slot with its connection.
 
 
-def bound_socket(host: str, port: int, flags: str = "--host or --port") -> socket.socket:
+def bound_socket(host: str, port: int, flags: str = "--host or --port", *, is_shared: bool = False) -> socket.socket:
     """Return a bound socket. A server binds before it loads anything, so that a taken port is known at once.
 
     Args:
         host: address to listen on.
         port: port to listen on; 0 means any free one.
         flags: flags that choose the two, for the error.
+        is_shared: whether other sockets of this user may have the port too; the kernel spreads connections over those
+            that listen.
 
     Raises:
         ConfigError: the address does not exist, or another program has the port.
@@ -61,6 +63,8 @@ def bound_socket(host: str, port: int, flags: str = "--host or --port") -> socke
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as error:
         if listener is not None:

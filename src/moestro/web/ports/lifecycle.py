@@ -186,6 +186,21 @@ class Lifecycle:
         os._exit(_exit_status(self._error))
 
 
+def stop_with(lifeline: int) -> None:
+    """Stop this process like SIGTERM once the other end of a pipe is closed.
+
+    Args:
+        lifeline: End of the pipe for reading.
+    """
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.remove_reader(lifeline)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    loop.add_reader(lifeline, stop)
+
+
 async def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     """Return once `condition` holds, or after `seconds`."""
     with contextlib.suppress(TimeoutError):

@@ -1,0 +1,1 @@
+"""Peers: connections to other routers, over which they exchange their requests (`routing/replication/`)."""

@@ -1,0 +1,284 @@
+"""Exchange with other routers: sends them this router's requests, and applies theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from moestro.gateway.engines.fleet import Fleet
+from moestro.gateway.peers.channel import SELF, Identity, PeerChannel, PeerRefusedError, accept, dial
+from moestro.gateway.peers.settings import PeerAddress, RouterPeerSettings
+from moestro.routing.replication.history import HistoryReader, history_parts
+from moestro.routing.replication.journal import Journal, Outlet
+from moestro.routing.replication.messages import HistoryPart, OperationBatch, RouterRun, Snapshot, Want, WantHistory
+from moestro.routing.replication.replica import Replica, ReplicaRules
+from moestro.web.ports.log_limit import LogLimit
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_S = 0.01  # time over which operations gather to one message
+_RESOLVE_S = 5.0  # time between two looks at what a peer's name resolves to
+_AGAIN_S, _LONGEST_AGAIN_S = 0.05, 1.0  # time between two attempts to connect, which doubles
+_REFUSED_AGAIN_S = 5.0  # the same after a refusal, whose cause an operator must remove
+_BACKLOG = 64
+_MAX_ACCEPTED = 512  # connections of other routers at a time
+_TICK_S = 0.1
+_ERRORS = (OSError, TimeoutError, PeerRefusedError)
+
+
+@dataclass(slots=True)
+class PeerLinkCounts:
+    """Cumulative counts of all connections to other routers.
+
+    Attributes:
+        num_refused: connections that ended with a refusal of either end.
+    """
+
+    num_sent_bytes: int = 0
+    num_received_bytes: int = 0
+    num_messages: int = 0
+    num_refused: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """A connection that this router made.
+
+    Attributes:
+        changed: set when the journal has grown, or the peer wants something.
+    """
+
+    channel: PeerChannel
+    outlet: Outlet
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class PeerExchange:
+    """Connects to all other routers, and lets all of them connect.
+
+    A router sends its own operations over the connections that it made. What its peers lack comes back on the same
+    connection. The first peer that is reached also gives the prompts that it knows of.
+
+    Args:
+        name: name of this router, which no other has.
+        reading: method of comparing prompts, in words.
+    """
+
+    def __init__(self, settings: RouterPeerSettings, fleet: Fleet, name: str, reading: str) -> None:
+        router = fleet.router
+        origin = RouterRun(name, time.time_ns())
+        self.rules = ReplicaRules()
+        self.counts = PeerLinkCounts()
+        self.replica = Replica(origin, router, fleet.row_of, fleet.check_soon, self.rules)
+        self._settings = settings
+        self._fleet = fleet
+        self._identity = Identity(origin, reading, (settings.peer_key or "").encode("utf-8", "surrogateescape"))
+        self._journal = router.journal = Journal(origin, lambda row: fleet[row].url, has_prompts=router.needs.hits)
+        self._journal.on_change = self._notify
+        fleet.on_failure = self._journal.engine_failed
+        self._links: set[_Link] = set()
+        self._accepted: set[asyncio.Task[None]] = set()
+        self._log = LogLimit(logger)
+        self._has_history = False
+
+    @contextlib.asynccontextmanager
+    async def running(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Exchange with other routers inside the block."""
+        server = await asyncio.start_server(self._accept, sock=listener, backlog=_BACKLOG, limit=1 << 18)
+        tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._find_peers())]
+        try:
+            yield
+        finally:
+            server.close()
+            for task in [*tasks, *self._accepted]:
+                task.cancel()
+            await asyncio.gather(*tasks, *self._accepted, return_exceptions=True)
+
+    @property
+    def num_links(self) -> int:
+        """Number of open connections that this router made."""
+        return len(self._links)
+
+    def ages_s(self) -> dict[str, float]:
+        """Return the time since each peer's last message, seconds."""
+        return {name: ns * 1e-9 for name, ns in self.replica.ages_ns(time.monotonic_ns()).items()}
+
+    # --- other routers connect
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._accepted) >= _MAX_ACCEPTED:
+            writer.close()
+            return
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._accepted.add(task)
+        task.add_done_callback(self._accepted.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Let a router connect, and apply what it sends."""
+        try:
+            channel = await accept(self._identity, reader, writer)
+            await self._receive_all(channel)
+        except _ERRORS as error:
+            if isinstance(error, PeerRefusedError) and str(error) != SELF:
+                self.counts.num_refused += 1
+                self._log.warning("refused", f"a router's connection is refused: {error}")
+        finally:
+            writer.close()
+
+    async def _receive_all(self, channel: PeerChannel) -> None:
+        """Apply what the other router sends, until it is gone."""
+        giving: asyncio.Task[None] | None = None
+        try:
+            while True:
+                num_bytes = channel.num_received_bytes
+                message = await channel.receive()
+                self.counts.num_received_bytes += channel.num_received_bytes - num_bytes
+                match message:
+                    case OperationBatch() | Snapshot() if message.origin == channel.peer:
+                        want = self.replica.receive(message, time.monotonic_ns())
+                        if want is not None:
+                            await self._send(channel, want)
+                    case WantHistory() if giving is None:
+                        giving = asyncio.create_task(self._give_history(channel))
+                    case _:
+                        raise PeerRefusedError(f"{channel.peer.name} sent a {type(message).__name__} out of place")
+        finally:
+            if giving is not None:
+                giving.cancel()
+
+    async def _give_history(self, channel: PeerChannel) -> None:
+        engines = [(engine.url, engine.row) for engine in self._fleet]
+        with contextlib.suppress(*_ERRORS):
+            for part in history_parts(self._fleet.router, engines):
+                await self._send(channel, part)
+                await asyncio.sleep(0)
+
+    async def _send(
+        self, channel: PeerChannel, message: Want | HistoryPart | WantHistory | OperationBatch | Snapshot
+    ) -> None:
+        num_bytes = channel.num_sent_bytes
+        await channel.send(message)
+        self.counts.num_messages += 1
+        self.counts.num_sent_bytes += channel.num_sent_bytes - num_bytes
+
+    # --- this router connects
+
+    async def _find_peers(self) -> None:
+        """Keep a connection to each address of each peer."""
+        tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        try:
+            while True:
+                found = {each for address in self._settings.addresses for each in await _resolved(address)}
+                for gone in [each for each in tasks if each not in found]:
+                    tasks.pop(gone).cancel()
+                for each in found:
+                    if each not in tasks or tasks[each].done():
+                        tasks[each] = asyncio.create_task(self._stay_connected(*each))
+                await asyncio.sleep(_RESOLVE_S)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _stay_connected(self, host: str, port: int) -> None:
+        """Connect to an address again and again, unless it is this router's own."""
+        pause_s = _AGAIN_S
+        while True:
+            try:
+                channel = await dial(self._identity, host, port)
+                pause_s = _AGAIN_S
+                await self._publish(channel)
+            except PeerRefusedError as error:
+                if str(error) == SELF:
+                    return
+                self.counts.num_refused += 1
+                pause_s = _REFUSED_AGAIN_S
+                self._log.warning("no peer", f"--peer {host}:{port} is no peer: {error}")
+            except (OSError, TimeoutError) as error:
+                self._log.info("unreachable", f"--peer {host}:{port} cannot be reached: {error or 'timed out'}")
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_AGAIN_S, 2 * pause_s)
+
+    async def _publish(self, channel: PeerChannel) -> None:
+        """Send the journal until the connection ends."""
+        link = _Link(channel, Outlet(self._journal, self.rules.beat_ns))
+        self._links.add(link)
+        logger.info("router %s is connected", channel.peer.name)
+        reading = asyncio.create_task(self._receive_wants(link))
+        reading.add_done_callback(lambda _: link.changed.set())
+        try:
+            await self._send_all(link, reading)
+        finally:
+            self._links.discard(link)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            channel.close()
+            logger.info("router %s is disconnected", channel.peer.name)
+
+    async def _send_all(self, link: _Link, reading: asyncio.Task[None]) -> None:
+        """Send what is due until the other end is gone, which `reading` notices first."""
+        if not self._has_history:
+            await self._send(link.channel, WantHistory())
+        while not reading.done():
+            link.changed.clear()
+            for message in link.outlet.due(time.monotonic_ns()):
+                await self._send(link.channel, message)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.rules.beat_ns * 1e-9):
+                    await link.changed.wait()
+                    await asyncio.sleep(_FLUSH_S)
+        reading.result()
+
+    async def _receive_wants(self, link: _Link) -> None:
+        history = HistoryReader()
+        while True:
+            message = await link.channel.receive()
+            match message:
+                case Want():
+                    link.outlet.wanted(message)
+                    link.changed.set()
+                case HistoryPart():
+                    await self._take_history(history, message)
+                case _:
+                    raise PeerRefusedError(f"{link.channel.peer.name} sent a {type(message).__name__} out of place")
+
+    async def _take_history(self, history: HistoryReader, part: HistoryPart) -> None:
+        """Learn prompts that a peer knows of; engines unknown here are left out."""
+        try:
+            for prompt in history.prompts(part):
+                row = self._fleet.row_of(part.engine)
+                if row is not None and not self._has_history:
+                    self._fleet.router.sent_elsewhere(row, prompt, time.monotonic_ns())
+        except ValueError as error:
+            raise PeerRefusedError(str(error)) from None
+        self._has_history |= part.is_last
+        await asyncio.sleep(0)
+
+    def _notify(self) -> None:
+        for link in self._links:
+            link.changed.set()
+
+    async def _tick(self) -> None:
+        names = self._fleet.names
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now_ns = time.monotonic_ns()
+            self.replica.tick(now_ns)
+            if self._fleet.names is not names:
+                names = self._fleet.names
+                self.replica.engines_changed(now_ns)
+
+
+async def _resolved(address: PeerAddress) -> list[tuple[str, int]]:
+    """Return the addresses that a name stands for now; none if it cannot be resolved."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        logger.warning("--peer %s cannot be resolved: %s", address.host, error)
+        return []
+    return list({(str(each[4][0]), address.port) for each in found})

@@ -1,0 +1,307 @@
+"""The admin plane of a router with several workers: one port that shows and changes all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from moestro.gateway.engines.engine_admin import EngineView
+from moestro.gateway.figures.banner import RouteSummary, route_banner
+from moestro.gateway.settings import AdminSettings, RouteSettings, is_loopback
+from moestro.gateway.workers.merging import merged_decisions, merged_engines, merged_metrics, merged_statistics
+from moestro.web.access.control import Access
+from moestro.web.access.only_programs import only_programs
+from moestro.web.banner import print_banner
+from moestro.web.bodies.reading import Bodies
+from moestro.web.errors import HttpError
+from moestro.web.middleware import HttpMiddleware
+from moestro.web.page_api import limit_in, page_routes
+from moestro.web.ports.connections import MAX_OPERATOR_CONNECTIONS, FrontLimits, http_front, url_of
+from moestro.web.ports.faults import Faults, Port
+from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, stop_with
+from moestro.web.ports.startup import process_age_s
+from moestro.web.prometheus import CONTENT_TYPE
+from moestro.web.refusals import Refusals
+from moestro.web.statistics import LiveStatistics
+
+logger = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 64 << 10
+_ANSWER_S = 5.0  # time for a worker to answer
+_LOOK_S = 0.1  # time between two looks for workers that have started
+_MAX_ACTIONS = 4096  # changes of engines that a new worker gets; older ones are forgotten
+_NONE_ANSWERS = "No worker answers: all of them are starting or gone. Try again."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorsPlace:
+    """What the process of the admin plane has from the process that started it.
+
+    Attributes:
+        listener: bound socket of the admin plane.
+        clients_port: port that all workers share.
+        worker_ports: port of each worker's own admin plane.
+        worker_key: key of these.
+        generation: returns how often a worker has started, by its number.
+        lifeline: end of a pipe, which is closed when the starting process is gone.
+        prompts: method of comparing prompts, in words.
+    """
+
+    listener: socket.socket
+    clients_port: int
+    worker_ports: tuple[int, ...]
+    worker_key: str
+    generation: Callable[[int], int]
+    lifeline: int
+    prompts: str
+
+
+def serve_operators(settings: RouteSettings, place: OperatorsPlace) -> None:
+    """Serve the admin plane of all workers until SIGTERM or SIGINT."""
+    run_server(
+        lambda lifecycle: _serve(settings, place, lifecycle),
+        log_level=settings.front.log_level,
+        shutdown_timeout_s=settings.front.shutdown_timeout,
+    )
+
+
+async def _serve(settings: RouteSettings, place: OperatorsPlace, lifecycle: Lifecycle) -> None:
+    stop_with(place.lifeline)
+    async with Workers.connected(place) as workers:
+        admin = WorkersAdmin(workers, place)
+        runner = await admin.runner(settings.admin, lifecycle.faults)
+        limits = FrontLimits(MAX_OPERATOR_CONNECTIONS, settings.access.max_connections_per_address)
+        server = http_front(Port.OPERATORS, runner, place.listener, limits, lifecycle.faults).open()
+        lifecycle.is_serving = True
+        following = asyncio.create_task(_follow(workers, settings, place))
+        try:
+            await lifecycle.stop_requested.wait()
+        finally:
+            following.cancel()
+            server.close()
+            await runner.cleanup()
+
+
+async def _follow(workers: Workers, settings: RouteSettings, place: OperatorsPlace) -> None:
+    """Show the banner once all workers serve, and bring workers that start again up to date."""
+    is_announced = False
+    while True:
+        await workers.look()
+        if workers.num_ready == len(place.worker_ports) and not is_announced:
+            is_announced = True
+            await _announce(workers, settings, place)
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _announce(workers: Workers, settings: RouteSettings, place: OperatorsPlace) -> None:
+    views = merged_engines(answer.content()["engines"] for answer in await workers.ask_all("GET", "/admin/engines"))
+    scheme = "https" if settings.tls.ssl_certfile is not None else "http"
+    host = f"[{settings.front.host}]" if ":" in settings.front.host else settings.front.host
+    summary = RouteSummary(
+        engines=msgspec.convert(views, list[EngineView]),
+        policy=settings.policy.route_policy,
+        prompts=place.prompts,
+        url=f"{scheme}://{host}:{place.clients_port}",
+        admin_url=url_of(place.listener),
+        needs_key=bool(settings.front.api_key),
+        seconds=process_age_s(),
+        peers=settings.peers.peer,
+        num_workers=len(place.worker_ports),
+    )
+    print_banner(route_banner(summary))
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A worker's answer."""
+
+    worker: int
+    status: int
+    body: bytes
+    content_type: str
+
+    def content(self) -> Any:
+        """Return the parsed body."""
+        return msgspec.json.decode(self.body)
+
+    def response(self) -> web.Response:
+        """Return the answer as this port's own."""
+        return web.Response(status=self.status, body=self.body, content_type=self.content_type or None)
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker's own admin plane.
+
+    Attributes:
+        generation: the worker's start that has every change; 0 before the first.
+    """
+
+    number: int
+    url: str
+    generation: int = 0
+
+
+@dataclass(slots=True)
+class Workers:
+    """Asks the workers' own admin planes."""
+
+    session: aiohttp.ClientSession
+    place: OperatorsPlace
+    workers: list[_Worker]
+    actions: list[tuple[str, str, bytes]] = field(default_factory=list)
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def connected(cls, place: OperatorsPlace) -> AsyncIterator[Workers]:
+        """Yield the workers, and close the connections to them at the end."""
+        async with aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {place.worker_key}"},
+            timeout=aiohttp.ClientTimeout(_ANSWER_S),
+        ) as session:
+            ports = enumerate(place.worker_ports)
+            yield cls(session, place, [_Worker(number, f"http://127.0.0.1:{port}") for number, port in ports])
+
+    @property
+    def num_ready(self) -> int:
+        """Number of workers that serve and have every change."""
+        return sum(worker.generation == self.place.generation(worker.number) > 0 for worker in self.workers)
+
+    async def ask(self, worker: _Worker, method: str, path: str, body: bytes = b"") -> Answered | None:
+        """Return a worker's answer; None means that it does not answer."""
+        try:
+            async with self.session.request(method, f"{worker.url}{path}", data=body or None) as answer:
+                return Answered(worker.number, answer.status, await answer.read(), answer.content_type)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return None
+
+    async def ask_all(self, method: str, path: str, body: bytes = b"") -> list[Answered]:
+        """Return the answers of all workers.
+
+        Raises:
+            HttpError: None of them answers.
+        """
+        answers = await asyncio.gather(*(self.ask(worker, method, path, body) for worker in self.workers))
+        found = [answer for answer in answers if answer is not None]
+        if not found:
+            raise HttpError(503, _NONE_ANSWERS, "no_worker")
+        return found
+
+    async def change_all(self, method: str, path: str, body: bytes) -> Answered:
+        """Let all workers change their engines, also those that start later, and return one answer.
+
+        A refusal of any worker is returned in place of the others' answers.
+        """
+        async with self.changing:
+            answers = await self.ask_all(method, path, body)
+            worst = max(answers, key=lambda answer: answer.status)
+            if any(answer.status < HTTPStatus.BAD_REQUEST for answer in answers):
+                self.actions.append((method, path, body))
+                del self.actions[:-_MAX_ACTIONS]
+            return worst
+
+    async def look(self) -> None:
+        """Send each worker that has started again the changes that it lacks."""
+        for worker in self.workers:
+            generation = self.place.generation(worker.number)
+            if worker.generation == generation or not generation:
+                continue
+            async with self.changing:
+                if await self.ask(worker, "GET", "/statistics") is None:
+                    continue
+                for method, path, body in self.actions:
+                    await self.ask(worker, method, path, body)
+                worker.generation = generation
+
+
+class WorkersAdmin:
+    """Handles the operator's requests."""
+
+    def __init__(self, workers: Workers, place: OperatorsPlace) -> None:
+        self._workers = workers
+        self._place = place
+        self._bodies = Bodies(max_body_bytes=_MAX_BODY_BYTES)
+
+    async def runner(self, settings: AdminSettings, faults: Faults) -> web.AppRunner:
+        """Return an aiohttp runner of the admin plane, set up to serve."""
+        access = Access.of([settings.admin_api_key] if settings.admin_api_key else [])
+        middleware = HttpMiddleware(access, Refusals(), _MAX_BODY_BYTES, faults)
+        return await middleware.runner(self._app(settings), shutdown_timeout=RESPONSE_FLUSH_S)
+
+    def _app(self, settings: AdminSettings) -> web.Application:
+        app = web.Application()
+        app.middlewares.append(only_programs(lambda host: host == settings.admin_host or is_loopback(host)))
+        app.add_routes(
+            [
+                web.get("/metrics", self.metrics),
+                web.get("/admin/engines", self.engines),
+                web.post("/admin/engines", self.change),
+                web.get("/admin/engines/{name}", self.engine),
+                web.delete("/admin/engines/{name}", self.change),
+                web.post("/admin/engines/{name}/drain", self.change),
+                web.post("/admin/engines/{name}/resume", self.change),
+                web.get("/admin/explain/{request_id}", self.explain),
+                web.get("/admin/decisions", self.decisions),
+                *page_routes("route", "operators", lambda _: self.statistics()),
+            ]
+        )
+        return app
+
+    async def metrics(self, _http: web.Request) -> web.Response:
+        """Handle GET /metrics: return the metrics of all workers, with the label `worker`."""
+        answers = await self._workers.ask_all("GET", "/metrics")
+        body = merged_metrics({answer.worker: answer.body.decode() for answer in answers})
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+    async def statistics(self) -> LiveStatistics:
+        """Return the figures of all workers together."""
+        answers = await self._workers.ask_all("GET", "/statistics")
+        parts = [msgspec.json.decode(answer.body, type=LiveStatistics) for answer in answers]
+        return merged_statistics(parts, self._place.clients_port, self._place.listener.getsockname()[1])
+
+    async def engines(self, _http: web.Request) -> web.Response:
+        """Handle GET /admin/engines: return all engines."""
+        answers = await self._workers.ask_all("GET", "/admin/engines")
+        return _json({"engines": merged_engines(answer.content()["engines"] for answer in answers)})
+
+    async def engine(self, http: web.Request) -> web.Response:
+        """Handle GET /admin/engines/{name}: return one engine, or all ranks of an address."""
+        answers = await self._workers.ask_all("GET", http.raw_path)
+        found = [answer for answer in answers if answer.status == HTTPStatus.OK]
+        if not found:
+            return answers[0].response()
+        shown = [answer.content() for answer in found]
+        merged = merged_engines(each.get("engines", [each]) for each in shown)
+        return _json(merged[0] if len(merged) == 1 else {"engines": merged})
+
+    async def change(self, http: web.Request) -> web.Response:
+        """Handle POST and DELETE below /admin/engines: change the engines of all workers."""
+        async with self._bodies.holding(http) as body:
+            answer = await self._workers.change_all(http.method, http.raw_path, bytes(body))
+        return answer.response()
+
+    async def explain(self, http: web.Request) -> web.Response:
+        """Handle GET /admin/explain/{request_id}: return the answer of the worker that knows the request."""
+        answers = await self._workers.ask_all("GET", http.raw_path)
+        return min(answers, key=lambda answer: answer.status).response()
+
+    async def decisions(self, http: web.Request) -> web.Response:
+        """Handle GET /admin/decisions?limit=N: return the decisions for the newest requests."""
+        limit = limit_in(http.query)
+        answers = await self._workers.ask_all("GET", f"/admin/decisions?limit={limit}")
+        return _json({"decisions": merged_decisions((each.content()["decisions"] for each in answers), limit)})
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,345 @@
+"""Routers that know each other's requests, prompts and engines, over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from gateway.rig import FakeEngine, Received, Rig, Wire, looped, rig
+
+from moestro.cli.recorded.explain import _attempt_lines
+from moestro.errors import ConfigError
+from moestro.gateway.peers.channel import Identity, PeerChannel, PeerRefusedError, dial
+from moestro.gateway.peers.settings import PeerAddress, RouterPeerSettings
+from moestro.gateway.settings import EngineUrl
+from moestro.routing.replication.messages import Digest, HistoryPart, OperationBatch, RouterRun, Snapshot
+from moestro.web.ports.connections import bound_socket
+
+TEXT = "one router has seen this, the other has not; " * 60
+
+
+def body(text: str = TEXT, **fields: object) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": text}], **fields}).encode()
+
+
+@contextlib.asynccontextmanager
+async def routers(
+    num: int, *engines: FakeEngine, key: str | None = "secret", **settings: object
+) -> AsyncIterator[list[Rig]]:
+    """Routers before the same engines that are peers of each other."""
+    for engine in engines:
+        await engine.start()
+    urls = tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
+    listeners = [bound_socket("127.0.0.1", 0) for _ in range(num)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    made: list[Rig] = []
+    async with contextlib.AsyncExitStack() as stack:
+        for listener, port in zip(listeners, ports, strict=True):
+            it = await stack.enter_async_context(
+                rig(
+                    engine=urls,
+                    peer=tuple(f"http://127.0.0.1:{each}" for each in ports),  # its own among them
+                    peer_key=key,
+                    peer_name=f"router:{port}",
+                    **settings,
+                )
+            )
+            assert it.app.peers is not None
+            await stack.enter_async_context(it.app.peers.running(listener))
+            made.append(it)
+        for it in made:
+            await it.until(
+                lambda it=it: it.app.peers.num_links == num - 1 and it.app.peers.replica.num_peers == num - 1
+            )
+        yield made
+    for engine in engines:
+        engine.die()
+
+
+def loads(it: Rig) -> dict[str, int]:
+    return {engine.name: it.app.shared.fleet.router.load_on(engine.row) for engine in it.app.shared.fleet}
+
+
+async def stay(engine: FakeEngine, wire: Wire, request: Received) -> None:
+    """Begin an answer and leave it open until the test lets go."""
+    wire.open_stream()
+    wire.chunk(b"data: {}\n\n")
+    await asyncio.Event().wait()
+
+
+@looped
+async def test_each_router_counts_the_requests_of_all():
+    engines = [FakeEngine(name, stay) for name in "ab"]
+    async with routers(3, *engines, route_policy="least_loaded") as them:
+        callers = []
+        for i in range(9):
+            it = them[i % 3]
+            caller = await it.caller()
+            caller.ask(body=json.loads(body(f"hello {i}")))
+            callers.append((it, caller))
+            await caller.head()
+            for other in them:
+                await it.until(lambda other=other, i=i: sum(loads(other).values()) == i + 1)
+        for it in them:
+            assert sorted(loads(it).values()) == [4, 5], "each decided on what all have sent"
+            assert it.num_in_flight == 3, "its own"
+        for _, caller in callers:
+            caller.hang_up()
+        for it in them:
+            await it.until(lambda it=it: not any(loads(it).values()))
+            assert it.app.peers.replica.counts.num_differences == 0
+
+
+@looped
+async def test_a_prompt_goes_where_another_router_has_sent_it():
+    engines = [FakeEngine(name) for name in "abcdef"]
+    async with routers(2, *engines, route_policy="lmetric:hotspots=off") as (one, other):
+        chosen = (await one.call(body=body())).headers["x-moestro-engine"]
+        row = other.engine(chosen).row
+        await other.until(lambda: other.app.shared.fleet.router.prompts_sent(row) != [])
+        for _ in range(4):
+            assert (await other.call(body=body())).headers["x-moestro-engine"] == chosen
+
+
+@looped
+async def test_a_session_keeps_its_engine_at_another_router():
+    engines = [FakeEngine(name) for name in "abcdef"]
+    async with routers(2, *engines, route_policy="user_affinity") as (one, other):
+        chosen = {}
+        for i in range(12):
+            answer = await one.call(body=body("hi", user=f"user {i}"))
+            chosen[f"user {i}"] = answer.headers["x-moestro-engine"]
+        await one.until(lambda: other.app.peers.replica.counts.num_operations >= 36)
+        for user, engine in chosen.items():
+            assert (await other.call(body=body("hi", user=user))).headers["x-moestro-engine"] == engine
+
+
+@looped
+async def test_a_router_that_joins_learns_prompts_and_requests_in_flight():
+    engines = [FakeEngine(name) for name in "abcdef"]
+    for engine in engines:
+        await engine.start()
+    urls = tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
+    listeners = [bound_socket("127.0.0.1", 0) for _ in range(2)]
+    peers = tuple(f"http://127.0.0.1:{each.getsockname()[1]}" for each in listeners)
+    given = {"engine": urls, "peer": peers, "route_policy": "lmetric:hotspots=off"}
+    async with rig(**given, peer_name="one") as one, one.app.peers.running(listeners[0]):
+        chosen = (await one.call(body=body())).headers["x-moestro-engine"]
+        for engine in engines:
+            engine.script = stay
+        caller = await one.caller()
+        caller.ask(body=json.loads(body("another text")))
+        await caller.head()
+        async with rig(**given, peer_name="two") as two, two.app.peers.running(listeners[1]):
+            router = two.app.shared.fleet.router
+            await two.until(lambda: sum(loads(two).values()) == 1 and two.app.peers._has_history)
+            assert router.prompts_sent(two.engine(chosen).row), "it was sent before this router began"
+            caller.hang_up()
+            await two.until(lambda: not any(loads(two).values()))
+    for engine in engines:
+        engine.die()
+
+
+@looped
+async def test_requests_of_a_router_that_dies_stop_counting_and_count_again_when_it_returns(monkeypatch):
+    engine = FakeEngine("a", stay)
+    async with routers(2, engine) as (one, other):
+        caller = await one.caller()
+        caller.ask(body=json.loads(body()))
+        await caller.head()
+        await other.until(lambda: loads(other) == {"a": 1})
+        for link in list(one.app.peers._links):  # the router is stopped: no message leaves
+            monkeypatch.setattr(link.outlet, "due", lambda now_ns: iter(()))
+        await other.until(lambda: loads(other) == {"a": 0})
+        assert one.num_in_flight == 1
+        for link in list(one.app.peers._links):
+            link.channel.close()
+        await other.until(lambda: loads(other) == {"a": 1})
+
+
+@looped
+async def test_an_engine_that_one_router_cannot_reach_is_checked_by_the_others_at_once():
+    engines = [FakeEngine(name) for name in "ab"]
+    async with routers(2, *engines, health_interval=30.0) as (one, other):
+        engines[0].die()
+        one.app.shared.fleet.unreachable(one.engine("a").address, "refused", 10**18)
+        await other.until(lambda: other.engine("a").condition == "down")
+        assert other.engine("b").condition == "up"
+
+
+@looped
+async def test_an_engine_that_others_can_reach_stays_whatever_one_router_reports():
+    engines = [FakeEngine(name) for name in "ab"]
+    async with routers(2, *engines, health_interval=30.0) as (one, other):
+        num_checks = other.app.peers.replica.counts.num_operations
+        one.app.shared.fleet.on_failure(one.engine("a").row)
+        await other.until(lambda: other.app.peers.replica.counts.num_operations > num_checks)
+        await asyncio.sleep(0.2)
+        assert other.engine("a").condition == "up"
+
+
+@looped
+async def test_an_engine_that_is_added_later_counts_what_peers_have_there():
+    engines = [FakeEngine(name, stay) for name in "ab"]
+    async with routers(2, engines[0]) as (one, other):
+        await engines[1].start()
+        one.app.engine_admin.add(EngineUrl.parse(f"b=http://127.0.0.1:{engines[1].port}"))
+        await one.until_up("b")
+        callers = [await one.caller() for _ in range(2)]
+        for caller in callers:
+            caller.ask(body=json.loads(body()))
+            await caller.head()
+        await other.until(lambda: other.app.peers.replica.num_flights == 2)
+        num_known = sum(loads(other).values())
+        other.app.engine_admin.add(EngineUrl.parse(f"b=http://127.0.0.1:{engines[1].port}"))
+        await other.until(lambda: sum(loads(other).values()) == 2)
+        assert num_known < 2 or loads(one)["b"] == 0
+        for caller in callers:
+            caller.hang_up()
+        await other.until(lambda: not any(loads(other).values()))
+    engines[1].die()
+
+
+@looped
+async def test_an_explained_decision_shows_how_old_the_knowledge_of_other_routers_was():
+    async with routers(3, FakeEngine("a")) as (one, *others):
+        request_id = (await one.call(body=body())).headers["x-request-id"]
+        trace = one.app.shared.decision_log.trace(request_id)
+        assert trace is not None
+        ages = trace.attempts[0].peer_ages_s
+        assert set(ages) == {it.app.peers._identity.origin.name for it in others}
+        assert all(0 <= age_s < 2 for age_s in ages.values())
+        lines = "\n".join(line for line in _attempt_lines(trace.attempts[0]) if isinstance(line, str))
+        assert "age of what was known of other routers: router:" in lines
+
+
+# --- strangers
+
+
+async def stranger(it: Rig, *sent: bytes) -> bytes:
+    """Write to the port for routers, and return what it answers until it closes the connection."""
+    host, port = it.app.peers._settings.peer[0].removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for data in sent:
+        writer.write(data)
+    writer.write_eof()
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def until_closed(channel: PeerChannel) -> None:
+    with contextlib.suppress(OSError, PeerRefusedError):
+        while True:
+            await asyncio.wait_for(channel.receive(), 10)
+    assert channel._reader.at_eof()
+    channel.close()
+
+
+@looped
+async def test_a_stranger_changes_nothing():
+    engine = FakeEngine("a", stay)
+    async with routers(2, engine) as (one, other):
+        for sent in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(64), b"\xff" * 64, b"\0\0\0\5hello"):
+            await stranger(one, sent)
+        wrong = Identity(RouterRun("stranger", 1), one.app.peers._identity.reading, b"wrong")
+        port = int(one.app.peers._settings.peer[0].rpartition(":")[2])
+        with pytest.raises(PeerRefusedError, match="of the two routers differs"):
+            await dial(wrong, "127.0.0.1", port)
+        assert one.app.peers.counts.num_refused >= 4
+        assert one.app.peers.replica.num_peers == 1
+        assert loads(one) == loads(other) == {"a": 0}
+
+
+@looped
+async def test_a_frame_that_was_changed_or_is_out_of_place_ends_the_connection():
+    engine = FakeEngine("a")
+    async with routers(2, engine) as (one, other):
+        port = int(one.app.peers._settings.peer[0].rpartition(":")[2])
+        known = Identity(RouterRun("third", 1), one.app.peers._identity.reading, b"secret")
+        message = OperationBatch(RouterRun("third", 1), 1, 0, 0, Digest(0, 0))
+        for what in ("repeated", "flipped", "wrong code", "out of place", "another's name", "long"):
+            channel = await dial(known, "127.0.0.1", port)
+            if what == "repeated":
+                frames: list[bytes] = []
+                write, channel._writer.write = channel._writer.write, frames.append
+                await channel.send(message)
+                channel._writer.write = write
+                write(frames[0] + frames[0])
+            elif what == "flipped":
+                write = channel._writer.write
+                channel._writer.write = lambda data, write=write: write(data[:-1] + bytes([data[-1] ^ 1]))
+                await channel.send(message)
+            elif what == "wrong code":  # of a message that could be read
+                write = channel._writer.write
+                channel._writer.write = lambda data, write=write: write(data[:4] + bytes([data[4] ^ 1]) + data[5:])
+                await channel.send(message)
+            elif what == "out of place":
+                await channel.send(HistoryPart("x", [], []))
+            elif what == "another's name":
+                await channel.send(Snapshot(RouterRun("router", 5), 1, 0, 0, True, []))
+            else:
+                channel._writer.write((1 << 30).to_bytes(4) + bytes(64))
+            await until_closed(channel)
+        assert one.app.peers.counts.num_refused >= 6
+        assert other.app.peers.replica.num_peers >= 1
+
+
+@looped
+async def test_a_bomb_of_zeros_is_refused_before_it_is_unpacked():
+    async with routers(2, FakeEngine("a")) as (one, _):
+        port = int(one.app.peers._settings.peer[0].rpartition(":")[2])
+        known = Identity(RouterRun("third", 1), one.app.peers._identity.reading, b"secret")
+        channel = await dial(known, "127.0.0.1", port)
+        data = channel._compressor.compress(bytes(1 << 28)) + channel._compressor.flush(0)
+        assert len(data) < 1 << 20
+        channel._writer.write(len(data).to_bytes(4) + channel._send_code.of(data) + data)
+        await until_closed(channel)
+
+
+@looped
+async def test_routers_that_compare_prompts_otherwise_refuse_each_other():
+    listeners = [bound_socket("127.0.0.1", 0) for _ in range(2)]
+    peers = tuple(f"127.0.0.1:{each.getsockname()[1]}" for each in listeners)
+    engine = FakeEngine("a")
+    await engine.start()
+    url = (f"a=http://127.0.0.1:{engine.port}",)
+    async with (
+        rig(engine=url, peer=peers, peer_name="one") as one,
+        one.app.peers.running(listeners[0]),
+        rig(engine=url, peer=peers, peer_name="two", text_block_bytes=64) as two,
+        two.app.peers.running(listeners[1]),
+    ):
+        await one.until(lambda: one.app.peers.counts.num_refused > 0 and two.app.peers.counts.num_refused > 0)
+        assert one.app.peers.num_links == two.app.peers.num_links == 0
+    engine.die()
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"peer": ("ftp://x:1",)}, "give http://HOST:PORT"),
+        ({"peer": ("http://x:99999",)}, "--peer http://x:99999"),
+        ({"peer": ("http://x:1/path",)}, "give http://HOST:PORT"),
+        ({"peer": ("",)}, "give http://HOST:PORT"),
+        ({"peer": ("x",), "peer_key": ""}, "--peer-key is empty"),
+        ({"peer": ("x",), "peer_host": "0.0.0.0"}, "give --peer-key too"),
+        ({"peer_port": 70000}, "70000"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        RouterPeerSettings(**given)
+
+
+def test_addresses_of_peers():
+    given = RouterPeerSettings(peer=("http://a:1", "b:2", "c", "http://[::1]:3"))
+    addresses = [PeerAddress("a", 1), PeerAddress("b", 2), PeerAddress("c", 8082), PeerAddress("::1", 3)]
+    assert list(given.addresses) == addresses
+    assert not RouterPeerSettings().has_peers

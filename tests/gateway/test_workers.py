@@ -1,0 +1,244 @@
+"""`moestro route --workers`: several processes at one port, as an operator and clients see them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+from gateway.rig import CHAT, FakeEngine, Received, Wire, looped, request_bytes
+from prometheus_client.parser import text_string_to_metric_families
+from support.running import MOESTRO, PATIENCE_S, Running
+
+from moestro.errors import ConfigError
+from moestro.gateway.settings import FrontSettings, PickerSettings, RouteSettings
+from moestro.gateway.workers.merging import merged_engines, merged_metrics
+from moestro.gateway.workers.processes import numbered
+
+NUM = 3
+patient = functools.partial(looped, seconds=PATIENCE_S)
+
+
+@contextlib.asynccontextmanager
+async def started(directory: Path, *engines: FakeEngine, flags: tuple[str, ...] = ()) -> AsyncIterator[Running]:
+    """`moestro route --workers 3` before engines of this process."""
+    for engine in engines:
+        await engine.start()
+    urls = tuple(part for e in engines for part in ("--engine", f"{e.name}=http://127.0.0.1:{e.port}"))
+    command = (MOESTRO, "route", *urls, "--admin-port", "0", "--workers", str(NUM), "--health-interval", "0.5", *flags)
+    running = await asyncio.to_thread(Running, command, directory, forked=False)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            await asyncio.to_thread(running.stop)
+        for engine in engines:
+            engine.die()
+
+
+def admin_url(running: Running) -> str:
+    found = re.search(r"(http://127\.0\.0\.1:\d+)/admin/engines", running.text)
+    assert found, running.text
+    return found[1]
+
+
+async def read(session: aiohttp.ClientSession, url: str, method: str = "GET", **given: object) -> object:
+    async with session.request(method, url, **given) as answer:
+        return await answer.json() if answer.content_type == "application/json" else await answer.text()
+
+
+async def ask(running: Running, text: str) -> Mapping[str, str]:
+    """One chat on a connection of its own, which the kernel gives to any worker."""
+    body = {"messages": [{"role": "user", "content": text}]}
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+        session.post(f"{running.url}{CHAT}", json=body) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+        return answer.headers.copy()
+
+
+def sample(text: str, name: str, **labels: str) -> list[float]:
+    return [
+        each.value
+        for family in text_string_to_metric_families(text)
+        for each in family.samples
+        if each.name == name and labels.items() <= each.labels.items()
+    ]
+
+
+async def until(condition, *arguments: object) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not await condition(*arguments):  # noqa: ASYNC110 (the condition is another process's)
+            await asyncio.sleep(0.05)
+
+
+async def stay(engine: FakeEngine, wire: Wire, request: Received) -> None:
+    wire.open_stream()
+    wire.chunk(b"data: {}\n\n")
+    await engine.gate.wait()
+    wire.chunk(b"data: [DONE]\n\n")
+    wire.end_stream()
+
+
+@pytest.mark.timeout(600)
+def test_workers_share_a_port_and_one_admin_plane(tmp_path):
+    @patient
+    async def test():
+        engines = [FakeEngine(name) for name in "ab"]
+        async with started(tmp_path, *engines) as running, aiohttp.ClientSession() as session:
+            admin = admin_url(running)
+            assert "workers" in running.text
+            assert running.text.count("ready in") == 1
+            ids = [(await ask(running, f"hello {i}"))["X-Request-Id"] for i in range(40)]
+            await until(_are_ready, session, admin)
+            metrics = str(await read(session, f"{admin}/metrics"))
+            by_worker = [sum(sample(metrics, "moestro:route_requests_total", worker=str(at))) for at in range(NUM)]
+            assert sum(by_worker) == 40
+            assert sum(count > 0 for count in by_worker) >= 2, "the kernel spreads connections"
+            # every request is explained, whichever worker has it
+            for request_id in ids[::10]:
+                assert (await read(session, f"{admin}/admin/explain/{request_id}"))["request_id"] == request_id
+            assert len((await read(session, f"{admin}/admin/decisions?limit=40"))["decisions"]) == 40
+            shown = (await read(session, f"{admin}/admin/engines"))["engines"]
+            assert [engine["condition"] for engine in shown] == ["up", "up"]
+            assert sum(engine["num_decisions"] for engine in shown) == 40
+            figures = await read(session, f"{admin}/statistics")
+            assert sum(engine["num_requests"] for engine in figures["engines"]) == 40
+            assert "<html" in str(await read(session, f"{admin}/"))
+            async with session.get(f"{admin}/admin/explain/none") as answer:
+                assert answer.status == 404
+            # a drain holds in all workers, and in one that is killed and started again
+            drained = await read(session, f"{admin}/admin/engines/a/drain", "POST")
+            assert drained["condition"] == "draining"
+            workers = psutil.Process(running.process.pid).children()
+            num_before = len(engines[0].received)
+            os.kill(workers[0].pid, signal.SIGKILL)
+            await until(_are_ready, session, admin)
+            for i in range(20):
+                assert (await ask(running, f"hello again {i}"))["x-moestro-engine"] == "b"
+            assert len(engines[0].received) == num_before
+            assert "worker 0 ended with status -9" in running.text
+            assert await asyncio.to_thread(running.stop) == 0
+            assert "ERROR" not in running.text
+            assert not any(worker.is_running() for worker in workers)
+
+    async def _are_ready(session, admin):
+        metrics = str(await read(session, f"{admin}/metrics"))
+        return sample(metrics, "moestro:route_peers") == [NUM - 1.0] * NUM
+
+    test()
+
+
+@pytest.mark.timeout(600)
+def test_workers_count_each_others_requests_and_drain_together(tmp_path):
+    @patient
+    async def test():
+        engines = [FakeEngine(name, stay) for name in "abc"]
+        for engine in engines:
+            engine.gate = asyncio.Event()
+        flags = ("--route-policy", "least_loaded")
+        async with started(tmp_path, *engines, flags=flags) as running:
+            streams = []
+            for i in range(12):
+                reader, writer = await asyncio.open_connection(*running.address)
+                writer.write(request_bytes(CHAT, {"messages": [{"role": "user", "content": f"{i}"}], "stream": True}))
+                await reader.readuntil(b"data: {}")
+                streams.append((reader, writer))
+                await asyncio.sleep(0.1)  # the others learn of it
+            assert [len(engine.received) for engine in engines] == [4, 4, 4]
+            stopping = asyncio.create_task(asyncio.to_thread(running.stop))
+            await asyncio.sleep(0.3)
+            assert running.process.poll() is None, "requests are running"
+            for engine in engines:
+                engine.gate.set()
+            for reader, writer in streams:
+                assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+                writer.close()
+            assert await stopping == 0
+
+    test()
+
+
+@pytest.mark.timeout(600)
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    @patient
+    async def test():
+        async with started(tmp_path, FakeEngine("a")) as running:
+            children = psutil.Process(running.process.pid).children()
+            assert len(children) == NUM + 1
+            running.process.kill()
+            await asyncio.to_thread(running.process.wait)
+            _, alive = await asyncio.to_thread(psutil.wait_procs, children, PATIENCE_S)
+            assert not alive
+
+    test()
+
+
+def test_a_port_that_is_taken_is_refused_at_once(tmp_path):
+    @patient
+    async def test():
+        engine = FakeEngine("a")
+        await engine.start()
+        url = ("--engine", f"http://127.0.0.1:{engine.port}")
+        for flag in ("--port", "--admin-port"):
+            command = (MOESTRO, "route", *url, "--workers", "2", flag, str(engine.port))
+            process = await asyncio.create_subprocess_exec(
+                *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+            )
+            output, _ = await process.communicate()
+            assert process.returncode == 2
+            assert b"cannot listen on 127.0.0.1" in output
+            assert output.count(b"cannot listen") == 1
+        engine.die()
+
+    test()
+
+
+def test_metrics_of_workers_keep_their_numbers():
+    text = (
+        '# HELP m_total Words with {braces}.\n# TYPE m_total counter\nm_total 1.0\nm_total{engine="a b"} 2.0\n'
+        '# HELP h Text.\n# TYPE h histogram\nh_bucket{le="1"} 3\nh_sum 4\n'
+    )
+    merged = merged_metrics({0: text, 2: text}).decode()
+    assert merged.splitlines() == [
+        "# HELP m_total Words with {braces}.",
+        "# TYPE m_total counter",
+        'm_total{worker="0"} 1.0',
+        'm_total{worker="0",engine="a b"} 2.0',
+        'm_total{worker="2"} 1.0',
+        'm_total{worker="2",engine="a b"} 2.0',
+        "# HELP h Text.",
+        "# TYPE h histogram",
+        'h_bucket{worker="0",le="1"} 3',
+        'h_sum{worker="0"} 4',
+        'h_bucket{worker="2",le="1"} 3',
+        'h_sum{worker="2"} 4',
+    ]
+
+
+def test_an_engine_that_one_worker_finds_dead_is_shown_so():
+    def shown(condition: str, cause: str | None) -> dict[str, object]:
+        return {"name": "a", "condition": condition, "cause": cause, "num_in_flight": 2, "num_decisions": 5}
+
+    [merged] = merged_engines([[shown("up", None)], [shown("down", "refused")]])
+    assert merged == shown("down", "refused") | {"num_in_flight": 4, "num_decisions": 10}
+
+
+def test_settings_of_workers():
+    assert numbered(Path("/x/record.jsonl"), 2) == Path("/x/record.2.jsonl")
+    assert json.dumps(str(numbered(Path("record"), 0))) == '"record.0"'
+    for workers in (0, 65):
+        with pytest.raises(ConfigError, match="workers"):
+            FrontSettings(workers=workers)
+    with pytest.raises(ConfigError, match="leave --workers out"):
+        RouteSettings(front=FrontSettings(workers=2), picker=PickerSettings(ext_proc=9000))
