@@ -105,6 +105,7 @@ def test_a_prompt_without_tokens_and_reports_of_unknown_ranks_are_taken():
     choice.report([load(7, 1.0), load(-1, 1.0), load(0, 0.0)], S)
     assert choice.choose(None, S) in (0, 1)
     assert choice.choose([], S) in (0, 1)
+    assert choice.choose([2**40 + 3] * 100, S) in (0, 1)
 
 
 @pytest.mark.parametrize(

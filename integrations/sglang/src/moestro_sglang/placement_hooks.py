@@ -10,7 +10,7 @@ import numpy as np
 
 from moestro.placement.hosted import HostLoad, HostSizes, Int64s, Planner, or_else
 from moestro.placement.hosted_settings import HostVariables, planner_from
-from moestro_sglang.interface import REBALANCE
+from moestro_sglang.interface import ARGUMENTS, REBALANCE
 
 PREFIX = "MOESTRO_SGLANG_"
 
@@ -27,7 +27,7 @@ def placement_hooks(text: str, environment: Mapping[str, str]) -> dict[str, tupl
 def _rebalance(planner: Planner) -> Callable[..., Any]:
     def rebalance_experts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Place experts. Where ranks have failed, SGLang's own algorithm places them, because it knows which."""
-        question = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        question = dict(zip(ARGUMENTS[REBALANCE], args, strict=False)) | kwargs
         if question["algorithm"].name.startswith("elasticity"):
             return original(*args, **kwargs)
         torch = importlib.import_module("torch")
@@ -44,16 +44,6 @@ def _rebalance(planner: Planner) -> Callable[..., Any]:
         return tuple(torch.from_numpy(each) for each in (placed, *slots_by_expert(placed, num_experts)))
 
     return rebalance_experts
-
-
-_ARGUMENTS = (
-    "tokens_per_expert",
-    "num_physical_experts",
-    "num_local_physical_experts",
-    "num_groups",
-    "num_nodes",
-    "algorithm",
-)
 
 
 def _place(planner: Planner, question: Mapping[str, Any]) -> Int64s:

@@ -88,7 +88,8 @@ class RankChoice:
         Raises:
             NoEngineError: No rank is available.
         """
-        ids = np.asarray(tokens if tokens is not None else [], np.int32)
+        # Placeholders of images may have more than 32 bits, which only a name of the block loses.
+        ids = np.asarray([] if tokens is None else tokens, np.int64).astype(np.int32)
         request = Request(
             request_id=str(next(self._serials)),
             num_prompt_tokens=max(1, len(ids)),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from moestro.errors import ConfigError
+from moestro.errors import ConfigError, NoEngineError
 from moestro_sglang.interface import CHOOSE_RANK, INIT_BUDGET, READ_METHOD, UPDATE_BUDGET
 from moestro_sglang.plugin import DP_POLICY
 from moestro_sglang.rank_choice import RankChoice
@@ -57,21 +57,25 @@ def _report(_result: None, budget: Any, loads: Any) -> None:
     getattr(budget, _STATE).report(loads, time.time_ns())
 
 
-def _choose(_original: Callable[..., Any], controller: Any, req: Any) -> None:
-    """Send a request to the rank that the policy chooses, unless it names one itself."""
+def _choose(original: Callable[..., Any], controller: Any, req: Any) -> None:
+    """Send a request to the rank that the policy chooses, unless it names one itself; without any, SGLang decides."""
     if controller.maybe_external_dp_rank_routing(req):
         return
     choice: RankChoice = getattr(controller.dp_budget, _STATE)
     workers = controller.workers
     choice.set_available([worker is not None and bool(controller.status[i]) for i, worker in enumerate(workers)])
-    given = getattr(req.sampling_params, "custom_params", None) or {}
+    given = getattr(getattr(req, "sampling_params", None), "custom_params", None) or {}
     user = given.get("user")
-    rank = choice.choose(
-        getattr(req, "input_ids", None),
-        time.time_ns(),
-        cache=f"{getattr(req, 'lora_id', None) or ''}|{getattr(req, 'extra_key', None) or ''}",
-        user=None if user is None else str(user),
-        session=getattr(req, "session_id", None),
-    )
+    try:
+        rank = choice.choose(
+            getattr(req, "input_ids", None),
+            time.time_ns(),
+            cache=f"{getattr(req, 'lora_id', None) or ''}|{getattr(req, 'extra_key', None) or ''}",
+            user=None if user is None else str(user),
+            session=getattr(req, "session_id", None),
+        )
+    except NoEngineError:
+        original(controller, req)
+        return
     send = importlib.import_module("sglang.srt.managers.data_parallel_controller").sock_send
     send(workers[rank], req)
