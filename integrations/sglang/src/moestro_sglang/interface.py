@@ -7,6 +7,7 @@ import inspect
 import logging
 import pkgutil
 from collections.abc import Iterable
+from typing import Any
 
 TESTED = ("0.5.23",)  # versions of SGLang that the contract tests ran with
 
@@ -99,7 +100,7 @@ def sglang_version() -> str | None:
         return None
 
 
-def _named(name: str) -> object:
+def _named(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
