@@ -122,10 +122,10 @@ def test_requests_without_an_arrival_keep_their_order_and_do_not_age():
 
 def test_a_preempted_request_keeps_its_arrival_and_counts_its_answer():
     order = order_of("fcfs")
-    first, second = fake("a", 1), fake("b", 2)
-    assert sorted_names(order, [first, second]) == "ab"
+    first, second, third = fake("a", 1), fake("b", 2), fake("c", 3)
+    assert sorted_names(order, [first, second, third]) == "abc"
     first.output_ids = [1, 2, 3]
-    assert sorted_names(order, [second, first]) == "ab"
+    assert sorted_names(order, [second, third, first]) == "abc"
     assert first.moestro_row[1][5] == 13
 
 
