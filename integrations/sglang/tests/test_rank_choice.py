@@ -119,14 +119,14 @@ def test_a_wrong_policy_is_refused(policy, message):
 
 
 @pytest.mark.parametrize("policy", ["moestro", "lmetric", "gimbal-v1", "gimbal-v2", "least_loaded"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_on_every_history_known_requests_are_those_that_were_sent_less_those_that_ended(policy, seed):
     """Ranks serve in turn and report after each step; what the choice knows never leaves [running, sent]."""
     rng, choice = np.random.default_rng(seed), RankChoice(policy, 3)
     on_rank: list[list[int]] = [[], [], []]
     unread: list[list[int]] = [[], [], []]
     now_ns = S
-    for number in range(400):
+    for number in range(250):
         now_ns += int(rng.exponential(0.02) * S)
         rank = choice.choose(prompt(int(rng.integers(0, 20)), 200), now_ns)
         unread[rank].append(number)

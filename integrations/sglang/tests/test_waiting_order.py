@@ -61,7 +61,7 @@ def test_sjf_sorts_in_place_and_an_arrival_that_is_younger_by_the_age_cannot_pas
 
 
 @pytest.mark.parametrize("policy", ["sjf:theta_age_s=2", "prefill_aware:theta_age_s=2", "edf", "weighted_fair", "qllm"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_ranks_with_other_clocks_sort_alike_on_every_history(policy, seed):
     """Ranks see the same requests, each in objects of its own, with nothing in common but what the requests carry."""
     rng = np.random.default_rng(seed)
@@ -69,7 +69,7 @@ def test_ranks_with_other_clocks_sort_alike_on_every_history(policy, seed):
     lists: list[list[FakeRequest]] = [[], []]
     running: list[list[FakeRequest]] = [[], []]
     arrival_s = 1.0
-    for number in range(150):
+    for number in range(100):
         arrival_s += float(rng.exponential(0.3))
         length, user = int(rng.integers(1, 50)), str(rng.choice(["ann", "bob"]))
         kind = str(rng.choice(["ls", "be"]))
