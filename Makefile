@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 OLDEST := $(VENV)/transformers-5.17.0
 TRITON := $(VENV)/triton-3.9.0
+SGLANG := $(VENV)/sglang-0.5.23
 SPHINX := $(VENV)/sphinx
 
 # One test process more than there are cores, because tests wait for servers. A file stays in one process, so that its
@@ -20,7 +21,7 @@ FAST_SKIP := laws/test_schedule_never_changes_the_network.py
 # Tests start a hundred processes; without bytecode each would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install serve test tests tests-cuda tests-oldest test-fast mutants docs release lint clean
+.PHONY: install serve test tests tests-cuda tests-oldest tests-sglang test-fast mutants docs release lint clean
 
 install: $(INSTALLED)
 
@@ -52,9 +53,15 @@ $(TRITON): $(INSTALLED)
 	@mkdir -p $@
 	@touch $@
 
+# SGLang's sources, which the contract tests of moestro-sglang read and do not run. Its libraries need GPUs.
+$(SGLANG): $(INSTALLED)
+	-$(BIN)/python -m pip install --quiet --no-deps --target $@ sglang==$(lastword $(subst -, ,$@))
+	@mkdir -p $@
+	@touch $@
+
 # Each goal runs, whatever becomes of those before it.
 test:
-	@$(MAKE) --no-print-directory --keep-going lint tests tests-cuda tests-oldest
+	@$(MAKE) --no-print-directory --keep-going lint tests tests-cuda tests-oldest tests-sglang
 
 tests: install
 	$(BIN)/pytest $(PARALLEL)
@@ -64,6 +71,9 @@ tests-cuda: $(TRITON)
 
 tests-oldest: $(OLDEST)
 	PYTHONPATH=$(OLDEST) $(BIN)/pytest $(PARALLEL) -m 'transformers and not slow' tests/parity tests/model
+
+tests-sglang: $(SGLANG)
+	PYTHONPATH=$(SGLANG) $(BIN)/pytest integrations/sglang/tests
 
 test-fast: lint
 	$(BIN)/pytest $(PARALLEL) $(FAST:%=tests/%) $(FAST_SKIP:%=--ignore=tests/%)

@@ -4,7 +4,7 @@
 
 An environment gets what `pip install` alone brings, within the versions of constraints.txt: the wheel and the sdist
 without extras (`moestro route`, `sim`, `place`), the wheel with `serve` (a server that answers and ends), and
-`moestro-vllm` and `moestro-verl` beside Moestro's wheel. The exit status is 1 if one of them fails.
+`moestro-vllm`, `moestro-sglang` and `moestro-verl` beside Moestro's wheel. The exit status is 1 if one of them fails.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+INTEGRATIONS = ("vllm", "sglang", "verl")
 _START_S = 120.0
 _LIGHT = (
     ("--version",),
@@ -102,20 +103,16 @@ def build(out: Path) -> dict[str, Path]:
     """Build sdist and wheel of Moestro, and the wheels of its integrations.
 
     Returns:
-        The files by `wheel`, `sdist`, `vllm` and `verl`.
+        The files by `wheel`, `sdist` and the names of integrations.
     """
     for old in [*out.glob("moestro-*"), *out.glob("moestro_*")]:
         old.unlink()
     command = [sys.executable, "-m", "build", "--outdir", str(out)]
     subprocess.run([*command, str(ROOT)], check=True)
-    for integration in ("vllm", "verl"):
+    for integration in INTEGRATIONS:
         subprocess.run([*command, "--wheel", str(ROOT / "integrations" / integration)], check=True)
-    patterns = {
-        "wheel": "moestro-*.whl",
-        "sdist": "moestro-*.tar.gz",
-        "vllm": "moestro_vllm-*.whl",
-        "verl": "moestro_verl-*.whl",
-    }
+    patterns = {"wheel": "moestro-*.whl", "sdist": "moestro-*.tar.gz"}
+    patterns |= {name: f"moestro_{name}-*.whl" for name in INTEGRATIONS}
     return {name: next(out.glob(pattern)) for name, pattern in patterns.items()}
 
 
@@ -131,8 +128,10 @@ def _try_serve(directory: Path, files: dict[str, Path]) -> None:
 
 
 def _try_integrations(directory: Path, files: dict[str, Path]) -> None:
-    environment = Environment(directory / "integrations", str(files["wheel"]), str(files["vllm"]), str(files["verl"]))
+    wheels = [str(files[name]) for name in ("wheel", *INTEGRATIONS)]
+    environment = Environment(directory / "integrations", *wheels)
     environment.python("import moestro_vllm.plugin; moestro_vllm.plugin.register()")
+    environment.python("import moestro_sglang.plugin; moestro_sglang.plugin.register()")
     environment.python("import moestro_verl; moestro_verl.Router({'a': None}, {}).acquire_server('t', prompt_ids=[1])")
 
 

@@ -1,7 +1,7 @@
 """Measures what the order of waiting requests changes inside vLLM, with real servers of vLLM's CPU build.
 
     python bench/serving/vllm_orders.py --work /tmp/bench --vllm /path/to/venv/bin/vllm \\
-        [--json bench/results/serving/vllm_orders.json] [--quick]
+        [--loads mixed adversary] [--json bench/results/serving/vllm_orders.json] [--quick]
 
 The environment of --vllm has vLLM, moestro and moestro-vllm (integrations/vllm/README.md). The systems are vLLM's two
 orders and the scheduler classes of moestro-vllm. All servers start first; then all but one are stopped (SIGSTOP), so
@@ -14,11 +14,14 @@ start of each round, because the speed of a virtual machine varies. Orders can d
 below the age at which a request goes first. The result therefore states the part of the requests whose time to first
 token is above the age. A result with a large part says nothing about orders.
 
+*Bursts*: the same requests at the same mean rate, in bursts of --burst requests at once, which arrive as a Poisson
+process. A burst waits longer than steady arrivals do, and the long prompts in it wait for all short ones.
+
 *Adversary*: one long prompt arrives amid more short ones than the server can serve. With ageing it waits for about
 --age seconds and until a running request ends. Without ageing (`SJF, no ageing`) it waits until the short ones end.
 
-Long prompts are marked as an operator would do it: by `priority` 1 for vLLM's priorities, and for all systems by
-the class `be` and a user of their own in `vllm_xargs`.
+Long prompts are marked as an operator would do it: by `priority` 1 where the server reads priorities, and for all
+systems by the class `be` and a user of their own in `vllm_xargs`. *QLLM by priority* has its classes from `priority`.
 """
 
 from __future__ import annotations
@@ -59,8 +62,11 @@ NO_AGE_S = 1e6
 WARM_RATE, NUM_WARM, WARM_SEED = 2.0, 8, 999
 NUM_AT_ONCE, CAPACITY_SEED = 120, 5000  # requests that measure the capacity
 FCFS, PRIORITY, UNBOUNDED = "vLLM, FCFS", "vLLM, priority", "SJF, no ageing"
+QLLM = "QLLM by priority"
 CLASSES = ("FCFS", "SJF", "PrefillAware", "EDF", "WeightedFair")
-SYSTEMS = (FCFS, PRIORITY, *CLASSES, UNBOUNDED)
+SYSTEMS = (FCFS, PRIORITY, *CLASSES, UNBOUNDED, QLLM)
+LOADS = ("mixed", "bursts", "adversary")
+READS_PRIORITY = (PRIORITY, QLLM)
 ADVERSARY = (FCFS, "SJF", UNBOUNDED)  # the systems that get the adversary's load
 AGEING = ("SJF", "PrefillAware")
 
@@ -80,14 +86,16 @@ class Requests:
     offsets_ns: np.ndarray
 
 
-def mixed(rate: float, count: int, seed: int) -> Requests:
-    """Draw the mixed load; a rate of inf sends all requests at once."""
+def mixed(rate: float, count: int, seed: int, burst: int = 1) -> Requests:
+    """Draw the mixed load in bursts of `burst` requests at once; a rate of inf sends all requests at once."""
     rng = np.random.default_rng(seed)
     is_long = np.zeros(count, np.bool_)
     is_long[rng.permutation(count)[: max(round(LONG_SHARE * count), 1)]] = True  # an exact share, in random order
     documents = np.random.default_rng([seed, 1]).integers(3, VOCAB, (NUM_DOCUMENTS, DOCUMENT))
     prompts = [draw(rng, is_one, documents) for is_one in is_long.tolist()]
-    offsets_ns = poisson(count, rate, rng) if np.isfinite(rate) else np.zeros(count, np.int64)
+    offsets_ns = np.zeros(count, np.int64)
+    if np.isfinite(rate):
+        offsets_ns = np.repeat(poisson(-(-count // burst), rate / burst, rng), burst)[:count]
     return Requests(prompts, is_long, offsets_ns)
 
 
@@ -126,7 +134,7 @@ def send(url: str, requests: Requests, system: str) -> dict[str, object]:
     endpoint = uvloop.run(find(settings))
     rows = zip(requests.prompts, requests.is_long.tolist(), strict=True)
     load = BenchLoad(
-        bodies=[body(endpoint.model, p, is_long=one, reads_priority=system == PRIORITY) for p, one in rows],
+        bodies=[body(endpoint.model, p, is_long=one, reads_priority=system in READS_PRIORITY) for p, one in rows],
         num_requested_tokens=np.full(len(requests.prompts), NUM_OUTPUT),
         offsets_ns=requests.offsets_ns,
         limit=None,
@@ -152,9 +160,12 @@ def command(args: argparse.Namespace, system: str, directory: Path, port: int) -
     """Return the command that starts a system."""
     flags = ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"]
     flags += ["--max-num-seqs", str(NUM_SEQS), "--enable-prefix-caching", "--block-size", "32"]
-    if system == PRIORITY:
+    if system in READS_PRIORITY:
         flags += ["--scheduling-policy", "priority"]
-    elif system != FCFS:
+    if system == QLLM:
+        flags += ["--scheduler-cls", "moestro_vllm.QLLM"]
+        flags += ["--additional-config", json.dumps({"moestro": {"be_priority": 1, "theta_age_s": args.age}})]
+    elif system not in {FCFS, PRIORITY}:
         flags += ["--scheduler-cls", f"moestro_vllm.{system.partition(',')[0]}"]
         if system in AGEING or system == UNBOUNDED:
             age_s = NO_AGE_S if system == UNBOUNDED else args.age
@@ -207,11 +218,13 @@ def measure(args: argparse.Namespace, server: Server, system: str, rate: float, 
     """Send a system the loads of one round."""
     seed = args.seed + number
     found: dict[str, object] = {"round": number, "seed": seed, "system": system, "rate": round(rate, 3)}
+    bursts = {"mixed": 1, "bursts": args.burst}
     with running(server) as url:
-        if system != UNBOUNDED:
-            row = send(url, mixed(rate, round(rate * args.seconds), seed), system)
-            found["mixed"] = row | {"part_above_age": round(np.mean(np.array(row.pop("ttft_s")) > args.age), 3)}
-        if system in ADVERSARY:
+        for load, burst in bursts.items() if system != UNBOUNDED else ():
+            if load in args.loads:
+                row = send(url, mixed(rate, round(rate * args.seconds), seed, burst), system)
+                found[load] = row | {"part_above_age": round(np.mean(np.array(row.pop("ttft_s")) > args.age), 3)}
+        if system in ADVERSARY and "adversary" in args.loads:
             requests = adversary(args.flood, args.flood_seconds, seed)
             row = send(url, requests, system)
             row["long_ttft_s"] = row.pop("ttft_s")[int(np.flatnonzero(requests.is_long)[0])]
@@ -232,24 +245,33 @@ def rounds(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, obje
 def summaries(found: list[dict[str, object]]) -> list[dict[str, object]]:
     """Summarise the rounds of each system, and its ratio to vLLM's FCFS in the same round."""
     table = []
-    reference = {row["round"]: row["mixed"] for row in found if row["system"] == FCFS}
     for system in dict.fromkeys(row["system"] for row in found):
         own = [row for row in found if row["system"] == system]
         summary: dict[str, object] = {"system": system, "rounds": len(own)}
-        rows = {row["round"]: row["mixed"] for row in own if "mixed" in row}
-        for kind in ("short", "long") if rows else ():
-            for key in ("mean", "p50", "p99"):
-                name = f"{kind}_ttft_ms_{key}"
-                summary[name] = spread([row[kind][key] for row in rows.values()])
-                ratios = [rows[n][kind][key] / reference[n][kind][key] for n in rows if n in reference]
-                if ratios and system != FCFS:
-                    summary[f"{name} over {FCFS}"] = spread(ratios)
-        for name in ("tokens_per_s", "part_above_age") if rows else ():
-            summary[name] = spread([row[name] for row in rows.values()])
+        for load in ("mixed", "bursts"):
+            summary |= summary_of_load(found, system, load)
         if "adversary" in own[0]:
             summary["adversary_long_ttft_s"] = spread([row["adversary"]["long_ttft_s"] for row in own])
         table.append(summary)
     return table
+
+
+def summary_of_load(found: list[dict[str, object]], system: str, load: str) -> dict[str, object]:
+    """Summarise one load of one system; figures of bursts have a prefix."""
+    prefix = "" if load == "mixed" else f"{load} "
+    reference = {row["round"]: row[load] for row in found if row["system"] == FCFS and load in row}
+    rows = {row["round"]: row[load] for row in found if row["system"] == system and load in row}
+    summary: dict[str, object] = {}
+    for kind in ("short", "long") if rows else ():
+        for key in ("mean", "p50", "p99"):
+            name = f"{prefix}{kind}_ttft_ms_{key}"
+            summary[name] = spread([row[kind][key] for row in rows.values()])
+            ratios = [rows[n][kind][key] / reference[n][kind][key] for n in rows if n in reference]
+            if ratios and system != FCFS:
+                summary[f"{name} over {FCFS}"] = spread(ratios)
+    for name in ("tokens_per_s", "part_above_age") if rows else ():
+        summary[f"{prefix}{name}"] = spread([row[name] for row in rows.values()])
+    return summary
 
 
 def store(args: argparse.Namespace, conditions: RunRecord, found: list[dict[str, object]]) -> None:
@@ -258,7 +280,7 @@ def store(args: argparse.Namespace, conditions: RunRecord, found: list[dict[str,
     setting = {
         "model": args.model, "load": args.load, "seconds": args.seconds, "age_s": args.age, "long_share": LONG_SHARE,
         "short_tokens": SHORT, "long_tokens": LONG, "output_tokens": NUM_OUTPUT, "max_num_seqs": NUM_SEQS,
-        "flood_rate": args.flood, "flood_seconds": args.flood_seconds,
+        "loads": args.loads, "burst": args.burst, "flood_rate": args.flood, "flood_seconds": args.flood_seconds,
         "vllm": package_version(python, "vllm"), "moestro-vllm": package_version(python, "moestro-vllm"),
         "commands": {name: " ".join(command(args, name, Path("MODEL"), PORT)[1:]) for name in args.systems},
     }  # fmt: skip
@@ -271,6 +293,8 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, required=True, help="vLLM's command in a separate virtual environment")
     parser.add_argument("--model", choices=["demo", "random-640m"], default="demo")
     parser.add_argument("--systems", nargs="*", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--loads", nargs="*", default=["mixed", "adversary"], choices=LOADS)
+    parser.add_argument("--burst", type=int, default=24, help="requests of a burst, which arrive at once")
     parser.add_argument("--load", type=float, default=0.9, help="rate of the mixed load, in capacities of vLLM's FCFS")
     parser.add_argument("--seconds", type=float, default=20, help="time for which they arrive")
     parser.add_argument("--age", type=float, default=5, help="theta_age_s of the classes with ageing, seconds")

@@ -24,7 +24,12 @@ def stand_in(monkeypatch):
             vars(module).update(contents)
             monkeypatch.setitem(
                 sys.modules,
-                {"queue": interface._QUEUE, "scheduler": interface._SCHEDULER, "eplb": interface._EPLB}[name],
+                {
+                    "queue": interface._QUEUE,
+                    "scheduler": interface._SCHEDULER,
+                    "eplb": interface._EPLB,
+                    "state": interface._EPLB_STATE,
+                }[name],
                 module,
             )
 
@@ -43,6 +48,12 @@ class Scheduler:
 
 class EplbPolicy:
     def rebalance_experts(weight, num_replicas, num_groups, num_nodes, num_ranks, old_global_expert_indices=None): ...
+
+
+class EplbState:
+    def step(self): ...
+
+    def build_initial_global_physical_to_logical_map(num_routed_experts, num_redundant_experts): ...
 
 
 def message_of(check) -> str:
@@ -65,7 +76,8 @@ def test_without_vllm_the_message_says_so(monkeypatch):
 
 def test_tested_versions_pass_without_a_word(stand_in, caplog):
     stand_in("0.33.0", queue={"RequestQueue": queue_class(QUEUE_METHODS)}, scheduler={"AsyncScheduler": Scheduler})
-    stand_in("0.33.0", eplb={"EPLB_POLICIES": {"default": EplbPolicy}, "AbstractEplbPolicy": EplbPolicy})
+    policies = {"EPLB_POLICIES": {"default": EplbPolicy}, "AbstractEplbPolicy": EplbPolicy}
+    stand_in("0.33.0", eplb=policies, state={"EplbState": EplbState})
     interface.check_scheduler_interface()
     interface.check_eplb_interface()
     assert not caplog.records
@@ -114,10 +126,23 @@ def test_an_eplb_table_or_policy_that_moved_is_refused(stand_in):
     stand_in("0.40.1", eplb={"EPLB_POLICIES": {"default": other}, "AbstractEplbPolicy": other})
     assert "rebalance_experts takes ('load', 'ranks');" in message_of(interface.check_eplb_interface)
     assert len(EPLB_ARGUMENTS) == 6
+    stand_in("0.40.1", eplb={"EPLB_POLICIES": {"default": EplbPolicy}, "AbstractEplbPolicy": EplbPolicy})
+    stand_in("0.40.1", state={"EplbState": type("EplbState", (), {"step": EplbState.step})})
+    assert "EplbState has no build_initial_global_physical_to_logical_map;" in message_of(
+        interface.check_eplb_interface
+    )
+
+
+@pytest.mark.parametrize("name", ["plan_rebalance", "rebalance_experts"])
+def test_the_hook_that_is_proposed_upstream_passes_with_either_name(stand_in, name):
+    policy = type("Policy", (), {name: lambda self, context, policy_state: None})
+    policies = {"EPLB_POLICIES": {"default": policy}, "AbstractEplbPolicy": policy}
+    stand_in("0.40.1", eplb=policies, state={"EplbState": EplbState})
+    interface.check_eplb_interface()
 
 
 def test_an_unknown_class_is_answered_with_the_known_ones():
-    with pytest.raises(AttributeError, match="'LIFO'; scheduler classes: EDF, FCFS, SJF, PrefillAware, WeightedFair"):
+    with pytest.raises(AttributeError, match="'LIFO'; scheduler classes: EDF, FCFS, QLLM, SJF, "):
         _ = moestro_vllm.LIFO
 
 

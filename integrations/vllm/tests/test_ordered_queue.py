@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from moestro_vllm.order_settings import bound_in_words, make_order_policy, refuse_other_order
+from moestro_vllm.order_settings import make_order
 from moestro_vllm.ordered_queue import OrderedQueue
 
+from moestro.engine.hosted_order import bound_in_words, host_order
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
 
@@ -43,7 +44,7 @@ def fake(name: str, arrival_s: float, length: int = 10, **xargs: object) -> Fake
 
 
 def queue_of(policy: str, clock: Clock, *requests: FakeRequest, num_cached=None) -> OrderedQueue:
-    queue = OrderedQueue(ORDER_POLICIES.make(policy), clock, num_cached)
+    queue = OrderedQueue(host_order(policy, None, reads_priority=False), clock, num_cached)
     for request in requests:
         queue.add_request(request)
     return queue
@@ -139,7 +140,7 @@ def test_prefill_aware_counts_what_the_cache_lacks_and_asks_again_when_it_change
 
 def test_a_policy_that_reads_the_cache_needs_a_look_up():
     with pytest.raises(ValueError, match="num_cached"):
-        OrderedQueue(ORDER_POLICIES.make("prefill_aware"), Clock())
+        queue_of("prefill_aware", Clock())
 
 
 def test_weighted_fair_serves_the_user_with_the_least_service_for_its_weight():
@@ -230,11 +231,12 @@ def sorted_by(policy, waiting: list[FakeRequest], now_ns: int) -> list[FakeReque
 
 
 def test_settings_come_from_the_additional_config_and_its_other_keys_are_left_alone():
-    policy = make_order_policy("sjf", {"moestro": {"theta_age_s": 2}, "gdn_prefill_backend": "x"})
-    assert policy.max_passed_over_ns == 2 * S
-    assert bound_in_words(policy) == "a request is passed over only by those that arrive up to 2 s after it"
-    assert make_order_policy("sjf", {}).max_passed_over_ns == 5 * S
-    assert make_order_policy("weighted_fair", {"moestro": {"weight:ann": 2.5}}).max_passed_over_ns is None
+    order, text = make_order("sjf", {"moestro": {"theta_age_s": 2}, "gdn_prefill_backend": "x"})
+    assert (order.policy.max_passed_over_ns, text) == (2 * S, "sjf:theta_age_s=2")
+    assert bound_in_words(order.policy) == "a request is passed over only by those that arrive up to 2 s after it"
+    assert make_order("sjf", {})[0].policy.max_passed_over_ns == 5 * S
+    fair, _ = make_order("weighted_fair", {"moestro": {"weight:ann": 2.5}})
+    assert fair.policy.max_passed_over_ns is None
 
 
 @pytest.mark.parametrize(
@@ -243,15 +245,53 @@ def test_settings_come_from_the_additional_config_and_its_other_keys_are_left_al
         ({"theta_age": 2}, "has no setting 'theta_age'"),
         ({"theta_age_s": -1}, "theta_age_s must be seconds"),
         ({"theta_age_s": [2]}, "theta_age_s must be a number, got \\[2\\]"),
+        ({"be_priority": "low"}, "be_priority must be a whole number, got 'low'"),
+        ({"be_priority": 1.5}, "be_priority must be a whole number, got 1.5"),
         ("sjf", "must be an object of settings"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(settings, message):
     with pytest.raises(ConfigError, match=message):
-        make_order_policy("sjf", {"moestro": settings})
+        make_order("sjf", {"moestro": settings})
 
 
-def test_vllms_own_priorities_are_refused_beside_a_class_of_ours():
-    refuse_other_order("fcfs", "SJF")
-    with pytest.raises(ConfigError, match=r"--scheduling-policy priority does not go with .*moestro_vllm\.SJF"):
-        refuse_other_order("priority", "SJF")
+def with_priority(request: FakeRequest, priority: int) -> FakeRequest:
+    request.priority = priority
+    return request
+
+
+def test_beside_vllms_priorities_a_policy_orders_requests_of_one_priority():
+    order, _ = make_order("sjf", {}, "priority")
+    queue = OrderedQueue(order, Clock(9))  # all have aged but the last two
+    for request in (
+        with_priority(fake("a", 0, 10), 2),
+        with_priority(fake("b", 1, 900), -5),
+        with_priority(fake("c", 8, 900), 0),
+        with_priority(fake("d", 8.5, 10), 0),
+    ):
+        queue.add_request(request)
+    assert drained(queue) == "bdca"
+    assert order.in_words().endswith("; requests of a more urgent priority come first")
+
+
+def test_be_priority_makes_classes_of_priorities_and_a_stated_class_goes_first():
+    order, text = make_order("edf", {"moestro": {"be_priority": 3, "ls_slo_s": 1}}, "priority")
+    assert (text, order.has_levels) == ("edf:ls_slo_s=1", False)
+    queue = OrderedQueue(order, Clock(2))
+    for request in (
+        with_priority(fake("a", 0), 3),
+        with_priority(fake("b", 1), 2),
+        with_priority(fake("c", 2, service_class="ls"), 9),
+        with_priority(fake("d", 0.5, service_class="be"), -9),
+    ):
+        queue.add_request(request)
+    assert drained(queue) == "bcad"  # by deadline: two of the class ls, then two of be
+    assert "priority 3 and above is best effort" in order.in_words()
+
+
+def test_a_priority_beyond_32_bits_stays_the_last_or_first():
+    order, _ = make_order("fcfs", {}, "priority")
+    queue = OrderedQueue(order, Clock(2))
+    for name, priority in (("a", 2**40), ("b", 0), ("c", -(2**63))):
+        queue.add_request(with_priority(fake(name, 0), priority))
+    assert drained(queue) == "cba"

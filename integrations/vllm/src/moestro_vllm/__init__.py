@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 # Names for `--scheduler-cls moestro_vllm.NAME`.
-SCHEDULER_CLASSES = ("EDF", "FCFS", "SJF", "PrefillAware", "WeightedFair")
+SCHEDULER_CLASSES = ("EDF", "FCFS", "QLLM", "SJF", "PrefillAware", "WeightedFair")
 
 
 def __getattr__(name: str) -> Any:

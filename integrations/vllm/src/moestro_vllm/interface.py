@@ -36,11 +36,13 @@ SCHEDULER_ATTRIBUTES = (
     "kv_cache_manager.coordinator.find_longest_cache_hit",
 )
 EPLB_ARGUMENTS = ("weight", "num_replicas", "num_groups", "num_nodes", "num_ranks", "old_global_expert_indices")
+EPLB_STATE_METHODS = ("build_initial_global_physical_to_logical_map", "step")
 EPLB_KEY = "default"
 
 _QUEUE = "vllm.v1.core.sched.request_queue"
 _SCHEDULER = "vllm.v1.core.sched.async_scheduler"
 _EPLB = "vllm.distributed.eplb.policy"
+_EPLB_STATE = "vllm.distributed.eplb.eplb_state"
 _logger = logging.getLogger(__name__)
 
 
@@ -80,18 +82,24 @@ def check_scheduler(scheduler: object) -> None:
 
 
 def check_eplb_interface() -> None:
-    """Check the table of placement policies, and the arguments of one.
+    """Check the table of placement policies, the arguments of one, and the balancer's state.
 
     Raises:
-        VllmInterfaceError: The table has other keys, or a policy takes other arguments.
+        VllmInterfaceError: The table has other keys, a policy takes other arguments, or the state lacks something.
     """
     policies = _named(_EPLB, "EPLB_POLICIES")
     if EPLB_KEY not in policies:
         raise _moved(f"{_EPLB}.EPLB_POLICIES", f"has no {EPLB_KEY!r}, only {sorted(policies)}")
-    function = getattr(_named(_EPLB, "AbstractEplbPolicy"), "rebalance_experts", None)
-    found = tuple(inspect.signature(function).parameters) if function is not None else ()
-    if found != EPLB_ARGUMENTS:
-        raise _moved(f"{_EPLB}.AbstractEplbPolicy.rebalance_experts", f"takes {found}")
+    policy = _named(_EPLB, "AbstractEplbPolicy")
+    if not hasattr(policy, "plan_rebalance"):
+        function = getattr(policy, "rebalance_experts", None)
+        found = tuple(inspect.signature(function).parameters) if function is not None else ()
+        if found != EPLB_ARGUMENTS and "context" not in found:
+            raise _moved(f"{_EPLB}.AbstractEplbPolicy.rebalance_experts", f"takes {found}")
+    state = _named(_EPLB_STATE, "EplbState")
+    missing = [name for name in EPLB_STATE_METHODS if not callable(getattr(state, name, None))]
+    if missing:
+        raise _moved(f"{_EPLB_STATE}.EplbState", f"has no {', '.join(missing)}")
     _warn_if_untested()
 
 

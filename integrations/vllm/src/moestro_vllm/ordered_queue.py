@@ -5,24 +5,15 @@ Nothing here needs vLLM: a request is any object with the attributes of `QueuedR
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS, NS_PER_S
-from moestro.core.hashing import name_key
-from moestro.core.order_contract import Admitted, Left, OrderPolicy
-from moestro.core.request import ServiceClass
-from moestro.core.views import BE, LS, WaitingView
-from moestro.engine.waiting import MAX_LOOKED_UP, WAITING_COLUMNS, waiting_view
-
-_CLIENT = 0  # of all requests: vLLM does not say who sent one
-CLASS_KEY, USER_KEY = "service_class", "user"  # names in a request's `vllm_xargs`, which are Moestro's API fields
-_INT32 = np.iinfo(np.int32)
-_logger = logging.getLogger(__name__)
+from moestro.core.order_contract import Admitted, Left
+from moestro.engine.hosted_order import HostOrder, user_of
+from moestro.engine.waiting import WAITING_COLUMNS
 
 
 class QueuedRequest(Protocol):
@@ -57,17 +48,18 @@ class OrderedQueue:
     allocates blocks for that request in between.
 
     Args:
-        policy: Orders the rows; its state changes only through `admitted` and `left`.
+        order: Orders the rows; the state of its policy changes only through `admitted` and `left`.
         now_ns: Clock of the requests' `arrival_time`, in nanoseconds.
         num_cached: Returns how many of a request's first tokens the prefix cache holds, for a policy that reads it.
     """
 
     def __init__(
-        self, policy: OrderPolicy, now_ns: Callable[[], int], num_cached: Callable[[Any], int] | None = None
+        self, order: HostOrder, now_ns: Callable[[], int], num_cached: Callable[[Any], int] | None = None
     ) -> None:
-        if policy.reads_cache and num_cached is None:
+        self.policy = order.policy
+        if self.policy.reads_cache and num_cached is None:
             raise ValueError("a policy that reads the prefix cache needs num_cached")
-        self.policy = policy
+        self._ordering = order
         self._now_ns = now_ns
         self._num_cached = num_cached
         self._rows = np.empty(16, WAITING_COLUMNS)
@@ -164,13 +156,13 @@ class OrderedQueue:
     def admitted(self, request: QueuedRequest) -> None:
         """Report that `request` was given KV blocks for the first time."""
         if self.policy.observes:
-            self.policy.observe(Admitted(user_of(request), request.num_prompt_tokens))
+            self.policy.observe(Admitted(user_of(_extra_args(request)), request.num_prompt_tokens))
             self._forget_order()
 
     def left(self, request: QueuedRequest) -> None:
         """Report that `request` is over."""
         if self.policy.observes:
-            self.policy.observe(Left(user_of(request), request.num_tokens - request.num_prompt_tokens))
+            self.policy.observe(Left(user_of(_extra_args(request)), request.num_tokens - request.num_prompt_tokens))
             self._forget_order()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -181,10 +173,15 @@ class OrderedQueue:
         if len(self._requests) == len(self._rows):
             self._compact()
         row = len(self._requests)
-        self._rows[row] = _row(request, serial)
+        self._rows[row] = self._row(request, serial)
         self._requests.append(request)
         self._row_of[request] = row
         self._forget_order()
+
+    def _row(self, request: QueuedRequest, serial: int) -> Any:
+        num_tokens = request.num_prompt_tokens, request.num_tokens
+        arrival_ns = round(request.arrival_time * NS_PER_S)
+        return self._ordering.row(serial, arrival_ns, num_tokens, request.priority, _extra_args(request))
 
     def _drop(self, request: Any) -> None:
         self._requests[self._row_of.pop(request)] = None
@@ -202,22 +199,12 @@ class OrderedQueue:
         if len(rows) == 1:
             self._order, self._from_ns, self._until_ns = rows.tolist(), now_ns, FOREVER_NS
             return
-        view = self._view(rows)
-        self._order = rows[self.policy.order(view, now_ns)].tolist()
+        look_up = self._num_cached
+        view = self._ordering.view(
+            self._rows.take(rows), None if look_up is None else lambda i: look_up(self._requests[rows[i]])
+        )
+        self._order = rows[self._ordering.order(view, now_ns)].tolist()
         self._from_ns, self._until_ns = now_ns, self.policy.next_change_ns(view, now_ns)
-
-    def _view(self, rows: NDArray[np.int64]) -> WaitingView:
-        """The policy's view of `rows`."""
-        columns = self._rows.take(rows)
-        return waiting_view(columns, self._num_uncached(rows, columns) if self.policy.reads_cache else None)
-
-    def _num_uncached(self, rows: NDArray[np.int64], columns: NDArray[np.void]) -> NDArray[np.int32]:
-        """int32[rows], tokens to compute; only the oldest rows are looked up, as in Moestro's own engine."""
-        assert self._num_cached is not None, "checked when the queue was made"
-        num_uncached: NDArray[np.int32] = columns["num_tokens"].copy()
-        for i in np.argsort(columns["arrival_ns"], kind="stable")[:MAX_LOOKED_UP].tolist():
-            num_uncached[i] -= min(self._num_cached(self._requests[rows[i]]), int(num_uncached[i]) - 1)
-        return num_uncached
 
     def _compact(self) -> None:
         """Drop the rows of requests that are gone, and double the space when more than half of the rows are alive."""
@@ -229,33 +216,5 @@ class OrderedQueue:
         self._row_of = {request: row for row, request in enumerate(self._requests)}
 
 
-def user_of(request: QueuedRequest) -> int:
-    """Return the key of the user whom the client named in `vllm_xargs`; all requests without a name share one."""
-    user = _extra_args(request).get(USER_KEY)
-    return name_key(None if user is None else str(user))
-
-
 def _extra_args(request: QueuedRequest) -> dict[str, Any]:
     return getattr(request.sampling_params, "extra_args", None) or {}
-
-
-def _row(request: QueuedRequest, serial: int) -> tuple[int, ...]:
-    # The priority of vLLM has no bounds, and the column has 32 bits.
-    return (
-        round(request.arrival_time * NS_PER_S),
-        serial,
-        user_of(request),
-        _CLIENT,
-        request.num_prompt_tokens,
-        request.num_tokens,
-        min(max(request.priority, _INT32.min), _INT32.max),
-        _class_of(request),
-    )
-
-
-def _class_of(request: QueuedRequest) -> int:
-    """LS or BE. vLLM has accepted the request already, so another word is logged and counts as latency-sensitive."""
-    given = _extra_args(request).get(CLASS_KEY, ServiceClass.LS)
-    if given not in tuple(ServiceClass):
-        _logger.warning("%s %r is neither 'ls' nor 'be'; the request counts as 'ls'", CLASS_KEY, given)
-    return BE if given == ServiceClass.BE else LS

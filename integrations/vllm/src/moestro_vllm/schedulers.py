@@ -10,7 +10,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
 
 from moestro_vllm.interface import check_scheduler
-from moestro_vllm.order_settings import bound_in_words, make_order_policy, policy_text, refuse_other_order
+from moestro_vllm.order_settings import make_order
 from moestro_vllm.ordered_queue import OrderedQueue
 
 _logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handlers print the loggers below "vllm"
@@ -24,6 +24,8 @@ class PolicyScheduler(AsyncScheduler):
     """vLLM's scheduler, whose waiting requests are in the order of one of Moestro's policies.
 
     Requests that hold KV blocks while they wait are served before all others, in vLLM's order, as vLLM requires.
+    With `--scheduling-policy priority` vLLM preempts the least urgent request, so more urgent ones come first here too,
+    unless `be_priority` makes classes of priorities.
 
     Attributes:
         order: Name of the order policy.
@@ -35,14 +37,10 @@ class PolicyScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_scheduler(self)
-        refuse_other_order(self.scheduler_config.policy, type(self).__name__)
-        config = self.vllm_config.additional_config
-        policy = make_order_policy(self.order, config)
+        order, text = make_order(self.order, self.vllm_config.additional_config, self.scheduler_config.policy)
         # `arrival_time` of a request is on this clock.
-        self.waiting = PolicyRequestQueue(policy, time.time_ns, self._num_cached)
-        _logger.info(
-            "Moestro orders waiting requests by %s: %s", policy_text(self.order, config), bound_in_words(policy)
-        )
+        self.waiting = PolicyRequestQueue(order, time.time_ns, self._num_cached)
+        _logger.info("Moestro orders waiting requests by %s: %s", text, order.in_words())
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule one step as vLLM does, and report to the policy which requests were admitted."""
@@ -93,3 +91,9 @@ class WeightedFair(PolicyScheduler):
     """Fair shares of the engine's tokens between users."""
 
     order = "weighted_fair"
+
+
+class QLLM(PolicyScheduler):
+    """Latency-sensitive requests first (QLLM, section 3.2); `be_priority` makes classes of vLLM's priorities."""
+
+    order = "qllm"

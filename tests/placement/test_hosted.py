@@ -1,4 +1,4 @@
-"""The placement that vLLM asks for, in NumPy: full slots, experts kept in their slots, no needless second copy."""
+"""Placements for other engines, in NumPy: full slots, experts kept in their slots, no needless second copy."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ import json
 
 import numpy as np
 import pytest
-from moestro_vllm.placement import Fleet, Planner
-from moestro_vllm.placement_settings import DEFAULTS, planner_from, policy_text
 
 from moestro.errors import ConfigError
+from moestro.placement.hosted import HostLoad, HostSizes, Planner, or_else, rows_with_experts
+from moestro.placement.hosted_settings import PRICE_DEFAULTS, HostVariables, planner_from, policy_text
 from moestro.placement.registry import PLACE_POLICIES
 
 POLICIES = ["static", "eplb", "moestro"]
 
 
-def planner(policy: str = "eplb", **environment: str) -> Planner:
-    return planner_from(policy, environment)
+class HostCalls:
+    """A planner with the window and the horizon of vLLM's defaults."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+
+    def place(self, load: np.ndarray, sizes: HostSizes, old: np.ndarray | None) -> np.ndarray:
+        return self.planner.place(HostLoad.of_sum(load, 1000), sizes, old, 3000)
+
+
+def planner(policy: str = "eplb", **environment: str) -> HostCalls:
+    return HostCalls(planner_from(policy, HostVariables("MOESTRO_VLLM_", environment)))
 
 
 def initial(num_layers: int, num_experts: int, num_slots: int) -> np.ndarray:
@@ -43,17 +53,17 @@ def imbalance(load: np.ndarray, placed: np.ndarray, num_ranks: int) -> float:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(8))
-def test_any_question_of_vllm_is_answered_with_full_slots_that_keep_what_stays(policy, seed):
+def test_any_question_of_a_host_is_answered_with_full_slots_that_keep_what_stays(policy, seed):
     rng = np.random.default_rng(seed)
     num_ranks, num_local = int(rng.choice([2, 4, 8])), int(rng.integers(2, 6))
     num_slots = num_ranks * num_local
     num_experts = int(rng.integers(num_local, num_slots + 1))
     load = rng.zipf(1.5, (3, num_experts)).clip(0, 1000) * (rng.random((3, num_experts)) < 0.9)
-    fleet = Fleet(num_slots, 1, int(rng.choice([1, 2])), num_ranks)
+    sizes = HostSizes(num_slots, 1, int(rng.choice([1, 2])), num_ranks)
     old = initial(3, num_experts, num_slots)
     if seed % 2:
         old = rng.permuted(old, axis=1)
-    placed = planner(policy).place(load.astype(np.float64), fleet, old)
+    placed = planner(policy).place(load.astype(np.float64), sizes, old)
     assert placed.shape == (3, num_slots)
     assert placed.dtype == np.int64
     assert all(set(row) == set(range(num_experts)) for row in placed.tolist())
@@ -63,7 +73,7 @@ def test_any_question_of_vllm_is_answered_with_full_slots_that_keep_what_stays(p
     ):
         stays = set(now) & set(was)
         assert all(np.flatnonzero(now == expert)[0] in np.flatnonzero(was == expert) for expert in stays)
-    assert np.array_equal(placed, planner(policy).place(load.astype(np.float64), fleet, old))
+    assert np.array_equal(placed, planner(policy).place(load.astype(np.float64), sizes, old))
 
 
 # EPLB's second copies on a rank give way to other experts here, so the parts of its hottest experts grow.
@@ -72,29 +82,29 @@ def test_a_skewed_load_is_leveled(policy, bound):
     rng = np.random.default_rng(1)
     load = rng.permuted(np.tile(1e6 / np.arange(1, 65) ** 0.8, (32, 1)), axis=1)
     old = initial(32, 64, 80)
-    placed = planner(policy).place(load, Fleet(80, 8, 2, 8), old)
+    placed = planner(policy).place(load, HostSizes(80, 8, 2, 8), old)
     assert imbalance(load, old, 8) > 1.5
     assert imbalance(load, placed, 8) < bound
 
 
 def test_the_static_policy_moves_nothing():
     old = initial(2, 8, 12)
-    assert np.array_equal(planner("static").place(np.ones((2, 8)), Fleet(12, 1, 1, 4), old), old)
+    assert np.array_equal(planner("static").place(np.ones((2, 8)), HostSizes(12, 1, 1, 4), old), old)
 
 
 def test_the_moestro_policy_moves_nothing_where_the_load_is_level():
     old = initial(2, 8, 8)
-    assert np.array_equal(planner("moestro").place(np.full((2, 8), 1e5), Fleet(8, 1, 1, 4), old), old)
+    assert np.array_equal(planner("moestro").place(np.full((2, 8), 1e5), HostSizes(8, 1, 1, 4), old), old)
 
 
 def test_a_second_copy_on_a_rank_of_the_old_placement_gives_way_to_another_expert():
     old = np.array([[0, 0, 1, 2, 3, 1]])
-    placed = planner("static").place(np.array([[1.0, 1.0, 1.0, 9.0]]), Fleet(6, 1, 1, 2), old)
+    placed = planner("static").place(np.array([[1.0, 1.0, 1.0, 9.0]]), HostSizes(6, 1, 1, 2), old)
     assert placed.tolist() == [[0, 3, 1, 2, 3, 1]]
 
 
 def test_more_slots_on_a_rank_than_experts_are_filled_with_second_copies():
-    placed = planner("static").place(np.array([[1.0, 5.0]]), Fleet(6, 1, 1, 2), np.array([[0, 1, 0, 0, 1, 1]]))
+    placed = planner("static").place(np.array([[1.0, 5.0]]), HostSizes(6, 1, 1, 2), np.array([[0, 1, 0, 0, 1, 1]]))
     assert sorted(placed[0, :3]) in ([0, 0, 1], [0, 1, 1])
     assert sorted(placed[0, 3:]) in ([0, 0, 1], [0, 1, 1])
 
@@ -103,34 +113,33 @@ def test_more_slots_on_a_rank_than_experts_are_filled_with_second_copies():
 def test_ranks_that_come_or_go_leave_every_expert_covered(policy):
     load = np.arange(1.0, 9.0)[None]
     old = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]])  # four ranks of three
-    fewer = planner(policy).place(load, Fleet(9, 1, 1, 3), np.array([[0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 3]]))
+    fewer = planner(policy).place(load, HostSizes(9, 1, 1, 3), np.array([[0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 3]]))
     assert set(fewer[0].tolist()) == set(range(8))
-    more = planner(policy).place(load, Fleet(15, 1, 1, 5), np.concatenate([old, [[-1, -1, -1]]], axis=1))
+    more = planner(policy).place(load, HostSizes(15, 1, 1, 5), np.concatenate([old, [[-1, -1, -1]]], axis=1))
     assert set(more[0].tolist()) == set(range(8))
     assert not has_second_copy(more, 5)
-    none = planner(policy).place(load, Fleet(12, 1, 2, 4), None)
+    none = planner(policy).place(load, HostSizes(12, 1, 2, 4), None)
     assert set(none[0].tolist()) == set(range(8))
 
 
 def test_experts_that_do_not_fit_and_odd_sizes_are_refused():
     with pytest.raises(ValueError, match="9 experts do not fit into 8 slots"):
-        planner().place(np.ones((1, 9)), Fleet(8, 1, 1, 2), None)
+        planner().place(np.ones((1, 9)), HostSizes(8, 1, 1, 2), None)
     with pytest.raises(ValueError, match="do not divide"):
-        Fleet(9, 1, 1, 2)
+        HostSizes(9, 1, 1, 2)
     with pytest.raises(ValueError, match="below 1"):
-        Fleet(8, 1, 0, 2)
+        HostSizes(8, 1, 0, 2)
 
 
 def test_settings_are_read_from_the_environment(tmp_path):
-    found = planner("eplb", MOESTRO_VLLM_WINDOW_SIZE="200", MOESTRO_VLLM_STEP_INTERVAL="500", MOESTRO_VLLM_GPU="h200")
-    assert (found.window.num_steps, found.window.horizon_steps) == (200, 500)
-    assert found.prices.expert_bytes == planner().prices.expert_bytes
+    slower = planner("eplb", MOESTRO_VLLM_GPU="h20").planner.prices
+    assert slower.token_s > planner().planner.prices.token_s
     config = {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "vocab_size": 100, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert planner("eplb", MOESTRO_VLLM_NETWORK=str(tmp_path)).prices.expert_bytes == 3 * 64 * 32 * 2
+    assert planner("eplb", MOESTRO_VLLM_NETWORK=str(tmp_path)).planner.prices.expert_bytes == 3 * 64 * 32 * 2
 
 
 @pytest.mark.parametrize(
@@ -139,7 +148,6 @@ def test_settings_are_read_from_the_environment(tmp_path):
         ("best", {}, "MOESTRO_VLLM_PLACEMENT=best: unknown place policy 'best'; known: "),
         ("eplb:speed=2", {}, "has no setting 'speed'"),
         ("eplb", {"MOESTRO_VLLM_GPU": "tpu"}, "MOESTRO_VLLM_NETWORK, _GPU, .*no constants for GPU 'tpu'"),
-        ("eplb", {"MOESTRO_VLLM_WINDOW_SIZE": "0"}, "MOESTRO_VLLM_WINDOW_SIZE must be a number of steps"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(policy, environment, message):
@@ -153,4 +161,58 @@ def test_moestro_plans_with_equal_parts_by_default():
     assert policy_text("moestro:weighted=1") == "moestro:weighted=1"
     assert policy_text("eplb") == "eplb"
     assert set(POLICIES) <= set(PLACE_POLICIES.names())
-    assert len(DEFAULTS) == 6
+    assert set(PRICE_DEFAULTS) == {"NETWORK", "GPU", "LINK_WITHIN", "LINK_ACROSS"}
+
+
+def test_a_whole_number_is_refused_by_the_name_of_its_variable():
+    with pytest.raises(ConfigError, match=r"MOESTRO_VLLM_WINDOW_SIZE must be a whole number, 1 or more, got '0'"):
+        HostVariables("MOESTRO_VLLM_", {"MOESTRO_VLLM_WINDOW_SIZE": "0"}).whole("WINDOW_SIZE", 1000)
+    assert HostVariables("MOESTRO_VLLM_", {"MOESTRO_VLLM_WINDOW_SIZE": ""}).whole("WINDOW_SIZE", 1000) == 1000
+
+
+def test_counts_of_steps_give_the_variance_and_idle_steps_count_for_nothing():
+    counts = np.array([[[4, 0]], [[0, 0]], [[0, 2]]])
+    load = HostLoad.of_steps(counts)
+    assert load.num_steps == 2
+    assert load.tokens.tolist() == [[2.0, 1.0]]
+    assert load.variance.tolist() == [[4.0, 1.0]]
+    assert load.activated.tolist() == [[0.5, 0.5]]
+    idle = HostLoad.of_steps(np.zeros((3, 1, 2)))
+    assert (idle.num_steps, idle.tokens.tolist()) == (1, [[0.0, 0.0]])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_without_tokens_keep_their_experts(policy):
+    load = np.stack([np.zeros(8), np.arange(8.0) ** 3])
+    old = np.random.default_rng(1).permuted(initial(2, 8, 12), axis=1)
+    placed = planner(policy).place(load, HostSizes(12, 1, 1, 4), old)
+    assert np.array_equal(placed[0], old[0])
+    assert set(placed[1].tolist()) == set(range(8))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_questions_get_equal_answers_on_every_rank(policy):
+    rng = np.random.default_rng(5)
+    load, old, sizes = rng.zipf(1.4, (6, 32)).clip(0, 10**6), initial(6, 32, 48), HostSizes(48, 1, 2, 8)
+    first, second = (planner(policy).place(load, sizes, old) for _ in range(2))
+    assert np.array_equal(first, second)
+
+
+def test_an_exception_of_the_policy_leaves_the_placement_to_the_engine(caplog):
+    own = np.array([[1, 0]])
+
+    def failing() -> np.ndarray:
+        raise ZeroDivisionError("no")
+
+    assert or_else(failing, lambda: own) is own
+    assert "the engine's own policy places the experts this time" in caplog.text
+    assert or_else(lambda: own + 1, failing).tolist() == [[2, 1]]
+
+
+def test_a_start_file_has_rows_for_the_expert_layers_or_for_all_layers():
+    rows = np.arange(8).reshape(4, 2)
+    assert rows_with_experts(rows, 4, (1, 2, 3), 4) is rows
+    assert rows_with_experts(rows, 3, (1, 2, 3), 4).tolist() == rows[1:].tolist()
+    for num_layers, num_model_layers in ((5, 4), (3, 5), (2, 4)):
+        with pytest.raises(ValueError, match=f"has 4 layers, and the engine has {num_layers} layers with experts"):
+            rows_with_experts(rows, num_layers, (1, 2, 3), num_model_layers)
