@@ -19,7 +19,7 @@ from client_tables import agents_table, clients_table
 from flag_lists import flags_of
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
 from mutants import stored_table
-from repro_tables import amoe_throughputs, claims_of_paper, qllm_readings
+from repro_tables import amoe_throughputs, claims_of_paper, qllm_readings, setup_of_paper
 from scope_tables import refused_fields, vllm_flags
 from stored_results import results_table
 
@@ -60,6 +60,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "agents": agents_table,
     "mutants": stored_table,
     **{f"claims of {paper}": partial(claims_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
+    **{f"set-up of {paper}": partial(setup_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
     "throughputs of amoe": amoe_throughputs,
     "readings of qllm": qllm_readings,
     "stored results": results_table,

@@ -90,6 +90,17 @@ def test_tuned_parameters_are_the_ones_that_are_scored(found):
     assert measured(results, num_until_full(experiment.bed(chat), load.rows)) == scored.measured
 
 
+def test_parameters_are_tuned_on_the_requests_that_are_not_scored(found):
+    experiment, findings, _ = found
+    chat = experiment.sources["chat"]
+    bed, load = experiment.bed(chat), chat.load(0.5 * findings.capacity["chat"][1], TUNING_SEED)
+    lead_in = num_until_full(bed, load.rows)
+    for sweep in findings.sweeps["chat"].values():
+        value, figures = sweep.values[0]
+        policy = policy_from(f"{sweep.policy}:{sweep.parameter}={value:g}")
+        assert measured(run(bed, load, policy, signals_of(sweep.policy, policy)), lead_in) == figures
+
+
 def test_the_rate_is_a_share_of_the_capacity(found):
     _, findings, _ = found
     _, capacity = findings.capacity["chat"]

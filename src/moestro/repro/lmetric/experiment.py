@@ -37,6 +37,7 @@ from moestro.repro.lmetric.findings import (
     Sweep,
     difference,
 )
+from moestro.repro.lmetric.paper import SETUP
 from moestro.repro.lmetric.rollout import RolledOutTtft
 from moestro.repro.lmetric.tables import tables_of
 from moestro.repro.lmetric.watching import Watched, WatchedClasses
@@ -118,13 +119,18 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
     Raises:
         ConfigError: the plan names a load that is not available.
+
+    Attributes:
+        tuned: by policy, the parameter that is tuned and the values that are tried.
     """
 
     findings_type = LmetricFindings
     drawing = "moestro.repro.lmetric.draw"
+    setup = SETUP
+    tuned = TUNED
 
     def __init__(self, plan: LmetricPlan, traces: Path | None) -> None:
-        self._plan = plan
+        self.plan = plan
         self._step: Callable[[str], None] = show_no_step
         self._tuned: dict[str, str] = {}  # policy -> its text with the tuned parameter
         sources = generated_sources(plan.num_requests)
@@ -148,7 +154,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
     def plan_of(self, load: str) -> object:
         """The plan, which is the same for every load."""
         del load
-        return replace(self._plan, sources=None)
+        return replace(self.plan, sources=None)
 
     def claims(self, findings: LmetricFindings) -> list[Claim]:
         """The paper's claims, in its order."""
@@ -160,7 +166,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
     def num_runs(self, load: str) -> int:
         """The number of simulations of one load."""
-        plan = self._plan
+        plan = self.plan
         sweeps = sum(len(values) for _, values in TUNED.values())
         compared = len(plan.shares) * len(plan.policies) + len(plan.others) + len(WEIGHTS)
         second = len(_CAPABLE) + len(plan.policies) if self._has_second_network(load) else 0
@@ -171,10 +177,10 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         """Make the findings of one load."""
         source, self._step = self.sources[load], step
         self._tuned = {}
-        self.findings = LmetricFindings(num_engines=self.bed(source).num_engines, num_requests=self._plan.num_requests)
+        self.findings = LmetricFindings(num_engines=self.bed(source).num_engines, num_requests=self.plan.num_requests)
         self.findings.capacity[load] = self._capacity(source, NETWORK)
         self._tune(source)
-        self._compare(source, NETWORK, self._plan.shares)
+        self._compare(source, NETWORK, self.plan.shares)
         self._compare_others(source)
         self._weigh(source)
         self._pair(source)
@@ -183,7 +189,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         if self._has_second_network(load):
             self.findings.capacity[f"{load}, {OTHER_NETWORK}"] = self._capacity(source, OTHER_NETWORK)
             self._compare(source, OTHER_NETWORK, (HALF,))
-        if load in self._plan.predicted:
+        if load in self.plan.predicted:
             self._predict(source)
         if load == _HEATED:
             self._heat(source)
@@ -196,7 +202,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         return Testbed(network=network_named(network), gpu=gpu_named(GPU), block_size=source.block_size)
 
     def _has_second_network(self, load: str) -> bool:
-        return self._plan.has_second_network and load == _SECOND
+        return self.plan.has_second_network and load == _SECOND
 
     def _capacity(self, source: Source, network: str) -> tuple[str, float]:
         """The policy that bears the highest rate, and that rate in requests a second."""
@@ -245,11 +251,11 @@ class LmetricExperiment(Experiment[LmetricFindings]):
     def _compare(self, source: Source, network: str, shares: tuple[float, ...]) -> None:
         """Run the policies at every rate (Fig. 7, 8 and 21 to 27)."""
         for share in shares:
-            for name in self._plan.policies:
+            for name in self.plan.policies:
                 self.findings.cells.append(self._cell(source, network, share, name))
 
     def _compare_others(self, source: Source) -> None:
-        for name in self._plan.others:
+        for name in self.plan.others:
             self.findings.cells.append(self._cell(source, NETWORK, HALF, name))
 
     def _weigh(self, source: Source) -> None:
@@ -262,7 +268,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         self._step(f"{source.name} with {network} at {share:.0%}: {name}")
         bed, rate = self.bed(source, network), self._rate(source, share, network)
         results, lead_in = self._results(bed, source.load(rate, SCORED_SEED), self._made(name, bed), name)
-        if share == HALF and network == NETWORK and name not in self._plan.others:
+        if share == HALF and network == NETWORK and name not in self.plan.others:
             self.findings.courses.append(course_of(source.name, name, results, lead_in))
         return LmetricCell(
             load=source.name, is_generated=source.is_generated, network=network, share=share, rate=rate, system=name,
@@ -272,7 +278,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
     def _pair(self, source: Source) -> None:
         """Compare `moestro` with the best rival of each figure and rate."""
-        for share in self._plan.shares:
+        for share in self.plan.shares:
             by_policy = self.findings.by_policy(source.name, share)
             for figure, of in FIGURES.items():
                 rivals = [name for name in by_policy if name != OUR_POLICY]
