@@ -151,3 +151,20 @@ def test_a_first_placement_comes_from_a_file_and_the_policy_plans_after_its_inte
 
         wait_until(has_planned)
         assert re.search(r"placement: (started|unchanged|does not pay) \(interval\): moestro ", server.text)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_algorithm_3_runs_by_one_flag(mode, real_command, server, tmp_path):
+    """Gimbal v1 moves experts at each interval, whether that pays or not, and no token differs."""
+    flags = ("--placement-policy", "gimbal_v1", "--placement-interval", str(INTERVAL))
+    expected = answers(server, range(12))
+    with running((*real_command, *EXACT, *MODES[mode], *flags), tmp_path) as group:
+
+        def has_moved() -> bool:
+            assert answers(group, range(12)) == expected
+            return metrics(group).get('moestro:placement_migrations_total{,outcome="completed"}', 0) >= 2
+
+        wait_until(has_moved)
+        assert re.search(r"placement: started \(interval\): gimbal_v1 moves \d+ experts", group.text)
+        assert "does not pay" not in group.text
+        assert shown(group)["progress"]["error"] == ""
