@@ -85,7 +85,7 @@ class RequestReader:
         found = self._host.known.find(data)
         if found is None:
             return None
-        head, begin, length = found
+        head, begin, length, _ = found
         if begin + (length or 0) != len(data) or len(data) > self._small_bytes:
             return None
         return Incoming(head, data[begin:], self.address)
