@@ -67,7 +67,9 @@ def _shown(value: object) -> str:
     if isinstance(value, set | frozenset | tuple):
         parts = sorted(map(_shown, value)) if not isinstance(value, tuple) else map(_shown, value)
         text = ", ".join(each for each in parts if each)
-        return f"({text})" if isinstance(value, tuple) and any(isinstance(each, int | float) for each in value) else text
+        return (
+            f"({text})" if isinstance(value, tuple) and any(isinstance(each, int | float) for each in value) else text
+        )
     return f"{value:,g}" if isinstance(value, int | float) else f"`{value}`"
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from moestro.repro.amoe.findings import AmoeFindings
 from moestro.repro.amoe.loads import LENGTHS, fresh, open_load
 from moestro.repro.amoe.parts import SKEWED, Part
 from moestro.repro.amoe.systems import ASYNC, build
+from moestro.repro.experiment import PartsExperiment
 from moestro.repro.paper_setup import SetupRow
 
-if TYPE_CHECKING:
-    from moestro.repro.amoe.experiment import AmoeExperiment
+_Experiment = PartsExperiment[AmoeFindings, Part]
 
 _NUM_DRAWN = 20_000  # requests from which ranges are read; each length of the widest range is drawn 50 times
 _Range = tuple[int, int]
@@ -24,39 +23,39 @@ def _ranges(lengths: str) -> tuple[_Range, _Range]:
     return (int(prompt.min()), int(prompt.max())), (int(output.min()), int(output.max()))
 
 
-def _variation_of_gaps(_: AmoeExperiment) -> float:
+def _variation_of_gaps(_: _Experiment) -> float:
     """Coefficient of variation of the times between arrivals; 1 for a Poisson process."""
     gaps = np.diff(open_load(LENGTHS["medium"], _NUM_DRAWN, 1.0, 0, 0).offsets_ns)
     return round(float(gaps.std() / gaps.mean()), 1)
 
 
-def _panels(experiment: AmoeExperiment) -> list[Part]:
+def _panels(experiment: _Experiment) -> list[Part]:
     return [part for part in experiment.parts.values() if part.figure == "9"]
 
 
-def _testbed(experiment: AmoeExperiment) -> tuple[str, int, int]:
+def _testbed(experiment: _Experiment) -> tuple[str, int, int]:
     [bed] = {(part.bed.gpu, part.bed.num_gpus, part.bed.gpus_per_machine) for part in _panels(experiment)}
     return bed
 
 
-def _division(experiment: AmoeExperiment) -> tuple[int, int]:
+def _division(experiment: _Experiment) -> tuple[int, int]:
     """GPUs with attention and GPUs with experts."""
     part, lengths = _panels(experiment)[0], LENGTHS["medium"]
     built = build(ASYNC, part.bed, (lengths.mean_context, lengths.longest), 0)
     return built.num_seats, len(built.busy_ns()) - built.num_seats
 
 
-def _kv_heads(experiment: AmoeExperiment) -> set[int]:
+def _kv_heads(experiment: _Experiment) -> set[int]:
     return {part.bed.shape.attention.num_kv_heads for part in _panels(experiment)}
 
 
-def _load(experiment: AmoeExperiment, name: str) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
+def _load(experiment: _Experiment, name: str) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
     """Length mix of a part, its rates, and its shares of the highest throughput."""
     part = experiment.parts[name]
     return part.lengths, part.rates, part.shares
 
 
-def _two_machines(experiment: AmoeExperiment) -> tuple[str, int, int, int | None, int | None]:
+def _two_machines(experiment: _Experiment) -> tuple[str, int, int, int | None, int | None]:
     bed = experiment.parts[f"two_nodes_{SKEWED}"].bed
     experts = bed.shape.experts
     assert experts is not None, "AMoE runs Mixture-of-Experts networks"

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
 
 from moestro.engine.policies.ordering.ageing import Sjf
+from moestro.repro.experiment import PartsExperiment
+from moestro.repro.gimbal.findings import GimbalFindings
 from moestro.repro.gimbal.parts import GimbalPart
 from moestro.repro.gimbal.systems import DPLB, EDR, GIMBAL_V1, SJFS, VLLM
 from moestro.repro.paper_setup import SetupRow
 from moestro.routing.policies.gimbal import GimbalV1
 
-if TYPE_CHECKING:
-    from moestro.repro.gimbal.experiment import GimbalExperiment
+_Experiment = PartsExperiment[GimbalFindings, GimbalPart]
 
 _LATENCIES = ("healthy_", "slow_", "scarce_")  # parts of the latency tables
 _PREFIXES = "prefix_"
 
 
-def _latency_parts(experiment: GimbalExperiment) -> list[GimbalPart]:
+def _latency_parts(experiment: _Experiment) -> list[GimbalPart]:
     return [part for name, part in experiment.parts.items() if name.startswith(_LATENCIES)]
 
 
-def _prefix_parts(experiment: GimbalExperiment) -> list[GimbalPart]:
+def _prefix_parts(experiment: _Experiment) -> list[GimbalPart]:
     return [part for name, part in experiment.parts.items() if name.startswith(_PREFIXES)]
 
 

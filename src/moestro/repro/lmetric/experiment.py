@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from moestro.repro.lmetric.findings import (
     OUR_POLICY,
     PAPER_POLICY,
     WEIGHTS,
+    Aged,
     Classes,
     Errors,
     Hotspots,
@@ -75,6 +76,8 @@ TUNED = {
     "dynamo": ("prefill_scale", (0.5, 1, 2, 4, 8, 16, 32, 64, 128)),
     "aibrix": ("max_range", (2, 4, 8, 16, 32)),
 }
+# Policies that read figures of engines, and the intervals at which these come in a sweep; vLLM's coordinator has 100.
+AGED, PERIODS_MS = (BASELINE, "vllm-0.27", PAPER_POLICY), (10.0, 100.0, 1000.0)
 _CAPABLE = ("bailian", PAPER_POLICY, OUR_POLICY)  # policies whose best steady state is the capacity
 _SECOND, _HEATED = "api_agent", "chat"  # the loads of the second network and of the adversary
 _NUM_POINTS = 400  # points of Fig. 20
@@ -170,7 +173,8 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         sweeps = sum(len(values) for _, values in TUNED.values())
         compared = len(plan.shares) * len(plan.policies) + len(plan.others) + len(WEIGHTS)
         second = len(_CAPABLE) + len(plan.policies) if self._has_second_network(load) else 0
-        predicted, heated = 2 * (load in plan.predicted), 3 * (load == _HEATED)
+        predicted = 2 * (load in plan.predicted)
+        heated = (3 + len(AGED) * len(PERIODS_MS)) * (load == _HEATED)
         return len(_CAPABLE) + sweeps + compared + len(_INDICATORS) + 1 + second + predicted + heated
 
     def run(self, load: str, step: Callable[[str], None]) -> LmetricFindings:
@@ -192,8 +196,38 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         if load in self.plan.predicted:
             self._predict(source)
         if load == _HEATED:
+            self._age(source)
             self._heat(source)
         return self.findings
+
+    def renew(self, load: str, findings: LmetricFindings, systems: Collection[str]) -> None:
+        """Make the runs of some policies on one load anew, in findings of an earlier run with an equal plan.
+
+        Rates and tuned parameters stay those of the earlier run. Comparisons with the best rival, and the sweep of the
+        figures' age, are made again.
+
+        Args:
+            findings: findings of all loads, which are changed.
+            systems: routing policies without tuned parameters.
+
+        Raises:
+            ConfigError: a policy has a tuned parameter.
+        """
+        if tuned := TUNED.keys() & set(systems):
+            raise ConfigError(f"{', '.join(sorted(tuned))} is tuned for each load: run the load as a whole")
+        source, self.findings = self.sources[load], findings
+        kept_courses = {(course.load, course.system): at for at, course in enumerate(findings.courses)}
+        for at, cell in enumerate(findings.cells):
+            if cell.load == load and cell.system in systems:
+                findings.cells[at] = self._cell(source, cell.network, cell.share, cell.system)
+        for course in findings.courses[len(kept_courses) :]:
+            findings.courses[kept_courses[course.load, course.system]] = course
+        del findings.courses[len(kept_courses) :]
+        findings.pairs = [pair for pair in findings.pairs if pair.load != load]
+        self._pair(source)
+        if load == _HEATED:
+            findings.ages.clear()
+            self._age(source)
 
     # --- what is run
 
@@ -213,7 +247,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         begin = replace(load, offsets_ns=at_rate(load.offsets_ns, rate))
         for name in _CAPABLE:
             self._step(f"{source.name} with {network}: capacity under {name}")
-            found[name] = sustained_rate(bed, begin, partial(self._made, name, bed), name)
+            found[name] = sustained_rate(bed, begin, partial(self._made, name, bed))
         best = max(found, key=found.__getitem__)
         return best, found[best]
 
@@ -228,13 +262,15 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         inputs = RouteInputs(predict_ttft_ns=priced_ttft(bed.cost().step_ns, bed.max_num_batched_tokens))
         return policy_from(self._tuned.get(name, name), inputs=inputs)
 
-    def _results(self, bed: Testbed, load: TimedLoad, policy: RoutePolicy, name: str) -> tuple[Results, int]:
+    def _results(
+        self, bed: Testbed, load: TimedLoad, policy: RoutePolicy, period_ms: float | None = None
+    ) -> tuple[Results, int]:
         """The results of a run, and the number of requests of its lead-in."""
-        return run(bed, load, policy, signals_of(name, policy)), num_until_full(bed, load.rows)
+        return run(bed, load, policy, signals_of(policy, period_ms=period_ms)), num_until_full(bed, load.rows)
 
     def _at_half(self, source: Source, policy: RoutePolicy, name: str, seed: int = SCORED_SEED) -> ServingFigures:
         self._step(f"{source.name}: {name}")
-        return measured(*self._results(self.bed(source), source.load(self._rate(source, HALF), seed), policy, name))
+        return measured(*self._results(self.bed(source), source.load(self._rate(source, HALF), seed), policy))
 
     def _tune(self, source: Source) -> None:
         """Sweep the parameters of the policies that need tuning, and keep the best (Fig. 9 to 12)."""
@@ -267,7 +303,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         """One run on the scored requests, and its course at half of the capacity."""
         self._step(f"{source.name} with {network} at {share:.0%}: {name}")
         bed, rate = self.bed(source, network), self._rate(source, share, network)
-        results, lead_in = self._results(bed, source.load(rate, SCORED_SEED), self._made(name, bed), name)
+        results, lead_in = self._results(bed, source.load(rate, SCORED_SEED), self._made(name, bed))
         if share == HALF and network == NETWORK and name not in self.plan.others:
             self.findings.courses.append(course_of(source.name, name, results, lead_in))
         return LmetricCell(
@@ -321,13 +357,22 @@ class LmetricExperiment(Experiment[LmetricFindings]):
                 )
             )
 
+    def _age(self, source: Source) -> None:
+        """Route by figures that come at intervals: what the age of figures costs each policy."""
+        bed, load = self.bed(source), source.load(self._rate(source, HALF), SCORED_SEED)
+        for name in AGED:
+            for period_ms in PERIODS_MS:
+                self._step(f"{source.name}: {name}, figures every {period_ms:g} ms")
+                figures = measured(*self._results(bed, load, self._made(name, bed), period_ms))
+                self.findings.ages.append(Aged(load=load.name, policy=name, period_ms=period_ms, measured=figures))
+
     def _heat(self, source: Source) -> None:
         """Serve a hot prefix with the detector off, filtering, and falling back to load alone (section 5.2)."""
         load = with_hot_prefix(source.load(self._rate(source, HALF), SCORED_SEED), 0)
         for mitigation in ("off", "filter", "load"):
             self._step(f"{load.name}: {mitigation}")
             policy = policy_from(f"{PAPER_POLICY}:hotspots={mitigation}")
-            figures = measured(run(self.bed(source), load, policy, signals_of(PAPER_POLICY, policy)))
+            figures = measured(run(self.bed(source), load, policy, signals_of(policy)))
             first, second = getattr(policy, "num_alarms", (0, 0))
             self.findings.hotspots.append(
                 Hotspots(

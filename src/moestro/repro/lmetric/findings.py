@@ -130,6 +130,15 @@ class Hotspots(msgspec.Struct, frozen=True, kw_only=True):
     measured: ServingFigures
 
 
+class Aged(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy at half of the capacity whose figures of engines come every `period_ms` milliseconds."""
+
+    load: str
+    policy: str
+    period_ms: float
+    measured: ServingFigures
+
+
 class Classes(msgspec.Struct, frozen=True, kw_only=True):
     """For each request of a tracked class: the class's share x of the window, and the share of engines that hold it."""
 
@@ -156,6 +165,7 @@ class LmetricFindings(Findings[LmetricCell], kw_only=True):
     errors: list[Errors] = msgspec.field(default_factory=list)
     classes: dict[str, Classes] = msgspec.field(default_factory=dict)  # by load
     hotspots: list[Hotspots] = msgspec.field(default_factory=list)
+    ages: list[Aged] = msgspec.field(default_factory=list)
 
     def by_policy(self, load: str, share: float, network: str = NETWORK) -> dict[str, LmetricCell]:
         """The runs of one load at one rate."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from moestro.core.clock import NS_PER_S
 from moestro.repro.lmetric.claims import RIVALS
@@ -12,16 +12,13 @@ from moestro.repro.sources import SCORED_SEED, TUNING_SEED
 from moestro.sim.figures.results import WINDOW_NS
 from moestro.workload.rows import Rows
 
-if TYPE_CHECKING:
-    from moestro.repro.lmetric.experiment import LmetricExperiment
 
-
-def _testbed(experiment: LmetricExperiment) -> tuple[int, str]:
+def _testbed(experiment: Any) -> tuple[int, str]:
     [bed] = {experiment.bed(source) for source in experiment.sources.values()}
     return bed.num_engines, bed.gpu.name
 
 
-def _shared_requests(experiment: LmetricExperiment) -> int:
+def _shared_requests(experiment: Any) -> int:
     """Requests, by times and lengths, that both tune parameters and are scored."""
     seeds = (TUNING_SEED, SCORED_SEED)
     pairs = [[_requests(source.rows_of(seed)) for seed in seeds] for source in experiment.sources.values()]

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moestro.cost.gpus import A100
-from moestro.repro.grid import PlannedLoad
+from moestro.repro.grid import GridExperiment, PlannedLoad
 from moestro.repro.paper_setup import SetupRow
 from moestro.repro.qllm.engines import ENGINES, FCFS, NUM_PLACES, RUN_TO_COMPLETION, SLO_S, WEIGHT_BYTES, make_engine
+from moestro.repro.qllm.findings import QllmFindings
 from moestro.repro.qllm.loads import WHOLE_ANSWERS, make_rows, offsets_ns
 
-if TYPE_CHECKING:
-    from moestro.repro.qllm.experiment import QllmExperiment
+_Experiment = GridExperiment[QllmFindings]
 
 _DRAWN = PlannedLoad(name=WHOLE_ANSWERS, num_requests=50_000, rates=(1.0,))  # requests from which shares are read
 
 
-def _share_of_ls(_: QllmExperiment) -> float:
+def _share_of_ls(_: _Experiment) -> float:
     """Share of latency-sensitive requests among those that are drawn."""
     is_ls = make_rows(_DRAWN, 0, None).is_ls
     assert is_ls is not None, "requests have classes"
     return round(float(is_ls.mean()), 2)
 
 
-def _variation_of_gaps(_: QllmExperiment) -> float:
+def _variation_of_gaps(_: _Experiment) -> float:
     """Coefficient of variation of the times between arrivals; 1 for a Poisson process."""
     gaps = np.diff(offsets_ns(_DRAWN, 1.0, 0))
     return round(float(gaps.std() / gaps.mean()), 1)
 
 
-def _longest_answers(experiment: QllmExperiment) -> tuple[int, ...]:
+def _longest_answers(experiment: _Experiment) -> tuple[int, ...]:
     loads = [replace(_DRAWN, name=load.name) for load in experiment.plan.loads]
     return tuple(int(make_rows(load, 0, None).num_output_tokens.max()) for load in loads)
 
