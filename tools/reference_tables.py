@@ -17,6 +17,15 @@ from pathlib import Path
 
 from client_tables import agents_table, clients_table
 from flag_lists import flags_of
+from gimbal_tables import (
+    kv_memory_table,
+    overload_table,
+    prefixes_table,
+    shapes_table,
+    skew_table,
+    sources_table,
+    stack_table,
+)
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
 from mutants import stored_table
 from repro_tables import amoe_throughputs, claims_of_paper, qllm_readings, setup_of_paper
@@ -33,6 +42,11 @@ from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 ROOT = Path(__file__).parents[1]
 PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "tests" / "mutants.md"]
 
+_PREFIXES = {
+    "prefix_users": "system, `prefix_users`",
+    "prefix_own_texts": "system, `prefix_own_texts`: only each user's own text repeats",
+    "prefix_chats": "system, `prefix_chats`: conversations",
+}
 TABLES: dict[str, Callable[[], str]] = {
     "flags of moestro serve": partial(flags_of, "serve"),
     "flags of moestro route": partial(flags_of, "route"),
@@ -63,6 +77,13 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"set-up of {paper}": partial(setup_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
     "throughputs of amoe": amoe_throughputs,
     "readings of qllm": qllm_readings,
+    **{f"shapes of gimbal, {prefix}": partial(shapes_table, prefix) for prefix in ("scarce", "slow", "healthy")},
+    "KV memory of gimbal": kv_memory_table,
+    "overload of gimbal": overload_table,
+    "stack of gimbal": stack_table,
+    "sources of gimbal": sources_table,
+    "skew of gimbal": skew_table,
+    **{f"{load} of gimbal": partial(prefixes_table, load, head) for load, head in _PREFIXES.items()},
     "stored results": results_table,
 }
 
