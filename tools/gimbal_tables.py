@@ -25,7 +25,8 @@ def _findings(file: str) -> GimbalFindings:
     return found
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table_of_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
@@ -53,7 +54,7 @@ def shapes_table(prefix: str, file: str = "gimbal") -> str:
             milliseconds = f"{_mean('TTFT', base):,.0f} / {_mean('TPOT', base):.1f}"
             row.append(milliseconds if system == VLLM else " / ".join(_changes(findings, cells, base)))
         rows.append(row)
-    return _table(["system", *SHAPES], rows)
+    return table_of_rows(["system", *SHAPES], rows)
 
 
 def kv_memory_table() -> str:
@@ -70,7 +71,7 @@ def kv_memory_table() -> str:
         rows.append([f"{int(blocks):,}", f"{level:g}", f"{above} of {dplb.num_requests}", *ttft, ", ".join(tpot)])
     heads = ["KV blocks of a rank", "factor on steps", "decisions above theta_kv, `dplb`", "TTFT `dplb`",
              "TTFT `gimbal_v1`", "TTFT `moestro`", "TPOT `dplb`, `gimbal_v1`, `moestro`"]  # fmt: skip
-    return _table(heads, rows)
+    return table_of_rows(heads, rows)
 
 
 def _loaded(load: str, systems: Sequence[str], names: Sequence[str]) -> str:
@@ -86,7 +87,7 @@ def _loaded(load: str, systems: Sequence[str], names: Sequence[str]) -> str:
         else:
             row = [f"{findings.change(figure, cells, base):+.1%}" for figure in FIGURES]
         rows.append([name, *row, f"{cells[0].moved_gb:.0f}", f"{cells[0].stall_ms:,.0f}"])
-    return _table(["system", "TTFT mean", "P99", "TPOT", "requests/s", "weights moved, GB", "stalls, ms"], rows)
+    return table_of_rows(["system", "TTFT mean", "P99", "TPOT", "requests/s", "weights moved, GB", "stalls, ms"], rows)
 
 
 def overload_table() -> str:
@@ -111,7 +112,7 @@ def prefixes_table(load: str, head: str) -> str:
         counts = [f"{each.hit_blocks:,}" for each in hits]
         text = ", ".join(counts) if len(set(counts)) > 1 else f"{counts[0]} in every run"
         rows.append([f"`{system}`", text, f"{np.mean([each.hit_rate for each in hits]):.2%}"])
-    return _table([head, "hits in the five runs", "hit rate"], rows)
+    return table_of_rows([head, "hits in the five runs", "hit rate"], rows)
 
 
 def sources_table() -> str:
@@ -126,7 +127,7 @@ def sources_table() -> str:
             row.append(" / ".join(_changes(findings, findings.of(load, rate, system), base)))
         rows.append(row)
     heads = ["system", "users stay, one machine", "users stay, two machines", "shuffled, two machines"]
-    return _table(heads, rows)
+    return table_of_rows(heads, rows)
 
 
 def skew_table() -> str:
@@ -141,4 +142,4 @@ def skew_table() -> str:
             cells = findings.of("skew", rate, system, skew)
             row.append(f"{' / '.join(_changes(findings, cells, [base]))}, {cells[0].moved_gb:.1f} GB")
         rows.append(row)
-    return _table(["exponent", "balance in order", *(f"`{system}`" for system in systems)], rows)
+    return table_of_rows(["exponent", "balance in order", *(f"`{system}`" for system in systems)], rows)

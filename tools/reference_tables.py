@@ -26,6 +26,7 @@ from gimbal_tables import (
     sources_table,
     stack_table,
 )
+from lmetric_tables import ages_table, capacities_table, latencies_table, worse_table
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
 from mutants import stored_table
 from repro_tables import amoe_throughputs, claims_of_paper, qllm_readings, setup_of_paper
@@ -77,6 +78,10 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"set-up of {paper}": partial(setup_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
     "throughputs of amoe": amoe_throughputs,
     "readings of qllm": qllm_readings,
+    "capacities of lmetric": capacities_table,
+    "latencies of lmetric": latencies_table,
+    "cells of lmetric in which moestro is worse": worse_table,
+    "ages of figures of lmetric": ages_table,
     **{f"shapes of gimbal, {prefix}": partial(shapes_table, prefix) for prefix in ("scarce", "slow", "healthy")},
     "KV memory of gimbal": kv_memory_table,
     "overload of gimbal": overload_table,
