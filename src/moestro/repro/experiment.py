@@ -9,7 +9,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 from rich.console import RenderableType
 
 from moestro.errors import ConfigError
-from moestro.repro.paper_setup import SetupRow
+from moestro.repro.paper_setup import PaperFigure, SetupRow
 from moestro.repro.results import Claim, FindingsT
 
 
@@ -25,11 +25,13 @@ class Experiment(ABC, Generic[FindingsT]):
         drawing: module with `pictures(experiment, findings)`, which returns matplotlib figures by name. The frame
             imports it only to draw, since matplotlib is optional.
         setup: set-up of the paper beside that of the whole experiment.
+        figures: figures of the paper by which claims are judged.
     """
 
     findings_type: type[FindingsT]
     drawing: str
     setup: ClassVar[Sequence[SetupRow]] = ()
+    figures: ClassVar[Sequence[PaperFigure]] = ()
 
     @property
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The set-up of a paper as a declared table: the paper's words, their place, and the field of the experiment."""
+"""A paper as declared tables: its set-up beside the experiment's, and its figures with what ours must reach."""
 
 from __future__ import annotations
 
@@ -27,3 +27,26 @@ class SetupRow:
     value: object
     ours: Callable[[Any], object]
     differs: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperFigure:
+    """A figure that a paper states.
+
+    Attributes:
+        what: the figure.
+        where: section or figure of the paper.
+        quote: the paper's own words; "" where no text of the paper has the figure.
+        value: the figure; a change is negative where the paper has a decrease.
+        least: value that ours must exceed in the paper's direction.
+    """
+
+    what: str
+    where: str
+    quote: str
+    value: float
+    least: float
+
+    def is_reached(self, found: float) -> bool:
+        """Return whether a figure of ours counts as the paper's."""
+        return (found if self.value > 0 else -found) > self.least
