@@ -8,7 +8,7 @@ from gimbal_tables import table_of_rows
 from repro_tables import stored
 
 from moestro.repro.lmetric.experiment import POLICIES, TUNED
-from moestro.repro.lmetric.findings import FIGURES, HALF, LmetricFindings, percent
+from moestro.repro.lmetric.findings import FIGURES, LmetricFindings, percent
 
 
 @cache
@@ -64,7 +64,9 @@ def ages_table() -> str:
     """What figures of engines that come at intervals cost each policy at half of the capacity."""
     findings, rows = _findings(), []
     for aged in findings.ages:
-        fresh = findings.by_policy(aged.load, HALF)[aged.policy].measured
-        changes = [percent(FIGURES[name](aged.measured) / FIGURES[name](fresh) - 1) for name in FIGURES]
-        rows.append([aged.load, f"`{aged.policy}`", f"{aged.period_ms:,g}", *changes])
+        shown = []
+        for of in FIGURES.values():
+            value, fresh = of(aged.measured), of(findings.fresh(aged))
+            shown.append(f"{value:,.1f} ms" if aged.period_ms == 0 else percent(value / fresh - 1))
+        rows.append([aged.load, f"`{aged.policy}`", f"{aged.period_ms:,g}" if aged.period_ms else "step", *shown])
     return table_of_rows(["load", "policy", "figures every, ms", *FIGURES], rows)

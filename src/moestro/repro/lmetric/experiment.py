@@ -76,8 +76,9 @@ TUNED = {
     "dynamo": ("prefill_scale", (0.5, 1, 2, 4, 8, 16, 32, 64, 128)),
     "aibrix": ("max_range", (2, 4, 8, 16, 32)),
 }
-# Policies that read figures of engines, and the intervals at which these come in a sweep; vLLM's coordinator has 100.
-AGED, PERIODS_MS = (BASELINE, "vllm-0.27", PAPER_POLICY), (10.0, 100.0, 1000.0)
+# Policies that read figures of engines, and the intervals at which these come in a sweep: with every step (0), as from
+# vLLM's coordinator, and as from `/metrics`.
+AGED, PERIODS_MS = (BASELINE, PAPER_POLICY), (0.0, 100.0, 1000.0)
 _CAPABLE = ("bailian", PAPER_POLICY, OUR_POLICY)  # policies whose best steady state is the capacity
 _SECOND, _HEATED = "api_agent", "chat"  # the loads of the second network and of the adversary
 _NUM_POINTS = 400  # points of Fig. 20
@@ -200,7 +201,9 @@ class LmetricExperiment(Experiment[LmetricFindings]):
             self._heat(source)
         return self.findings
 
-    def renew(self, load: str, findings: LmetricFindings, systems: Collection[str]) -> None:
+    def renew(
+        self, load: str, findings: LmetricFindings, systems: Collection[str], step: Callable[[str], None]
+    ) -> None:
         """Make the runs of some policies on one load anew, in findings of an earlier run with an equal plan.
 
         Rates and tuned parameters stay those of the earlier run. Comparisons with the best rival, and the sweep of the
@@ -208,14 +211,15 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
         Args:
             findings: findings of all loads, which are changed.
-            systems: routing policies without tuned parameters.
+            systems: routing policies without tuned parameters. None of them leaves the sweep of the age alone.
+            step: called once for each simulation, with its description.
 
         Raises:
             ConfigError: a policy has a tuned parameter.
         """
         if tuned := TUNED.keys() & set(systems):
             raise ConfigError(f"{', '.join(sorted(tuned))} is tuned for each load: run the load as a whole")
-        source, self.findings = self.sources[load], findings
+        source, self.findings, self._step = self.sources[load], findings, step
         kept_courses = {(course.load, course.system): at for at, course in enumerate(findings.courses)}
         for at, cell in enumerate(findings.cells):
             if cell.load == load and cell.system in systems:
@@ -363,7 +367,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         for name in AGED:
             for period_ms in PERIODS_MS:
                 self._step(f"{source.name}: {name}, figures every {period_ms:g} ms")
-                figures = measured(*self._results(bed, load, self._made(name, bed), period_ms))
+                figures = measured(*self._results(bed, load, self._made(name, bed), period_ms or None))
                 self.findings.ages.append(Aged(load=load.name, policy=name, period_ms=period_ms, measured=figures))
 
     def _heat(self, source: Source) -> None:

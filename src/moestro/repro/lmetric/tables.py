@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from moestro.repro.lmetric.findings import FIGURES, HALF, LmetricCell, LmetricFindings, percent
+from moestro.repro.lmetric.findings import FIGURES, LmetricCell, LmetricFindings, percent
 
 _VERDICTS = {"better": "[green]better[/]", "undecided": "[dim]undecided[/]", "worse": "[red]worse[/]"}
 
@@ -49,11 +49,10 @@ def _ages(findings: LmetricFindings) -> Table:
         "load", "policy", "every, ms", "TTFT mean, ms", "", "TPOT mean, ms", "", title=title, caption="simulated"
     )
     for aged in findings.ages:
-        fresh = findings.by_policy(aged.load, HALF).get(aged.policy)
         row = [aged.load, aged.policy, f"{aged.period_ms:g}"]
         for name in ("TTFT mean", "TPOT mean"):
             value = FIGURES[name](aged.measured)
-            row += [f"{value:.1f}", "" if fresh is None else percent(value / FIGURES[name](fresh.measured) - 1)]
+            row += [f"{value:.1f}", percent(value / FIGURES[name](findings.fresh(aged)) - 1)]
         table.add_row(*row)
     return table
 
