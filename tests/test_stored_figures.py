@@ -248,6 +248,13 @@ def vllm_pair(policy: str) -> list[str]:
     return [f"{found['hit_ratio']['median']:.2f}", f"{found['ttft_mean_ms']['median']:.0f}", *shares]
 
 
+def load_report_us() -> list[str]:
+    taken = stored("micro/load_report.json")["figures"]
+    found, reported = taken["router: find a head with a load"], taken["router: read the load and report it"]
+    more = found - taken["router: find a head without a load"]
+    return [f"{each:.1f}" for each in (taken["server: sum and write, 1 engine"], more + reported, reported)]
+
+
 def vllm_kill() -> list[str]:
     ends = stored("routing/vllm_pair.json")["kill"]["ends"]
     return [str(ends["answered"]), str(sum(ends.values()))]
@@ -432,6 +439,8 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "| `lmetric` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "lmetric"),
         "| `moestro` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "moestro"),
         "in mid-run, {} of {} requests were answered": vllm_kill,
+        "costs {} µs in the API server, and {} µs in the router, of which {} read and report it": load_report_us,
+        "The header has {} bytes": lambda: [str(stored("micro/load_report.json")["figures"]["header, bytes"])],
     },
     "modes.md": {
         "which AMoE does not have, has {} times the best other mode": partial(
