@@ -28,11 +28,12 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--systems", default="", help="none: the sweep of the figures' age alone, on chats")
     parser.add_argument("--loads", required=True)
+    parser.add_argument("--num-requests", type=int, default=LmetricPlan().num_requests)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     systems, loads = [each for each in given.systems.split(",") if each], given.loads.split(",")
     conditions = run_record("simulated")
-    experiment = LmetricExperiment(LmetricPlan(), given.traces)
+    experiment = LmetricExperiment(LmetricPlan(num_requests=given.num_requests), given.traces)
     for load in loads:
         stored = msgspec.json.decode(RESULT.read_bytes(), type=Reproduced[LmetricFindings])
         before = [cell for cell in stored.findings.cells if cell.load == load and cell.system in systems]

@@ -106,13 +106,21 @@ class LivePlacementSettings(CheckedSettings):
             return policy
         return LastingPlans(policy, LastingSettings(least_share=self.placement_least_saving))
 
+    def _made(self) -> PlacePolicy:
+        return PLACE_POLICIES.make(self.placement_policy)
+
     def check_mode(self, mode: str) -> None:
-        """Refuse flags of live placement in a mode that has no experts to move.
+        """Refuse flags of live placement in a mode without experts to move, or that counts too little for the policy.
 
         Raises:
-            ConfigError: The mode has one copy of all experts in each engine.
+            ConfigError: The mode has one copy of all experts in each engine, or counts no pairs of experts.
         """
         if mode in ("ep", "async"):
+            if mode == "async" and self.plans_by_itself and getattr(self._made(), "needs_pairs", False):
+                raise ConfigError(
+                    f"--placement-policy {self.placement_policy} needs pairs of experts that tokens visit in"
+                    " neighbouring layers, and --mode async counts none: give --mode ep, or another policy"
+                )
             return
         given = "--placement-policy" if self.plans_by_itself else "--init-expert-location"
         if self.plans_by_itself or self.init_expert_location is not None:
