@@ -227,8 +227,11 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         for course in findings.courses[len(kept_courses) :]:
             findings.courses[kept_courses[course.load, course.system]] = course
         del findings.courses[len(kept_courses) :]
-        findings.pairs = [pair for pair in findings.pairs if pair.load != load]
+        others = [pair for pair in findings.pairs if pair.load != load]
+        findings.pairs = []
         self._pair(source)
+        by_load = {load: findings.pairs} | {each.load: [p for p in others if p.load == each.load] for each in others}
+        findings.pairs = [pair for each in findings.loads for pair in by_load.get(each, ())]
         if load == _HEATED:
             findings.ages.clear()
             self._age(source)
