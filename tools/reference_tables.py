@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from attack_table import attacks_table
 from client_tables import agents_table, clients_table
 from flag_lists import flags_of
 from gimbal_tables import (
@@ -73,6 +74,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "refused fields": refused_fields,
     "clients": clients_table,
     "agents": agents_table,
+    "attacks": attacks_table,
     "mutants": stored_table,
     **{f"claims of {paper}": partial(claims_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
     **{f"set-up of {paper}": partial(setup_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
