@@ -20,6 +20,9 @@ from moestro.repro.amoe.parts import SIXTEEN, TOP_1, panel
 from moestro.repro.amoe.systems import ASYNC, COLOCATED, EP, EP_STALLS, OVERLAP, PING_PONG_NAME, REPLICAS, build
 from moestro.repro.gimbal.findings import GimbalFindings
 from moestro.repro.gimbal.parts import whole as gimbal_parts
+from moestro.repro.lmetric.experiment import POLICIES
+from moestro.repro.lmetric.findings import FIGURES as LMETRIC_FIGURES
+from moestro.repro.lmetric.findings import LIGHT, NETWORK, OTHER_NETWORK, LmetricFindings, difference
 from moestro.repro.modes.findings import ModesFindings
 from moestro.repro.qllm.engines import EXPERT, FCFS, FCFS_64
 from moestro.repro.qllm.findings import QllmFindings, ls_ttft
@@ -245,6 +248,13 @@ def vllm_pair(policy: str) -> list[str]:
     return [f"{found['hit_ratio']['median']:.2f}", f"{found['ttft_mean_ms']['median']:.0f}", *shares]
 
 
+def load_report_us() -> list[str]:
+    taken = stored("micro/load_report.json")["figures"]
+    found, reported = taken["router: find a head with a load"], taken["router: read the load and report it"]
+    more = found - taken["router: find a head without a load"]
+    return [f"{each:.1f}" for each in (taken["server: sum and write, 1 engine"], more + reported, reported)]
+
+
 def vllm_kill() -> list[str]:
     ends = stored("routing/vllm_pair.json")["kill"]["ends"]
     return [str(ends["answered"]), str(sum(ends.values()))]
@@ -257,9 +267,134 @@ def amoe_sized(system: str, *others: str) -> list[str]:
     return ratios([most[system] / max(most[name] for name in others)])
 
 
+@cache
+def lmetric() -> LmetricFindings:
+    return findings("lmetric", LmetricFindings)
+
+
+def shares_of_best(policy: str) -> list[float]:
+    """Each figure of a policy over the least of the seven policies that ran at all rates."""
+    found = []
+    for load in lmetric().loads:
+        for share in lmetric().shares(load):
+            runs = lmetric().by_policy(load, share)
+            found += [
+                of(runs[policy].measured) / min(of(runs[name].measured) for name in POLICIES)
+                for of in LMETRIC_FIGURES.values()
+            ]
+    return found
+
+
+def cells_near_best(*policies: str) -> list[str]:
+    return [str(sum(share <= 1.05 for share in shares_of_best(policy))) for policy in policies]
+
+
+def worst_cells() -> list[str]:
+    worst = {policy: max(shares_of_best(policy)) for policy in POLICIES}
+    others = [worst[name] for name in POLICIES if name not in ("moestro", "lmetric", "vllm-0.26")]
+    shown = (worst["moestro"], worst["lmetric"], min(others), max(others))
+    return [f"{shown[0]:.1f}", f"{shown[1]:.1f}", f"{worst['vllm-0.26']:.0f}", *(f"{each:.1f}" for each in shown[2:])]
+
+
+def ttft_changes(share: float, *others: str) -> list[str]:
+    """Least and most change of mean TTFT from each policy to `moestro`; "best" is the best of the others."""
+    found = []
+    for other in others:
+        changes = []
+        for load in lmetric().loads:
+            runs = {name: run.measured.ttft_ms.mean for name, run in lmetric().by_policy(load, share).items()}
+            theirs = min(runs[name] for name in POLICIES if name != "moestro") if other == "best" else runs[other]
+            changes.append(runs["moestro"] / theirs - 1)
+        found += [f"{min(changes):+.0%}", f"{max(changes):+.0%}"]
+    return found
+
+
+def verdicts_of_pairs() -> list[str]:
+    verdicts = [pair.difference.verdict for pair in lmetric().pairs]
+    return [str(verdicts.count(each)) for each in ("better", "undecided", "worse")]
+
+
+def worse_by_rate() -> list[str]:
+    worse = [pair.share for pair in lmetric().pairs if pair.difference.verdict == "worse"]
+    return [str(worse.count(share)) for share in (0.5, 0.9, 1.2)]
+
+
+def below(share: float, figure: str, load: str, other: str = "vllm-0.26", network: str = NETWORK) -> str:
+    """How far LMetric lies below another policy, in the mean over the parts of a run."""
+    runs = lmetric().by_policy(load, share, network)
+    return f"{-difference(runs['lmetric'], runs[other], figure).mean:.0%}"
+
+
+def ends_below(figure: str, other: str) -> list[str]:
+    changes = [float(below(0.5, figure, load, other)[:-1]) for load in lmetric().loads]
+    return [f"{min(changes):.0f}", f"{max(changes):.0f}"]
+
+
+def dense() -> list[str]:
+    pairs = (("TTFT mean", "vllm-0.26"), ("TTFT mean", "bailian"), ("TPOT mean", "vllm-0.26"), ("TPOT mean", "bailian"))
+    return [below(0.5, figure, "api_agent", other, OTHER_NETWORK)[:-1] for figure, other in pairs]
+
+
+def aware() -> list[str]:
+    """How far the sum with a weight of 0.4 lies below vLLM's score: TTFT on four loads."""
+    found = []
+    for load in ("chat", "coder", "mooncake_synthetic", "api_agent"):
+        light, blind = lmetric().by_weight(load)[LIGHT], lmetric().by_policy(load, 0.5)["vllm-0.26"]
+        found.append(f"{-difference(light, blind, 'TTFT mean').mean:.0%}"[:-1])
+    return found
+
+
+def aware_chat() -> list[str]:
+    light, blind = lmetric().by_weight("chat")[LIGHT].measured, lmetric().by_policy("chat", 0.5)["vllm-0.26"].measured
+    tpot = f"{1 - light.tpot_ms.mean / blind.tpot_ms.mean:.0%}"[:-1]
+    return [tpot, f"{light.hit_ratio:.1%}"[:-1], f"{blind.hit_ratio:.1%}"[:-1]]
+
+
+def off_by_more(*, is_tuned: bool) -> list[str]:
+    by_load = {each.load: each.share_above_20_percent for each in lmetric().errors if each.is_tuned is is_tuned}
+    if is_tuned:
+        return [f"{by_load[load]:.0%}"[:-1] for load in ("chat", "coder", "api_agent", "tool_agent")]
+    return [f"{min(by_load.values()):.0%}"[:-1], f"{max(by_load.values()):.0%}"[:-1]]
+
+
+def decode_stalls() -> list[str]:
+    """At 600 requests a second with the roofline's kernels: mean stalls of `async`, of replicas, and of lock-step."""
+    runs = findings("amoe", AmoeFindings)
+    at = {cell.system: mean_stall(cell) for cell in runs.cells if (cell.load, cell.rate) == ("kernels_permuted", 600)}
+    lock_step = [at[name] for name in (EP, EP_STALLS, OVERLAP, PING_PONG_NAME) if name in at]
+    return [f"{each:.0%}"[:-1] for each in (at[ASYNC], at[REPLICAS], min(lock_step), max(lock_step))]
+
+
 # By page: a sentence with gaps, and the figures that stand in them.
 SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "repro.md": {
+        "the best of the seven in {} of 72 cells, `lmetric` in {}, `dynamo` in {}, `llm-d` in {}, `bailian` and":
+        partial(cells_near_best, "moestro", "lmetric", "dynamo", "llm-d"),
+        "and `miss_ratio` in {}, `vllm-0.26` in {}.": partial(cells_near_best, "miss_ratio", "vllm-0.26"),
+        "it has {} times the best, `lmetric` {} times, `vllm-0.26` {} times, and the others {} to {}": worst_cells,
+        "differs from LMetric's by {} to {}, and from the predictor's with the right prices by {} to {}.": partial(
+            ttft_changes, 0.5, "lmetric", "llm-d"
+        ),
+        "the others by {} to {}: from LMetric's by {} to {}, from the tuned sum's of Bailian by {} to {}": partial(
+            ttft_changes, 0.9, "best", "lmetric", "bailian"
+        ),
+        "chats and API agents, by {} to {}.": partial(ttft_changes, 0.9, "vllm-0.26"),
+        "**At 120 %** it differs from the best of the others by {} to {};": partial(ttft_changes, 1.2, "best"),
+        "better in {}, undecided in {}, worse in {}.": verdicts_of_pairs,
+        "At 50 % it is worse in {} of 24, at 90 % in {}, at 120 % in {}.": worse_by_rate,
+        "On chats mean TTFT is {} lower at 50 % of the capacity and {} at 90 %, TPOT {} at both": lambda: [
+            below(0.5, "TTFT mean", "chat"), below(0.9, "TTFT mean", "chat"), below(0.5, "TPOT mean", "chat")
+        ],
+        "LMetric's TTFT is {} to {} % lower at 50 %": partial(ends_below, "TTFT mean", "bailian"),
+        "TTFT is {} % below vLLM's and {} % below the tuned sum's, TPOT {} and {} % below theirs.": dense,
+        "lowers TTFT by {} % on chats, {} % on coder sessions, {} % on the synthetic trace and {} % on API": aware,
+        "On chats TPOT is {} % lower (the paper: 17 %), and hits are {} % in place of {} %.": aware_chat,
+        "for {} % of the chats, {} % of the coder sessions, {} % of the API agents and {} % of the tool": partial(
+            off_by_more, is_tuned=True
+        ),
+        "with those of another network for {} to {} %.": partial(off_by_more, is_tuned=False),
+        "its GPUs stall for {} % of the time, those of replicas for {} %, and those of lock-step for {} to {} %.":
+        decode_stalls,
         "lowest mean TTFT on {}, {} and {} of 6 loads": partial(lmetric_lowest, "TTFT"),
         "lowest mean TPOT on {}, {} and {}.": partial(lmetric_lowest, "TPOT"),
         "lower in {}, {} and {} of 24 comparisons, undecided in {}, {} and {}, and higher in {}, {} and {}.":
@@ -304,6 +439,8 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "| `lmetric` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "lmetric"),
         "| `moestro` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "moestro"),
         "in mid-run, {} of {} requests were answered": vllm_kill,
+        "costs {} µs in the API server, and {} µs in the router, of which {} read and report it": load_report_us,
+        "The header has {} bytes": lambda: [str(stored("micro/load_report.json")["figures"]["header, bytes"])],
     },
     "modes.md": {
         "which AMoE does not have, has {} times the best other mode": partial(

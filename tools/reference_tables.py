@@ -18,9 +18,19 @@ from pathlib import Path
 from attack_table import attacks_table
 from client_tables import agents_table, clients_table
 from flag_lists import flags_of
+from gimbal_tables import (
+    kv_memory_table,
+    overload_table,
+    prefixes_table,
+    shapes_table,
+    skew_table,
+    sources_table,
+    stack_table,
+)
+from lmetric_tables import ages_table, capacities_table, latencies_table, worse_table
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
 from mutants import stored_table
-from repro_tables import amoe_throughputs, claims_of_paper, qllm_readings
+from repro_tables import amoe_throughputs, claims_of_paper, qllm_readings, setup_of_paper
 from scope_tables import refused_fields, vllm_flags
 from stored_results import results_table
 
@@ -34,6 +44,11 @@ from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS
 ROOT = Path(__file__).parents[1]
 PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "tests" / "mutants.md"]
 
+_PREFIXES = {
+    "prefix_users": "system, `prefix_users`",
+    "prefix_own_texts": "system, `prefix_own_texts`: only each user's own text repeats",
+    "prefix_chats": "system, `prefix_chats`: conversations",
+}
 TABLES: dict[str, Callable[[], str]] = {
     "flags of moestro serve": partial(flags_of, "serve"),
     "flags of moestro route": partial(flags_of, "route"),
@@ -62,8 +77,20 @@ TABLES: dict[str, Callable[[], str]] = {
     "attacks": attacks_table,
     "mutants": stored_table,
     **{f"claims of {paper}": partial(claims_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
+    **{f"set-up of {paper}": partial(setup_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
     "throughputs of amoe": amoe_throughputs,
     "readings of qllm": qllm_readings,
+    "capacities of lmetric": capacities_table,
+    "latencies of lmetric": latencies_table,
+    "cells of lmetric in which moestro is worse": worse_table,
+    "ages of figures of lmetric": ages_table,
+    **{f"shapes of gimbal, {prefix}": partial(shapes_table, prefix) for prefix in ("scarce", "slow", "healthy")},
+    "KV memory of gimbal": kv_memory_table,
+    "overload of gimbal": overload_table,
+    "stack of gimbal": stack_table,
+    "sources of gimbal": sources_table,
+    "skew of gimbal": skew_table,
+    **{f"{load} of gimbal": partial(prefixes_table, load, head) for load, head in _PREFIXES.items()},
     "stored results": results_table,
 }
 

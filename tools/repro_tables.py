@@ -11,6 +11,7 @@ from moestro.repro.amoe.findings import AmoeFindings
 from moestro.repro.amoe.loads import LENGTHS
 from moestro.repro.amoe.parts import WHOLE
 from moestro.repro.amoe.systems import ASYNC, BASELINES, COLOCATED
+from moestro.repro.papers import papers
 from moestro.repro.qllm.engines import EXPERT, FCFS, FCFS_64, RUN_TO_COMPLETION
 from moestro.repro.qllm.findings import QllmFindings, ls_ttft
 from moestro.repro.qllm.sweep import MEAN_FACTOR, TURNAROUND_FACTOR, SweepPoint, at_rates, ratios, sweep_point
@@ -18,6 +19,7 @@ from moestro.repro.results import Claim, Reproduced
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "repro"
 _VERDICTS = {True: "holds", False: "**does not**", None: "not judged"}
+_ORDER = [False, None, True]  # of verdicts in a table
 _AMOE_SYSTEMS = (ASYNC, COLOCATED, *BASELINES)
 # Parts of figures 9 and 10 that compare the systems, with their names in the table.
 _AMOE_NAMES = {
@@ -34,8 +36,11 @@ def stored(paper: str, findings: Any = Any) -> Reproduced[Any]:
 
 
 def claims_of_paper(paper: str) -> str:
-    """The claims of a paper beside our figures; what decides them is listed below the table, by number."""
-    claims, reasons = stored(paper).claims, {}
+    """The claims of a paper beside our figures, those that do not hold first.
+
+    What decides them is listed below the table, by number.
+    """
+    claims, reasons = sorted(stored(paper).claims, key=lambda claim: _ORDER.index(claim.holds)), {}
     lines = ["| where | the paper | simulated here | | decided by |", "|---|---|---|---|---|"]
     for claim in claims:
         number = str(reasons.setdefault(claim.why, len(reasons) + 1)) if claim.why else ""
@@ -43,6 +48,29 @@ def claims_of_paper(paper: str) -> str:
         lines.append("| " + " | ".join(_cell(text) for text in cells) + " |")
     lines += ["", *(f"{number}. {why}" for why, number in reasons.items())]
     return "\n".join([_counts(claims), "", *lines])
+
+
+def setup_of_paper(paper: str) -> str:
+    """The declared set-up of a paper: its own words, the experiment's value, and why another value was chosen."""
+    [found] = [each for each in papers() if each.name == paper]
+    lines = ["| what | the paper | here | why it differs |", "|---|---|---|---|"]
+    for row in found.experiment(found.settings()).setup:
+        words = f"{row.where}: “{row.quote}”" if row.quote else "not stated"
+        lines.append("| " + " | ".join(map(_cell, (row.what, words, _shown(row.value), row.differs))) + " |")
+    return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    """A value in the form in which a page shows it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, set | frozenset | tuple):
+        parts = sorted(map(_shown, value)) if not isinstance(value, tuple) else map(_shown, value)
+        text = ", ".join(each for each in parts if each)
+        return (
+            f"({text})" if isinstance(value, tuple) and any(isinstance(each, int | float) for each in value) else text
+        )
+    return f"{value:,g}" if isinstance(value, int | float) else f"`{value}`"
 
 
 def _cell(text: str) -> str:

@@ -26,6 +26,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "micro/grammar": ("grammar",),
     "micro/group_items": ("flow", "worker"),
     "micro/link": ("wire",),
+    "micro/load_report": ("wire", "gateway", "routing"),
     "micro/pricing": ("cost",),
     "micro/request_record": ("workload", "server"),
     "micro/router_decision": ("routing",),

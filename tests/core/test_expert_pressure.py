@@ -59,6 +59,13 @@ def test_a_source_without_tokens_has_the_pressure_of_the_group():
     assert both[1] == pytest.approx(both[0]) == 2
 
 
+def test_workers_without_experts_of_a_layer_are_no_part_of_its_mean():
+    visits = np.array([[[3, 3, 0, 0]], [[0, 0, 1, 1]]]) * MANY
+    alone = even_parts(2, 1, 4)
+    with_idle = np.concatenate([alone, np.zeros((3, 1, 4))])
+    assert expert_pressures(visits, with_idle) == pytest.approx(expert_pressures(visits, alone)) == [6 / 4, 2 / 4]
+
+
 def test_a_waiting_token_counts_for_those_whose_tokens_go_there():
     visits = np.array([[[1, 1, 0, 0]], [[0, 0, 1, 1]]]) * MANY
     oldest_s = np.array([0.05, 0.0])

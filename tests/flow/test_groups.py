@@ -10,7 +10,7 @@ from support.fake_group import IS_SPARSE, NUM_EXPERTS, FakeGroup
 from support.fake_stages import expected_tokens, make_shape
 
 from moestro.core.experts.expert_table import ExpertTable, spread_evenly
-from moestro.core.experts.hops import REPLY, Hop
+from moestro.core.experts.hops import REPLY, Hop, HopMessage
 from moestro.core.request import ServiceClass
 from moestro.core.stages import StageShape
 from moestro.flow.dispatcher import Dispatcher, PeerSettings
@@ -149,6 +149,65 @@ def test_messages_of_a_home_that_started_again_are_accepted():
     assert desk.num_dropped == 0
     desk.take(sends[0].message, 0)
     assert desk.num_dropped == 1, "it was repeated"
+
+
+def guest_desk(num_guests: int) -> GuestDesk:
+    shape = StageShape(
+        is_sparse=IS_SPARSE, num_experts=NUM_EXPERTS, num_chosen=1, num_rows=4, num_places=4, num_guests=num_guests
+    )
+    pool, guests = TokenPool(shape), Guests(4, num_guests, 3)
+    return GuestDesk(peers(1), guests, MicroQueues(shape, pool, guests))
+
+
+def dispatch_of(incarnation: int, num_tokens: int = 1) -> HopMessage:
+    """The first message of a home that started for the nth time."""
+    home = Dispatcher(peers(0, incarnation=incarnation), TokenPool(SHAPE_OF_ONE))
+    places = np.arange(num_tokens, dtype=np.int32)
+    _, sends = home.dispatch(0, places.astype(np.int64), places, np.zeros((num_tokens, 1), np.int32))
+    return sends[0].message
+
+
+SHAPE_OF_ONE = StageShape(is_sparse=IS_SPARSE, num_experts=NUM_EXPERTS, num_chosen=1, num_rows=4, num_places=4)
+
+
+def entries(count: int) -> int:
+    del count
+    return 0
+
+
+def test_a_dispatch_of_a_home_s_former_life_is_dropped():
+    """It was under way when the home started again; its home waits for none of its tokens."""
+    desk = guest_desk(num_guests=4)
+    desk.take(dispatch_of(1), 0)
+    assert len(desk.let_in(entries)) == 1
+    desk.take(dispatch_of(0), 0)
+    assert desk.num_dropped == 1
+    assert desk.let_in(entries) == []
+
+
+def test_a_dispatch_that_waits_for_places_goes_when_its_home_starts_again():
+    desk = guest_desk(num_guests=3)
+    desk.take(dispatch_of(0, num_tokens=2), 0)
+    assert len(desk.let_in(entries)) == 1
+    desk.take(with_hop(dispatch_of(0, num_tokens=2), seq=1), 0)
+    assert desk.let_in(entries) == [], "two places are missing"
+    desk.take(dispatch_of(1), 0)
+    [store] = desk.let_in(entries)
+    assert len(store.places) == 1, "the message of the former life would take two"
+
+
+def with_hop(message: HopMessage, **hop) -> HopMessage:
+    return msgspec.structs.replace(message, hop=msgspec.structs.replace(message.hop, **hop))
+
+
+def test_a_contribution_of_a_worker_that_a_pair_is_not_with_is_dropped():
+    """A pair that was sent again to another copy has one contribution, no matter which answers first."""
+    home, one = make_dispatcher(switch_gap=1 << 40), np.zeros(1, np.int32)
+    _, [send] = home.dispatch(0, np.zeros(1, np.int64), one, one[:, None])
+    records, owner = send.message.records, send.message.hop.dst
+    assert home.owed(records, np.array([3 - owner], np.int16)).tolist() == []
+    assert home.num_dropped == 1
+    assert home.owed(records, np.array([owner], np.int16)).tolist() == [0]
 
 
 def reply_of(worker: int, depth: int) -> Hop:

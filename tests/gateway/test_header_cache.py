@@ -18,7 +18,7 @@ def test_a_head_is_known_again_by_all_but_the_digits_of_its_length():
     known: HeaderCache[str] = HeaderCache(4)
     known.learn(HEAD + b"x" * 12, "head", has_length=True)
     longer = HEAD.replace(b"12", b"12345")
-    assert known.find(longer + b"body") == ("head", len(longer), 12345)
+    assert known.find(longer + b"body") == ("head", len(longer), 12345, b"")
     for other in (HEAD[:-1], HEAD.replace(b"X-A: 1", b"X-A: 2"), HEAD.replace(b"12", b""), HEAD.replace(b"12", b"+12")):
         assert known.find(other) is None
 
@@ -28,7 +28,7 @@ def test_no_more_are_remembered_than_may_be():
     heads = [HEAD.replace(b"X-A: 1", b"X-A: %d" % i) for i in range(9)]
     for i, head in enumerate(heads):
         known.learn(head, i, has_length=True)
-        assert known.find(head) == (i, len(head), 12)
+        assert known.find(head) == (i, len(head), 12, b"")
         assert sum(known.find(each) is not None for each in heads) <= 4
 
 

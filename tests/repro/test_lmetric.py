@@ -86,8 +86,19 @@ def test_tuned_parameters_are_the_ones_that_are_scored(found):
     policy = policy_from(f"bailian:hit_weight={tuned:g}")
     scored = findings.by_policy("chat", 0.5)["bailian"]
     load = chat.load(scored.rate, SCORED_SEED)
-    results = run(experiment.bed(chat), load, policy, signals_of("bailian", policy))
+    results = run(experiment.bed(chat), load, policy, signals_of(policy))
     assert measured(results, num_until_full(experiment.bed(chat), load.rows)) == scored.measured
+
+
+def test_parameters_are_tuned_on_the_requests_that_are_not_scored(found):
+    experiment, findings, _ = found
+    chat = experiment.sources["chat"]
+    bed, load = experiment.bed(chat), chat.load(0.5 * findings.capacity["chat"][1], TUNING_SEED)
+    lead_in = num_until_full(bed, load.rows)
+    for sweep in findings.sweeps["chat"].values():
+        value, figures = sweep.values[0]
+        policy = policy_from(f"{sweep.policy}:{sweep.parameter}={value:g}")
+        assert measured(run(bed, load, policy, signals_of(policy)), lead_in) == figures
 
 
 def test_the_rate_is_a_share_of_the_capacity(found):
@@ -126,7 +137,7 @@ def test_equal_seeds_give_equal_figures():
     for _ in range(2):
         policy = ROUTE_POLICIES.make("lmetric")
         load = chat.load(20.0, 3)
-        runs.append(measured(run(experiment.bed(chat), load, policy, signals_of("lmetric", policy))))
+        runs.append(measured(run(experiment.bed(chat), load, policy, signals_of(policy))))
     assert runs[0] == runs[1]
 
 
@@ -221,7 +232,7 @@ def test_requests_of_hot_classes_are_watched():
     experiment = LmetricExperiment(TINY, None)
     chat = experiment.sources["chat"]
     policy = WatchedClasses(ROUTE_POLICIES.make("lmetric"))
-    run(experiment.bed(chat), with_hot_prefix(chat.load(20.0, 3), 0), policy, signals_of("lmetric", policy))
+    run(experiment.bed(chat), with_hot_prefix(chat.load(20.0, 3), 0), policy, signals_of(policy))
     class_shares, holder_shares = policy.sample(7)
     assert len(class_shares) == len(holder_shares) == 7
     assert all(0 < x < 1 for x in class_shares)
@@ -241,7 +252,7 @@ def test_a_run_counts_from_where_caches_are_full_but_at_most_half_of_the_request
 def test_batches_are_parts_of_the_counted_requests():
     experiment = LmetricExperiment(TINY, None)
     chat, policy = experiment.sources["chat"], policy_from("lmetric")
-    results = run(experiment.bed(chat), chat.load(20.0, 3), policy, signals_of("lmetric", policy))
+    results = run(experiment.bed(chat), chat.load(20.0, 3), policy, signals_of(policy))
     batches, whole = batch_figures(results, 20, 4), measured(results, 20)
     assert {len(values) for values in batches.values()} == {4}
     assert np.mean(batches["TTFT mean"]) == pytest.approx(whole.ttft_ms.mean)
@@ -257,7 +268,6 @@ def test_the_capacity_does_not_hang_on_the_first_rate():
             bed,
             replace(load, offsets_ns=at_rate(load.offsets_ns, rate)),
             partial(policy_from, "lmetric"),
-            "lmetric",
         )
         for rate in (15.0, 60.0)
     )

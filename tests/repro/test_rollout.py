@@ -76,7 +76,7 @@ def test_with_the_simulation_s_prices_most_predictions_are_exact():
     chat = experiment.sources["chat"]
     bed = experiment.bed(chat)
     watched = Watched(RolledOutTtft(bed.cost().step_ns, bed.max_num_batched_tokens))
-    run(bed, chat.load(20.0, SCORED_SEED), watched, signals_of("llm-d", watched))
+    run(bed, chat.load(20.0, SCORED_SEED), watched, signals_of(watched))
     errors = watched.relative_errors()
     assert len(errors) == 400
     assert np.mean(errors < 0.01) > 0.75

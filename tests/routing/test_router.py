@@ -114,6 +114,18 @@ def test_requests_that_are_not_this_routers_are_those_that_it_cannot_account_for
     assert (one.table.num_foreign[0], one.table.num_unseen[0]) == (0, 0)
 
 
+def test_a_first_token_takes_away_only_prompt_tokens_that_the_report_did_not_hold():
+    one = router(1, "round_robin")
+    submit(one, "seen", now_ns=10, num_prompt_tokens=100)
+    one.report(0, LoadFigures(queued_prefill_tokens=40), 15, 30)  # of the 100 tokens 60 were computed by then
+    submit(one, "unseen", now_ns=20, num_prompt_tokens=100)
+    assert one.table.reported_prefill_tokens[0] == 140
+    one.first_token("seen", 31)
+    assert one.table.reported_prefill_tokens[0] == 140, "the report held 40 of its tokens, and is not corrected"
+    one.first_token("unseen", 32)
+    assert one.table.reported_prefill_tokens[0] == 40
+
+
 def test_requests_that_ended_after_an_engine_counted_them_are_not_foreign():
     one = router(1, "round_robin")
     submit(one, "a", "b", "c", "d", now_ns=10)

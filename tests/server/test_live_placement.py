@@ -151,3 +151,26 @@ def test_a_first_placement_comes_from_a_file_and_the_policy_plans_after_its_inte
 
         wait_until(has_planned)
         assert re.search(r"placement: (started|unchanged|does not pay) \(interval\): moestro ", server.text)
+
+
+def test_algorithm_3_runs_by_one_flag(real_command, server, tmp_path):
+    """Gimbal v1 moves experts at each interval, whether that pays or not, and no token differs."""
+    flags = ("--placement-policy", "gimbal_v1", "--placement-interval", str(INTERVAL))
+    expected = answers(server, range(12))
+    with running((*real_command, *EXACT, *MODES["ep"], *flags), tmp_path) as group:
+
+        def has_moved() -> bool:
+            assert answers(group, range(12)) == expected
+            return metrics(group).get('moestro:placement_migrations_total{,outcome="completed"}', 0) >= 1
+
+        wait_until(has_moved)
+        assert re.search(r"placement: started \(interval\): gimbal_v1 moves \d+ experts", group.text)
+        assert "does not pay" not in group.text
+        assert shown(group)["progress"]["error"] == ""
+
+
+def test_a_policy_that_needs_pairs_is_refused_where_no_engine_counts_them():
+    placement = LivePlacementSettings(placement_policy="gimbal_v1:top_pairs=4")
+    with pytest.raises(ConfigError, match=r"gimbal_v1:top_pairs=4 needs pairs .* async counts none: give --mode ep"):
+        ServeSettings(placement=placement, stepping=SteppingSettings(mode="async"))
+    placement.check_mode("ep")

@@ -107,6 +107,32 @@ def test_the_load_header_comes_in_the_requested_form(fake):
                 assert "endpoint-load-metrics" not in call(fake, "POST", path, body, **other).headers
 
 
+def test_a_router_that_asks_gets_the_figures_of_metrics_with_each_answer(fake):
+    body = {"prompt": "hi", "max_tokens": 4}
+    for stream in (False, True):
+        answer = call(fake, "POST", "/v1/completions", body | {"stream": stream}, x_moestro_load="1")
+        report = json.loads(answer.headers["x-moestro-load"])
+        assert 0 <= report["age_us"] < 60_000_000
+        load = report["load"]
+        assert load.keys() >= {"num_running", "num_waiting", "kv_usage", "queued_prefill_tokens", "num_tokens"}
+        assert load["num_waiting"] == 0
+        assert 0 <= load["kv_usage"] <= 1
+        assert "x-moestro-load" not in call(fake, "POST", "/v1/completions", body | {"stream": stream}).headers
+
+
+def test_a_stream_s_load_is_that_of_its_first_byte(fake):
+    """One request runs, so the header of a second one counts itself or the first; an idle server has none."""
+    connection = open_stream(fake, max_tokens=400)
+    try:
+        wait_until(lambda: metrics(fake)['moestro:num_requests_running{engine="0"}'] >= 1)
+        answer = call(
+            fake, "POST", "/v1/completions", {"prompt": "hi", "max_tokens": 2, "stream": True}, x_moestro_load="1"
+        )
+        assert json.loads(answer.headers["x-moestro-load"])["load"]["num_running"] >= 1
+    finally:
+        connection.close()
+
+
 def test_head_answers_as_get_does_without_a_body(fake):
     reply = call(fake, "HEAD", "/metrics")
     assert (reply.status, reply.body) == (200, b"")

@@ -44,12 +44,16 @@ from moestro.routing.router import RouteDecision
 from moestro.web.access.control import Access
 from moestro.web.errors import GenerationError, HttpError, InternalError, error_body
 from moestro.web.ports.faults import Faults
+from moestro.wire import load_report
 
 logger = logging.getLogger(__name__)
 
 _STALE_NS = 1_000_000_000  # A kept connection that its engine has closed fails within this time.
 _MAX_RESUMED = 3  # Engines that one stream may lose after its first byte, as in `moestro serve`.
 _MAX_LOST = 1  # Engines that one request may lose: a request that loses two may be the cause.
+# Time between the departure of a request and its arrival in the engine's inbox, at most, on a network at rest. Requests
+# that left within it before a report count as not contained in it, so that a burst is not sent to one engine.
+_TRANSIT_NS = 5_000_000
 _LEFT_STATUS = 499  # nginx' status for a client that disconnected.
 
 # Stages of an exchange: no engine has the request; a connection is being made; the request is sent and no byte of a
@@ -287,11 +291,23 @@ class Exchange:
         engine.counts.statuses[status] += 1
         if self._spans is not None:
             self._spans.answered(status)
+        if self._connection is not None and self._connection.load_report:
+            self._take_load(engine, self._connection.load_report)
         if status >= FIRST_ERROR and self._take_failure(engine, head):
             return
         self._head, self._length = head, length
         if self._client.has_begun and not (status == 200 and head.is_event_stream):
             self.refuse(_broken(f"the engine that was to continue it answered {status}"))
+
+    def _take_load(self, engine: RoutedEngine, value: bytes) -> None:
+        """Report the load that came with an answer, so that the next decision has it."""
+        report = load_report.read(value)
+        if report is None or engine.rank is not None:
+            return
+        shared, arrived_ns = self._shared, engine.pool.arrived_ns
+        shared.fleet.router.report(engine.row, report.load, arrived_ns - report.age_us * 1000 - _TRANSIT_NS, arrived_ns)
+        if shared.queue is not None:
+            shared.queue.reported(engine.row, report.load)
 
     def body(self, data: bytes, *, is_last: bool) -> None:
         """Pass a part of the answer to the client."""

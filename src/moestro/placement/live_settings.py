@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -36,10 +37,11 @@ class LivePlacementSettings(CheckedSettings):
         "Fall of the observed balance (mean load over largest load, mean of all layers) below that of the last plan, at"
         " which the policy plans at once; 0.05 is a first guess. 0: never by drift."
     )
-    placement_payback_horizon: Annotated[float, at_least(0)] = PlaceLimits().horizon_steps
+    placement_payback_horizon: Annotated[float | None, at_least(0)] = None
     (
         "Steps within which a move must pay for itself by the traffic model; a plan that does not is dropped. 0: no"
-        " such gate, as in vLLM and SGLang."
+        f" such gate, as in vLLM and SGLang. Unset: {PlaceLimits().horizon_steps:g}, and 0 for gimbal_v1, whose paper"
+        " has none."
     )
     placement_least_saving: Annotated[float, between(0, 1)] = LastingSettings().least_share
     (
@@ -85,24 +87,40 @@ class LivePlacementSettings(CheckedSettings):
         """Whether a policy plans without an operator."""
         return self.placement_policy != NO_POLICY
 
+    @cached_property
+    def payback_horizon(self) -> float:
+        """Steps within which a move must pay for itself; 0 means no such gate."""
+        if self.placement_payback_horizon is not None:
+            return self.placement_payback_horizon
+        return PlaceLimits().horizon_steps if has_payback_gate(self.placement_policy) else 0.0
+
     @property
     def limits(self) -> PlaceLimits:
         """Limits as policies read them."""
-        return PlaceLimits(horizon_steps=self.placement_payback_horizon or _NO_GATE_STEPS)
+        return PlaceLimits(horizon_steps=self.payback_horizon or _NO_GATE_STEPS)
 
     def lasting(self, policy: PlacePolicy) -> PlacePolicy:
-        """Return the policy with the memory that the settings ask for; a group has one of its own."""
-        if not self.placement_payback_horizon or not self.placement_least_saving:
+        """Return the policy of one group, with the memory that it and the settings ask for."""
+        policy = getattr(policy, "for_group", lambda: policy)()
+        if not self.payback_horizon or not self.placement_least_saving:
             return policy
         return LastingPlans(policy, LastingSettings(least_share=self.placement_least_saving))
 
+    def _made(self) -> PlacePolicy:
+        return PLACE_POLICIES.make(self.placement_policy)
+
     def check_mode(self, mode: str) -> None:
-        """Refuse flags of live placement in a mode that has no experts to move.
+        """Refuse flags of live placement in a mode without experts to move, or that counts too little for the policy.
 
         Raises:
-            ConfigError: The mode has one copy of all experts in each engine.
+            ConfigError: The mode has one copy of all experts in each engine, or counts no pairs of experts.
         """
         if mode in ("ep", "async"):
+            if mode == "async" and self.plans_by_itself and getattr(self._made(), "needs_pairs", False):
+                raise ConfigError(
+                    f"--placement-policy {self.placement_policy} needs pairs of experts that tokens visit in"
+                    " neighbouring layers, and --mode async counts none: give --mode ep, or another policy"
+                )
             return
         given = "--placement-policy" if self.plans_by_itself else "--init-expert-location"
         if self.plans_by_itself or self.init_expert_location is not None:
@@ -110,6 +128,11 @@ class LivePlacementSettings(CheckedSettings):
                 f"{given} moves experts between workers, and in --mode {mode} each engine has all of them: give --mode"
                 f" ep or async, or leave {given} out"
             )
+
+
+def has_payback_gate(policy: str) -> bool:
+    """Return whether plans of a policy have to pay for their moves, unless a setting says otherwise."""
+    return policy == NO_POLICY or bool(getattr(PLACE_POLICIES.make(policy), "has_payback_gate", True))
 
 
 # Policies with a gate of their own then see savings that last for longer than any server runs.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from rich.console import RenderableType
 
 from moestro.errors import ConfigError
+from moestro.repro.paper_setup import PaperFigure, SetupRow
 from moestro.repro.results import Claim, FindingsT
 
 
@@ -23,10 +24,14 @@ class Experiment(ABC, Generic[FindingsT]):
         findings_type: type of the findings, with which kept parts are read.
         drawing: module with `pictures(experiment, findings)`, which returns matplotlib figures by name. The frame
             imports it only to draw, since matplotlib is optional.
+        setup: set-up of the paper beside that of the whole experiment.
+        figures: figures of the paper by which claims are judged.
     """
 
     findings_type: type[FindingsT]
     drawing: str
+    setup: ClassVar[Sequence[SetupRow]] = ()
+    figures: ClassVar[Sequence[PaperFigure]] = ()
 
     @property
     @abstractmethod

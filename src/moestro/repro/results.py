@@ -104,12 +104,14 @@ class Reproduced(msgspec.Struct, Generic[FindingsT], frozen=True, kw_only=True):
     Attributes:
         conditions: conditions of the run that wrote the file.
         parts: by load, the conditions of the run that made its findings, which may be an earlier one.
+        renewed: by "load: system", the conditions of a run that made this system's runs anew.
         findings: all runs.
         claims: the paper's claims, judged by the findings.
     """
 
     conditions: RunRecord
     parts: dict[str, RunRecord] = {}
+    renewed: dict[str, RunRecord] = {}
     findings: FindingsT
     claims: list[Claim]
 

@@ -39,8 +39,6 @@ LEAD_IN = 0.1  # share of the requests left out of all figures: they find cold c
 _LONG_LEAD_IN = (0.3, 0.5)
 _GROWS = 1.5  # mean TTFT of a run's last quarter over that of its second, above which a queue grows
 _STEP, _MOST_STEPS, _NUM_HALVINGS = 1.25, 6, 2  # of the search for the capacity, which ends within 6 %
-# vLLM's coordinator publishes counts every 100 ms; other engines send theirs with each answer through the router.
-_BROADCAST = ("vllm-0.26", "vllm-0.27")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,18 +147,25 @@ def run(bed: Testbed, load: TimedLoad, policy: RoutePolicy, signals: SignalSetti
     return Cluster(groups, router, signals).run(maker, AtTimes(load.offsets_ns))
 
 
-def signals_of(policy_name: str, policy: RoutePolicy, *, has_pressure: bool = False) -> SignalSettings:
-    """Return the signals that deliver the figures a policy needs, over the channel of the policy's own system.
+def signals_of(policy: RoutePolicy, *, has_pressure: bool = False, period_ms: float | None = None) -> SignalSettings:
+    """Return the signals that deliver the figures a policy needs.
+
+    Every policy gets figures that are equally fresh, as in LMetric's experiments, whose router reads them from each
+    answer whatever decides (section 3).
 
     Args:
         has_pressure: whether the engines know their expert pressure; those with the whole network do not.
+        period_ms: interval at which figures come, as those of vLLM's coordinator come every 100 ms. None means with the
+            output of every step.
     """
     figures = policy.needs.figures
     sent = tuple(name for name in figures if has_pressure or name != "expert_pressure")
     if not sent:
         return SignalSettings()
-    channel = ReportChannel.BROADCAST if policy_name in _BROADCAST else ReportChannel.PIGGYBACKED
-    return SignalSettings(channels=(ChannelSettings(figures=sent, channel=channel),))
+    if period_ms is None:
+        return SignalSettings(channels=(ChannelSettings(figures=sent),))
+    channel = ChannelSettings(figures=sent, channel=ReportChannel.BROADCAST, period_ms=period_ms)
+    return SignalSettings(channels=(channel,))
 
 
 def num_until_full(bed: Testbed, rows: Rows) -> int:
@@ -212,7 +217,7 @@ def measured(results: Results, num_lead_in: int | None = None) -> ServingFigures
     )
 
 
-def sustained_rate(bed: Testbed, load: TimedLoad, make_policy: Callable[[], RoutePolicy], name: str) -> float:
+def sustained_rate(bed: Testbed, load: TimedLoad, make_policy: Callable[[], RoutePolicy]) -> float:
     """The most requests a second that the testbed bears under a policy without a queue that grows.
 
     A queue grows if the mean TTFT of the last quarter of the requests is over _GROWS times that of the second. The rate
@@ -221,12 +226,12 @@ def sustained_rate(bed: Testbed, load: TimedLoad, make_policy: Callable[[], Rout
     Args:
         load: requests whose order and relative times are kept; the search begins at its rate, and ends at _MOST_STEPS
             from it where a load is too short for a queue.
-        make_policy, name: the policy, new for each run, and its name.
+        make_policy: makes the policy, new for each run.
     """
 
     def is_borne(rate: float) -> bool:
         policy = make_policy()
-        results = run(bed, replace(load, offsets_ns=at_rate(load.offsets_ns, rate)), policy, signals_of(name, policy))
+        results = run(bed, replace(load, offsets_ns=at_rate(load.offsets_ns, rate)), policy, signals_of(policy))
         quarters = np.array_split((results.first_token_ns - results.arrival_ns).astype(np.float64), 4)
         return bool(quarters[3].mean() <= _GROWS * quarters[1].mean())
 

@@ -178,3 +178,47 @@ def test_a_wrong_setting_is_refused(setting):
 def test_the_policies_are_made_by_name():
     assert PLACE_POLICIES.make("gimbal_v1:anchor=1,scope=model,cut=literal") is not None
     assert PLACE_POLICIES.make("gimbal_v1_milp:alpha=2,beta=0.5") is not None
+
+
+SHAPE = Shape(experts=12, devices=3, slots=8, layers=3)
+
+
+def paired_view(seed: int, **how) -> PlaceView:
+    view = random_view(seed, SHAPE, **how)
+    pairs = random_pairs(np.random.default_rng(seed), SHAPE.layers, SHAPE.experts, 60)
+    return replace(view, load=replace(view.load, pairs=pairs))
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_a_group_keeps_the_set_m_of_its_first_plan(scope):
+    """Later plans balance the other experts by the load of their time, and need no pairs."""
+    policy = GimbalV1Placement(scope=scope, top_pairs=3)
+    changed = 0
+    for seed in range(20):
+        view, later = paired_view(seed), paired_view(100 + seed)
+        group = policy.for_group()
+        assert group.needs_pairs
+        assert (group(view).logical_of == policy(view).logical_of).all(), "the first plan is the algorithm's"
+        assert not group.needs_pairs
+        later = replace(later, table=view.table)
+        expected = policy(replace(later, load=replace(later.load, pairs=view.load.pairs)))
+        assert (group(later).logical_of == expected.logical_of).all()
+        assert (group(replace(later, load=replace(later.load, pairs=None))).logical_of == expected.logical_of).all()
+        changed += bool((policy(later).logical_of != expected.logical_of).any())
+    assert changed > 10, "with its own pairs a later plan is another one"
+
+
+def test_two_groups_have_a_set_of_their_own():
+    policy = GimbalV1Placement()
+    groups = [policy.for_group(), policy.for_group()]
+    for group, view in zip(groups, (paired_view(1), paired_view(2)), strict=True):
+        assert (group(view).logical_of == policy(view).logical_of).all()
+
+
+def test_a_set_that_does_not_fit_the_anchor_any_more_is_its_strongest_part():
+    """A device that dies changes the anchor and its room; the set is cut as the algorithm cuts it."""
+    policy = GimbalV1Placement(top_pairs=50)
+    view, dead = paired_view(3), paired_view(3, dead=(0,))
+    group = policy.for_group()
+    group(view)
+    assert (group(dead).logical_of == policy(dead).logical_of).all()

@@ -13,6 +13,7 @@ from moestro.web.bodies.body_limits import BodyHold
 from moestro.web.errors import HttpError
 from moestro.web.ports.heads import HOST_PATTERN
 from moestro.web.tracing.spans import TRACEPARENT
+from moestro.wire.load_report import LOAD_REPORT_HEADER
 
 # Withheld where the router has a span of its own, whose context it sends.
 TRACE_HEADERS = frozenset({TRACEPARENT.encode()})
@@ -31,10 +32,12 @@ _HOP_BY_HOP = frozenset(
 _NOT_TO_ENGINE = _HOP_BY_HOP | {
     *(b"host", b"content-length", b"expect", b"x-request-id"),
     *(b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"),
-    CLIENT_HEADER.lower().encode(),
+    *(CLIENT_HEADER.lower().encode(), LOAD_REPORT_HEADER.encode()),
 }
 # Only the router sets these; an engine's values would be mistaken for the router's.
-_NOT_TO_CLIENT = _HOP_BY_HOP | {b"content-length", b"x-request-id", b"x-moestro-engine", b"x-moestro-reason"}
+_NOT_TO_CLIENT = _HOP_BY_HOP | {
+    *(b"content-length", b"x-request-id", b"x-moestro-engine", b"x-moestro-reason", LOAD_REPORT_HEADER.encode()),
+}
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 # vLLM and SGLang send the request to this data-parallel rank. Letters' case does not matter.
 RANK_HEADER = b"x-data-parallel-rank"
@@ -167,7 +170,9 @@ class EngineHead:
         lines += [b"%b: %b\r\n" % (name, value) for lower, name, value in head.headers if lower not in dropped]
         if self.authorization is not None:
             lines.append(b"Authorization: %b\r\n" % self.authorization)
-        if self.rank is not None:
+        if self.rank is None:  # A server's load is that of all its ranks.
+            lines.append(b"%b: 1\r\n" % LOAD_REPORT_HEADER.encode())
+        else:
             lines.append(b"%b: %d\r\n" % (RANK_HEADER, self.rank))
         lines.append(b"Via: 1.1 %b\r\n" % self.via)
         return b"".join(lines)

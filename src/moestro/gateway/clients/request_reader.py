@@ -87,7 +87,7 @@ class RequestReader:
         found = self._host.known.find(data)
         if found is None:
             return None
-        head, begin, length = found
+        head, begin, length, _ = found
         if begin + (length or 0) != len(data) or len(data) > self._small_bytes:
             return None
         if self._host.rechecks_heads and self._host.refuses(head) is not None:

@@ -15,6 +15,7 @@ from moestro.core.hosts import in_address
 from moestro.gateway.clients.header_cache import HeaderCache
 from moestro.gateway.clients.http_headers import AnswerHead, Headers, answer_lines, size_of
 from moestro.web.ports.framing import MAX_HEAD_BYTES
+from moestro.wire.load_report import LOAD_REPORT_HEADER
 
 _HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only sets asyncio's own limit
 _MAX_IDLE = 256  # idle connections kept
@@ -24,6 +25,7 @@ _MAX_KNOWN = 16  # cached heads per engine; heads contain a date and change ever
 _BODILESS = frozenset({204, 304})
 _FIRST_STATUS, _FIRST_FINAL_STATUS, _LAST_STATUS = 100, 200, 599  # RFC 9110, 15
 _TOO_LONG = f"its answer has more than {MAX_HEAD_BYTES} bytes of a head or of trailers"
+_LOAD = LOAD_REPORT_HEADER.encode()
 _CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
 
 
@@ -74,7 +76,7 @@ class Pool:
         self._address = address
         self._connect_s = connect_s
         self._max_idle = _MAX_IDLE
-        self.known: HeaderCache[AnswerHead] = HeaderCache(_MAX_KNOWN)
+        self.known: HeaderCache[AnswerHead] = HeaderCache(_MAX_KNOWN, LOAD_REPORT_HEADER)
         self.arrived_ns = 0
         self.endpoint = ""
         self._idle: list[EngineConnection] = []
@@ -160,6 +162,7 @@ class EngineConnection(asyncio.Protocol):
     Attributes:
         is_fresh: Whether it has carried no answer yet. An engine may close a used connection while it is idle.
         idle_since_s: Time on `time.monotonic` at which it became idle.
+        load_report: Load of the server in the head of the present answer; empty without it.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -187,6 +190,7 @@ class EngineConnection(asyncio.Protocol):
         self._is_head_due = False
         self._is_complete = False
         self._says_more = False
+        self.load_report = b""
 
     @property
     def is_open(self) -> bool:
@@ -291,6 +295,7 @@ class EngineConnection(asyncio.Protocol):
         if self._num_between_bytes > MAX_HEAD_BYTES and size_of(self._headers) > MAX_HEAD_BYTES:
             self._reject(_TOO_LONG)
         self._num_between_bytes = 0
+        self.load_report = named.get(_LOAD, b"")
         lines = answer_lines(status, self._headers, named)
         self._head = AnswerHead(status, named, lines, self._parser.should_keep_alive())
         self._is_head_due = True
@@ -321,7 +326,7 @@ class EngineConnection(asyncio.Protocol):
         found = self._pool.known.find(data)
         if found is None:
             return False
-        head, begin, length = found
+        head, begin, length, self.load_report = found
         sink, body = self._sink, data[begin:]
         assert sink is not None
         if length is None:

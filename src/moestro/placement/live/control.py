@@ -209,7 +209,7 @@ class PlacementControl:
         if not plan.changes_anything:
             why = f": {plan.reason}" if plan.reason else ""
             return self._record(trigger, DecisionOutcome.UNCHANGED, f"{plan.policy} keeps the table{why}", now_ns)
-        if trigger is not Trigger.OPERATOR and (why := plan.why_not(self.settings.placement_payback_horizon)):
+        if trigger is not Trigger.OPERATOR and (why := plan.why_not(self.settings.payback_horizon)):
             return self._record(trigger, DecisionOutcome.DOES_NOT_PAY, f"{describe_plan(plan)}; {why}", now_ns)
         version = self.migration.table.version
         if version != plan.base.version:

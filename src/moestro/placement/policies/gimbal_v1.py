@@ -30,7 +30,8 @@ class GimbalV1Placement:
 
     The algorithm runs once at load and again every tau steps (the paper: 3000). The caller decides when: tau belongs to
     the loop that calls this policy. Each expert gets one copy, so that redundant slots stay empty.
-    The paper's affinity comes from one offline run; to follow it, give each call the pairs of that run.
+    The paper's affinity comes from one offline run, so a group ranks its pairs once (`for_group`); a call of its own
+    ranks those of its load.
     docs/placement_objective.md lists where the paper is silent and what this policy does there.
 
     Attributes:
@@ -43,6 +44,7 @@ class GimbalV1Placement:
     """
 
     needs_pairs: ClassVar[bool] = True  # live placement asks engines for pairs only where a policy needs them
+    has_payback_gate: ClassVar[bool] = False  # the algorithm moves experts at every interval
 
     anchor: int = 0
     top_pairs: int = 8
@@ -57,18 +59,38 @@ class GimbalV1Placement:
         checked_word("cut", self.cut, CUTS)
 
     def __call__(self, view: PlaceView) -> ExpertTable:
-        """Return Algorithm 3's placement.
+        """Return Algorithm 3's placement, with the set M of the present load.
 
         Raises:
             ValueError: The load has no pairs, the anchor does not exist, or the experts do not fit.
         """
-        pairs, scope = pairs_of(view.load, "gimbal_v1"), checked_word("scope", self.scope, SCOPES)
+        return self.placed(view, self.affinity(view))
+
+    def for_group(self) -> FixedAffinity:
+        """Return the policy of one group, whose pairs are ranked once."""
+        return FixedAffinity(self)
+
+    def affinity(self, view: PlaceView) -> Affinity:
+        """Rank the pairs of the present load.
+
+        Raises:
+            ValueError: The load has no pairs.
+        """
+        scope, cut = checked_word("scope", self.scope, SCOPES), checked_word("cut", self.cut, CUTS)
+        return rank_pairs(pairs_of(view.load, "gimbal_v1"), view.table.num_experts, scope, cut)
+
+    def placed(self, view: PlaceView, affinity: Affinity) -> ExpertTable:
+        """Run the procedure Exp-relocation with a ranking of pairs.
+
+        Raises:
+            ValueError: The anchor does not exist, or the experts do not fit.
+        """
+        scope = checked_word("scope", self.scope, SCOPES)
         sizes = even_sizes(view.devices, view.table.num_experts)
         anchor = _live_anchor(view, self.anchor)
         activation = view.load.total  # A
         if scope == "model":
             activation = activation.sum(axis=0, keepdims=True)
-        affinity = rank_pairs(pairs, view.table.num_experts, scope, checked_word("cut", self.cut, CUTS))
         affine = self._affine(affinity, activation.shape, int(sizes[anchor]), next_layer=int(scope == "layer"))
         device_of = place_greedily(activation, affine, sizes, anchor)
         holders = device_of == np.arange(len(sizes))[:, None, None]  # [devices, 1 or layers, experts]
@@ -103,6 +125,31 @@ class GimbalV1Placement:
             num_taken[layer] += 1
             is_open[layer] = num_taken[layer] < self.top_pairs
         return affine
+
+
+@dataclass(slots=True, eq=False)
+class FixedAffinity:
+    """Algorithm 3 in one group that serves: the first plan ranks the pairs, and all later ones keep its set M.
+
+    Where the anchor changes or has less room, M is the strongest part of that ranking that fits.
+
+    Attributes:
+        policy: The policy.
+    """
+
+    policy: GimbalV1Placement
+    _affinity: Affinity | None = None
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether pairs have still to be ranked."""
+        return self._affinity is None
+
+    def __call__(self, view: PlaceView) -> ExpertTable:
+        """Return the placement; raises as the policy does."""
+        if self._affinity is None:
+            self._affinity = self.policy.affinity(view)
+        return self.policy.placed(view, self._affinity)
 
 
 def place_greedily(
@@ -155,6 +202,7 @@ class GimbalMilpPlacement:
     """
 
     needs_pairs: ClassVar[bool] = True
+    has_payback_gate: ClassVar[bool] = False
 
     alpha: float = 1.0
     beta: float = 1.0

@@ -9,15 +9,14 @@ from numpy.typing import NDArray
 
 from moestro.repro.amoe.findings import AmoeCell, AmoeFindings, ClosedRun, mean_stall, most_stall
 from moestro.repro.amoe.loads import LENGTHS
+from moestro.repro.amoe.paper import GAINS, LINEAR_BATCH, SCALING, STALLS, TWO_MACHINES
 from moestro.repro.amoe.parts import FLFS, MTFS, POPULARITIES, RATES, SKEWED, panel
 from moestro.repro.amoe.systems import ASYNC, EP, EP_STALLS, OVERLAP, PING_PONG_NAME, REPLICAS
+from moestro.repro.paper_setup import PaperFigure
 from moestro.repro.results import Claim
 
-_CLOSE = 0.9  # a factor of a paper's figure counts as reached from this share of it on: it is read off a plot
 _EQUAL = 0.02  # figures that differ by less count as equal
-_STALLS = 0.7  # figure 4
 _KEEPS_UP = 0.95  # of the input rate; a run of 20 s has a spread of 1.4 % at 250 requests a second
-_GAINS = {"short": 2.7, "medium": 2.3, "reasonable": 2.0}  # figure 9, top-1
 _HONEST = (EP, OVERLAP, PING_PONG_NAME, REPLICAS)
 _HOT = {
     "uniform": "all experts equally hot",
@@ -47,7 +46,7 @@ def _batch_curve(findings: AmoeFindings) -> Iterator[Claim]:
             source=f"Fig. 3, {name}",
             paper="throughput of an expert grows almost linearly up to a batch of 128 (A100 40 GB)",
             ours=f"128 rows give {at[128] / at[1]:.0f} times one row's, 1,024 rows {at[1024] / at[128]:.1f} times that",
-            holds=at[128] / at[1] >= _CLOSE * 128 if "40g" in name else None,
+            holds=LINEAR_BATCH.is_reached(at[128] / at[1]) if "40g" in name else None,
             why="the host's part of an item and reading the weights do not depend on rows",
         )
 
@@ -59,7 +58,7 @@ def _stalls(findings: AmoeFindings) -> Iterator[Claim]:
             source="Fig. 4",
             paper="GPUs of expert parallelism stall for up to 70 % of the time",
             ours=f"ideal lock-step: {mean_stall(cell):.0%} in the mean, {most_stall(cell):.0%} on the idlest GPU",
-            holds=most_stall(cell) >= _CLOSE * _STALLS,
+            holds=STALLS.is_reached(most_stall(cell)),
             why="the skew of experts was chosen so that experts alone stall for 70 %; attention, which all GPUs share"
             " evenly, takes most of a step here, and SGLang's own waits are not priced",
         )
@@ -69,11 +68,11 @@ def _gains(findings: AmoeFindings) -> Iterator[Claim]:
     for top_k in (1, 2):
         for lengths in RATES:
             for popularity in POPULARITIES:
-                yield from _gain(findings, panel(lengths, top_k, popularity), _GAINS[lengths] if top_k == 1 else None)
-    yield from _gain(findings, f"kernels_{SKEWED}", _GAINS["medium"])
+                yield from _gain(findings, panel(lengths, top_k, popularity), GAINS[lengths] if top_k == 1 else None)
+    yield from _gain(findings, f"kernels_{SKEWED}", GAINS["medium"])
 
 
-def _gain(findings: AmoeFindings, load: str, factor: float | None) -> Iterator[Claim]:
+def _gain(findings: AmoeFindings, load: str, figure: PaperFigure | None) -> Iterator[Claim]:
     """Compare the capacity with that of the published stalls, and with that of the best honest baseline."""
     ours, stalled = findings.capacity(load, ASYNC), findings.capacity(load, EP_STALLS)
     others = [run for name in _HONEST if (run := findings.capacity(load, name)) is not None]
@@ -84,10 +83,12 @@ def _gain(findings: AmoeFindings, load: str, factor: float | None) -> Iterator[C
         ratio = ours.tokens_per_s / other.tokens_per_s
         yield Claim(
             source=f"Fig. 9, {load}",
-            paper=f"{'more' if factor is None else f'{factor} x the'} throughput; against {against}",
+            paper=f"{'more' if figure is None else f'{figure.value} x the'} throughput; against {against}",
             ours=f"{ratio:.2f} x {other.system} ({_point(ours)}, {_point(other)})"
             f"{_at_equal_itl(findings, ours, other)}{_at_rates(findings, ours, other)}; {_HOT[popularity]}",
-            holds=None if popularity == "uniform" else ratio >= (_CLOSE * factor if factor else 1 + _EQUAL),
+            holds=None
+            if popularity == "uniform"
+            else (ratio >= 1 + _EQUAL if figure is None else figure.is_reached(ratio)),
             why=_STALLS_DECIDE if other is stalled else _LOCK_STEP_WAITS,
         )
 
@@ -101,7 +102,7 @@ def _spread(findings: AmoeFindings) -> Iterator[Claim]:
         stalled, best = by_system[ASYNC] / by_system[EP_STALLS], by_system[ASYNC] / honest
         yield Claim(
             source=f"Fig. 9, medium, top-1, {SKEWED}, {len(best)} seeds",
-            paper=f"{_GAINS['medium']} x the throughput",
+            paper=f"{GAINS['medium'].value} x the throughput",
             ours=f"at {rate:g}/s, which offers {rate * LENGTHS['medium'].mean_output:,.0f} tokens/s:"
             f" {_mean_and_spread(stalled)} SGLang as published, {_mean_and_spread(best)} the best of the"
             f" others; {_HOT[SKEWED]}",
@@ -184,14 +185,14 @@ def _scaling(findings: AmoeFindings) -> Iterator[Claim]:
         source=f"Fig. 10, {SKEWED}",
         paper="3 x the baseline's throughput with 16 experts on 16 GPUs",
         ours=f"{ratio[EP_STALLS]:.2f} x SGLang as published, {ratio[EP]:.2f} x ideal lock-step; {_HOT[SKEWED]}",
-        holds=ratio[EP_STALLS] >= _CLOSE * 3,
+        holds=TWO_MACHINES.is_reached(ratio[EP_STALLS]),
         why=_STALLS_DECIDE,
     )
     yield Claim(
         source=f"Fig. 10, {SKEWED}",
         paper="1.92 x the throughput of one machine",
         ours=f"{grows[ASYNC]:.2f} x; {_HOT[SKEWED]}",
-        holds=grows[ASYNC] >= _CLOSE * 1.92,
+        holds=SCALING.is_reached(grows[ASYNC]),
         why="with the same hot experts in all layers no scheduler gains: one GPU holds the two hottest of 16, as of 8",
     )
     yield Claim(

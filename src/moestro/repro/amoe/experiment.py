@@ -24,6 +24,7 @@ from moestro.repro.amoe.findings import (
     throughput,
 )
 from moestro.repro.amoe.loads import LENGTHS, open_load
+from moestro.repro.amoe.paper import FIGURES, SETUP
 from moestro.repro.amoe.parts import QUICK, WHOLE, Part
 from moestro.repro.amoe.serving import Seen, serve_open
 from moestro.repro.amoe.systems import ABOUT, ASYNC, Built, build
@@ -48,6 +49,7 @@ class AmoeExperiment(PartsExperiment[AmoeFindings, Part]):
 
     findings_type = AmoeFindings
     drawing = "moestro.repro.amoe.draw"
+    setup, figures = SETUP, FIGURES
 
     def num_runs(self, load: str) -> int:
         """Runs at rates, and one for all runs with constant numbers of requests of each system."""

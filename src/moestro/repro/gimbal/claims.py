@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from moestro.repro.gimbal.findings import GimbalFindings
+from moestro.repro.gimbal.paper import MARGIN, V1, V2
 from moestro.repro.gimbal.systems import (
     DPLB,
     EDR,
@@ -22,17 +23,19 @@ from moestro.repro.gimbal.systems import (
 )
 from moestro.repro.results import Claim
 
-MARGIN = 0.02  # a smaller change counts as none
-_V1 = {"TTFT": -0.1776, "TPOT": -0.1334}  # means over the shapes at 1.4 requests a second (abstract, V-B)
-_V2 = {"TTFT": -0.429, "TPOT": -0.333, "throughput": 0.030}  # abstract of the second paper
 _ENGINES = {
     "scarce_": "a healthy engine with 512 KV blocks a rank",
+    "equal_": "a healthy engine with 512 KV blocks a rank, all rivals on equal seeds",
     "healthy_": "the engine as the cost model has it",
     "slow_": "an engine so slow that the baseline's P99 TTFT is 4.9 s",
 }
+_SCARCE = (
+    "whether requests wait for KV memory, and Algorithm 1 then avoids the full engine: 512 blocks bind for"
+    " shapes with long prompts only; decodes take what they take"
+)
 _WHY = {
-    "scarce_": "whether requests wait for KV memory, and Algorithm 1 then avoids the full engine: 512 blocks bind for"
-    " shapes with long prompts only; decodes take what they take",
+    "scarce_": _SCARCE,
+    "equal_": _SCARCE,
     "healthy_": "the A100's kernels and vLLM's host bear ten times these rates: nothing waits, KV use stays far below"
     " theta_kv, and Algorithm 1 then takes the engines in turn, as the baseline does",
     "slow_": "TTFT is 4.9 s because steps are slow, not because requests wait; KV use stays below theta_kv, and"
@@ -83,16 +86,15 @@ def _shape_claims(findings: GimbalFindings, prefix: str) -> Iterator[Claim]:
     if not loads:
         return
     place, engine = _ENGINES[prefix], _WHY[prefix]
-    for system, paper, section in ((GIMBAL_V1, _V1, "v1, V-B"), (GIMBAL_V2, _V2, "v2, abstract")):
+    for system, paper, section in ((GIMBAL_V1, V1, "v1, V-B"), (GIMBAL_V2, V2, "v2, abstract")):
         for figure, theirs in paper.items():
             found = _changes(findings, loads, figure, system)
             if found:
                 mean = float(np.mean(found))
                 ours = f"{mean:+.1%} ({min(found):+.1%} to {max(found):+.1%}; {_extent(findings, loads, system)})"
-                holds = mean * np.sign(theirs) > MARGIN
                 yield Claim(
-                    source=f"{section}, {place}", paper=f"{system}: {figure} {theirs:+.2%} from vLLM", ours=ours,
-                    holds=bool(holds), why=engine,
+                    source=f"{section}, {place}", paper=f"{system}: {figure} {theirs.value:+.2%} from vLLM", ours=ours,
+                    holds=theirs.is_reached(mean), why=engine,
                 )  # fmt: skip
     yield from _v1_remarks(findings, loads, place, engine)
 
@@ -164,17 +166,17 @@ def _overload_claims(findings: GimbalFindings) -> Iterator[Claim]:
         if not load.startswith("overload"):
             continue
         rate = findings.rates(load)[-1]
-        for system, paper in ((GIMBAL_V1, _V1), (GIMBAL_V2, _V2)):
+        for system, paper in ((GIMBAL_V1, V1), (GIMBAL_V2, V2)):
             found = {figure: _changes(findings, [load], figure, system) for figure in paper}
             if not all(found.values()):
                 continue
             aged = findings.of(load, rate, system)[0].num_aged
             yield Claim(
                 source=f"v{system[-1]}, {load}, a healthy engine, {rate:g} requests/s, P99 TTFT of vLLM near 4.9 s",
-                paper=", ".join(f"{figure} {theirs:+.1%}" for figure, theirs in paper.items()),
+                paper=", ".join(f"{figure} {theirs.value:+.1%}" for figure, theirs in paper.items()),
                 ours=", ".join(f"{figure} {each[0]:+.1%}" for figure, each in found.items())
                 + f"; {aged} requests aged",
-                holds=all(found[figure][0] * np.sign(theirs) > MARGIN for figure, theirs in paper.items()),
+                holds=all(theirs.is_reached(found[figure][0]) for figure, theirs in paper.items()),
                 why="requests wait for their prefill here, so the order of the queue decides TTFT; decodes take what"
                 " they take, so TPOT hardly changes",
             )

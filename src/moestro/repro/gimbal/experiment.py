@@ -14,6 +14,7 @@ from moestro.repro.gimbal.beds import BLOCK_SIZE
 from moestro.repro.gimbal.claims import claims_of
 from moestro.repro.gimbal.findings import GimbalCell, GimbalFindings, ttft_p99
 from moestro.repro.gimbal.loads import fitting, shaped_load, tenant_load, user_load, with_domains
+from moestro.repro.gimbal.paper import FIGURES, SETUP
 from moestro.repro.gimbal.parts import P99_GOAL_MS, QUICK, GimbalPart, whole
 from moestro.repro.gimbal.serving import RunName, serve, serve_prefixes
 from moestro.repro.gimbal.systems import SYSTEMS
@@ -39,6 +40,7 @@ class GimbalExperiment(PartsExperiment[GimbalFindings, GimbalPart]):
 
     findings_type = GimbalFindings
     drawing = "moestro.repro.gimbal.draw"
+    setup, figures = SETUP, FIGURES
 
     def __init__(self, parts: Sequence[GimbalPart], trace: Path | None) -> None:
         super().__init__(parts)

@@ -15,6 +15,7 @@ from moestro.repro.gimbal.systems import (
     MOESTRO,
     PLACEMENTS,
     REPEATED,
+    RIVALS,
     SJFS,
     STACK,
     TABLE,
@@ -102,6 +103,13 @@ def whole(num_requests: int) -> tuple[GimbalPart, ...]:
         GimbalPart(
             name=f"scarce_{shape}", shape=shape, num_requests=num_requests, repeated=REPEATED, seeds=SEEDS,
             bed=replace(_TWO_A100, num_blocks=SCARCE_BLOCKS),
+        )
+        for shape in SHAPES
+    ]  # fmt: skip
+    parts += [
+        GimbalPart(
+            name=f"equal_{shape}", shape=shape, num_requests=num_requests, rates=(HIGH,), systems=RIVALS,
+            repeated=RIVALS, seeds=SEEDS, bed=replace(_TWO_A100, num_blocks=SCARCE_BLOCKS),
         )
         for shape in SHAPES
     ]  # fmt: skip

@@ -89,7 +89,7 @@ def _serve(
     router = Router(policy, RouterSettings(block_size=BLOCK_SIZE, seed=0))
     for _ in range(bed.num_ranks):
         router.set_routable(router.add_engine(EngineSpec(num_blocks=bed.kv_blocks)), routable=True)
-    signals = signals_of(system.route, policy, has_pressure=isinstance(group, LockStepGroup))
+    signals = signals_of(policy, has_pressure=isinstance(group, LockStepGroup))
     results = Cluster([group], router, signals).run(maker, arrivals)
     assert results.is_answered.all(), f"not all were answered: {results.refusals}"
     return results

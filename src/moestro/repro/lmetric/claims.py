@@ -29,7 +29,7 @@ _EQUAL = 0.02  # figures that differ by less count as equal
 _FEWEST_REQUESTS = 100  # fewest requests of tracked classes on which a claim is judged
 _NEAR_ERRORS = 0.2  # share of predictions off by over 20 % up to which a predictor is like the paper's (10 %)
 _EXCEPTED = "tool_agent"  # the load that the paper's main claim excepts
-_RIVALS = {
+RIVALS = {
     BASELINE: "TTFT -92 %, TPOT -24 % (chat)",
     "bailian": "TTFT -52 %, TPOT -20 %",
     "dynamo": "lower TTFT and TPOT",
@@ -89,13 +89,13 @@ def _against(findings: LmetricFindings) -> Iterator[Claim]:
 
 def _against_rivals(source: str, by_policy: dict[str, LmetricCell]) -> Iterator[Claim]:
     ours = by_policy[PAPER_POLICY]
-    for name in (name for name in _RIVALS if name in by_policy):
+    for name in (name for name in RIVALS if name in by_policy):
         ttft, tpot = _both(ours, by_policy[name])
         tail = difference(ours, by_policy[name], "TPOT P99")
         is_tail = name == "llm-d"
         yield Claim(
             source=source,
-            paper=f"mean of {PAPER_POLICY} against {name}: {_RIVALS[name]}",
+            paper=f"mean of {PAPER_POLICY} against {name}: {RIVALS[name]}",
             ours=f"TTFT {ttft}, " + (f"P99 TPOT {tail}" if is_tail else f"TPOT {tpot}"),
             holds=_all_below(tail) if is_tail else _all_below(ttft, tpot),
             why="directions are judged, by 95 % intervals over the batches of a run; of llm-d, P99 TPOT",
@@ -107,7 +107,7 @@ def _main(findings: LmetricFindings) -> Iterator[Claim]:
     shares = sorted({share for load in findings.loads for share in findings.shares(load)})
     for share in shares:
         by_load = {load: findings.by_policy(load, share) for load in findings.loads}
-        complete = {load: runs for load, runs in by_load.items() if {PAPER_POLICY, *_RIVALS} <= runs.keys()}
+        complete = {load: runs for load, runs in by_load.items() if {PAPER_POLICY, *RIVALS} <= runs.keys()}
         for figure in ("TTFT mean", "TPOT mean"):
             if complete:
                 yield _outperforms(complete, share, figure)
@@ -119,8 +119,8 @@ def _outperforms(by_load: dict[str, dict[str, LmetricCell]], share: float, figur
     found: dict[tuple[str, str], Difference] = {}
     for load, by_policy in by_load.items():
         ours = by_policy[PAPER_POLICY]
-        num_lowest += all(of(ours.measured) <= of(by_policy[name].measured) for name in _RIVALS)
-        found |= {(load, name): difference(ours, by_policy[name], figure) for name in _RIVALS}
+        num_lowest += all(of(ours.measured) <= of(by_policy[name].measured) for name in RIVALS)
+        found |= {(load, name): difference(ours, by_policy[name], figure) for name in RIVALS}
     judged = {pair: each for pair, each in found.items() if not (pair[0] == _EXCEPTED and figure == "TTFT mean")}
     lost = [f"{load} {percent(each.mean)} to {name}" for (load, name), each in judged.items() if each.low > 0]
     num = Counter(each.verdict for each in found.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from moestro.repro.lmetric.findings import (
     OUR_POLICY,
     PAPER_POLICY,
     WEIGHTS,
+    Aged,
     Classes,
     Errors,
     Hotspots,
@@ -37,6 +38,7 @@ from moestro.repro.lmetric.findings import (
     Sweep,
     difference,
 )
+from moestro.repro.lmetric.paper import SETUP
 from moestro.repro.lmetric.rollout import RolledOutTtft
 from moestro.repro.lmetric.tables import tables_of
 from moestro.repro.lmetric.watching import Watched, WatchedClasses
@@ -74,6 +76,9 @@ TUNED = {
     "dynamo": ("prefill_scale", (0.5, 1, 2, 4, 8, 16, 32, 64, 128)),
     "aibrix": ("max_range", (2, 4, 8, 16, 32)),
 }
+# Policies that read figures of engines, and the intervals at which these come in a sweep: with every step (0), as from
+# vLLM's coordinator, and as from `/metrics`.
+AGED, PERIODS_MS = (BASELINE, PAPER_POLICY), (0.0, 100.0, 1000.0)
 _CAPABLE = ("bailian", PAPER_POLICY, OUR_POLICY)  # policies whose best steady state is the capacity
 _SECOND, _HEATED = "api_agent", "chat"  # the loads of the second network and of the adversary
 _NUM_POINTS = 400  # points of Fig. 20
@@ -118,13 +123,18 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
     Raises:
         ConfigError: the plan names a load that is not available.
+
+    Attributes:
+        tuned: by policy, the parameter that is tuned and the values that are tried.
     """
 
     findings_type = LmetricFindings
     drawing = "moestro.repro.lmetric.draw"
+    setup = SETUP
+    tuned = TUNED
 
     def __init__(self, plan: LmetricPlan, traces: Path | None) -> None:
-        self._plan = plan
+        self.plan = plan
         self._step: Callable[[str], None] = show_no_step
         self._tuned: dict[str, str] = {}  # policy -> its text with the tuned parameter
         sources = generated_sources(plan.num_requests)
@@ -148,7 +158,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
     def plan_of(self, load: str) -> object:
         """The plan, which is the same for every load."""
         del load
-        return replace(self._plan, sources=None)
+        return replace(self.plan, sources=None)
 
     def claims(self, findings: LmetricFindings) -> list[Claim]:
         """The paper's claims, in its order."""
@@ -160,21 +170,22 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
     def num_runs(self, load: str) -> int:
         """The number of simulations of one load."""
-        plan = self._plan
+        plan = self.plan
         sweeps = sum(len(values) for _, values in TUNED.values())
         compared = len(plan.shares) * len(plan.policies) + len(plan.others) + len(WEIGHTS)
         second = len(_CAPABLE) + len(plan.policies) if self._has_second_network(load) else 0
-        predicted, heated = 2 * (load in plan.predicted), 3 * (load == _HEATED)
+        predicted = 2 * (load in plan.predicted)
+        heated = (3 + len(AGED) * len(PERIODS_MS)) * (load == _HEATED)
         return len(_CAPABLE) + sweeps + compared + len(_INDICATORS) + 1 + second + predicted + heated
 
     def run(self, load: str, step: Callable[[str], None]) -> LmetricFindings:
         """Make the findings of one load."""
         source, self._step = self.sources[load], step
         self._tuned = {}
-        self.findings = LmetricFindings(num_engines=self.bed(source).num_engines, num_requests=self._plan.num_requests)
+        self.findings = LmetricFindings(num_engines=self.bed(source).num_engines, num_requests=self.plan.num_requests)
         self.findings.capacity[load] = self._capacity(source, NETWORK)
         self._tune(source)
-        self._compare(source, NETWORK, self._plan.shares)
+        self._compare(source, NETWORK, self.plan.shares)
         self._compare_others(source)
         self._weigh(source)
         self._pair(source)
@@ -183,11 +194,47 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         if self._has_second_network(load):
             self.findings.capacity[f"{load}, {OTHER_NETWORK}"] = self._capacity(source, OTHER_NETWORK)
             self._compare(source, OTHER_NETWORK, (HALF,))
-        if load in self._plan.predicted:
+        if load in self.plan.predicted:
             self._predict(source)
         if load == _HEATED:
+            self._age(source)
             self._heat(source)
         return self.findings
+
+    def renew(
+        self, load: str, findings: LmetricFindings, systems: Collection[str], step: Callable[[str], None]
+    ) -> None:
+        """Make the runs of some policies on one load anew, in findings of an earlier run with an equal plan.
+
+        Rates and tuned parameters stay those of the earlier run. Comparisons with the best rival, and the sweep of the
+        figures' age, are made again.
+
+        Args:
+            findings: findings of all loads, which are changed.
+            systems: routing policies without tuned parameters. None of them leaves the sweep of the age alone.
+            step: called once for each simulation, with its description.
+
+        Raises:
+            ConfigError: a policy has a tuned parameter.
+        """
+        if tuned := TUNED.keys() & set(systems):
+            raise ConfigError(f"{', '.join(sorted(tuned))} is tuned for each load: run the load as a whole")
+        source, self.findings, self._step = self.sources[load], findings, step
+        kept_courses = {(course.load, course.system): at for at, course in enumerate(findings.courses)}
+        for at, cell in enumerate(findings.cells):
+            if cell.load == load and cell.system in systems:
+                findings.cells[at] = self._cell(source, cell.network, cell.share, cell.system)
+        for course in findings.courses[len(kept_courses) :]:
+            findings.courses[kept_courses[course.load, course.system]] = course
+        del findings.courses[len(kept_courses) :]
+        others = [pair for pair in findings.pairs if pair.load != load]
+        findings.pairs = []
+        self._pair(source)
+        by_load = {load: findings.pairs} | {each.load: [p for p in others if p.load == each.load] for each in others}
+        findings.pairs = [pair for each in findings.loads for pair in by_load.get(each, ())]
+        if load == _HEATED:
+            findings.ages.clear()
+            self._age(source)
 
     # --- what is run
 
@@ -196,7 +243,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         return Testbed(network=network_named(network), gpu=gpu_named(GPU), block_size=source.block_size)
 
     def _has_second_network(self, load: str) -> bool:
-        return self._plan.has_second_network and load == _SECOND
+        return self.plan.has_second_network and load == _SECOND
 
     def _capacity(self, source: Source, network: str) -> tuple[str, float]:
         """The policy that bears the highest rate, and that rate in requests a second."""
@@ -207,7 +254,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         begin = replace(load, offsets_ns=at_rate(load.offsets_ns, rate))
         for name in _CAPABLE:
             self._step(f"{source.name} with {network}: capacity under {name}")
-            found[name] = sustained_rate(bed, begin, partial(self._made, name, bed), name)
+            found[name] = sustained_rate(bed, begin, partial(self._made, name, bed))
         best = max(found, key=found.__getitem__)
         return best, found[best]
 
@@ -222,13 +269,15 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         inputs = RouteInputs(predict_ttft_ns=priced_ttft(bed.cost().step_ns, bed.max_num_batched_tokens))
         return policy_from(self._tuned.get(name, name), inputs=inputs)
 
-    def _results(self, bed: Testbed, load: TimedLoad, policy: RoutePolicy, name: str) -> tuple[Results, int]:
+    def _results(
+        self, bed: Testbed, load: TimedLoad, policy: RoutePolicy, period_ms: float | None = None
+    ) -> tuple[Results, int]:
         """The results of a run, and the number of requests of its lead-in."""
-        return run(bed, load, policy, signals_of(name, policy)), num_until_full(bed, load.rows)
+        return run(bed, load, policy, signals_of(policy, period_ms=period_ms)), num_until_full(bed, load.rows)
 
     def _at_half(self, source: Source, policy: RoutePolicy, name: str, seed: int = SCORED_SEED) -> ServingFigures:
         self._step(f"{source.name}: {name}")
-        return measured(*self._results(self.bed(source), source.load(self._rate(source, HALF), seed), policy, name))
+        return measured(*self._results(self.bed(source), source.load(self._rate(source, HALF), seed), policy))
 
     def _tune(self, source: Source) -> None:
         """Sweep the parameters of the policies that need tuning, and keep the best (Fig. 9 to 12)."""
@@ -245,11 +294,11 @@ class LmetricExperiment(Experiment[LmetricFindings]):
     def _compare(self, source: Source, network: str, shares: tuple[float, ...]) -> None:
         """Run the policies at every rate (Fig. 7, 8 and 21 to 27)."""
         for share in shares:
-            for name in self._plan.policies:
+            for name in self.plan.policies:
                 self.findings.cells.append(self._cell(source, network, share, name))
 
     def _compare_others(self, source: Source) -> None:
-        for name in self._plan.others:
+        for name in self.plan.others:
             self.findings.cells.append(self._cell(source, NETWORK, HALF, name))
 
     def _weigh(self, source: Source) -> None:
@@ -261,8 +310,8 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         """One run on the scored requests, and its course at half of the capacity."""
         self._step(f"{source.name} with {network} at {share:.0%}: {name}")
         bed, rate = self.bed(source, network), self._rate(source, share, network)
-        results, lead_in = self._results(bed, source.load(rate, SCORED_SEED), self._made(name, bed), name)
-        if share == HALF and network == NETWORK and name not in self._plan.others:
+        results, lead_in = self._results(bed, source.load(rate, SCORED_SEED), self._made(name, bed))
+        if share == HALF and network == NETWORK and name not in self.plan.others:
             self.findings.courses.append(course_of(source.name, name, results, lead_in))
         return LmetricCell(
             load=source.name, is_generated=source.is_generated, network=network, share=share, rate=rate, system=name,
@@ -272,7 +321,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
     def _pair(self, source: Source) -> None:
         """Compare `moestro` with the best rival of each figure and rate."""
-        for share in self._plan.shares:
+        for share in self.plan.shares:
             by_policy = self.findings.by_policy(source.name, share)
             for figure, of in FIGURES.items():
                 rivals = [name for name in by_policy if name != OUR_POLICY]
@@ -315,13 +364,22 @@ class LmetricExperiment(Experiment[LmetricFindings]):
                 )
             )
 
+    def _age(self, source: Source) -> None:
+        """Route by figures that come at intervals: what the age of figures costs each policy."""
+        bed, load = self.bed(source), source.load(self._rate(source, HALF), SCORED_SEED)
+        for name in AGED:
+            for period_ms in PERIODS_MS:
+                self._step(f"{source.name}: {name}, figures every {period_ms:g} ms")
+                figures = measured(*self._results(bed, load, self._made(name, bed), period_ms or None))
+                self.findings.ages.append(Aged(load=load.name, policy=name, period_ms=period_ms, measured=figures))
+
     def _heat(self, source: Source) -> None:
         """Serve a hot prefix with the detector off, filtering, and falling back to load alone (section 5.2)."""
         load = with_hot_prefix(source.load(self._rate(source, HALF), SCORED_SEED), 0)
         for mitigation in ("off", "filter", "load"):
             self._step(f"{load.name}: {mitigation}")
             policy = policy_from(f"{PAPER_POLICY}:hotspots={mitigation}")
-            figures = measured(run(self.bed(source), load, policy, signals_of(PAPER_POLICY, policy)))
+            figures = measured(run(self.bed(source), load, policy, signals_of(policy)))
             first, second = getattr(policy, "num_alarms", (0, 0))
             self.findings.hotspots.append(
                 Hotspots(

@@ -130,6 +130,15 @@ class Hotspots(msgspec.Struct, frozen=True, kw_only=True):
     measured: ServingFigures
 
 
+class Aged(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy at half of the capacity whose figures of engines come every `period_ms` ms; 0 means with every step."""
+
+    load: str
+    policy: str
+    period_ms: float
+    measured: ServingFigures
+
+
 class Classes(msgspec.Struct, frozen=True, kw_only=True):
     """For each request of a tracked class: the class's share x of the window, and the share of engines that hold it."""
 
@@ -156,6 +165,7 @@ class LmetricFindings(Findings[LmetricCell], kw_only=True):
     errors: list[Errors] = msgspec.field(default_factory=list)
     classes: dict[str, Classes] = msgspec.field(default_factory=dict)  # by load
     hotspots: list[Hotspots] = msgspec.field(default_factory=list)
+    ages: list[Aged] = msgspec.field(default_factory=list)  # with every step first
 
     def by_policy(self, load: str, share: float, network: str = NETWORK) -> dict[str, LmetricCell]:
         """The runs of one load at one rate."""
@@ -171,6 +181,11 @@ class LmetricFindings(Findings[LmetricCell], kw_only=True):
     def course(self, load: str, system: str) -> Course | None:
         """The course of one run, if it was made."""
         return next((each for each in self.courses if (each.load, each.system) == (load, system)), None)
+
+    def fresh(self, aged: Aged) -> ServingFigures:
+        """The figures of a run of the sweep whose figures of engines came with every step."""
+        [found] = [e for e in self.ages if (e.load, e.policy, e.period_ms) == (aged.load, aged.policy, 0)]
+        return found.measured
 
     def shares(self, load: str) -> list[float]:
         """The rates of a load with the first network, as shares of its capacity, ascending."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from moestro.repro.lmetric.findings import FIGURES, LmetricCell, LmetricFindings
+from moestro.repro.lmetric.findings import FIGURES, LmetricCell, LmetricFindings, percent
 
 _VERDICTS = {"better": "[green]better[/]", "undecided": "[dim]undecided[/]", "worse": "[red]worse[/]"}
 
@@ -20,6 +20,8 @@ def tables_of(findings: LmetricFindings) -> Iterator[Table]:
         yield _table(cells)
     if findings.sweeps:
         yield _sweeps(findings)
+    if findings.ages:
+        yield _ages(findings)
     if findings.pairs:
         yield _pairs(findings)
 
@@ -38,6 +40,20 @@ def _table(cells: Sequence[LmetricCell]) -> Table:
         shown = [f"[bold]{v:.1f}[/]" if v == best[name] else f"{v:.1f}" for name, v in values.items()]
         spread = (f"{figures.ttft_ms.p50:.1f}", f"{figures.hit_ratio:.3f}", f"{figures.request_imbalance:.2f}")
         table.add_row(cell.system, *shown, *spread)
+    return table
+
+
+def _ages(findings: LmetricFindings) -> Table:
+    title = "Figures of engines that come at intervals, at half of the capacity; change from figures of every step"
+    table = Table(
+        "load", "policy", "every, ms", "TTFT mean, ms", "", "TPOT mean, ms", "", title=title, caption="simulated"
+    )
+    for aged in findings.ages:
+        row = [aged.load, aged.policy, f"{aged.period_ms:g}"]
+        for name in ("TTFT mean", "TPOT mean"):
+            value = FIGURES[name](aged.measured)
+            row += [f"{value:.1f}", percent(value / FIGURES[name](findings.fresh(aged)) - 1)]
+        table.add_row(*row)
     return table
 
 

@@ -24,7 +24,7 @@ NUM_PLACES = 2 * MAX_BATCH  # sequences that hold KV in QLLM's engines: a batch,
 SLO_S = 3.0  # section 4, Q1
 AGE_S = 10.0  # ours: from then on a best-effort request counts as latency-sensitive
 STEP_WAIT_S = 1.0  # ours: longest time that a best-effort step waits inside the network
-_WEIGHT_BYTES = 22.93e9  # section 4, "Models and Dataset"
+WEIGHT_BYTES = 22.93e9  # section 4, "Models and Dataset"
 _BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 16_384
 _ALL = 1 << 30  # QLLM runs all tokens that wait at an expert together
@@ -92,7 +92,7 @@ ENGINES: dict[str, QllmEngine] = {
 def make_engine(name: str) -> Ranks:
     """Make an engine on virtual time with QLLM's cost."""
     engine, cost = ENGINES[name], qllm()
-    num_blocks = int((0.9 * A100.memory_bytes - _WEIGHT_BYTES) // (cost.network.kv_bytes_per_token * _BLOCK_SIZE))
+    num_blocks = int((0.9 * A100.memory_bytes - WEIGHT_BYTES) // (cost.network.kv_bytes_per_token * _BLOCK_SIZE))
     given: dict[str, object] = {
         "num_blocks": num_blocks,
         "block_size": _BLOCK_SIZE,

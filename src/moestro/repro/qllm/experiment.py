@@ -40,6 +40,7 @@ from moestro.repro.qllm.findings import (
     throughput,
 )
 from moestro.repro.qllm.loads import ANSWER_LIMITS, MIDDLE, PAPER_RATES, SHORT, make_rows, offsets_ns, planned
+from moestro.repro.qllm.paper import SETUP
 from moestro.repro.qllm.sweep import sweep_point, sweep_table
 from moestro.repro.results import Claim
 from moestro.repro.tables import Column
@@ -85,6 +86,7 @@ class QllmExperiment(GridExperiment[QllmFindings]):
 
     findings_type = QllmFindings
     drawing = "moestro.repro.qllm.draw"
+    setup = SETUP
     columns = (
         Column("LS TTFT, s", ls_ttft, 1e3),
         Column("P99", ls_ttft_p99, 1e3),

@@ -114,7 +114,7 @@ class PlacementAdmin:
             raise HttpError(400, f"The placement is refused: {shown(str(error))}.", "bad_placement") from None
 
     def _plan_view(self, plan: PlacementPlan, *, has_arrays: bool) -> PlanView:
-        horizon_steps = self._control.settings.placement_payback_horizon
+        horizon_steps = self._control.settings.payback_horizon
         layers = self._driver.view.group.layers()
         return plan_view(plan, layers, self._prices, horizon_steps, has_arrays=has_arrays)
 

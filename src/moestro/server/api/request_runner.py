@@ -29,6 +29,7 @@ from moestro.web.bodies.reading import Bodies, client_of, tenant_of
 from moestro.web.middleware import REQUEST_ID
 from moestro.web.session_names import session_in
 from moestro.web.tracing.spans import TRACEPARENT
+from moestro.wire.load_report import LOAD_REPORT_HEADER, written
 
 T = TypeVar("T")
 
@@ -116,9 +117,11 @@ class RequestRunner:
         self, http: web.Request, prepared: Prepared, form: AnswerForm, encoding: AnswerEncoding
     ) -> web.StreamResponse:
         options = prepared.options
-        headers = ignored_warning(options.unknown_fields) | load_headers(
-            http.headers.get(FORMAT_HEADER), self._engines.loads
-        )
+
+        def headers() -> dict[str, str]:
+            """Headers with the load at the beginning of the answer."""
+            return ignored_warning(options.unknown_fields) | self._load_headers(http)
+
         async with Generation(self._engines, self._model, prepared.jobs, self._answer_threads) as generation:
             if options.stream:
                 wanted = UsageWanted(options.include_usage, options.continuous_usage)
@@ -134,7 +137,13 @@ class RequestRunner:
             num_bytes = _size_of(pieces, options)
             is_small = num_bytes <= _INLINE_BYTES
             body = build() if is_small else await self._answer_threads.run(build, num_bytes, client_of(http))
-            return web.Response(body=body, content_type="application/json", headers=headers)
+            return web.Response(body=body, content_type="application/json", headers=headers())
+
+    def _load_headers(self, http: web.Request) -> dict[str, str]:
+        headers = load_headers(http.headers.get(FORMAT_HEADER), self._engines.loads)
+        if LOAD_REPORT_HEADER in http.headers:
+            headers[LOAD_REPORT_HEADER] = written(self._engines.load_report())
+        return headers
 
 
 def _size_of(pieces: Sequence[Sequence[Piece]], options: Options) -> int:

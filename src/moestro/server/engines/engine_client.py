@@ -21,6 +21,7 @@ from moestro.server.engines.request_state import Inbox, Interrupted, PromptChoic
 from moestro.server.engines.waiting_clients import WaitingClients
 from moestro.web.errors import GenerationError, InternalError
 from moestro.wire.expert_reports import ExpertReport, ReadExperts
+from moestro.wire.load_report import LoadReport, merged_load
 from moestro.wire.messages import (
     Abort,
     Add,
@@ -108,6 +109,7 @@ class EngineClient:
         self.follows_caches = router.num_engines > 1 and router.needs.hits
         self._is_up = [False] * router.num_engines
         self.loads = [IDLE] * router.num_engines
+        self._reported_ns = [now_ns()] * router.num_engines
         self.phases: list[list[Phase]] = [[] for _ in range(router.num_engines)]
         self.on_answered: Callable[[RecordedRequest], None] | None = None
         self._ready: list[asyncio.Future[ModelInfo]] = [
@@ -302,12 +304,20 @@ class EngineClient:
                 self._ready[engine].set_result(info)
         self.settle_unassigned()
 
+    def load_report(self) -> LoadReport:
+        """Return the last report of all engines, and its age. That of an engine without requests is as of now."""
+        now_ns, oldest_ns = self._now_ns(), 0
+        for engine, reported_ns in enumerate(self._reported_ns):
+            if self._router.num_in_flight_on(engine):
+                oldest_ns = max(oldest_ns, now_ns - reported_ns)
+        return LoadReport(oldest_ns // 1000, merged_load(self.loads))
+
     def on_message(self, engine: int, message: FromRank) -> None:
         """Process a message of a rank."""
         match message:
             case Outputs():
                 now_ns = self._now_ns()
-                self.loads[engine] = message.load
+                self.loads[engine], self._reported_ns[engine] = message.load, message.as_of_ns
                 try:
                     self._router.report(engine, message.load, message.as_of_ns, now_ns)
                     self._follow_cache(engine, message, now_ns)

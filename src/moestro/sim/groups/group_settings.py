@@ -10,6 +10,7 @@ from moestro.core.setting_checks import MAX_SETTING, CheckedSettings, at_least, 
 from moestro.cost.links import link_named
 from moestro.errors import ConfigError
 from moestro.flow.registry import make_step_policy
+from moestro.placement.live_settings import has_payback_gate
 from moestro.placement.registry import PLACE_POLICIES
 
 SimMode = Literal["fused", "preemptive", "ep", "ep-overlap", "afd", "async"]
@@ -83,7 +84,7 @@ class GroupModeSettings(CheckedSettings):
         place_drift: fall of the observed balance below that of the last plan, at which the policy plans at once, as
             --placement-drift; 0: never by drift.
         place_payback_steps: steps within which a plan must pay for itself, as --placement-payback-horizon; unset:
-            `place_interval_steps`; 0: no such gate, as in vLLM and SGLang.
+            `place_interval_steps`, and 0 for gimbal_v1; 0: no such gate, as in vLLM and SGLang.
         place_bytes_per_step: bytes of weights that a worker sends or receives between two steps, one expert at least;
             unset: one step waits for all.
         num_spare_slots: expert slots of each worker and layer beyond its share, in `ep` and `ep-overlap`.
@@ -133,7 +134,9 @@ class GroupModeSettings(CheckedSettings):
     @property
     def payback_horizon_steps(self) -> float:
         """Steps within which a plan must pay for itself; 0 means no such gate."""
-        return self.place_interval_steps if self.place_payback_steps is None else self.place_payback_steps
+        if self.place_payback_steps is not None:
+            return self.place_payback_steps
+        return self.place_interval_steps if has_payback_gate(self.place) else 0
 
     @property
     def plans_placement(self) -> bool:

@@ -132,18 +132,23 @@ class EventStream:
     Args:
         write_timeout_s: Time for which full buffers may stop the stream, in seconds.
         encoding: Form of the events.
-        headers: Further headers of the response.
+        headers: Further headers of the response, made as it begins.
 
     Attributes:
         encoding: Form of the events.
     """
 
     def __init__(
-        self, http: web.Request, write_timeout_s: float, encoding: AnswerEncoding, headers: Mapping[str, str]
+        self,
+        http: web.Request,
+        write_timeout_s: float,
+        encoding: AnswerEncoding,
+        headers: Callable[[], Mapping[str, str]],
     ) -> None:
         self.request_id: str = http[REQUEST_ID]
         self._http = http
-        self._response = web.StreamResponse(headers={**_HEADERS, **headers})
+        self._response = web.StreamResponse(headers=_HEADERS)
+        self._headers = headers
         self._write_timeout_s = write_timeout_s
         self.encoding = encoding
         self._is_chunked = False
@@ -151,6 +156,7 @@ class EventStream:
 
     async def open(self) -> web.StreamResponse:
         """Send the headers."""
+        self._response.headers.update(self._headers())
         await self._response.prepare(self._http)
         self._is_chunked = "Transfer-Encoding" in self._response.headers
         self._transport = self._http.transport
