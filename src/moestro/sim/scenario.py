@@ -26,7 +26,7 @@ from moestro.routing.router import Router
 from moestro.routing.saturation import SaturationRules
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.routing.ttft import priced_ttft
-from moestro.sim.cluster import Cluster, Workload
+from moestro.sim.cluster import Cluster, OutsideTime, Workload
 from moestro.sim.engine import Ranks
 from moestro.sim.engine_prices import make_prices, stage_cost
 from moestro.sim.figures.results import Results
@@ -244,7 +244,9 @@ def _serve(
             seat.has_prompt_kv = scenario.engines.dummy_kv
             router.set_routable(router.add_engine(EngineSpec(num_blocks=bounds.num_blocks)), routable=True)
     signals = policy.signals or scenario.signals
-    cluster = Cluster(groups, router, signals, on_arrival, make_queue(policy, signals, router))
+    engines = scenario.engines
+    outside = OutsideTime(engines.api_us * 1e3, engines.api_token_us * 1e3)
+    cluster = Cluster(groups, router, signals, on_arrival, make_queue(policy, signals, router), outside)
     return cluster.run(scenario.workload, scenario.arrivals)
 
 

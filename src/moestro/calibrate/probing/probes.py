@@ -1,6 +1,6 @@
 """The words between the design of an experiment and the server that it probes. Nothing here has effects.
 
-A design yields a `Probe` and receives a `ProbeAnswer`; a client sends the one and times the other.
+A design yields a `ServerProbe` and receives a `ProbeAnswer`; a client sends the one and times the other.
 """
 
 from __future__ import annotations
@@ -36,8 +36,24 @@ class ProbeRequest:
     after: int = 0
 
 
+def prompt_tokens(request: ProbeRequest, vocab_size: int, seed: int = 0) -> list[int]:
+    """Return the token ids of a request's prompt.
+
+    Args:
+        vocab_size: ids are drawn from 0 to this number, exclusive.
+        seed: seed of all prompts of an experiment.
+    """
+    own = request.own_key is not None
+    num_shared = request.num_shared if own else request.num_tokens
+    tokens: list[int] = np.random.default_rng([seed, request.key]).integers(vocab_size, size=num_shared).tolist()
+    if own:
+        draw = np.random.default_rng([seed, request.own_key or 0])
+        tokens += draw.integers(vocab_size, size=request.num_tokens - num_shared).tolist()
+    return tokens
+
+
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ServerProbe:
     """Requests that are sent together.
 
     Attributes:
@@ -138,7 +154,7 @@ class ProbedServer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ProbeLimits:
     """Bounds of the experiment.
 
     Attributes:
@@ -155,7 +171,7 @@ class Limits:
     max_added_load: float | None = None
 
 
-class Keys:
+class PromptKeys:
     """Names prompts that no earlier probe sent."""
 
     def __init__(self) -> None:
@@ -167,12 +183,12 @@ class Keys:
         return self._last
 
 
-Probing = Generator[Probe, ProbeAnswer, None]
-SendProbe = Callable[[Probe], ProbeAnswer]
+Probing = Generator[ServerProbe, ProbeAnswer, None]
+SendProbe = Callable[[ServerProbe], ProbeAnswer]
 
 
 @dataclass(slots=True)
-class Notes:
+class NoteList:
     """Sentences for the operator, each once, in the order in which they came."""
 
     sentences: list[str] = field(default_factory=list)
