@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from accuracy_tables import accuracy_table, estimates_table, summary_table
 from client_tables import agents_table, clients_table
 from flag_lists import flags_of
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
@@ -62,6 +63,9 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"claims of {paper}": partial(claims_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
     "throughputs of amoe": amoe_throughputs,
     "readings of qllm": qllm_readings,
+    "accuracy of systems": summary_table,
+    "accuracy of predictions": accuracy_table,
+    "estimates of calibrate": estimates_table,
     "stored results": results_table,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.tables import MeasuredCost, load_table
-from moestro.routing.registry import policy_from
 from moestro.routing.ttft import described_ttft
 
 KNOWN = str(Path(__file__).parents[1] / "support" / "known_engine.py")
@@ -55,12 +55,19 @@ def estimates(out: Path) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
-    """The files of a server with known constants, and what the command printed."""
-    out = tmp_path_factory.mktemp("known") / "engine.json"
+    """The files of a server with known constants, and what the commands of the docs printed."""
+    page = (Path(__file__).parents[2] / "docs" / "costs.md").read_text()
+    example = page.partition("runs this example -->\n")[2].lstrip("\n").partition("\n\n")[0]
+    folder = tmp_path_factory.mktemp("known")
+    path = f"{Path(MOESTRO).parent}:{os.environ['PATH']}"
     with known_server(**SLOW_STEPS, budget=256, max_rows=5, num_blocks=160) as url:
-        done = calibrate(url, out)
+        script = "set -e\n" + example.replace("URL", url).rpartition("\n")[0]  # the last line starts a router
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False, timeout=500,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return out, done.stdout
+    return folder / "engine.json", done.stdout
 
 
 def test_known_constants_are_found_over_a_socket(calibrated):
@@ -96,13 +103,19 @@ def test_the_simulator_reads_the_description(calibrated, tmp_path):
     assert report["tpot_ms"]["mean"] == pytest.approx(20 + 1 + 105 * 0.004, rel=JITTER)
 
 
-def test_the_router_predicts_with_the_description(calibrated):
+def test_the_example_of_the_docs_ends_with_a_simulation(calibrated):
+    assert "TTFT" in calibrated[1].partition("Written to engine.json and engine.toml.")[2]
+
+
+def test_the_router_predicts_with_the_description(calibrated, tmp_path):
     engines = calibrated[0].with_suffix(".toml")
     predict = described_ttft(engines)
     short, long = predict(np.array([100.0, 200.0]), np.zeros(2), np.zeros(2, np.int64)) / 1e6
     assert short == pytest.approx(20 + 10, rel=0.2)
     assert long == pytest.approx(20 + 20, rel=0.2)
-    assert policy_from(f"llm-d:prices={engines}").predicted_ttft_ns is not None
+    router = Running((MOESTRO, "route", "--engine", "http://127.0.0.1:9", "--admin-port", "0", "--route-policy",
+                      f"llm-d:prices={engines}"), tmp_path)  # fmt: skip
+    assert router.stop() == 0
 
 
 def test_a_limit_of_requests_is_found_and_no_reason_to_stop(tmp_path):
