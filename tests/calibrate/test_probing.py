@@ -9,7 +9,7 @@ import pytest
 from support.known_engine import KnownConstants, KnownEngine, VirtualServer, run_design
 
 from moestro.calibrate.probing.design import IdleDesign
-from moestro.calibrate.probing.estimate import Durations, KnotSteps, LinearSteps, chunks_of, fit
+from moestro.calibrate.probing.estimate import KnotSteps, LinearSteps, StepDurations, chunks_of, fit
 from moestro.calibrate.probing.findings import ServerFindings, find
 from moestro.calibrate.probing.probes import (
     ProbeAnswer,
@@ -141,6 +141,22 @@ def test_a_server_that_is_too_slow_for_the_time_is_refused():
         calibrated(KnownConstants(step_ns=300e6), seconds=30.0)
 
 
+def test_a_server_of_one_request_at_a_time_is_calibrated_without_its_budget():
+    found = calibrated(KnownConstants(max_requests=1))
+    assert estimate(found, "max_requests").value == 1
+    assert estimate(found, "max_num_batched_tokens").value is None
+    assert estimate(found, "step").value == pytest.approx(6, rel=0.02)
+    assert estimate(found, "row").value == pytest.approx(150, rel=0.1)
+    assert any("prompts beyond 256 tokens are extrapolated" in note for note in found.notes)
+
+
+def test_sequences_that_wait_for_kv_are_no_maximum_batch():
+    found = calibrated(KnownConstants(max_rows=60, num_blocks=100), max_concurrency=64, max_prompt_tokens=512)
+    rows = estimate(found, "max_num_seqs")
+    assert rows.value is None
+    assert "KV cache of about 1,5" in rows.words
+
+
 def test_an_engine_whose_steps_bend_is_priced_along_its_bends():
     """Experts make few rows expensive: the cost of a row falls with their number."""
 
@@ -193,7 +209,7 @@ def test_decodes_that_hardly_overlap_are_not_timed():
 
 def test_an_inseparable_parameter_has_no_value():
     decodes = [DecodeTime(rows=2, context=100, ns=5e6), DecodeTime(rows=2, context=200, ns=6e6)]
-    found = fit(Durations(decodes, [], [], [], None), LinearSteps())
+    found = fit(StepDurations(decodes, [], [], [], None), LinearSteps())
     assert found.values.keys() == {"context_token"}
     assert found.values["context_token"] == pytest.approx(1e4)
 
@@ -201,7 +217,7 @@ def test_an_inseparable_parameter_has_no_value():
 def test_no_cost_is_negative():
     decodes = [DecodeTime(rows=rows, context=10 * rows, ns=1e7 - 1e5 * rows) for rows in (1, 2, 4, 8, 16)]
     decodes += [DecodeTime(rows=rows, context=100 * rows, ns=1e7 - 1e5 * rows) for rows in (1, 2, 4, 8, 16)]
-    found = fit(Durations(decodes, [], [], [], None), LinearSteps())
+    found = fit(StepDurations(decodes, [], [], [], None), LinearSteps())
     assert found.values["row"] == 0
     assert all(value >= 0 for value in found.values.values())
 
@@ -214,7 +230,7 @@ def test_the_two_forms_agree_on_an_engine_that_is_linear():
     firsts = [FirstTokenTime(new=n, cached=0, ns=2e6 + ns(0, 0, n)) for n in (8, 64, 128, 256)]
     firsts += [FirstTokenTime(new=1, cached=0, ns=2e6 + ns(1, 1))]
     mixed = [MixedTime(context=20, new=n, ns=ns(1, 20, n)) for n in (64, 128)]
-    durations = Durations(decodes, firsts, mixed, [], None)
+    durations = StepDurations(decodes, firsts, mixed, [], None)
     linear, bent = fit(durations, LinearSteps()), fit(durations, KnotSteps((1, 4, 16), (1, 64, 256)))
     assert linear.values["api"] == pytest.approx(2e6, rel=1e-3)
     assert bent.values["api"] == pytest.approx(2e6, rel=1e-3)

@@ -167,8 +167,9 @@ class VirtualServer:
             tokens = probe.requests[number].num_tokens
             heapq.heappush(arrivals, (at_ns + constants.api_ns + constants.api_token_ns * tokens, number))
 
+        refused = set(range(constants.max_requests, len(probe.requests)))
         for number, request in enumerate(probe.requests):
-            if not request.after:
+            if not request.after and number not in refused:
                 send(number, self.now_ns)
         while arrivals or engine.running or engine.waiting:
             while arrivals and arrivals[0][0] <= self.now_ns:
@@ -186,11 +187,13 @@ class VirtualServer:
                 times[sequence.name].append(self.now_ns)
                 if sequence.name == 0:
                     for number, request in enumerate(probe.requests):
-                        if request.after and request.after == len(times[0]):
+                        if request.after and request.after == len(times[0]) and number not in refused:
                             send(number, self.now_ns)
         self.now_ns += 1e6
         answers = tuple(
-            RequestTimes(
+            RequestTimes(sent_ns=0, deliveries=np.zeros(0, np.int64), failure="http_503")
+            if number in refused
+            else RequestTimes(
                 sent_ns=round(sent[number]),
                 deliveries=np.array(times[number]).round().astype(np.int64),
                 num_prompt_tokens=request.num_tokens,

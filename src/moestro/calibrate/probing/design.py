@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from moestro.calibrate.probing.estimate import Durations
+from moestro.calibrate.probing.estimate import StepDurations
 from moestro.calibrate.probing.honesty import Honesty
 from moestro.calibrate.probing.probes import (
     NoteList,
@@ -47,10 +47,11 @@ _FIRST_ANSWER, _MOST_ANSWER = 24, 512  # tokens of answers whose steps are count
 _BACKGROUND = 6  # tokens of an answer before a prompt is sent beside it
 _FIRST_ROUNDS, _MOST_ROUNDS = 3, 12
 _REPEATED_BY, _CHUNKS_BY, _FILLED_BY = 0.7, 0.45, 0.9  # shares of the time at which these steps are over
-_LONGEST_PROBE = 0.05  # of the time, for one probe
+_LONGEST_PROBE = 0.02  # of the time, for one probe
 _SHARED = (67, 111, 158, 205, 331, 413, 520)  # tokens that two prompts have in common
 _NUM_CHECKS = 8
 _CROWDED = 0.8  # of the KV cache, from which it may be what lets sequences wait
+_SURELY_WHOLE = 257  # tokens of a prompt that may be divided, where the token budget is unknown
 _MISS = 0.5  # of a prompt's usual time, from which its prefix was computed again
 
 
@@ -108,12 +109,14 @@ class Observed:
     notes: NoteList = field(default_factory=NoteList)
 
     @property
-    def durations(self) -> Durations:
+    def durations(self) -> StepDurations:
         """The durations to fit, without prompts whose division into chunks is unknown."""
-        budget = self.budget.value
-        whole = math.inf if budget is not None else (self.budget.low or math.inf)
-        firsts = [each for each in self.firsts if each.new <= whole]
-        return Durations(self.decodes, firsts, self.mixed, self.beside, budget)
+        firsts = [each for each in self.firsts if self.is_divided_as_known(each.new)]
+        return StepDurations(self.decodes, firsts, self.mixed, self.beside, self.budget.value)
+
+    def is_divided_as_known(self, new: int) -> bool:
+        """Whether it is known into which chunks a prompt of `new` tokens is divided."""
+        return self.budget.value is not None or new < (self.budget.low or _SURELY_WHOLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +156,7 @@ class IdleDesign:
         self._limits = limits
         self._longest = min(limits.max_prompt_tokens, (server.max_model_len or limits.max_prompt_tokens) - 1)
         self._honesty = Honesty(server, limits, self.observed.notes)
+        self._most_answer = max(min(_MOST_ANSWER, self._longest // 2), _FIRST_ANSWER)
         self._rng = np.random.default_rng(seed)
         self._keys = PromptKeys()
         self._elapsed_s = self._took_s = 0.0
@@ -238,10 +242,10 @@ class IdleDesign:
             if accepted < rows:
                 return Together(accepted=accepted, rows=together)
             time = decode_time(answer) if together == rows else None
-            if time is not None or length >= _MOST_ANSWER or self._was_long() or 0 < together == before < rows:
+            if time is not None or length >= self._most_answer or self._was_long() or 0 < together == before < rows:
                 return Together(accepted=accepted, rows=together, num_tokens=rows * (num_tokens + length), time=time)
             before = together
-            self._answer_of[rows] = 2 * length
+            self._answer_of[rows] = min(2 * length, self._most_answer)
 
     def _decode_again(self, rows: int, num_tokens: int) -> Probing:
         found = yield from self._decode(rows, num_tokens)
@@ -289,15 +293,14 @@ class IdleDesign:
                 high = middle - 1
         # One token of the budget is the decode's.
         budget.low, budget.high = low + 1, high + 1
-        if low == high:
-            counts = []
-            for size in (low, low + 1):
-                found = yield from self._count_chunks(size)
-                counts.append(found.num_steps)
-            if counts == [1, 2]:
+        if low < high:
+            budget.why = "the time for it was over"
+            return
+        for size, expected in ((low, 1), (low + 1, 2)):
+            found = yield from self._count_chunks(size)
+            if found.num_steps != expected:
+                self.observed.budget = Bounds(why="the steps of a prompt could not be counted reliably")
                 return
-            budget.high = None
-        budget.why = "the steps of a prompt could not be counted reliably, or the time was over"
 
     def _count_chunks(self, num_tokens: int) -> Generator[ServerProbe, ProbeAnswer, ChunkCount]:
         """Count the steps of a prompt beside a decode; two attempts if tokens of both do not come together."""
@@ -306,8 +309,10 @@ class IdleDesign:
             length = self._answer_of.get(0, 2 * _FIRST_ANSWER)
             beside = ProbeRequest(key=self._keys.new(), num_tokens=num_tokens, max_tokens=1, after=_BACKGROUND)
             answer = yield from self._send("chunk", self._alone(SHORT, length), beside)
+            if any(each.is_refused for each in answer.requests):
+                break
             if answer.requests[0].deliveries[-1] <= answer.requests[1].deliveries[0]:
-                self._answer_of[0] = min(2 * length, _MOST_ANSWER)  # the decode ended before the prompt did
+                self._answer_of[0] = min(2 * length, self._most_answer)  # the decode ended before the prompt did
                 continue
             found = chunk_count(answer)
             if found.num_steps == 1:
@@ -394,10 +399,13 @@ class IdleDesign:
 
     def _long_contexts(self) -> list[tuple[int, int]]:
         """(rows, tokens of each prompt) for the cost of context: few rows with long prompts, and all with middling."""
-        most, longest = max(self._rows), min(self._longest - _MOST_ANSWER, 2048)
-        longest = max(longest, self._longest // 2)
-        middle = self._rows[len(self._rows) // 2]
-        return sorted({(1, longest), (middle, longest // 2), (most, max(longest // 8, SHORT))})
+        rows = (1, self._rows[len(self._rows) // 2], max(self._rows))
+        longest = self._longest - self._most_answer - 1
+        first, last = self.observed.firsts[0], self.observed.firsts[-1]
+        token_ns = max(last.ns - first.ns, 1.0) / max(last.new - first.new, 1)
+        affordable = _LONGEST_PROBE * self._limits.seconds * 1e9 / token_ns
+        parts = zip(rows, (1, 2, 8), strict=True)
+        return sorted({(n, max(min(longest // part, int(affordable / n)), 2 * SHORT)) for n, part in parts})
 
     def _chunk_sizes(self) -> list[int]:
         """Sizes of prompts that one step computes beside a decode."""

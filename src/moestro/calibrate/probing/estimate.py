@@ -132,7 +132,7 @@ class FittedSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class Durations:
+class StepDurations:
     """All durations of an experiment.
 
     Attributes:
@@ -164,7 +164,7 @@ class Durations:
         return found
 
 
-def fit(durations: Durations, form: StepTerms) -> FittedSteps:
+def fit(durations: StepDurations, form: StepTerms) -> FittedSteps:
     """Fit a form by least squares of relative errors; no parameter is negative.
 
     The covariance is robust (HC3): it does not suppose that all relative errors are alike.

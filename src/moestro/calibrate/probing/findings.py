@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,7 +25,7 @@ from moestro.calibrate.probing.estimate import (
     fit,
 )
 from moestro.calibrate.probing.probes import ProbedServer, ServerFigures
-from moestro.calibrate.probing.readings import DecodeTime, FirstTokenTime
+from moestro.calibrate.probing.readings import DecodeTime
 from moestro.cost.model import Batch
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, MeasuredCost, PrefillPoint, Table
 from moestro.errors import MoestroError
@@ -138,6 +137,10 @@ def find(observed: Observed, server: ProbedServer) -> ServerFindings:
             f"The prices miss other sizes by {np.abs(errors).mean():.0%} in the mean: the server is not steady, or its"
             " steps are no sum of these costs. Do not rely on them."
         )
+    if observed.budget.low is None and not observed.beside:
+        notes.append(
+            "Prices of prompts beyond 256 tokens are extrapolated, because the token budget is not identified."
+        )
     return ServerFindings(
         estimates=(*_costs(linear), *_counts(observed, server.figures)),
         table=table,
@@ -152,10 +155,11 @@ def find(observed: Observed, server: ProbedServer) -> ServerFindings:
 
 def _knots(observed: Observed) -> KnotSteps:
     rows = sorted({round(each.rows) for each in observed.decodes} | {1})
-    whole = observed.budget.low or math.inf
-    new = {each.new for each in observed.firsts if not each.cached and _LEAST_KNOT <= each.new < whole}
-    if observed.budget.value is not None and max((each.new for each in observed.firsts), default=0) > whole:
-        new.add(observed.budget.value)
+    budget = observed.budget.value
+    alone = [each.new for each in observed.firsts if not each.cached and observed.is_divided_as_known(each.new)]
+    new = {each for each in alone if each >= _LEAST_KNOT and (budget is None or each <= budget)}
+    if budget is not None and max(alone, default=0) > budget:
+        new.add(budget)
     return KnotSteps(tuple(rows), tuple(sorted(new | {1})) if new else (1, _LEAST_KNOT))
 
 
@@ -289,14 +293,10 @@ def _table(fitted: FittedSteps, form: StepTerms, knots: KnotSteps, server: Probe
 def _errors(observed: Observed, cost: MeasuredCost, api_ns: float, api_token_ns: float) -> list[float]:
     """Relative errors of the table on durations to which nothing was fitted."""
     errors = [_decode_ns(cost, each) / each.ns - 1 for each in observed.check_decodes]
-    budget = observed.budget.value
-    if observed.budget.low is not None and budget is None:
-        firsts: Sequence[FirstTokenTime] = [each for each in observed.check_firsts if each.new < observed.budget.low]
-    else:
-        firsts = observed.check_firsts
+    firsts = [each for each in observed.check_firsts if observed.is_divided_as_known(each.new)]
     for each in firsts:
         priced = api_ns + api_token_ns * each.new
-        for new, cached in chunks_of(each.new, each.cached, budget):
+        for new, cached in chunks_of(each.new, each.cached, observed.budget.value):
             priced += cost.step_ns(Batch(np.array([cached]), np.array([new])))
         errors.append(priced / each.ns - 1)
     return errors

@@ -97,7 +97,7 @@ class Honesty:
         refused = [each for each in failed if each.is_refused]
         if len(refused) == len(requests):
             raise MoestroError(
-                f"the server refused a probe ({kind}) with {refused[0].failure.removeprefix('http_')}"
+                f"the server refused a probe ({kind}) with {(refused[0].failure or '').removeprefix('http_')}"
                 f" ({refused[0].message or 'no message'}): it limits the rate of requests, or is full. Raise the limit"
                 " of this key, or stop other traffic. Nothing was fitted"
             )
