@@ -6,8 +6,10 @@ As a script it serves on a free port, and prints its address: `known_engine.py '
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import json
+import os
 import random
 import sys
 from collections import OrderedDict
@@ -334,7 +336,14 @@ async def serve(constants: KnownConstants) -> None:
     await server.work()
 
 
+def go_first() -> None:
+    """Schedule this process before others, where its user may do so: its sleeps are what a test measures."""
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+
+
 if __name__ == "__main__":
+    go_first()
     given = json.loads(sys.argv[1])
     assert given.keys() <= {each.name for each in fields(KnownConstants)}
     asyncio.run(serve(KnownConstants(**given)))

@@ -306,7 +306,7 @@ class IdleDesign:
         """Count the steps of a prompt beside a decode; two attempts if tokens of both do not come together."""
         found = ChunkCount(num_steps=None)
         for attempt in range(2):
-            length = self._answer_of.get(0, 2 * _FIRST_ANSWER)
+            length = self._answer_of.get(0, _FIRST_ANSWER)
             beside = ProbeRequest(key=self._keys.new(), num_tokens=num_tokens, max_tokens=1, after=_BACKGROUND)
             answer = yield from self._send("chunk", self._alone(SHORT, length), beside)
             if any(each.is_refused for each in answer.requests):

@@ -250,8 +250,11 @@ def _sizes(observed: Observed, server: ProbedServer) -> dict[str, EngineSize]:
     accepted = observed.max_requests.value
     if accepted is not None and accepted > seqs.value:
         sizes["max_num_queued_reqs"] = EngineSize(accepted - seqs.value, "probed")
-    if server.max_model_len:
+    held = sizes["num_blocks"].value * block.value
+    if server.max_model_len and server.max_model_len <= held:
         sizes["max_model_len"] = EngineSize(server.max_model_len, "/v1/models")
+    elif server.max_model_len:
+        sizes["max_model_len"] = EngineSize(held, "all of the KV cache, as far as it is identified")
     return sizes
 
 
