@@ -45,7 +45,7 @@ LOADS = {
     "mixed, 0.6": HeldOutLoad(differs_by="rate", share=0.6),
     "mixed, 0.8": HeldOutLoad(differs_by="rate", share=0.8),
     "long prompts, 0.5": HeldOutLoad(differs_by="mix", share=0.5, prompts=(300, 900), answers=(4, 16)),
-    "long answers, 0.5": HeldOutLoad(differs_by="mix", share=0.5, prompts=(16, 64), answers=(60, 120)),
+    "long answers, 0.5": HeldOutLoad(differs_by="mix", share=0.5, prompts=(16, 64), answers=(40, 80)),
     "shared prompts, 0.5": HeldOutLoad(differs_by="mix", share=0.5, prompts=(256, 512), num_groups=8),
     "prefill first, 0.6": HeldOutLoad(differs_by="policy", share=0.6, policy="prefill_first"),
     "two engines, 0.6": HeldOutLoad(differs_by="engines", share=0.6, count=2),

@@ -39,7 +39,7 @@ class KnownConstants:
     caches: bool = True
     noise: float = 0.0
     faults: list[str] = field(default_factory=list)
-    stalls_s: float = 0.0  # of a busy machine, now and then
+    phase_s: float = 0.0  # time between phases with other work on the machine, in which steps take three times as long
 
     def price_ns(self, rows: list[tuple[int, int]]) -> float:
         """Of a step of (start, tokens) for each sequence."""
@@ -252,8 +252,8 @@ class SocketServer:
                 await self.wake.wait()
                 ready = loop.time()
                 continue
-            if self.constants.stalls_s and self.engine.draw.random() < 0.3:
-                price += self.constants.stalls_s * 1e9 * self.engine.draw.random()
+            if self.constants.phase_s and int(loop.time() / self.constants.phase_s) % 2:
+                price *= 3
             ready = max(ready + price / 1e9, loop.time() - 0.02)
             await asyncio.sleep(max(ready - loop.time(), 0))
             for sequence, is_last in self.engine.finish(units):

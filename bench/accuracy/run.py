@@ -1,13 +1,16 @@
 """Calibrates servers from outside, predicts loads that they have not seen, and measures those loads.
 
-    python bench/accuracy/accuracy.py moestro_paced moestro_cpu [--work DIR] [--seconds 120]
-    python bench/accuracy/accuracy.py vllm_cpu --vllm /path/to/venv/bin/vllm
+    python bench/accuracy/run.py moestro_paced moestro_cpu [--work DIR] [--seconds 120]
+    python bench/accuracy/run.py vllm_cpu --vllm /path/to/venv/bin/vllm
 
 For each system, in this order:
 
 1. `moestro calibrate --server` probes one engine of it.
 2. `moestro sim` predicts each load of `loads.py` from the files that calibrate wrote, and from nothing else.
 3. `moestro bench` sends the same requests at the same times to a server with that load's policy and engines.
+
+Clients, and the processes of paced servers, get real-time priority where the user may give it. They sleep most of the
+time, and would otherwise wait for what else the machine does.
 
 The results, bench/results/accuracy/SYSTEM.json, hold the files of calibrate, each prediction with the digest of its
 table, and each measurement. docs/accuracy.md shows them. With --work, parts that are there are kept.
@@ -30,7 +33,7 @@ from moestro.config.run_record import run_record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from accuracy.loads import FITTED_NAME, FITTED_SEED, JUDGED_SEEDS, LOADS, HeldOutLoad, write_trace
-from accuracy.systems import SYSTEMS, running
+from accuracy.systems import SYSTEMS, go_first, running
 from shared.models import ROOT
 from shared.results import save
 from shared.server import MOESTRO
@@ -42,7 +45,12 @@ VOCABULARY = 4096
 def run(*arguments: str) -> None:
     """Run `moestro`, and show its output if it fails."""
     done = subprocess.run(
-        [MOESTRO, *arguments], capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [MOESTRO, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=go_first,
     )
     assert done.returncode == 0, f"moestro {' '.join(arguments)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
 
