@@ -29,6 +29,7 @@ from shared.server import MOESTRO, Server, free_port, started
 from moestro.config.run_record import run_record
 
 ANSWER_S = 60.0
+STRANGER = "127.0.0.2"  # Servers identify clients without a key by their addresses.
 Attack = Callable[["Place"], Awaitable[dict[str, object]]]
 
 
@@ -86,6 +87,11 @@ async def sending(send: Callable[[aiohttp.ClientSession, int], Awaitable[None]],
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def from_stranger() -> aiohttp.TCPConnector:
+    """Return a connector whose connections have the stranger's address, for the options of `sending`."""
+    return aiohttp.TCPConnector(limit=0, local_addr=(STRANGER, 0))
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 import psutil
-from frame import Neighbours, Place, run
+from frame import Neighbours, Place, from_stranger, run, sending
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from shared.server import Server
@@ -106,16 +106,11 @@ async def hostile(
 
 @contextlib.asynccontextmanager
 async def attacking(url: str, kind: str, ends: Counter[str], *, is_harmless: bool):
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        tasks = [
-            asyncio.create_task(hostile(session, url, kind, i, ends, is_harmless=is_harmless)) for i in range(CLIENTS)
-        ]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def send(session: aiohttp.ClientSession, number: int) -> None:
+        await hostile(session, url, kind, number, ends, is_harmless=is_harmless)
+
+    async with sending(send, CLIENTS, connector=from_stranger(), timeout=aiohttp.ClientTimeout(total=60)):
+        yield
 
 
 async def largest_mb(server: Server, until: asyncio.Event) -> dict[str, int]:

@@ -22,14 +22,14 @@ from typing import Any
 import aiohttp
 
 sys.path.insert(0, str(Path(__file__).parent))
-from frame import Neighbours, Place, run, sending
+from frame import Neighbours, Place, from_stranger, run, sending
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from shared.server import Server
 
 import moestro
 
-SETTLE_S, MEASURED_S, NUM_STRANGERS = 0.5, 2.0, 2
+SETTLE_S, MEASURED_S, NUM_STRANGERS = 0.5, 5.0, 2
 VOCABULARY, CONTEXT = 4096, 32_768
 DEMO = Path(moestro.__file__).parent / "assets" / "demo"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -125,7 +125,7 @@ class Strangers:
             await self._forever(session, data)
 
         options = {"timeout": aiohttp.ClientTimeout(total=60), "headers": {"Content-Type": "application/json"}}
-        async with sending(send, NUM_STRANGERS, **options):
+        async with sending(send, NUM_STRANGERS, connector=from_stranger(), **options):
             yield self
 
     async def _forever(self, session: aiohttp.ClientSession, data: bytes) -> None:

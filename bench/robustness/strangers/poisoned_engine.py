@@ -2,27 +2,27 @@
 
     poisoned_engine.py PORT [--busy]
 
-With `--busy` it refuses every fourth of the other requests with 503, as an engine does whose queue is full at times.
+With `--busy` it refuses one in four of the other requests with 503, drawn at random, as an engine does whose queue is
+full at times. A fixed order would fall into step with that of another engine, and refuse a request on both or on none.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
+import random
 import sys
 
 from aiohttp import web
 
 _EVENT = b'data: {"choices":[{"text":"x"}]}\n\n'
 _ERROR_EVENT = b'data: {"error":{"message":"poison","type":"server_error","param":null,"code":500}}\n\n'
-_serial = itertools.count()
 _REFUSAL = {"error": {"message": "poison", "type": "server_error", "param": None, "code": None}}
 
 
 async def _complete(http: web.Request) -> web.StreamResponse:
     words = str(json.loads(await http.read()).get("prompt")).split()
-    if "--busy" in sys.argv and words[:1] != ["poison"] and not next(_serial) % 4:
+    if "--busy" in sys.argv and words[:1] != ["poison"] and random.random() < 0.25:
         return web.json_response(_REFUSAL, status=503)
     if words[:1] != ["poison"]:
         return web.json_response({"choices": [{"text": "x"}]})

@@ -5,8 +5,8 @@
 
 The stranger has the address 127.0.0.2, and the honest clients have 127.0.0.1. Kinds:
 
-- `retries`: requests that all engines refuse use up a router's retries. Each of two engines refuses every fourth
-  honest request, which another engine answers; few honest requests may end with 503.
+- `retries`: requests that all engines refuse use up a router's retries. Each of two engines refuses one in four honest
+  requests, so that one in sixteen ends with 503; beside the stranger it may not be more.
 - `connections`: 4,096 connections with half a head, to each of the two products. All honest requests must be answered.
 - `grammars`: 96 clients with a new grammar in each request. Honest clients, each with a new small schema, wait for
   their turn alone, and none is refused.
@@ -30,10 +30,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
-from frame import Neighbours, Place, resident_bytes, run, sending
+from frame import STRANGER, Neighbours, Place, from_stranger, resident_bytes, run, sending
 from poison import engines
 
-STRANGER = "127.0.0.2"
 NUM_CONNECTIONS = 4096
 PATH = "/v1/completions"
 LONG = {"max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -63,8 +62,7 @@ async def flooding(url: str, num_clients: int, body: Body) -> AsyncIterator[Coun
                 ends[type(error).__name__] += 1
             await asyncio.sleep(0.01)
 
-    connector = aiohttp.TCPConnector(limit=0, local_addr=(STRANGER, 0))
-    async with sending(forever, num_clients, connector=connector, timeout=aiohttp.ClientTimeout(total=600)):
+    async with sending(forever, num_clients, connector=from_stranger(), timeout=aiohttp.ClientTimeout(total=600)):
         yield ends
 
 
@@ -108,7 +106,7 @@ def regex(_number: int) -> dict[str, object]:
 class Schemas(Neighbours):
     """Honest clients, each with a new schema in every request."""
 
-    async def _forever(self, session: aiohttp.ClientSession) -> None:
+    async def _forever(self, session: aiohttp.ClientSession, _: int) -> None:
         while True:
             self.body = schema(0)
             began = time.monotonic()
