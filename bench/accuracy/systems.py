@@ -79,16 +79,15 @@ def running(name: str, load: HeldOutLoad | None, vllm: str | None, log: Path) ->
             flags += ["--engines", str(load.count), "--route-policy", "round_robin"]
         starting = moestro(port, *flags, "--log-level", "warning", log=log, OMP_NUM_THREADS="1")
     with starting as server:
-        if system.kind == "paced":
-            assert server.process is not None
-            parent = psutil.Process(server.process.pid)
-            for process in (parent, *parent.children(recursive=True)):
-                for thread in process.threads():
-                    go_first(thread.id)
+        assert server.process is not None
+        parent = psutil.Process(server.process.pid)
+        for process in (parent, *parent.children(recursive=True)):
+            for thread in process.threads():
+                go_first(thread.id)
         yield server
 
 
 def go_first(thread: int = 0) -> None:
-    """Schedule a thread before other processes: what sleeps most of the time has to wake up at its moment."""
+    """Schedule a thread before other processes: what is timed should not wait for other jobs of the machine."""
     with contextlib.suppress(PermissionError, ProcessLookupError):
         os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))

@@ -223,6 +223,13 @@ def test_decodes_that_hardly_overlap_are_not_timed():
     assert found.context == 2 * (4 + 9.5)  # the tokens 1 to 18 of each
 
 
+def test_tokens_that_arrive_in_bunches_have_the_mean_gap_of_all():
+    bunches = times(0, *(at for at in range(40, 400, 40) for _ in range(4)))
+    assert decode_time(ProbeAnswer(requests=(bunches,), elapsed_s=1.0)).ns == pytest.approx(320 / 35)
+    stalled = times(0, *range(10, 200, 10), 1000)
+    assert decode_time(ProbeAnswer(requests=(stalled,), elapsed_s=1.0)).ns == 10
+
+
 def test_an_inseparable_parameter_has_no_value():
     decodes = [DecodeTime(rows=2, context=100, ns=5e6), DecodeTime(rows=2, context=200, ns=6e6)]
     found = fit(StepDurations(decodes, [], [], [], None), LinearSteps())

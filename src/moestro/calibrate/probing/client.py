@@ -29,6 +29,7 @@ _LOOK_S = 0.2  # between reads of /metrics while a probe runs beside traffic
 _LOOKS = 5  # after a probe, until no request is left: some servers show the end of one a moment later
 _LOOK_AGAIN_S = 0.1
 _LEAST_TIMEOUT_S = 1.0
+_GRACE = 0.2  # of the time, beyond it, for the last probe
 _ALL = 1 << 62  # deliveries, more than any request waits for
 _ENGINE = re.compile(rb'num_(?:requests_running|running_reqs)\{[^}\n]*?(?:engine|dp_rank)="(\d{1,4})"')
 
@@ -92,7 +93,7 @@ class ProbingClient:
                 self._endpoint.url,
                 body,
                 {"x-request-id": f"calibrate-{self._seed}-{self._number}-{number}"},
-                timeout_s=max(self._limits.seconds - self._elapsed_s(), _LEAST_TIMEOUT_S),
+                timeout_s=max((1 + _GRACE) * self._limits.seconds - self._elapsed_s(), _LEAST_TIMEOUT_S),
                 on_delivery=on_delivery if number == 0 else lambda _: None,
             )
             if number == 0:

@@ -48,6 +48,7 @@ _BACKGROUND = 6  # tokens of an answer before a prompt is sent beside it
 _FIRST_ROUNDS, _MOST_ROUNDS = 3, 12
 _REPEATED_BY, _CHUNKS_BY, _FILLED_BY = 0.7, 0.45, 0.9  # shares of the time at which these steps are over
 _LONGEST_PROBE = 0.02  # of the time, for one probe
+_LONGEST_BATCH = 0.06  # of the time, after which no more requests are sent at once
 _SHARED = (67, 111, 158, 205, 331, 413, 520)  # tokens that two prompts have in common
 _NUM_CHECKS = 8
 _CROWDED = 0.8  # of the KV cache, from which it may be what lets sequences wait
@@ -196,8 +197,8 @@ class IdleDesign:
     def _is_over(self, share: float) -> bool:
         return self._elapsed_s >= share * self._limits.seconds
 
-    def _was_long(self) -> bool:
-        return self._took_s > _LONGEST_PROBE * self._limits.seconds
+    def _was_long(self, share: float = _LONGEST_PROBE) -> bool:
+        return self._took_s > share * self._limits.seconds
 
     # --- decodes ----------------------------------------------------------------------------------------------------
 
@@ -218,7 +219,7 @@ class IdleDesign:
                 self._rows.append(rows)
                 seen.decodes.append(found.time)
             seen.max_rows.low = rows
-            if rows >= self._limits.max_concurrency or self._was_long():
+            if rows >= self._limits.max_concurrency or self._was_long(_LONGEST_BATCH):
                 which = "--max-concurrency" if rows >= self._limits.max_concurrency else "a longer --seconds"
                 seen.max_rows.why = f"{rows} requests at once all decoded together: give {which} to try more"
                 break
@@ -464,7 +465,7 @@ class IdleDesign:
         seen, held_back = self.observed, len(self.observed.decodes)
         most = math.log(self._lengths[-1])
         for number in range(_NUM_CHECKS):
-            if self._is_over(1.0) and number >= 2:
+            if self._is_over(1.0):
                 return
             if number % 2:
                 size = int(math.exp(self._rng.uniform(math.log(16), max(most, math.log(17)))))

@@ -169,7 +169,7 @@ def fit(durations: StepDurations, form: StepTerms) -> FittedSteps:
 
     The covariance is robust (HC3): it does not suppose that all relative errors are alike.
     """
-    found = durations.terms(form)
+    found = [each for each in durations.terms(form) if each[1] > 0]
     names = sorted({name for terms, _ in found for name in terms})
     ns = np.array([duration for _, duration in found])
     factors = np.array([[terms.get(name, 0.0) for name in names] for terms, _ in found]) / ns[:, None]

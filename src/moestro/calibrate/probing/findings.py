@@ -137,6 +137,8 @@ def find(observed: Observed, server: ProbedServer) -> ServerFindings:
             f"The prices miss other sizes by {np.abs(errors).mean():.0%} in the mean: the server is not steady, or its"
             " steps are no sum of these costs. Do not rely on them."
         )
+    if not errors:
+        notes.append("No time was left to check the prices on other sizes.")
     if observed.budget.low is None and not observed.beside:
         notes.append(
             "Prices of prompts beyond 256 tokens are extrapolated, because the token budget is not identified."

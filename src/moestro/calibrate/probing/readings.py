@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from moestro.calibrate.probing.probes import ProbeAnswer, RequestTimes
 
 _CUT = 0.1  # of the gaps, at either end: a busy neighbour can lengthen a step many times
+_BUNCHED = 0.1  # of the mean gap: two tokens that are nearer than this were delivered together
 LEAST_GAPS = 6  # of one sequence, for a mean
 # A chunk's step is clearly longer than decode steps by this share of theirs, and by so many times their range.
 _CLEAR, _CLEAR_RANGES = 0.1, 2.0
@@ -91,10 +92,16 @@ class ChunkCount:
     context: float = 0.0
 
 
-def trimmed_mean(values: NDArray[np.float64]) -> float:
-    """Return the mean without the longest and the shortest tenth. The median of skewed times is below what adds up."""
-    cut = int(len(values) * _CUT)
-    return float(np.sort(values)[cut : len(values) - cut].mean())
+def mean_gap(gaps: NDArray[np.float64]) -> float:
+    """Return the mean without the longest and the shortest tenth. The median of skewed times is below what adds up.
+
+    Where tokens arrive in bunches, as on a busy network, short gaps and long ones belong together, and all count.
+    """
+    mean = float(gaps.mean())
+    if (gaps < _BUNCHED * mean).mean() > _CUT:
+        return mean
+    cut = int(len(gaps) * _CUT)
+    return float(np.sort(gaps)[cut : len(gaps) - cut].mean())
 
 
 def num_together(answer: ProbeAnswer) -> int:
@@ -117,7 +124,7 @@ def decode_time(answer: ProbeAnswer) -> DecodeTime | None:
         per_event = _tokens_per_event(each)
         gaps.append(np.diff(each.deliveries[inside]) / per_event)
         context += each.num_prompt_tokens + float(inside[1:].mean()) * per_event
-    return DecodeTime(rows=len(answered), context=context, ns=trimmed_mean(np.concatenate(gaps)))
+    return DecodeTime(rows=len(answered), context=context, ns=mean_gap(np.concatenate(gaps)))
 
 
 def _tokens_per_event(times: RequestTimes) -> float:
