@@ -15,7 +15,10 @@ sys.path.insert(0, str(ROOT / "bench"))
 from accuracy.loads import FITTED_NAME, FITTED_SEED, JUDGED_SEEDS, LOADS, write_trace  # noqa: E402 (no package)
 
 RESULTS = sorted((ROOT / "bench" / "results" / "accuracy").glob("*.json"))
-SOURCES = r"probed.*|/metrics|/v1/models|a lower bound: not identified|assumed: not identified|all of the KV cache.*|time of .*|and for .*"
+SOURCES = (
+    r"probed.*|/metrics|/v1/models|a lower bound: not identified|assumed: not identified"
+    r"|all of the KV cache.*|time of .*|and for .*"
+)
 
 
 @pytest.fixture(params=RESULTS, ids=lambda path: path.stem)

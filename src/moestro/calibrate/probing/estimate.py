@@ -56,7 +56,7 @@ class KnotSteps:
     """Straight lines between knots for rows and for tokens of prompts; both are durations of whole steps.
 
     Attributes:
-        rows, new: ascending knots; the first is 1.
+        rows, new: ascending knots. Costs are level below the first, as in a cost table.
     """
 
     rows: tuple[int, ...]
@@ -85,7 +85,7 @@ def _add(terms: Terms, more: Terms, factor: float) -> None:
 
 def _between(kind: str, knots: Sequence[int], x: float) -> Terms:
     """Weights of the two knots beside `x`; beyond the last, their line goes on."""
-    if len(knots) == 1:
+    if len(knots) == 1 or x <= knots[0]:
         return {f"{kind} {knots[0]}": 1.0}
     low, high = next((pair for pair in pairwise(knots) if x <= pair[1]), (knots[-2], knots[-1]))
     share = (x - low) / (high - low)

@@ -30,7 +30,7 @@ from moestro.cost.model import Batch
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, MeasuredCost, PrefillPoint, Table
 from moestro.errors import MoestroError
 
-_LEAST_KNOT = 64  # tokens of a prompt, from which its cost may bend
+_LEAST_KNOT, _NEXT_KNOT = 8, 64  # tokens of a prompt, from which its cost may bend: few tokens visit few experts
 _CONTEXTS = (16, 4096)  # tokens at which the table has decodes; between and beyond them are straight lines
 _CACHED = 4096
 _ASSUMED_BUDGET, _ASSUMED_BLOCK, _ASSUMED_SEQS = 2048, 16, 256
@@ -124,7 +124,7 @@ def find(observed: Observed, server: ProbedServer) -> ServerFindings:
         raise MoestroError("fewer than 3 decode steps could be timed: give more --seconds. Nothing was fitted")
     linear = fit(durations, LinearSteps())
     knots = _knots(observed)
-    bent = linear if observed.beside else fit(durations, knots)
+    bent = linear if observed.beside else _with_one_token(fit(durations, knots))
     form: StepTerms = LinearSteps() if observed.beside else knots
     if any(name not in bent.values for name in form.step(1, 1, None)):
         raise MoestroError("the durations do not determine the cost of a step: give more --seconds. Nothing was fitted")
@@ -162,7 +162,15 @@ def _knots(observed: Observed) -> KnotSteps:
     new = {each for each in alone if each >= _LEAST_KNOT and (budget is None or each <= budget)}
     if budget is not None and max(alone, default=0) > budget:
         new.add(budget)
-    return KnotSteps(tuple(rows), tuple(sorted(new | {1})) if new else (1, _LEAST_KNOT))
+    return KnotSteps(tuple(rows), tuple(sorted(new | {1})) if new else (1, _NEXT_KNOT))
+
+
+def _with_one_token(fitted: FittedSteps) -> FittedSteps:
+    """Price a chunk of one token as a decoding row where no prompt beside a decode tells its cost."""
+    if "new 1" in fitted.values or "rows 1" not in fitted.values:
+        return fitted
+    values, widths = fitted.values | {"new 1": fitted.values["rows 1"]}, fitted.half_widths
+    return FittedSteps(values, widths | {"new 1": widths["rows 1"]}, fitted.num_durations)
 
 
 def _costs(linear: FittedSteps) -> list[Estimate]:
