@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from accuracy_tables import accuracy_table, estimates_table, summary_table
+from attack_table import attacks_table
 from client_tables import agents_table, clients_table
 from flag_lists import flags_of
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
@@ -59,6 +60,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "refused fields": refused_fields,
     "clients": clients_table,
     "agents": agents_table,
+    "attacks": attacks_table,
     "mutants": stored_table,
     **{f"claims of {paper}": partial(claims_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
     "throughputs of amoe": amoe_throughputs,

@@ -21,14 +21,20 @@ def vllm_flags() -> str:
 
 def refused_fields() -> str:
     """Fields that are refused, by the paths that refuse them, with their neutral values."""
+    both = {name: values for name, values in IN_COMPLETIONS.items() if IN_CHAT.get(name) == values}
     by_path: dict[str, Neutral] = {
-        "`/v1/completions`": IN_COMPLETIONS,
-        "`/v1/chat/completions`": IN_CHAT,
+        "`/v1/completions` and `/v1/chat/completions`": both,
+        "`/v1/completions` alone": _without(IN_COMPLETIONS, both),
+        "`/v1/chat/completions` alone": _without(IN_CHAT, both),
         "`/v1/messages`": IN_MESSAGES,
         "`/v1/responses`": IN_RESPONSES,
     }
     rows = [f"| {path} | {', '.join(_field(*each) for each in neutral.items())} |" for path, neutral in by_path.items()]
     return "\n".join(["| path | fields (accepted values) |", "|---|---|", *rows])
+
+
+def _without(fields: Neutral, others: Neutral) -> Neutral:
+    return {name: values for name, values in fields.items() if name not in others}
 
 
 def _field(name: str, values: tuple[object, ...]) -> str:

@@ -99,25 +99,18 @@ def kept() -> list[str]:
 
 
 def results_table() -> str:
-    """The stored results with their conditions, for docs/bench.md."""
-    lines = ["| result | commit | day | processor | load average | older than its code |", "|---|---|---|---|---|---|"]
+    """The stored results by folder and by whether they are of today's code, for docs/bench.md."""
+    lines = ["| folder | of today's code | older than its code | of an unknown commit |", "|---|---|---|---|"]
+    folders: dict[str, dict[str, list[str]]] = {}
     for result in results():
-        found = conditions(result)
-        load = found.get("load_average")
-        cells = (
-            f"[{result}](../bench/results/{result})", commit_of(result)[:7] or "unknown",
-            (found.get("started_at") or "unknown")[:10], _processor(found.get("machine")),
-            "unknown" if load is None else f"{load:g}",
-            "yes" if result in kept() else "no",
-        )  # fmt: skip
+        folder, _, name = result.removesuffix(".json").rpartition("/")
+        age = "unknown" if commit_of(result) == NO_COMMIT else "older" if result in kept() else "today"
+        link = f"[{name}](../bench/results/{result})"
+        folders.setdefault(folder, {}).setdefault(age, []).append(link if age == "today" else name)
+    for folder, ages in folders.items():
+        cells = (f"`{folder}`", *(", ".join(ages.get(age, ())) for age in ("today", "older", "unknown")))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _processor(machine: object) -> str:
-    """The processor at the end of a run's machine. Old results have another form, without one."""
-    has_processor = isinstance(machine, str) and machine.startswith("Linux-")
-    return machine.rpartition(", ")[2] if has_processor else "unknown"
 
 
 def main() -> int:

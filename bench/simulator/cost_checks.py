@@ -9,7 +9,9 @@ prices. The host's two constants are fitted, by least squares of relative errors
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -229,13 +231,24 @@ def mean_error(rows: list[Row]) -> float:
     return round(float(np.mean([abs(row["error"]) for row in rows])), 4)
 
 
+def series_of(row: Row) -> tuple[str, ...]:
+    """Key of the rows that differ in a length or a number of requests alone."""
+    return row["gpu"], row["network"], row["use"], re.sub(r"\d+", "", row["name"])
+
+
 def table(rows: list[Row]) -> list[str]:
-    lines = ["| GPU | network | what | measured, ms | priced, ms | error | |", "|---|---|---|---|---|---|---|"]
-    return lines + [
-        f"| {row['gpu']} | {row['network']} | {row['name']} | {row['measured_ms']:g} | {row['priced_ms']:.4g}"
-        f" | {row['error']:+.1%} | {'fit' if row['use'] == 'fit' else ''} |"
-        for row in rows
-    ]
+    """One line for each series: what its first and last rows measure, and the span of measurements and errors."""
+    lines = ["| GPU | network | what | measured, ms | error: mean, from, to | |", "|---|---|---|---|---|---|"]
+    for (gpu, network, use, _), series in itertools.groupby(rows, series_of):
+        found = list(series)
+        name, measured, error = found[0]["name"], f"{found[0]['measured_ms']:g}", f"{found[0]['error']:+.1%}"
+        if len(found) > 1:
+            name += f" to {found[-1]['name'].partition(', ')[2]}"
+            measured += f" to {found[-1]['measured_ms']:g}"
+            errors = sorted(row["error"] for row in found)
+            error = f"{mean_error(found):.1%}, {errors[0]:+.1%}, {errors[-1]:+.1%}"
+        lines.append(f"| {gpu} | {network} | {name} | {measured} | {error} | {'fit' if use == 'fit' else ''} |")
+    return lines
 
 
 def markdown(result: Row) -> str:
@@ -251,12 +264,9 @@ def markdown(result: Row) -> str:
     ]
     for name, fit in result["host_fits"].items():
         lines.append(f"| {name} | {fit['step_ms']:.2f} | {fit['sequence_us']:.1f} | {fit['mean_error']:.1%} |")
-    lines += ["", "| table of single operations | rows | mean error | p90 | largest |", "|---|---|---|---|---|"]
+    lines += ["", "| table of single operations | rows | mean error | largest |", "|---|---|---|---|"]
     for name, errors in result["grids"].items():
-        lines.append(
-            f"| {name} | {errors['num_rows']} | {errors['mean_error']:.1%} | {errors['p90_error']:.1%}"
-            f" | {errors['largest_error']:.1%} |"
-        )
+        lines.append(f"| {name} | {errors['num_rows']} | {errors['mean_error']:.1%} | {errors['largest_error']:.1%} |")
     return "\n".join(lines)
 
 

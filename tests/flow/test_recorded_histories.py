@@ -1,8 +1,7 @@
 """The flow over many devices does on one device what the flow of one device did: the same tokens, the same items.
 
-`recorded_histories.json.gz` was written by the core before it learnt of other devices, at commit ab6235f. What differs
-since, and is left out of the comparison, is stated in docs/flow.md: an item without expert batches, which ended a layer
-of units, is gone, because the next attention ends it.
+`recorded_histories.json.gz` was written by the core before it learnt of other devices, at commit ab6235f. Items without
+expert batches, which ended a layer of units, are left out of the comparison: the next attention ends it now.
 """
 
 from __future__ import annotations
