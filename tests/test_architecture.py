@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "workload": {"core", "files"},
     "flow": {"core"},
     "engine": {"core", "flow"},
-    "routing": {"core", "wire", "cost"},
+    "routing": {"core", "files", "wire", "cost"},
     "placement": {"core", "native", "cost", "wire"},
     "model": {"core", "files", "native"},
     "config": {"core", "files"},
@@ -39,8 +39,12 @@ MAY_IMPORT = {
     "gateway": {"core", "wire", "routing", "engine", "text", "web", "workload", "config"},
     "loadgen": {"core", "workload", "cost", "web", "config"},
     "offline": {"core", "files", "web", "workload", "loadgen"},
-    # It times a rank, with the main loop and the messages of a server's, in its own process.
-    "calibrate": {"core", "wire", "workload", "cost", "web", "config", "engine", "model", "worker"},
+    # It times a rank, with the main loop and the messages of a server's, in its own process; and running servers, as
+    # `moestro bench` sends requests and the router reads figures.
+    "calibrate": {
+        *("core", "wire", "workload", "cost", "web", "config", "engine", "model", "worker"),
+        *("loadgen", "routing"),
+    },
 }
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 # `config` composes the settings modules of these rooms, and imports nothing else of them. A room that may import

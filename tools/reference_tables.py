@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from accuracy_tables import accuracy_table, estimates_table, summary_table
 from attack_table import attacks_table
 from client_tables import agents_table, clients_table
 from flag_lists import flags_of
@@ -91,6 +92,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "sources of gimbal": sources_table,
     "skew of gimbal": skew_table,
     **{f"{load} of gimbal": partial(prefixes_table, load, head) for load, head in _PREFIXES.items()},
+    "accuracy of systems": summary_table,
+    "accuracy of predictions": accuracy_table,
+    "estimates of calibrate": estimates_table,
     "stored results": results_table,
 }
 

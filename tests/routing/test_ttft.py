@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
-from support.routers import request, router
+from support.routers import BLOCK_SIZE, request, router
 
 from moestro.cost.gpus import H20
 from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
 from moestro.cost.roofline import Roofline, RooflineSettings
+from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, PrefillPoint, Table
+from moestro.errors import ConfigError
 from moestro.routing.policy_contract import RouteInputs
+from moestro.routing.record.decision_record import PolicyText, RecordedRouter, encode_entry
+from moestro.routing.record.replay import replay
 from moestro.routing.registry import policy_from
-from moestro.routing.ttft import DEFAULT_TOKENS_PER_S, LearnedTtft, priced_ttft
+from moestro.routing.settings import RouterSettings
+from moestro.routing.ttft import DEFAULT_TOKENS_PER_S, LearnedTtft, described_ttft, priced_ttft
 
 MS = 1_000_000
 
@@ -78,3 +84,70 @@ def test_prices_are_those_of_full_steps_and_a_rest():
     assert found[0] == full
     beside = [cost.step_ns(Batch(np.array([1024, 1024, 0]), np.array([1, 1, n]))) for n in (2048, 640)]
     assert found[1] == 2 * beside[0] + beside[1]
+
+
+@pytest.fixture
+def described(tmp_path):
+    """An engine of 10 ms a step, 1 ms a row and 0.1 ms a token of a prompt, with a budget of 100 tokens."""
+    table = Table(
+        format=FORMAT,
+        model="m",
+        device="server",
+        prefill=tuple(
+            PrefillPoint(new=new, cached=cached, ns=1e7 + 1e5 * new, spread=0)
+            for new in (1, 100)
+            for cached in (0, 1000)
+        ),
+        short_chunks=(),
+        decode=tuple(
+            DecodePoint(sequences=rows, context=context, ns=1e7 + 1e6 * rows, spread=0)
+            for rows in (1, 10)
+            for context in (16, 1000)
+        ),
+        host=HostTimes(step_ns=0, sequence_ns=0),
+    )
+    (tmp_path / "engine.json").write_bytes(msgspec.json.encode(table))
+    path = tmp_path / "engine.toml"
+    path.write_text('[engines]\ntable = "engine.json"\nnum_blocks = 10\nmax_num_batched_tokens = 100\n')
+    return path
+
+
+def test_a_described_engine_predicts_with_its_own_steps_and_budget(described):
+    predicted = described_ttft(described)(np.array([50.0, 200.0]), np.zeros(2), np.array([0, 0]))
+    assert predicted / MS == pytest.approx([15, 40])
+    beside = described_ttft(described)(np.array([50.0]), np.zeros(1), np.array([5]))
+    assert beside / MS == pytest.approx([10 + 5 + 5])
+
+
+@pytest.mark.parametrize("name", ["llm-d", "llm-d-affinity", "preble"])
+def test_policies_predict_with_a_described_engine_and_a_replay_repeats_them(name, described):
+    lines: list[bytes] = []
+    it = RecordedRouter(
+        PolicyText(f"{name}:prices={described}"),
+        RouterSettings(block_size=BLOCK_SIZE),
+        lambda e: lines.append(encode_entry(e)),
+    )
+    for _ in range(3):
+        it.set_routable(it.add_engine(), routable=True)
+    for i in range(12):
+        it.submit(request(f"r{i}", num_prompt_tokens=37 * i + 1), i * MS)
+    pairs = list(replay(lines))
+    assert len(pairs) == 12
+    assert all(was.decision.engine == now.decision.engine for was, now in pairs)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read"),
+        ("[engines", "prices="),
+        ("[engines]\nnum_blocks = 1\n", r"has no table \[engines\] with a cost table"),
+        ('[engines]\ntable = "missing.json"\n', "missing.json cannot be read"),
+    ],
+)
+def test_a_file_that_describes_no_engine_gets_a_sentence(text, words, tmp_path):
+    path = tmp_path / "engine.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        policy_from(f"llm-d:prices={path}")

@@ -67,6 +67,11 @@ class AnswerReader:
         self._is_last_chunk_bare = False  # a finish reason without text: either the last token, or no token at all
         self.is_over = False
 
+    @property
+    def num_deliveries(self) -> int:
+        """Chunks with tokens so far."""
+        return len(self._outcome.delivery_ns)
+
     def feed(self, data: bytes, now_ns: int) -> None:
         """Add bytes that arrived at `now_ns`; after `is_over` they are ignored."""
         if self.is_over:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -78,19 +78,33 @@ class BenchClient:
     ) -> None:
         await self._session.close()
 
-    async def ask(self, url: str, body: bytes, headers: Mapping[str, str]) -> Outcome:
-        """Send `body` to `url` and read the whole answer. Every error becomes the outcome's `failure`."""
-        reader = AnswerReader()
+    async def ask(
+        self,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        *,
+        timeout_s: float | None = None,
+        on_delivery: Callable[[int], None] = lambda _: None,
+    ) -> Outcome:
+        """Send `body` to `url` and read the whole answer. Every error becomes the outcome's `failure`.
+
+        Args:
+            timeout_s: seconds for the whole answer. None means those of the settings.
+            on_delivery: called with the number of deliveries so far whenever bytes arrive.
+        """
+        reader, timeout_s = AnswerReader(), timeout_s or self._settings.timeout
         try:
-            async with asyncio.timeout(self._settings.timeout):
+            async with asyncio.timeout(timeout_s):
                 async with self._session.post(url, data=body, headers=headers) as response:
                     if response.status != 200:
                         return refusal(response.status, await response.content.read(_ERROR_BYTES))
                     # Read past [DONE] to the end of the body: only then can another request use the connection.
                     while data := await response.content.readany():
                         reader.feed(data, time.monotonic_ns())
+                        on_delivery(reader.num_deliveries)
         except TimeoutError:
-            reader.fail("timeout", f"no complete answer within {self._settings.timeout:g} s")
+            reader.fail("timeout", f"no complete answer within {timeout_s:g} s")
         except (aiohttp.ClientError, OSError) as error:
             reader.fail("connection", f"{type(error).__name__}: {error}")
         return reader.outcome()
@@ -108,6 +122,14 @@ class BenchClient:
         card = cards[0] if model is None else cards[names.index(model)]
         url = self._settings.root + _PATHS[self._settings.endpoint_type]
         return Endpoint(url, card.id, card.max_model_len, card.device.startswith("paced"), card.pace_dilation)
+
+    async def read(self, path: str) -> bytes | None:
+        """Return the body of a path of the server; None: it has none there, or does not answer."""
+        try:
+            async with asyncio.timeout(self._settings.timeout), self._session.get(self._settings.root + path) as answer:
+                return await answer.read() if answer.status == 200 else None
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return None
 
     async def _models(self) -> list[_Card]:
         url = f"{self._settings.root}/v1/models"

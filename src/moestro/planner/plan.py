@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from moestro import __version__
+from moestro.core.student_t import student_t_quantile
 from moestro.cost.capacity import WORKSPACE_BYTES
 from moestro.cost.roofline import VLLM_HOST
 from moestro.planner.command import commands_of, why_simulated_only
@@ -19,7 +20,6 @@ from moestro.planner.memory import MemoryUse, fewest_gpus
 from moestro.planner.question import PlanQuestion
 from moestro.planner.search import ALLOWANCE, ASYNC_ALLOWANCE, SearchFindings, measured_of
 from moestro.planner.simulated import STEP_POLICY, FittingDivision, RunLimits, SimulatedPoint
-from moestro.sim.figures.intervals import student_t_quantile
 
 
 def assumptions_of(question: PlanQuestion, simulated: Sequence[FittingDivision]) -> list[str]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.cost.model import Batch
+from moestro.cost.tables import MeasuredCost, load_table
+from moestro.errors import ConfigError
+from moestro.files.text_files import read_text
 from moestro.routing.indicators import batch_size, p_tokens, queued_prefill_tokens
 from moestro.routing.policy_contract import Choice, Ended, FirstToken, PredictTtft, Routed, RouteEvent, RouteView
 
@@ -20,6 +25,8 @@ _HORIZON = 1024  # older samples fade; the error of three weights over so many i
 _RIDGE = 1e-3  # against a batch or a length that never varies
 _PER_THOUSAND = 1e-3  # unit of the P-tokens in a fit, so that all terms have similar sizes
 _TYPICAL_CONTEXT = 1024  # tokens; a router knows the batch of an engine, but not its contexts
+NO_PRICES = "none"
+_BUDGET = 2048  # tokens of a step, where a description has none
 _ROUNDING = 64  # tokens; prices of partial steps are rounded so that their table stays small
 
 
@@ -61,9 +68,15 @@ class PredictsTtft:
 
     Args:
         predict_ttft_ns: predictor. None means one that learns from the answers.
+        prices: file of an engine that `moestro calibrate --server` described, whose prices then predict.
+
+    Raises:
+        ConfigError: the file cannot be read, or describes no engine with a cost table.
     """
 
-    def __init__(self, predict_ttft_ns: PredictTtft | None) -> None:
+    def __init__(self, predict_ttft_ns: PredictTtft | None, prices: str = NO_PRICES) -> None:
+        if prices != NO_PRICES:
+            predict_ttft_ns = described_ttft(Path(prices))
         learned = LearnedTtft()
         self._learned = learned if predict_ttft_ns is None else None
         self._predict: PredictTtft = predict_ttft_ns or learned
@@ -102,6 +115,26 @@ class PredictsTtft:
                 self._sent.pop(event.request_id, None)
             case _:
                 pass
+
+
+def described_ttft(path: Path) -> PredictTtft:
+    """Make a predictor from the description of an engine, a TOML file with a table [engines].
+
+    Raises:
+        ConfigError: the file cannot be read, or describes no engine with a cost table.
+    """
+    try:
+        engines = tomllib.loads(read_text(path)).get("engines")
+    except OSError as error:
+        raise ConfigError(f"prices={path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeError) as error:
+        raise ConfigError(f"prices={path}: {error}") from error
+    if not isinstance(engines, dict) or not isinstance(engines.get("table"), str):
+        raise ConfigError(
+            f"prices={path} has no table [engines] with a cost table: moestro calibrate --server writes it"
+        )
+    cost = MeasuredCost(load_table(path.parent / engines["table"]))
+    return priced_ttft(cost.step_ns, int(engines.get("max_num_batched_tokens", _BUDGET)))
 
 
 def priced_ttft(step_ns: Callable[[Batch], int], max_num_batched_tokens: int) -> PredictTtft:

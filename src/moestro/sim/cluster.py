@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from moestro.core.request import Request, ServiceClass
@@ -68,6 +69,20 @@ class ClusterEngine:
         self.without_token: set[int] = set()
 
 
+class OutsideTime(msgspec.Struct, frozen=True):
+    """Time of a request outside its engine, ns: of each, and for each token of its prompt."""
+
+    request_ns: float = 0.0
+    token_ns: float = 0.0
+
+    def of(self, num_prompt_tokens: int) -> int:
+        """Return the time of one request, ns."""
+        return round(self.request_ns + self.token_ns * num_prompt_tokens)
+
+
+IN_NO_TIME = OutsideTime()
+
+
 class Cluster:
     """Runs a workload to its end.
 
@@ -77,6 +92,7 @@ class Cluster:
         signals: figures and events that reach the router, and their delays.
         on_arrival: called at each arrival, for progress bars.
         queue: holds requests while all engines are saturated. None means that none waits in front of the router.
+        outside: time of a request outside its engine. It delays all its tokens alike, so it is added to their times.
     """
 
     def __init__(
@@ -86,7 +102,9 @@ class Cluster:
         signals: SignalSettings = AT_ONCE,
         on_arrival: Callable[[], None] | None = None,
         queue: SimulatedQueue | None = None,
+        outside: OutsideTime = IN_NO_TIME,
     ) -> None:
+        self._outside = outside
         self.groups = groups
         self.router = router
         self.engines = [
@@ -137,9 +155,9 @@ class Cluster:
         if first is not None:
             self.world.at(first[0], FIRST_ARRIVAL, first[1])
 
-    def _over(self, row: int) -> None:
-        """Queue the request that follows `row`, which has ended."""
-        following = self._arrivals.next_turn(row, self.world.now_ns)
+    def _over(self, row: int, ended_ns: int) -> None:
+        """Queue the request that follows `row`, which has ended for its client."""
+        following = self._arrivals.next_turn(row, ended_ns)
         if following is not None:
             self.world.at(following[1], ARRIVAL, following[0])
 
@@ -177,7 +195,7 @@ class Cluster:
             decision = self.router.submit(request, now_ns, full)
         except RequestError as error:
             results.refused(row, error.code or error.error_type, error.message)
-            self._over(row)
+            self._over(row, now_ns)
             return
         engine = self.engines[decision.engine]
         group = self.groups[engine.group]
@@ -187,7 +205,7 @@ class Cluster:
         except RequestError as error:
             self.signals.ended(request.request_id, now_ns, 0)
             results.refused(row, error.code or error.error_type, error.message)
-            self._over(row)
+            self._over(row, now_ns)
             return
         if self._queue is not None:
             self._queue.sent(request, engine.number, now_ns)
@@ -230,25 +248,27 @@ class Cluster:
                     if not without_token:
                         break
             for sequence in reversed(first):
-                results.first_token_ns[engine.row_of[sequence.serial]] = now_ns
+                outside_ns = self._outside.of(sequence.request.num_prompt_tokens)
+                results.first_token_ns[engine.row_of[sequence.serial]] = now_ns + outside_ns
                 self.signals.first_token(sequence.request.request_id, now_ns)
                 if self._queue is not None:
                     self._queue.first_token(sequence.request.request_id, now_ns)
         for ended in output.finish_reasons:
             sequence = output.sequences[ended]
             row = engine.row_of.pop(sequence.serial)
-            _note_end(results, row, sequence, now_ns)
+            ended_ns = now_ns + self._outside.of(sequence.request.num_prompt_tokens)
+            _note_end(results, row, sequence, ended_ns)
             num_prompt = sequence.request.num_prompt_tokens
             shares = ((sequence.num_cached_tokens or 0) / num_prompt, sequence.num_host_tokens / num_prompt)
             self.signals.ended(sequence.request.request_id, now_ns, len(sequence.generated), shares)
             if self._queue is not None:
                 self._queue.ended(sequence.request, len(sequence.generated))
-            self._over(row)
+            self._over(row, ended_ns)
 
 
-def _note_end(results: Results, row: int, sequence: EngineSequence, now_ns: int) -> None:
+def _note_end(results: Results, row: int, sequence: EngineSequence, ended_ns: int) -> None:
     results.admitted_ns[row] = sequence.admitted_ns
-    results.last_token_ns[row] = now_ns
+    results.last_token_ns[row] = ended_ns
     num_tokens, most = len(sequence.generated), sequence.request.sampling.max_tokens
     results.num_tokens[row] = num_tokens if num_tokens < most else most  # none if scored
     results.num_hit_tokens[row] = sequence.num_cached_tokens or 0

@@ -27,7 +27,7 @@ from moestro.routing.router import Router
 from moestro.routing.saturation import SaturationRules
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.routing.ttft import priced_ttft
-from moestro.sim.cluster import Cluster, Workload
+from moestro.sim.cluster import Cluster, OutsideTime, Workload
 from moestro.sim.engine import Ranks
 from moestro.sim.engine_prices import make_prices, stage_cost
 from moestro.sim.figures.results import Results
@@ -254,11 +254,13 @@ def _serve(
         return router
 
     signals = policy.signals or scenario.signals
+    engines = scenario.engines
+    outside = OutsideTime(engines.api_us * 1e3, engines.api_token_us * 1e3)
     if policy.routers > 1:
-        cluster = Cluster(groups, _make_fleet(policy, make_router, scenario.seed), signals, on_arrival)
+        cluster = Cluster(groups, _make_fleet(policy, make_router, scenario.seed), signals, on_arrival, outside=outside)
     else:
         router = make_router()
-        cluster = Cluster(groups, router, signals, on_arrival, make_queue(policy, signals, router))
+        cluster = Cluster(groups, router, signals, on_arrival, make_queue(policy, signals, router), outside)
     return cluster.run(scenario.workload, scenario.arrivals)
 
 

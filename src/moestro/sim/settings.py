@@ -39,6 +39,8 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
         table: file that `moestro calibrate` wrote, which replaces these and requires num_blocks.
         host_step_us, host_sequence_us: host time added to each step, and to each sequence in it; unset: vLLM's, as
             listed in `cost`, in `fused` mode, and none in groups of workers.
+        api_us, api_token_us: time of a request outside its engine, and for each token of its prompt, as
+            `moestro calibrate --server` finds it. It delays all tokens of an answer alike.
         host_attention_us, host_expert_us: host time of each attention item and each expert item in `async` mode.
         gpu_memory_utilization: share of the GPU's memory that the engine uses.
         num_blocks: KV blocks of a rank; unset: as many as fit beside the weights.
@@ -56,6 +58,8 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
     table: str | None = None
     host_step_us: Annotated[float | None, at_least(0)] = None
     host_sequence_us: Annotated[float | None, at_least(0)] = None
+    api_us: Annotated[float, at_least(0)] = 0.0
+    api_token_us: Annotated[float, at_least(0)] = 0.0
     host_attention_us: Annotated[float, at_least(0)] = 0.0
     host_expert_us: Annotated[float, at_least(0)] = 0.0
     gpu_memory_utilization: float = 0.9

@@ -9,10 +9,10 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from moestro.core.student_t import student_t_quantile
 from moestro.repro.lmetric.courses import Course
 from moestro.repro.results import Findings
 from moestro.repro.testbed import RoutedCell, ServingFigures, paired_interval
-from moestro.sim.figures.intervals import student_t_quantile
 
 NETWORK, OTHER_NETWORK = "qwen3-30b-a3b", "qwen2-7b"
 HALF = 0.5

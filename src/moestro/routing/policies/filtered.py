@@ -10,7 +10,7 @@ from moestro.routing.indicators import batch_size, new_tokens
 from moestro.routing.policy_contract import Choice, Needs, PredictTtft, RouteView
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import Stateless, choose, range_of
-from moestro.routing.ttft import PredictsTtft
+from moestro.routing.ttft import NO_PRICES, PredictsTtft
 
 _PREDICTED = Needs(
     hits=True,
@@ -113,6 +113,7 @@ class LlmdAffinity(PredictsTtft):
     Args:
         min_hit: fraction of the prompt that makes a hit good.
         max_penalty_s: tolerated excess of the best TTFT with a good hit over the best other TTFT, seconds.
+        prices: file of an engine that `moestro calibrate --server` described, whose prices predict.
         predict_ttft_ns: predictor of the TTFT; None means one that learns from the answers.
 
     Source: llm-d router, filter `prefix-cache-affinity` and scorer `token-load`, August 2026.
@@ -121,9 +122,14 @@ class LlmdAffinity(PredictsTtft):
     needs = _PREDICTED
 
     def __init__(
-        self, *, min_hit: float = 0.8, max_penalty_s: float = 18.0, predict_ttft_ns: PredictTtft | None = None
+        self,
+        *,
+        min_hit: float = 0.8,
+        max_penalty_s: float = 18.0,
+        prices: str = NO_PRICES,
+        predict_ttft_ns: PredictTtft | None = None,
     ) -> None:
-        super().__init__(predict_ttft_ns)
+        super().__init__(predict_ttft_ns, prices)
         self._min_hit = min_hit
         self._max_penalty_ns = max_penalty_s * 1e9
 
@@ -153,14 +159,15 @@ class LowestTtft(PredictsTtft):
     """Chooses the engine with the lowest predicted time to first token.
 
     Args:
+        prices: file of an engine that `moestro calibrate --server` described, whose prices predict.
         predict_ttft_ns: predictor of the TTFT. A tuned predictor uses the cost model of the served network, a mistuned
             one that of another (LMetric, section 4.6). None means one that learns from the answers.
     """
 
     needs = _PREDICTED
 
-    def __init__(self, *, predict_ttft_ns: PredictTtft | None = None) -> None:
-        super().__init__(predict_ttft_ns)
+    def __init__(self, *, prices: str = NO_PRICES, predict_ttft_ns: PredictTtft | None = None) -> None:
+        super().__init__(predict_ttft_ns, prices)
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the lowest predicted TTFT."""

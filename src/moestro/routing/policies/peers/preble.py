@@ -37,7 +37,7 @@ from moestro.routing.policy_contract import (
 )
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import Scores, choose
-from moestro.routing.ttft import PredictsTtft
+from moestro.routing.ttft import NO_PRICES, PredictsTtft
 
 _NUM_GAPS = 200  # measured times per token that an engine's median covers, as in the published code
 _FIRST_GAP_NS = 150e6  # time per token before the first measurement, as in the published code
@@ -71,6 +71,7 @@ class Preble(PredictsTtft):
         balance_ratio: load of the chosen engine over the least load above which a request moves there; 15 as in the
             published code.
         min_requests: requests in the window below which no request moves, because their loads say little.
+        prices: file of an engine that `moestro calibrate --server` described, whose prices count.
         predict_ttft_ns: predictor whose prefill times count. The paper profiles each GPU. None means one that learns
             from the answers.
 
@@ -88,11 +89,12 @@ class Preble(PredictsTtft):
         window_s: float = 180.0,
         balance_ratio: float = 15.0,
         min_requests: int = 50,
+        prices: str = NO_PRICES,
         predict_ttft_ns: PredictTtft | None = None,
     ) -> None:
         if not (window_s > 0 and balance_ratio >= 1 and min_requests >= 0):
             raise ConfigError("window_s must be above 0, balance_ratio at least 1, and min_requests not negative")
-        super().__init__(predict_ttft_ns)
+        super().__init__(predict_ttft_ns, prices)
         self._window_ns = int(window_s * 1e9)
         self._balance_ratio = balance_ratio
         self._min_requests = min_requests

@@ -1,0 +1,93 @@
+"""The systems whose predictions are judged, each started with its own flags."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from accuracy.loads import HeldOutLoad
+from shared.models import DEMO
+from shared.server import Server, free_port, moestro, started
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A system.
+
+    Attributes:
+        title: words for the table.
+        kind: kind of evidence.
+        flags: of its server.
+        has_choices: whether it has the policies and engine counts of the loads.
+    """
+
+    title: str
+    kind: str
+    flags: tuple[str, ...]
+    has_choices: bool = True
+
+
+_PACED = ("--device", "paced:h20", "--paced-arithmetic", "none", "--pace-dilation", "4")
+_LIMITS = ("--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--max-model-len", "1024")
+
+SYSTEMS = {
+    "moestro_paced": System(
+        title="moestro serve, paced H20, 4 times as slow",
+        kind="paced",
+        flags=(*_PACED, *_LIMITS, "--num-gpu-blocks-override", "900"),
+    ),
+    "moestro_preemptive": System(
+        title="moestro serve --mode preemptive, paced H20, 4 times as slow",
+        kind="paced",
+        flags=(*_PACED, *_LIMITS, "--num-gpu-blocks-override", "900", "--mode", "preemptive"),
+    ),
+    "moestro_cpu": System(
+        title="moestro serve on one core, demo model",
+        kind="measured",
+        flags=(*_LIMITS, "--num-gpu-blocks-override", "900"),
+    ),
+    "vllm_cpu": System(
+        title="vLLM 0.32 on one core, demo model",
+        kind="measured",
+        flags=(*_LIMITS, "--num-gpu-blocks-override", "450", "--block-size", "32"),
+        has_choices=False,
+    ),
+}
+
+
+@contextlib.contextmanager
+def running(name: str, load: HeldOutLoad | None, vllm: str | None, log: Path) -> Iterator[Server]:
+    """Start a system as a load wants it; None: as it is calibrated."""
+    system, port = SYSTEMS[name], free_port()
+    if name == "vllm_cpu":
+        assert vllm is not None, "give --vllm, the command of an environment with vllm-cpu"
+        command = [vllm, "serve", str(DEMO), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m"]
+        command += ["--dtype", "bfloat16", "--enforce-eager", "--enable-prefix-caching"]
+        command += ["--enable-prompt-tokens-details", *system.flags]
+        path = f"{Path(vllm).parent}:{os.environ['PATH']}"
+        environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PATH": path}
+        starting = started(command, port, log, **environment)
+    else:
+        flags = list(system.flags)
+        if load is not None and load.policy is not None:
+            flags += ["--batch-policy", load.policy]
+        if load is not None and load.count > 1:
+            flags += ["--engines", str(load.count), "--route-policy", "round_robin"]
+        starting = moestro(port, *flags, "--log-level", "warning", log=log, OMP_NUM_THREADS="1")
+    with starting as server:
+        assert server.process is not None
+        parent = psutil.Process(server.process.pid)
+        for process in (parent, *parent.children(recursive=True)):
+            for thread in process.threads():
+                go_first(thread.id)
+        yield server
+
+
+def go_first(thread: int = 0) -> None:
+    """Schedule a thread before other processes: what is timed should not wait for other jobs of the machine."""
+    with contextlib.suppress(PermissionError, ProcessLookupError):
+        os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))

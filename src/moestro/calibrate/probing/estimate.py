@@ -1,0 +1,208 @@
+"""Estimates the cost of an engine's steps from durations, by weighted least squares, with 95 % intervals.
+
+Two forms are fitted to the same durations. `LinearSteps` has the constants that people compare: a step, a decoding row,
+a token of context, a token of a prompt. `KnotSteps` lets the cost of rows and of prompt tokens bend at the probed
+sizes; a cost table is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.calibrate.probing.readings import BesideTime, DecodeTime, FirstTokenTime, MixedTime
+from moestro.core.student_t import student_t_quantile
+
+Floats = NDArray[np.float64]
+Terms = dict[str, float]
+
+API, API_TOKEN = "api", "api_token"  # time outside the engine, for each request and each token of its prompt
+STEP, ROW, CONTEXT, PROMPT, PAIR = "step", "row", "context_token", "prompt_token", "attention_pair"
+_TAIL = 0.975  # both tails: 95 % intervals
+_MOST_DEGREES = 200  # beyond it Student's t is normal
+
+
+class StepTerms(Protocol):
+    """A linear form of the duration of steps: the factors of its parameters."""
+
+    def step(self, rows: float, context: float, chunk: tuple[int, int] | None) -> Terms:
+        """Return the factors of a step.
+
+        Args:
+            rows: decoding sequences.
+            context: tokens of their contexts together.
+            chunk: new and cached tokens of a chunk of a prompt; None: the step has none.
+        """
+        ...
+
+
+class LinearSteps:
+    """A constant, and a time for each row, token of context, token of a prompt, and pair of tokens in attention."""
+
+    def step(self, rows: float, context: float, chunk: tuple[int, int] | None) -> Terms:
+        """Implement `StepTerms.step`."""
+        new, cached = chunk or (0, 0)
+        pairs = new * cached + new * new / 2
+        return {STEP: 1.0, ROW: rows, CONTEXT: context + cached, PROMPT: float(new), PAIR: pairs}
+
+
+@dataclass(frozen=True, slots=True)
+class KnotSteps:
+    """Straight lines between knots for rows and for tokens of prompts; both are durations of whole steps.
+
+    Attributes:
+        rows, new: ascending knots. Costs are level below the first, as in a cost table.
+    """
+
+    rows: tuple[int, ...]
+    new: tuple[int, ...]
+
+    def step(self, rows: float, context: float, chunk: tuple[int, int] | None) -> Terms:
+        """Implement `StepTerms.step`."""
+        terms: Terms = {CONTEXT: context}
+        if rows:
+            _add(terms, _between("rows", self.rows, rows), 1.0)
+        if chunk is None:
+            return terms
+        new, cached = chunk
+        terms[CONTEXT] += cached
+        terms[PAIR] = float(new * cached)
+        _add(terms, _between("new", self.new, new + rows), 1.0)
+        if rows:  # the chunk's tokens come on top of the rows, as `MeasuredCost` prices it
+            _add(terms, _between("new", self.new, rows), -1.0)
+        return terms
+
+
+def _add(terms: Terms, more: Terms, factor: float) -> None:
+    for name, value in more.items():
+        terms[name] = terms.get(name, 0.0) + factor * value
+
+
+def _between(kind: str, knots: Sequence[int], x: float) -> Terms:
+    """Weights of the two knots beside `x`; beyond the last, their line goes on."""
+    if len(knots) == 1 or x <= knots[0]:
+        return {f"{kind} {knots[0]}": 1.0}
+    low, high = next((pair for pair in pairwise(knots) if x <= pair[1]), (knots[-2], knots[-1]))
+    share = (x - low) / (high - low)
+    return {f"{kind} {low}": 1.0 - share, f"{kind} {high}": share}
+
+
+def chunks_of(new: int, cached: int, budget: int | None) -> list[tuple[int, int]]:
+    """Return the chunks in which an engine computes a prompt alone: (new, cached) of each step.
+
+    Args:
+        budget: tokens of a step; None: all in one.
+    """
+    size = budget or new
+    return [(min(size, new - done), cached + done) for done in range(0, new, size)]
+
+
+def first_token_terms(form: StepTerms, time: FirstTokenTime, budget: int | None) -> Terms:
+    """Return the factors of a time to first token: the API's part, and the steps of all chunks."""
+    terms: Terms = {API: 1.0, API_TOKEN: float(time.new + time.cached)}
+    for new, cached in chunks_of(time.new, time.cached, budget):
+        # A last token alone costs what a decode does.
+        step = form.step(1, cached + 1, None) if new == 1 else form.step(0, 0, (new, cached))
+        _add(terms, step, 1.0)
+    return terms
+
+
+@dataclass(frozen=True, slots=True)
+class FittedSteps:
+    """Parameters with half widths of their 95 % intervals; those that no duration determines are missing.
+
+    Attributes:
+        values: parameters, ns.
+        half_widths: of each.
+        num_durations: durations behind them.
+    """
+
+    values: dict[str, float]
+    half_widths: dict[str, float]
+    num_durations: int
+
+    def predicted(self, terms: Terms) -> float:
+        """Return the duration of these factors, ns."""
+        return sum(self.values.get(name, 0.0) * factor for name, factor in terms.items())
+
+
+@dataclass(frozen=True, slots=True)
+class StepDurations:
+    """All durations of an experiment.
+
+    Attributes:
+        decodes, firsts, mixed, beside: as their classes say.
+        budget: tokens of a step; None: no prompt of `firsts` is longer.
+    """
+
+    decodes: Sequence[DecodeTime]
+    firsts: Sequence[FirstTokenTime]
+    mixed: Sequence[MixedTime]
+    beside: Sequence[BesideTime]
+    budget: int | None
+
+    def terms(self, form: StepTerms) -> list[tuple[Terms, float]]:
+        """Return the factors and the duration of each."""
+        found = [(form.step(each.rows, each.context, None), each.ns) for each in self.decodes]
+        found += [(first_token_terms(form, each, self.budget), each.ns) for each in self.firsts]
+        found += [(form.step(1, each.context, (each.new, 0)), each.ns) for each in self.mixed]
+        for each in self.beside:
+            # It waits for half of a step on average, then its own step computes the other rows, too.
+            waited = form.step(each.rows, each.context, None) if each.rows else {}
+            terms = {API: 1.0, API_TOKEN: float(each.new)}
+            _add(terms, waited, 0.5 * min(each.rows, 1.0))
+            _add(terms, form.step(each.rows, each.context, (each.new, 0)), 1.0)
+            found.append((terms, each.ns))
+        if len({each.new for each in self.mixed}) < 2:  # then the API's part of a token is inseparable from the step's
+            for terms, _ in found:
+                terms.pop(API_TOKEN, None)
+        return found
+
+
+def fit(durations: StepDurations, form: StepTerms) -> FittedSteps:
+    """Fit a form by least squares of relative errors; no parameter is negative.
+
+    The covariance is robust (HC3): it does not suppose that all relative errors are alike.
+    """
+    found = [each for each in durations.terms(form) if each[1] > 0]
+    names = sorted({name for terms, _ in found for name in terms})
+    ns = np.array([duration for _, duration in found])
+    factors = np.array([[terms.get(name, 0.0) for name in names] for terms, _ in found]) / ns[:, None]
+    kept, free = list(range(len(names))), None
+    while True:
+        values, half_widths, is_known = _least_squares(factors[:, kept], len(ns))
+        if free is None:
+            free = dict(zip(names, zip(values, half_widths, strict=True), strict=True))
+        negative = [kept[i] for i in np.flatnonzero((values < 0) & is_known)]
+        if not negative:
+            break
+        kept = [column for column in kept if column not in negative]
+    known = {names[column]: i for i, column in enumerate(kept) if is_known[i]}
+    result = {name: float(values[i]) for name, i in known.items()}
+    widths = {name: float(half_widths[i]) for name, i in known.items()}
+    for column in set(range(len(names))) - set(kept):  # at its bound, with what the unbounded fit leaves above it
+        value, width = free[names[column]]
+        result[names[column]], widths[names[column]] = 0.0, max(float(value + width), 0.0)
+    return FittedSteps(result, widths, len(ns))
+
+
+def _least_squares(factors: Floats, count: int) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+    """Solve factors @ values = 1. Return values, half widths, and which values the rows determine."""
+    scale = np.sqrt((factors**2).sum(0))
+    scale[scale == 0] = 1.0
+    left, singular, right = np.linalg.svd(factors / scale, full_matrices=False)
+    good = singular > singular[0] * 1e-9
+    inverse = (right[good].T / singular[good]) @ left[:, good].T
+    values = inverse.sum(1)
+    residuals = 1.0 - (factors / scale) @ values
+    leverage = np.minimum((left[:, good] ** 2).sum(1), 1 - 1e-6)
+    covariance = (inverse * (residuals / (1 - leverage)) ** 2) @ inverse.T
+    degrees = min(max(count - int(good.sum()), 1), _MOST_DEGREES)
+    half_widths = student_t_quantile(_TAIL, degrees) * np.sqrt(np.diag(covariance))
+    is_known = (right[good] ** 2).sum(0) > 1 - 1e-6
+    return values / scale, half_widths / scale, is_known

@@ -1,0 +1,68 @@
+"""docs/accuracy.md judges no prediction on what it was fitted on."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "bench"))
+from accuracy.loads import FITTED_NAME, FITTED_SEED, JUDGED_SEEDS, LOADS, write_trace  # noqa: E402 (no package)
+
+RESULTS = sorted((ROOT / "bench" / "results" / "accuracy").glob("*.json"))
+SOURCES = (
+    r"probed.*|/metrics|/v1/models|a lower bound: not identified|assumed: not identified"
+    r"|all of the KV cache.*|time of .*|and for .*"
+)
+
+
+@pytest.fixture(params=RESULTS, ids=lambda path: path.stem)
+def result(request):
+    return json.loads(request.param.read_text())
+
+
+def test_what_is_judged_has_another_name_and_another_seed_than_what_is_fitted():
+    assert FITTED_NAME not in LOADS
+    assert FITTED_SEED not in JUDGED_SEEDS
+
+
+def test_stored_rows_are_held_out(result):
+    fitted = result["fitted_on"]
+    assert (fitted["name"], fitted["seed"]) == (FITTED_NAME, FITTED_SEED)
+    for row in result["rows"]:
+        assert row["load"] in LOADS
+        assert row["seed"] in JUDGED_SEEDS
+        assert row["seed"] != fitted["seed"]
+        assert row["load"] != fitted["name"]
+
+
+def test_the_fit_was_complete_before_the_first_load_was_measured(result):
+    fitted = datetime.fromisoformat(result["fitted_on"]["started_at"])
+    assert all(datetime.fromisoformat(row["started_at"]) > fitted for row in result["rows"])
+
+
+def test_every_prediction_is_made_from_the_table_of_the_probes(result):
+    assert {row["table"] for row in result["rows"]} == {result["table_digest"]}
+
+
+def test_every_number_of_the_description_comes_from_the_probes_or_the_server(result):
+    sources = re.findall(r"^\w+ = [^#\n]+  # (.*)$", result["description"], re.MULTILINE)
+    assert len(sources) >= 6
+    assert all(re.fullmatch(SOURCES, source) for source in sources), sources
+
+
+def test_each_load_of_a_system_has_every_seed(result):
+    seeds = {row["load"]: set() for row in result["rows"]}
+    for row in result["rows"]:
+        seeds[row["load"]].add(row["seed"])
+    assert all(found == set(JUDGED_SEEDS) for found in seeds.values())
+
+
+def test_a_load_with_the_seed_of_the_probes_is_refused(tmp_path):
+    with pytest.raises(AssertionError):
+        write_trace(tmp_path / "trace.jsonl", LOADS["mixed, 0.3"], FITTED_SEED, 1.0)

@@ -1,0 +1,85 @@
+"""The table of docs/accuracy.md, made of the stored results of bench/accuracy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from moestro.core.student_t import student_t_quantile
+
+RESULTS = Path(__file__).parents[1] / "bench" / "results" / "accuracy"
+TITLES = {
+    "ttft_mean_ms": "TTFT mean",
+    "ttft_p99_ms": "TTFT P99",
+    "tpot_mean_ms": "TPOT mean",
+    "tokens_per_s": "tokens/s",
+}
+HITS = "hit_ratio"
+
+
+def stored() -> dict[str, dict[str, Any]]:
+    """The stored results by system."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def _interval(errors: list[float]) -> tuple[float, float]:
+    """Mean error over seeds, and half of its 95 % interval."""
+    half = student_t_quantile(0.975, len(errors) - 1) * stdev(errors) / len(errors) ** 0.5
+    return fmean(errors), half
+
+
+def _cell(rows: list[dict[str, Any]], figure: str) -> str:
+    measured = fmean(row["measured"][figure] for row in rows)
+    if figure == HITS:
+        mean, half = _interval([100 * (row["predicted"][figure] - row["measured"][figure]) for row in rows])
+        return f"{measured:.3f}: {mean:+.1f} ± {half:.1f} points"
+    mean, half = _interval([100 * (row["predicted"][figure] / row["measured"][figure] - 1) for row in rows])
+    return f"{measured:,.1f}: {mean:+.0f} ± {half:.0f} %"
+
+
+def accuracy_table() -> str:
+    """Errors of all systems and loads: the measured mean, and the error of its prediction."""
+    lines = [f"| system | load | {' | '.join(TITLES.values())} | hit ratio |", "|---" * (len(TITLES) + 3) + "|"]
+    for result in stored().values():
+        loads = dict.fromkeys(row["load"] for row in result["rows"])
+        for load in loads:
+            rows = [row for row in result["rows"] if row["load"] == load]
+            cells = [_cell(rows, figure) for figure in (*TITLES, HITS)]
+            lines.append(f"| {result['system']} | {load} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def estimates_table() -> str:
+    """What calibrate found of each system, with its intervals."""
+    lines = ["| system | quantity | estimate | 95 % interval, or what is missing |", "|---|---|---|---|"]
+    for result in stored().values():
+        for each in result["estimates"]:
+            unit = each["unit"]
+            number = ",.4g" if unit else ",.0f"
+            value = "not identified" if each["value"] is None else f"{each['value']:{number}} {unit}".rstrip()
+            why = each["why"]
+            if each["value"] is None:
+                least = "" if each["low"] is None else f"at least {each['low']:{number}}; "
+                words = f"{least}{why}"
+            elif each["low"] == each["high"]:
+                words = why or "exact"
+            else:
+                words = f"{each['low']:{number}} to {each['high']:{number}}"
+            lines.append(f"| {result['system']} | {each['title']} | {value} | {words} |")
+    return "\n".join(lines)
+
+
+def summary_table() -> str:
+    """Mean absolute errors of each system over all loads and seeds, and the share of loads within the goals."""
+    lines = [f"| system | {' | '.join(TITLES.values())} | hit ratio |", "|---" * (len(TITLES) + 2) + "|"]
+    for result in stored().values():
+        rows, cells = result["rows"], []
+        for figure in TITLES:
+            errors = [abs(row["predicted"][figure] / row["measured"][figure] - 1) for row in rows]
+            cells.append(f"{100 * fmean(errors):.0f} %, at most {100 * max(errors):.0f}")
+        points = [100 * abs(row["predicted"][HITS] - row["measured"][HITS]) for row in rows]
+        cells.append(f"{fmean(points):.1f} points, at most {max(points):.1f}")
+        lines.append(f"| {result['system']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
