@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moestro.config.run_record import run_record
-from moestro.model.experts.copy_choice import visit_orders
+from moestro.model.experts.spread_device import visit_orders
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save

@@ -33,9 +33,9 @@ from statistics import fmean
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.planner.command import serve_arguments
 from moestro.planner.divisions import GpuDivision
 from moestro.planner.memory import memory_of
+from moestro.planner.plan import serve_arguments
 from moestro.planner.question import make_question
 from moestro.planner.settings import HardwareSettings, PlanSearchSettings, PlanSettings, TrafficSettings
 from moestro.planner.simulated import FittingDivision, SimulatedPoint

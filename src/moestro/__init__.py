@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 # Public name -> (module, name there). An import of Moestro alone loads none of them.
 _OFFERED = {
     "LLM": ("moestro.offline.llm", "LLM"),
-    "SamplingParams": ("moestro.offline.sampling", "OfflineSamplingParams"),
+    "SamplingParams": ("moestro.offline.llm", "OfflineSamplingParams"),
     "RequestOutput": ("moestro.offline.outputs", "RequestOutput"),
     "CompletionOutput": ("moestro.offline.outputs", "CompletionOutput"),
 }

@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from moestro.cli import main
-from moestro.config.config_file import read_config_file
-from moestro.config.config_sources import SECRETS, settings_in
+from moestro.config.config_sources import SECRETS, read_config_file, settings_in
 from moestro.config.serve_settings import ServeSettings
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES, SHARE_POLICIES
 from moestro.engine.settings import SchedulerOptions, SchedulerSettings

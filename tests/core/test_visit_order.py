@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moestro.model.experts.copy_choice import PERIOD, visit_orders
+from moestro.model.experts.spread_device import PERIOD, visit_orders
 
 
 def parts_of_order(order: np.ndarray, period: np.ndarray, num_copies: int) -> np.ndarray:

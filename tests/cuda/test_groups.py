@@ -19,7 +19,7 @@ from moestro.model.cuda.experts import CudaExperts
 from moestro.model.cuda.functions import CudaKernels
 from moestro.model.experts import expert_open
 from moestro.model.experts.routed import in_place_of
-from moestro.model.experts.spread_experts import SpreadExperts
+from moestro.model.experts.spread_device import SpreadExperts
 from moestro.model.network import Network
 
 NUM_NEW = 2

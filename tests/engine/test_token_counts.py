@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moestro.engine.token_counts import TokenCounts, WordEnds
+from moestro.engine.logit_edits import TokenCounts, WordEnds
 
 
 class CountingTokens:

@@ -13,8 +13,7 @@ from moestro.core.experts.expert_table import spread_evenly
 from moestro.core.experts.hops import HOP_RECORD, REPLY, Hop
 from moestro.core.stages import StageShape
 from moestro.core.views import BE, LS
-from moestro.flow.dispatcher import Dispatcher, PeerSettings
-from moestro.flow.outbox import Outbox, make_parcel
+from moestro.flow.dispatcher import Dispatcher, Outbox, PeerSettings, make_parcel
 from moestro.flow.token_pool import TokenPool
 
 NUM_PLACES = 64

@@ -21,7 +21,7 @@ from support.running import MOESTRO, PATIENCE_S, Running
 
 from moestro.errors import ConfigError
 from moestro.gateway.settings import FrontSettings, PickerSettings, RouteSettings
-from moestro.gateway.workers.merging import merged_engines, merged_metrics
+from moestro.gateway.workers.operators import merged_engines, merged_metrics
 from moestro.gateway.workers.processes import numbered
 
 NUM = 3

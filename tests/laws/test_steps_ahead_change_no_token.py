@@ -18,8 +18,7 @@ from support.plain_grammar import PATTERNS, backend, light
 from moestro.core.grammar import Grammar
 from moestro.core.request import ServiceClass, packed_tokens
 from moestro.core.work import FROM_STEP_BEFORE, LOGITS_LAST
-from moestro.engine.next_step import NextStep
-from moestro.engine.rank import build_rank
+from moestro.engine.rank import NextStep, build_rank
 from moestro.engine.settings import SchedulerSettings
 
 SIZES = {"num_blocks": 40, "block_size": BLOCK_SIZE, "max_model_len": 64}

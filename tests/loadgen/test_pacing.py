@@ -8,7 +8,7 @@ import time
 import numpy as np
 import uvloop
 
-from moestro.loadgen.pacing import BEAT_NS, heartbeat, send_bounded, send_open
+from moestro.loadgen.load import BEAT_NS, heartbeat, send_bounded, send_open
 
 MS = 1_000_000
 

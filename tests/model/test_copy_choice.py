@@ -8,7 +8,7 @@ import torch
 from support.moving_tables import random_target
 
 from moestro.core.experts.expert_table import EMPTY, ExpertTable, spread_evenly
-from moestro.model.experts.copy_choice import PERIOD, CopyChoice
+from moestro.model.experts.spread_device import PERIOD, CopyChoice
 
 CPU = torch.device("cpu")
 

@@ -25,7 +25,7 @@ from moestro.placement.live_settings import LivePlacementSettings
 from moestro.placement.settings import ExpertLoadSettings
 from moestro.server.engines.expert_loads import ExpertLoads
 from moestro.server.experts import placement_driver
-from moestro.server.experts.placeable_groups import lock_step_group
+from moestro.server.experts.expert_places import lock_step_group
 from moestro.server.experts.placement_driver import PlacementDriver
 from moestro.sim.groups.live_placement import PlacementSite, SimPlacement, SimPlacementSettings, with_spare_slots
 from moestro.wire.expert_reports import ReadExperts

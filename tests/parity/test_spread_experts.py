@@ -10,7 +10,7 @@ from support.expert_group import Task, run_alone, run_group
 from support.expert_tables import scatter
 
 from moestro.core.experts.expert_table import spread_evenly
-from moestro.model.experts.spread_experts import SpreadExperts
+from moestro.model.experts.spread_device import SpreadExperts
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])

@@ -11,8 +11,7 @@ from support.gimbal_cases import Shape, random_pairs, random_view
 
 from moestro.errors import ConfigError
 from moestro.placement.gimbal_affinity import rank_pairs
-from moestro.placement.gimbal_milp import GimbalProgram, solve_program
-from moestro.placement.policies.gimbal_v1 import GimbalMilpPlacement
+from moestro.placement.policies.gimbal_v1 import GimbalMilpPlacement, GimbalProgram, solve_program
 
 pytest.importorskip("scipy")
 

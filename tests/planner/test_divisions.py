@@ -15,9 +15,9 @@ from moestro.cost.hf_config import CONFIGS
 from moestro.cost.links import NVSWITCH_A100, Machines, with_both_kinds
 from moestro.cost.named_parts import read_network
 from moestro.errors import ConfigError
-from moestro.planner.command import commands_of
 from moestro.planner.divisions import GpuDivision, divisions_of
 from moestro.planner.memory import fewest_gpus, memory_of
+from moestro.planner.plan import commands_of
 from moestro.planner.question import make_question
 from moestro.planner.settings import HardwareSettings, PlanSearchSettings, PlanSettings, TrafficSettings
 from moestro.planner.simulated import FittingDivision

@@ -18,10 +18,9 @@ from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.planner.curves import Curve, best_within
 from moestro.planner.divisions import GpuDivision, divisions_of
 from moestro.planner.estimate import Estimator, chunks_of_prompt, mean_steps
-from moestro.planner.lengths import LengthSample
 from moestro.planner.memory import memory_of
 from moestro.planner.plan import Margin, inverted, make_plan, margin_of
-from moestro.planner.question import make_question
+from moestro.planner.question import LengthSample, make_question
 from moestro.planner.search import ALLOWANCE, PlanSearch, SearchFindings, ladder
 from moestro.planner.settings import (
     HardwareSettings,
@@ -30,8 +29,8 @@ from moestro.planner.settings import (
     PlanSettings,
     TrafficSettings,
 )
-from moestro.planner.show import print_plan, verdict
 from moestro.planner.simulated import FittingDivision, SimulatedPoint
+from moestro.planner.verb import print_plan, verdict
 
 SMALL = {
     "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,

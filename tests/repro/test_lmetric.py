@@ -19,8 +19,8 @@ from moestro.repro.lmetric import LmetricSettings
 from moestro.repro.lmetric.adversary import HOT_TOKENS, OWN_TOKENS, with_hot_prefix
 from moestro.repro.lmetric.claims import claims_of
 from moestro.repro.lmetric.experiment import QUICK, TUNED, LmetricExperiment, make_experiment
+from moestro.repro.lmetric.rollout import WatchedClasses
 from moestro.repro.lmetric.tables import tables_of
-from moestro.repro.lmetric.watching import WatchedClasses
 from moestro.repro.results import LoadPart, Reproduced, merged, write_result
 from moestro.repro.runner import reproduce, save_pictures
 from moestro.repro.sources import SCORED_SEED, TUNING_SEED, generated_sources, trace_sources

@@ -17,8 +17,7 @@ from moestro.repro.amoe.findings import ClosedRun
 from moestro.repro.amoe.loads import LENGTHS, LengthRanges, closed_load
 from moestro.repro.amoe.serving import closed_throughput
 from moestro.repro.amoe.systems import build
-from moestro.repro.modes.beds import UnevenBed, with_copies
-from moestro.repro.modes.cases import BASE, CASES, QUICK, SYSTEMS, MapCase
+from moestro.repro.modes.cases import BASE, CASES, QUICK, SYSTEMS, MapCase, UnevenBed, with_copies
 from moestro.repro.modes.experiment import ModesExperiment, _runs, make_experiment
 from moestro.repro.modes.findings import ModesFindings
 from moestro.repro.runner import reproduce, save_pictures

@@ -33,7 +33,7 @@ from moestro.placement.score import score
 from moestro.placement.search.slots import in_slots_of
 from moestro.server.admin.live_placement import open_placement
 from moestro.server.engines.expert_loads import ExpertLoads
-from moestro.server.experts.placeable_groups import ELSEWHERE
+from moestro.server.experts.expert_places import ELSEWHERE
 from moestro.server.experts.placement_prices import live_prices
 
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 3, 8, 6

@@ -18,7 +18,7 @@ from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
 from moestro.server.api.fields.request_builder import ServedModel
 from moestro.server.figures.banner import serve_banner
-from moestro.server.processes.start_clock import StartClock
+from moestro.server.processes.start_checks import StartClock
 from moestro.text.chats.chat_format import chat_format
 from moestro.text.settings import ChatSettings
 from moestro.web.banner import print_banner

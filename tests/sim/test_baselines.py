@@ -14,8 +14,7 @@ from support.plain_stages import DealingGate, OneExpertGate, PlainStages, decode
 
 from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.cost.collectives import FREE, AllReduce, AllToAll, all_reduce, all_to_all, all_to_all_of
-from moestro.cost.drawn_step import KeyedBatch
-from moestro.cost.expert_rows import SlotRows
+from moestro.cost.drawn_step import KeyedBatch, SlotRows
 from moestro.cost.gate import PopularityGate
 from moestro.cost.links import NVSWITCH_A100, Link, Machines
 from moestro.cost.model import Batch

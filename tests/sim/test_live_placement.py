@@ -16,7 +16,7 @@ from moestro.core.experts.expert_table import EMPTY, ExpertTable, spread_evenly
 from moestro.core.token_keys import request_key
 from moestro.cost.ahead_gate import AheadGate
 from moestro.cost.collectives import AllToAll
-from moestro.cost.expert_rows import SlotRows
+from moestro.cost.drawn_step import SlotRows
 from moestro.cost.gate import PopularityGate
 from moestro.cost.popularity import PopularityForm
 from moestro.engine.settings import SchedulerSettings

@@ -10,7 +10,7 @@ import pytest
 from moestro.core.experts.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
 from moestro.cost.hf_config import network_named
 from moestro.cost.links import EFA_P4D, NVSWITCH_A100, Machines
-from moestro.sim.groups.virtual_links import VirtualLinks
+from moestro.sim.groups.worker_group import VirtualLinks
 
 MACHINES = Machines(machine_of=(0, 0, 1, 1), within=NVSWITCH_A100, across=EFA_P4D)
 

@@ -30,8 +30,8 @@ from moestro.model.settings import LocalRank
 from moestro.placement.live.ep_migration import EpMigration
 from moestro.wire.layer_messages import ExpertsPlaced, LayerSettled, MoveLayer
 from moestro.wire.messages import Add, Outputs, Ready, Shutdown, WakeGroup
+from moestro.worker.network_rank import table_of
 from moestro.worker.rank_loop import SideJobs, run_rank
-from moestro.worker.spread_rank import table_of
 
 _WAIT_S = 20 * STUCK_S
 _PREPARED = 3  # of the numbers of a handshake: tokens, then those of `MoveAgreement.numbers`

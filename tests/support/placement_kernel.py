@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moestro.placement.kernel.choice import kernel_search
-from moestro.placement.kernel.library import SearchKernel
+from moestro.placement.kernel.choice import SearchKernel, kernel_search
 
 
 def kernel() -> SearchKernel:

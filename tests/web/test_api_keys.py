@@ -16,8 +16,7 @@ from support.running import PATIENCE_S, Running, call, wait_until
 
 from moestro.errors import ConfigError
 from moestro.web.access.access_settings import AccessSettings
-from moestro.web.access.control import Access
-from moestro.web.access.keys import ApiKeys, KeyFile
+from moestro.web.access.control import Access, ApiKeys, KeyFile
 
 
 def written(path: Path, text: str) -> Path:

@@ -29,7 +29,7 @@ from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.server.experts.coordinator import WorkerView
 from moestro.server.figures.group_metrics import group_metrics
 from moestro.server.figures.pace_lines import PaceLines
-from moestro.sim.groups.virtual_links import Transfer, VirtualLinks
+from moestro.sim.groups.worker_group import Transfer, VirtualLinks
 from moestro.wire.messages import Add, Outputs, Shutdown, WorkerFigures
 from moestro.worker.paced import FixedAnswers, PacedDevice, dilated, pace_of_stages
 from moestro.worker.paced_group import OpenedStep, PacedGroupDevice, PricedStep

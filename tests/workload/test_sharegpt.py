@@ -3,8 +3,7 @@ import json
 import pytest
 
 from moestro.errors import ConfigError
-from moestro.workload.traces.reading import read_trace
-from moestro.workload.traces.sharegpt import estimated_tokens
+from moestro.workload.traces.reading import estimated_tokens, read_trace
 
 S = 1_000_000_000
 

@@ -3,17 +3,115 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import yaml
 from cyclopts import App, ArgumentCollection, Group, Parameter
 from cyclopts.config import Dict
 
-from moestro.config.config_file import read_config_file
 from moestro.config.vllm_flags import flag_named, take_or_refuse, warn_of_taken
 from moestro.errors import ConfigError
+from moestro.files.text_files import read_text
+
+MAX_FILE_BYTES = 1 << 20
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One setting.
+
+    Attributes:
+        key: name as the file spells it.
+        value: value, or values of a flag that takes several. None means that the key has no value.
+        place: file and line, for messages.
+    """
+
+    key: str
+    value: Scalar | list[Scalar]
+    place: str
+
+
+def read_config_file(path: Path) -> list[Entry]:
+    """Read the settings in `path`, in the format of its suffix. Entries without a value are left out.
+
+    Raises:
+        ConfigError: the file cannot be read, is not in the format of its suffix, has sections, or sets a key twice.
+    """
+    readers = {".toml": _read_toml, ".yaml": _read_yaml, ".yml": _read_yaml}
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise ConfigError(f"--config {path}: the name must end in .yaml, .yml or .toml")
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"--config {path} is larger than {MAX_FILE_BYTES} bytes")
+        text = read_text(path)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from None
+    found: dict[str, Entry] = {}
+    for entry in reader(text, path):
+        name = entry.key.replace("_", "-")
+        if name in found:
+            raise ConfigError(f"{entry.place}: {entry.key} was set before, at {found[name].place}")
+        found[name] = entry
+    return [entry for entry in found.values() if entry.value is not None]
+
+
+def _read_toml(text: str, path: Path) -> Iterator[Entry]:
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    for key, value in data.items():
+        # The parser reports no position. A key in an unusual spelling has no line.
+        spelt = re.search(rf"^\s*\[*\s*[\"']?{re.escape(key)}[\"']?\s*[=\].]", text, re.MULTILINE)
+        place = f"{path}:{text.count(chr(10), 0, spelt.end()) + 1}" if spelt else str(path)
+        yield Entry(key, _flat(key, value, place), place)
+
+
+def _read_yaml(text: str, path: Path) -> Iterator[Entry]:
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{path} must hold lines of the form name: value")
+        for key_node, value_node in root.value:
+            place = f"{path}:{key_node.start_mark.line + 1}"
+            key = str(loader.construct_object(key_node, deep=True))
+            # Refused before the value is built, because a few nested aliases can stand for billions of values.
+            _refuse_nested(key, isinstance(value_node, yaml.MappingNode), place)
+            for item in value_node.value if isinstance(value_node, yaml.SequenceNode) else ():
+                _refuse_nested(key, not isinstance(item, yaml.ScalarNode), place)
+            yield Entry(key, _flat(key, loader.construct_object(value_node, deep=True), place), place)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    finally:
+        loader.dispose()
+
+
+def _flat(key: str, value: object, place: str) -> Scalar | list[Scalar]:
+    if isinstance(value, list):
+        return [_scalar(key, item, place) for item in value]
+    return _scalar(key, value, place)
+
+
+def _scalar(key: str, value: object, place: str) -> Scalar:
+    _refuse_nested(key, isinstance(value, dict | list), place)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _refuse_nested(key: str, is_nested: bool, place: str) -> None:  # noqa: FBT001
+    if is_nested:
+        raise ConfigError(f"{place}: {key} must be one value or a list of values; there are no sections")
+
 
 SECRETS = frozenset({"api_key", "router_api_key", "engine_api_key", "admin_api_key"})
 _NOT_IN_FILES = frozenset({"config", "print-config"})

@@ -34,8 +34,7 @@ from moestro.gateway.kv.kv_sources import KvSources
 from moestro.gateway.kv.kv_watch import KvEventsWatch
 from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.metrics import Counts
-from moestro.gateway.peers.exchange import PeerExchange
-from moestro.gateway.peers.figures import PeerCollector
+from moestro.gateway.peers.exchange import PeerCollector, PeerExchange
 from moestro.gateway.proxy import Proxy
 from moestro.gateway.request_queue import RequestQueue, RequestQueueRules
 from moestro.gateway.resume.resumption import Resumption
@@ -120,19 +119,7 @@ def assemble(
     decision_log = _decision_log(settings, fleet, record)
     access = Access.of(front.api_key, settings.access)
     queue = _request_queue(settings, fleet)
-    shared = ExchangeContext(
-        fleet=fleet,
-        access=access,
-        rules=_exchange_rules(settings),
-        budget=RetryBudget(RetryRules(share=settings.reliability.retry_share), time.monotonic_ns()),
-        counts=counts,
-        decision_log=decision_log,
-        active={},
-        faults=faults,
-        resumption=Resumption(fleet.models.context_of) if settings.reliability.resume_streams else None,
-        queue=queue,
-        traces=None if sink is None else RouterTraces(sink, fleet, _policy_text(settings), _fresh_ns(settings.engines)),
-    )
+    shared = _context(settings, fleet, counts, decision_log, access, faults, queue, sink)
     collectors, watchers, kv_events = _observers(settings, fleet, queue)
     watch = _watch(settings.engines, fleet, queue, watchers)
     engine_admin = _engine_admin(settings, fleet, watch, _withheld(access, sink), prompt_reader.words)
@@ -157,6 +144,32 @@ def assemble(
         front_limits=FrontLimits(front.max_connections, settings.access.max_connections_per_address),
         discovery=discovery,
         peers=peers,
+    )
+
+
+def _context(
+    settings: RouteSettings,
+    fleet: Fleet,
+    counts: Counts,
+    decision_log: DecisionLog,
+    access: Access,
+    faults: Faults,
+    queue: RequestQueue | None,
+    sink: SpanSink | None,
+) -> ExchangeContext:
+    reliability, fresh_ns = settings.reliability, _fresh_ns(settings.engines)
+    return ExchangeContext(
+        fleet=fleet,
+        access=access,
+        rules=_exchange_rules(settings),
+        budget=RetryBudget(RetryRules(share=reliability.retry_share), time.monotonic_ns()),
+        counts=counts,
+        decision_log=decision_log,
+        active={},
+        faults=faults,
+        resumption=Resumption(fleet.models.context_of) if reliability.resume_streams else None,
+        queue=queue,
+        traces=None if sink is None else RouterTraces(sink, fleet, _policy_text(settings), fresh_ns),
     )
 
 

@@ -14,12 +14,49 @@ import socket
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from moestro.grammar.check_worker import check_one
-from moestro.grammar.compiler import GrammarCompiler, GrammarError, VocabularySource
-from moestro.grammar.host_messages import BEGUN, BOUNDS, QUICK, ROLES, SLOW, TRY, ProcessBounds, VocabularyMessage
+from moestro.core.grammar import Grammar
+from moestro.grammar.compiler import GrammarCompiler, GrammarError, VocabularySource, failure_of
+from moestro.grammar.host_messages import (
+    BEGUN,
+    BOUNDS,
+    QUICK,
+    ROLES,
+    SLOW,
+    TRY,
+    CheckAnswer,
+    ProcessBounds,
+    VocabularyMessage,
+)
 from moestro.grammar.mask_worker import compute_masks
 from moestro.text.chats.render_job import read_message, write_message
+
+
+def check_one(file: int, compiler: GrammarCompiler | GrammarError, bounds: ProcessBounds) -> None:
+    """Read a grammar from the socket `file`, and answer whether it can be used."""
+    body = read_message(file)
+    if body is None:
+        return
+    grammar = msgspec.msgpack.decode(body, type=Grammar)
+    signal.setitimer(signal.ITIMER_PROF, bounds.cpu_s)
+    error = _error_of(grammar, compiler)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    write_message(file, msgspec.msgpack.encode(CheckAnswer(error)))
+
+
+def _error_of(grammar: Grammar, compiler: GrammarCompiler | GrammarError) -> str | None:
+    """Compile the grammar and compute its first mask, which finds grammars that match no text."""
+    if isinstance(compiler, GrammarError):
+        return str(compiler)
+    try:
+        matcher = compiler.compile(grammar)
+    except GrammarError as error:
+        return str(error)
+    words = np.zeros(-(-compiler.num_tokens // 32), np.int32)
+    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    return failure_of(matcher)
+
 
 _MOST_LIKELY_KILLED = "1000"  # of /proc/self/oom_score_adj, if the machine's memory is used up
 

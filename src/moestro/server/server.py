@@ -40,9 +40,8 @@ from moestro.server.engines.engine_client import EngineClient
 from moestro.server.engines.metrics import Metrics
 from moestro.server.engines.rank_socket import RankSocket
 from moestro.server.experts.coordinator import Coordinator
-from moestro.server.experts.expert_places import places_of
+from moestro.server.experts.expert_places import async_group, lock_step_group, places_of
 from moestro.server.experts.expert_signals import ExpertSignals
-from moestro.server.experts.placeable_groups import async_group, lock_step_group
 from moestro.server.experts.table_watch import ReadTable, ServedTable
 from moestro.server.figures.banner import serve_banner
 from moestro.server.figures.group_metrics import GroupLines
@@ -55,8 +54,7 @@ from moestro.server.processes.launcher import PACED_WORKER, WORKER, Launcher, op
 from moestro.server.processes.liveness import LivenessTimeouts
 from moestro.server.processes.local_launcher import LocalLauncher
 from moestro.server.processes.private_directory import private_directory
-from moestro.server.processes.start_checks import check_start
-from moestro.server.processes.start_clock import StartClock
+from moestro.server.processes.start_checks import StartClock, check_start
 from moestro.server.processes.supervisor import Launching, Supervisor
 from moestro.server.processes.worker_processes import now_ns
 from moestro.text.chats.chat_format import chat_format

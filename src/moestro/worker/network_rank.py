@@ -2,32 +2,91 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 
 import msgspec
 
-from moestro.config.launch_spec import GroupSpec, LaunchSpec
+from moestro.config.launch_spec import GroupSpec, LaunchSpec, LockStepSpec
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.model_info import ModelInfo
 from moestro.cost.settings import PacedSettings
+from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_over_ranks
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError
 from moestro.model.channels.tensor_channel import TensorChannels
 from moestro.model.channels.tensor_frames import TorchFrames
 from moestro.model.device import open_device
+from moestro.model.experts.expert_exchange import GroupPlace, meet
 from moestro.model.experts.expert_open import open_expert_device
 from moestro.model.experts.slot_memory import TorchSlots
+from moestro.model.experts.spread_device import open_spread_device
 from moestro.model.experts.worker_share import WorkerShare
 from moestro.model.staged.staged_device import ExpertTorchDevice
 from moestro.model.staged.staged_open import open_staged_device
 from moestro.placement.pair_window import PAIR_INTERVAL
+from moestro.wire.layer_messages import ExpertsPlaced, LayerMoving, LayerSettled
+from moestro.wire.messages import WakeGroup
 from moestro.worker.group_process import WorkerPart, WorkerSizes
 from moestro.worker.paced import NetworkAnswers, make_paced_rank, num_blocks_of, paced_notes
 from moestro.worker.paced_group import build_paced_group_rank
 from moestro.worker.paced_part import load_paced_part, num_part_blocks
-from moestro.worker.rank_builder import OnPhase, Send, local_rank_of, make_preemptive_rank, make_rank
-from moestro.worker.spread_rank import build_spread_rank
+from moestro.worker.rank_builder import (
+    OnPhase,
+    Send,
+    local_rank_of,
+    make_preemptive_rank,
+    make_rank,
+    scheduler_settings,
+)
+
+
+def build_spread_rank(
+    spec: LaunchSpec, lock_step: LockStepSpec, on_phase: OnPhase, send: Send
+) -> tuple[LockStepRank, ModelInfo]:
+    """Load this rank's share of the network, join the group, and build the rank.
+
+    Args:
+        on_phase: called with the name of each phase of the load as it begins.
+        send: sends a message to the API server.
+
+    Raises:
+        ConfigError: the settings cannot be honoured.
+        UnsupportedModelError: the checkpoint cannot run here.
+        GroupLostError: another rank of the group did not start.
+    """
+    place = GroupPlace(worker=spec.rank, num_workers=lock_step.num_ranks, timeout_s=lock_step.timeout_s)
+    device, info = open_spread_device(
+        spec.model,
+        place,
+        partial(table_of, lock_step),
+        lambda: meet(place, lock_step.port, lock_step.listen_fd, lock_step.join_wait_s(time.monotonic_ns())),
+        on_phase,
+        local_rank_of(spec),
+    )
+    device.network.sample_choices(PAIR_INTERVAL)
+    if spec.records_events:
+        device.network.count_visits(lock_step.num_ranks)
+    if spec.rank == 0:  # all ranks know the same
+        send(ExpertsPlaced(device.placed))
+        device.moves.on_moved = lambda version, num_bytes: send(LayerMoving(version, num_bytes))
+        device.moves.on_settled = lambda settled: send(LayerSettled(settled))
+    rank = build_lock_step_rank(scheduler_settings(spec, info), device, lambda step: send(WakeGroup(step)))
+    device.network.on_exchanged = rank.forget_cache
+    return rank, info
+
+
+def table_of(lock_step: LockStepSpec, num_layers: int, num_experts: int) -> ExpertTable:
+    """Make the table by which the ranks of a group load their experts, over all layers of the network.
+
+    Raises:
+        ConfigError: the network has too few experts, or the slots do not divide evenly.
+    """
+    if lock_step.placed is not None:
+        return lock_step.placed.whole_table()
+    return spread_over_ranks(num_layers, num_experts, lock_step.num_ranks, lock_step.num_redundant_experts)
+
 
 _LOOPBACK = "127.0.0.1"
 

@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.token_engine import CHAT, TokenEngine, random_groups
 
-from moestro.gateway.resume.fields import CONTINUED_FIELDS, InContinuation
-from moestro.gateway.resume.request import COMPLETION_PATH, ResumableRequest, resumable
+from moestro.gateway.resume.request import (
+    COMPLETION_PATH,
+    CONTINUED_FIELDS,
+    InContinuation,
+    ResumableRequest,
+    resumable,
+)
 from moestro.gateway.resume.stream import ResumableStream
 from moestro.gateway.resume.tokens import ModelTraits
 

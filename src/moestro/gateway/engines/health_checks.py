@@ -13,11 +13,87 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from moestro.core.load_figures import LoadFigures
-from moestro.gateway.clients.http_headers import LOOP_STATUS
+from moestro.gateway.clients.http_headers import LOOP_STATUS, AnswerHead, Incoming, RequestHead
 from moestro.gateway.engines.fleet import EngineAddress, Fleet, RoutedEngine
-from moestro.gateway.engines.probe_client import NoAnswerError, ask
+from moestro.gateway.engines.upstream import EngineConnection
 from moestro.routing.health.engine_health import Condition
 from moestro.routing.scrape import MAX_BYTES, MAX_RANKS, ScrapedLoad, scrape, scrape_ranks
+
+
+class NoAnswerError(Exception):
+    """An engine's missing or unusable answer; the message names the cause."""
+
+
+class _Whole:
+    """Sink that collects an answer of bounded size.
+
+    Attributes:
+        is_done: whether the answer is complete and its connection was returned to the pool.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._body = bytearray()
+        self._status = 0
+        self.is_done = False
+        self.answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+
+    def head(self, head: AnswerHead, length: int | None) -> None:
+        """Implement `Sink.head`."""
+        self._status = head.status
+
+    def body(self, data: bytes, *, is_last: bool) -> None:
+        """Implement `Sink.body`."""
+        if len(self._body) + len(data) > self._max_bytes:
+            self.broken(f"its answer has more than {self._max_bytes} bytes")
+        else:
+            self._body += data
+
+    def done(self) -> None:
+        """Implement `Sink.done`."""
+        self.is_done = True
+        if not self.answer.done():
+            self.answer.set_result((self._status, bytes(self._body)))
+
+    def broken(self, cause: str) -> None:
+        """Implement `Sink.broken`."""
+        if not self.answer.done():
+            self.answer.set_exception(NoAnswerError(cause))
+
+
+async def ask(address: EngineAddress, path: str, timeout_s: float, max_bytes: int) -> tuple[int, bytes]:
+    """Send `GET path` on a connection to `address`, and return the answer's status and body.
+
+    Raises:
+        NoAnswerError: no answer arrived in time, or the answer is too large.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            kept = address.pool.take()
+            if kept is not None:
+                try:
+                    return await _ask_on(kept, address, path, max_bytes)
+                except NoAnswerError:
+                    pass  # an idle connection may have been closed; only a new one proves a failure
+            return await _ask_on(await address.pool.connect(), address, path, max_bytes)
+    except TimeoutError:
+        raise NoAnswerError(f"nothing within {timeout_s:g} s") from None
+    except OSError as error:
+        raise NoAnswerError(f"cannot connect: {error}") from None
+
+
+async def _ask_on(connection: EngineConnection, address: EngineAddress, path: str, max_bytes: int) -> tuple[int, bytes]:
+    incoming = Incoming(RequestHead(b"GET", path.encode(), [], {}), b"", "127.0.0.1", "moestro-route")
+    if not connection.is_open:
+        raise NoAnswerError("it closed the connection at once")
+    sink = _Whole(max_bytes)
+    try:
+        connection.send(address.head.of(incoming), b"", sink, is_bodiless=False)
+        return await sink.answer
+    finally:
+        if not sink.is_done:  # a complete answer has returned the connection to the pool
+            connection.close()
+
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,11 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from moestro.gateway.engines.fleet import Fleet
 from moestro.gateway.peers.channel import SELF, Identity, PeerChannel, PeerRefusedError, accept, dial
@@ -18,6 +21,41 @@ from moestro.routing.replication.journal import Journal, Outlet
 from moestro.routing.replication.messages import HistoryPart, OperationBatch, RouterRun, Snapshot, Want, WantHistory
 from moestro.routing.replication.replica import Replica, ReplicaRules
 from moestro.web.ports.log_limit import LogLimit
+
+
+class PeerCollector(Collector):
+    """Exposes the counts of an exchange as Prometheus metric families."""
+
+    def __init__(self, exchange: PeerExchange) -> None:
+        self._exchange = exchange
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families with their current values."""
+        exchange = self._exchange
+        links, counts = exchange.counts, exchange.replica.counts
+        for name, text, value in (
+            ("peers", "Other routers that sent a message lately.", exchange.replica.num_peers),
+            ("peer_links", "Open connections that this router made to others.", exchange.num_links),
+            ("peer_in_flight", "Requests of other routers that count here.", exchange.replica.num_flights),
+        ):
+            yield GaugeMetricFamily(f"moestro:route_{name}", text, value=value)
+        for name, text, value in (
+            ("peer_messages", "Messages sent to other routers.", links.num_messages),
+            ("peer_refused", "Connections of routers that either end refused.", links.num_refused),
+            ("peer_operations", "Operations of other routers that were applied.", counts.num_operations),
+            ("peer_repeated", "Operations of other routers that came again.", counts.num_repeated),
+            ("peer_gaps", "Requests for missing operations.", counts.num_gaps),
+            ("peer_snapshots", "Snapshots of other routers that were applied.", counts.num_snapshots),
+            ("peer_differences", "Digests that did not equal the copy here.", counts.num_differences),
+            ("peer_expired", "Times that a router was silent for too long to count.", counts.num_expired),
+        ):
+            yield CounterMetricFamily(f"moestro:route_{name}", text, value=value)
+        text = "Bytes exchanged with other routers."
+        family = CounterMetricFamily("moestro:route_peer_bytes", text, labels=("direction",))
+        family.add_metric(("sent",), links.num_sent_bytes)
+        family.add_metric(("received",), links.num_received_bytes)
+        yield family
+
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from triton.runtime.errors import OutOfResources
 
 from moestro.core.experts.expert_table import EMPTY
 from moestro.model.attention import ATTENTION_FORM, OWN_ATTENTION, AttentionForm, Scoring, attend_paged
-from moestro.model.cuda.experts import CudaExperts, ExpertWeightTable
-from moestro.model.cuda.front import CudaFront
+from moestro.model.cuda.experts import CudaExperts, CudaFront, ExpertWeightTable
 from moestro.model.cuda.functions import CudaKernels, GateForm, Norm
 from moestro.model.cuda.units import Walk
 from moestro.model.experts.routed import (

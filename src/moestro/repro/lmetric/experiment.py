@@ -39,9 +39,8 @@ from moestro.repro.lmetric.findings import (
     difference,
 )
 from moestro.repro.lmetric.paper import SETUP
-from moestro.repro.lmetric.rollout import RolledOutTtft
+from moestro.repro.lmetric.rollout import RolledOutTtft, Watched, WatchedClasses
 from moestro.repro.lmetric.tables import tables_of
-from moestro.repro.lmetric.watching import Watched, WatchedClasses
 from moestro.repro.results import Claim
 from moestro.repro.sources import SCORED_SEED, TUNING_SEED, Source, generated_sources, trace_sources
 from moestro.repro.testbed import (

@@ -2,12 +2,149 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
+from moestro.cost.gate import PopularityGate
+from moestro.cost.links import ANNOUNCE_REMOTELY_NS, Link, Machines, link_named, two_phase
+from moestro.cost.popularity import AMOE_RATE, PopularityForm
+from moestro.cost.priced_stages import HostOverhead
+from moestro.cost.roofline import HostCost
+from moestro.repro.amoe.beds import Bed
 from moestro.repro.amoe.loads import LENGTHS, LengthRanges
 from moestro.repro.amoe.systems import ASYNC, COLOCATED, EP, OVERLAP, PING_PONG_NAME, REPLICAS
-from moestro.repro.modes.beds import UnevenBed
+from moestro.sim.groups.uneven_devices import StageJitter
+
+_STALE = 1000  # added to the seed of the popularity for which a stale plan was made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnevenBed(Bed):
+    """A testbed of AMoE with faults.
+
+    Attributes:
+        skew: rate of the exponential popularity of experts.
+        num_spares: slots of each worker with experts beyond its share, which hold further copies of hot experts.
+        is_plan_stale: whether the copies were planned for another popularity than that of now, as after a change of
+            what users ask.
+        variation: standard deviation of the factors on stage times.
+        slow: factors on the times of the first GPUs.
+        across: name of the link between machines.
+        added_latency_ns: added to the latency of every link.
+        host_factor: factor on the host's times, of `async` as of lock-step.
+    """
+
+    skew: float = AMOE_RATE
+    num_spares: int = 0
+    is_plan_stale: bool = False
+    variation: float = 0.0
+    slow: tuple[float, ...] = ()
+    across: str = "efa-p4d"
+    added_latency_ns: int = 0
+    host_factor: float = 1.0
+
+    def gate(self, seed: int) -> PopularityGate:
+        """The gate, equal for every system under a seed."""
+        experts = self.shape.experts
+        assert experts is not None, "the map has Mixture-of-Experts networks"
+        return PopularityGate(self._popularity(seed), experts.top_k, seed)
+
+    def _popularity(self, seed: int) -> NDArray[np.float64]:
+        experts = self.shape.experts
+        assert experts is not None, "the map has Mixture-of-Experts networks"
+        form = PopularityForm(
+            family="uniform" if self.popularity == "uniform" else "exponential",
+            skew=self.skew,
+            hot_ids="permuted" if self.popularity == "permuted" else "same",
+            seed=seed,
+        )
+        return form.by_layer(self.shape.num_layers, experts.num_experts)
+
+    def table(self, holders: Sequence[int], num_workers: int, seed: int) -> ExpertTable:
+        """Place the experts, with further copies where there are spare slots."""
+        if not self.num_spares:
+            return super(UnevenBed, self).table(holders, num_workers, seed)
+        popularity = self._popularity(seed + _STALE * self.is_plan_stale)[0]
+        popularity = np.broadcast_to(popularity, (self.shape.num_layers, popularity.shape[1]))
+        return with_copies(popularity, holders, num_workers, -(-popularity.shape[1] // len(holders)) + self.num_spares)
+
+    @property
+    def slowdown(self) -> NDArray[np.float64] | None:
+        """float64[num_gpus], factor on the times of each GPU. None means 1 for all."""
+        return np.array([*self.slow, *[1.0] * (self.num_gpus - len(self.slow))]) if self.slow else None
+
+    def jitter(self, *seed: int) -> StageJitter | None:
+        """Draws of factors on stage times. None means that stages of a size take equally long."""
+        return StageJitter(self.variation, *seed) if self.variation else None
+
+    @property
+    def item_host(self) -> HostOverhead:
+        """Host time of an item in `async`."""
+        host = super(UnevenBed, self).item_host
+        return HostOverhead(
+            attention_ns=round(host.attention_ns * self.host_factor), expert_ns=round(host.expert_ns * self.host_factor)
+        )
+
+    @property
+    def step_host(self) -> HostCost:
+        """Host time of a step in lock-step."""
+        host = super(UnevenBed, self).step_host
+        return HostCost(step_ns=host.step_ns * self.host_factor, sequence_ns=host.sequence_ns * self.host_factor)
+
+    def machines(self, *, announces: bool) -> Machines:
+        """The machines and their links."""
+        machines = super(UnevenBed, self).machines(announces=False)
+        across = self._later(link_named(self.across))
+        within = self._later(machines.within)
+        if announces:
+            within, across = two_phase(within), two_phase(across, ANNOUNCE_REMOTELY_NS)
+        return replace(machines, within=within, across=across)
+
+    def _later(self, link: Link) -> Link:
+        return replace(link, latency_ns=link.latency_ns + self.added_latency_ns)
+
+
+def with_copies(
+    popularity: NDArray[np.float64], holders: Sequence[int], num_workers: int, num_slots: int
+) -> ExpertTable:
+    """Make a table that gives copies to the experts with the most load, and balances the workers of each layer.
+
+    Each free slot goes to the expert with the most load per copy. Then the copies, from the most loaded down, go each
+    to the least loaded worker that has a free slot and no copy of this expert. The rule is that of DeepSeek's EPLB.
+
+    Args:
+        popularity: float64[layers, experts], for which the table is made.
+        holders: workers with experts, as indices below `num_workers`.
+        num_workers: all workers.
+        num_slots: slots of each of `holders`.
+    """
+    num_layers, num_experts = popularity.shape
+    logical_of = np.full((num_workers, num_layers, num_slots), EMPTY, np.int32)
+    for layer, load in enumerate(popularity):
+        copies = np.ones(num_experts, np.int64)
+        for _ in range(len(holders) * num_slots - num_experts):
+            copies[np.where(copies < len(holders), load / copies, -1.0).argmax()] += 1
+        experts = np.repeat(np.arange(num_experts), copies)
+        each = (load / copies)[experts]
+        on_worker = np.zeros(len(holders))
+        used = np.zeros(len(holders), np.int64)
+        has = np.zeros((len(holders), num_experts), np.bool_)
+        for index in np.argsort(-each, kind="stable").tolist():
+            expert = int(experts[index])
+            worker = int(np.where((used < num_slots) & ~has[:, expert], on_worker, np.inf).argmin())
+            if used[worker] == num_slots or has[worker, expert]:
+                continue  # the last slots are on workers that have this expert: they stay empty
+            logical_of[holders[worker], layer, used[worker]] = expert
+            on_worker[worker] += each[index]
+            used[worker] += 1
+            has[worker, expert] = True
+    return ExpertTable(0, logical_of, num_experts, np.ones(num_workers, np.bool_))
+
 
 SYSTEMS = (COLOCATED, ASYNC, EP, OVERLAP, PING_PONG_NAME, REPLICAS)
 OURS = (COLOCATED, ASYNC)

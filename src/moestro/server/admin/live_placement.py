@@ -4,23 +4,176 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from aiohttp import web
 
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.model_info import ModelInfo
-from moestro.errors import ConfigError
+from moestro.errors import ConfigError, shown
 from moestro.files.text_files import read_text
 from moestro.placement.live.control import DecisionOutcome, PlacementControl, Trigger
 from moestro.placement.live.group_view import GroupView, PlaceableGroup
+from moestro.placement.live.plan import PlacementPlan
+from moestro.placement.live_settings import NO_POLICY
 from moestro.placement.registry import PlacementError
-from moestro.server.admin.placement_admin import NoPlacementAdmin, PlacementAdmin
+from moestro.server.admin.admin_plane import ADMIN_BODY_BYTES
 from moestro.server.engines.expert_loads import ExpertLoads
 from moestro.server.experts.placement_driver import PlacementDriver
 from moestro.server.experts.placement_prices import LivePrices, live_prices
+from moestro.server.experts.placement_views import PlanView, placement_view, plan_view
+from moestro.web.bodies.reading import Bodies
+from moestro.web.errors import HttpError
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+class PlacementAdmin:
+    """Handles the operator's requests.
+
+    Args:
+        driver: Controls the placement.
+        prices: Prices by which plans are judged.
+    """
+
+    def __init__(self, driver: PlacementDriver, prices: LivePrices) -> None:
+        self._driver, self._control, self._prices = driver, driver.control, prices
+        self._bodies = Bodies(max_body_bytes=ADMIN_BODY_BYTES)
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return all routes."""
+        return _routes(self.show, self.plan, self.apply, self.freeze, self.unfreeze, self.cancel)
+
+    async def show(self, http: web.Request) -> web.Response:
+        """Handle GET /admin/placement: return the table, its balance, and what was decided last."""
+        has_arrays = _has_arrays(http)
+        await self._driver.read()
+        return self._shown(has_arrays=has_arrays)
+
+    async def plan(self, http: web.Request) -> web.Response:
+        """Handle POST /admin/placement/plan: return what a policy would do, and change nothing."""
+        has_arrays = _has_arrays(http)
+        policy = http.query.get("policy", self._control.settings.placement_policy)
+        if policy == NO_POLICY:
+            text = "The server has no policy: add ?policy=moestro, or start it with --placement-policy."
+            raise HttpError(400, text, "no_policy")
+        if policy.partition(":")[0].endswith(".py") and policy != self._control.settings.placement_policy:
+            # A file is code; only who starts the server may choose it.
+            text = "Name a registered policy; a file's policy must be the one of --placement-policy."
+            raise HttpError(400, text, "bad_policy")
+        if self._control.is_planning:
+            raise HttpError(409, "A policy is planning already.", "planning")
+        try:
+            plan = await self._driver.plan(policy)
+        except ConfigError as error:
+            raise HttpError(400, f"{error}.", "bad_policy") from None
+        except (PlacementError, ValueError) as error:
+            raise HttpError(409, f"There is no plan: {error}.", "no_plan") from None
+        return _json(self._plan_view(plan, has_arrays=has_arrays))
+
+    async def apply(self, http: web.Request) -> web.Response:
+        """Handle POST /admin/placement/apply: move towards the body's placement, or towards the last plan."""
+        has_arrays = _has_arrays(http)
+        async with self._bodies.holding(http) as body:
+            return self._apply(body, has_arrays=has_arrays)
+
+    def _apply(self, body: bytes, *, has_arrays: bool) -> web.Response:
+        if self._control.is_frozen:
+            raise HttpError(409, "Placement is frozen: POST /admin/placement/unfreeze first.", "frozen")
+        if self._control.active is not None or self._control.migration.progress.is_running:
+            text = "A migration is running: wait for its end, or POST /admin/placement/cancel."
+            raise HttpError(409, text, "migration_running")
+        plan = self._control.plan if not body else self._plan_of(body)
+        if plan is None:
+            text = "There is no plan yet: POST /admin/placement/plan, or send a placement as the body."
+            raise HttpError(409, text, "no_plan")
+        decision = self._driver.apply(plan, Trigger.OPERATOR)
+        if decision.outcome is DecisionOutcome.FAILED:
+            raise HttpError(409, f"The placement stays: {decision.reason}.", "refused")
+        status = 202 if decision.outcome is DecisionOutcome.STARTED else 200
+        return _json(self._plan_view(plan, has_arrays=has_arrays), status=status)
+
+    async def freeze(self, _http: web.Request) -> web.Response:
+        """Handle POST /admin/placement/freeze: let no migration start until it is lifted."""
+        self._control.freeze(is_frozen=True)
+        return self._shown(has_arrays=False)
+
+    async def unfreeze(self, _http: web.Request) -> web.Response:
+        """Handle POST /admin/placement/unfreeze: let migrations start again."""
+        self._control.freeze(is_frozen=False)
+        return self._shown(has_arrays=False)
+
+    async def cancel(self, _http: web.Request) -> web.Response:
+        """Handle POST /admin/placement/cancel: end the migration after its layer, or give up a policy that plans."""
+        if not self._driver.cancel():
+            raise HttpError(409, "Nothing is running: no migration, and no policy plans.", "nothing_running")
+        return self._shown(has_arrays=False)
+
+    def _plan_of(self, body: bytes) -> PlacementPlan:
+        try:
+            contents = msgspec.json.decode(body)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise HttpError(400, f"The body is no JSON: {shown(str(error))}.", "bad_json") from None
+        try:
+            return self._driver.plan_of("an operator's file", contents)
+        except PlacementError as error:
+            raise HttpError(400, f"The placement is refused: {shown(str(error))}.", "bad_placement") from None
+
+    def _plan_view(self, plan: PlacementPlan, *, has_arrays: bool) -> PlanView:
+        horizon_steps = self._control.settings.payback_horizon
+        layers = self._driver.view.group.layers()
+        return plan_view(plan, layers, self._prices, horizon_steps, has_arrays=has_arrays)
+
+    def _shown(self, *, has_arrays: bool) -> web.Response:
+        self._control.tick(self._driver.now_ns())  # A migration may have ended since the last look.
+        places = self._driver.view.group.places()
+        return _json(placement_view(self._control, places, self._prices, self._driver.now_ns(), has_arrays=has_arrays))
+
+
+class NoPlacementAdmin:
+    """Answers the same requests where nothing can be placed.
+
+    Args:
+        why: The reason, as a sentence.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return all routes."""
+        return _routes(*[self.refuse] * 6)
+
+    async def refuse(self, _http: web.Request) -> web.Response:
+        """Handle every request: say why there is no placement."""
+        raise HttpError(404, self._why, "no_placement")
+
+
+def _routes(
+    show: Handler, plan: Handler, apply: Handler, freeze: Handler, unfreeze: Handler, cancel: Handler
+) -> list[web.RouteDef]:
+    return [
+        web.get("/admin/placement", show),
+        web.post("/admin/placement/plan", plan),
+        web.post("/admin/placement/apply", apply),
+        web.post("/admin/placement/freeze", freeze),
+        web.post("/admin/placement/unfreeze", unfreeze),
+        web.post("/admin/placement/cancel", cancel),
+    ]
+
+
+def _has_arrays(http: web.Request) -> bool:
+    arrays = http.query.get("arrays", "false")
+    if arrays not in {"true", "false"}:
+        raise HttpError(400, "arrays must be true or false.", "bad_request")
+    return arrays == "true"
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import msgspec
 from aiohttp import web
 
+from moestro.core.load_figures import LoadFigures
 from moestro.grammar.checker import GrammarChecker
 from moestro.grammar.compiler import VocabularySource
 from moestro.server.api.answers.generation import SCORE_BYTES, Generation, join_pieces
-from moestro.server.api.answers.load_header import FORMAT_HEADER, load_headers
 from moestro.server.api.answers.responses import AnswerForm
 from moestro.server.api.answers.sse import AnswerEncoding, EventStream, UsageWanted, stream
 from moestro.server.api.fields.request_builder import Arrival, Prepared, ServedModel, following
@@ -30,6 +31,30 @@ from moestro.web.middleware import REQUEST_ID
 from moestro.web.session_names import session_in
 from moestro.web.tracing.spans import TRACEPARENT
 from moestro.wire.load_report import LOAD_REPORT_HEADER, written
+
+FORMAT_HEADER = "endpoint-load-metrics-format"
+LOAD_HEADER = "endpoint-load-metrics"
+
+
+def load_headers(wanted: str | None, loads: Sequence[LoadFigures]) -> dict[str, str]:
+    """Return the header for an answer; none without `wanted`, or for a format that vLLM does not know either.
+
+    Args:
+        wanted: Value of the request's `endpoint-load-metrics-format`: TEXT or JSON, in any case.
+        loads: Last report of each engine behind the port.
+    """
+    form = (wanted or "").strip().upper()
+    if form not in {"TEXT", "JSON"}:
+        return {}
+    usages = [load.kv_usage or 0.0 for load in loads]
+    figures = {
+        "kv_cache_usage_perc": sum(usages) / len(usages),
+        "num_requests_waiting": float(sum(load.num_waiting or 0 for load in loads)),
+    }
+    if form == "TEXT":
+        return {LOAD_HEADER: "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in figures.items())}
+    return {LOAD_HEADER: f"JSON {msgspec.json.encode({'named_metrics': figures}).decode()}"}
+
 
 T = TypeVar("T")
 

@@ -2,25 +2,177 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moestro.core.clock import NS_PER_S
+from moestro.core.experts.near_experts import DISTANCES, SAME_DEVICE
 from moestro.core.load_figures import FIGURES, FigureKind, figure_values
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import FinishReason
-from moestro.placement.live.control import PlacementControl
+from moestro.placement.live.control import DecisionOutcome, MigrationOutcome, PlacementControl
+from moestro.placement.score import PlaceScore
 from moestro.server.engines.engine_client import EngineClient
+from moestro.server.engines.expert_loads import ExpertLoads
 from moestro.server.engines.metrics import ByClass, EngineMetrics, Metrics
 from moestro.server.experts.coordinator import Coordinator
 from moestro.server.experts.expert_signals import ExpertSignals
-from moestro.server.figures.expert_metrics import expert_metrics, signal_metrics
+from moestro.server.experts.placement_views import found_s, predicted_s
 from moestro.server.figures.group_metrics import group_metrics
-from moestro.server.figures.placement_metrics import placement_metrics
 from moestro.web.ports.faults import Faults
 from moestro.web.prometheus import Histogram, buckets, merge
+
+
+def placement_metrics(
+    control: PlacementControl, model_name: str, now_ns: Callable[[], int] = time.monotonic_ns
+) -> Iterator[Metric]:
+    """Yield the metrics of live placement with their present values."""
+    change = None if control.applied is None else control.applied.change
+    now = None if control.measured is None else control.measured.score
+    text = (
+        "Mean load of the workers over the largest under the present placement; ratio_of_sums as vLLM defines it,"
+        " mean_of_ratios as SGLang does."
+    )
+    yield _balance("moestro:placement_balance", text, now, model_name)
+    text = "The same, as the last completed plan predicted it."
+    yield _balance("moestro:placement_balance_predicted", text, None if change is None else change.after, model_name)
+    yield from _payback(control, model_name)
+    gauges: dict[str, tuple[str, float]] = {
+        "table_version": ("Version of the table of experts that the group serves.", control.migration.table.version),
+        "frozen": ("1 while an operator lets no migration start.", control.is_frozen),
+        "migrating": ("1 while experts move.", control.migration.progress.is_running),
+        "stalled": ("1 while a migration or a planning policy stands still.", bool(control.stall)),
+    }
+    if control.plan is not None:
+        age_s = (now_ns() - control.plan_ns) / NS_PER_S
+        gauges["plan_age_seconds"] = ("Age of the last plan of a placement policy.", age_s)
+    for name, (text, value) in gauges.items():
+        gauge = GaugeMetricFamily(f"moestro:placement_{name}", text, labels=("model_name",))
+        gauge.add_metric((model_name,), float(value))
+        yield gauge
+    for name, text, count in (
+        ("moved_bytes", "Bytes of weights that moved.", control.moved_bytes),
+        ("stalls", "Times at which a migration or a planning policy began to stand still.", control.num_stalls),
+    ):
+        counter = CounterMetricFamily(f"moestro:placement_{name}", text, labels=("model_name",))
+        counter.add_metric((model_name,), count)
+        yield counter
+    outcomes = {outcome.value: control.num_migrations[outcome] for outcome in MigrationOutcome}
+    yield _by_outcome("moestro:placement_migrations", "Migrations that ended, by outcome.", outcomes, model_name)
+    outcomes = {outcome.value: control.num_decisions[outcome] for outcome in DecisionOutcome}
+    yield _by_outcome("moestro:placement_decisions", "Decisions about the placement, by outcome.", outcomes, model_name)
+
+
+def _balance(name: str, text: str, score: PlaceScore | None, model_name: str) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=("model_name", "definition"))
+    if score is not None:
+        family.add_metric((model_name, "ratio_of_sums"), score.balance_of_sums)
+        family.add_metric((model_name, "mean_of_ratios"), score.mean_balance)
+    return family
+
+
+def _payback(control: PlacementControl, model_name: str) -> Iterator[Metric]:
+    """Yield what the last completed plan saves, and after how many steps its move has paid."""
+    labels = ("model_name", "kind")
+    saved = GaugeMetricFamily(
+        "moestro:placement_saved_seconds_per_step",
+        "Seconds per step that the last completed plan saves by the traffic model: predicted when it was made, found"
+        " under the load since.",
+        labels=labels,
+    )
+    steps = GaugeMetricFamily(
+        "moestro:placement_payback_steps", "Steps after which its move has paid; absent for never.", labels=labels
+    )
+    for kind, saved_s in (("predicted", predicted_s(control)), ("found", found_s(control))):
+        if saved_s is not None and control.applied is not None:
+            saved.add_metric((model_name, kind), saved_s)
+            if saved_s > 0:
+                steps.add_metric((model_name, kind), control.applied.move_s / saved_s)
+    yield from (saved, steps)
+
+
+def _by_outcome(name: str, text: str, counts: Mapping[str, int], model_name: str) -> Metric:
+    family = CounterMetricFamily(name, text, labels=("model_name", "outcome"))
+    for outcome, count in counts.items():
+        family.add_metric((model_name, outcome), count)
+    return family
+
+
+def expert_metrics(
+    loads: ExpertLoads, model_name: str, now_ns: Callable[[], int] = time.monotonic_ns
+) -> Iterator[Metric]:
+    """Yield the metrics of the last reports, and ask the engines for new ones, which the next scrape shows."""
+    loads.refresh(now_ns())
+    merged, label = loads.merged(), (model_name,)
+    mean = GaugeMetricFamily(
+        "moestro:expert_balance",
+        "Mean load of a layer's experts over the largest, mean of all layers; 1 means even.",
+        labels=("model_name",),
+    )
+    worst = GaugeMetricFamily(
+        "moestro:expert_balance_min", "The same of the layer with the least even load.", labels=("model_name",)
+    )
+    if merged is not None:
+        mean.add_metric(label, float(merged.balance.mean()))
+        worst.add_metric(label, float(merged.balance.min()))
+    yield from (mean, worst)
+    yield from _by_engine(loads, model_name, now_ns())
+
+
+def _by_engine(loads: ExpertLoads, model_name: str, now_ns: int) -> Iterator[Metric]:
+    labels = ("model_name", "engine")
+    visits = CounterMetricFamily(
+        "moestro:expert_visits", "Visits of the engine's tokens to experts, in all layers.", labels=labels
+    )
+    steps = GaugeMetricFamily("moestro:expert_window_steps", "Steps in the window of expert load.", labels=labels)
+    age = GaugeMetricFamily(
+        "moestro:expert_window_age_seconds", "Age of the engine's report of its expert load.", labels=labels
+    )
+    for engine, report in enumerate(loads.engines):
+        if report.at_ns is not None:
+            values = (model_name, str(engine))
+            visits.add_metric(values, report.num_visits)
+            steps.add_metric(values, report.num_steps)
+            age.add_metric(values, (now_ns - report.at_ns) / NS_PER_S)
+    yield from (visits, steps, age)
+
+
+def signal_metrics(
+    signals: ExpertSignals, model_name: str, now_ns: Callable[[], int] = time.monotonic_ns
+) -> Iterator[Metric]:
+    """Yield what routers learn of the experts of a group. A figure that is old, or was never known, is absent."""
+    labels = ("model_name", "engine")
+    pressure, local = FIGURES["expert_pressure"], FIGURES["expert_local_share"]
+    pressures = GaugeMetricFamily(f"moestro:{pressure.metric}", pressure.help, labels=labels)
+    locals_ = GaugeMetricFamily(f"moestro:{local.metric}", local.help, labels=labels)
+    visits = GaugeMetricFamily(
+        "moestro:expert_visit_share",
+        "Fraction of the visits of the engine's tokens to experts on its device, elsewhere on its machine, and on other"
+        " machines.",
+        labels=(*labels, "distance"),
+    )
+    near = GaugeMetricFamily(
+        "moestro:expert_near_share",
+        "Fraction of a layer's experts with a copy on the engine's device, or else on its machine, or else on other"
+        " machines; mean of all layers.",
+        labels=(*labels, "distance"),
+    )
+    for engine in range(signals.num_engines):
+        values, signal = (model_name, str(engine)), signals.of_engine(engine, now_ns())
+        if signal is not None:
+            pressures.add_metric(values, signal.pressure)
+            if signal.visits is not None:
+                locals_.add_metric(values, signal.visits[SAME_DEVICE])
+                for distance, share in zip(DISTANCES, signal.visits, strict=True):
+                    visits.add_metric((*values, distance), share)
+        if signals.near_experts is not None:
+            for distance, share in zip(DISTANCES, signals.near_experts[engine].mean(axis=1).tolist(), strict=True):
+                near.add_metric((*values, distance), share)
+    yield from (pressures, locals_, visits, near)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from moestro.config.launch_spec import LaunchSpec
@@ -19,13 +19,66 @@ from moestro.server.engines.engine_client import EngineClient
 from moestro.server.engines.metrics import Metrics
 from moestro.server.engines.rank_socket import RankSocket
 from moestro.server.experts.coordinator import Coordinator
-from moestro.server.processes.engine_group import EngineGroup
 from moestro.server.processes.launcher import Launcher
 from moestro.server.processes.liveness import LivenessTimeouts
 from moestro.server.processes.restarts import MAX_FAILED_STARTS, RestartRule
 from moestro.server.processes.watchdog import TICK_S, RankControl, RankState, Watchdog
 from moestro.server.processes.worker_processes import WorkerProcesses, now_ns
 from moestro.wire.messages import ClockReading, FromRank, Heartbeat, ReadClock, Ready, Shutdown, WakeGroup
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EngineGroup:
+    """State of one group.
+
+    Attributes:
+        members: Engines of the group, ascending.
+        rule: Rule for the restarts of the group.
+        num_launches: Starts of the group so far.
+        was_ready: Whether all engines were ready after one of these starts.
+        is_given_up: Whether the group is not restarted.
+        ready: Ready messages of the present start, by engine.
+        end: First engine that ended in the present start, and the cause; None while all engines run.
+    """
+
+    members: tuple[int, ...]
+    rule: RestartRule = field(default_factory=RestartRule)
+    num_launches: int = 0
+    was_ready: bool = False
+    is_given_up: bool = False
+    ready: dict[int, Ready] = field(default_factory=dict)
+    end: tuple[int, MoestroError] | None = None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the group is a single engine."""
+        return len(self.members) == 1
+
+    def __str__(self) -> str:
+        return f"engine{'' if self.is_single else 's'} {', '.join(map(str, self.members))}"
+
+    def describe_end(self, name: str) -> str:
+        """Return which engine ended first, by its `name`, and why, and which engines restart."""
+        assert self.end is not None, "an engine of the group has ended"
+        cause = str(self.end[1])
+        culprit = cause if cause.startswith(f"{name}:") else f"{name}: {cause}"
+        return f"{culprit}; {'it restarts' if self.is_single else f'{self} restart together'}"
+
+    @contextlib.contextmanager
+    def launch(self) -> Iterator[tuple[int, socket.socket | None]]:
+        """Reset the state for a new start, and yield its number and its listening socket.
+
+        The processes of a group meet at the socket; the first engine's process inherits it. It is bound here to a free
+        port, so no other program can take the port between its choice and its use. A single engine has no socket.
+        """
+        number, self.num_launches = self.num_launches, self.num_launches + 1
+        self.ready, self.end = {}, None
+        with contextlib.ExitStack() as stack:
+            listener = None
+            if not self.is_single:
+                listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            yield number, listener
+
 
 logger = logging.getLogger(__name__)
 

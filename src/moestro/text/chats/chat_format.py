@@ -13,11 +13,34 @@ from moestro.errors import RequestError
 from moestro.text.parsing.answer_grammars import after_thought, harmony_call, named_call, required_calls
 from moestro.text.parsing.answer_parser import AnswerParser
 from moestro.text.parsing.answer_parts import ToolSpec
+from moestro.text.parsing.json_calls import JsonCallReader
 from moestro.text.parsing.output_parser import ReasoningParser, ToolParser
+from moestro.text.parsing.parser_input import Steps
 from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS, ChosenParser, choose_parser
 from moestro.text.parsing.stop_strings import StopFinder
 from moestro.text.settings import ChatSettings
-from moestro.text.tool_parsers.forced_calls import NamedCallParser, RequiredCallsParser
+
+
+class RequiredCallsParser(ToolParser):
+    """Parses `[{"name": ..., "parameters": {...}}, ...]`."""
+
+    def steps(self) -> Steps[None]:
+        """Parse the list."""
+        yield from self._input.skip_space()
+        yield from self.or_content(JsonCallReader(self, self._input).array())
+
+
+class NamedCallParser(ToolParser):
+    """Parses an answer that is nothing but the arguments of the only tool in `tools`."""
+
+    def steps(self) -> Steps[None]:
+        """Pass the answer on as arguments."""
+        yield from self._input.skip_space()
+        if (yield from self._input.next_char()):
+            self.begin_call(next(iter(self.tools)))
+        while (yield from self._input.next_char()):
+            self.add_arguments(self._input.all_at_hand())
+
 
 logger = logging.getLogger(__name__)
 

@@ -2,19 +2,242 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import re
-from collections.abc import Hashable, Iterable, Sequence
+import secrets
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import yaml
 
 from moestro.core.hosts import network_of
 from moestro.errors import ConfigError
 from moestro.web.access.access_settings import AccessSettings
 from moestro.web.access.cors import Cors
-from moestro.web.access.keys import ApiKeys, KeyFile
 from moestro.web.access.rate_limits import RequestLimits
 from moestro.web.errors import AuthenticationError
 from moestro.web.page import PAGE_PATHS
+from moestro.web.ports.watched_files import WatchedFiles
 from moestro.web.probes import PROBES
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # Time between two looks at the file of keys.
+_MAX_FILE_BYTES = 1 << 20
+_MAX_KEYS = 10_000
+_TENANT = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_KEY = re.compile(r"[\x21-\x7e]{1,512}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyHolder:
+    """What one key stands for.
+
+    Attributes:
+        name: Name under which its requests count: the tenant, or a number of the key.
+        tenant: Tenant of the key; empty if it has none.
+        is_router: Whether it is the key of a router, which names its clients.
+    """
+
+    name: Hashable
+    tenant: str = ""
+    is_router: bool = False
+
+
+class KeyFile:
+    """A file of keys: YAML that maps keys to tenants, or a list of keys, or keys separated by spaces and lines.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ConfigError: The file cannot be read, or is no such list. No text of the file is in the error.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._watched = WatchedFiles([path])
+        self._fault = ""
+        self.keys: Mapping[str, str] = self._read()
+
+    def renew(self) -> bool:
+        """Read the file again if it has changed, and return whether there are new keys.
+
+        A file that cannot be used leaves the old keys in place, and is logged once.
+        """
+        if not self._watched.are_to_be_read():
+            return False
+        try:
+            keys = self._read()
+        except ConfigError as error:
+            if str(error) != self._fault:
+                self._fault = str(error)
+                logger.warning("the API keys stay as they are: %s", error)
+            return False
+        self._fault = ""
+        if keys == self.keys:
+            return False
+        logger.info("--api-key-file %s: %d keys are valid now (%d before)", self._path, len(keys), len(self.keys))
+        self.keys = keys
+        return True
+
+    def _read(self) -> dict[str, str]:
+        """Return the tenant of each key; empty for a key without one."""
+        try:
+            with self._path.open("rb") as file:
+                text = file.read(_MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(f"--api-key-file {self._path}: {error.strerror or error}") from None
+        if len(text) > _MAX_FILE_BYTES:
+            raise ConfigError(f"--api-key-file {self._path} has more than {_MAX_FILE_BYTES} bytes")
+        keys: dict[str, str] = {}
+        for line, key, tenant in self._entries(text):
+            place = f"--api-key-file {self._path}, line {line}"
+            if not _KEY.fullmatch(key):
+                raise ConfigError(f"{place}: a key has printable ASCII without spaces, 512 characters at most")
+            if tenant and not _TENANT.fullmatch(tenant):
+                raise ConfigError(f"{place}: a tenant has letters, digits and . _ @ - in it, 64 at most")
+            if keys.setdefault(key, tenant) != tenant:
+                raise ConfigError(f"{place}: the key stands for two tenants")
+        if not keys:
+            raise ConfigError(f"--api-key-file {self._path} has no key: write KEY: TENANT, or a key, on each line")
+        if len(keys) > _MAX_KEYS:
+            raise ConfigError(f"--api-key-file {self._path} has {len(keys)} keys, and {_MAX_KEYS} is the most")
+        return keys
+
+    def _entries(self, text: bytes) -> Iterator[tuple[int, str, str]]:
+        """Yield line, key and tenant of each entry. Numbers are texts, because a key may be all digits."""
+        try:
+            root = yaml.compose(text.decode(), yaml.SafeLoader)
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+            mark = getattr(error, "problem_mark", None)
+            line = f", line {mark.line + 1}" if mark is not None else ""
+            # The error's own text may quote a key.
+            raise ConfigError(
+                f"--api-key-file {self._path}{line} is not YAML: write KEY: TENANT on each line"
+            ) from None
+        if isinstance(root, yaml.MappingNode):
+            for key, tenant in root.value:
+                yield key.start_mark.line + 1, self._scalar(key), self._scalar(tenant)
+        elif isinstance(root, yaml.SequenceNode):
+            for key in root.value:
+                yield key.start_mark.line + 1, self._scalar(key), ""
+        elif isinstance(root, yaml.ScalarNode):
+            for key in root.value.split():
+                yield root.start_mark.line + 1, key, ""
+
+    def _scalar(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            line = node.start_mark.line + 1
+            raise ConfigError(f"--api-key-file {self._path}, line {line}: write KEY: TENANT, or - KEY, on each line")
+        return "" if node.tag == "tag:yaml.org,2002:null" else str(node.value)
+
+
+class ApiKeys:
+    """API keys of a server; falsy if there are none and no key is needed.
+
+    A key is looked up by a digest under a secret of this process. So the time of a lookup reveals nothing about keys.
+
+    Args:
+        keys: Keys of clients.
+        router_keys: Keys of routers.
+        file: Further keys of clients; None means none.
+
+    Raises:
+        ConfigError: A key of a router is also one of a client in the file.
+    """
+
+    def __init__(
+        self,
+        keys: Iterable[str],
+        router_keys: Iterable[str] = (),
+        file: KeyFile | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._now_s = now_s
+        self._file = file
+        self._numbers = count()
+        self._own = {self._digest(_bytes(key)): KeyHolder(next(self._numbers)) for key in keys}
+        self._routers = {
+            self._digest(_bytes(key)): KeyHolder(f"router {number}", is_router=True)
+            for number, key in enumerate(router_keys)
+        }
+        self._of_file: dict[bytes, KeyHolder] = {}
+        self._look_s = now_s() + _LOOK_S
+        if file is not None:
+            self._take(file.keys)
+            if self._of_file.keys() & self._routers.keys():
+                raise ConfigError(
+                    "--api-key-file and --router-api-key have a key in common: a client with a router's key could take"
+                    " any name, so give routers keys of their own"
+                )
+
+    def __bool__(self) -> bool:
+        return bool(self._own or self._routers or self._file is not None)
+
+    @property
+    def num_clients(self) -> int:
+        """Number of keys of clients."""
+        return len(self._own) + len(self._of_file)
+
+    @property
+    def tell_clients_apart(self) -> bool:
+        """Whether the key of a request may say more of its client than its address does."""
+        return self._file is not None or bool(self._routers) or len(self._own) > 1
+
+    @property
+    def may_change(self) -> bool:
+        """Whether keys come and go, and may have tenants."""
+        return self._file is not None
+
+    def find(self, authorization: str | bytes, x_api_key: str | bytes) -> KeyHolder | None:
+        """Return what a request's key stands for; None means no valid key, or two different ones.
+
+        Args:
+            authorization: Value of `Authorization`, a bearer token as OpenAI's clients send it; empty if absent.
+            x_api_key: Value of `x-api-key`, a key as Anthropic's clients send it; empty if absent.
+        """
+        if self._file is not None and self._now_s() >= self._look_s:
+            self._look(self._file)
+        bearer, other = _bytes(authorization), _bytes(x_api_key)
+        found = set()
+        if bearer:
+            scheme, _, token = bearer.partition(b" ")
+            found.add(self._digest(token.strip()) if scheme.lower() == b"bearer" else b"")
+        if other:
+            found.add(self._digest(other.strip()))
+        if len(found) != 1:
+            return None
+        digest = found.pop()
+        return self._routers.get(digest) or self._of_file.get(digest) or self._own.get(digest)
+
+    def _look(self, file: KeyFile) -> None:
+        self._look_s = self._now_s() + _LOOK_S
+        if file.renew():
+            self._take(file.keys)
+
+    def _take(self, keys: Mapping[str, str]) -> None:
+        """Replace the keys of the file. A key that stays keeps its number."""
+        before, self._of_file = self._of_file, {}
+        for key, tenant in keys.items():
+            digest = self._digest(_bytes(key))
+            holder = KeyHolder(tenant, tenant) if tenant else before.get(digest)
+            if holder is None or holder.tenant != tenant:
+                holder = KeyHolder(next(self._numbers))
+            self._of_file[digest] = holder
+
+    def _digest(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, digest_size=16, key=self._secret).digest()
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
+
 
 # Requested by the operator's machines, and by the page at `/`, once a second.
 UNLIMITED = PROBES | PAGE_PATHS | {"/metrics", "/statistics"}
