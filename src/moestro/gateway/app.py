@@ -110,16 +110,24 @@ def assemble(
         ConfigError: The settings contradict each other or name unusable resources.
     """
     front = settings.front
-    record, key_id = _record(settings.record)
-    router = _router(settings, prompt_reader, record, key_id)
-    is_picker = settings.picker.ext_proc is not None
-    router.keeps_candidates = record is not None or settings.record.remember > 0 or is_picker  # it names the next best
+    router, record = _router(settings, prompt_reader)
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings), time.monotonic_ns)
-    counts = Counts()
-    decision_log = _decision_log(settings, fleet, record)
+    counts, decision_log = Counts(), _decision_log(settings, fleet, record)
     access = Access.of(front.api_key, settings.access)
     queue = _request_queue(settings, fleet)
-    shared = _context(settings, fleet, counts, decision_log, access, faults, queue, sink)
+    shared = ExchangeContext(
+        fleet=fleet,
+        access=access,
+        rules=_exchange_rules(settings),
+        budget=RetryBudget(RetryRules(share=settings.reliability.retry_share), time.monotonic_ns()),
+        counts=counts,
+        decision_log=decision_log,
+        active={},
+        faults=faults,
+        resumption=Resumption(fleet.models.context_of) if settings.reliability.resume_streams else None,
+        queue=queue,
+        traces=None if sink is None else RouterTraces(sink, fleet, _policy_text(settings), _fresh_ns(settings.engines)),
+    )
     collectors, watchers, kv_events = _observers(settings, fleet, queue)
     watch = _watch(settings.engines, fleet, queue, watchers)
     engine_admin = _engine_admin(settings, fleet, watch, _withheld(access, sink), prompt_reader.words)
@@ -144,32 +152,6 @@ def assemble(
         front_limits=FrontLimits(front.max_connections, settings.access.max_connections_per_address),
         discovery=discovery,
         peers=peers,
-    )
-
-
-def _context(
-    settings: RouteSettings,
-    fleet: Fleet,
-    counts: Counts,
-    decision_log: DecisionLog,
-    access: Access,
-    faults: Faults,
-    queue: RequestQueue | None,
-    sink: SpanSink | None,
-) -> ExchangeContext:
-    reliability, fresh_ns = settings.reliability, _fresh_ns(settings.engines)
-    return ExchangeContext(
-        fleet=fleet,
-        access=access,
-        rules=_exchange_rules(settings),
-        budget=RetryBudget(RetryRules(share=reliability.retry_share), time.monotonic_ns()),
-        counts=counts,
-        decision_log=decision_log,
-        active={},
-        faults=faults,
-        resumption=Resumption(fleet.models.context_of) if reliability.resume_streams else None,
-        queue=queue,
-        traces=None if sink is None else RouterTraces(sink, fleet, _policy_text(settings), fresh_ns),
     )
 
 
@@ -258,9 +240,9 @@ def _resumed(num_lost: int) -> list[Entry]:
     return [Gap(num_lost, read_clocks())]
 
 
-def _router(
-    settings: RouteSettings, prompt_reader: PromptReader, record: RecordFile[Entry] | None, key_id: str
-) -> Router:
+def _router(settings: RouteSettings, prompt_reader: PromptReader) -> tuple[Router, RecordFile[Entry] | None]:
+    """Make the router, and open the file for its decisions if there is one."""
+    record, key_id = _record(settings.record)
     policy = PolicyText(settings.policy.route_policy, settings.policy.route_score, _inputs(settings.engines))
     bounds = RouterSettings(
         block_size=prompt_reader.block_tokens,
@@ -270,9 +252,14 @@ def _router(
         compares_known=True,
         engine_block_size=settings.routing.block_size,
     )
-    if record is None:
-        return Router(policy.make(), bounds)
-    return RecordedRouter(policy, bounds, record.write, read_clocks(), key_id)
+    is_recorded, is_picker = record is not None, settings.picker.ext_proc is not None
+    router = (
+        Router(policy.make(), bounds)
+        if record is None
+        else RecordedRouter(policy, bounds, record.write, read_clocks(), key_id)
+    )
+    router.keeps_candidates = is_recorded or settings.record.remember > 0 or is_picker  # it names the next best
+    return router, record
 
 
 def _inputs(engines: EngineSettings) -> RouteInputs:
