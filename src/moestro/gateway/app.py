@@ -113,8 +113,7 @@ def assemble(
     router, record = _router(settings, prompt_reader)
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings), time.monotonic_ns)
     counts, decision_log = Counts(), _decision_log(settings, fleet, record)
-    access = Access.of(front.api_key, settings.access)
-    queue = _request_queue(settings, fleet)
+    access, queue = Access.of(front.api_key, settings.access), _request_queue(settings, fleet)
     shared = ExchangeContext(
         fleet=fleet,
         access=access,
@@ -129,14 +128,13 @@ def assemble(
         traces=None if sink is None else RouterTraces(sink, fleet, _policy_text(settings), _fresh_ns(settings.engines)),
     )
     collectors, watchers, kv_events = _observers(settings, fleet, queue)
-    watch = _watch(settings.engines, fleet, queue, watchers)
-    engine_admin = _engine_admin(settings, fleet, watch, _withheld(access, sink), prompt_reader.words)
+    withheld, watch = _withheld(access, sink), _watch(settings.engines, fleet, queue, watchers)
+    engine_admin = _engine_admin(settings, fleet, watch, withheld, prompt_reader.words)
     discovery = Discovery(_sources(settings.discovery), engine_admin.listed, engine_admin.tick)
     peers = _peers(settings, fleet, peer_name, prompt_reader.words, decision_log)
     collectors += [] if peers is None else [PeerCollector(peers)]
     exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors, discovery)
-    statistics = _statistics(settings, fleet, counts)
-    routes = Routes(front.open_path)
+    statistics, routes = _statistics(settings, fleet, counts), Routes(front.open_path)
     answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
     admission = Admission(fleet, shared.active, prompt_reader, access, routes, answers)
     return RouterApp(
