@@ -287,7 +287,7 @@ def test_a_taken_port_is_known_at_once(capsys):
 
 def test_settings_come_from_flags_environment_and_file_and_secrets_stay(tmp_path, monkeypatch, capsys):
     path = tmp_path / "route.yaml"
-    path.write_text("engine: [http://a:1, b=http://b:2]\nmax-retries: 5\nengine_api_key: secret\nport: 1\n")
+    path.write_text("engine: [http://a:1, b=http://b:2]\nmax-retries: 5\nengine_api_key: sk-hidden\nport: 1\n")
     monkeypatch.setenv("MOESTRO_STALL_TIMEOUT", "7")
     with pytest.raises(SystemExit) as ended:
         main(["route", "--config", str(path), "--port", "2", "--print-config"])
@@ -297,4 +297,4 @@ def test_settings_come_from_flags_environment_and_file_and_secrets_stay(tmp_path
     assert f"max_retries: 5  # {path}:2" in printed
     assert "port: 2  # command line" in printed
     assert "stall_timeout: 7.0  # environment variable MOESTRO_STALL_TIMEOUT" in printed
-    assert "secret" not in printed
+    assert "sk-hidden" not in printed
