@@ -55,14 +55,15 @@ def claims_of_paper(paper: str) -> str:
         whys = list(dict.fromkeys(claim.why for claim in group))
         marks = {why: f" [{numbers.setdefault(why, len(numbers) + 1)}]" if why else "" for why in whys}
         sentence = group[0].paper + (marks[whys[0]] if len(whys) == 1 else "")
-        cells = [
-            "<br>".join(
-                (f"{label}: " if label else "") + claim.ours + (marks[claim.why] if len(whys) > 1 else "")
-                for claim, label in zip(group, labels, strict=True)
-                if claim.holds is verdict
-            )
-            for verdict in _ORDER
-        ]
+        cells = []
+        for verdict in _ORDER:
+            by_figures: dict[str, list[str]] = {}
+            for claim, label in zip(group, labels, strict=True):
+                if claim.holds is verdict:
+                    figures = claim.ours + (marks[claim.why] if len(whys) > 1 else "")
+                    by_figures.setdefault(figures, []).append(label)
+            shown = ((", ".join(filter(None, loads)), figures) for figures, loads in by_figures.items())
+            cells.append("<br>".join(f"{loads}: {figures}" if loads else figures for loads, figures in shown))
         lines.append("| " + " | ".join(_cell(text) for text in (place, sentence, *cells)) + " |")
     lines += ["", *(f"{number}. {why}" for why, number in numbers.items())]
     return "\n".join([_counts(claims), "", *lines])
