@@ -40,35 +40,41 @@ def _cell(rows: list[dict[str, Any]], figure: str) -> str:
 
 
 def accuracy_table() -> str:
-    """Errors of all systems and loads: the measured mean, and the error of its prediction."""
+    """Errors of all systems and loads: the measured mean, and the error of its prediction. Equal cells stay empty."""
+    shown = ""
     lines = [f"| system | load | {' | '.join(TITLES.values())} | hit ratio |", "|---" * (len(TITLES) + 3) + "|"]
     for result in stored().values():
         loads = dict.fromkeys(row["load"] for row in result["rows"])
         for load in loads:
             rows = [row for row in result["rows"] if row["load"] == load]
             cells = [_cell(rows, figure) for figure in (*TITLES, HITS)]
-            lines.append(f"| {result['system']} | {load} | {' | '.join(cells)} |")
+            system, shown = ("" if result["system"] == shown else result["system"]), result["system"]
+            lines.append(f"| {system} | {load} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def estimates_table() -> str:
-    """What calibrate found of each system, with its intervals."""
-    lines = ["| system | quantity | estimate | 95 % interval, or what is missing |", "|---|---|---|---|"]
-    for result in stored().values():
+    """What calibrate found of each quantity, by system, with intervals."""
+    results = list(stored().values())
+    lines = [f"| quantity | {' | '.join(result['system'] for result in results)} |", "|---" * (len(results) + 1) + "|"]
+    by_title: dict[str, list[str]] = {}
+    for result in results:
         for each in result["estimates"]:
-            unit = each["unit"]
-            number = ",.4g" if unit else ",.0f"
-            value = "not identified" if each["value"] is None else f"{each['value']:{number}} {unit}".rstrip()
-            why = each["why"]
-            if each["value"] is None:
-                least = "" if each["low"] is None else f"at least {each['low']:{number}}; "
-                words = f"{least}{why}"
-            elif each["low"] == each["high"]:
-                words = why or "exact"
-            else:
-                words = f"{each['low']:{number}} to {each['high']:{number}}"
-            lines.append(f"| {result['system']} | {each['title']} | {value} | {words} |")
+            by_title.setdefault(each["title"], []).append(_estimate(each))
+    lines += [f"| {title} | {' | '.join(cells)} |" for title, cells in by_title.items()]
     return "\n".join(lines)
+
+
+def _estimate(each: dict[str, Any]) -> str:
+    """An estimate with its interval, or with the reason why it has none."""
+    unit, why = each["unit"], each["why"]
+    number = ",.4g" if unit else ",.0f"
+    if each["value"] is None:
+        least = "" if each["low"] is None else f"at least {each['low']:{number}}; "
+        return f"not identified: {least}{why}"
+    value = f"{each['value']:{number}} {unit}".rstrip()
+    words = why or "exact" if each["low"] == each["high"] else f"{each['low']:{number}} to {each['high']:{number}}"
+    return f"{value} ({words})"
 
 
 def summary_table() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -100,19 +100,18 @@ def stack_table() -> str:
     return _loaded("stack", STACK, _STACK_NAMES)
 
 
-def prefixes_table(load: str, head: str) -> str:
-    """Hits of each system in the runs of a part."""
+def prefixes_table(loads: Mapping[str, str]) -> str:
+    """Hits of each system in the runs of each part, least to most, and the hit rate."""
     findings = _findings("gimbal")
-    runs = [each for each in findings.prefixes if each.load == load]
     rows = []
-    if load == "prefix_users":
-        rows.append(["the paper: vLLM, Gimbal", "16,096 to 20,416; 18,992 in every run (tokens)", "3.64 %, 3.80 %"])
-    for system in dict.fromkeys(each.system for each in runs):
-        hits = [each for each in sorted(runs, key=lambda each: each.run) if each.system == system]
-        counts = [f"{each.hit_blocks:,}" for each in hits]
-        text = ", ".join(counts) if len(set(counts)) > 1 else f"{counts[0]} in every run"
-        rows.append([f"`{system}`", text, f"{np.mean([each.hit_rate for each in hits]):.2%}"])
-    return table_of_rows([head, "hits in the five runs", "hit rate"], rows)
+    for system in dict.fromkeys(each.system for each in findings.prefixes):
+        row = [f"`{system}`"]
+        for load in loads:
+            runs = [each for each in findings.prefixes if (each.load, each.system) == (load, system)]
+            counts = [each.hit_blocks for each in runs]
+            row.append(f"{min(counts):,} to {max(counts):,}, {np.mean([each.hit_rate for each in runs]):.2%}")
+        rows.append(row)
+    return table_of_rows(["system", *loads.values()], rows)
 
 
 def sources_table() -> str:

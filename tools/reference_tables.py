@@ -46,9 +46,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "tests" / "mutants.md"]
 
 _PREFIXES = {
-    "prefix_users": "system, `prefix_users`",
-    "prefix_own_texts": "system, `prefix_own_texts`: only each user's own text repeats",
-    "prefix_chats": "system, `prefix_chats`: conversations",
+    "prefix_users": "`prefix_users`: as ShareGPT's",
+    "prefix_own_texts": "`prefix_own_texts`: only each user's own text repeats",
+    "prefix_chats": "`prefix_chats`: conversations",
 }
 TABLES: dict[str, Callable[[], str]] = {
     "flags of moestro serve": partial(flags_of, "serve"),
@@ -85,13 +85,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "latencies of lmetric": latencies_table,
     "cells of lmetric in which moestro is worse": worse_table,
     "ages of figures of lmetric": ages_table,
-    **{f"shapes of gimbal, {prefix}": partial(shapes_table, prefix) for prefix in ("scarce", "slow", "healthy")},
+    **{f"shapes of gimbal, {prefix}": partial(shapes_table, prefix) for prefix in ("scarce", "slow")},
     "KV memory of gimbal": kv_memory_table,
     "overload of gimbal": overload_table,
     "stack of gimbal": stack_table,
     "sources of gimbal": sources_table,
     "skew of gimbal": skew_table,
-    **{f"{load} of gimbal": partial(prefixes_table, load, head) for load, head in _PREFIXES.items()},
+    "prefix hits of gimbal": partial(prefixes_table, _PREFIXES),
     "accuracy of systems": summary_table,
     "accuracy of predictions": accuracy_table,
     "estimates of calibrate": estimates_table,

@@ -18,7 +18,7 @@ from moestro.repro.qllm.sweep import MEAN_FACTOR, TURNAROUND_FACTOR, SweepPoint,
 from moestro.repro.results import Claim, Reproduced
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "repro"
-_VERDICTS = {True: "holds", False: "**does not**", None: "not judged"}
+_VERDICTS = {True: "holds", False: "does not hold", None: "not judged"}
 _ORDER = [False, None, True]  # of verdicts in a table
 _AMOE_SYSTEMS = (ASYNC, COLOCATED, *BASELINES)
 # Parts of figures 9 and 10 that compare the systems, with their names in the table.
@@ -36,18 +36,43 @@ def stored(paper: str, findings: Any = Any) -> Reproduced[Any]:
 
 
 def claims_of_paper(paper: str) -> str:
-    """The claims of a paper beside our figures, those that do not hold first.
+    """The claims of a paper beside our figures: a row for each sentence of the paper, with its loads by verdict.
 
-    What decides them is listed below the table, by number.
+    Sentences with a load on which they do not hold come first. What decides a claim is listed below the table.
     """
-    claims, reasons = sorted(stored(paper).claims, key=lambda claim: _ORDER.index(claim.holds)), {}
-    lines = ["| where | the paper | simulated here | | decided by |", "|---|---|---|---|---|"]
+    claims = stored(paper).claims
+    by_sentence: dict[tuple[str, str], list[Claim]] = {}
     for claim in claims:
-        number = str(reasons.setdefault(claim.why, len(reasons) + 1)) if claim.why else ""
-        cells = (claim.source, claim.paper, claim.ours, _VERDICTS[claim.holds], number)
-        lines.append("| " + " | ".join(_cell(text) for text in cells) + " |")
-    lines += ["", *(f"{number}. {why}" for why, number in reasons.items())]
+        by_sentence.setdefault((claim.source.split(", ")[0], claim.paper), []).append(claim)
+    groups = sorted(by_sentence.values(), key=lambda group: min(_ORDER.index(claim.holds) for claim in group))
+    numbers: dict[str, int] = {}
+    lines = [
+        "| where | the paper | " + " | ".join(_VERDICTS[verdict] for verdict in _ORDER) + " |",
+        "|---|---|---|---|---|",
+    ]
+    for group in groups:
+        place, labels = _places([claim.source.split(", ") for claim in group])
+        whys = list(dict.fromkeys(claim.why for claim in group))
+        marks = {why: f" [{numbers.setdefault(why, len(numbers) + 1)}]" if why else "" for why in whys}
+        sentence = group[0].paper + (marks[whys[0]] if len(whys) == 1 else "")
+        cells = []
+        for verdict in _ORDER:
+            by_figures: dict[str, list[str]] = {}
+            for claim, label in zip(group, labels, strict=True):
+                if claim.holds is verdict:
+                    figures = claim.ours + (marks[claim.why] if len(whys) > 1 else "")
+                    by_figures.setdefault(figures, []).append(label)
+            shown = ((", ".join(filter(None, loads)), figures) for figures, loads in by_figures.items())
+            cells.append("<br>".join(f"{loads}: {figures}" if loads else figures for loads, figures in shown))
+        lines.append("| " + " | ".join(_cell(text) for text in (place, sentence, *cells)) + " |")
+    lines += ["", *(f"{number}. {why}" for why, number in numbers.items())]
     return "\n".join([_counts(claims), "", *lines])
+
+
+def _places(sources: list[list[str]]) -> tuple[str, list[str]]:
+    """What the sources of a sentence have in common, and what is each claim's own."""
+    common = [part for part in sources[0] if all(part in each for each in sources)]
+    return ", ".join(common), [", ".join(part for part in each if part not in common) for each in sources]
 
 
 def setup_of_paper(paper: str) -> str:

@@ -211,7 +211,7 @@ def test_the_gain_is_one_of_capacities_whatever_the_offered_rates_show():
     [claim] = [each for each in claims_of(AmoeFindings(cells=cells, closed=[*runs, *ours])) if "SGLang" in each.paper]
     assert "2.40 x ep_stalls" in claim.ours
     assert "over the offered rates 1.00 x" in claim.ours
-    assert "permuted in each layer" in claim.ours
+    assert "permuted" in claim.source, "the paper does not state which experts are hot in which layer"
 
 
 def test_the_row_of_seeds_names_the_offered_load_and_is_no_verdict():

@@ -100,7 +100,7 @@ def test_the_main_claim_needs_every_rival_on_every_load(ttft, noise, holds):
 def test_the_main_claim_is_judged_at_each_rate_by_itself():
     runs = [*five_policies(0.5), *five_policies(2.0, share=0.9), *five_policies(0.5, share=1.2)]
     assert [main_claim("TTFT mean", share, *runs).holds for share in (0.5, 0.9, 1.2)] == [True, False, True]
-    assert "chat +100% to vllm-0.26" in main_claim("TTFT mean", 0.9, *runs).why
+    assert "chat +100% to vllm-0.26" in main_claim("TTFT mean", 0.9, *runs).ours
     assert "lowest of the five on 0 of 1 loads" in main_claim("TTFT mean", 0.9, *runs).ours
 
 

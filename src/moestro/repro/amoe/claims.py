@@ -18,11 +18,6 @@ from moestro.repro.results import Claim
 _EQUAL = 0.02  # figures that differ by less count as equal
 _KEEPS_UP = 0.95  # of the input rate; a run of 20 s has a spread of 1.4 % at 250 requests a second
 _HONEST = (EP, OVERLAP, PING_PONG_NAME, REPLICAS)
-_HOT = {
-    "uniform": "all experts equally hot",
-    "same": "the same hot experts in all layers",
-    "permuted": "hot experts permuted in each layer",
-}
 _STALLS_DECIDE = (
     "the baseline stalls for 70 % of the time by assumption, which decides; ideal lock-step of equal prices stalls less"
 )
@@ -84,8 +79,8 @@ def _gain(findings: AmoeFindings, load: str, figure: PaperFigure | None) -> Iter
         yield Claim(
             source=f"Fig. 9, {load}",
             paper=f"{'more' if figure is None else f'{figure.value} x the'} throughput; against {against}",
-            ours=f"{ratio:.2f} x {other.system} ({_point(ours)}, {_point(other)})"
-            f"{_at_equal_itl(findings, ours, other)}{_at_rates(findings, ours, other)}; {_HOT[popularity]}",
+            ours=f"{ratio:.2f} x {other.system} (ITL {ours.itl_ms:.0f} and {other.itl_ms:.0f} ms)"
+            f"{_at_equal_itl(findings, ours, other)}{_at_rates(findings, ours, other)}",
             holds=None
             if popularity == "uniform"
             else (ratio >= 1 + _EQUAL if figure is None else figure.is_reached(ratio)),
@@ -105,7 +100,7 @@ def _spread(findings: AmoeFindings) -> Iterator[Claim]:
             paper=f"{GAINS['medium'].value} x the throughput",
             ours=f"at {rate:g}/s, which offers {rate * LENGTHS['medium'].mean_output:,.0f} tokens/s:"
             f" {_mean_and_spread(stalled)} SGLang as published, {_mean_and_spread(best)} the best of the"
-            f" others; {_HOT[SKEWED]}",
+            f" others",
             holds=None,
             why="the offered load bounds both sides, so this row shows how far seeds differ and no capacity",
         )
@@ -184,21 +179,21 @@ def _scaling(findings: AmoeFindings) -> Iterator[Claim]:
     yield Claim(
         source=f"Fig. 10, {SKEWED}",
         paper="3 x the baseline's throughput with 16 experts on 16 GPUs",
-        ours=f"{ratio[EP_STALLS]:.2f} x SGLang as published, {ratio[EP]:.2f} x ideal lock-step; {_HOT[SKEWED]}",
+        ours=f"{ratio[EP_STALLS]:.2f} x SGLang as published, {ratio[EP]:.2f} x ideal lock-step",
         holds=TWO_MACHINES.is_reached(ratio[EP_STALLS]),
         why=_STALLS_DECIDE,
     )
     yield Claim(
         source=f"Fig. 10, {SKEWED}",
         paper="1.92 x the throughput of one machine",
-        ours=f"{grows[ASYNC]:.2f} x; {_HOT[SKEWED]}",
+        ours=f"{grows[ASYNC]:.2f} x",
         holds=SCALING.is_reached(grows[ASYNC]),
         why="with the same hot experts in all layers no scheduler gains: one GPU holds the two hottest of 16, as of 8",
     )
     yield Claim(
         source=f"Fig. 10, {SKEWED}",
         paper="the baseline gains nothing from the second machine",
-        ours=f"ideal lock-step {grows[EP]:.2f} x, with published stalls {grows[EP_STALLS]:.2f} x; {_HOT[SKEWED]}",
+        ours=f"ideal lock-step {grows[EP]:.2f} x, with published stalls {grows[EP_STALLS]:.2f} x",
         holds=grows[EP] <= 1 + 5 * _EQUAL,
         why="twice the GPUs halve attention, which ideal lock-step gains",
     )
@@ -218,7 +213,7 @@ def _schedulers(findings: AmoeFindings) -> Iterator[Claim]:
             yield Claim(
                 source=f"Fig. 11, top-{top_k}, {SKEWED}, {rate:.0f}/s",
                 paper=_DEFRAG_BEST,
-                ours=", ".join(f"{cell.system} {_point(cell)}" for cell in cells.values()) + f"; {_HOT[SKEWED]}",
+                ours=", ".join(f"{cell.system} {_point(cell)}" for cell in cells.values()),
                 holds=all(
                     ours.itl_ms < other.itl_ms and ours.tokens_per_s >= (1 - _EQUAL) * other.tokens_per_s
                     for other in others
@@ -235,8 +230,7 @@ def _input_and_output(findings: AmoeFindings) -> Iterator[Claim]:
         yield Claim(
             source=f"Fig. 12, {SKEWED}, {rate:.0f}/s",
             paper="the output rate of flfs falls behind the input rate; defrag's is closer to it",
-            ours=f"output of flfs {cells[FLFS].requests_per_s:.0f}/s, of defrag"
-            f" {cells[ASYNC].requests_per_s:.0f}/s; {_HOT[SKEWED]}",
+            ours=f"output of flfs {cells[FLFS].requests_per_s:.0f}/s, of defrag {cells[ASYNC].requests_per_s:.0f}/s",
             holds=cells[FLFS].requests_per_s < _KEEPS_UP * rate
             and cells[ASYNC].requests_per_s > cells[FLFS].requests_per_s,
             why="flfs stops later layers only where the workers of the first layers cannot keep up with arrivals",

@@ -24,10 +24,10 @@ from moestro.repro.gimbal.systems import (
 from moestro.repro.results import Claim
 
 _ENGINES = {
-    "scarce_": "a healthy engine with 512 KV blocks a rank",
-    "equal_": "a healthy engine with 512 KV blocks a rank, all rivals on equal seeds",
-    "healthy_": "the engine as the cost model has it",
-    "slow_": "an engine so slow that the baseline's P99 TTFT is 4.9 s",
+    "scarce_": "scarce KV memory",
+    "equal_": "scarce KV memory, equal seeds",
+    "healthy_": "a healthy engine",
+    "slow_": "a slow engine",
 }
 _SCARCE = (
     "whether requests wait for KV memory, and Algorithm 1 then avoids the full engine: 512 blocks bind for"

@@ -71,7 +71,7 @@ def _together(points: list[SweepPoint], baseline: str) -> Claim:
         source="abstract and Fig. 2, all loads",
         paper=f"{MEAN_FACTOR:g}x on average, 3 s held up to 7 requests/s, and never by the baseline: all at once;"
         f" baseline: {READINGS[baseline]}",
-        ours=f"{'; '.join(found) or 'with no length of answers'}; it was looked at with {lengths or 'no'} tokens",
+        ours=f"{'; '.join(found) or 'with no length of answers'}; tried with {lengths or 'no'} tokens",
         holds=bool(matching) if judged else None,
         why="the paper does not state the length of answers, and each of the three bounds it",
     )
@@ -112,7 +112,7 @@ def _slo(findings: QllmFindings, point: SweepPoint) -> Iterator[Claim]:
     yield Claim(
         source=f"Fig. 2, {point.load}",
         paper="QLLM's mean TTFT of LS is below 3 s up to 7 requests/s",
-        ours=f"{at_rates(point.held)}; it was looked at {at_rates(rates)}",
+        ours=f"{at_rates(point.held)}, of {at_rates(rates).removeprefix('at ')}",
         holds=_judged(point, verdict=point.held == rates),
         why="Algorithm 1 lets no prompt in while 32 LS answers are being generated: long ones fill these places",
     )
