@@ -161,7 +161,7 @@ def test_a_slow_server_gets_a_sentence(tmp_path):
 
 
 def test_a_server_whose_steps_vary_gets_a_sentence(tmp_path):
-    with known_server(step_ns=5e6, phase_s=1.5) as url:
+    with known_server(step_ns=5e6, phase_s=0.7) as url:
         done = calibrate(url, tmp_path / "engine.json", seconds=20)
     assert done.returncode != 0
     assert "the server is not steady: the same step of one sequence took" in done.stderr

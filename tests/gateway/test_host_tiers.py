@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from support.kv_listener import DEMO, MODEL, free_ports, publishing_config
 from support.running import MOESTRO, Running, call_admin, complete, free_port, metrics, wait_until
 
 SCARCE = ("--num-gpu-blocks-override", "40", "--max-model-len", "480", "--dtype", "float32", "--block-size", "16")
+METRICS_S = 0.2
 TIER = ("--kv-offloading-size", "0.05")
 PROMPTS = ["def quicksort(items):\n    return items\n" * 10, "while stack:\n    node = stack.pop()\n" * 11]
 OTHERS = ["import os\n" * 100, "class Tree:\n    pass\n" * 60, "for i in range(3):\n    print(i)\n" * 35]
@@ -37,6 +39,8 @@ class Pair:
         """Fill the device of an engine with other prompts, past the router."""
         for other in OTHERS:
             assert complete(self.engines[engine], prompt=other, max_tokens=8, temperature=0).status == 200
+        # The router may have read figures in between, by which this engine has requests of others.
+        time.sleep(2 * METRICS_S)
 
     def expected(self, request_id: str) -> dict[str, tuple[int, int]]:
         """Hits, and those in host memory alone, that the router expected of each engine."""
@@ -68,7 +72,7 @@ def pair(command: tuple[str, ...], directory: Path) -> Iterator[Pair]:
             flags += ["--engine", f"{name}={engines[name].url}", "--kv-events", f"{name}=tcp://127.0.0.1:{ports[0]}"]
             flags += ["--kv-replay", f"{name}=tcp://127.0.0.1:{ports[1]}"]
         (directory / "route").mkdir()
-        own = ("--tokenizer", str(DEMO), "--block-size", "16")
+        own = ("--tokenizer", str(DEMO), "--block-size", "16", "--metrics-interval", str(METRICS_S))
         router = Running((MOESTRO, "route", *flags, *own), directory / "route", admin_port=free_port())
         stack.callback(router.kill)
         made = Pair(router, engines)

@@ -81,17 +81,19 @@ def test_key_of_a_router_may_not_be_in_the_file(tmp_path):
 
 
 def test_keys_of_a_tenant_are_one_client_wherever_they_come_from(tmp_path):
-    text = "a1: team-a\na2: team-a\nb1: team-b\nlone:\n"
+    text = "first-key: team-a\na2: team-a\nb1: team-b\nlone:\n"
     access = Access.of(["own"], AccessSettings(api_key_file=written(tmp_path / "keys", text)))
-    clients = {key: access.client_of(f"Bearer {key}", "", "10.0.0.1") for key in ("a1", "a2", "b1", "lone", "own")}
-    assert clients["a1"] == clients["a2"] == "team-a"
+    clients = {
+        key: access.client_of(f"Bearer {key}", "", "10.0.0.1") for key in ("first-key", "a2", "b1", "lone", "own")
+    }
+    assert clients["first-key"] == clients["a2"] == "team-a"
     assert clients["b1"] == "team-b"
     assert len(set(clients.values())) == 4
     assert access.client_of("Bearer wrong", "", "10.0.0.1") == "10.0.0.1"
     assert access.key_of("", "a2") == "team-a"
-    assert access.tenant_of("Bearer a1", "") == "team-a"
+    assert access.tenant_of("Bearer first-key", "") == "team-a"
     assert access.tenant_of("Bearer own", "") is None
-    assert "a1" not in repr(access)
+    assert "first-key" not in repr(access)
 
 
 def test_only_tenant_is_still_a_tenant_and_a_lone_key_no_client(tmp_path):

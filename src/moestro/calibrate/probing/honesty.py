@@ -20,7 +20,7 @@ from moestro.errors import MoestroError
 
 _OTHERS_SHARE = 0.05  # of probes that find other requests, and of tokens that are not the probes'
 _LEAST_PROBES = 10  # before shares of them count
-_UNSTEADY = 0.35  # interquartile range over the median of the same step
+_UNSTEADY = 0.35  # range of the middle three fifths over the median of the same step
 _SLACK_TOKENS = 64  # that a server may count for itself
 _OVER_CAPACITY = 1.02
 _MOST_EVENTS = 1.2  # tokens for each event of a stream, from which their times say less
@@ -168,10 +168,10 @@ def _check_steady(decodes: Sequence[DecodeTime]) -> None:
     """Raise MoestroError if steps of one sequence in short contexts took different times."""
     shortest = min(each.context for each in decodes if each.rows == 1)
     alone = [each.ns for each in decodes if each.rows == 1 and each.context < 2 * shortest]
-    low, median, high = np.percentile(alone, [25, 50, 75]).tolist()
+    low, median, high = np.percentile(alone, [20, 50, 80]).tolist()
     if len(alone) > 2 and high - low > _UNSTEADY * median:
         raise MoestroError(
             f"the server is not steady: the same step of one sequence took {low / 1e6:.2f} to {high / 1e6:.2f} ms (its"
-            " middle half). Other traffic, or other processes on its machine, would be priced as its own work. Nothing"
+            " middle three fifths). Other traffic, or other processes on its machine, would be priced as its own work. Nothing"
             " was fitted"
         )
