@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 
 import pytest
 from gateway.rig import KEYS, FakeEngine, Received, Rig, Wire, admin_of, looped, rig, say_ok, settings_of
 from gateway.test_hung_engines import HANG, Hanging
 from gateway.test_kv_events import BLOCK_SIZE, DEMO, Published, ask, tokens, until_known
+from support.kv_listener import free_ports
 
 from moestro.core.views import ALONE, DEFAULT_COPY_PRICE, UNKNOWN_KV_TOKENS
 from moestro.errors import ConfigError
@@ -261,7 +261,7 @@ class TestAuto:
 class TestKvEvents:
     @looped
     async def test_rank_r_publishes_at_the_port_plus_r(self):
-        port, replay_port = _two_free_ports(), _two_free_ports()
+        port, replay_port = free_ports(2)
         first, second = Published(port, replay_port), Published(port + 1, replay_port + 1)
         settings = {"kv_events": (f"tcp://*:{port}",), "kv_replay": (f"tcp://*:{replay_port}",)}
         settings |= {"tokenizer": DEMO, "block_size": BLOCK_SIZE, "route_policy": "lmetric"}
@@ -380,16 +380,3 @@ class TestAdmin:
             assert (refused.status, "drain the rank" in await refused.text()) == (409, True)
             assert (await admin.delete("/admin/engines/v")).status == 204
             assert names(it) == []
-
-
-def _two_free_ports() -> int:
-    """A port that is free with the one after it."""
-    while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            try:
-                two.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
