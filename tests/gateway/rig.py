@@ -37,7 +37,7 @@ from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access.access_settings import AccessSettings
 from moestro.web.ports.connections import Front, FrontLimits, bound_socket, http_front
 from moestro.web.ports.faults import Faults, Port
-from moestro.web.tracing.opening import open_sink
+from moestro.web.tracing.spans import open_sink
 from moestro.web.tracing.tracing_settings import TracingSettings
 
 CHAT = "/v1/chat/completions"

@@ -36,7 +36,7 @@ from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server,
 from moestro.web.ports.startup import process_age_s
 from moestro.web.ports.tls import ServerTls
 from moestro.web.statline import log_forever
-from moestro.web.tracing.opening import open_sink
+from moestro.web.tracing.spans import open_sink
 
 _SWEEP_S = 0.25
 _MANY_ENGINES = 64  # For which there are open files where lists name the engines.

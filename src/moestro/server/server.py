@@ -80,7 +80,7 @@ from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
 from moestro.web.ports.tls import ServerTls
 from moestro.web.prometheus import Exposition
 from moestro.web.statline import log_forever
-from moestro.web.tracing.opening import open_sink
+from moestro.web.tracing.spans import open_sink
 from moestro.wire.curve import ListenAddress
 from moestro.wire.messages import ToRank
 

@@ -172,6 +172,6 @@ def _check_steady(decodes: Sequence[DecodeTime]) -> None:
     if len(alone) > 2 and high - low > _UNSTEADY * median:
         raise MoestroError(
             f"the server is not steady: the same step of one sequence took {low / 1e6:.2f} to {high / 1e6:.2f} ms (its"
-            " middle three fifths). Other traffic, or other processes on its machine, would be priced as its own work. Nothing"
-            " was fitted"
+            " middle three fifths). Other traffic, or other processes on its machine, would be priced as its own work."
+            " Nothing was fitted"
         )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
+
+from moestro.web.tracing.tracing_settings import TracingSettings
 
 SAMPLED = 1
 TRACEPARENT = "traceparent"
@@ -107,3 +111,22 @@ def known(attributes: Mapping[str, AttributeValue | None]) -> dict[str, Attribut
         for name, value in attributes.items()
         if value is not None and not (isinstance(value, float) and not math.isfinite(value))
     }
+
+
+@contextlib.asynccontextmanager
+async def open_sink(settings: TracingSettings, service: str) -> AsyncIterator[SpanSink | None]:
+    """Yield what takes spans inside the block, and send what waits afterwards; None without a collector.
+
+    Args:
+        service: Name of the service in traces.
+    """
+    if settings.url is None:
+        yield None
+        return
+    from moestro.web.tracing.otlp import OtlpSink  # noqa: PLC0415 - an extra
+
+    sink = OtlpSink(settings.url, service)
+    try:
+        yield sink
+    finally:
+        await asyncio.to_thread(sink.close)
