@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -24,7 +25,48 @@ from moestro.web.prometheus import CONTENT_TYPE
 from moestro.web.refusals import Refusals
 from moestro.web.statistics import LiveStatistics
 
-_MAX_BODY_BYTES = 64 << 10
+MAX_BODY_BYTES = 64 << 10
+
+_Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdminHandlers:
+    """Handlers of the admin plane's paths, for one process or for all workers of a router."""
+
+    metrics: _Handler
+    engines: _Handler
+    add: _Handler
+    engine: _Handler
+    remove: _Handler
+    drain: _Handler
+    resume: _Handler
+    explain: _Handler
+    decisions: _Handler
+    statistics: Callable[[], LiveStatistics | Awaitable[LiveStatistics]]
+
+
+async def admin_runner(handlers: AdminHandlers, settings: AdminSettings, faults: Faults) -> web.AppRunner:
+    """Return an aiohttp runner of the admin plane, set up to serve."""
+    app = web.Application()
+    app.middlewares.append(only_programs(lambda host: host == settings.admin_host or is_loopback(host)))
+    app.add_routes(
+        [
+            web.get("/metrics", handlers.metrics),
+            web.get("/admin/engines", handlers.engines),
+            web.post("/admin/engines", handlers.add),
+            web.get("/admin/engines/{name}", handlers.engine),
+            web.delete("/admin/engines/{name}", handlers.remove),
+            web.post("/admin/engines/{name}/drain", handlers.drain),
+            web.post("/admin/engines/{name}/resume", handlers.resume),
+            web.get("/admin/explain/{request_id}", handlers.explain),
+            web.get("/admin/decisions", handlers.decisions),
+            *page_routes("route", "operators", lambda _: handlers.statistics()),
+        ]
+    )
+    access = Access.of([settings.admin_api_key] if settings.admin_api_key else [])
+    middleware = HttpMiddleware(access, Refusals(), MAX_BODY_BYTES, faults)
+    return await middleware.runner(app, shutdown_timeout=RESPONSE_FLUSH_S)
 
 
 class _NewEngine(msgspec.Struct):
@@ -50,32 +92,23 @@ class Admin:
         self._decision_log = decision_log
         self._metrics = metrics
         self._statistics = statistics
-        self._bodies = Bodies(max_body_bytes=_MAX_BODY_BYTES)
+        self._bodies = Bodies(max_body_bytes=MAX_BODY_BYTES)
 
     async def runner(self, settings: AdminSettings, faults: Faults) -> web.AppRunner:
         """Return an aiohttp runner of the admin plane, set up to serve."""
-        access = Access.of([settings.admin_api_key] if settings.admin_api_key else [])
-        middleware = HttpMiddleware(access, Refusals(), _MAX_BODY_BYTES, faults)
-        return await middleware.runner(self._app(settings), shutdown_timeout=RESPONSE_FLUSH_S)
-
-    def _app(self, settings: AdminSettings) -> web.Application:
-        app = web.Application()
-        app.middlewares.append(only_programs(lambda host: host == settings.admin_host or is_loopback(host)))
-        app.add_routes(
-            [
-                web.get("/metrics", self.metrics),
-                web.get("/admin/engines", self.engines),
-                web.post("/admin/engines", self.add),
-                web.get("/admin/engines/{name}", self.engine),
-                web.delete("/admin/engines/{name}", self.remove),
-                web.post("/admin/engines/{name}/drain", self.drain),
-                web.post("/admin/engines/{name}/resume", self.resume),
-                web.get("/admin/explain/{request_id}", self.explain),
-                web.get("/admin/decisions", self.decisions),
-                *page_routes("route", "operators", lambda _: self._statistics()),  # a router knows no experts
-            ]
+        handlers = AdminHandlers(
+            metrics=self.metrics,
+            engines=self.engines,
+            add=self.add,
+            engine=self.engine,
+            remove=self.remove,
+            drain=self.drain,
+            resume=self.resume,
+            explain=self.explain,
+            decisions=self.decisions,
+            statistics=self._statistics,
         )
-        return app
+        return await admin_runner(handlers, settings, faults)
 
     async def metrics(self, _http: web.Request) -> web.Response:
         """Handle GET /metrics."""

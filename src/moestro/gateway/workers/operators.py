@@ -15,22 +15,19 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from moestro.gateway.admin import MAX_BODY_BYTES, AdminHandlers, admin_runner
 from moestro.gateway.engines.engine_admin import EngineView
 from moestro.gateway.figures.banner import RouteSummary, route_banner
-from moestro.gateway.settings import AdminSettings, RouteSettings, is_loopback
-from moestro.web.access.control import Access
-from moestro.web.access.only_programs import only_programs
+from moestro.gateway.settings import AdminSettings, RouteSettings
 from moestro.web.banner import print_banner
 from moestro.web.bodies.reading import Bodies
 from moestro.web.errors import HttpError
-from moestro.web.middleware import HttpMiddleware
-from moestro.web.page_api import limit_in, page_routes
+from moestro.web.page_api import limit_in
 from moestro.web.ports.connections import MAX_OPERATOR_CONNECTIONS, FrontLimits, http_front, url_of
 from moestro.web.ports.faults import Faults, Port
-from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, stop_with
+from moestro.web.ports.lifecycle import Lifecycle, run_server, stop_with
 from moestro.web.ports.startup import process_age_s
 from moestro.web.prometheus import CONTENT_TYPE
-from moestro.web.refusals import Refusals
 from moestro.web.statistics import Durations, EngineStatistics, LiveStatistics
 
 _SUMMED = ("num_in_flight", "num_decisions")
@@ -140,7 +137,6 @@ def _worst(conditions: Sequence[str]) -> str:
 
 logger = logging.getLogger(__name__)
 
-_MAX_BODY_BYTES = 64 << 10
 _ANSWER_S = 5.0  # time for a worker to answer
 _LOOK_S = 0.1  # time between two looks for workers that have started
 _MAX_ACTIONS = 4096  # changes of engines that a new worker gets; older ones are forgotten
@@ -335,32 +331,23 @@ class WorkersAdmin:
     def __init__(self, workers: Workers, place: OperatorsPlace) -> None:
         self._workers = workers
         self._place = place
-        self._bodies = Bodies(max_body_bytes=_MAX_BODY_BYTES)
+        self._bodies = Bodies(max_body_bytes=MAX_BODY_BYTES)
 
     async def runner(self, settings: AdminSettings, faults: Faults) -> web.AppRunner:
         """Return an aiohttp runner of the admin plane, set up to serve."""
-        access = Access.of([settings.admin_api_key] if settings.admin_api_key else [])
-        middleware = HttpMiddleware(access, Refusals(), _MAX_BODY_BYTES, faults)
-        return await middleware.runner(self._app(settings), shutdown_timeout=RESPONSE_FLUSH_S)
-
-    def _app(self, settings: AdminSettings) -> web.Application:
-        app = web.Application()
-        app.middlewares.append(only_programs(lambda host: host == settings.admin_host or is_loopback(host)))
-        app.add_routes(
-            [
-                web.get("/metrics", self.metrics),
-                web.get("/admin/engines", self.engines),
-                web.post("/admin/engines", self.change),
-                web.get("/admin/engines/{name}", self.engine),
-                web.delete("/admin/engines/{name}", self.change),
-                web.post("/admin/engines/{name}/drain", self.change),
-                web.post("/admin/engines/{name}/resume", self.change),
-                web.get("/admin/explain/{request_id}", self.explain),
-                web.get("/admin/decisions", self.decisions),
-                *page_routes("route", "operators", lambda _: self.statistics()),
-            ]
+        handlers = AdminHandlers(
+            metrics=self.metrics,
+            engines=self.engines,
+            add=self.change,
+            engine=self.engine,
+            remove=self.change,
+            drain=self.change,
+            resume=self.change,
+            explain=self.explain,
+            decisions=self.decisions,
+            statistics=self.statistics,
         )
-        return app
+        return await admin_runner(handlers, settings, faults)
 
     async def metrics(self, _http: web.Request) -> web.Response:
         """Handle GET /metrics: return the metrics of all workers, with the label `worker`."""
