@@ -17,6 +17,7 @@ from hypothesis import settings
 from support import triton_interpreter
 from support.cpu_seconds import CpuSeconds
 from support.forker import Forker
+from support.forker_process import read_on_import
 from support.running import FAKE, REAL, Running, free_port
 
 import moestro
@@ -37,6 +38,9 @@ settings.register_profile("explore", deadline=None)
 settings.register_profile("thorough", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
+# With other values the forker refuses a program.
+READ_ON_IMPORT = read_on_import(os.environ)
+
 # What the imports of all tests create stays: the collector would look through a million objects again and again.
 gc.disable()
 
@@ -49,6 +53,16 @@ def pytest_configure(config: pytest.Config) -> None:
         forker = Forker()
         config.add_cleanup(forker.end)
     config.pluginmanager.register(CpuSeconds(forker and forker.pid))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """At the end of a file, restore variables that tests or libraries have set, for which the forker would refuse."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        for name in read_on_import(os.environ).keys() - READ_ON_IMPORT.keys():
+            del os.environ[name]
+        os.environ.update(READ_ON_IMPORT)
 
 
 def pytest_collection_finish() -> None:

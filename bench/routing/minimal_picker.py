@@ -10,8 +10,8 @@ import sys
 import grpc
 import grpc.aio
 import uvloop
-from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
-from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+
+from moestro.gateway.picker import ext_proc_pb2 as ext_proc
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION = "x-gateway-destination-endpoint"
@@ -24,7 +24,7 @@ def piece(body: ext_proc.HttpBody) -> ext_proc.BodyResponse:
 
 
 def destination(endpoint: str) -> ext_proc.ProcessingResponse:
-    header = HeaderValueOption(header=HeaderValue(key=DESTINATION, raw_value=endpoint.encode()))
+    header = ext_proc.HeaderValueOption(header=ext_proc.HeaderValue(key=DESTINATION, raw_value=endpoint.encode()))
     mutation = ext_proc.HeaderMutation(set_headers=[header])
     common = ext_proc.CommonResponse(header_mutation=mutation)
     response = ext_proc.ProcessingResponse(request_headers=ext_proc.HeadersResponse(response=common))

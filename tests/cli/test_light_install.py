@@ -24,7 +24,7 @@ MODULES = {
     "grpcio_health_checking": "grpc_health",
     "opentelemetry_exporter_otlp_proto_http": "opentelemetry.exporter.otlp.proto.http",
     "opentelemetry_sdk": "opentelemetry.sdk",
-    "xds_protos": "envoy",
+    "protobuf": "google.protobuf",
 }
 ROOT = Path(__file__).parents[2]
 ABSENT = sorted({"scipy", "pandas"}.union(*EXTRAS.values()))

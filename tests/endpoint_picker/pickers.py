@@ -16,20 +16,23 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, Metadata
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
-    HttpBody,
-    HttpHeaders,
-    HttpTrailers,
-    ProcessingRequest,
-    ProcessingResponse,
-    ProtocolConfiguration,
-)
 from gateway.rig import looped
 from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.running import MOESTRO, PATIENCE_S, free_port
+
+from moestro.gateway.picker.ext_proc_pb2 import (
+    HeaderMap,
+    HeaderValue,
+    HttpBody,
+    HttpHeaders,
+    HttpTrailers,
+    Metadata,
+    ProcessingMode,
+    ProcessingRequest,
+    ProcessingResponse,
+    ProtocolConfiguration,
+)
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION = "x-gateway-destination-endpoint"

@@ -27,8 +27,9 @@ from endpoint_picker.pickers import (
     trailers,
     with_processes,
 )
-from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody
 from gateway.rig import FakeEngine
+
+from moestro.gateway.picker.ext_proc_pb2 import HttpBody
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 from gateway.rig import reading_of, settings_of
@@ -14,12 +16,12 @@ from moestro.gateway.app import RouterApp, assemble
 from moestro.web.ports.faults import Faults
 
 pytest.importorskip("grpc_health")
-pytest.importorskip("envoy.service")
 
 from endpoint_picker.pickers import FULL_DUPLEX, SERVED, http_headers, metadata_of, request_headers, trailers
-from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest
 
+from moestro.gateway.picker import ext_proc_pb2
 from moestro.gateway.picker.exchange import MessageOrderError, PickedExchange, PickerContext
+from moestro.gateway.picker.ext_proc_pb2 import HttpBody, ProcessingRequest
 
 MAX_BODY_BYTES = 100_000
 ENDPOINTS = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
@@ -144,3 +146,13 @@ def test_law_whatever_comes_nothing_is_left_counted(scripts, order, hangs_at):
     assert not app.shared.active
     assert app.clients.memory.num_bytes == 0
     assert all(engine.num_streaming == 0 for engine in app.shared.fleet)
+
+
+def test_messages_are_those_of_the_proto_file():
+    source = Path(ext_proc_pb2.__file__).with_name("ext_proc.proto").read_text()
+    fields = re.findall(r"^ +(?:repeated )?[\w.]+(?:<.*>)? (\w+) = (\d+);", source, re.MULTILINE)
+    messages = ext_proc_pb2.DESCRIPTOR.message_types_by_name
+    assert sorted(messages) == sorted(re.findall(r"^message (\w+)", source, re.MULTILINE))
+    assert sorted((field.name, str(field.number)) for each in messages.values() for field in each.fields) == sorted(
+        fields
+    )

@@ -39,7 +39,7 @@ def main() -> Program:
     die_with_parent()
     # What libraries create stays, and forks share its memory: the collector would write to all of it.
     gc.disable()
-    given = _read_on_import(os.environ)
+    given = read_on_import(os.environ)
     listener = socket.socket(fileno=os.dup(0))
     running: dict[int, tuple[socket.socket, int]] = {}  # descriptor of a process -> socket of its test, process id
     with selectors.DefaultSelector() as events:
@@ -52,42 +52,48 @@ def main() -> Program:
                     continue
                 client, _ = listener.accept()
                 message, descriptors, _, _ = socket.recv_fds(client, _MESSAGE_BYTES, 1)
-                request = json.loads(message)
-                if refusal := _refusal(request["command"], given, _read_on_import(request["environment"])):
-                    client.send(refusal.encode())
+                request = json.loads(message) if message else None  # None: the test process has ended
+                if refusal := _refusal(request, given) if request else "no request":
+                    _send(client, refusal)
                     client.close()
                     continue
                 _load(request["command"])
                 if (pid := os.fork()) == 0:
                     return lambda: _run_request(request, descriptors[0])
                 os.close(descriptors[0])
-                client.send(str(pid).encode())
+                _send(client, str(pid))
                 running[pidfd := os.pidfd_open(pid)] = client, pid
                 events.register(pidfd, selectors.EVENT_READ)
 
 
-def _report_end(client: socket.socket, pid: int, pidfd: int) -> None:
-    _, status, used = os.wait4(pid, 0)
-    os.close(pidfd)
-    with contextlib.suppress(BrokenPipeError):  # the test has ended
-        client.send(f"{os.waitstatus_to_exitcode(status)} {used.ru_utime + used.ru_stime}".encode())
-    client.close()
-
-
-def _refusal(command: Sequence[str], given: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Why a program has to run in a process of its own; empty if a fork can run it."""
-    if command[0] != _MOESTRO and not (command[0] == _PYTHON and command[1].endswith(".py")):
-        return f"it is not a program of {_PYTHON}"
-    others = sorted(name for name, _ in given.items() ^ wanted.items())
-    return f"other values of {', '.join(dict.fromkeys(others))}" if others else ""
-
-
-def _read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
+def read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that decide whether a fork can run a program: those that libraries read when loaded."""
     return {
         name: value
         for name, value in environment.items()
         if name.startswith(_READ_ON_IMPORT) and name not in _SET_LATER
     }
+
+
+def _report_end(client: socket.socket, pid: int, pidfd: int) -> None:
+    _, status, used = os.wait4(pid, 0)
+    os.close(pidfd)
+    _send(client, f"{os.waitstatus_to_exitcode(status)} {used.ru_utime + used.ru_stime}")
+    client.close()
+
+
+def _send(client: socket.socket, text: str) -> None:
+    with contextlib.suppress(ConnectionError):  # the test process has ended
+        client.send(text.encode())
+
+
+def _refusal(request: Mapping[str, Any], given: Mapping[str, str]) -> str:
+    """Why a program has to run in a process of its own; empty if a fork can run it."""
+    command = request["command"]
+    if command[0] != _MOESTRO and not (command[0] == _PYTHON and command[1].endswith(".py")):
+        return f"it is not a program of {_PYTHON}"
+    others = sorted(name for name, _ in given.items() ^ read_on_import(request["environment"]).items())
+    return f"other values of {', '.join(dict.fromkeys(others))}" if others else ""
 
 
 def _serves(command: Sequence[str]) -> bool:

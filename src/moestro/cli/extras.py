@@ -22,7 +22,7 @@ EXTRAS = {
     "plots": ("matplotlib",),
     "ray": ("ray",),
     "exact": ("scipy",),
-    "envoy": ("grpc", "grpc_health", "envoy"),
+    "envoy": ("grpc", "grpc_health", "google.protobuf"),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
-
 from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.gateway.admission import Admission
@@ -19,6 +17,7 @@ from moestro.gateway.engines.fleet import RouteBounds, RoutedEngine
 from moestro.gateway.exchange import ExchangeContext
 from moestro.gateway.metrics import usage_in
 from moestro.gateway.picker import messages
+from moestro.gateway.picker.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
 from moestro.gateway.tracing import RequestSpans
 from moestro.gateway.verdicts import (
     FIRST_ERROR,

@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption, Metadata
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
-    BodyMutation,
-    BodyResponse,
-    CommonResponse,
-    HeaderMutation,
-    HeadersResponse,
-    HttpHeaders,
-    ImmediateResponse,
-    ProcessingRequest,
-    ProcessingResponse,
-    StreamedBodyResponse,
-    TrailersResponse,
-)
-from envoy.type.v3.http_status_pb2 import HttpStatus
 from google.protobuf.struct_pb2 import Struct, Value
 
 from moestro.errors import RequestError
 from moestro.gateway.clients.http_headers import Headers, RequestHead, fault_of, size_of
 from moestro.gateway.clients.own_answers import OwnAnswer
+from moestro.gateway.picker.ext_proc_pb2 import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HeaderValue,
+    HeaderValueOption,
+    HttpHeaders,
+    HttpStatus,
+    ImmediateResponse,
+    Metadata,
+    ProcessingMode,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    TrailersResponse,
+)
 from moestro.web.errors import HttpError, error_body
 from moestro.web.ports.framing import MAX_HEAD_BYTES, MAX_HEADERS, head_too_large
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health
 
@@ -22,6 +21,7 @@ from moestro.gateway.app import RouterApp
 from moestro.gateway.clients.http_headers import KEY_HEADERS
 from moestro.gateway.engines.fleet import RoutedEngine
 from moestro.gateway.picker.exchange import MessageOrderError, PickedExchange, PickerContext, Responses, peer_address
+from moestro.gateway.picker.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
 from moestro.gateway.picker.messages import SERVICE
 from moestro.gateway.settings import RouteSettings, is_loopback
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S
