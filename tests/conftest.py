@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from support import triton_interpreter
 from support.cpu_seconds import CpuSeconds
 from support.forker import Forker
@@ -32,10 +32,11 @@ triton_interpreter.interpret_without_gpu()
 os.environ.pop("COLUMNS", None)
 
 # Each run draws the same histories, however busy the machine is; --hypothesis-profile=explore draws others.
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.register_profile("explore", deadline=None)
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", settings.get_profile("busy"))
+settings.register_profile("repeatable", settings.get_profile("busy"), derandomize=True)
 # The counts of the laws before they were cut to those that find the planted faults (`support/examples.py`).
-settings.register_profile("thorough", deadline=None, derandomize=True)
+settings.register_profile("thorough", settings.get_profile("repeatable"))
 settings.load_profile("repeatable")
 
 # With other values the forker refuses a program.

@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 from conftest import NAME
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import num_examples
 from support.listing_server import ROUTES_FILE
@@ -150,7 +150,7 @@ def test_each_body_is_valid_before_it_is_spoilt(products):
             assert status == 200, (path, body, text)
 
 
-@settings(max_examples=num_examples(250, thorough=700), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=num_examples(250, thorough=700))
 @given(st.randoms(use_true_random=True))
 def test_any_json_ends_in_a_status_below_500_and_leaves_no_traceback(products, endpoints, rng):
     endpoint = rng.choice(endpoints)
@@ -183,7 +183,7 @@ def packed(rng: Random, path: str) -> tuple[bytes, str]:
     return (data, coding) if len(data) < 16 << 20 else (data[: 1 << 20], coding)
 
 
-@settings(max_examples=num_examples(100, thorough=250), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=num_examples(100, thorough=250))
 @given(st.randoms(use_true_random=True))
 def test_any_packed_body_ends_in_a_status_below_500_and_leaves_no_traceback(products, endpoints, rng):
     endpoint = rng.choice(endpoints)
