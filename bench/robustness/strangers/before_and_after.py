@@ -27,7 +27,7 @@ ATTACKS = (
     "poison", "gzip_bomb", "grammars", "heavy_requests", "kv_events", "any_json", "raw_http", "hung_engine",
     "worker_and_standby", "loops", "lying_checkpoint", "record", "kv_publisher", "shares",
 )  # fmt: skip
-LIMIT_S = 600.0
+LIMIT_S = 1200.0
 
 
 def figures_of(attack: str, source: Path, stored: Path) -> dict[str, object]:

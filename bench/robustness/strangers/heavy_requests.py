@@ -4,7 +4,8 @@
 
 What grows with a request is its sender's alone: beside the largest of each kind, the honest clients' median stays
 within 1.3 times the median beside requests of the same shape without the kind's field, and `/health` answers at once.
-Kinds of long prompts and many choices have no such shape; their clients are compared with an idle server.
+Kinds of long prompts and many choices have no such shape; they are compared with small requests of as many bytes. Both
+are measured in turn, and the ratio is the median of those of all rounds.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import shutil
+import statistics
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,7 @@ from shared.server import Server
 
 import moestro
 
-SETTLE_S, MEASURED_S, NUM_STRANGERS = 0.5, 5.0, 2
+SETTLE_S, ROUND_S, ROUNDS, NUM_STRANGERS = 0.5, 2.0, 5, 2
 VOCABULARY, CONTEXT = 4096, 32_768
 DEMO = Path(moestro.__file__).parent / "assets" / "demo"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -43,12 +47,19 @@ class Kind:
     Attributes:
         body: body of a request.
         path: path of the request.
-        plain: body of a request of the same shape without what makes it heavy; None compares with an idle server.
+        plain: body of a completion of the same shape without what makes it heavy; None stands for a small completion
+            with as many bytes.
     """
 
     body: Body
     path: str = COMPLETIONS
     plain: Body | None = None
+
+    def harmless(self, url: str) -> tuple[str, bytes]:
+        """Return the URL and the body of the request with which this one is compared."""
+        small = {"prompt": "import os\n", "max_tokens": 1}
+        data = json.dumps(self.plain or small).encode()
+        return url + COMPLETIONS, data if self.plain else data.ljust(len(json.dumps(self.body)))
 
 
 def _answer(**fields: Any) -> Body:
@@ -108,70 +119,83 @@ def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
     }
 
 
-@dataclass(slots=True)
-class Strangers:
-    """Clients that send one heavy request after the other."""
+def send_for(url: str, data: bytes, seconds: float) -> Counter[str]:
+    """Send a body again and again from the stranger's clients for `seconds`; returns how the requests ended.
 
-    url: str
-    kind: Kind
-    ends: Counter[str] = field(default_factory=Counter)
+    It runs in a process of its own: sending megabytes would delay the honest clients.
+    """
+    ends = Counter[str]()
 
-    @contextlib.asynccontextmanager
-    async def busy(self, body: Body):
-        """Send `body` while the block runs."""
-        data = json.dumps(body).encode()  # Once: the honest clients live in this process too.
-
-        async def send(session: aiohttp.ClientSession, _: int) -> None:
-            await self._forever(session, data)
-
-        options = {"timeout": aiohttp.ClientTimeout(total=60), "headers": {"Content-Type": "application/json"}}
-        async with sending(send, NUM_STRANGERS, connector=from_stranger(), **options):
-            yield self
-
-    async def _forever(self, session: aiohttp.ClientSession, data: bytes) -> None:
+    async def send(session: aiohttp.ClientSession, _: int) -> None:
         while True:
             try:
-                async with session.post(self.url + self.kind.path, data=data) as got:
+                async with session.post(url, data=data) as got:
                     text = await got.read()
                     end = str(got.status) if got.status == 200 else f"{got.status} {text[:120]!r}"
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 end = type(error).__name__
-            self.ends[end] += 1
+            ends[end] += 1
             await asyncio.sleep(0.001)
+
+    async def main() -> None:
+        options = {"timeout": aiohttp.ClientTimeout(total=60), "headers": {"Content-Type": "application/json"}}
+        async with sending(send, NUM_STRANGERS, connector=from_stranger(), **options):
+            await asyncio.sleep(seconds)
+
+    asyncio.run(main())
+    return ends
 
 
 async def attack(place: Place) -> dict[str, object]:
     """Run all kinds against one server."""
     model = _long_model(place.directory / "model")
     found: dict[str, object] = {}
-    with place.serving("--model", str(model), "--served-model-name", "long") as server:
+    spawning = multiprocessing.get_context("spawn")
+    with (
+        place.serving("--model", str(model), "--served-model-name", "long") as server,
+        ProcessPoolExecutor(1, mp_context=spawning) as sender,
+    ):
         for name, kind in _kinds(VOCABULARY, CONTEXT).items():
             if place.only and name not in place.only:
                 continue
-            found[name] = await _figures(server, kind)
+            found[name] = await _figures(server, kind, sender)
             print(name, found[name], file=sys.stderr, flush=True)
-            await _until_idle(server)
     return found
 
 
-async def _figures(server: Server, kind: Kind) -> dict[str, object]:
-    strangers = Strangers(server.url, kind)
-    alone, _ = await _neighbours(server.url)
-    found: dict[str, object] = {"alone_p50_s": alone["p50_s"]}
-    base = alone["p50_s"]
-    if kind.plain is not None:
-        async with strangers.busy(kind.plain):
-            await asyncio.sleep(SETTLE_S)
-            plain, _ = await _neighbours(server.url)
+async def _figures(server: Server, kind: Kind, sender: Executor) -> dict[str, object]:
+    base, beside, health = Neighbours(server.url), Neighbours(server.url), _probes(server.url)
+    ends, ratios = Counter[str](), list[float]()
+    for _ in range(ROUNDS):
+        before, _ = await _round(sender, kind.harmless(server.url), base, _probes(server.url))
         await _until_idle(server)
-        base = found["plain_p50_s"] = plain.get("p50_s")
-    async with strangers.busy(kind.body):
-        await asyncio.sleep(SETTLE_S)
-        beside, health = await _neighbours(server.url)
-    found |= {"beside": beside, "health": health, "strangers": dict(strangers.ends)}
-    if base and "p50_s" in beside:
-        found["ratio"] = round(beside["p50_s"] / base, 2)
+        during, ended = await _round(sender, (server.url + kind.path, json.dumps(kind.body).encode()), beside, health)
+        await _until_idle(server)
+        ends += ended
+        if before and during:
+            ratios.append(round(during / before, 2))
+    found: dict[str, object] = {"base": base.figures(), "beside": beside.figures(), "health": health.figures()}
+    found |= {"strangers": dict(ends), "ratios": sorted(ratios)}
+    if ratios:
+        found["ratio"] = statistics.median(ratios)
     return found
+
+
+async def _round(
+    sender: Executor, request: tuple[str, bytes], honest: Neighbours, probes: Neighbours
+) -> tuple[float | None, Counter[str]]:
+    """Send honest requests beside the strangers' `request`, which is a URL and a body.
+
+    Returns:
+        The median duration of the honest requests in seconds, None if none is answered, and the strangers' ends.
+    """
+    num_before = len(honest.seconds)
+    sent = asyncio.get_running_loop().run_in_executor(sender, send_for, *request, SETTLE_S + ROUND_S)
+    await asyncio.sleep(SETTLE_S)
+    await asyncio.gather(honest.for_(ROUND_S), probes.for_(ROUND_S))
+    ends = await sent
+    answered = honest.seconds[num_before:]
+    return (statistics.median(answered) if answered else None), ends
 
 
 async def _until_idle(server: Server) -> None:
@@ -183,12 +207,8 @@ async def _until_idle(server: Server) -> None:
         await asyncio.sleep(1)
 
 
-async def _neighbours(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the figures of honest completions, and of probes."""
-    honest, probes = Neighbours(url), Neighbours(url, num_clients=1, pause_s=0.02, path="/health", body=None)
-    async with honest.busy(), probes.busy():
-        await asyncio.sleep(MEASURED_S)
-    return honest.figures(), probes.figures()
+def _probes(url: str) -> Neighbours:
+    return Neighbours(url, num_clients=1, pause_s=0.02, path="/health", body=None)
 
 
 def _long_model(directory: Path) -> Path:
