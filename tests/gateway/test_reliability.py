@@ -49,8 +49,8 @@ async def of_each_client(it) -> list[Answer]:
 def make_older(*engines) -> None:
     """Let the first failure of each engine be a second older."""
     for engine in engines:
-        for evidence in (engine.health.breaker._evidence, engine.health.pauses._evidence):
-            if evidence._since_ns is not None:
+        for evidence in (engine.health.breaker._evidence, engine.health.pauses):
+            if evidence._since_ns:
                 evidence._since_ns -= 1_000_000_000
 
 
@@ -294,7 +294,7 @@ class TestOut:
         async with rig(FakeEngine("e"), FakeEngine("f"), health_interval=30) as it:
             for name in ("e", "f"):
                 now_ns = int(asyncio.get_running_loop().time() * 1e9)
-                it.engine(name).health.refused("a", 0, now_ns - 1_000_000_000, is_overloaded=True)
+                it.engine(name).health.refused("a", 9_000_000_000, now_ns - 1_000_000_000, is_overloaded=True)
                 it.engine(name).health.refused("b", 9_000_000_000, now_ns, is_overloaded=True)
                 it.app.engine_admin.fleet.look_now(it.engine(name))
             answer = await it.call()

@@ -22,7 +22,7 @@ def health() -> Health:
 
 def refuse(health: Health, for_ns: int | None, now_ns: int) -> None:
     """Refuse requests of two clients, the first of which came a second before."""
-    health.refused("a", 0, now_ns - S, is_overloaded=True)
+    health.refused("a", for_ns, now_ns - S, is_overloaded=True)
     health.refused("b", for_ns, now_ns, is_overloaded=True)
 
 

@@ -22,17 +22,27 @@ def test_the_longest_pause_of_a_client_counts():
 
 def test_refusals_of_one_client_make_no_engine_busy_and_those_of_two_do():
     pauses = Pauses(silence_ns=10)
-    assert not any(pauses.overloaded("a", now) for now in range(100))
-    assert pauses.overloaded("b", 100)
+    assert not any(pauses.overloaded("a", 7, now) for now in range(100))
+    assert pauses.overloaded("b", 7, 100) == 7
 
 
 def test_an_engine_that_serves_a_request_meanwhile_is_not_busy():
     pauses = Pauses(silence_ns=10)
-    pauses.overloaded("a", 0)
+    pauses.overloaded("a", 7, 0)
     pauses.succeeded()
-    assert not pauses.overloaded("b", 20)
-    assert not pauses.overloaded("a", 29)
-    assert pauses.overloaded("c", 30)
+    assert not pauses.overloaded("b", 7, 20)
+    assert not pauses.overloaded("a", 7, 29)
+    assert pauses.overloaded("c", 7, 30)
+
+
+def test_a_long_pause_that_one_client_gets_is_not_that_of_the_others():
+    pauses = Pauses(silence_ns=10)
+    pauses.overloaded("a", 60, 0)
+    pauses.overloaded("b", 5, 5)
+    assert pauses.overloaded("a", 60, 10) == 5
+    pauses.succeeded()
+    pauses.overloaded("a", 60, 20)
+    assert pauses.overloaded("b", 50, 30) == 50
 
 
 def test_memory_is_bounded_and_pauses_that_are_over_are_forgotten():

@@ -8,7 +8,6 @@ from enum import StrEnum
 
 from moestro.core.client_table import MAX_CLIENTS, ClientTable
 from moestro.routing.health.breaker import BackOff, Breaker, BreakerRules, BreakerState
-from moestro.routing.health.evidence import Evidence, Origin
 from moestro.routing.health.silence import Silence, SilenceRules
 
 _NUM_WITNESSES = 2  # Refused clients, with no success between them, that make an engine busy.
@@ -25,7 +24,8 @@ class Pauses:
         self._silence_ns = silence_ns
         self._until_ns = ClientTable(int, max_clients)  # A forgotten client is refused once more.
         self._last_ns = 0  # End of the longest pause.
-        self._evidence = Evidence(_NUM_WITNESSES)
+        self._asked_ns: dict[Hashable, int] = {}  # Latest pause that each witness was asked for since the last success.
+        self._since_ns = 0  # Time of the first refusal of a witness.
 
     def __len__(self) -> int:
         return len(self._until_ns)
@@ -35,18 +35,23 @@ class Pauses:
         self._until_ns[client] = max(self._until_ns[client], until_ns)
         self._last_ns = max(self._last_ns, until_ns)
 
-    def overloaded(self, client: Hashable, now_ns: int) -> bool:
-        """Record that a refusal of `client` named the engine's own load.
+    def overloaded(self, client: Hashable, for_ns: int, now_ns: int) -> int:
+        """Record that a refusal of `client` named the engine's own load and asked for a pause of `for_ns`.
 
         Returns:
-            Whether the engine is busy for all clients.
+            Pause of the engine for all clients, ns; 0 unless it is busy for all. It is the shorter one of two clients:
+            a long one may be the answer to the requests of one client alone.
         """
-        self._evidence.failed(Origin(client, client), now_ns)  # Bodies do not matter to an overloaded engine.
-        return self._evidence.num_witnesses >= _NUM_WITNESSES and self._evidence.age_ns(now_ns) >= self._silence_ns
+        if not self._asked_ns:
+            self._since_ns = now_ns
+        if client in self._asked_ns or len(self._asked_ns) < _NUM_WITNESSES:
+            self._asked_ns[client] = for_ns
+        is_busy = len(self._asked_ns) == _NUM_WITNESSES and now_ns - self._since_ns >= self._silence_ns
+        return min(self._asked_ns.values()) if is_busy else 0
 
     def succeeded(self) -> None:
         """Record that the engine has answered a request, so it is not busy for all clients."""
-        self._evidence.clear()
+        self._asked_ns.clear()
 
     def concern(self, client: Hashable, now_ns: int) -> bool:
         """Return whether `client` should leave the engine alone now."""
@@ -185,8 +190,8 @@ class Health:
         """
         wanted = self._rules.default_busy_ns if for_ns is None else min(for_ns, self._rules.max_busy_ns)
         self.pauses.refused(client, now_ns + wanted)
-        if is_overloaded and self.pauses.overloaded(client, now_ns):
-            self._busy_until_ns = max(self._busy_until_ns, now_ns + wanted)
+        if is_overloaded:
+            self._busy_until_ns = max(self._busy_until_ns, now_ns + self.pauses.overloaded(client, wanted, now_ns))
 
     def progressed(self, num_in_flight: int, now_ns: int) -> None:
         """Record output of the engine, which has `num_in_flight` requests of this router."""
