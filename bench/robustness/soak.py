@@ -107,8 +107,17 @@ class Faults:
         hit = [kind for kind, name in recent if end.target in (name, "router")]
         if end.how == "refused 503" or (end.how in ("error event", "cut off") and not end.resumes):
             return bool(hit)  # a stream that cannot resume ends with an error event and a cut connection
+        if end.how in ("refused 500", "error event") and self._num_deaths(end) > 1:
+            return True  # a request moves again only if its last engine generated a token (docs/failures.md)
         is_server_fault = any(kind in ("SIGTERM of B", "SIGKILL of B") for kind in hit)
         return is_server_fault and end.how in ("error event", "cut off", "not connected", "refused 502", "closed")
+
+    def _num_deaths(self, end: End) -> int:
+        """Return how many engines of the request's target have ended while the request may have been on them."""
+        since = end.began - 2 * ENGINE_TIMEOUT_S  # it may have been sent to an engine that stands still
+        return sum(
+            "of an engine of" in kind and end.target in (name, "router") for at, kind, name in self.done if at > since
+        )
 
     def _note(self, kind: str, name: str) -> None:
         self.done.append((time.monotonic(), kind, name))
