@@ -18,7 +18,7 @@ from pathlib import Path
 from accuracy_tables import accuracy_table, estimates_table, summary_table
 from attack_table import attacks_table
 from client_tables import agents_table, clients_table
-from flag_lists import flags_of
+from flag_lists import flags_beside, flags_of
 from gimbal_tables import (
     kv_memory_table,
     overload_table,
@@ -52,7 +52,7 @@ _PREFIXES = {
 }
 TABLES: dict[str, Callable[[], str]] = {
     "flags of moestro serve": partial(flags_of, "serve"),
-    "flags of moestro route": partial(flags_of, "route"),
+    "flags of moestro route": partial(flags_beside, "route", "serve"),
     "metrics with vLLM's names": shared_metrics,
     "other metrics of moestro serve": own_metrics,
     "metrics of moestro route": route_metrics,
