@@ -9,7 +9,7 @@ from moestro.server.api.fields.unsupported import IN_CHAT, IN_COMPLETIONS, IN_ME
 
 
 def vllm_flags() -> str:
-    """Flags of vLLM in two tables, those that end the start and those that are taken; a row has those with one remedy."""
+    """Flags of vLLM in two tables: those that end the start, and those that are taken. A row has one remedy."""
     refused: dict[str, list[str]] = {}
     taken: dict[str, list[str]] = {}
     for name, flag in VLLM_FLAGS.items():
