@@ -324,6 +324,8 @@ def decode_stalls() -> list[str]:
 # By page: a sentence with gaps, and the figures that stand in them.
 SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "repro.md": {
+        "the factor at 40 tokens is {}, of which most is waiting for a place: with as many places as QLLM it is {}":
+        qllm_at_40,
         "the best of the seven in {} of 72 cells, `lmetric` in {}, `dynamo` in {}, `llm-d` in {}, `bailian` and":
         partial(cells_near_best, "moestro", "lmetric", "dynamo", "llm-d"),
         "and `miss_ratio` in {}, `vllm-0.26` in {}.": partial(cells_near_best, "miss_ratio", "vllm-0.26"),
@@ -382,8 +384,6 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "AMoE's own division (`async`) has {} times ping-pong there": partial(amoe_sized, ASYNC, PING_PONG_NAME),
     },
     "flow.md": {
-        "the factor at 40 tokens is {}, of which most is waiting for a place: with as many places as QLLM it is {}":
-        qllm_at_40,
         "priority scheduling | {} |": lambda: preemption_shares()[:1],
         "priority over FCFS | {} |": lambda: preemption_shares()[1:2],
         "over iteration-level priority | {} (": lambda: preemption_shares()[2:3],

@@ -14,9 +14,6 @@ from moestro.repro.amoe.loads import LENGTHS
 from moestro.repro.amoe.parts import WHOLE
 from moestro.repro.amoe.systems import ASYNC, BASELINES, COLOCATED
 from moestro.repro.papers import papers
-from moestro.repro.qllm.engines import EXPERT, FCFS, FCFS_64, RUN_TO_COMPLETION
-from moestro.repro.qllm.findings import QllmFindings, ls_ttft
-from moestro.repro.qllm.sweep import MEAN_FACTOR, TURNAROUND_FACTOR, SweepPoint, at_rates, ratios, sweep_point
 from moestro.repro.results import Claim, Reproduced
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "repro"
@@ -166,37 +163,3 @@ def _throughput(findings: AmoeFindings, part: str, system: str, most: float) -> 
     if closed.tokens_per_s == most:
         capacity = f"**{capacity}**"
     return f"{capacity} / {offered.tokens_per_s / 1e3:.1f} ({offered.itl_ms:.0f})"
-
-
-def qllm_readings() -> str:
-    """By length of answers: the paper's figures under each reading of its baseline."""
-    findings = stored("qllm", QllmFindings).findings
-    heads = (
-        "load", "QLLM holds 3 s", "run to completion: TTFT of LS, x lower", "it holds 3 s", "throughput",
-        "LS turnaround, at most x lower", "continuous batching: TTFT of LS, x lower", "it holds 3 s", "throughput",
-        "with as many places: TTFT of LS, x lower",
-    )  # fmt: skip
-    paper = ("the paper", "up to 7/s", f"{MEAN_FACTOR:g} (up to 101.6)", "at no rate", "comparable or slightly higher",
-             f"{TURNAROUND_FACTOR:g}", "", "", "", "")  # fmt: skip
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", f"| {' | '.join(paper)} |"]
-    for load in findings.loads:
-        whole, continuous = (sweep_point(findings, load, baseline) for baseline in (RUN_TO_COMPLETION, FCFS))
-        places = ratios(findings, load, (FCFS_64, EXPERT), ls_ttft)
-        cells = (
-            f"`{load}`, {whole.num_answer_tokens:.0f} tokens", at_rates(whole.held), _factors(whole.ttft),
-            at_rates(whole.held_by_baseline), _throughput_change(whole), f"{max(whole.turnaround.values()):.1f}",
-            _factors(continuous.ttft), at_rates(continuous.held_by_baseline), _throughput_change(continuous),
-            _factors(places),
-        )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _factors(by_rate: dict[float, float]) -> str:
-    values = list(by_rate.values())
-    return f"{sum(values) / len(values):.1f} ({min(values):.1f} to {max(values):.1f})"
-
-
-def _throughput_change(point: SweepPoint) -> str:
-    shares = point.throughput.values()
-    return f"{min(shares) - 1:+.0%} to {max(shares) - 1:+.0%}"
