@@ -50,6 +50,14 @@ def span(values: list[float]) -> str:
     return f"{values[0]:.2f} to {values[-1]:.2f}"
 
 
+def router_cpu() -> str:
+    """Medians of CPU time for a small body: `moestro route` under its default policy over each peer."""
+    of = stored("routing/router_overhead_small.json")["summary"]["small"]
+    peers = ("smg 1.13.0", "sglang-router 0.3.2", "vllm-router 0.1.17")
+    ours = of["moestro route, moestro"]["cpu_us"]["median"]
+    return ", ".join(f"{ours / of[peer]['cpu_us']['median']:.2f}" for peer in peers)
+
+
 def kills() -> str:
     ways = [stored("robustness/failures.json")["ways"][way] for way in ("expert_worker", "expert_worker_two_copies")]
     assert all(len(way["kills"]) == 100 for way in ways)
@@ -92,9 +100,10 @@ def near_best() -> str:
 
 # What a row's claim contains, and what its figure is.
 FIGURES: dict[str, Callable[[], str]] = {
-    "1 to 32 users, AMD": lambda: span(vllm_ratios("engine_cpu_demo", "engine_cpu_640m")),
+    "1 to 32 users, AMD": lambda: span(vllm_ratios("engine_cpu_demo", "engine_cpu_640m", "engine_cpu_long")),
     "Intel CPU with AVX-512": lambda: span(vllm_ratios("engine_avx512_demo", "engine_avx512_640m")),
-    "100 kills of expert workers": kills,
+    "CPU time of `moestro route`": router_cpu,
+    "100 kills and stops of expert workers": kills,
     "as a multiple of FCFS": lambda: preemption("continuous, FCFS"),
     "iteration-level priority": lambda: preemption("iteration-level priority"),
     "whose requests poison engines": poison,
