@@ -32,8 +32,8 @@ class ModeSettings(CheckedSettings):
         ' "service_class": "ls" (the default) arrives, and goes on later; --scheduling-policy qllm --evict-policy'
         " least_computed_be_first puts these first where KV is scarce, too. ep: expert parallelism over --engines N;"
         " each engine has its own requests, attention and KV cache, and one N-th of the experts. They step and restart"
-        " together. async: attention and experts are separate workers (--attention, --experts), and a worker waits only"
-        " for the tokens that it lacks."
+        " together. async: workers with attention and workers with experts (--attention and --experts) are apart, and"
+        " each waits only for the tokens that it lacks."
     )
 
 
