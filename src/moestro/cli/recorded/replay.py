@@ -40,7 +40,7 @@ def replay_record(record: Path, console: Console) -> bool:
     except OSError as error:
         raise ConfigError(f"{record} cannot be read: {error.strerror}") from None
     if not routed[0] and not scheduled[0]:
-        raise ConfigError(f"{record} contains no decision: give a file of --record of moestro serve or route")
+        raise ConfigError(f"{record} contains no decision")
     is_equal = _tell("decisions", routed, console)
     _tell_regrets(regrets, console)
     if scheduled[0]:
