@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from moestro.repro.amoe.beds import Bed
-from moestro.repro.amoe.findings import AmoeFindings, mean_stall, most_stall
+from moestro.repro.amoe.findings import AmoeFindings, mean_stall
 from moestro.repro.amoe.loads import LENGTHS
 from moestro.repro.amoe.parts import SIXTEEN, TOP_1, panel
 from moestro.repro.amoe.systems import ASYNC, COLOCATED, EP, EP_STALLS, OVERLAP, PING_PONG_NAME, REPLICAS, build
@@ -22,7 +22,7 @@ from moestro.repro.gimbal.findings import GimbalFindings
 from moestro.repro.gimbal.parts import whole as gimbal_parts
 from moestro.repro.lmetric.experiment import POLICIES
 from moestro.repro.lmetric.findings import FIGURES as LMETRIC_FIGURES
-from moestro.repro.lmetric.findings import LIGHT, NETWORK, OTHER_NETWORK, LmetricFindings, difference
+from moestro.repro.lmetric.findings import NETWORK, LmetricFindings, difference
 from moestro.repro.modes.findings import ModesFindings
 from moestro.repro.qllm.engines import EXPERT, FCFS, FCFS_64
 from moestro.repro.qllm.findings import QllmFindings, ls_ttft
@@ -48,6 +48,14 @@ def vllm_ratios(*names: str) -> list[float]:
 
 def span(values: list[float]) -> str:
     return f"{values[0]:.2f} to {values[-1]:.2f}"
+
+
+def router_cpu() -> str:
+    """Medians of CPU time for a small body: `moestro route` under its default policy over each peer."""
+    of = stored("routing/router_overhead_small.json")["summary"]["small"]
+    peers = ("smg 1.13.0", "sglang-router 0.3.2", "vllm-router 0.1.17")
+    ours = of["moestro route, moestro"]["cpu_us"]["median"]
+    return ", ".join(f"{ours / of[peer]['cpu_us']['median']:.2f}" for peer in peers)
 
 
 def kills() -> str:
@@ -92,9 +100,10 @@ def near_best() -> str:
 
 # What a row's claim contains, and what its figure is.
 FIGURES: dict[str, Callable[[], str]] = {
-    "1 to 32 users, AMD": lambda: span(vllm_ratios("engine_cpu_demo", "engine_cpu_640m")),
+    "1 to 32 users, AMD": lambda: span(vllm_ratios("engine_cpu_demo", "engine_cpu_640m", "engine_cpu_long")),
     "Intel CPU with AVX-512": lambda: span(vllm_ratios("engine_avx512_demo", "engine_avx512_640m")),
-    "100 kills of expert workers": kills,
+    "CPU time of `moestro route`": router_cpu,
+    "100 kills and stops of expert workers": kills,
     "as a multiple of FCFS": lambda: preemption("continuous, FCFS"),
     "iteration-level priority": lambda: preemption("iteration-level priority"),
     "whose requests poison engines": poison,
@@ -129,11 +138,6 @@ def ends(values: Iterable[float]) -> list[str]:
     return [low, high]
 
 
-def stalls() -> list[str]:
-    cell = findings("amoe", AmoeFindings).best("stalls", EP)
-    return [f"{mean_stall(cell):.0%}".replace("%", " %"), f"{most_stall(cell):.0%}".replace("%", " %")]
-
-
 def scaling() -> list[str]:
     two = "two_nodes_permuted"
     return ratios([over_others(two), capacity(two, ASYNC) / capacity("one_node_permuted", ASYNC)])
@@ -166,19 +170,6 @@ def most_over_closed() -> list[str]:
     return [f"{excess:.0%}".replace("%", " %")]
 
 
-def lmetric_lowest(figure: str) -> list[str]:
-    """Of the claim rows of the paper's main claim: loads with the lowest figure, at 50, 90 and 120 %."""
-    by_rate = [
-        claim["ours"] for claim in stored("repro/lmetric.json")["claims"] if f"section 6, {figure}" in claim["source"]
-    ]
-    return [re.findall(r"on (\d) of 6 loads", text)[0] for text in by_rate]
-
-
-def lmetric_comparisons() -> list[str]:
-    texts = [c["ours"] for c in stored("repro/lmetric.json")["claims"] if "section 6, TTFT mean" in c["source"]]
-    return [re.findall(rf"(\d+) {word}", text)[0] for word in ("better", "undecided", "worse") for text in texts]
-
-
 def gimbal_change(system: str, *, seeds: tuple[int, ...]) -> str:
     """Mean change of TTFT from `vllm` over the five scarce shapes at the highest rate."""
     runs = findings("gimbal", GimbalFindings)
@@ -191,7 +182,7 @@ def gimbal_change(system: str, *, seeds: tuple[int, ...]) -> str:
     return f"{sum(changes) / 5:+.1%}"
 
 
-def gimbal_changes(*systems: str, seeds: tuple[int, ...] = (0,)) -> list[str]:
+def gimbal_changes(*systems: str, seeds: tuple[int, ...]) -> list[str]:
     return [gimbal_change(system, seeds=seeds) for system in systems]
 
 
@@ -319,42 +310,16 @@ def worse_by_rate() -> list[str]:
     return [str(worse.count(share)) for share in (0.5, 0.9, 1.2)]
 
 
-def below(share: float, figure: str, load: str, other: str = "vllm-0.26", network: str = NETWORK) -> str:
-    """How far LMetric lies below another policy, in the mean over the parts of a run."""
-    runs = lmetric().by_policy(load, share, network)
-    return f"{-difference(runs['lmetric'], runs[other], figure).mean:.0%}"
+def below(share: float, figure: str, load: str) -> str:
+    """How far LMetric lies below vLLM's score, in the mean over the parts of a run."""
+    runs = lmetric().by_policy(load, share, NETWORK)
+    return f"{-difference(runs['lmetric'], runs['vllm-0.26'], figure).mean:.0%}"
 
 
-def ends_below(figure: str, other: str) -> list[str]:
-    changes = [float(below(0.5, figure, load, other)[:-1]) for load in lmetric().loads]
-    return [f"{min(changes):.0f}", f"{max(changes):.0f}"]
-
-
-def dense() -> list[str]:
-    pairs = (("TTFT mean", "vllm-0.26"), ("TTFT mean", "bailian"), ("TPOT mean", "vllm-0.26"), ("TPOT mean", "bailian"))
-    return [below(0.5, figure, "api_agent", other, OTHER_NETWORK)[:-1] for figure, other in pairs]
-
-
-def aware() -> list[str]:
-    """How far the sum with a weight of 0.4 lies below vLLM's score: TTFT on four loads."""
-    found = []
-    for load in ("chat", "coder", "mooncake_synthetic", "api_agent"):
-        light, blind = lmetric().by_weight(load)[LIGHT], lmetric().by_policy(load, 0.5)["vllm-0.26"]
-        found.append(f"{-difference(light, blind, 'TTFT mean').mean:.0%}"[:-1])
-    return found
-
-
-def aware_chat() -> list[str]:
-    light, blind = lmetric().by_weight("chat")[LIGHT].measured, lmetric().by_policy("chat", 0.5)["vllm-0.26"].measured
-    tpot = f"{1 - light.tpot_ms.mean / blind.tpot_ms.mean:.0%}"[:-1]
-    return [tpot, f"{light.hit_ratio:.1%}"[:-1], f"{blind.hit_ratio:.1%}"[:-1]]
-
-
-def off_by_more(*, is_tuned: bool) -> list[str]:
-    by_load = {each.load: each.share_above_20_percent for each in lmetric().errors if each.is_tuned is is_tuned}
-    if is_tuned:
-        return [f"{by_load[load]:.0%}"[:-1] for load in ("chat", "coder", "api_agent", "tool_agent")]
-    return [f"{min(by_load.values()):.0%}"[:-1], f"{max(by_load.values()):.0%}"[:-1]]
+def tuned_errors() -> list[str]:
+    """Least and most percent of requests whose TTFT a predictor with the right prices misses by over 20 %."""
+    shares = [each.share_above_20_percent for each in lmetric().errors if each.is_tuned]
+    return [f"{share:.0%}"[:-1] for share in (min(shares), max(shares))]
 
 
 def decode_stalls() -> list[str]:
@@ -368,6 +333,8 @@ def decode_stalls() -> list[str]:
 # By page: a sentence with gaps, and the figures that stand in them.
 SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "repro.md": {
+        "the factor at 40 tokens is {}, of which most is waiting for a place: with as many places as QLLM it is {}":
+        qllm_at_40,
         "the best of the seven in {} of 72 cells, `lmetric` in {}, `dynamo` in {}, `llm-d` in {}, `bailian` and":
         partial(cells_near_best, "moestro", "lmetric", "dynamo", "llm-d"),
         "and `miss_ratio` in {}, `vllm-0.26` in {}.": partial(cells_near_best, "miss_ratio", "vllm-0.26"),
@@ -382,35 +349,17 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "**At 120 %** it differs from the best of the others by {} to {};": partial(ttft_changes, 1.2, "best"),
         "better in {}, undecided in {}, worse in {}.": verdicts_of_pairs,
         "At 50 % it is worse in {} of 24, at 90 % in {}, at 120 % in {}.": worse_by_rate,
-        "On chats mean TTFT is {} lower at 50 % of the capacity and {} at 90 %, TPOT {} at both": lambda: [
-            below(0.5, "TTFT mean", "chat"), below(0.9, "TTFT mean", "chat"), below(0.5, "TPOT mean", "chat")
-        ],
-        "LMetric's TTFT is {} to {} % lower at 50 %": partial(ends_below, "TTFT mean", "bailian"),
-        "TTFT is {} % below vLLM's and {} % below the tuned sum's, TPOT {} and {} % below theirs.": dense,
-        "lowers TTFT by {} % on chats, {} % on coder sessions, {} % on the synthetic trace and {} % on API": aware,
-        "On chats TPOT is {} % lower (the paper: 17 %), and hits are {} % in place of {} %.": aware_chat,
-        "for {} % of the chats, {} % of the coder sessions, {} % of the API agents and {} % of the tool": partial(
-            off_by_more, is_tuned=True
-        ),
-        "with those of another network for {} to {} %.": partial(off_by_more, is_tuned=False),
         "its GPUs stall for {} % of the time, those of replicas for {} %, and those of lock-step for {} to {} %.":
         decode_stalls,
-        "lowest mean TTFT on {}, {} and {} of 6 loads": partial(lmetric_lowest, "TTFT"),
-        "lowest mean TPOT on {}, {} and {}.": partial(lmetric_lowest, "TPOT"),
-        "lower in {}, {} and {} of 24 comparisons, undecided in {}, {} and {}, and higher in {}, {} and {}.":
-        lmetric_comparisons,
+        "how far (on chats {} at 50 % of it, {} at 90 %)": lambda: [
+            below(0.5, "TTFT mean", "chat"), below(0.9, "TTFT mean", "chat")
+        ],
+        "with the right prices for {} to {} % of them.": tuned_errors,
+        "AMoE's division has {} to {} times the capacity, by lengths, top-k and skew.": lambda: ends(
+            over_others(part) for top_k in (1, 2) for each in ("permuted", "uniform") for part in panels(top_k, each)
+        ),
         "AMoE's division is {} thousand tokens/s on one machine and {} thousand on two": bounds_of_same,
         "exceed the closed-loop maximum, by up to {}": most_over_closed,
-        "{}, {} and {} times its capacity with short, medium and reasonable lengths": lambda: ratios(
-            capacity(part, ASYNC) / capacity(part, EP_STALLS) for part in panels(1, "permuted")
-        ),
-        "figure 4 stalls for {} in the mean and {} on its idlest GPU": stalls,
-        "has {}, {} and {} of the best other capacity in these three panels": lambda: ratios(
-            map(over_others, panels(1, "permuted"))
-        ),
-        "and {}, {} and {} with top-2. With even": lambda: ratios(map(over_others, panels(2, "permuted"))),
-        "it has {} to {} with top-1 and": lambda: ends(map(over_others, panels(1, "uniform"))),
-        "with top-1 and {} to {} with top-2.": lambda: ends(map(over_others, panels(2, "uniform"))),
         "`async` has {} times the best other capacity on one machine": lambda: ratios(
             [over_others("kernels_permuted")]
         ),
@@ -420,11 +369,6 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "{} with `gimbal_v1` (the paper: -17.8 %), {} with `gimbal_v2` (-42.9 %) and {} with `moestro`.": partial(
             gimbal_changes, "gimbal_v1", "gimbal_v2", "moestro", seeds=(0, 1, 2)
         ),
-        "the balancer that vLLM's code has | {} |": partial(gimbal_changes, "vllm_least"),
-        "`dplb`, `sjfs`, `edr` alone | {}, {}, {} |": partial(gimbal_changes, "dplb", "sjfs", "edr"),
-        "| `gimbal_v1` | {} |": partial(gimbal_changes, "gimbal_v1"),
-        "| `gimbal_v2` | {} |": partial(gimbal_changes, "gimbal_v2"),
-        "| `moestro` | {} |": partial(gimbal_changes, "moestro"),
     },
     "architecture.md": {
         "of `lmetric` takes {} and {} µs with 16 and 4,096": partial(decisions, has_kv_events=False),
@@ -449,8 +393,6 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "AMoE's own division (`async`) has {} times ping-pong there": partial(amoe_sized, ASYNC, PING_PONG_NAME),
     },
     "flow.md": {
-        "the factor at 40 tokens is {}, of which most is waiting for a place: with as many places as QLLM it is {}":
-        qllm_at_40,
         "priority scheduling | {} |": lambda: preemption_shares()[:1],
         "priority over FCFS | {} |": lambda: preemption_shares()[1:2],
         "over iteration-level priority | {} (": lambda: preemption_shares()[2:3],

@@ -116,12 +116,16 @@ def _vllm_name(family: Metric) -> str:
 
 
 def _table(families: Iterable[Metric], without: str = "") -> str:
-    rows = [
-        f"| `{family.name.removeprefix(without)}{'_total' if family.type == 'counter' else ''}` | {family.type} |"
-        f" {_labels(family)} | {family.documentation} |"
-        for family in families
-    ]
-    return "\n".join(("| name | kind | labels | meaning |", "|---|---|---|---|", *rows))
+    """Name and meaning of each family, below a row for each kind and its labels."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for family in families:
+        name = f"{family.name.removeprefix(without)}{'_total' if family.type == 'counter' else ''}"
+        row = f"| `{name}` | {family.documentation} |"
+        groups.setdefault((family.type, _labels(family)), []).append(row)
+    lines = ["| name | meaning |", "|---|---|"]
+    for (kind, labels), rows in groups.items():
+        lines += [f"| **{kind}**{f', by {labels}' if labels else ''} | |", *rows]
+    return "\n".join(lines)
 
 
 def _labels(family: Metric) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from accuracy_tables import accuracy_table, estimates_table, summary_table
 from attack_table import attacks_table
 from client_tables import agents_table, clients_table
-from flag_lists import flags_of
+from flag_lists import flags_beside, flags_of
 from gimbal_tables import (
     kv_memory_table,
     overload_table,
@@ -31,7 +31,7 @@ from gimbal_tables import (
 from lmetric_tables import ages_table, capacities_table, latencies_table, worse_table
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
 from mutants import stored_table
-from repro_tables import amoe_throughputs, claims_of_paper, qllm_readings, setup_of_paper
+from repro_tables import amoe_throughputs, claims_of_paper, setup_of_paper
 from scope_tables import refused_fields, vllm_flags
 from stored_results import results_table
 
@@ -52,7 +52,7 @@ _PREFIXES = {
 }
 TABLES: dict[str, Callable[[], str]] = {
     "flags of moestro serve": partial(flags_of, "serve"),
-    "flags of moestro route": partial(flags_of, "route"),
+    "flags of moestro route": partial(flags_beside, "route", "serve"),
     "metrics with vLLM's names": shared_metrics,
     "other metrics of moestro serve": own_metrics,
     "metrics of moestro route": route_metrics,
@@ -80,7 +80,6 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"claims of {paper}": partial(claims_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
     **{f"set-up of {paper}": partial(setup_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
     "throughputs of amoe": amoe_throughputs,
-    "readings of qllm": qllm_readings,
     "capacities of lmetric": capacities_table,
     "latencies of lmetric": latencies_table,
     "cells of lmetric in which moestro is worse": worse_table,

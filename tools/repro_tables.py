@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,13 @@ from moestro.repro.amoe.loads import LENGTHS
 from moestro.repro.amoe.parts import WHOLE
 from moestro.repro.amoe.systems import ASYNC, BASELINES, COLOCATED
 from moestro.repro.papers import papers
-from moestro.repro.qllm.engines import EXPERT, FCFS, FCFS_64, RUN_TO_COMPLETION
-from moestro.repro.qllm.findings import QllmFindings, ls_ttft
-from moestro.repro.qllm.sweep import MEAN_FACTOR, TURNAROUND_FACTOR, SweepPoint, at_rates, ratios, sweep_point
 from moestro.repro.results import Claim, Reproduced
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "repro"
 _VERDICTS = {True: "holds", False: "does not hold", None: "not judged"}
 _ORDER = [False, None, True]  # of verdicts in a table
+_INTERVAL = re.compile(r" \([-+][\d.]+% to [-+][\d.]+%\)")
+_NUMBER = re.compile(r"(?<![\w.\[-])[-+]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?:%|x|/s|\b)")
 _AMOE_SYSTEMS = (ASYNC, COLOCATED, *BASELINES)
 # Parts of figures 9 and 10 that compare the systems, with their names in the table.
 _AMOE_NAMES = {
@@ -39,6 +40,7 @@ def claims_of_paper(paper: str) -> str:
     """The claims of a paper beside our figures: a row for each sentence of the paper, with its loads by verdict.
 
     Sentences with a load on which they do not hold come first. What decides a claim is listed below the table.
+    Intervals of differences are left out; the stored run has them.
     """
     claims = stored(paper).claims
     by_sentence: dict[tuple[str, str], list[Claim]] = {}
@@ -60,13 +62,35 @@ def claims_of_paper(paper: str) -> str:
             by_figures: dict[str, list[str]] = {}
             for claim, label in zip(group, labels, strict=True):
                 if claim.holds is verdict:
-                    figures = claim.ours + (marks[claim.why] if len(whys) > 1 else "")
+                    figures = _INTERVAL.sub("", claim.ours) + (marks[claim.why] if len(whys) > 1 else "")
                     by_figures.setdefault(figures, []).append(label)
-            shown = ((", ".join(filter(None, loads)), figures) for figures, loads in by_figures.items())
-            cells.append("<br>".join(f"{loads}: {figures}" if loads else figures for loads, figures in shown))
+            cells.append(_by_load([(", ".join(filter(None, loads)), ours) for ours, loads in by_figures.items()]))
         lines.append("| " + " | ".join(_cell(text) for text in (place, sentence, *cells)) + " |")
     lines += ["", *(f"{number}. {why}" for why, number in numbers.items())]
     return "\n".join([_counts(claims), "", *lines])
+
+
+def _by_load(figures: list[tuple[str, str]]) -> str:
+    """Figures by load. Those that differ by numbers alone share one line of words, with gaps for these numbers."""
+    alike: dict[str, list[tuple[str, str]]] = {}
+    for loads, text in figures:
+        alike.setdefault(_NUMBER.sub("…", text), []).append((loads, text))
+    lines = []
+    for group in alike.values():
+        if len(group) == 1:
+            [(loads, text)] = group
+            lines.append(f"{loads}: {text}" if loads else text)
+            continue
+        numbers = [_NUMBER.findall(text) for _, text in group]
+        gaps = {at for at, found in enumerate(zip(*numbers, strict=True)) if len(set(found)) > 1}
+        places = count()
+        words = _NUMBER.sub(
+            lambda found, places=places, gaps=gaps: "…" if next(places) in gaps else found[0], group[0][1]
+        )
+        lines.append(f"*{words}*")
+        for (loads, _), found in zip(group, numbers, strict=True):
+            lines.append(f"{loads}: {', '.join(each for at, each in enumerate(found) if at in gaps)}")
+    return "<br>".join(lines)
 
 
 def _places(sources: list[list[str]]) -> tuple[str, list[str]]:
@@ -76,12 +100,12 @@ def _places(sources: list[list[str]]) -> tuple[str, list[str]]:
 
 
 def setup_of_paper(paper: str) -> str:
-    """The declared set-up of a paper: its own words, the experiment's value, and why another value was chosen."""
+    """The declared set-up of a paper: where it states each value, the experiment's, and why another was chosen."""
     [found] = [each for each in papers() if each.name == paper]
     lines = ["| what | the paper | here | why it differs |", "|---|---|---|---|"]
     for row in found.experiment(found.settings()).setup:
-        words = f"{row.where}: “{row.quote}”" if row.quote else "not stated"
-        lines.append("| " + " | ".join(map(_cell, (row.what, words, _shown(row.value), row.differs))) + " |")
+        where = row.where if row.quote else "not stated"
+        lines.append("| " + " | ".join(map(_cell, (row.what, where, _shown(row.value), row.differs))) + " |")
     return "\n".join(lines)
 
 
@@ -139,37 +163,3 @@ def _throughput(findings: AmoeFindings, part: str, system: str, most: float) -> 
     if closed.tokens_per_s == most:
         capacity = f"**{capacity}**"
     return f"{capacity} / {offered.tokens_per_s / 1e3:.1f} ({offered.itl_ms:.0f})"
-
-
-def qllm_readings() -> str:
-    """By length of answers: the paper's figures under each reading of its baseline."""
-    findings = stored("qllm", QllmFindings).findings
-    heads = (
-        "load", "QLLM holds 3 s", "run to completion: TTFT of LS, x lower", "it holds 3 s", "throughput",
-        "LS turnaround, at most x lower", "continuous batching: TTFT of LS, x lower", "it holds 3 s", "throughput",
-        "with as many places: TTFT of LS, x lower",
-    )  # fmt: skip
-    paper = ("the paper", "up to 7/s", f"{MEAN_FACTOR:g} (up to 101.6)", "at no rate", "comparable or slightly higher",
-             f"{TURNAROUND_FACTOR:g}", "", "", "", "")  # fmt: skip
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", f"| {' | '.join(paper)} |"]
-    for load in findings.loads:
-        whole, continuous = (sweep_point(findings, load, baseline) for baseline in (RUN_TO_COMPLETION, FCFS))
-        places = ratios(findings, load, (FCFS_64, EXPERT), ls_ttft)
-        cells = (
-            f"`{load}`, {whole.num_answer_tokens:.0f} tokens", at_rates(whole.held), _factors(whole.ttft),
-            at_rates(whole.held_by_baseline), _throughput_change(whole), f"{max(whole.turnaround.values()):.1f}",
-            _factors(continuous.ttft), at_rates(continuous.held_by_baseline), _throughput_change(continuous),
-            _factors(places),
-        )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _factors(by_rate: dict[float, float]) -> str:
-    values = list(by_rate.values())
-    return f"{sum(values) / len(values):.1f} ({min(values):.1f} to {max(values):.1f})"
-
-
-def _throughput_change(point: SweepPoint) -> str:
-    shares = point.throughput.values()
-    return f"{min(shares) - 1:+.0%} to {max(shares) - 1:+.0%}"

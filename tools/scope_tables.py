@@ -9,14 +9,26 @@ from moestro.server.api.fields.unsupported import IN_CHAT, IN_COMPLETIONS, IN_ME
 
 
 def vllm_flags() -> str:
-    """Flags of vLLM, those with one remedy in one row."""
-    flags_of: dict[tuple[str, str], list[str]] = {}
+    """Flags of vLLM in two tables: those that end the start, and those that are taken. A row has one remedy."""
+    refused: dict[str, list[str]] = {}
+    taken: dict[str, list[str]] = {}
     for name, flag in VLLM_FLAGS.items():
-        neutral = f", except {' '.join(f'`{each}`' for each in sorted(flag.neutral))}" if flag.neutral else ""
-        verdict = "taken" if flag.is_taken else f"ends the start{neutral}"
-        flags_of.setdefault((verdict, flag.text), []).append(f"`{name}`")
-    rows = [f"| {', '.join(flags)} | {verdict} | {text} |" for (verdict, text), flags in sorted(flags_of.items())]
-    return "\n".join(["| flag of vLLM | verdict | why, or what to do |", "|---|---|---|", *rows])
+        shown = f"`{name}`" + (f" ({', '.join(f'`{each}`' for each in sorted(flag.neutral))})" if flag.neutral else "")
+        (taken if flag.is_taken else refused).setdefault(flag.text, []).append(shown)
+    tables = {
+        "ends the start (but for these values)": refused,
+        "taken without effect": taken,
+    }
+    return "\n\n".join(
+        "\n".join(
+            [
+                f"| {head} | what to do, or why |",
+                "|---|---|",
+                *(f"| {', '.join(flags)} | {text} |" for text, flags in sorted(rows.items())),
+            ]
+        )
+        for head, rows in tables.items()
+    )
 
 
 def refused_fields() -> str:

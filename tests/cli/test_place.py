@@ -259,7 +259,7 @@ def test_a_present_placement_that_does_not_fit_is_refused(tmp_path, contents, wo
         ("devices: [{slots: 4, colour: red}]", "unknown field `colour`"),
         ("devices: [{slots: 4, speed: 0}]", "> 0"),
         ("devices: [{slots: 12, speed: .inf}]", "the speed of a device must be finite"),
-        ("devices: [{slots: 12, count: 1000}, {slots: 12, count: 25}]", "has 1,025 devices; expected at most 1,024"),
+        ("devices: [{slots: 12, count: 1000}, {slots: 12, count: 25}]", "has 1,025 devices: name at most 1,024"),
         ("devices: [{slots: 12, alive: no}]", "all 1 devices are dead"),
         ("devices: {", "t.yaml"),
         ("devices: [{slots: 4}]", "too few for 12 experts"),

@@ -27,7 +27,7 @@ def test_a_request_survives_the_wire():
         ({"token_ids": b"123"}, "holds 3 bytes"),
         ({"resumed_token_ids": b"123456"}, "holds 6 bytes"),
         ({"resumed_token_ids": bytes(4 * 16)}, "16 resumed tokens leave none of 16"),
-        ({"block_hashes": b"short"}, "block_hashes holds 5 bytes"),
+        ({"block_hashes": b"short"}, "block_hashes must be a multiple of 16 bytes, got 5"),
     ],
 )
 def test_an_impossible_request_is_refused_at_birth(wrong, message):

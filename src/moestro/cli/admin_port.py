@@ -1,4 +1,4 @@
-"""Asks the operators' port of a running server or router."""
+"""Requests to the operators' port of a running server or router."""
 
 from __future__ import annotations
 

@@ -129,10 +129,9 @@ class ProcessSettings(CheckedSettings):
     "Number of engines; a router spreads requests over them. Each has the whole model, in ep mode its share of experts."
     num_redundant_experts: Annotated[int, at_least(0)] = 0
     (
-        "In async and ep mode, slots for experts in each layer beyond those that the experts fill at the start, spread"
-        " evenly over the workers that hold experts: in async mode rounded up for each; in ep mode all slots must"
-        " divide evenly. They are empty at first; placement fills them with copies, and moves experts through those"
-        " that are empty."
+        "In async and ep mode, empty slots for experts in each layer, spread evenly over the workers that hold experts"
+        " (async: rounded up; ep: all slots must divide evenly). Placement fills them with copies, and moves experts"
+        " through empty ones."
     )
     kv_events_config: str | None = None
     (

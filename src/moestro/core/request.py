@@ -210,7 +210,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
                 f" {self.sampling.max_tokens} to generate"
             )
         if len(self.block_hashes) % HASH_BYTES:
-            raise ValueError(f"request {self.request_id!r}: block_hashes holds {len(self.block_hashes)} bytes")
+            raise ValueError(
+                f"request {self.request_id!r}: block_hashes must be a multiple of {HASH_BYTES} bytes,"
+                f" got {len(self.block_hashes)}"
+            )
 
     @property
     def fair_user(self) -> str | None:

@@ -64,7 +64,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkShape:
-    """One network.
+    """Sizes of one network, by which its steps and memory are priced.
 
     Attributes:
         name: what messages and reports call it.

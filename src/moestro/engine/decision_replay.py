@@ -92,7 +92,9 @@ class DecisionReplay:
     @staticmethod
     def _started(policy: _P | None) -> _P:
         if policy is None:
-            raise ConfigError("the record has decisions of an engine before its policies")
+            raise ConfigError(
+                "the record has decisions of an engine before its policies: give it from its first line on"
+            )
         return policy
 
 

@@ -453,7 +453,7 @@ class Scheduler:
         return StepOutput()
 
     def _without_unmasked(self, result: StepResult, unmasked: Slots, computed: Int32s) -> Int32s:
-        """Let the sequences sit out whose masks were not ready, the rows `unmasked` of the result.
+        """Give no token to the sequences whose masks were not ready, the rows `unmasked` of the result.
 
         Their last token counts as not computed, so that a later unit computes its logits again.
 

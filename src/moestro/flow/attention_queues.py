@@ -83,7 +83,7 @@ class AttentionQueues:
         self._num_without_place = np.zeros((NUM_CLASSES, len(is_sparse) + 1), np.int64)
 
     def add(self, layer: int, ids: Int64s, now_ns: int) -> None:
-        """Units wait from now on for the attention of `layer`, or (layer `num_layers`) for the sampler."""
+        """Let units wait for the attention of `layer`, or (layer `num_layers`) for the sampler."""
         self._pool.queued_ns[ids] = now_ns
         if not self._pool.num_best_effort:
             self._add(LS, layer, ids, now_ns)

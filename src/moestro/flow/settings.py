@@ -29,12 +29,11 @@ class ModeSettings(CheckedSettings):
     mode: Mode = "fused"
     (
         "fused: one forward pass a step. preemptive: a step stops between any two expert batches when a request with"
-        ' "service_class": "ls" arrives, and later continues from there; requests that do not say are "ls". With'
-        " --scheduling-policy qllm --evict-policy least_computed_be_first they also come first where KV is scarce. ep:"
-        " expert parallelism over --engines N: each engine has its own requests, attention and KV cache, and holds one"
-        " N-th of the experts, with which it computes for all engines. They step together, and restart together."
-        " async: attention and experts are separate workers (--attention, --experts), and a worker waits only for the"
-        " tokens that it lacks."
+        ' "service_class": "ls" (the default) arrives, and goes on later; --scheduling-policy qllm --evict-policy'
+        " least_computed_be_first puts these first where KV is scarce, too. ep: expert parallelism over --engines N;"
+        " each engine has its own requests, attention and KV cache, and one N-th of the experts. They step and restart"
+        " together. async: workers with attention and workers with experts (--attention and --experts) are apart, and"
+        " each waits only for the tokens that it lacks."
     )
 
 
@@ -46,7 +45,7 @@ class PreemptionSettings(CheckedSettings):
     pass_decodes: bool = False
     (
         'In preemptive mode, "ls" requests pass a step of "be" requests for each of their tokens, not for the first'
-        " alone: their answers end sooner, in small batches, at the cost of all others and of the throughput."
+        " alone: their answers end sooner, and the throughput falls."
     )
     max_be_wait: Annotated[float, at_least(0, may_be_infinite=True)] = 1.0
     (
@@ -92,9 +91,8 @@ class GroupStepSettings(CheckedSettings):
     )
     inline_limit: Annotated[int | None, at_least(0)] = None
     (
-        "In async mode, bytes of a tensor up to which it goes with its message over ZeroMQ. A larger one follows over"
-        " torch.distributed once its receiver is ready for it: over NCCL between two GPUs, else over gloo. Unset:"
-        " 131072 for NCCL, and 4194304 for gloo. Paced devices send no tensors."
+        "In async mode, largest tensor in bytes that goes with its message over ZeroMQ; a larger one follows over NCCL"
+        " between two GPUs, else over gloo. Unset: 131072 for NCCL, 4194304 for gloo."
     )
 
     def __post_init__(self) -> None:

@@ -257,8 +257,8 @@ class ReliabilitySettings(CheckedSettings):
         *(429, 502, 503, 504, 529),
     )
     (
-        "Statuses of an engine's answer after which another engine gets the request. 500 is passed on, because it is"
-        " mostly the request's own: it would follow the request from engine to engine."
+        "Statuses of an engine's answer after which another engine gets the request. 500 is not among them, because the"
+        " request itself mostly causes it."
     )
     retry_share: Annotated[float, at_least(0), Parameter(group=_RELIABILITY)] = 0.2
     "Average number of such retries for each request, so that retries do not multiply an overload."

@@ -61,7 +61,7 @@ class NetworkSettings(CheckedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.model:
-            raise ConfigError("--model is empty: give a checkpoint directory")
+            raise ConfigError("--model is empty: give a checkpoint directory, or a name on the Hugging Face hub")
         if self.device not in get_args(DeviceKind) and not self.device.startswith("paced:"):
             known = ", ".join(get_args(DeviceKind))
             raise ConfigError(f"--device {self.device!r} is unknown: give one of {known}, or paced:GPU")

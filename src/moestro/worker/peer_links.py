@@ -119,7 +119,7 @@ class PeerLinks:
         self._next_of: dict[tuple[int, int], tuple[int, int]] = {}  # (worker, kind) -> epoch, next number
 
     def connect(self, worker: int, address: str, launch: int) -> None:
-        """Send to a worker's `launch`-th process, at `address`, from now on, after a hello."""
+        """Send a hello, and all later messages for `worker`, to its `launch`-th process at `address`."""
         self.disconnect(worker)
         if self._two_phase is not None:
             self._two_phase.connect(worker, launch)

@@ -83,7 +83,7 @@ def _from_file(path: Path) -> Devices:
         raise ConfigError(f"--topology {path}: {error}") from None
     rows = [row for row in found.devices for _ in range(row.count)]
     if len(rows) > MOST_DEVICES:
-        raise ConfigError(f"--topology {path} has {len(rows):,} devices; expected at most {MOST_DEVICES:,}")
+        raise ConfigError(f"--topology {path} has {len(rows):,} devices: name at most {MOST_DEVICES:,}")
     if not all(math.isfinite(row.speed) for row in rows):
         raise ConfigError(f"--topology {path}: the speed of a device must be finite")
     nodes = list(dict.fromkeys(row.node for row in rows))

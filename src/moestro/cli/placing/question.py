@@ -78,7 +78,9 @@ def make_question(settings: PlaceSettings) -> PlaceQuestion:
         num_groups=settings.policy.num_groups,
     )
     if profile.num_experts % settings.policy.num_groups:
-        raise ConfigError(f"--num-groups {settings.policy.num_groups} does not divide {profile.num_experts} experts")
+        raise ConfigError(
+            f"--num-groups {settings.policy.num_groups} does not divide {profile.num_experts} experts: give a divisor"
+        )
     notes = [*profile.notes, *([why] if why else [])]
     if missing := missing_ranks(profile.ranks, devices.num_devices):
         notes.append(missing)

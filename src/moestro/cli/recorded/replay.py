@@ -129,7 +129,7 @@ def recorded_policy_of(record: Path) -> str:
         raise ConfigError(f"{record} cannot be read: {error.strerror}") from None
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{record} is no record: {error}") from None
-    raise ConfigError(f"{record} contains no decision")
+    raise ConfigError(f"{record} contains no decision: give a file of --record of moestro serve or route")
 
 
 def describe_decision(entry: Submitted) -> str:

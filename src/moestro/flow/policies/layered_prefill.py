@@ -59,7 +59,9 @@ class LayeredPrefill:
 
     def __post_init__(self) -> None:
         if self.num_groups < 1 or self.tokens_per_group < 1:
-            raise ConfigError("num_groups and tokens_per_group must be at least 1")
+            raise ConfigError(
+                f"num_groups and tokens_per_group must be at least 1, got {self.num_groups} and {self.tokens_per_group}"
+            )
 
     def __call__(self, view: QueueTable, now_ns: int) -> Run:
         """Observe where the wave is when a pass begins; then run the deepest tokens, and prompts in their group."""

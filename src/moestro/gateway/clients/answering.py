@@ -12,7 +12,7 @@ class Answering(Protocol):
         """Stop, because the client is gone."""
 
     def client_is_slow(self) -> None:
-        """Pause writing."""
+        """Write nothing more to the client until it reads again."""
 
     def client_is_ready(self) -> None:
-        """Resume writing."""
+        """Write to the client again, which has read what it was sent."""

@@ -32,7 +32,11 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] =
     ("prompt_tokens", "Prompt tokens of answers that report usage.", lambda c: c.num_prompt_tokens),
     ("predicted_hit_tokens", "Prompt tokens predicted to be in the engine's cache.", lambda c: c.num_predicted_tokens),
     ("hit_tokens", "Prompt tokens that the engine reports as cached.", lambda c: c.num_hit_tokens),
-    ("host_hit_tokens", "Those of them that it copied from host memory.", lambda c: c.num_host_hit_tokens),
+    (
+        "host_hit_tokens",
+        "Prompt tokens that the engine reports as copied from host memory.",
+        lambda c: c.num_host_hit_tokens,
+    ),
 )
 
 

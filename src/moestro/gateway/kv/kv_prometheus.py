@@ -49,7 +49,7 @@ class KvFigures(Collector):
             labels=("engine", "reason"),
         )
         blocks = _gauge("blocks", "Blocks that the engine holds.")
-        hosted = _gauge("hosted_blocks", "Those of them that are in host memory alone.")
+        hosted = _gauge("hosted_blocks", "Blocks that the engine holds in host memory alone.")
         is_complete = _gauge("complete", "1 while the router knows all blocks that the engine holds.")
         lag = _gauge("lag_seconds", "Delay of the newest batch from its time stamp to its arrival.")
         for engine, subscription in running:

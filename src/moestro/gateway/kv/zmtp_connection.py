@@ -92,7 +92,7 @@ class ZmtpConnection(asyncio.Protocol):
     # --- from the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Implement `asyncio.Protocol`: begin the handshake."""
+        """Begin the handshake with the publisher."""
         self._transport = connected = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         if self.is_over:
             connected.abort()

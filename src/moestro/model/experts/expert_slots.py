@@ -119,7 +119,7 @@ def install_expert(module: nn.Module, slot: int, logical: int, prepared: Prepare
 
 
 def write_expert(module: nn.Module, slot: int, logical: int, weights: ExpertWeights) -> None:
-    """Do `prepare_expert` and `install_expert` at once."""
+    """Write the weights of an expert into a slot of a cut module, which then holds it."""
     install_expert(module, slot, logical, prepare_expert(module, weights))
 
 

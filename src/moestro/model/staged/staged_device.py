@@ -40,7 +40,7 @@ class _LaunchedItem:
     """An item in progress.
 
     Attributes:
-        progress: its progress.
+        progress: what of the item is computed, as the executor reads it.
         pieces: iterator that does one piece with each `next`.
         events: one event for each piece that an accelerator may still be computing.
         is_over: whether all pieces were begun.

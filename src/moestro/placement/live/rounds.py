@@ -113,7 +113,7 @@ class _Layer:
         return [worker for worker in self._workers if expert in self.slots[worker]]
 
     def loads(self) -> list[SlotLoad]:
-        """Load into empty slots what is wanted there: first copies, and more copies only once no expert has to move."""
+        """Fill empty slots: experts that have to move, and further copies only once none has to. Returns the loads."""
         pending = [(worker, self._movers(worker)) for worker in self._workers]
         found = [each for worker, experts in pending for each in self._load(worker, experts)]
         if not any(self._movers(worker) for worker in self._workers):

@@ -274,7 +274,10 @@ class GimbalMilpPlacement:
 
     def __post_init__(self) -> None:
         if not (self.alpha > 0 and self.beta > 0 and self.time_limit_s > 0):
-            raise ConfigError("alpha, beta and time_limit_s must be above 0")
+            raise ConfigError(
+                f"alpha, beta and time_limit_s must be above 0, got {self.alpha:g}, {self.beta:g} and"
+                f" {self.time_limit_s:g}"
+            )
         checked_word("cut", self.cut, CUTS)
 
     def __call__(self, view: PlaceView) -> ExpertTable:

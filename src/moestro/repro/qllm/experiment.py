@@ -113,7 +113,7 @@ class QllmExperiment(GridExperiment[QllmFindings]):
         return super().plan_of(load), None if self._trace is None else str(self._trace)
 
     def empty_findings(self) -> QllmFindings:
-        """Findings that name the origin of the lengths."""
+        """Return findings without runs, which name the origin of the lengths."""
         return QllmFindings(
             lengths="generated with ShareGPT's published means"
             if self._trace is None

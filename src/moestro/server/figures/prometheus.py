@@ -38,7 +38,7 @@ def placement_metrics(
         " mean_of_ratios as SGLang does."
     )
     yield _balance("moestro:placement_balance", text, now, model_name)
-    text = "The same, as the last completed plan predicted it."
+    text = "Balance that the last completed plan predicted, by the definitions of placement_balance."
     yield _balance("moestro:placement_balance_predicted", text, None if change is None else change.after, model_name)
     yield from _payback(control, model_name)
     gauges: dict[str, tuple[str, float]] = {
@@ -85,7 +85,9 @@ def _payback(control: PlacementControl, model_name: str) -> Iterator[Metric]:
         labels=labels,
     )
     steps = GaugeMetricFamily(
-        "moestro:placement_payback_steps", "Steps after which its move has paid; absent for never.", labels=labels
+        "moestro:placement_payback_steps",
+        "Steps after which the move of the last completed plan has paid; absent for never.",
+        labels=labels,
     )
     for kind, saved_s in (("predicted", predicted_s(control)), ("found", found_s(control))):
         if saved_s is not None and control.applied is not None:
@@ -114,7 +116,9 @@ def expert_metrics(
         labels=("model_name",),
     )
     worst = GaugeMetricFamily(
-        "moestro:expert_balance_min", "The same of the layer with the least even load.", labels=("model_name",)
+        "moestro:expert_balance_min",
+        "Mean load of a layer's experts over the largest, of the least even layer.",
+        labels=("model_name",),
     )
     if merged is not None:
         mean.add_metric(label, float(merged.balance.mean()))

@@ -318,7 +318,7 @@ class _SourceLoads:
         return np.stack([load.mean * load.weight for load in self._current()])
 
     def report(self) -> None:
-        """Report the windows."""
+        """Make the loads of all windows those that policies see from now on."""
         self._reports = self._current()
         merged = merge_sources(self._reports)
         self._load = None

@@ -112,7 +112,7 @@ def _of_counts(dumps: Sequence[SglangDump], choices_per_step: float) -> ExpertPr
 def _of_records(dumps: Sequence[SglangDump]) -> ExpertProfile:
     slots = np.asarray(dumps[0].fields["last_physical_to_logical_map"], np.int64)
     if any(not np.array_equal(slots, dump.fields["last_physical_to_logical_map"]) for dump in dumps):
-        raise ConfigError("the dumps have different physical_to_logical_maps: they are of different times or servers")
+        raise ConfigError("the dumps have different physical_to_logical_maps: give those of one recording")
     records = [record for dump in dumps for record in dump.fields["records"]]
     _refuse_repeated_ranks(dumps)
     ranks = sorted({int(record["rank"]) for record in records})
