@@ -87,7 +87,9 @@ def figures_of(results: Results) -> dict[str, float]:
     }
 
 
-def cells(load: str, num_requests: int, shares: tuple[float, ...], seed: int) -> Iterator[tuple[str, str, dict[str, float]]]:
+def cells(
+    load: str, num_requests: int, shares: tuple[float, ...], seed: int
+) -> Iterator[tuple[str, str, dict[str, float]]]:
     """Yield the share of saturation, the policy and the figures of each run of one load."""
     settings = SimSettings(
         workload=WorkloadSettings(sessions=load, num_requests=num_requests, load=1.0),

@@ -230,7 +230,7 @@ def measure(
 
     Args:
         limits: range of shapes, and what the device holds.
-        clock_ns: clock that measures the steps. That of a process leaves out the work of others.
+        clock_ns: clock that measures. That of a process leaves out the work of others.
     """
     rng = np.random.default_rng(how.seed)
     chunks, totals, running = prefill_grid(limits), short_chunks_grid(limits), decode_grid(limits)
@@ -263,7 +263,7 @@ def measure(
         host=_NO_HOST,
     )
     checked = _check(MeasuredCost(table), others, [ns for ns, _ in found])
-    host = host_times(device, limits, rng)
+    host = host_times(device, limits, rng, clock_ns)
     return msgspec.structs.replace(table, host=host), checked
 
 

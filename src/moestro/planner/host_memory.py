@@ -114,7 +114,7 @@ def host_memory_that_pays(question: PlanQuestion, seconds_left: Callable[[], flo
         num_blocks = int(gib * GIB) // bounds.block_bytes
         found = run(replace(scenario, bounds=replace(bounds, num_host_blocks=num_blocks)), PolicySettings())
         sizes.append(_figures(found, gib, kv_gib))
-        if len(sizes) > 1 and sizes[-1].host_hits == sizes[-2].host_hits:
+        if len(sizes) > 1 and 0 < sizes[-1].host_hits == sizes[-2].host_hits:
             break  # the smaller tier was not full
     least = min(each.ttft_ms for each in sizes)
     return HostMemoryAnswer(

@@ -217,7 +217,7 @@ class DeploymentPlan(msgspec.Struct, frozen=True, kw_only=True):
         deployments: all that fit, the best first.
         misfits: why the others do not fit, by title.
         assumptions: what decides the figures, and what is left out.
-        host_memory: how much host memory pays for the log. None means that it was not asked.
+        host_memory: how much host memory pays for the log. None means that it was not requested.
     """
 
     kind: str = "simulated"

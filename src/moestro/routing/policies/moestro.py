@@ -256,7 +256,11 @@ class _GroupSteps:
         self._batch = batch
 
     def decode_delay(self, computed: Scores, new: Scores) -> Scores:
-        """Return the delay of the group's decodes by the prompt, float64[n]; `computed` has Q + p, and `new` p."""
+        """Return the delay of the group's decodes by the prompt, float64[n]; `computed` has Q + p, and `new` p.
+
+        Below the longest queue a prompt is computed in steps that are as long without it. But the share `level` of that
+        room is taken by other requests; so much of the prompt displaces them, and lengthens the mean queue.
+        """
         group = self._group
         longer = np.maximum(computed - self._longest[group], 0.0)
         level = self._level[group]
