@@ -92,8 +92,8 @@ class Subject:
 
 
 SUBJECTS = {
-    "demo": Subject(requests=300, rate=6.0, tools_s=(0.25, 0.6, 1.1)),
-    "random-640m": Subject(requests=80, rate=0.3, tools_s=(5.0, 12.0, 22.0)),
+    "demo": Subject(requests=300, rate=6.0, tools_s=(0.4, 0.9, 1.6)),
+    "random-640m": Subject(requests=120, rate=0.3, tools_s=(8.0, 18.0, 32.0)),
 }
 
 
@@ -287,7 +287,7 @@ def main() -> None:
         device, info = open_device(settings)
         assert info.num_host_blocks >= max(SIZES) * NUM_BLOCKS
         device.network.finish_kernels()
-        table, runs = calibrated(device, info, args.rounds), []
+        table, runs = calibrated(device, info, max(args.rounds, 2)), []
         for seed in range(args.rounds):
             runs += measured(device, info, subject, seed, table)
             cases = [summary(runs, tool_s, size) for tool_s in subject.tools_s for size in SIZES]
