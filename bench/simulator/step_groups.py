@@ -1,6 +1,7 @@
 """Compares route policies on engines that begin every step together, at 50 to 120 % of saturation.
 
-    python bench/simulator/step_groups.py [--seeds 5] [--requests 300] [--loads chat,coder] [--json FILE]
+    python bench/simulator/step_groups.py [--seeds 5] [--requests 300] [--loads chat,coder] [--shares 0.5,0.75] \\
+        [--json FILE]
 
 Everything is simulated: one group of eight H20 engines that share the experts of Qwen3-30B-A3B, production router and
 schedulers, every generated load. Saturation is the rate at which the group answers under `least_loaded` when all
@@ -35,7 +36,6 @@ from moestro.workload.generated.session_shapes import SHAPES
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save
 
-SHARES = (0.5, 0.75, 1.0, 1.2)
 LEAD_IN = 0.25
 NUM_RANKS, BLOCK_SIZE = 8, 64
 
@@ -87,7 +87,9 @@ def figures_of(results: Results) -> dict[str, float]:
     }
 
 
-def cells(load: str, num_requests: int, seed: int) -> Iterator[tuple[str, str, dict[str, float]]]:
+def cells(
+    load: str, num_requests: int, shares: tuple[float, ...], seed: int
+) -> Iterator[tuple[str, str, dict[str, float]]]:
     """Yield the share of saturation, the policy and the figures of each run of one load."""
     settings = SimSettings(
         workload=WorkloadSettings(sessions=load, num_requests=num_requests, load=1.0),
@@ -97,7 +99,7 @@ def cells(load: str, num_requests: int, seed: int) -> Iterator[tuple[str, str, d
     )
     full, _ = at_load(settings, Path())
     assert full.workload.rate is not None
-    for share in SHARES:
+    for share in shares:
         workload = msgspec.structs.replace(full.workload, rate=share * full.workload.rate)
         scenario = make_scenario(msgspec.structs.replace(full, workload=workload), Path())
         for name, route in POLICIES.items():
@@ -109,13 +111,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--loads", default=",".join(SHAPES))
+    parser.add_argument("--shares", default="0.5,0.75,1.0,1.2", help="of saturation")
     args = parser.parse_args()
+    shares = tuple(float(share) for share in args.shares.split(","))
     rounds: list[dict[str, object]] = []
     conditions = run_record("simulated")
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     for seed in range(args.seeds):
         for load in args.loads.split(","):
-            for share, name, figures in cells(load, args.requests, seed):
+            for share, name, figures in cells(load, args.requests, shares, seed):
                 rounds.append({"load": load, "share": share, "policy": name, "seed": seed, **figures})
                 found.setdefault(f"{load}, {share}", {}).setdefault(name, []).append(figures)
                 print(load, share, name, seed, figures, file=sys.stderr, flush=True)

@@ -212,6 +212,9 @@ def test_the_demo_model_is_calibrated_and_its_file_says_how(tmp_path):
     assert load_table(out) == table
     assert (table.model, table.device) == ("demo", "cpu")
     assert table.about["kind"] == "measured"
+    assert table.copies is not None
+    assert table.copies.token_ns > 0
+    assert table.copies.token_bytes == 3584  # 7 layers, 2 heads of 64, K and V, in bfloat16
     assert table.about["network"]["num_parameters"] > 7e6
     assert len(table.about["checked"]) == 2
     assert f"Written to {out}" in shown.getvalue()

@@ -69,14 +69,15 @@ class StepTimer:
 
     Args:
         device: The device.
+        clock_ns: Clock that measures.
 
     Attributes:
         found: The steps but the first.
         num_running: Steps launched without a result.
     """
 
-    def __init__(self, device: CalibratedDevice) -> None:
-        self._device = device
+    def __init__(self, device: CalibratedDevice, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._device, self._clock_ns = device, clock_ns
         self.found: list[MeasuredStep] = []
         self.num_running = 0
         self._began_ns: int | None = None
@@ -113,13 +114,13 @@ class StepTimer:
     def _begin(self) -> None:
         """Note the begin of a step, unless the device has other work."""
         if self._began_ns is None:
-            self._began_ns = time.perf_counter_ns()
+            self._began_ns = self._clock_ns()
             self._gap_ns = None if self._ended_ns is None else self._began_ns - self._ended_ns
         elif not self._device.works_when_polled:
             self._gap_ns = None  # two steps at once: neither is measured
 
     def _end(self) -> None:
-        self._ended_ns = time.perf_counter_ns()
+        self._ended_ns = self._clock_ns()
         assert self._began_ns is not None, "what ends has begun"
         if self._gap_ns is not None:
             work_ns = self._ended_ns - self._began_ns
@@ -174,18 +175,24 @@ class _Load:
                     self._waiting.append(Add(request))
 
 
-def host_times(device: CalibratedDevice, limits: Limits, rng: np.random.Generator) -> HostTimes:
+def host_times(
+    device: CalibratedDevice,
+    limits: Limits,
+    rng: np.random.Generator,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
+) -> HostTimes:
     """Measure the rank's own work at one sequence, at half of the maximum, and at the maximum.
 
     Args:
         limits: What the device holds, and the most sequences.
         rng: Draws the prompts.
+        clock_ns: Clock that measures.
     """
     longest = min(_PROMPT + _ANSWER, limits.max_model_len) + limits.block_size
     most = min(limits.max_num_seqs, limits.num_blocks * limits.block_size // longest - 1)
     counts = sorted({1, max(most // 2, 1), max(most, 1)})
     with _channel() as channel:
-        found = [_steps(device, limits, count, channel, rng) for count in counts]
+        found = [_steps(StepTimer(device, clock_ns), limits, count, channel, rng) for count in counts]
     gaps = [_median_ns(steps, has_chunk=False, had_chunk=False) for steps in found]
     slope = max(float(np.polyfit(counts, gaps, 1)[0]), 0.0) if len(counts) > 1 else 0.0
     step_ns = max(statistics.fmean(gaps) - slope * statistics.fmean(counts), 0.0)
@@ -210,7 +217,7 @@ def _median_ns(steps: list[MeasuredStep], *, has_chunk: bool, had_chunk: bool, w
 
 
 def _steps(
-    device: CalibratedDevice, limits: Limits, num_sequences: int, channel: Channel, rng: np.random.Generator
+    timer: StepTimer, limits: Limits, num_sequences: int, channel: Channel, rng: np.random.Generator
 ) -> list[MeasuredStep]:
     """Return the steps of a load with `num_sequences` long answers, after some steps that warm up."""
     longest = min(limits.max_model_len // 2, limits.max_num_batched_tokens)
@@ -234,7 +241,6 @@ def _steps(
         max_num_seqs=num_sequences + 1,
         max_num_batched_tokens=limits.max_num_batched_tokens,
     )
-    timer = StepTimer(device)
     load = _Load(channel, make_request, num_sequences, answer)
     rank = build_rank(settings, timer)
     rank.expert_observer = ExpertCollection(ExpertLoadSettings())

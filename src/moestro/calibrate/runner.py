@@ -36,7 +36,16 @@ from moestro.config.run_record import RunRecord, run_record
 from moestro.core.model_info import ModelInfo
 from moestro.core.work import Device, Forward
 from moestro.cost.model import Batch
-from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, MeasuredCost, PrefillPoint, ShortChunksPoint, Table
+from moestro.cost.tables import (
+    FORMAT,
+    DecodePoint,
+    HostCopies,
+    HostTimes,
+    MeasuredCost,
+    PrefillPoint,
+    ShortChunksPoint,
+    Table,
+)
 from moestro.errors import ConfigError
 from moestro.model.device import open_device
 from moestro.model.settings import LocalRank, ModelSettings
@@ -81,17 +90,18 @@ def _grid(title: str, row_name: str, column_name: str, ns: dict[tuple[int, int],
     return shown
 
 
+ClockNs = Callable[[], int]
 _MOST_REPEATS, _ENOUGH_NS = 5, 20_000_000  # for one item in one round; short items repeat more often
 Times = NDArray[np.int64]
 
 
-def once_ns(device: Device, item: Forward) -> int:
+def once_ns(device: Device, item: Forward, clock_ns: ClockNs = time.perf_counter_ns) -> int:
     """Nanoseconds from launch to result. A result exists only when its work is done, on an accelerator too."""
-    started = time.perf_counter_ns()
+    started = clock_ns()
     device.launch(item, started)
-    while not device.poll(time.perf_counter_ns()):
+    while not device.poll(clock_ns()):
         pass
-    return time.perf_counter_ns() - started
+    return clock_ns() - started
 
 
 def times_ns(
@@ -100,6 +110,7 @@ def times_ns(
     rounds: int,
     tick: Callable[[], None],
     rng: np.random.Generator,
+    clock_ns: ClockNs = time.perf_counter_ns,
 ) -> list[Times]:
     """Measure each kind of item: one uncounted launch of each, then rounds of all kinds in random order.
 
@@ -111,16 +122,17 @@ def times_ns(
         makers: one function a kind, called before each launch and outside of the measured time.
         tick: called after each kind in each round, the uncounted one included.
         rng: draws the orders.
+        clock_ns: clock that measures.
     """
     repeats = []
     for make in makers:
-        first = once_ns(device, make())
+        first = once_ns(device, make(), clock_ns)
         repeats.append(int(np.clip(_ENOUGH_NS // max(first, 1), 1, _MOST_REPEATS)))
         tick()
     times: list[list[int]] = [[] for _ in makers]
     for _ in range(rounds):
         for kind in rng.permutation(len(makers)).tolist():
-            times[kind] += [once_ns(device, makers[kind]()) for _ in range(repeats[kind])]
+            times[kind] += [once_ns(device, makers[kind](), clock_ns) for _ in range(repeats[kind])]
             tick()
     return [np.array(found) for found in times]
 
@@ -137,6 +149,7 @@ def mean_and_spread(times: Times) -> tuple[float, float]:
     return float(np.sort(times)[cut : len(times) - cut].mean()), (high - low) / median
 
 
+_HOST_GIB = 0.25  # host memory beside the KV cache, so that the device measures its copy
 _NO_HOST = HostTimes(step_ns=0.0, sequence_ns=0.0)
 
 
@@ -182,6 +195,7 @@ def calibrate(settings: CalibrateSettings, console: Console) -> Table:
                 max_model_len=measured_range.max_model_len,
                 block_size=model.block_size,
                 kv_cache_memory_bytes=model.kv_cache_memory_bytes,
+                kv_offloading_size=_HOST_GIB,
             ),
             local=LocalRank(max_tokens=measured_range.max_num_batched_tokens, max_seqs=measured_range.max_num_seqs),
         )
@@ -197,7 +211,11 @@ def calibrate(settings: CalibrateSettings, console: Console) -> Table:
     conditions = run_record("measured")  # before the measurement, which raises the load average
     table, checked = measure(device, limits, settings.measuring)
     table = msgspec.structs.replace(
-        table, model=settings.name, device=info.device, about=_about(settings, conditions, info, checked)
+        table,
+        model=settings.name,
+        device=info.device,
+        copies=host_copies(info),
+        about=_about(settings, conditions, info, checked),
     )
     write_table(settings.measuring.out, table)
     print_table(console, table, [batch.error for batch in checked])
@@ -205,11 +223,14 @@ def calibrate(settings: CalibrateSettings, console: Console) -> Table:
     return table
 
 
-def measure(device: CalibratedDevice, limits: Limits, how: Measuring) -> tuple[Table, list[CheckedBatch]]:
+def measure(
+    device: CalibratedDevice, limits: Limits, how: Measuring, clock_ns: ClockNs = time.perf_counter_ns
+) -> tuple[Table, list[CheckedBatch]]:
     """Measure the table of this device, and its errors on other shapes.
 
     Args:
         limits: range of shapes, and what the device holds.
+        clock_ns: clock that measures. That of a process leaves out the work of others.
     """
     rng = np.random.default_rng(how.seed)
     chunks, totals, running = prefill_grid(limits), short_chunks_grid(limits), decode_grid(limits)
@@ -222,7 +243,7 @@ def measure(device: CalibratedDevice, limits: Limits, how: Measuring) -> tuple[T
     ]
     makers = [partial(_like, batch, limits, rng) for batch in batches]
     with progress("steps measured", len(makers) * (how.rounds + 1)) as tick:
-        found = iter([mean_and_spread(times) for times in times_ns(device, makers, how.rounds, tick, rng)])
+        found = iter([mean_and_spread(times) for times in times_ns(device, makers, how.rounds, tick, rng, clock_ns)])
     table = Table(
         format=FORMAT,
         model="",
@@ -242,8 +263,16 @@ def measure(device: CalibratedDevice, limits: Limits, how: Measuring) -> tuple[T
         host=_NO_HOST,
     )
     checked = _check(MeasuredCost(table), others, [ns for ns, _ in found])
-    host = host_times(device, limits, rng)
+    host = host_times(device, limits, rng, clock_ns)
     return msgspec.structs.replace(table, host=host), checked
+
+
+def host_copies(info: ModelInfo) -> HostCopies | None:
+    """Return what the device measured of the copy of a block at its start. None without host memory."""
+    if info.host_block_ns is None:
+        return None
+    block_size = info.block_size
+    return HostCopies(token_ns=info.host_block_ns / block_size, token_bytes=info.block_bytes / block_size)
 
 
 def _like(batch: Batch, limits: Limits, rng: np.random.Generator) -> Forward:

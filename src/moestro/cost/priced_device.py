@@ -157,7 +157,7 @@ class ScriptedDevice(Scripts):
         super().__init__(block_size)
         self._pending: deque[tuple[int, StepResult]] = deque()
         self._launched: tuple[Batch, StepResult] | None = None
-        self._num_moved = 0
+        self._num_kept = self._num_restored = 0
 
     # --- Device -----------------------------------------------------------------------------------------------------
 
@@ -181,12 +181,14 @@ class ScriptedDevice(Scripts):
         self._launched = None
 
     def move_blocks(self, moves: BlockMoves, now_ns: int) -> None:
-        """Count the copied blocks. The price of the next item includes them."""
-        self._num_moved += moves.num_blocks * self._block_size
+        """Count the copied blocks. The driver prices them with the next item."""
+        self._num_kept += moves.kept.shape[1] * self._block_size
+        self._num_restored += moves.restored.shape[1] * self._block_size
 
-    def take_num_moved(self) -> int:
-        """Tokens whose KV was copied since the last call, in whole blocks."""
-        num_moved, self._num_moved = self._num_moved, 0
+    def take_num_moved(self) -> tuple[int, int]:
+        """Tokens whose KV was copied to the host and back since the last call, in whole blocks."""
+        num_moved = self._num_kept, self._num_restored
+        self._num_kept = self._num_restored = 0
         return num_moved
 
     def poll(self, now_ns: int) -> list[StepResult]:
@@ -230,7 +232,7 @@ class PricedDevice(ScriptedDevice):
         """Implement `Device.launch`."""
         super().launch(item, now_ns)
         assert self.batch is not None, "launch leaves a batch"
-        price_ns = self.cost.step_ns(self.batch) + self.cost.move_ns(self.take_num_moved())
+        price_ns = self.cost.step_ns(self.batch) + self.cost.move_ns(sum(self.take_num_moved()))
         self._free_at_ns = max(now_ns, self._free_at_ns) + price_ns
         self.finish_at(self._free_at_ns)
 

@@ -69,8 +69,20 @@ class HostTimes(msgspec.Struct, frozen=True, kw_only=True):
     chunk_ns: float = 0.0
 
 
+class HostCopies(msgspec.Struct, frozen=True, kw_only=True):
+    """KV between the device and host memory.
+
+    Attributes:
+        token_ns: time of the copy of a token's KV, in blocks.
+        token_bytes: bytes of a token's KV.
+    """
+
+    token_ns: float
+    token_bytes: float
+
+
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of the file."""
+    """Content of the file. `copies` of None means that no copy was measured."""
 
     format: str
     model: str
@@ -79,6 +91,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     short_chunks: tuple[ShortChunksPoint, ...]
     decode: tuple[DecodePoint, ...]
     host: HostTimes
+    copies: HostCopies | None = None
     about: dict[str, Any] = {}  # for people: machine, versions, date, settings, the check on other shapes
 
 
@@ -100,7 +113,7 @@ class MeasuredCost:
     def __init__(self, table: Table) -> None:
         if table.format != FORMAT:
             raise ConfigError(f"the cost table is a {table.format!r}, this version reads {FORMAT!r}: calibrate again")
-        self._host = table.host
+        self._host, self._copies = table.host, table.copies
         self._tokens, self._own, self._reading = _prefill_lines(table)
         self._decode_rows = _decode_rows(table.decode)
         chunk = max(point.new for point in table.prefill)
@@ -158,9 +171,11 @@ class MeasuredCost:
         return result
 
     def move_ns(self, num_tokens: int) -> int:
-        """Refuse to price copies: a table has none, so engines with tables have no host memory."""
-        assert num_tokens == 0, "a table has no prices of copies"
-        return 0
+        """Implement `CostModel.move_ns`. A table without copies is given to engines without host memory alone."""
+        if not num_tokens:
+            return 0
+        assert self._copies is not None, "a table without copies is refused with host memory"
+        return round(num_tokens * self._copies.token_ns)
 
     def _host_ps(self, num_sequences: int) -> int:
         return round((self._host.step_ns + self._host.sequence_ns * num_sequences) * PS_PER_NS)

@@ -17,6 +17,7 @@ from moestro.cost.capacity import WORKSPACE_BYTES
 from moestro.cost.roofline import VLLM_HOST
 from moestro.cost.settings import PACED
 from moestro.planner.curves import Curve, OperatingPoint, excess
+from moestro.planner.host_memory import HostMemoryAnswer
 from moestro.planner.memory import MemoryUse, fewest_gpus
 from moestro.planner.question import PlanQuestion
 from moestro.planner.search import ALLOWANCE, ASYNC_ALLOWANCE, SearchFindings, measured_of
@@ -216,6 +217,7 @@ class DeploymentPlan(msgspec.Struct, frozen=True, kw_only=True):
         deployments: all that fit, the best first.
         misfits: why the others do not fit, by title.
         assumptions: what decides the figures, and what is left out.
+        host_memory: how much host memory pays for the log. None means that it was not requested.
     """
 
     kind: str = "simulated"
@@ -230,6 +232,7 @@ class DeploymentPlan(msgspec.Struct, frozen=True, kw_only=True):
     deployments: list[PlannedDeployment]
     misfits: dict[str, str]
     assumptions: list[str]
+    host_memory: HostMemoryAnswer | None = None
 
     def named(self, title: str) -> PlannedDeployment:
         """Return a deployment by its title."""

@@ -44,6 +44,8 @@ class HardwareSettings(CheckedSettings):
     link_across: Annotated[str, Parameter(help=f"Link between machines: {_LINK}"), _HARDWARE] = "infiniband-hdr"
     gpu_memory_utilization: Annotated[float, above(0, at_most=1), _HARDWARE] = 0.9
     "Share of a GPU's memory for weights, workspace and KV cache."
+    max_kv_offloading_size: Annotated[float | None, above(0), _HARDWARE] = None
+    "Most GiB of host memory of each engine: says how much of it pays for --dataset-path. Unset: no answer."
 
 
 @Parameter(name="*")

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moestro.errors import ConfigError
+from moestro.planner.host_memory import host_memory_that_pays
 from moestro.planner.plan import DeploymentPlan, Margin, PlannedDeployment, make_plan
 from moestro.planner.question import PlanQuestion, make_question
 from moestro.planner.search import PlanSearch
@@ -19,6 +20,7 @@ from moestro.planner.settings import PlanSettings
 from moestro.workload.progress import progress_bar
 
 _SHOWN_MISFITS = 6
+_SEARCH_SHARE = 0.5  # of the time: at least as much is left for the search of deployments
 
 
 def print_plan(console: Console, plan: DeploymentPlan) -> None:
@@ -36,6 +38,9 @@ def print_plan(console: Console, plan: DeploymentPlan) -> None:
         line(f"does not fit: {len(plan.misfits) - _SHOWN_MISFITS} more (plan.json has them)")
     for sentence in verdict(plan):
         line(sentence)
+    if plan.host_memory is not None:
+        for sentence in plan.host_memory.sentences():
+            line(sentence)
     for title in dict.fromkeys(each for each in (plan.winner, plan.served) if each is not None):
         _print_commands(line, plan.named(title))
     line("Assumptions (all figures are simulated):")
@@ -154,8 +159,10 @@ def run_plan(settings: PlanSettings, console: Console) -> tuple[DeploymentPlan, 
             bar.update(task, completed=round(min(passed, seconds)))
             return seconds - passed
 
+        # First, because it refuses a log that cannot tell, and takes seconds where a search takes all there are.
+        host_memory = host_memory_that_pays(question, lambda: seconds_left() - seconds * _SEARCH_SHARE)
         found = PlanSearch(question, seconds_left, lambda text: bar.update(task, description=text)).run()
-    plan = make_plan(question, found)
+    plan = msgspec.structs.replace(make_plan(question, found), host_memory=host_memory)
     if question.network.experts is None:
         console.print(f"{question.network.name} has no experts: replicas alone are planned", highlight=False)
     print_plan(console, plan)

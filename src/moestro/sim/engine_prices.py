@@ -27,9 +27,29 @@ def make_prices(
         popularity: popularity of the experts. None means that of the cost model.
     """
     if engines.table is not None:
-        return OneRank(MeasuredCost(load_table(directory / engines.table)))
+        table = load_table(directory / engines.table)
+        return OneRank(MeasuredCost(table), copies_beside=table.device != "cpu")
     cost = stage_cost(engines, popularity)
     return Barrier(cost) if isinstance(cost, Roofline) and engines.ep_ranks > 1 else OneRank(cost)
+
+
+def kv_token_bytes(engines: SimEngineSettings, directory: Path = Path()) -> float:
+    """Return the bytes of a token's KV in the engines' memory.
+
+    Raises:
+        ConfigError: the engines have host memory, and their table does not say what a copy costs.
+    """
+    if engines.table is None:
+        return network_named(engines.network).kv_bytes_per_token
+    if not engines.kv_offloading_size:
+        return 0.0
+    copies = load_table(directory / engines.table).copies
+    if copies is None:
+        raise ConfigError(
+            f"[engines] kv_offloading_size = {engines.kv_offloading_size:g} needs the price of a copy, which table"
+            f" {engines.table} lacks: measure it again with moestro calibrate, which adds it, or drop the size"
+        )
+    return copies.token_bytes
 
 
 def stage_cost(engines: SimEngineSettings, popularity: PopularityForm | None = None) -> Roofline | StagedEngine:

@@ -20,6 +20,11 @@ class Prices(Protocol):
         """Number of ranks that step together."""
         ...
 
+    @property
+    def copies_beside(self) -> bool:
+        """Whether copies to and from host memory run beside steps; otherwise a step waits for all of its plan's."""
+        ...
+
     def step_ns(self, batches: Sequence[Batch | None]) -> int:
         """Return the duration of a step, ns. A batch of None is an idle rank; at least one rank has a batch."""
         ...
@@ -58,12 +63,18 @@ def _prompt_ns(prices: Prices, num_tokens: int) -> int:
 
 
 class OneRank:
-    """Prices of a rank that steps alone."""
+    """Prices of a rank that steps alone.
+
+    Args:
+        cost: prices of its steps.
+        copies_beside: as in `Prices`.
+    """
 
     num_ranks = 1
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, *, copies_beside: bool = True) -> None:
         self._cost = cost
+        self.copies_beside = copies_beside
 
     def step_ns(self, batches: Sequence[Batch | None]) -> int:
         """Implement `Prices.step_ns`."""
@@ -87,6 +98,8 @@ class OneRank:
 
 class Barrier:
     """Prices of an expert-parallel group in lock-step: the busiest rank sets the duration of a step."""
+
+    copies_beside = True
 
     def __init__(self, cost: GroupCostModel) -> None:
         self._cost = cost

@@ -29,7 +29,7 @@ from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.routing.ttft import priced_ttft
 from moestro.sim.cluster import Cluster, OutsideTime, Workload
 from moestro.sim.engine import Ranks
-from moestro.sim.engine_prices import make_prices, stage_cost
+from moestro.sim.engine_prices import kv_token_bytes, make_prices, stage_cost
 from moestro.sim.figures.results import Results
 from moestro.sim.groups.group import Group
 from moestro.sim.groups.group_builder import GroupSetup, group_kv_blocks, make_group, make_group_setup
@@ -238,7 +238,7 @@ def make_scenario(settings: SimSettings, directory: Path) -> Scenario:
     )
     group = make_group_setup(settings)
     num_blocks = min(num_kv_blocks(settings.engines, group, policy) for policy in settings.policies)
-    workload, bounds = RequestMaker(rows, form), make_bounds(settings.engines, num_blocks)
+    workload, bounds = RequestMaker(rows, form), make_bounds(settings.engines, num_blocks, directory)
     _check_fit(workload, bounds.max_model_len)
     return Scenario(
         workload=workload,
@@ -296,18 +296,24 @@ def _engine_kv_blocks(engines: SimEngineSettings) -> int:
     )
 
 
-def make_bounds(engines: SimEngineSettings, num_blocks: int | None = None) -> SchedulerSettings:
+def make_bounds(
+    engines: SimEngineSettings, num_blocks: int | None = None, directory: Path = Path()
+) -> SchedulerSettings:
     """Return the scheduler settings of each rank, except its policies.
 
     Args:
         engines: settings of the engines.
         num_blocks: KV blocks of a rank. None means as many as an engine has that computes alone.
+        directory: directory of relative paths.
+
+    Raises:
+        ConfigError: the engines have host memory, and their table does not say what a copy costs.
     """
     num_blocks = num_blocks or _engine_kv_blocks(engines)
-    block_bytes = network_named(engines.network).kv_bytes_per_token * engines.block_size
+    block_bytes = round(kv_token_bytes(engines, directory) * engines.block_size)
     return SchedulerSettings(
         num_blocks=num_blocks,
-        num_host_blocks=int(engines.kv_offloading_size * GIB) // block_bytes,
+        num_host_blocks=int(engines.kv_offloading_size * GIB) // block_bytes if engines.kv_offloading_size else 0,
         block_bytes=block_bytes,
         block_size=engines.block_size,
         max_model_len=engines.max_model_len or num_blocks * engines.block_size,

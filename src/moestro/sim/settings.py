@@ -71,8 +71,6 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.table is not None and self.kv_offloading_size:
-            raise ConfigError("[engines] a table does not price copies to host memory: drop kv_offloading_size")
         if self.table is not None and self.engine is not None:
             raise ConfigError("[engines] a table prices whole steps: give it, or engine")
         if (self.table or self.engine == "qllm") and (self.num_blocks is None or self.ep_ranks > 1):

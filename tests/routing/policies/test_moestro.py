@@ -80,10 +80,12 @@ def group_scores(rows: list[tuple[int, int, int]], num_new: list[int], answer: i
     weight = max(1.0, (running + 1) / (waiting + 1))
     longest, largest = max(row[0] for row in rows), max(row[2] for row in rows)
     scores = []
-    for (queued, _, own), new in zip(rows, num_new, strict=True):
-        delay = max(0, queued + new - longest)
+    level = sum(row[0] for row in rows) / n / longest if longest else 0.0
+    for (queued, own_waiting, own), new in zip(rows, num_new, strict=True):
+        longer = max(0, queued + new - longest)
         growth = max(own + 1, largest) - largest + own / n
-        prompts = weight * (queued + new + delay * waiting) + delay * running
+        delay = (1 - level) * longer + level * new / n
+        prompts = weight * (queued + new * (1 + own_waiting)) + delay * running
         scores.append(prompts + answer * (running + waiting) * growth)
     return scores
 
@@ -93,6 +95,21 @@ def test_in_a_group_a_request_counts_by_what_it_adds_to_the_steps_of_all():
     known = table(num_in_flight=[9, 4, 9], num_prefilling=[3, 1, 0], prefill_tokens=[4000, 1000, 0], group=[0, 0, 0])
     scores = decide(taught(), known, req=OF_1000, hit_tokens=[800, 0, 0]).scores
     assert scores.tolist() == pytest.approx(group_scores(rows, [200, 1000, 1000], 100))
+
+
+def test_in_a_group_without_queues_a_prompt_delays_all_decodes_by_its_whole_length():
+    rows = [(0, 0, 5), (0, 0, 2)]
+    known = table(num_in_flight=[5, 2], num_prefilling=[0, 0], prefill_tokens=[0, 0], group=[0, 0])
+    scores = decide(taught(), known, req=OF_1000).scores
+    assert scores.tolist() == pytest.approx(group_scores(rows, [1000, 1000], 100))
+
+
+def test_a_copy_from_host_memory_delays_no_decode_of_the_group():
+    known = table(num_in_flight=[5, 5], num_prefilling=[0, 0], copy_price=[0.1, 0.1], group=[0, 0])
+    alone = decide(taught(), known, req=OF_1000, hit_tokens=[800, 800]).scores
+    scores = decide(taught(), known, req=OF_1000, hit_tokens=[800, 800], host_tokens=[500, 500]).scores
+    weight = 11.0  # 10 decode and none waits
+    assert (scores - alone).tolist() == pytest.approx([weight * 500 * 0.1] * 2)
 
 
 def test_groups_count_apart_and_engines_outside_count_as_ever():

@@ -129,16 +129,15 @@ class Moestro:
             batch, queued = self._with_others(view, batch, queued)
         new = np.maximum(new_tokens(view), 1)
         answer = self._answer_tokens.value or constants.first_answer_tokens
-        ahead = queued + _missing_tokens(view, new + answer) + new
-        if view.host_tokens is not None:
-            ahead += view.host_tokens * engines.copy_price
-        prompts = weight * (ahead + new * waiting) + new * (batch - waiting)
+        computed = queued + _missing_tokens(view, new + answer) + new
+        ahead = computed if view.host_tokens is None else computed + view.host_tokens * engines.copy_price
+        prompts, decodes = weight * (ahead + new * waiting), new * (batch - waiting)
         answers = constants.decode_weight * answer * batch
         if engines.group is not None:
-            steps = _GroupSteps(engines.group, queued, ahead, waiting, batch)
-            prompts = np.where(steps.is_grouped, steps.prompts(weight), prompts)
+            steps = _GroupSteps(engines.group, queued, waiting, batch)
+            decodes = np.where(steps.is_grouped, steps.decode_delay(computed, new), decodes)
             answers = np.where(steps.is_grouped, steps.answers(answer), answers)
-        scores: Scores = prompts / engines.speed + answers / engines.decode_speed
+        scores: Scores = (prompts + decodes) / engines.speed + answers / engines.decode_speed
         if np.count_nonzero(fresh(view, engines.expert_pressure)):
             scores *= expert_pressure(view)
         return choose(view, scores, draws, "delay in prompt tokens")
@@ -233,7 +232,6 @@ class _GroupSteps:
     Args:
         group: int64[n], number of each engine's group; ALONE for an engine without one.
         queued: float64[n], Q.
-        ahead: float64[n], Q + p.
         waiting: int64[n], requests without a first token.
         batch: float64[n], B.
 
@@ -241,27 +239,34 @@ class _GroupSteps:
         is_grouped: bool[n], whether the engine has a group.
     """
 
-    def __init__(self, group: Counts, queued: Scores, ahead: Scores, waiting: Counts, batch: Scores) -> None:
+    def __init__(self, group: Counts, queued: Scores, waiting: Counts, batch: Scores) -> None:
         self.is_grouped = group != ALONE
         rows = np.flatnonzero(self.is_grouped)
         of_row, num_groups = group[rows], int(group.max()) + 1
         longest, largest = np.zeros(num_groups), np.zeros(num_groups)
         np.maximum.at(longest, of_row, queued[rows])
         np.maximum.at(largest, of_row, batch[rows])
+        num_engines = np.maximum(np.bincount(of_row, minlength=num_groups), 1)
+        mean = np.bincount(of_row, queued[rows], num_groups) / num_engines
         self._group = np.where(self.is_grouped, group, 0)
         self._num_waiting = np.bincount(of_row, waiting[rows], num_groups)
         self._num_requests = np.bincount(of_row, batch[rows], num_groups)
-        self._num_engines = np.maximum(np.bincount(of_row, minlength=num_groups), 1)
-        self._longest, self._largest = longest, largest
-        self._ahead, self._batch = ahead, batch
+        self._num_engines, self._longest, self._largest = num_engines, longest, largest
+        self._level = np.divide(mean, longest, out=np.zeros(num_groups), where=longest > 0)
+        self._batch = batch
 
-    def prompts(self, weight: float) -> Scores:
-        """Return the delay by the prompt, float64[n], with `weight` for those that wait for a first token."""
+    def decode_delay(self, computed: Scores, new: Scores) -> Scores:
+        """Return the delay of the group's decodes by the prompt, float64[n]; `computed` has Q + p, and `new` p.
+
+        Below the longest queue a prompt is computed in steps that are as long without it. But the share `level` of that
+        room is taken by other requests; so much of the prompt displaces them, and lengthens the mean queue.
+        """
         group = self._group
-        waiting = self._num_waiting[group]
-        delay = np.maximum(self._ahead - self._longest[group], 0.0)
-        others: Scores = weight * delay * waiting + delay * (self._num_requests[group] - waiting)
-        return weight * self._ahead + others
+        longer = np.maximum(computed - self._longest[group], 0.0)
+        level = self._level[group]
+        num_decoding = self._num_requests[group] - self._num_waiting[group]
+        delay: Scores = num_decoding * (longer + level * (new / self._num_engines[group] - longer))
+        return delay
 
     def answers(self, num_tokens: float) -> Scores:
         """Return the delay by an answer of `num_tokens` tokens, float64[n]."""

@@ -144,6 +144,36 @@ class FusedSeat(Seat):
         super().__init__(Rank(scheduler, FusedExecutor(self.device)), self.device)
 
 
+class CopyQueue:
+    """The copies between a group's ranks and their host memory, one plan's after the other's.
+
+    Args:
+        prices: durations of the copies, and whether they run beside steps.
+
+    Attributes:
+        may_plan_ns: earliest time at which the next plan may be made, by an engine that plans beside the step before:
+            the start of that step, or the arrival of the newest request.
+    """
+
+    def __init__(self, prices: Prices) -> None:
+        self._prices = prices
+        self._free_ns = 0
+        self.may_plan_ns = 0
+
+    def until_ns(self, num_kept: int, num_restored: int, now_ns: int) -> int:
+        """Begin the copies of a plan, and return the time until which its step waits for them.
+
+        Args:
+            num_kept, num_restored: tokens whose KV goes to the host, and then tokens whose KV comes from there.
+            now_ns: end of the step before.
+        """
+        kept_ns, restored_ns = (self._prices.move_ns(number) for number in (num_kept, num_restored))
+        if not self._prices.copies_beside:
+            return now_ns + kept_ns + restored_ns
+        self._free_ns = max(self._free_ns, self.may_plan_ns) + kept_ns + restored_ns
+        return max(now_ns, self._free_ns) if num_restored else now_ns
+
+
 class Group:
     """Ranks that step together: all begin a step at the same time, and the busiest sets its end.
 
@@ -174,6 +204,7 @@ class Group:
         self.began_ns = 0
         self._prices = prices
         self._jumps = jump
+        self._copies = CopyQueue(prices) if settings.num_host_blocks else None
         self._has_newcomer = False  # the next step most likely admits it, so no horizon is computed
         self.ends: Int64s | None = None
         self._starts: list[Int32s] = []  # computed tokens of each seat's sequences when the jump began
@@ -192,6 +223,8 @@ class Group:
         """
         serial = self.seats[seat].add(request, script, now_ns)
         self._has_newcomer = True
+        if self._copies is not None:
+            self._copies.may_plan_ns = now_ns
         if self.next_ns is None:
             self.next_ns = now_ns
         elif self.ends is not None:
@@ -205,6 +238,9 @@ class Group:
         The output of a jump names only the sequences that ended. `until_ns` changes nothing: a jump ends early when a
         request is added (`add`).
         """
+        if self._copies is not None:
+            last_began_ns = self.began_ns if self.ends is None or len(self.ends) == 1 else self.ends.item(-2)
+            self._copies.may_plan_ns = max(self._copies.may_plan_ns, last_began_ns)
         outputs = []
         for seat in self.seats:  # mostly one, for which a comprehension takes several times as long
             output = self._collect(seat, now_ns)
@@ -311,16 +347,18 @@ class Group:
     def _begin(self, now_ns: int) -> None:
         """Submit the plan of each rank that has one."""
         self.next_ns = None
-        begun, batches, num_moved = [], [], 0
+        begun, batches, num_kept, num_restored = [], [], 0, 0
         for seat in self.seats:
             seat.plan, device = seat.rank.begin(now_ns), seat.device
             batches.append(device.batch)
             if seat.plan is not None:
                 begun.append(device)
-                num_moved = max(num_moved, device.take_num_moved())
+                kept, restored = device.take_num_moved()
+                num_kept, num_restored = max(num_kept, kept), max(num_restored, restored)
         if not begun:
             return
-        moves_ns = self._prices.move_ns(num_moved) if num_moved else 0
-        self.next_ns = now_ns + moves_ns + self._prices.step_ns(batches)
+        if self._copies is not None and (num_kept or num_restored):
+            now_ns = self._copies.until_ns(num_kept, num_restored, now_ns)
+        self.next_ns = now_ns + self._prices.step_ns(batches)
         for device in begun:
             device.finish_at(self.next_ns)

@@ -108,7 +108,7 @@ class LockStepGroup:
         if self._is_idle:
             self._turn_idle(now_ns)
         else:
-            num_moved = max(seat.device.take_num_moved() for seat in self.seats)
+            num_moved = max(sum(seat.device.take_num_moved()) for seat in self.seats)
             moving_ns = self._cost.move_ns(num_moved) if num_moved else 0
             self.next_ns = now_ns + moving_ns + self._migration_ns(now_ns) + self._step_ns(batches)
             for seat in self.seats:
