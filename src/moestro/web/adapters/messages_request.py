@@ -278,7 +278,7 @@ def _assistant(place: str, turn: ConversationTurn) -> _PlacedMessage:
                 pass  # Encrypted by another server, so that no text of it is left.
             case "server_tool_use":
                 texts.append(f"[used {block.name}: {bytes(block.input).decode()}]")
-            case "web_search_tool_result":
+            case "web_search_tool_result" | "web_fetch_tool_result":
                 texts.append(f"[found: {_text(f'{where}.content', block.content)}]")
             case _:
                 texts.append(_block_text(where, block))
@@ -307,9 +307,10 @@ def _block_text(place: str, block: Block) -> str:
             return _lines(block.title, block.context, _document(f"{place}.source", source))
         case Block(type="search_result", source=str(origin)):
             return _lines(block.title, origin, _text(f"{place}.content", block.content))
-        case Block(type="web_search_result"):
-            return " ".join(each for each in (block.title, block.url) if each)
-        case Block(type="web_search_tool_result_error"):
+        case Block(type="web_search_result" | "web_fetch_result"):
+            head = " ".join(each for each in (block.title, block.url) if each)
+            return _lines(head, _text(f"{place}.content", block.content))
+        case Block(type="web_search_tool_result_error" | "web_fetch_tool_result_error" | "web_fetch_tool_error"):
             return f"error {block.error_code}"
         case Block(type="tool_reference", tool_name=str(name)):
             return f"The tool {name} can be called."
