@@ -198,7 +198,7 @@ def chat_ask(fields: ChatFields, unknown: tuple[str, ...]) -> ChatAsk:
     logprobs = _logprobs("top_logprobs", fields.top_logprobs or 0) if fields.logprobs else None
     if listed:
         logprobs = len(listed)
-    use, left_out = offered_tools(fields)
+    use, tools, left_out = offered_tools(fields)
     shape = _Shape(_limit(name, limit), echo=False, logprobs=logprobs, unknown_fields=unknown + named(left_out))
     options = _options(fields, shape)
     if options.grammar is not None and use.choice in ("required", "named"):
@@ -207,7 +207,7 @@ def chat_ask(fields: ChatFields, unknown: tuple[str, ...]) -> ChatAsk:
         messages=messages,
         options=options,
         template=template_options(fields),
-        tools=tuple(fields.tools or ()),
+        tools=tools,
         use=use,
         effort=fields.reasoning_effort,
         verbosity=fields.verbosity,
