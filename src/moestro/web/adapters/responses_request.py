@@ -295,8 +295,11 @@ def _text(place: str, content: str | list[InputPart] | None) -> str:
 
 
 def _format(wanted: TextFormat | None) -> dict[str, Any] | None:
-    if wanted is None or wanted.type != "json_schema":
-        return None if wanted is None else {"type": wanted.type}
+    if wanted is None:
+        return None
+    if wanted.type != "json_schema":  # A schema there is enforced or refused as in a chat.
+        given = {} if bytes(wanted.schema) == b"null" else {"schema": wanted.schema}
+        return {"type": wanted.type} | given
     schema: dict[str, Any] = {"name": wanted.name, "schema": wanted.schema, "strict": wanted.strict}
     return {"type": "json_schema", "json_schema": {name: value for name, value in schema.items() if value is not None}}
 

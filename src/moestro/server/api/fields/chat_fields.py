@@ -29,6 +29,10 @@ from moestro.text.tokenizer import TemplateOptions
 MAX_TOOLS = 512
 ROLES = ("developer", "system", "user", "assistant", "tool")
 VERBOSITIES = ("low", "medium", "high")
+# Fields of messages that a single role has.
+_OF_ONE_ROLE = {
+    "reasoning": "assistant", "reasoning_content": "assistant", "refusal": "assistant", "tool_call_id": "tool",
+}  # fmt: skip
 # What to do in place of a tool of another type.
 _TOOL_REMEDIES = {
     "custom": "; send a function with one text, or send the tool to /v1/responses",
@@ -48,6 +52,16 @@ def check_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
     if not messages:
         raise invalid("messages", "is an empty list; send at least one message")
     return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
+
+
+def unread_in_messages(messages: Sequence[Message]) -> list[str]:
+    """Return the places of fields that say something, and that no message of their role has."""
+    return [
+        f"messages[{i}].{name}"
+        for i, message in enumerate(messages)
+        for name, role in _OF_ONE_ROLE.items()
+        if getattr(message, name) and message.role != role
+    ]
 
 
 class ToolsOffer(NamedTuple):
