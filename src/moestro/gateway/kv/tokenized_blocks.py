@@ -152,7 +152,7 @@ class _AllowedTools(msgspec.Struct):
     tools: list[_Tool]
 
 
-class _Choice(msgspec.Struct):
+class _ChosenTools(msgspec.Struct):
     """A choice of tools in a chat, as far as it shapes the prompt."""
 
     type: str = ""
@@ -166,7 +166,7 @@ def _tools(body: RequestBody) -> list[Any] | None:
     tools = msgspec.json.decode(body.tools, type=list[Any])
     if not is_given(body.tool_choice) or b'"allowed_tools"' not in bytes(body.tool_choice):
         return tools
-    choice = msgspec.json.decode(body.tool_choice, type=_Choice)
+    choice = msgspec.json.decode(body.tool_choice, type=_ChosenTools)
     if choice.type != "allowed_tools" or choice.allowed_tools is None:
         return tools
     allowed = {each.function.name for each in choice.allowed_tools.tools}

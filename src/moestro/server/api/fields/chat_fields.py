@@ -39,7 +39,7 @@ _TOOL_REMEDIES = {
     "namespace": "; send its functions one by one, or send the tool to /v1/responses",
 }
 # Arguments of the rendering itself, which are no variables of a template.
-_RESERVED = frozenset(
+RESERVED = frozenset(
     {
         "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations", "messages",
         "return_assistant_tokens_mask", "tokenize", "tools",
@@ -149,7 +149,7 @@ def template_options(fields: ChatFields) -> TemplateOptions:
         text = "cannot be used together with add_generation_prompt: true, which begins a new message"
         raise invalid("continue_final_message", text)
     given = fields.chat_template_kwargs or {}
-    if wrong := sorted(given.keys() & _RESERVED):
+    if wrong := sorted(given.keys() & RESERVED):
         raise invalid("chat_template_kwargs", f"may not set {wrong[0]}, which is no variable of a template")
     _check_word("reasoning_effort", fields.reasoning_effort, EFFORTS)
     _check_word("verbosity", fields.verbosity, VERBOSITIES)
