@@ -227,9 +227,9 @@ def test_the_final_message_can_be_continued(fake):
 
 def test_a_template_of_a_request_needs_the_operators_trust(fake_command, tmp_path):
     file = tmp_path / "template.jinja"
-    file.write_text("file<|im_end|>")
+    file.write_text("file {{ messages[0].content }}<|im_end|>")
     with running((*fake_command, "--chat-template", str(file), "--trust-request-chat-template"), tmp_path) as server:
-        assert whole(say(server, "hi"))["content"] == "file"
+        assert whole(say(server, "hi"))["content"] == "file hi"
         assert whole(say(server, "hi", chat_template="{{ messages[0].content }}!<|im_end|>"))["content"] == "hi!"
 
 
