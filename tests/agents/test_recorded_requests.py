@@ -64,7 +64,8 @@ def test_every_request_of_an_agent_is_answered(place, file, number):
     if (end := ends.get(sent["path"].partition("?")[0])) is not None:
         assert events[-1]["type"] == end
     else:
-        assert [each["finish_reason"] for event in events if event for each in event["choices"]][-1] == "length"
+        choices = [each for event in events if event != "[DONE]" for each in event["choices"]]
+        assert choices[-1]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(("file", "number"), REQUESTS, ids=[f"{file.stem}-{number}" for file, number in REQUESTS])
