@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.request import Request, urlopen
 
+from moestro.web.adapters.paths import chat_body
+
 KEPT_CHARS = 48  # of each text; recorded requests keep their shape, and not their prompts
 # Names and ids of people, machines and sessions.
 _PERSONAL = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}|[0-9a-f]{32,}|/(?:tmp|root|home|work)/[^\s\"',]*|ses_\w+")
@@ -32,6 +34,20 @@ def _is_json(text: str) -> bool:
     return text.startswith(("{", "[")) and len(text) < 500
 
 
+def yields(path: str, body: bytes) -> dict[str, Any]:
+    """Return what a request must yield: the roles and the functions that reach the model."""
+    chat = json.loads(chat_body(path.partition("?")[0], body) or body)
+    roles = [message["role"] for message in chat.get("messages", [])]
+    tools = [tool["function"]["name"] for tool in chat.get("tools", [])]
+    return {"yields": {"ignored": [], "roles": roles, "tools": tools}}
+
+
+def ignored(warning: str) -> list[str]:
+    """Return the fields that an answer's `Warning` header names."""
+    named = warning.removeprefix('299 moestro "fields were ignored: ').removesuffix('"')
+    return list(filter(None, named.split(", ")))
+
+
 @contextlib.contextmanager
 def recording(url: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Pass requests on to the server `url`. Yields the address for clients, and the requests with a body so far."""
@@ -48,17 +64,20 @@ def recording(url: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            found.append({"path": self.path, "body": without_details(json.loads(body))})
-            self._pass_on(body)
+            sent = {"path": self.path, "body": without_details(json.loads(body))} | yields(self.path, body)
+            found.append(sent)
+            self._pass_on(body, sent["yields"])
 
         def log_message(self, *args: object) -> None:
             pass
 
-        def _pass_on(self, body: bytes | None) -> None:
+        def _pass_on(self, body: bytes | None, expected: dict[str, Any] | None = None) -> None:
             hop = ("host", "connection", "accept-encoding", "content-length")
             headers = {name: value for name, value in self.headers.items() if name.lower() not in hop}
             with contextlib.suppress(ConnectionError):
                 answer = urlopen(Request(url + self.path, body, headers, method=self.command))
+                if expected is not None:
+                    expected["ignored"] = ignored(answer.headers.get("Warning", ""))
                 self.send_response(answer.status)
                 self.send_header("Content-Type", answer.headers.get("Content-Type", ""))
                 self.send_header("Connection", "close")

@@ -18,8 +18,10 @@ from moestro.cost.named_parts import read_network
 from moestro.cost.tables import load_table
 from moestro.errors import UnsupportedModelError
 from moestro.files.checkpoint import read_checkpoint
+from moestro.gateway.discovery.entries import parse_file
 from moestro.sim.load.recorded_engines import read_engines
 from moestro.text.tokenizer import Tokenizer
+from moestro.web.access.control import KeyFile
 from moestro.web.record_key import record_key
 from moestro.workload.experts.profile_readers import read_profile
 
@@ -125,3 +127,18 @@ def test_a_key_of_a_record(write, tmp_path):
     if write is not WRITERS[-1]:  # a key is bytes, which may begin like UTF-16
         (tmp_path / "key").write_bytes(write("0123456789abcdef0123\n"))
         assert record_key(tmp_path / "key").key_id == plain
+
+
+@pytest.mark.parametrize(
+    "text", ["- url: http://h:1\n  api_key_file: key\n", '{"url": "http://h:1", "api_key_file": "key"}\n']
+)
+def test_a_list_of_engines_and_the_key_of_one(write, text, tmp_path):
+    (tmp_path / "key").write_bytes(write("sk-a\n"))
+    listed = parse_file(write(text), tmp_path)
+    assert [(entry.url.url, entry.api_key) for entry in listed.entries] == [("http://h:1", "sk-a")]
+
+
+@pytest.mark.parametrize("text", ["sk-a: team\nsk-b: team\n", '{"sk-a": "team", "sk-b": "team"}\n'])
+def test_keys_of_clients(write, text, tmp_path):
+    (tmp_path / "keys").write_bytes(write(text))
+    assert KeyFile(tmp_path / "keys").keys == {"sk-a": "team", "sk-b": "team"}

@@ -7,7 +7,7 @@ import pytest
 from moestro.cli import main
 
 
-@pytest.mark.parametrize("verb", ["bench", "run-batch", "chat"])
+@pytest.mark.parametrize("verb", ["bench", "run-batch", "chat", "calibrate"])
 @pytest.mark.parametrize("flag", ["--url", "--base-url"])
 def test_the_address_of_a_server_has_both_names(verb, flag, tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text("")

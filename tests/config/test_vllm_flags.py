@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def test_remedies_name_flags_that_exist():
         ["--uds", "/tmp/socket"],
         ["--tokenizer-mode", "mistral"],
         ["--speculative-config.model", "x"],
+        ["--enable-lora", "True"],
     ],
 )
 def test_a_flag_that_would_change_answers_is_refused_in_every_spelling(arguments):
@@ -53,6 +55,8 @@ def test_a_flag_that_would_change_answers_is_refused_in_every_spelling(arguments
         ["--no-async-scheduling"],
         ["--no-enable-lora"],
         ["--async_scheduling=true"],
+        ["--enable-chunked-prefill", "False"],
+        ["--enable-lora", "false"],
         ["-tp", "1"],
         ["--tensor-parallel-size=1"],
         ["-O3"],
@@ -101,6 +105,64 @@ def test_a_start_script_of_vllm_starts(capsys, caplog):
     assert "max_num_seqs: 256" in out
     assert "gpu_memory_utilization: 0.92" in out
     assert "flags of vLLM that change nothing here: --trust-remote-code (" in caplog.text
+
+
+# From vLLM's own recipes of August 2026 and its documentation, without what chooses several GPUs.
+STARTS = (
+    r"""
+openai/gpt-oss-20b --async-scheduling --no-enable-prefix-caching --max-cudagraph-capture-size 2048 \
+     --max-num-batched-tokens 8192 --stream-interval 20
+arcee-ai/Trinity --dtype bfloat16 --reasoning-parser deepseek_r1 --enable-auto-tool-choice \
+     --tool-call-parser qwen3_coder
+zai-org/GLM-5.1-FP8 --tool-call-parser glm47 --reasoning-parser glm45 --enable-auto-tool-choice \
+     --chat-template-content-format=string --served-model-name glm-5.1-fp8
+deepseek-ai/DeepSeek-V3.1 --enable-expert-parallel --tensor-parallel-size 1 --served-model-name ds31 \
+     --default-chat-template-kwargs.thinking true --default-chat-template-kwargs.reasoning_effort high
+google/gemma-4-31B-it --max-model-len auto --no-enable-prefix-caching --async-scheduling \
+     --limit-mm-per-prompt '{"image": 0, "audio": 0}' --host 0.0.0.0 --port 8000
+meta-llama/Llama-3.1-8B-Instruct --gpu-memory-utilization 0.9 --enable-chunked-prefill False \
+     --swap-space 16 --disable-log-requests --disable-log-stats --max-seq-len-to-capture 8192
+MiniMaxAI/MiniMax-M2 --trust-remote-code --compilation-config '{"cudagraph_mode": "PIECEWISE"}' \
+     --enable-auto-tool-choice
+facebook/opt-125m --kv-events-config.enable_kv_cache_events true --kv-events-config.endpoint tcp://*:5557 \
+     --prefix-caching-hash-algo sha256
+nvidia/Nemotron --mamba-backend triton --mamba-ssm-cache-dtype float32 --kv-cache-dtype auto -O3
+Qwen/QwQ-32B --generation-config vllm --enable-reasoning --reasoning-parser deepseek_r1 --max-model-len -1
+""".replace("\\\n", "")
+    .strip()
+    .splitlines()
+)
+
+
+@pytest.mark.parametrize("line", STARTS, ids=lambda line: line.partition(" ")[0])
+def test_a_start_line_of_vllms_recipes_starts(line, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *shlex.split(line), "--print-config"])
+    assert ended.value.code == 0
+    assert f'model: "{line.partition(" ")[0]}"  # command line' in capsys.readouterr().out
+
+
+def test_keys_of_a_json_flag_are_one_object():
+    flags = ["--default_chat_template_kwargs.a.b=1", "--default-chat-template-kwargs.c", "x"]
+    assert without_vllm_flags([*flags, "org/model"]) == [
+        "--default-chat-template-kwargs",
+        '{"a": {"b": 1}, "c": "x"}',
+        "org/model",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kv-events-config."], "give --kv-events-config.KEY VALUE"),
+        (["--kv-events-config.topic"], "give --kv-events-config.topic VALUE"),
+        (["--kv-events-config.a", "1", "--kv-events-config.a.b", "1"], "a has a value already"),
+        (["--kv-events-config.a", "1", "--kv-events-config", "{}"], "as a whole and by its keys"),
+    ],
+)
+def test_keys_of_a_json_flag_that_make_no_object_are_refused(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        without_vllm_flags(arguments)
 
 
 def test_the_command_ends_with_the_remedy(capsys):

@@ -25,6 +25,12 @@ def test_flags_take_suffixes(capsys: pytest.CaptureFixture[str], written: str, n
     assert printed(capsys, "--kv-cache-memory-bytes", written)["kv_cache_memory_bytes"] == str(number)
 
 
+@pytest.mark.parametrize("word", ["auto", "-1"])
+def test_a_limit_that_the_model_decides_is_unset(capsys: pytest.CaptureFixture[str], word: str):
+    assert printed(capsys, f"--max-model-len={word}")["max_model_len"] == "null"
+    assert printed(capsys, "--max-model-len", "9", "--max-model-len", word)["max_model_len"] == "null"
+
+
 def test_environment_and_files_take_suffixes(
     capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -168,7 +168,7 @@ def test_file_of_a_key_is_read_and_never_shown(tmp_path):
         (b"- {url: http://a:1, speed: .nan}", "speed=nan: give a number"),
         (b"- {url: http://a:1, dp_ranks: some}", "engine 1: dp_ranks some: give auto"),
         (b"- {url: http://a:1, api_key_file: none}", "api_key_file /nonexistent/none: No such file"),
-        (b"\xff\xfe", "neither YAML nor lines of JSON"),
+        (b"\xff\xff", "neither YAML nor lines of JSON"),
         (b"a: &a [*a]", "no list"),
         (b"[" * 5_000, "YAML"),
         (b"#" * 600_000, "write lines of JSON"),

@@ -27,6 +27,8 @@ from moestro.server.api.fields.request_builder import ServedModel, chat_prompt
 from moestro.server.api.fields.validation import parse_chat
 from moestro.text.tokenizer import Tokenizer
 
+FUNCTION = {"type": "function", "function": {"name": "g"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [FUNCTION]}}
 LONG = "You are a helpful assistant. " * 40
 
 
@@ -214,7 +216,8 @@ class TestExact:
         assert params.num_prompt_tokens == len(tokenizer.encode(text, add_special_tokens=False))
         assert params.block_hashes
 
-    def test_a_chat_with_tools_and_variables_has_the_engines_tokens(self, demo_dir):
+    @pytest.mark.parametrize("choice", ["required", ALLOWED], ids=["required", "allowed"])
+    def test_a_chat_with_tools_and_variables_has_the_engines_tokens(self, demo_dir, choice):
         template = (
             "{% for each in messages %}{{ each.role }}{{ each.content }}{{ each.reasoning }}{{ each.tool_call_id }}"
             "{% for call in each.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
@@ -228,14 +231,15 @@ class TestExact:
                 {"role": "assistant", "tool_calls": [call], "reasoning_content": "Hm."},
                 {"role": "tool", "tool_call_id": "a", "content": "3"},
             ],
-            "tools": [{"type": "function", "function": {"name": "f", "description": "é"}}],
-            "tool_choice": "required",
+            "tools": [{"type": "function", "function": {"name": "f", "description": "é"}}, FUNCTION],
+            "tool_choice": choice,
             "chat_template_kwargs": {"color": "red"},
             "reasoning_effort": "none",
             "add_generation_prompt": False,
         }
         model = ServedModel(names=("m",), created=0, fingerprint="f", info=INFO, tokenizer=tokenizer)
         text = chat_prompt(parse_chat(json.dumps(body).encode()), model).prompt
+        assert ("é" in text) == (choice == "required")
         ids = tokenizer.encode(text, add_special_tokens=False)
         arrived = incoming(body)
         params = TokenizedReader(tokenizer, 16)(read(arrived.body, CHAT_PATH), arrived, 0)

@@ -69,17 +69,19 @@ def test_found_tools_are_named(place):
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("tool", "content"),
     [
-        [{"type": "web_search_result", "title": "T", "url": "u", "page_age": "1 d"}],
-        {"type": "web_search_tool_result_error", "error_code": "unavailable"},
-        [],
+        ("web_search", [{"type": "web_search_result", "title": "T", "url": "u", "page_age": "1 d"}]),
+        ("web_search", {"type": "web_search_tool_result_error", "error_code": "unavailable"}),
+        ("web_search", []),
+        ("web_fetch", {"type": "web_fetch_result", "url": "u", "retrieved_at": "2026-01-01", "content": DOCUMENT}),
+        ("web_fetch", {"type": "web_fetch_tool_result_error", "error_code": "unavailable"}),
     ],
 )
-def test_a_search_of_anthropics_servers_is_read_in_histories(place, content):
+def test_what_anthropics_servers_found_is_read_in_histories(place, tool, content):
     blocks = [
-        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
-        {"type": "web_search_tool_result", "tool_use_id": "s", "content": content},
+        {"type": "server_tool_use", "id": "s", "name": tool, "input": {"query": "q"}},
+        {"type": f"{tool}_tool_result", "tool_use_id": "s", "content": content},
         {"type": "text", "text": "So it is."},
     ]
     assert answer(place, USER, {"role": "assistant", "content": blocks}, USER) == "hi"

@@ -130,6 +130,23 @@ def test_a_message_to_continue_is_refused_with_what_to_send(place, name):
     assert call(place, "POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 2}).status == 200
 
 
+def test_a_field_of_a_message_that_its_role_lacks_is_named(place):
+    answer = {"role": "assistant", "content": "y", "reasoning": "Hm.", "tool_call_id": "c"}
+    messages = [USER | {"reasoning": "Hm.", "refusal": ""}, answer, USER | {"tool_call_id": "c"}]
+    reply = call(place, "POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+    assert ignored(reply) == ["messages[0].reasoning", "messages[1].tool_call_id", "messages[2].tool_call_id"]
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_of_a_response_is_enforced_whatever_the_type(place, kind):
+    wanted = {"format": {"type": kind, "name": "s", "schema": SCHEMA}}
+    reply = call(place, "POST", "/v1/responses", {"input": "x", "max_output_tokens": 60, "text": wanted})
+    assert json.loads(reply.json["output"][0]["content"][0]["text"]) == {"a": "x"}
+    wanted = {"format": {"type": "text", "schema": SCHEMA}}
+    reply = call(place, "POST", "/v1/responses", {"input": "x", "text": wanted})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "text.format.schema")
+
+
 def test_an_earlier_function_call_is_refused_and_not_dropped():
     messages = [USER, {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}]
     with pytest.raises(RequestError, match="Send tool_calls"):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 from msgspec.json import encode
+from server.test_nested_fields import BODIES, CALL, OPEN, PLACES, SCHEMA, USER, spelled, with_keys
 
 from moestro.errors import RequestError
 from moestro.server.api.agent_api import _decode_message, _decode_response
-from moestro.server.api.fields.unsupported import IN_CHAT, IN_COMPLETIONS
+from moestro.server.api.fields.unsupported import HARMLESS_BELOW, IN_CHAT, IN_COMPLETIONS
 from moestro.server.api.fields.validation import parse_chat, parse_chats, parse_completion
 from moestro.server.api.openapi import openapi_document
 from moestro.web.adapters.messages_request import chat_of_message
@@ -95,7 +96,7 @@ def checker(struct: str, *, is_strict: bool = False) -> jsonschema.Draft202012Va
 def inlined(node: Any, components: dict[str, Any], around: tuple[str, ...] = ()) -> Any:
     """The schema with its references replaced, because to resolve them takes most of the time of a check.
 
-    A struct within itself may hold anything.
+    A struct within itself holds itself twice, and anything below.
     """
     if isinstance(node, list):
         return [inlined(each, components, around) for each in node]
@@ -103,7 +104,7 @@ def inlined(node: Any, components: dict[str, Any], around: tuple[str, ...] = ())
         return node
     if "$ref" in node:
         name = node["$ref"].rpartition("/")[2]
-        return {} if name in around else inlined(components[name], components, (*around, name))
+        return {} if around.count(name) > 2 else inlined(components[name], components, (*around, name))
     return {name: inlined(value, components, around) for name, value in node.items()}
 
 
@@ -164,3 +165,151 @@ def test_a_completion_without_new_tokens_needs_its_prompt_as_answer():
     for echo in (True, False, None):
         body = {"prompt": "x", "max_tokens": 0, "echo": echo}
         assert document.is_valid(body) == is_accepted("CompletionFields", body) == (echo is True)
+
+
+STRUCT_OF = {
+    "/v1/completions": "CompletionFields",
+    "/v1/chat/completions": "ChatFields",
+    "/v1/messages": "MessagesFields",
+    "/v1/responses": "ResponsesFields",
+}
+FUNCTION_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+DOCUMENT = {"type": "document", "source": {"type": "text", "data": "x"}, "title": "t"}
+FOUND = [{"type": "web_search_result", "title": "t", "url": "u"}]
+FETCHED = {"type": "web_fetch_result", "url": "u", "content": DOCUMENT}
+FURTHER_BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("ChatFields", {
+        "messages": [
+            {"role": "developer", "content": "x"},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "n"}], "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "y"},
+        ],
+        "tools": [FUNCTION_TOOL, TOOL], "logprobs": True, "top_logprobs": 2,
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL, TOOL]}},
+    }),
+    ("ChatFields", {
+        "messages": MESSAGES, "response_format": {"type": "json_object", "schema": SCHEMA}, "stream": True,
+        "stream_options": {"include_usage": True}, "chat_template_kwargs": {"a": 1},
+    }),
+    ("ChatFields", {"messages": MESSAGES, "structured_outputs": {"regex": "a"}}),
+    ("ChatFields", {"messages": MESSAGES, "structured_outputs": {"json_object": True, "disable_any_whitespace": True}}),
+    ("ChatFields", {"messages": [USER, USER], "continue_final_message": True, "add_generation_prompt": False}),
+    ("MessagesFields", {
+        "max_tokens": 8, "system": [DOCUMENT, {"type": "text", "text": "x"}], "chat_template_kwargs": {"a": 1},
+        "messages": [
+            {"role": "user", "content": [{"type": "search_result", "source": "s", "title": "t", "content": FOUND}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "x"}, {"type": "redacted_thinking"},
+                {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+                {"type": "web_search_tool_result", "tool_use_id": "s", "content": FOUND},
+                {"type": "web_fetch_tool_result", "tool_use_id": "s", "content": FETCHED},
+                {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+            ]},
+            {"role": "ctx", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_reference", "tool_name": "f"}]},
+            ]},
+        ],
+        "tools": [{"name": "f"}, {"type": "web_search_20250305", "name": "web_search"}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+    }),
+    ("MessagesFields", {"max_tokens": 8, "messages": MESSAGES, "output_format": {"type": "json_schema", "schema": {}}}),
+    ("ResponsesFields", {
+        "input": [
+            {"type": "message", "role": "developer", "content": "x"},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}], "content": None},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "n"}]},
+            {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "y"},
+            {"type": "local_shell_call", "call_id": "l", "action": {"type": "exec"}},
+            {"type": "local_shell_call_output", "call_id": "l", "output": [{"type": "input_text", "text": "y"}]},
+            {"type": "web_search_call", "action": {}},
+        ],
+        "tools": [{"type": "custom", "name": "f", "format": {"type": "text"}}, {"type": "web_search"}],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "f"}]},
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}, "structured_outputs": None,
+    }),
+    ("ResponsesFields", {"input": "x", "text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "low"}}),
+    ("ResponsesFields", {"input": "x", "structured_outputs": {"choice": ["a"]}}),
+]  # fmt: skip
+GONE = object()
+INNER_VALUES = (
+    GONE,
+    None,
+    True,
+    False,
+    0,
+    1.5,
+    "",
+    "x",
+    "text",
+    "assistant",
+    "tool",
+    [],
+    ["x"],
+    {},
+    {"type": "x"},
+    {"a": 1},
+)
+
+
+def inner(value: Any, trail: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The trails of all values whose form the API defines."""
+    if trail:
+        yield trail
+    if isinstance(value, dict) and not (trail and trail[-1] in OPEN):
+        for key, each in value.items():
+            yield from inner(each, (*trail, key))
+    elif isinstance(value, list):
+        for i, each in enumerate(value):
+            yield from inner(each, (*trail, i))
+
+
+def changed(body: dict[str, Any], trail: tuple[Any, ...], value: object) -> dict[str, Any]:
+    made = json.loads(json.dumps(body))
+    at = made
+    for step in trail[:-1]:
+        at = at[step]
+    if value is GONE:
+        del at[trail[-1]]
+    else:
+        at[trail[-1]] = value
+    return made
+
+
+ALL_BODIES = [(STRUCT_OF[path], body) for path, body in BODIES.items()] + FURTHER_BODIES
+
+
+@pytest.mark.parametrize(
+    ("struct", "body"), ALL_BODIES, ids=[f"{struct}-{i}" for i, (struct, _) in enumerate(ALL_BODIES)]
+)
+def test_each_value_at_each_depth_is_allowed_where_the_server_accepts_it(struct, body):
+    document, wrong, num_refused = checker(struct), [], 0
+    assert document.is_valid(body)
+    assert is_accepted(struct, body)
+    for trail in inner(body):
+        for value in INNER_VALUES:
+            if is_relation(trail, value):
+                continue
+            asked = changed(body, trail, value)
+            accepted = is_accepted(struct, asked)
+            num_refused += not accepted
+            if document.is_valid(asked) != accepted:
+                wrong.append((spelled(trail), value, accepted))
+    assert wrong == []
+    assert num_refused > 5
+
+
+def is_relation(trail: tuple[Any, ...], value: object) -> bool:
+    """Whether a change breaks what joins two distant fields, and what no schema says: a choice names a tool."""
+    is_tool = trail[0] in ("tools", "tool_choice")
+    return is_tool and ((trail[-1] == "name" and isinstance(value, str)) or (len(trail) == 2 and value is GONE))
+
+
+@pytest.mark.parametrize(("path", "trail"), PLACES, ids=[f"{path}-{spelled(trail)}" for path, trail in PLACES])
+def test_unknown_keys_at_each_depth_are_refused_by_a_strict_document(path, trail):
+    strict, lenient = checker(STRUCT_OF[path], is_strict=True), checker(STRUCT_OF[path])
+    unknown = with_keys(BODIES[path], trail, {"zzz": 1})
+    assert (strict.is_valid(unknown), lenient.is_valid(unknown)) == (False, True)
+    harmless = {"nothing": None} | dict.fromkeys(HARMLESS_BELOW - {"id", "data"}, 1)
+    assert strict.is_valid(with_keys(BODIES[path], trail, harmless))

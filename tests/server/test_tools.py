@@ -78,6 +78,19 @@ def test_without_tools_or_with_the_choice_of_none_text_is_not_parsed(server):
         assert (message["tool_calls"], message["finish_reason"]) == ([], "stop")
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools_alone_are_called(server):
+    text = f"{CALL}\n{hermes('ping', '{}')}"
+    message = answer(server, text, tool_choice=allowed("auto", "ping"))
+    assert [each["name"] for each in message["tool_calls"]] == ["ping"]
+    assert message["content"] == CALL
+    assert len(answer(server, text, tool_choice=allowed("auto", "ping", "get_weather"))["tool_calls"]) == 2
+
+
 def test_one_call_where_parallel_ones_are_not_wanted(server):
     message = answer(server, f"{CALL}{hermes('ping', '{}')}", parallel_tool_calls=False)
     assert [call["name"] for call in message["tool_calls"]] == ["get_weather"]
@@ -171,6 +184,11 @@ def test_history_reaches_the_template_with_arguments_as_objects(fake_command, tm
         ({"tool_choice": "always"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "other")}, "tool_choice.allowed_tools.tools[0]"),
+        ({"tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+        ({"tool_choice": allowed("always", "ping")}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools[0].function.name"),
         ({"tool_choice": "required", "tools": LARGE}, "tools"),
@@ -209,9 +227,9 @@ def test_the_final_message_can_be_continued(fake):
 
 def test_a_template_of_a_request_needs_the_operators_trust(fake_command, tmp_path):
     file = tmp_path / "template.jinja"
-    file.write_text("file<|im_end|>")
+    file.write_text("file {{ messages[0].content }}<|im_end|>")
     with running((*fake_command, "--chat-template", str(file), "--trust-request-chat-template"), tmp_path) as server:
-        assert whole(say(server, "hi"))["content"] == "file"
+        assert whole(say(server, "hi"))["content"] == "file hi"
         assert whole(say(server, "hi", chat_template="{{ messages[0].content }}!<|im_end|>"))["content"] == "hi!"
 
 

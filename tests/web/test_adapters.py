@@ -158,6 +158,16 @@ def test_what_a_chat_lacks_is_refused_by_its_place_in_a_message(fields, param):
     assert param in caught.value.message
 
 
+def test_a_page_that_anthropics_servers_fetched_is_text_of_the_history():
+    document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "The sky is blue."}}
+    blocks = [
+        {"type": "server_tool_use", "id": "s", "name": "web_fetch", "input": {"url": "u"}},
+        {"type": "web_fetch_tool_result", "content": {"type": "web_fetch_result", "url": "u", "content": document}},
+    ]
+    [made] = of_message(messages=[{"role": "assistant", "content": blocks}])["messages"]
+    assert made["content"] == '[used web_fetch: {"url": "u"}]\n[found: u\nThe sky is blue.]'
+
+
 # --- requests of /v1/responses
 
 NOTE = {"type": "function", "name": "note", "parameters": SCHEMA}
@@ -177,8 +187,18 @@ def test_tools_of_a_namespace_and_custom_tools_are_functions_of_the_chat():
     assert functions[0]["parameters"] == functions[1]["parameters"] == SCHEMA
     assert functions[2]["parameters"]["required"] == ["input"]
     assert "start: /a/" in functions[2]["description"]
-    assert made.chat.left_out == ("tools[0] (web_search)",)
+    assert made.chat.left_out == ("tools[0] (web_search)", "tools[2].tools[1].format")
     assert made.chat.places.own_place("tools[1].function.parameters") == "tools[2].tools[0].parameters"
+
+
+@pytest.mark.parametrize("kind", ["web_search_preview_2025_03_11", "web_search_2025_08_26", "tool_search"])
+def test_a_tool_of_openais_servers_is_left_out_whatever_its_date(kind):
+    made = translated(tools=[NOTE, {"type": kind}])
+    assert (len(made.chat.fields["tools"]), made.chat.left_out) == (1, (f"tools[1] ({kind})",))
+
+
+def test_a_custom_tool_of_any_text_has_no_grammar_that_is_left_out():
+    assert translated(tools=[{"type": "custom", "name": "patch", "format": {"type": "text"}}]).chat.left_out == ()
 
 
 def test_calls_come_back_as_calls_of_the_clients_tools():
@@ -311,6 +331,13 @@ def test_items_that_follow_each_other_are_one_turn_of_the_assistant():
             {"input": "x", "tools": [NOTE], "tool_choice": {"type": "allowed_tools", "tools": [FREE]}},
             "tool_choice.tools",
         ),
+        (
+            {"input": "x", "tools": [NOTE], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "mcp"}]}},
+            "tool_choice.tools",
+        ),
+        ({"input": "x", "tools": [NOTE], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
+        ({"input": "x", "tools": [NOTE], "tool_choice": {"type": "allowed_tools", "mode": "none"}}, "tool_choice.mode"),
+        ({"input": "x", "tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
         ({"input": "x", "truncation": "middle"}, "truncation"),
         ({"input": "x", "tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"input": "x", "include": ["file_search_call.results"]}, "include"),

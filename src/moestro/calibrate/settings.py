@@ -62,7 +62,7 @@ class Range(CheckedSettings):
 class ServerProbing(CheckedSettings):
     """A running server that is probed from outside, in place of a model that is loaded here."""
 
-    server: Annotated[str | None, Parameter(group=_SERVER)] = None
+    server: Annotated[str | None, Parameter(name=("--server", "--url", "--base-url"), group=_SERVER)] = None
     "Address of the server, with or without /v1. Unset: MODEL is measured in this process."
     served_model: Annotated[str | None, Parameter(group=_SERVER)] = None
     "Name of the model on the server; unset: the first that /v1/models lists."

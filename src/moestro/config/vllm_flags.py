@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from moestro.errors import ConfigError
 
@@ -103,7 +104,8 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     **_taken("block hashes are keyed blake2b", "--prefix-caching-hash-algo"),
     **_switches("--bind-cores gives each engine its own cores", "--numa-bind"),
     **_taken("--bind-cores gives each engine its own cores", "--numa-bind-nodes", "--numa-bind-cpus", values="many"),
-    **_taken(_SEQUENCE, "--dcp-kv-cache-interleave-size", "--cp-kv-cache-interleave-size"),
+    **_taken(_SEQUENCE, "--dcp-kv-cache-interleave-size", "--cp-kv-cache-interleave-size", "--dcp-comm-backend"),
+    **_taken("the KV cache has the model's dtype", "--kv-cache-dtype-skip-layers", values="many"),
     **_switches(_REMOTE_CODE, "--trust-remote-code"),
     **_taken(_REMOTE_CODE, "--code-revision"),
     **_taken(_LOADING, "--max-parallel-loading-workers", "--safetensors-load-strategy", "--model-loader-extra-config"),
@@ -136,6 +138,9 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     **_taken(_MEDIA, "--allowed-media-domains", values="many"),
     **_taken("hybrid and recurrent networks are out of scope", "--mamba-cache-dtype", "--mamba-ssm-cache-dtype"),
     **_taken("hybrid and recurrent networks are out of scope", "--mamba-block-size", "--mamba-cache-mode"),
+    **_taken("hybrid and recurrent networks are out of scope", "--mamba-backend", "--mamba-ssu-algorithm"),
+    **_taken("hybrid and recurrent networks are out of scope", "--mamba-cache-philox-rounds"),
+    **_switches("hybrid and recurrent networks are out of scope", "--enable-mamba-cache-stochastic-rounding"),
     **_switches("--reasoning-parser alone is enough", "--enable-reasoning"),
     **_switches(_OLD, "--use-v2-block-manager", "--multi-step-stream-outputs", "--ray-workers-use-nsight"),
     **_switches(_OLD, "--disable-async-output-proc", "--engine-use-ray"),
@@ -203,11 +208,19 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     **_refused("only tokenizers with a tokenizer.json are loaded", "--tokenizer-mode", neutral=["auto", "hf", "fast"]),
     **_switches("the server always tokenizes", "--skip-tokenizer-init", is_taken=False),
     **_refused(
-        "content is given as text where the template takes no parts", "--chat-template-content-format", neutral=["auto"]
+        "the content of a message is given to the template as one text",
+        "--chat-template-content-format",
+        neutral=["auto", "string"],
     ),
     **_refused("answers have the role assistant", "--response-role", neutral=["assistant"]),
     **_refused("--tool-call-parser has one of Moestro's parsers", "--tool-parser-plugin", "--reasoning-parser-plugin"),
     **_refused("the server runs no tools", "--tool-server"),
+    **_refused(
+        "thinking_token_budget ends reasoning with the end tag of --reasoning-parser",
+        "--reasoning-config",
+        neutral=["{}"],
+    ),
+    **_switches("input and output are text only", "--omni", is_taken=False),
     **_refused(_GRAMMARS, "--structured-outputs-config", neutral=["{}"]),
     **_refused(
         "send disable_any_whitespace in structured_outputs with a request",
@@ -245,6 +258,7 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     **_refused("--otlp-traces-endpoint sends all spans that there are", "--collect-detailed-traces"),
     **_refused("put a proxy in front of the server", "--middleware"),
 }
+_ONE = VllmFlag("", is_taken=False)  # Any flag with one value.
 _SHORT = {
     "-O": "--optimization-level",
     "-ac": "--attention-config",
@@ -269,14 +283,21 @@ _SHORT = {
 }
 
 
+# Moestro's own flags whose value is a JSON object. As in vLLM, `--FLAG.KEY VALUE` sets one key of it.
+_OBJECTS = frozenset({"--default-chat-template-kwargs", "--kv-events-config"})
+
+
 def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
     """Return a command line without the flags of vLLM that change nothing here; one warning names these.
+
+    Keys of a JSON object that are given one by one become one flag with the object.
 
     Raises:
         ConfigError: A flag of vLLM would change answers, or needs what is missing; the text says what to do.
     """
     kept: list[str] = []
     taken: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -284,7 +305,10 @@ def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
             kept += [argument, *rest]
             break
         name, has_value, value = argument.partition("=")
-        flag = flag_named(name)
+        flag, own = flag_named(name), name.partition(".")[0].replace("_", "-")
+        if own in _OBJECTS and "." in name:
+            _set_key(objects.setdefault(own, {}), name, value if has_value else next(iter(_values(_ONE, rest)), None))
+            continue
         if flag is None:
             kept.append(argument)
             continue
@@ -292,7 +316,31 @@ def without_vllm_flags(arguments: Sequence[str]) -> list[str]:
         take_or_refuse(name, values[0] if values else None)
         taken.append(name)
     warn_of_taken(taken)
-    return kept
+    if both := objects.keys() & {each.partition("=")[0].replace("_", "-") for each in kept}:
+        flag_of_both = min(both)
+        raise ConfigError(f"{flag_of_both} is given as a whole and by its keys ({flag_of_both}.KEY): give one of them")
+    return [*(part for own, keys in objects.items() for part in (own, json.dumps(keys))), *kept]
+
+
+def _set_key(keys: dict[str, Any], name: str, value: str | None) -> None:
+    """Set the value at the path `FLAG.KEY.KEY`: JSON, or a text.
+
+    Raises:
+        ConfigError: The value is missing, or a part of the path has a value that is no object.
+    """
+    *path, last = name.split(".")[1:]
+    for each in path:
+        keys = keys.setdefault(each, {})
+        if not isinstance(keys, dict):
+            raise ConfigError(f"{name}: {each} has a value already, which is no JSON object")
+    if value is None or not last:
+        raise ConfigError(
+            f"{name} sets one key of a JSON object: give {name.rstrip('.')}{'' if last else '.KEY'} VALUE"
+        )
+    try:
+        keys[last] = json.loads(value)
+    except json.JSONDecodeError:
+        keys[last] = value
 
 
 def take_or_refuse(name: str, value: str | None) -> None:
@@ -327,7 +375,9 @@ def flag_named(name: str) -> VllmFlag | None:
 
 
 def _values(flag: VllmFlag, rest: list[str]) -> list[str]:
-    """Take the values of `flag` from the arguments that follow it."""
+    """Take the values of `flag` from the arguments that follow it; older scripts give a switch its value too."""
+    if flag.values == "none" and rest and rest[0] in {"True", "False", "true", "false"}:
+        return [rest.pop(0)]
     most = {"none": 0, "one": 1, "many": len(rest)}[flag.values]
     values: list[str] = []
     while rest and len(values) < most and not rest[0].startswith("--"):

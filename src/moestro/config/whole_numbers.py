@@ -12,6 +12,8 @@ from moestro.errors import ConfigError
 
 _FORM = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+# vLLM's words for a limit that the model decides, which is what the setting means unset.
+_UNSET = {"--max-model-len": frozenset({"auto", "-1"})}
 
 
 class SuffixedNumbers:
@@ -25,6 +27,8 @@ class SuffixedNumbers:
         """Replace the tokens of `arguments`; an error names the flag and the value."""
         for argument in arguments:
             if argument.tokens and int in (argument.hint, *typing.get_args(argument.hint)):
+                if argument.tokens[-1].value in _UNSET.get(argument.name, ()):
+                    argument.tokens.clear()
                 argument.tokens[:] = [
                     token.evolve(value=_written_out(argument.name, token.value)) for token in argument.tokens
                 ]

@@ -79,7 +79,7 @@ class CacheSettings(CheckedSettings):
     """The KV cache of one rank, real or simulated."""
 
     max_model_len: Annotated[int | None, at_least(1), _MEMORY] = None
-    "Tokens of the longest sequence, prompt and answer. Unset: the limit of the model, if it fits."
+    "Tokens of the longest sequence, prompt and answer. Unset or auto: the limit of the model, if it fits."
     block_size: Annotated[int, at_least(1), _MEMORY] = 16
     "Tokens of one KV block, the unit of memory and of prefix caching."
     kv_offloading_size: Annotated[float, at_least(0), _MEMORY] = 0.0

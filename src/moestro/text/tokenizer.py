@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel, DecodeStream
@@ -44,6 +45,8 @@ _HELD_TOKENS = 8
 _CHARACTER_TOKENS = 4  # most tokens of one character
 CONTEXT_TOKENS = 24  # most tokens of the prompt that affect the text of the first generated token
 _LEAST_CONTEXT = 4
+# Shapes of chats whose silent messages are kept, the longest of them, and the messages of a chat that is looked up.
+_KEPT_SHAPES, _MAX_SHAPE_BYTES, _MOST_PROBED = 256, 8 << 10, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,7 @@ class Tokenizer:
             self._fast.chat_template = template_text(chat_template)
         self._renderers = Renderers()
         self._efforts: tuple[str, ...] | None = None  # None: not tried yet
+        self._silent: dict[bytes | None, tuple[int, ...]] = {}  # by the shape of a chat
 
     def _load(self, path: Path) -> None:
         self._fast = _fast_tokenizer(path)
@@ -161,6 +165,32 @@ class Tokenizer:
         )
         return self._renderers.render(job)
 
+    def silent_messages(
+        self, messages: Sequence[dict[str, Any]], *, tools: Sequence[Any] | None, options: TemplateOptions
+    ) -> tuple[int, ...]:
+        """Return the numbers of the messages whose text seems to reach no prompt, in order.
+
+        A chat of the same shape with short texts is rendered in place of `messages`, once for each shape, so a template
+        that treats texts differently may still show them.
+
+        Raises:
+            RequestError: as for `render_chat`.
+        """
+        probes = [_probe(i, message) for i, message in enumerate(messages)]
+        few_tools = None if tools is None else list(tools[:1])
+        shape = None
+        if options.template is None and len(probes) <= _MOST_PROBED:
+            shape = msgspec.json.encode([probes, bool(tools), options])
+        found = self._silent.get(shape)
+        if found is None:
+            prompt = self.render_chat(probes, tools=few_tools, options=options)
+            found = tuple(i for i, probe in enumerate(probes) if probe["content"] not in prompt)
+            if shape is not None and len(shape) <= _MAX_SHAPE_BYTES:
+                if len(self._silent) >= _KEPT_SHAPES:
+                    self._silent.clear()
+                self._silent[shape] = found
+        return found
+
     @property
     def chat_template(self) -> str:
         """Text of the model's chat template; of several, all their texts."""
@@ -218,6 +248,19 @@ class Tokenizer:
     def detokenizer(self, prompt_ids: Sequence[int], shown_special: frozenset[int] = frozenset()) -> Detokenizer:
         """Make a detokenizer for the tokens generated after `prompt_ids`."""
         return Detokenizer(self, prompt_ids, shown_special)
+
+
+def _probe(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of the same shape with short texts; a text of its own marks the content, if there is one."""
+    probe = message | {"content": f"zq{number}qz" if message["content"].strip() else ""}
+    if "tool_calls" in message:
+        probe["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": {}}} for call in message["tool_calls"]
+        ]
+    for name in ("reasoning", "reasoning_content"):
+        if name in message:
+            probe[name] = "zq" if message[name] else ""
+    return probe
 
 
 def _fast_tokenizer(path: Path) -> Any:

@@ -63,6 +63,7 @@ class RequestBody(msgspec.Struct):
     system: msgspec.Raw = ABSENT
     instructions: msgspec.Raw = ABSENT
     tools: msgspec.Raw = ABSENT
+    tool_choice: msgspec.Raw = ABSENT
     reasoning_effort: str | None = None
     verbosity: str | None = None
     chat_template_kwargs: msgspec.Raw = ABSENT

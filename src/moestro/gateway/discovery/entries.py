@@ -12,6 +12,7 @@ import msgspec
 import yaml
 
 from moestro.errors import ConfigError, shown
+from moestro.files.text_files import text_of
 from moestro.gateway.settings import EngineUrl, parsed_ranks
 
 MAX_ENGINES = 4096  # Of one list.
@@ -104,7 +105,7 @@ def selected(entries: Sequence[EngineEntry], labels: Mapping[str, str]) -> tuple
 
 def _lines(text: bytes) -> list[Any]:
     try:
-        decoded = text.decode()
+        decoded = text_of(text)
         rows = [row for row in map(str.strip, decoded.splitlines()) if row]
         if rows and all(row[0] == "{" and row[-1] == "}" for row in rows):
             return [msgspec.json.decode(row) for row in rows]
@@ -149,9 +150,9 @@ def _entry(line: Any, number: int, directory: Path, keys: dict[Path, str]) -> En
 def _key(file: Path, place: str, keys: dict[Path, str]) -> str:
     if file not in keys:
         try:
-            key = file.read_bytes()[:_MAX_KEY_BYTES].decode().strip()
+            key = text_of(file.read_bytes()[:_MAX_KEY_BYTES]).strip()
         except (OSError, UnicodeDecodeError) as error:
-            cause = getattr(error, "strerror", None) or "it is not UTF-8"
+            cause = getattr(error, "strerror", None) or "it is no text"
             raise ConfigError(f"{place}: api_key_file {shown(str(file))}: {cause}") from None
         if not key.isascii() or not key.isprintable() or not key:
             raise ConfigError(f"{place}: api_key_file {shown(str(file))} must have one line of printable ASCII")

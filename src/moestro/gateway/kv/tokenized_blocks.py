@@ -140,5 +140,35 @@ def _message(turn: BodyMessage) -> dict[str, Any]:
     return message
 
 
+class _Function(msgspec.Struct):
+    name: str = ""
+
+
+class _Tool(msgspec.Struct):
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+class _AllowedTools(msgspec.Struct):
+    tools: list[_Tool]
+
+
+class _ChosenTools(msgspec.Struct):
+    """A choice of tools in a chat, as far as it shapes the prompt."""
+
+    type: str = ""
+    allowed_tools: _AllowedTools | None = None
+
+
 def _tools(body: RequestBody) -> list[Any] | None:
-    return msgspec.json.decode(body.tools, type=list[Any]) if is_given(body.tools) else None
+    """Return the tools in the prompt: the allowed ones, where the choice names some."""
+    if not is_given(body.tools):
+        return None
+    tools = msgspec.json.decode(body.tools, type=list[Any])
+    if not is_given(body.tool_choice) or b'"allowed_tools"' not in bytes(body.tool_choice):
+        return tools
+    choice = msgspec.json.decode(body.tool_choice, type=_ChosenTools)
+    if choice.type != "allowed_tools" or choice.allowed_tools is None:
+        return tools
+    allowed = {each.function.name for each in choice.allowed_tools.tools}
+    names = [each.function.name for each in msgspec.json.decode(body.tools, type=list[_Tool])]
+    return [tool for tool, name in zip(tools, names, strict=True) if name in allowed]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,9 +30,8 @@ from moestro.web.errors import HttpError, anthropic_error_json, error_json
 
 _decode_message = BodyDecoder(MessagesFields, IN_MESSAGES)
 _decode_count = BodyDecoder(CountFields, IN_COUNTS)
-_decode_response = BodyDecoder(
-    ResponsesFields, IN_RESPONSES, shapes={"tools": list[FunctionTool], "structured_outputs": StructuredOutputs}
-)
+RESPONSE_SHAPES: Mapping[str, Any] = {"tools": list[FunctionTool], "structured_outputs": StructuredOutputs}
+_decode_response = BodyDecoder(ResponsesFields, IN_RESPONSES, shapes=RESPONSE_SHAPES)
 _encode = msgspec.json.Encoder().encode
 
 

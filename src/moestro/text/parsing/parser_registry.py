@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from moestro.core.policy_registry import PolicyKind
+from moestro.errors import ConfigError
 from moestro.text.parsing.output_parser import OutputParser, ReasoningParser, ToolParser
 
 ParserT = TypeVar("ParserT", bound=OutputParser)
@@ -41,8 +42,12 @@ def check_parser(kind: PolicyKind[type[ParserT]], name: str | None) -> None:
     Raises:
         ConfigError: No parser of the kind has this name.
     """
-    if name not in (None, NO_PARSER):
+    if name in (None, NO_PARSER):
+        return
+    try:
         kind.make(name)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; leave {kind.flag} out, and the chat template decides") from None
 
 
 def choose_parser(kind: PolicyKind[type[ParserT]], name: str | None, template: str) -> ChosenParser[ParserT]:

@@ -16,6 +16,7 @@ import yaml
 
 from moestro.core.hosts import network_of
 from moestro.errors import ConfigError
+from moestro.files.text_files import text_of
 from moestro.web.access.access_settings import AccessSettings
 from moestro.web.access.cors import Cors
 from moestro.web.access.rate_limits import RequestLimits
@@ -112,7 +113,7 @@ class KeyFile:
     def _entries(self, text: bytes) -> Iterator[tuple[int, str, str]]:
         """Yield line, key and tenant of each entry. Numbers are texts, because a key may be all digits."""
         try:
-            root = yaml.compose(text.decode(), yaml.SafeLoader)
+            root = yaml.compose(text_of(text), yaml.SafeLoader)
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             mark = getattr(error, "problem_mark", None)
             line = f", line {mark.line + 1}" if mark is not None else ""

@@ -28,7 +28,16 @@ MAX_BUDGET = 2**31 - 1  # Tokens of thinking.
 _ROLES = {"ctx": "user", "msg": "user"}
 ROLES = ("user", "assistant", "system", *_ROLES)
 _PlacedMessage = tuple[dict[str, Any], dict[str, str]]  # A chat message, and its places in the client's body.
-_HOSTED = ("web_search_", "web_fetch_")  # Tools of Anthropic's servers that clients offer whether or not one has them.
+HOSTED = ("web_search_", "web_fetch_")  # Tools of Anthropic's servers that clients offer whether or not one has them.
+# Types of blocks that have a text, and of those that only messages of the assistant have.
+TEXT_BLOCKS = (
+    *("text", "document", "search_result", "tool_reference", "web_search_result", "web_fetch_result"),
+    *("web_search_tool_result_error", "web_fetch_tool_result_error", "web_fetch_tool_error"),
+)
+ASSISTANT_BLOCKS = (
+    *("tool_use", "thinking", "redacted_thinking", "server_tool_use"),
+    *("web_search_tool_result", "web_fetch_tool_result"),
+)
 
 
 class DocumentSource(msgspec.Struct):
@@ -197,7 +206,7 @@ def chat_of_count(fields: CountFields) -> TranslatedChat:
     if fields.messages[-1].role == "assistant":
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
     tools = {f"tools[{i}]": tool for i, tool in enumerate(fields.tools or ())}
-    hosted = {place: tool.type for place, tool in tools.items() if (tool.type or "").startswith(_HOSTED)}
+    hosted = {place: tool.type for place, tool in tools.items() if (tool.type or "").startswith(HOSTED)}
     offered = {place: tool for place, tool in tools.items() if place not in hosted}
     if offered:
         chat["tools"] = [_tool(place, f"tools[{i}]", tool, places) for i, (place, tool) in enumerate(offered.items())]
@@ -278,7 +287,7 @@ def _assistant(place: str, turn: ConversationTurn) -> _PlacedMessage:
                 pass  # Encrypted by another server, so that no text of it is left.
             case "server_tool_use":
                 texts.append(f"[used {block.name}: {bytes(block.input).decode()}]")
-            case "web_search_tool_result":
+            case "web_search_tool_result" | "web_fetch_tool_result":
                 texts.append(f"[found: {_text(f'{where}.content', block.content)}]")
             case _:
                 texts.append(_block_text(where, block))
@@ -307,9 +316,10 @@ def _block_text(place: str, block: Block) -> str:
             return _lines(block.title, block.context, _document(f"{place}.source", source))
         case Block(type="search_result", source=str(origin)):
             return _lines(block.title, origin, _text(f"{place}.content", block.content))
-        case Block(type="web_search_result"):
-            return " ".join(each for each in (block.title, block.url) if each)
-        case Block(type="web_search_tool_result_error"):
+        case Block(type="web_search_result" | "web_fetch_result"):
+            head = " ".join(each for each in (block.title, block.url) if each)
+            return _lines(head, _text(f"{place}.content", block.content))
+        case Block(type="web_search_tool_result_error" | "web_fetch_tool_result_error" | "web_fetch_tool_error"):
             return f"error {block.error_code}"
         case Block(type="tool_reference", tool_name=str(name)):
             return f"The tool {name} can be called."

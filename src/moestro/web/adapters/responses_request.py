@@ -34,6 +34,10 @@ _PLACES = {
 _LOGPROBS = "message.output_text.logprobs"
 # Values of `include`; the last two add nothing which this server could have.
 INCLUDED = (_LOGPROBS, "reasoning.encrypted_content", "web_search_call.action.sources")
+# Types of items: calls of tools, and what tools gave.
+CALLS = ("function_call", "custom_tool_call", "local_shell_call")
+OUTPUTS = tuple(f"{each}_output" for each in CALLS)
+ITEMS = ("message", "reasoning", "web_search_call", *CALLS, *OUTPUTS)
 _PARTS = frozenset({"content", "reasoning_content", "tool_calls", "tool_call_id"})  # of a message that says something
 _SAME_IN_CHATS = (
     *("model", "temperature", "top_p", "parallel_tool_calls", "user", "prompt_cache_key", "seed", "stop", "top_k"),
@@ -236,12 +240,12 @@ def _take_item(place: str, item: InputItem, messages: list[dict[str, Any]]) -> s
             if item.role == "assistant":
                 _of_assistant(messages, "content")["content"] = content
             else:
-                messages.append({"role": item.role or "user", "content": content})
-        case "function_call" | "custom_tool_call" | "local_shell_call":
+                messages.append({"role": "user" if item.role is None else item.role, "content": content})
+        case kind if kind in CALLS:
             calls = _of_assistant(messages, "").setdefault("tool_calls", [])
             calls.append({"id": item.call_id, "type": "function", "function": _called_function(item)})
             return f".tool_calls[{len(calls) - 1}].function"
-        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+        case kind if kind in OUTPUTS:
             content = _text(f"{place}.output", item.output)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         case "reasoning":
@@ -295,8 +299,11 @@ def _text(place: str, content: str | list[InputPart] | None) -> str:
 
 
 def _format(wanted: TextFormat | None) -> dict[str, Any] | None:
-    if wanted is None or wanted.type != "json_schema":
-        return None if wanted is None else {"type": wanted.type}
+    if wanted is None:
+        return None
+    if wanted.type != "json_schema":  # A schema there is enforced or refused as in a chat.
+        given = {} if bytes(wanted.schema) == b"null" else {"schema": wanted.schema}
+        return {"type": wanted.type} | given
     schema: dict[str, Any] = {"name": wanted.name, "schema": wanted.schema, "strict": wanted.strict}
     return {"type": "json_schema", "json_schema": {name: value for name, value in schema.items() if value is not None}}
 

@@ -14,8 +14,8 @@ import msgspec
 from moestro.errors import RequestError, shown
 from moestro.web.adapters.field_places import FieldPlaces
 
-# Tools that OpenAI's servers run, which clients offer whether or not a server has them.
-_HOSTED = frozenset({"web_search", "web_search_2025_08_26", "web_search_preview", "image_generation", "tool_search"})
+# Tools that OpenAI's servers run, which clients offer whether or not a server has them. Names may go on with a date.
+HOSTED = ("web_search", "image_generation", "tool_search")
 _FREE_TEXT = "input"  # The only argument of a custom tool's function.
 _SEPARATOR = "__"  # Between a namespace and a name; several clients join the names of servers and tools by it.
 
@@ -79,7 +79,7 @@ class OfferedTools:
 
     Attributes:
         functions: Tools of the chat's body.
-        left_out: Places of tools that are not offered, each with its type.
+        left_out: Places of tools that are not offered, each with its type, and of grammars that are only described.
     """
 
     def __init__(self, places: FieldPlaces) -> None:
@@ -100,7 +100,7 @@ class OfferedTools:
             case "namespace" if namespace is None:
                 for i, inner in enumerate(tool.tools or ()):
                     self.offer(f"{place}.tools[{i}]", inner, tool.name)
-            case kind if kind in _HOSTED:
+            case kind if kind.startswith(HOSTED):
                 self.left_out.append(f"{place} ({kind})")
             case _:
                 text = f"tools of type {shown(tool.type)} are not supported; send function, custom or namespace"
@@ -114,9 +114,14 @@ class OfferedTools:
         """Keep the tools to which the request limits its choice.
 
         Raises:
-            RequestError: A tool is not offered.
+            RequestError: There are none, or a tool is not offered or has no name.
         """
-        names = {function_name(each.name, each.namespace) for each in wanted if each.type not in _HOSTED}
+        if not wanted:
+            raise invalid("tool_choice.tools", 'is empty; name tools, or send the choice "none"')
+        offered = [each for each in wanted if not each.type.startswith(HOSTED)]
+        if unnamed := next((each.type for each in offered if each.name is None), None):
+            raise unsupported("tool_choice.tools", f"a function or a custom tool has a name, got type {shown(unnamed)}")
+        names = {function_name(each.name, each.namespace) for each in offered}
         if missing := sorted(str(name) for name in names if name not in self._tools):
             raise invalid("tool_choice.tools", f"names the tool {shown(missing[0])}, which is not in tools")
         self.functions = [each for each in self.functions if each["function"]["name"] in names]
@@ -126,12 +131,15 @@ class OfferedTools:
         own = f"tools[{len(self.functions)}]"
         self._places.add(own, place)
         self._places.add(f"{own}.function", place)
-        if name is not None:
-            if name in self._tools:
-                raise invalid(f"{place}.name", f"is the name of two tools: {shown(name)}")
-            self._tools[name] = CalledTool(tool.name or "", namespace, is_custom=tool.type == "custom")
+        if not tool.name or name is None:
+            raise RequestError(f"{place}.name is missing; send a name.", param=f"{place}.name", code="invalid_value")
+        if name in self._tools:
+            raise invalid(f"{place}.name", f"is the name of two tools: {shown(name)}")
+        self._tools[name] = CalledTool(tool.name, namespace, is_custom=tool.type == "custom")
         function = {"name": name, "description": tool.description, "strict": tool.strict}
         function |= _free_text(tool) if tool.type == "custom" else _parameters(tool)
+        if tool.format is not None and tool.format.definition:
+            self.left_out.append(f"{place}.format")  # Described, and not enforced.
         given = {key: value for key, value in function.items() if value is not None}
         self.functions.append({"type": "function", "function": given})
 
@@ -173,6 +181,8 @@ def choice_of(choice: str | ChoiceField | None, offered: OfferedTools) -> object
     if choice is None or isinstance(choice, str):
         return choice
     if choice.type == "allowed_tools":
+        if choice.mode not in (None, "auto", "required"):
+            raise invalid("tool_choice.mode", f'must be "auto" or "required", got {shown(choice.mode)}')
         offered.only(choice.tools or [])
         return choice.mode or "auto"
     if choice.type not in ("function", "custom"):

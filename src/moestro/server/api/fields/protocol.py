@@ -176,11 +176,33 @@ class NamedFunction(msgspec.Struct):
     name: str
 
 
-class NamedChoice(msgspec.Struct):
-    """Tool that has to be called."""
+class FunctionChoice(msgspec.Struct):
+    """A tool by its name."""
 
     type: str
     function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct):
+    """Tools among which the model may choose."""
+
+    mode: str
+    tools: list[FunctionChoice]
+
+
+class AllowedChoice(msgspec.Struct):
+    """A choice among some of the offered tools, which alone reach the model."""
+
+    type: str
+    allowed_tools: AllowedTools
+
+
+class ToolChoiceField(msgspec.Struct):
+    """Keys of both choices that are objects: a tool that has to be called, and allowed tools."""
+
+    type: str
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatFields(GenerationFields, kw_only=True):

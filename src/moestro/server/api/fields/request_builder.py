@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -287,9 +287,7 @@ def chat_prompt(ask: ChatAsk, model: ServedModel) -> ChatEnd:
         rendering = _rendering(ask, model)
         text = model.tokenizer.render_chat(ask.messages, tools=tools, options=rendering)
         refuse_too_much_text(len(text), model)  # The template may add text to the messages.
-        _refuse_dropped_message(
-            ask, text, lambda kept: model.tokenizer.render_chat(kept, tools=tools, options=rendering)
-        )
+        _refuse_dropped_message(ask, text, model, tools, rendering)
     continued = ask.messages[-1]["content"] if ask.template.continue_final_message else None
     return ChatEnd(prompt=text, continued=continued)
 
@@ -522,35 +520,41 @@ def _vain_wishes(ask: ChatAsk, model: ServedModel) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _refuse_dropped_message(ask: ChatAsk, prompt: str, render: Callable[[list[dict[str, Any]]], str]) -> None:
-    """Refuse a message that leaves no trace in the prompt, so that nothing a client says is lost in silence.
+def _refuse_dropped_message(
+    ask: ChatAsk, prompt: str, model: ServedModel, tools: Sequence[dict[str, Any]] | None, rendering: TemplateOptions
+) -> None:
+    """Refuse a message that leaves no trace in the prompt, so that nothing a client says is lost in silence."""
+    messages = ask.messages
 
-    Only messages whose text is not in the prompt are rendered anew, one of each role: templates drop roles.
-    """
-    position, tried = 0, set()
-    for i, message in enumerate(ask.messages):
-        text, role = message["content"].strip(), message["role"]
-        found = prompt.find(text, position)
-        if found >= 0:
-            position = found + len(text)
-        elif role not in tried and text not in prompt and _is_dropped(ask, i, prompt, render):
+    def render(kept: Sequence[dict[str, Any]]) -> str | None:
+        try:
+            return model.tokenizer.render_chat(kept, tools=tools, options=rendering)
+        except RequestError:
+            return None  # The template needs the message.
+
+    try:
+        silent = model.tokenizer.silent_messages(messages, tools=tools, options=rendering)
+    except RequestError:  # The template refuses other texts.
+        silent = tuple(i for i, each in enumerate(messages) if each["content"].strip() not in prompt)
+    for i in _first_and_last_of_roles(messages, silent):
+        kept = [message for j, message in enumerate(messages) if j != i]
+        if not kept:  # Templates may need a message, so this one gets another text.
+            kept = [messages[i] | {"content": f"{messages[i]['content']}."}]
+        if render(kept) == prompt:
             raise RequestError(
                 f"messages[{i}] leaves no trace in the prompt, because the model's chat template has no place for a"
-                f" message of role {role} there. Send its text in another message.",
+                f" message of role {messages[i]['role']} there. Send its text in another message.",
                 param=f"messages[{i}]",
                 code="message_without_effect",
             )
-        if found < 0:
-            tried.add(role)
 
 
-def _is_dropped(ask: ChatAsk, i: int, prompt: str, render: Callable[[list[dict[str, Any]]], str]) -> bool:
-    """Whether the prompt is the same without message number `i`."""
-    kept = [message for j, message in enumerate(ask.messages) if j != i]
-    try:
-        return bool(kept) and render(kept) == prompt
-    except RequestError:
-        return False  # The template needs the message.
+def _first_and_last_of_roles(messages: Sequence[dict[str, Any]], numbers: Sequence[int]) -> list[int]:
+    """Return of `numbers` the first and the last message of each role: templates drop roles, or all but one of one."""
+    by_role: dict[str, list[int]] = {}
+    for i in numbers:
+        by_role.setdefault(messages[i]["role"], []).append(i)
+    return sorted({i for found in by_role.values() for i in (found[0], found[-1])})
 
 
 def _refuse_foreign_template(ask: ChatAsk, model: ServedModel) -> None:

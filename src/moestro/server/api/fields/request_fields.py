@@ -21,7 +21,7 @@ from moestro.core.json_elements import (
     is_too_deep,
 )
 from moestro.errors import RequestError, shown
-from moestro.server.api.fields.protocol import BatchChatFields, ChatFields, CompletionFields, NamedChoice, ToolField
+from moestro.server.api.fields.protocol import BatchChatFields, ChatFields, CompletionFields, ToolChoiceField, ToolField
 from moestro.server.api.fields.unsupported import (
     HARMLESS_BELOW,
     IN_CHAT,
@@ -219,7 +219,7 @@ class BodyDecoder(Generic[Fields]):
 
 decode_completion = BodyDecoder(CompletionFields, IN_COMPLETIONS, ids="prompt")
 # A template gets tools and a choice as they are written.
-CHAT_SHAPES: Mapping[str, Any] = {"tools": list[ToolField], "tool_choice": NamedChoice}
+CHAT_SHAPES: Mapping[str, Any] = {"tools": list[ToolField], "tool_choice": ToolChoiceField}
 decode_chat = BodyDecoder(ChatFields, IN_CHAT, shapes=CHAT_SHAPES)
 decode_chats = BodyDecoder(BatchChatFields, IN_CHAT, shapes=CHAT_SHAPES)
 

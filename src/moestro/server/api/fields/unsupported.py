@@ -176,7 +176,7 @@ HARMLESS_BELOW = frozenset(
     {
         *("annotations", "cache_control", "caller", "citations", "created_at", "data", "defer_loading", "display"),
         *("eager_input_streaming", "encrypted_content", "id", "include_obfuscation", "index", "logprobs", "metadata"),
-        *("page_age", "parsed", "parsed_arguments", "phase", "signature", "status", "timestamp"),
+        *("page_age", "parsed", "parsed_arguments", "phase", "retrieved_at", "signature", "status", "timestamp"),
     }
 )
 

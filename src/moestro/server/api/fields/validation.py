@@ -13,7 +13,13 @@ import numpy as np
 from moestro.core.json_elements import count_elements
 from moestro.core.request import MAX_LISTED_TOKENS, SAMPLING_RANGES, SamplingDefaults, SamplingParams, ServiceClass
 from moestro.errors import PromptTooLongError, shown
-from moestro.server.api.fields.chat_fields import check_messages, invalid, offered_tools, template_options
+from moestro.server.api.fields.chat_fields import (
+    check_messages,
+    invalid,
+    offered_tools,
+    template_options,
+    unread_in_messages,
+)
 from moestro.server.api.fields.protocol import ChatFields, GenerationFields
 from moestro.server.api.fields.request_fields import decode_chat, decode_chats, decode_completion, named
 from moestro.server.api.fields.structured_output import RequestedGrammar, requested_grammar
@@ -198,8 +204,9 @@ def chat_ask(fields: ChatFields, unknown: tuple[str, ...]) -> ChatAsk:
     logprobs = _logprobs("top_logprobs", fields.top_logprobs or 0) if fields.logprobs else None
     if listed:
         logprobs = len(listed)
-    use, left_out = offered_tools(fields)
-    shape = _Shape(_limit(name, limit), echo=False, logprobs=logprobs, unknown_fields=unknown + named(left_out))
+    use, tools, left_out = offered_tools(fields)
+    ignored = named([*unread_in_messages(fields.messages), *left_out])
+    shape = _Shape(_limit(name, limit), echo=False, logprobs=logprobs, unknown_fields=unknown + ignored)
     options = _options(fields, shape)
     if options.grammar is not None and use.choice in ("required", "named"):
         raise invalid(options.grammar.param, f"cannot be used together with tool_choice {shown(fields.tool_choice)}")
@@ -207,7 +214,7 @@ def chat_ask(fields: ChatFields, unknown: tuple[str, ...]) -> ChatAsk:
         messages=messages,
         options=options,
         template=template_options(fields),
-        tools=tuple(fields.tools or ()),
+        tools=tools,
         use=use,
         effort=fields.reasoning_effort,
         verbosity=fields.verbosity,
