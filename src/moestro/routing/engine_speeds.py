@@ -32,6 +32,7 @@ Floats = NDArray[np.float64]
 
 _HORIZON = 512  # samples of an engine after which older ones fade
 _FEWEST = 16  # samples between two fits, and one for each engine
+_PART = 16  # of the samples in a fit, one in so many is new at the next; an error shrinks by 3 % in that time
 _BURST = 4.0  # samples that count as one: those of one burst share their neighbours, and so their errors
 _RIDGE = 1e-6  # relative, against terms that never vary
 _SLOWEST = 10.0  # bound of the learnt factors, in both directions
@@ -73,6 +74,7 @@ class EngineSpeeds:
         self._sent_tokens: list[float] = []
         self._prompts = SlopeFit(np.array([False, True, True, True, False]))
         self._answers = SlopeFit(np.array([True, True, True]))
+        self._fit_at = 0.0  # new samples with which the speeds are learnt again
 
     def set_spec(self, engine: int, spec: EngineSpec) -> None:
         """Take over what is configured for `engine`. The rest keeps what was learnt."""
@@ -120,7 +122,8 @@ class EngineSpeeds:
         joined = (self._sent_tokens[engine] - timing.sent_tokens) / num_gaps
         gap_terms = (1, running / 10, joined / 1e3)
         self._answers.add(engine, gap_terms, gap_ns / _NS_PER_MS, min(num_gaps, _MOST_COUNTED) / _MOST_COUNTED)
-        if self._prompts.num_new + self._answers.num_new >= 2 * max(_FEWEST, len(self._traits)):
+        num_new = self._prompts.num_new + self._answers.num_new
+        if num_new >= self._fit_at and num_new >= 2 * max(_FEWEST, len(self._traits)):
             self._learn()
 
     def _learn(self) -> None:
@@ -131,6 +134,7 @@ class EngineSpeeds:
         has_copied = (copy_ms > 0) & (token_ms > 0)
         price = np.full(num, DEFAULT_COPY_PRICE)
         np.divide(copy_ms, token_ms, out=price, where=has_copied)
+        self._fit_at = (self._prompts.num_fitted + self._answers.num_fitted) / _PART
         learnt = zip((1 / slow_prompts).tolist(), (1 / slow_answers).tolist(), price.tolist(), strict=True)
         for engine, (speed, decode_speed, copy_price) in enumerate(learnt):
             traits = self._traits[engine]
@@ -181,12 +185,14 @@ class SlopeFit:
     Attributes:
         weights: float64[k], time of each term on an engine with factor 1, none of them negative.
         num_new: samples since the last fit.
+        num_fitted: samples in the last fit, older ones less.
     """
 
     def __init__(self, scales: NDArray[np.bool_]) -> None:
         self._scales, num_terms = scales, len(scales)
         self.weights: Floats = np.zeros(num_terms)
         self.num_new = 0
+        self.num_fitted = 0.0
         # A sample comes with each answer and a fit with dozens, so the sums are lists of numbers: a row of an engine
         # has its Gram matrix, its moments, the squares of its times, and its samples, older ones less.
         self._empty = [0.0] * (num_terms * num_terms + num_terms + 2)
@@ -221,6 +227,7 @@ class SlopeFit:
         found = np.ones(num_engines)
         grams, moments, all_squares, num_samples = self._columns(num_engines)
         rows = np.flatnonzero(num_samples > 0)
+        self.num_fitted = float(num_samples[rows].sum())
         if not len(rows):
             return found
         gram, moment = grams[rows], moments[rows]
@@ -237,7 +244,7 @@ class SlopeFit:
             factor = np.clip(raw / mean, 1 / _SLOWEST, _SLOWEST) if mean > 0 else np.ones(len(rows))
         own = np.where(self._scales, factor[:, None], 1.0) * self.weights
         rest = all_squares[rows] - 2 * (own * moment).sum(axis=1) + np.einsum("ni,nij,nj->n", own, gram, own)
-        free = max(float(num_samples[rows].sum()) - len(rows) - len(self._scales), 1.0)
+        free = max(self.num_fitted - len(rows) - len(self._scales), 1.0)
         self._variance = max(float(rest.sum()) / free, 0.0)
         learnt = shrunk(factor, self._variance, squares)
         scale = float(learnt.mean())  # so that the mean engine has 1, however many samples the fast ones have

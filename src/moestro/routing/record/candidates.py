@@ -79,7 +79,7 @@ def candidates_of(view: RouteView, choice: Choice, needs: Needs = NO_NEEDS) -> C
     Args:
         needs: what the policy reads.
     """
-    rows, scores = np.flatnonzero(view.engines.routable), choice.scores
+    rows, scores = view.engines.routable.nonzero()[0], choice.scores
     num = len(rows)
     if num > MAX_CANDIDATES:
         rows = rows[:MAX_CANDIDATES] if scores is None else rows[_best(scores[rows])]
@@ -91,11 +91,15 @@ def candidates_of(view: RouteView, choice: Choice, needs: Needs = NO_NEEDS) -> C
         if name in needs.figures
     }
     scores_of_rows = None if scores is None else scores[rows]
-    traits: NDArray[np.float64] | None = None
-    if needs.speeds or view.host_tokens is not None:
-        host_tokens = np.zeros(len(rows), np.int64) if view.host_tokens is None else view.host_tokens[rows]
-        traits = np.stack([host_tokens.astype(np.float64), view.engines.speed[rows], view.engines.decode_speed[rows]])
+    traits = _traits_of(view, rows) if needs.speeds or view.host_tokens is not None else None
     return Candidates(choice.engine, num, rows, scores_of_rows, view.hit_tokens[rows], lacking, traits)
+
+
+def _traits_of(view: RouteView, rows: NDArray[np.intp]) -> NDArray[np.float64]:
+    traits = np.empty((3, len(rows)))
+    traits[0] = 0 if view.host_tokens is None else view.host_tokens[rows]
+    traits[1], traits[2] = view.engines.speed[rows], view.engines.decode_speed[rows]
+    return traits
 
 
 def finite(number: float) -> float | None:
