@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from cyclopts.docs.markdown import generate_markdown_docs
 
-import moestro.cli.main  # noqa: F401 registers the verbs
 from moestro.cli.app import app
+from moestro.cli.main import register
+
+register()
 
 
 def flags_of(verb: str) -> str:
