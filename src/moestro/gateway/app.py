@@ -111,6 +111,8 @@ def assemble(
     """
     front = settings.front
     router, record = _router(settings, prompt_reader)
+    if not (router.needs.prompts or router.needs.hits or record is not None or peer_name is not None):
+        prompt_reader = prompt_reader.without_names()
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings), time.monotonic_ns)
     counts, decision_log = Counts(), _decision_log(settings, fleet, record)
     access, queue = Access.of(front.api_key, settings.access), _request_queue(settings, fleet)

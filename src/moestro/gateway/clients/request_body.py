@@ -172,12 +172,17 @@ def plain_text(body: RequestBody) -> bytes:
     return b"\n".join([*[bytes(raw) for raw in raws if is_given(raw)], text])
 
 
-def request_from_text(body: RequestBody, incoming: Incoming, now_ns: int, block_bytes: int) -> Request:
-    """Make the request by which the router decides from text blocks, with a token count estimated from the length."""
+def request_from_text(body: RequestBody, incoming: Incoming, now_ns: int, block_bytes: int | None) -> Request:
+    """Make the request by which the router decides from text blocks, with a token count estimated from the length.
+
+    Args:
+        block_bytes: bytes of a block. None means that no policy reads the names of blocks.
+    """
     text = plain_text(body)
     key = prompt_key(body.model, body.cache_salt)
     num_tokens = max(1, (len(text) or len(incoming.body)) // BYTES_PER_TOKEN)
-    return make_request(body, incoming, now_ns, (num_tokens, key, hash_text(key, text, block_bytes)))
+    names = b"" if block_bytes is None else hash_text(key, text, block_bytes)
+    return make_request(body, incoming, now_ns, (num_tokens, key, names))
 
 
 def make_request(body: RequestBody, incoming: Incoming, now_ns: int, prompt: tuple[int, bytes, bytes]) -> Request:

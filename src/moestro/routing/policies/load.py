@@ -15,6 +15,9 @@ from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import ScorePolicy, Scores, Stateless, choose
 
 
+_LOAD_ALONE = Needs(prompts=False)
+
+
 @ROUTE_POLICIES.register(
     "round_robin",
     "Takes the engines in turn.",
@@ -22,6 +25,8 @@ from moestro.routing.scoring import ScorePolicy, Scores, Stateless, choose
 )
 class RoundRobin(Stateless):
     """Takes the routable engines in turn."""
+
+    needs = _LOAD_ALONE
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the next engine."""
@@ -40,6 +45,8 @@ class PowerOfTwo(Stateless):
 
     Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS 12(10), 2001.
     """
+
+    needs = _LOAD_ALONE
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the smaller batch of two drawn engines."""
@@ -65,6 +72,7 @@ def least_loaded_score(view: RouteView) -> Scores:
 class LeastLoaded(ScorePolicy):
     """Takes the engine with the fewest requests."""
 
+    needs = _LOAD_ALONE
     words = "in flight"
 
     def score(self, view: RouteView) -> Scores:
