@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 
 from moestro.cli.app import app
+from moestro.cli.loading import uncollected
 from moestro.cli.short_help import choose_help
 from moestro.config.user_code import accept_user_code
 from moestro.config.vllm_flags import without_vllm_flags
 from moestro.errors import ConfigError, MoestroError
-
 
 VERBS = (
     *("bench", "calibrate", "chat", "explain", "place", "plan", "replay", "repro", "route", "run-batch", "serve"),
@@ -22,8 +22,9 @@ VERBS = (
 
 def register(verbs: Iterable[str] = VERBS) -> None:
     """Add verbs to the command. Each has a file here, whose settings take up to half a second to import."""
-    for verb in verbs:
-        import_module(f"moestro.cli.{verb.replace('-', '_')}")
+    with uncollected():
+        for verb in verbs:
+            import_module(f"moestro.cli.{verb.replace('-', '_')}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

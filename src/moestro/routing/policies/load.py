@@ -14,7 +14,6 @@ from moestro.routing.policy_contract import Choice, Needs, RouteView
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import ScorePolicy, Scores, Stateless, choose
 
-
 _LOAD_ALONE = Needs(prompts=False)
 
 
