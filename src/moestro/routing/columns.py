@@ -143,6 +143,15 @@ class EngineColumns:
         if had_groups or group != ALONE:
             self._show()
 
+    def speeds_changed(self) -> None:
+        """Note that the columns `speed` or `decode_speed` were written. Mostly all of them are 1 before and after."""
+        if self.table.has_speeds != self._has_speeds():
+            self._show()
+
+    def _has_speeds(self) -> bool:
+        n = self.num_rows
+        return bool(np.count_nonzero(self.speed[:n] != 1) or np.count_nonzero(self.decode_speed[:n] != 1))
+
     def forget_figures(self, row: int) -> None:
         """Discard all figures reported for the row."""
         self._comparison = None
@@ -207,7 +216,7 @@ class EngineColumns:
         }
         if not np.count_nonzero(self.group[:n] != ALONE):
             columns["group"] = None  # so that policies need not look
-        self.table = EngineTable(**columns)
+        self.table = EngineTable(**columns, has_speeds=self._has_speeds())
         self.no_hits = _read_only(np.zeros(n, np.int64), n)
 
 

@@ -83,6 +83,7 @@ class EngineSpeeds:
             self._sent_tokens.append(0.0)
         self._traits[engine].spec = spec
         self._show(engine)
+        self._columns.speeds_changed()
 
     def forget(self, engine: int) -> None:
         """Discard the samples of an engine, whose number may later name another one."""
@@ -90,6 +91,7 @@ class EngineSpeeds:
             fit.forget(engine)
         self._traits[engine] = _Traits(self._traits[engine].spec)
         self._show(engine)
+        self._columns.speeds_changed()
 
     def sent(self, engine: int, num_tokens: int) -> SentTiming:
         """Note the load of `engine` before it gets a request with `num_tokens` tokens to compute."""
@@ -140,6 +142,7 @@ class EngineSpeeds:
             traits = self._traits[engine]
             traits.speed, traits.decode_speed, traits.copy_price = speed, decode_speed, min(copy_price, 1.0)
             self._show(engine)
+        self._columns.speeds_changed()
 
     def _show(self, engine: int) -> None:
         traits, columns = self._traits[engine], self._columns

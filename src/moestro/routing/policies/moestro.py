@@ -140,7 +140,9 @@ class Moestro:
             steps = _GroupSteps(engines.group, queued, ahead, waiting, batch)
             prompts = np.where(steps.is_grouped, steps.prompts(weight), prompts)
             answers = np.where(steps.is_grouped, steps.answers(answer), answers)
-        scores: Scores = prompts / engines.speed + answers / engines.decode_speed
+        if engines.has_speeds:
+            prompts, answers = prompts / engines.speed, answers / engines.decode_speed
+        scores: Scores = prompts + answers
         if np.count_nonzero(fresh(view, engines.expert_pressure)):
             scores *= expert_pressure(view)
         return choose(view, scores, draws, "delay in prompt tokens")

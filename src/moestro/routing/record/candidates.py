@@ -25,7 +25,7 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
         hit_tokens: int64[k], cached prompt tokens of `rows`.
         not_compared: figures that the policy reads and that did not count, each with the first rows that lack it.
         traits: float64[3, k], of each of `rows` the cached tokens in host memory alone, `speed` and `decode_speed`.
-            None means that no cache has such tokens, and that the policy reads no speeds.
+            None means that no cache has such tokens, and that the speeds are 1 or the policy reads none.
     """
 
     chosen: int
@@ -91,7 +91,8 @@ def candidates_of(view: RouteView, choice: Choice, needs: Needs = NO_NEEDS) -> C
         if name in needs.figures
     }
     scores_of_rows = None if scores is None else scores[rows]
-    traits = _traits_of(view, rows) if needs.speeds or view.host_tokens is not None else None
+    has_speeds = needs.speeds and view.engines.has_speeds
+    traits = _traits_of(view, rows) if has_speeds or view.host_tokens is not None else None
     return Candidates(choice.engine, num, rows, scores_of_rows, view.hit_tokens[rows], lacking, traits)
 
 
