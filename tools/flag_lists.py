@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from cyclopts.docs.markdown import generate_markdown_docs
 
-import moestro.cli.main  # noqa: F401 registers the verbs
 from moestro.cli.app import app
+from moestro.cli.main import register
 from moestro.cost.links import LINKS
 
 # The choices of a flag, one a paragraph. They have tables of their own, which `_PAGES` names.
@@ -21,6 +21,8 @@ _PAGES = {
 }
 _OPTION = re.compile(r"\* `--([\w-]+)")
 _LINKS = f"one of {', '.join(LINKS)}"
+
+register()
 
 
 def flags_of(verb: str) -> str:

@@ -82,7 +82,7 @@ def test_every_verb_shows_its_help():
         "run-batch",
     ]
     help_of_all = f"[app([verb, '--help'], result_action='return_value') for verb in {verbs}]"
-    code = f"{ABSENCE}; import moestro.cli; from moestro.cli.app import app; {help_of_all}"
+    code = f"{ABSENCE}; from moestro.cli.main import app, register; register(); {help_of_all}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"Usage: moestro ([\w-]+)", done.stdout) == verbs

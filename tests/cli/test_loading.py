@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 
-from moestro.cli.loading import loading
+from moestro.cli.loading import loading, uncollected
 
 
 class Terminal(io.StringIO):
@@ -27,3 +28,19 @@ def test_a_file_gets_nothing(monkeypatch):
     with loading("the server"):
         pass
     assert file.getvalue() == ""
+
+
+def test_the_collector_runs_again_after_imports():
+    with uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off():
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

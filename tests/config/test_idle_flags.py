@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.running import MOESTRO, Running
 
-from moestro.cli import main as _main  # noqa: F401 the import registers the verbs
 from moestro.cli.app import app
+from moestro.cli.main import register
 from moestro.config.config_sources import settings_in
 from moestro.config.idle_flags import SERVE_NEEDS, warn_of_idle_flags
 from moestro.config.serve_settings import ServeSettings, with_derived
@@ -23,6 +23,7 @@ def warnings(text: str) -> list[str]:
 
 
 def settings_of(*flags: str) -> ServeSettings:
+    register(["serve"])
     _, bound, _ = app.parse_args(["serve", *flags], print_error=False, exit_on_error=False)
     return with_derived(bound.arguments.get("settings", ServeSettings()), Path, Path)
 

@@ -15,6 +15,8 @@ from rich.console import Console
 from moestro.cli.recorded.explain import tell
 from moestro.errors import ConfigError
 from moestro.gateway.app import assemble
+from moestro.gateway.clients.http_headers import Incoming, RequestHead
+from moestro.gateway.clients.paths import CHAT_PATH
 from moestro.gateway.engines.source_reports import SourceReports
 from moestro.gateway.kv.prompt_blocks import text_prompt_reader
 from moestro.web.ports.faults import Faults
@@ -28,6 +30,27 @@ def test_a_policy_is_refused_at_the_start_if_its_sources_are_turned_off(policy):
     settings = settings_of(engine=("http://127.0.0.1:1",), route_policy=policy, metrics_interval=0)
     with pytest.raises(ConfigError, match=f"--route-policy {policy} requires kv_usage.* --metrics-interval above 0"):
         assemble(settings, text_prompt_reader(512), Faults())
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_recorded", "is_named"),
+    [
+        ("least_loaded", False, False),
+        ("round_robin", False, False),
+        ("least_loaded", True, True),
+        ("bounded_hash", False, True),
+        ("moestro", False, True),
+    ],
+)
+def test_prompts_are_hashed_only_where_the_names_of_blocks_are_read(tmp_path, policy, is_recorded, is_named):
+    record = {"record": tmp_path / "record.jsonl"} if is_recorded else {}
+    settings = settings_of(engine=("http://127.0.0.1:1",), route_policy=policy, **record)
+    app = assemble(settings, text_prompt_reader(64), Faults())
+    head = RequestHead(b"POST", CHAT_PATH.encode(), [], {})
+    body = b'{"messages": [{"role": "user", "content": "%b"}]}' % (b"a question " * 60)
+    request, _ = app.admission.read(Incoming(head, body, request_id="r"), 0)
+    assert request.num_prompt_tokens == (len("user\n\n") + 660) // 4
+    assert bool(request.block_hashes) is is_named
 
 
 def test_the_command_says_so_and_ends():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moestro.cli.app import app
+from moestro.cli.main import register
 from moestro.config.serve_settings import ServeSettings
 from moestro.cost.gpus import GPUS
 from moestro.cost.hf_config import CONFIGS
@@ -131,6 +132,7 @@ def check_commands(fitting_division, num_requests):
     commands = commands_of(fitting_division, num_requests)
     for command in commands:
         if command[1] == "serve":
+            register(["serve"])
             _, bound, _ = app.parse_args(command[1:], print_error=False, exit_on_error=False)
             settings = bound.arguments["settings"]
             assert isinstance(settings, ServeSettings)

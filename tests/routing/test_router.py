@@ -1,9 +1,12 @@
+import random
+
 import pytest
 from support.routers import BLOCK_SIZE, request, router
 
-from moestro.core.load_figures import LoadFigures
+from moestro.core.load_figures import ROUTED_FIGURES, LoadFigures
 from moestro.core.views import NEVER_NS
 from moestro.errors import ConfigError, InvariantError, NoEngineError, QueueFullError
+from moestro.routing.columns import EngineColumns
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.settings import EngineSpec
 
@@ -223,3 +226,38 @@ def test_an_engine_of_unknown_size_is_believed_to_hold_what_its_answers_say():
     one.submit(prompts["b"], 6)
     one.engine_lost(0, 7)
     one.ended("b", 8, cached_share=0.0)  # the answer of a process that is gone teaches nothing
+
+
+def test_the_figures_that_count_are_those_of_a_look_at_every_decision():
+    rng = random.Random(4)
+    columns, now_ns, fresh_ns = EngineColumns(), 0, 50
+    rows = [columns.add() for _ in range(3)]
+    num_uneven = 0
+    for _ in range(3000):
+        now_ns += rng.randrange(12)
+        row, name = rng.choice(rows), rng.choice(["kv_usage", "num_waiting", "num_running"])
+        match rng.randrange(8):
+            case 0:
+                columns.routable[row] = not columns.routable[row]
+            case 1:
+                columns.forget_figures(row)
+            case 2 if len(rows) < 40:
+                rows.append(columns.add())
+            case 3 | 4 | 5:
+                for each in rows if rng.random() < 0.5 else [row]:
+                    columns.report(each, LoadFigures(**{name: 1}), now_ns - rng.randrange(9))
+            case _:
+                pass
+        table = columns.table.without([row]) if rng.random() < 0.1 else columns.table
+        compared, lacking = columns.compared(table, now_ns - fresh_ns)
+        expected = {}
+        for figure in ROUTED_FIGURES:
+            is_lacking = (getattr(table, figure).as_of_ns < now_ns - fresh_ns) & table.routable
+            if 0 < is_lacking.sum() < table.routable.sum():
+                expected[figure] = is_lacking.tolist()
+            shown = getattr(compared, figure).as_of_ns.tolist()
+            is_hidden = figure in expected
+            assert shown == ([NEVER_NS] * len(rows) if is_hidden else getattr(table, figure).as_of_ns.tolist())
+        assert {figure: each.tolist() for figure, each in lacking.items()} == expected
+        num_uneven += bool(expected)
+    assert 300 < num_uneven < 2900

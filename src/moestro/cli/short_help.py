@@ -89,7 +89,8 @@ def choose_help(app: App, given: Sequence[str]) -> list[str]:
         The arguments, with `--help` in place of `--help-all`.
     """
     is_short = HELP_ALL not in given
-    for verb, flags in EVERYDAY.items():
+    for verb in EVERYDAY.keys() & set(given[:1]):
+        flags = EVERYDAY[verb]
         more = f"These are the flags that operators set. moestro {verb} {HELP_ALL} lists all flags."
         app[verb].help_formatter = ShortHelp(flags) if is_short else None
         app[verb].help_epilogue = more if is_short else None

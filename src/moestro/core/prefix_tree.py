@@ -7,7 +7,6 @@ runs. To add, drop or find it costs a few dictionary look-ups and memory compari
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 
 from moestro.core.hashing import HASH_BYTES
@@ -55,6 +54,8 @@ class PrefixTree:
         self.num_blocks: defaultdict[int, int] = defaultdict(int)
         self.num_runs: defaultdict[int, int] = defaultdict(int)
         self._runs: dict[bytes, BlockRun] = {}
+        self._sought: bytes | None = None  # prompt of the last `find` since the tree changed
+        self._found: tuple[BlockRun | None, int] = (None, 0)
 
     def __len__(self) -> int:
         """Runs."""
@@ -67,6 +68,12 @@ class PrefixTree:
             The last run of the prefix, and the number of its blocks, which may end within that run. (None, 0) means
             that no prefix is shared.
         """
+        if hashes is not self._sought:  # a prompt is sought before it is routed, and again when it is added
+            self._found = self._find(hashes)
+            self._sought = hashes
+        return self._found
+
+    def _find(self, hashes: bytes) -> tuple[BlockRun | None, int]:
         get, last, at, end = self._runs.get, None, 0, len(hashes)
         while at < end:
             run = get(hashes[at : at + HASH_BYTES])
@@ -82,6 +89,7 @@ class PrefixTree:
     def add(self, holder: int, hashes: bytes) -> BlockRun | None:
         """Add a prompt of `holder`. Returns the last run; None means that the prompt has no block."""
         last, num_blocks = self.find(hashes)
+        self._sought = None
         if last is not None and num_blocks < last.depth:
             last = self._cut(last, num_blocks)
         rest = hashes[num_blocks * HASH_BYTES :]
@@ -102,6 +110,7 @@ class PrefixTree:
 
     def drop(self, holder: int, last: BlockRun) -> None:
         """Remove one prompt of `holder`, whose last run is `last`."""
+        self._sought = None
         run: BlockRun | None = last
         while run is not None:
             counts = run.counts
@@ -134,6 +143,11 @@ class PrefixTree:
 
 def _num_common(blocks: bytes, hashes: bytes, at: int) -> int:
     """Number of leading blocks of `blocks` that `hashes` has at byte `at`; not all of them match."""
-    most = min(len(blocks), len(hashes) - at) // HASH_BYTES
-    sizes = range(HASH_BYTES, (most + 1) * HASH_BYTES, HASH_BYTES)
-    return bisect_left(sizes, 1, key=lambda size: not hashes.startswith(blocks[:size], at))
+    same, more = 0, min(len(blocks), len(hashes) - at) // HASH_BYTES
+    while same < more:  # `same` blocks match, and more than `more` do not
+        middle = (same + more + 1) // 2
+        if hashes.startswith(blocks[: middle * HASH_BYTES], at):
+            same = middle
+        else:
+            more = middle - 1
+    return same

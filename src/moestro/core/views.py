@@ -60,6 +60,7 @@ class EngineTable:
         copy_price: float64[n], time to copy a prompt token from host memory over the time to compute it, 0 .. 1.
         group: int64[n], number of the group whose engines step together. ALONE means that the engine steps by itself.
             None means that all engines do.
+        has_speeds: whether any `speed` or `decode_speed` may differ from 1.
         num_waiting, num_running, kv_usage, queued_prefill_tokens, num_tokens, expert_pressure, expert_local_share: as
             in `LoadFigures`.
     """
@@ -84,6 +85,7 @@ class EngineTable:
     num_tokens: Figure
     expert_pressure: Figure
     expert_local_share: Figure
+    has_speeds: bool = True
 
     def __len__(self) -> int:
         return len(self.routable)
@@ -126,7 +128,7 @@ class EngineTable:
 OWN_COUNTS = tuple(
     each.name
     for each in fields(EngineTable)
-    if each.name not in {"routable", "reported_prefill_tokens", *TRAITS, *ROUTED_FIGURES}
+    if each.name not in {"routable", "reported_prefill_tokens", "has_speeds", *TRAITS, *ROUTED_FIGURES}
 )
 
 

@@ -89,7 +89,9 @@ class Admission:
         if plain is not None and plain not in active:
             return plain
         base = self._prefix if plain is None else f"{plain[:100]}~"
-        return next(made for serial in self._serial if (made := f"{base}{serial:x}") not in active)
+        while (made := f"{base}{next(self._serial):x}") in active:
+            pass
+        return made
 
     def admit(self, incoming: Incoming) -> OwnAnswer | None:
         """Return the router's own answer; None sends the request to an engine.

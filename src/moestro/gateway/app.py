@@ -136,7 +136,7 @@ def assemble(
     exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors, discovery)
     statistics, routes = _statistics(settings, fleet, counts), Routes(front.open_path)
     answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
-    admission = Admission(fleet, shared.active, prompt_reader, access, routes, answers)
+    admission = Admission(fleet, shared.active, _needed(prompt_reader, router, record, peers), access, routes, answers)
     return RouterApp(
         shared=shared,
         admission=admission,
@@ -151,6 +151,14 @@ def assemble(
         discovery=discovery,
         peers=peers,
     )
+
+
+def _needed(
+    reader: PromptReader, router: Router, record: RecordFile[Entry] | None, peers: PeerExchange | None
+) -> PromptReader:
+    """Return a reader that names a prompt's blocks only if the policy, a record or another router reads the names."""
+    is_read = router.needs.prompts or router.needs.hits or record is not None or peers is not None
+    return reader if is_read else reader.without_names()
 
 
 def _engine_admin(

@@ -415,7 +415,8 @@ class Exchange:
         self._stage = _WAITING
         self._sent_ns = time.monotonic_ns()
         traceparent = "" if self._spans is None else self._spans.traceparent()
-        head = self._engine.head.of(incoming, self._client_name(), traceparent)
+        client = None if self._engine.head.authorization is None else self._client_name()
+        head = self._engine.head.of(incoming, client, traceparent)
         connection.send(head, incoming.body, self, is_bodiless=incoming.head.method == b"HEAD")
 
     def _class_fields(self) -> Mapping[str, bytes | None]:

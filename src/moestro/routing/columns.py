@@ -34,6 +34,21 @@ class RequestCounts(NamedTuple):
     num_unseen: memoryview
 
 
+class _Comparison(NamedTuple):
+    """Result of `EngineColumns.compared`, and for which calls it holds.
+
+    Attributes:
+        routable: bytes of the column `routable`.
+        since_ns, until_ns: first and last `since_ns` for which no figure is older or newer than it was.
+    """
+
+    routable: bytes
+    since_ns: int
+    until_ns: int
+    table: EngineTable
+    lacking: dict[str, NDArray[np.bool_]]
+
+
 class EngineColumns:
     """Rows of engines, numbered from 0. Rows of removed engines are reused.
 
@@ -49,6 +64,7 @@ class EngineColumns:
     def __init__(self) -> None:
         self.num_rows = 0
         self._free: list[int] = []
+        self._comparison: _Comparison | None = None  # the last one, while it holds
         self._allocate(_FIRST_CAPACITY)
 
     def add(self) -> int:
@@ -71,10 +87,12 @@ class EngineColumns:
 
     def report(self, row: int, figures: LoadFigures, as_of_ns: int) -> set[str]:
         """Take in the reported figures that are no older than the known ones, and return their names."""
-        taken = set()
+        taken, comparison = set(), self._comparison
         for at, name in enumerate(ROUTED_FIGURES):
             value = getattr(figures, name)
-            if value is not None and as_of_ns >= self._as_of_ns[at, row]:
+            if value is not None and as_of_ns >= (before_ns := self._as_of_ns[at, row]):
+                if comparison is not None and before_ns < comparison.since_ns:
+                    self._comparison = None  # a figure that was missing is known
                 self._values[at, row] = value
                 self._as_of_ns[at, row] = as_of_ns
                 taken.add(name)
@@ -91,14 +109,32 @@ class EngineColumns:
         Returns:
             A table that shows these figures as never reported, and for each of them bool[n], the rows that lack it.
         """
-        routable = table.routable
-        is_lacking = (self._as_of_ns[:, : len(routable)] < since_ns) & routable
+        known = self._comparison
+        if (
+            known is None
+            or table is not self.table
+            or not known.since_ns <= since_ns <= known.until_ns
+            or table.routable.tobytes() != known.routable
+        ):
+            known = self._compare(table, since_ns)
+        return known.table, known.lacking
+
+    def _compare(self, table: EngineTable, since_ns: int) -> _Comparison:
+        routable, as_of_ns = table.routable, self._as_of_ns[:, : len(table)]
+        is_lacking = (as_of_ns < since_ns) & routable
         num_lacking = np.count_nonzero(is_lacking, axis=1)
         uneven = np.flatnonzero((num_lacking > 0) & (num_lacking < np.count_nonzero(routable)))
-        if not len(uneven):
-            return table, {}
         names = tuple(ROUTED_FIGURES[at] for at in uneven)
-        return table.unreported(names), {name: is_lacking[at] for name, at in zip(names, uneven, strict=True)}
+        found = _Comparison(
+            routable=routable.tobytes(),
+            since_ns=since_ns,
+            until_ns=int(as_of_ns.min(where=(as_of_ns >= since_ns) & routable, initial=np.iinfo(np.int64).max)),
+            table=table.unreported(names) if names else table,
+            lacking={name: is_lacking[at] for name, at in zip(names, uneven, strict=True)},
+        )
+        if table is self.table:
+            self._comparison = found
+        return found
 
     def set_group(self, row: int, group: int) -> None:
         """Set the group with which an engine steps; ALONE means none."""
@@ -107,8 +143,18 @@ class EngineColumns:
         if had_groups or group != ALONE:
             self._show()
 
+    def speeds_changed(self) -> None:
+        """Note that the columns `speed` or `decode_speed` were written. Mostly all of them are 1 before and after."""
+        if self.table.has_speeds != self._has_speeds():
+            self._show()
+
+    def _has_speeds(self) -> bool:
+        n = self.num_rows
+        return bool(np.count_nonzero(self.speed[:n] != 1) or np.count_nonzero(self.decode_speed[:n] != 1))
+
     def forget_figures(self, row: int) -> None:
         """Discard all figures reported for the row."""
+        self._comparison = None
         self._values[:, row] = 0
         self._as_of_ns[:, row] = NEVER_NS
 
@@ -158,6 +204,7 @@ class EngineColumns:
 
     def _show(self) -> None:
         """Rebuild the table over the current rows."""
+        self._comparison = None
         n = self.num_rows
         columns: dict[str, Any] = {
             name: Figure(_read_only(values, n), _read_only(as_of_ns, n))
@@ -169,7 +216,7 @@ class EngineColumns:
         }
         if not np.count_nonzero(self.group[:n] != ALONE):
             columns["group"] = None  # so that policies need not look
-        self.table = EngineTable(**columns)
+        self.table = EngineTable(**columns, has_speeds=self._has_speeds())
         self.no_hits = _read_only(np.zeros(n, np.int64), n)
 
 

@@ -32,6 +32,7 @@ Floats = NDArray[np.float64]
 
 _HORIZON = 512  # samples of an engine after which older ones fade
 _FEWEST = 16  # samples between two fits, and one for each engine
+_PART = 16  # of the samples in a fit, one in so many is new at the next; an error shrinks by 3 % in that time
 _BURST = 4.0  # samples that count as one: those of one burst share their neighbours, and so their errors
 _RIDGE = 1e-6  # relative, against terms that never vary
 _SLOWEST = 10.0  # bound of the learnt factors, in both directions
@@ -73,6 +74,7 @@ class EngineSpeeds:
         self._sent_tokens: list[float] = []
         self._prompts = SlopeFit(np.array([False, True, True, True, False]))
         self._answers = SlopeFit(np.array([True, True, True]))
+        self._fit_at = 0.0  # new samples with which the speeds are learnt again
 
     def set_spec(self, engine: int, spec: EngineSpec) -> None:
         """Take over what is configured for `engine`. The rest keeps what was learnt."""
@@ -81,6 +83,7 @@ class EngineSpeeds:
             self._sent_tokens.append(0.0)
         self._traits[engine].spec = spec
         self._show(engine)
+        self._columns.speeds_changed()
 
     def forget(self, engine: int) -> None:
         """Discard the samples of an engine, whose number may later name another one."""
@@ -88,6 +91,7 @@ class EngineSpeeds:
             fit.forget(engine)
         self._traits[engine] = _Traits(self._traits[engine].spec)
         self._show(engine)
+        self._columns.speeds_changed()
 
     def sent(self, engine: int, num_tokens: int) -> SentTiming:
         """Note the load of `engine` before it gets a request with `num_tokens` tokens to compute."""
@@ -120,7 +124,8 @@ class EngineSpeeds:
         joined = (self._sent_tokens[engine] - timing.sent_tokens) / num_gaps
         gap_terms = (1, running / 10, joined / 1e3)
         self._answers.add(engine, gap_terms, gap_ns / _NS_PER_MS, min(num_gaps, _MOST_COUNTED) / _MOST_COUNTED)
-        if self._prompts.num_new + self._answers.num_new >= 2 * max(_FEWEST, len(self._traits)):
+        num_new = self._prompts.num_new + self._answers.num_new
+        if num_new >= self._fit_at and num_new >= 2 * max(_FEWEST, len(self._traits)):
             self._learn()
 
     def _learn(self) -> None:
@@ -131,11 +136,13 @@ class EngineSpeeds:
         has_copied = (copy_ms > 0) & (token_ms > 0)
         price = np.full(num, DEFAULT_COPY_PRICE)
         np.divide(copy_ms, token_ms, out=price, where=has_copied)
+        self._fit_at = (self._prompts.num_fitted + self._answers.num_fitted) / _PART
         learnt = zip((1 / slow_prompts).tolist(), (1 / slow_answers).tolist(), price.tolist(), strict=True)
         for engine, (speed, decode_speed, copy_price) in enumerate(learnt):
             traits = self._traits[engine]
             traits.speed, traits.decode_speed, traits.copy_price = speed, decode_speed, min(copy_price, 1.0)
             self._show(engine)
+        self._columns.speeds_changed()
 
     def _show(self, engine: int) -> None:
         traits, columns = self._traits[engine], self._columns
@@ -181,48 +188,52 @@ class SlopeFit:
     Attributes:
         weights: float64[k], time of each term on an engine with factor 1, none of them negative.
         num_new: samples since the last fit.
+        num_fitted: samples in the last fit, older ones less.
     """
 
     def __init__(self, scales: NDArray[np.bool_]) -> None:
         self._scales, num_terms = scales, len(scales)
         self.weights: Floats = np.zeros(num_terms)
         self.num_new = 0
-        self._gram = np.zeros((0, num_terms, num_terms))
-        self._moment = np.zeros((0, num_terms))
-        self._squares = np.zeros(0)  # of the times
-        self._num = np.zeros(0)  # samples, older ones less
+        self.num_fitted = 0.0
+        # A sample comes with each answer and a fit with dozens, so the sums are lists of numbers: a row of an engine
+        # has its Gram matrix, its moments, the squares of its times, and its samples, older ones less.
+        self._empty = [0.0] * (num_terms * num_terms + num_terms + 2)
+        self._sums: list[list[float]] = []
         self._variance = 0.0  # of a sample with weight 1
 
     def add(self, engine: int, terms: tuple[float, ...], time_ms: float, weight: float) -> None:
         """Take in one sample. Its variance is in inverse proportion to `weight`."""
-        if engine >= len(self._num):
-            more = engine + 1 - len(self._num)
-            k = len(self._scales)
-            self._gram = np.concatenate([self._gram, np.zeros((more, k, k))])
-            self._moment = np.concatenate([self._moment, np.zeros((more, k))])
-            self._squares = np.concatenate([self._squares, np.zeros(more)])
-            self._num = np.concatenate([self._num, np.zeros(more)])
-        row, kept = np.array(terms), 1 - 1 / _HORIZON
-        self._gram[engine] = self._gram[engine] * kept + np.outer(row, row * weight)
-        self._moment[engine] = self._moment[engine] * kept + row * (time_ms * weight)
-        self._squares[engine] = self._squares[engine] * kept + time_ms * time_ms * weight
-        self._num[engine] = self._num[engine] * kept + 1
+        while engine >= len(self._sums):
+            self._sums.append(self._empty)
+        weighted, kept = [term * weight for term in terms], 1 - 1 / _HORIZON
+        new = [one * other for one in terms for other in weighted]
+        weighted_ms = time_ms * weight
+        new += [term * weighted_ms for term in terms]
+        new += (time_ms * time_ms * weight, 1.0)
+        self._sums[engine] = [old * kept + more for old, more in zip(self._sums[engine], new, strict=True)]
         self.num_new += 1
 
     def forget(self, engine: int) -> None:
         """Discard the samples of an engine."""
-        if engine < len(self._num):
-            for column in (self._gram, self._moment, self._squares, self._num):
-                column[engine] = 0.0
+        if engine < len(self._sums):
+            self._sums[engine] = self._empty
+
+    def _columns(self, num_engines: int) -> tuple[Floats, Floats, Floats, Floats]:
+        """Return the sums of the first engines: Gram matrices, moments, squares of times, and samples."""
+        k, sums = len(self._scales), np.array(self._sums[:num_engines]).reshape(-1, len(self._empty))
+        return sums[:, : k * k].reshape(-1, k, k), sums[:, k * k : -2], sums[:, -2], sums[:, -1]
 
     def slopes(self, num_engines: int) -> Floats:
         """Fit again, and return the factor of each engine, float64[num_engines]; 1 without samples."""
         self.num_new = 0
         found = np.ones(num_engines)
-        rows = np.flatnonzero(self._num[:num_engines] > 0)
+        grams, moments, all_squares, num_samples = self._columns(num_engines)
+        rows = np.flatnonzero(num_samples > 0)
+        self.num_fitted = float(num_samples[rows].sum())
         if not len(rows):
             return found
-        gram, moment = self._gram[rows], self._moment[rows]
+        gram, moment = grams[rows], moments[rows]
         factor = np.ones(len(rows))
         for _ in range(4):  # in turn the terms of the fleet, and the factors of its engines
             factors = np.where(self._scales, factor[:, None], 1.0)
@@ -235,8 +246,8 @@ class SlopeFit:
             mean = float((raw * squares).sum() / squares.sum()) if squares.sum() > 0 else 1.0
             factor = np.clip(raw / mean, 1 / _SLOWEST, _SLOWEST) if mean > 0 else np.ones(len(rows))
         own = np.where(self._scales, factor[:, None], 1.0) * self.weights
-        rest = self._squares[rows] - 2 * (own * moment).sum(axis=1) + np.einsum("ni,nij,nj->n", own, gram, own)
-        free = max(float(self._num[rows].sum()) - len(rows) - len(self._scales), 1.0)
+        rest = all_squares[rows] - 2 * (own * moment).sum(axis=1) + np.einsum("ni,nij,nj->n", own, gram, own)
+        free = max(self.num_fitted - len(rows) - len(self._scales), 1.0)
         self._variance = max(float(rest.sum()) / free, 0.0)
         learnt = shrunk(factor, self._variance, squares)
         scale = float(learnt.mean())  # so that the mean engine has 1, however many samples the fast ones have
@@ -247,13 +258,14 @@ class SlopeFit:
     def own_weights(self, term: int, factors: Floats) -> Floats:
         """Return the time of one term on each engine, shrunk to the fleet's, float64[n]; 0 means no sample has it."""
         found = np.full(len(factors), self.weights[term])
-        rows = np.flatnonzero(self._gram[: len(factors), term, term] > 0)
+        gram, moment, _, _ = self._columns(len(factors))
+        rows = np.flatnonzero(gram[:, term, term] > 0)
         if not len(rows):
             return np.zeros(len(factors))
         own = np.where(self._scales, factors[rows, None], 1.0) * self.weights
         own[:, term] = 0.0
-        squares = self._gram[rows, term, term]
-        raw = (self._moment[rows, term] - (self._gram[rows, term] * own).sum(axis=1)) / squares
+        squares = gram[rows, term, term]
+        raw = (moment[rows, term] - (gram[rows, term] * own).sum(axis=1)) / squares
         found[rows] = np.maximum(shrunk(raw, self._variance, squares), 0.0)
         return found
 

@@ -132,6 +132,7 @@ class Needs:
         mark: field of a request that names its session or user; None means that the policy reads neither.
         ttft: whether the policy compares predicted times to first token.
         speeds: whether the policy reads the speeds of engines, which the router then learns.
+        prompts: whether the policy may read the names of a prompt's blocks. If not, a router need not hash prompts.
     """
 
     hits: bool = False
@@ -141,6 +142,7 @@ class Needs:
     mark: Literal["session_id", "user"] | None = None
     ttft: bool = False
     speeds: bool = False
+    prompts: bool = True
 
     def in_words(self) -> str:
         """Describe the sources for the table of policies."""

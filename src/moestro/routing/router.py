@@ -472,6 +472,7 @@ class Router:
         self._columns.set_group(engine, ALONE if spec.group is None else spec.group)
         speed = 1.0 if spec.speed is None else spec.speed
         self._columns.speed[engine] = self._columns.decode_speed[engine] = speed
+        self._columns.speeds_changed()
         self._columns.copy_price[engine] = DEFAULT_COPY_PRICE if spec.copy_price is None else spec.copy_price
         if self._speeds is not None:
             self._speeds.set_spec(engine, spec)

@@ -90,7 +90,7 @@ def choose(view: RouteView, scores: Scores | Counts, draws: Draws, words: str, a
         else:
             words += "; the filter leaves no engine, so all are candidates"
     engine = lowest(scores, mask, draws)
-    score = float(scores[engine])
+    score = float(scores.item(engine))
     return Choice(engine, score, f"{words} {score:.6g}", scores)
 
 
@@ -98,11 +98,11 @@ def lowest(scores: Scores | Counts, among: Mask, draws: Draws) -> int:
     """Return the row with the lowest score in the non-empty set `among`. A draw breaks ties, to spread requests."""
     left = scores if all_true(among) else np.where(among, scores, np.inf)
     best = int(left.argmin())  # argmin returns the first NaN, if any
-    least = left[best]
+    least = left.item(best)
     if not math.isfinite(least):
         return _lowest_finite(scores, np.flatnonzero(among), draws)
     (tied,) = (left == least).nonzero()
-    return best if len(tied) == 1 else int(tied[draws.below(len(tied))])
+    return best if len(tied) == 1 else tied.item(draws.below(len(tied)))
 
 
 def _lowest_finite(scores: Scores | Counts, rows: NDArray[np.int64], draws: Draws) -> int:

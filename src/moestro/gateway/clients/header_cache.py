@@ -57,11 +57,14 @@ class HeaderCache(Generic[Head]):
         if data.startswith(_BLANK):
             return None
         end = data.find(_END) + len(_END)
-        text, varying = self._cut(data[:end])
+        text, varying = data[:end], b""
+        if self._varying is not None:
+            text, varying = self._cut(text)
+        if (head := self._without.get(text)) is not None:
+            return KnownHead(head, end, None, varying)
         found = _LENGTH.search(text)
         if found is None:
-            head = self._without.get(text)
-            return None if head is None else KnownHead(head, end, None, varying)
+            return None
         start, stop = found.span(1)
         head = self._with_length.get(text[:start] + text[stop:])
         return None if head is None else KnownHead(head, end, int(text[start:stop]), varying)

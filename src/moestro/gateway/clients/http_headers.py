@@ -12,6 +12,7 @@ from moestro.web.access.control import CLIENT_HEADER
 from moestro.web.bodies.body_limits import BodyHold
 from moestro.web.errors import HttpError
 from moestro.web.ports.heads import HOST_PATTERN
+from moestro.web.session_names import session_in
 from moestro.web.tracing.spans import TRACEPARENT
 from moestro.wire.load_report import LOAD_REPORT_HEADER
 
@@ -67,6 +68,7 @@ class RequestHead:
         is_last: whether the connection closes after the response.
         is_old: whether the client speaks HTTP/1.0, without chunked bodies.
         path: path of the target without the query; empty if it is ambiguous.
+        session_id: name of the conversation in the headers; None means that they name none.
         written: results of `EngineHead.of` for this head, by engine head.
     """
 
@@ -77,10 +79,16 @@ class RequestHead:
     is_last: bool = False
     is_old: bool = False
     path: str = field(init=False)
+    session_id: str | None = field(init=False)
     written: dict[EngineHead, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", plain_path(self.target))
+        object.__setattr__(self, "session_id", session_in(self._text_of))
+
+    def _text_of(self, name: str) -> str:
+        """Return the value of a header by its name in lower case; empty without it."""
+        return self.named.get(name.encode(), b"").decode("utf-8", "surrogateescape")
 
 
 @dataclass(slots=True, eq=False)
@@ -153,13 +161,13 @@ class EngineHead:
         written = head.written.get(self)
         if written is None:
             written = head.written[self] = self._written(head)
-        length = b"Content-Length: %d\r\n" % len(body) if body or head.method not in _BODILESS else b""
+        length = f"Content-Length: {len(body)}\r\n" if body or head.method not in _BODILESS else ""
         before = head.named.get(b"x-forwarded-for")
         chain = incoming.client if before is None else f"{before.decode('latin-1')}, {incoming.client}"
         named = "" if client is None or self.authorization is None else f"{CLIENT_HEADER}: {client}\r\n"
         traced = f"{TRACEPARENT}: {traceparent}\r\n" if traceparent else ""
-        own = f"X-Forwarded-For: {chain}\r\n{named}{traced}X-Request-Id: {incoming.request_id}\r\n\r\n"
-        return b"%b%b%b" % (written, length, own.encode("latin-1"))
+        own = f"{length}X-Forwarded-For: {chain}\r\n{named}{traced}X-Request-Id: {incoming.request_id}\r\n\r\n"
+        return written + own.encode("latin-1")
 
     def _written(self, head: RequestHead) -> bytes:
         """Return the part of the engine's head that is the same for all requests with `head`."""

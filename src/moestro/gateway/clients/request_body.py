@@ -15,13 +15,13 @@ from moestro.core.json_elements import MAX_ELEMENTS, has_many_elements
 from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.gateway.clients.http_headers import Incoming
 from moestro.gateway.clients.paths import BATCH_PATH
-from moestro.web.session_names import session_in
 
 BYTES_PER_TOKEN = 4  # typical for English text; a unit of load and hits, not a measurement
 DEFAULT_MAX_TOKENS = 16
 _MAX_AFFINITY_CHARS = 256  # limit of session and user names
 _MAX_CACHED_CHARS = 256  # of a model's name and a salt; longer ones are rare, and a cache of them would fill memory
-_BEST_EFFORT = b'"%b"' % ServiceClass.BE.value.encode()
+_BE, _LS = ServiceClass.BE, ServiceClass.LS  # to find the member of an enumeration takes longer than all else of it
+_BEST_EFFORT = b'"%b"' % _BE.value.encode()
 ABSENT = msgspec.Raw()  # marks a missing field, because a Raw cannot be in a union; null is a Raw too
 
 
@@ -173,31 +173,36 @@ def plain_text(body: RequestBody) -> bytes:
     return b"\n".join([*[bytes(raw) for raw in raws if is_given(raw)], text])
 
 
-def request_from_text(body: RequestBody, incoming: Incoming, now_ns: int, block_bytes: int) -> Request:
-    """Make the request by which the router decides from text blocks, with a token count estimated from the length."""
+def request_from_text(body: RequestBody, incoming: Incoming, now_ns: int, block_bytes: int | None) -> Request:
+    """Make the request by which the router decides from text blocks, with a token count estimated from the length.
+
+    Args:
+        block_bytes: bytes of a block. None means that no policy reads the names of blocks.
+    """
     text = plain_text(body)
     key = prompt_key(body.model, body.cache_salt)
     num_tokens = max(1, (len(text) or len(incoming.body)) // BYTES_PER_TOKEN)
-    return make_request(body, incoming, now_ns, (num_tokens, key, hash_text(key, text, block_bytes)))
+    names = b"" if block_bytes is None else hash_text(key, text, block_bytes)
+    return make_request(body, incoming, now_ns, (num_tokens, key, names))
 
 
 def make_request(body: RequestBody, incoming: Incoming, now_ns: int, prompt: tuple[int, bytes, bytes]) -> Request:
     """Make the request for the policy. `prompt` is (number of tokens, hash key, packed block hashes)."""
     num_tokens, key, block_hashes = prompt
-    named, user = incoming.head.named, body.user
-    limits = (body.max_completion_tokens, body.max_tokens, body.max_output_tokens)
-    limit = next((each for each in limits if each is not None), DEFAULT_MAX_TOKENS)  # 0 asks for no token
-    session_id = session_in(lambda name: named.get(name.encode(), b"").decode("utf-8", "surrogateescape"))
-    session_id = session_id or body.session_id or body.prompt_cache_key
+    user, limit = body.user, body.max_completion_tokens
+    if limit is None:  # 0 asks for no token
+        limit = body.max_output_tokens if body.max_tokens is None else body.max_tokens
+    session_id = incoming.head.session_id or body.session_id or body.prompt_cache_key
+    is_best_effort = body.service_class is not ABSENT and bytes(body.service_class) == _BEST_EFFORT
     return Request(
         request_id=incoming.request_id,
         num_prompt_tokens=num_tokens,
-        sampling=_sampling(limit),
+        sampling=_sampling(DEFAULT_MAX_TOKENS if limit is None else limit),
         arrival_ns=now_ns,
         block_hashes=block_hashes,
         hash_key=key,
         priority=body.priority or 0,
-        service_class=ServiceClass.BE if bytes(body.service_class) == _BEST_EFFORT else ServiceClass.LS,
+        service_class=_BE if is_best_effort else _LS,
         user=user[:_MAX_AFFINITY_CHARS] if user else None,
         session_id=session_id[:_MAX_AFFINITY_CHARS] if session_id else None,
     )

@@ -141,13 +141,15 @@ class PrefixIndex:
             hashes: packed block hashes, HASH_BYTES each, in prompt order.
         """
         self._leave(_LEAVE_A_CALL)
-        found = np.zeros(len(self._engines), np.int64)
-        steps = _steps(self._history, hashes, ~self._exact)
-        if not self._exact and not self._reported:
+        num_engines, exact = len(self._engines), self._exact
+        found = np.zeros(num_engines, np.int64)
+        # Histories of exact engines do not count, so where all engines are exact none is looked at.
+        steps = [] if exact == (1 << num_engines) - 1 else _steps(self._history, hashes, ~exact)
+        if not exact and not self._reported:
             for depth, holders in steps:  # ascending, so that deeper matches overwrite shallower ones
                 _set(found, holders, depth)
             return found
-        steps = _either(steps, _steps(self._pending, hashes, self._exact))
+        steps = _either(steps, _steps(self._pending, hashes, exact))
         self._walk(hashes, steps, found)
         return found
 
@@ -376,10 +378,10 @@ class PrefixIndex:
 
     def _bytes_of(self, engine: int) -> int:
         """Bytes of one engine, assuming that no two blocks share a set and each set has a bit per engine."""
-        row, tree, set_bytes = self._engines[engine], self._history, len(self._engines) // 7
-        trees = (tree, self._pending, self._recent)
-        num_runs = sum(each.num_runs[engine] for each in trees)
-        num_blocks = sum(each.num_blocks[engine] for each in trees)
+        row, set_bytes = self._engines[engine], len(self._engines) // 7
+        history, pending, recent = self._history, self._pending, self._recent
+        num_runs = history.num_runs[engine] + pending.num_runs[engine] + recent.num_runs[engine]
+        num_blocks = history.num_blocks[engine] + pending.num_blocks[engine] + recent.num_blocks[engine]
         return (
             len(row.reported) * (REPORTED_BYTES + set_bytes)
             + row.num_hosted * (HOSTED_BYTES + set_bytes)

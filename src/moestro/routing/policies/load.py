@@ -14,6 +14,8 @@ from moestro.routing.policy_contract import Choice, Needs, RouteView
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import ScorePolicy, Scores, Stateless, choose
 
+_LOAD_ALONE = Needs(prompts=False)
+
 
 @ROUTE_POLICIES.register(
     "round_robin",
@@ -22,6 +24,8 @@ from moestro.routing.scoring import ScorePolicy, Scores, Stateless, choose
 )
 class RoundRobin(Stateless):
     """Takes the routable engines in turn."""
+
+    needs = _LOAD_ALONE
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the next engine."""
@@ -40,6 +44,8 @@ class PowerOfTwo(Stateless):
 
     Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS 12(10), 2001.
     """
+
+    needs = _LOAD_ALONE
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the smaller batch of two drawn engines."""
@@ -65,6 +71,7 @@ def least_loaded_score(view: RouteView) -> Scores:
 class LeastLoaded(ScorePolicy):
     """Takes the engine with the fewest requests."""
 
+    needs = _LOAD_ALONE
     words = "in flight"
 
     def score(self, view: RouteView) -> Scores:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moestro.core.columns import column_sum
 from moestro.core.rng import Draws
 from moestro.core.views import ALONE
 from moestro.routing.indicators import (
@@ -120,16 +121,17 @@ class Moestro:
         """Choose the lowest score."""
         engines = view.engines
         load, waiting = engines.num_in_flight, engines.num_prefilling
-        num_waiting = int(np.add.reduce(waiting))
+        num_waiting = column_sum(waiting)
         constants = self._constants
-        weight = max(constants.least_weight, (int(np.add.reduce(load)) - num_waiting + 1) / (num_waiting + 1))
+        weight = max(constants.least_weight, (column_sum(load) - num_waiting + 1) / (num_waiting + 1))
         batch: Scores = load + self._recent_share(view)
         queued = own_prefill_tokens(view)
         if np.count_nonzero(engines.num_foreign):
             batch, queued = self._with_others(view, batch, queued)
         new = np.maximum(new_tokens(view), 1)
         answer = self._answer_tokens.value or constants.first_answer_tokens
-        computed = queued + _missing_tokens(view, new + answer) + new
+        missing = _missing_tokens(view, new, answer)
+        computed = queued + new if missing is None else queued + missing + new
         ahead = computed if view.host_tokens is None else computed + view.host_tokens * engines.copy_price
         prompts, decodes = weight * (ahead + new * waiting), new * (batch - waiting)
         answers = constants.decode_weight * answer * batch
@@ -137,7 +139,10 @@ class Moestro:
             steps = _GroupSteps(engines.group, queued, waiting, batch)
             decodes = np.where(steps.is_grouped, steps.decode_delay(computed, new), decodes)
             answers = np.where(steps.is_grouped, steps.answers(answer), answers)
-        scores: Scores = (prompts + decodes) / engines.speed + answers / engines.decode_speed
+        delays = prompts + decodes
+        if engines.has_speeds:
+            delays, answers = delays / engines.speed, answers / engines.decode_speed
+        scores: Scores = delays + answers
         if np.count_nonzero(fresh(view, engines.expert_pressure)):
             scores *= expert_pressure(view)
         return choose(view, scores, draws, "delay in prompt tokens")
@@ -215,14 +220,14 @@ def _excess(others: Scores | Counts, since: Scores, routable: Mask) -> Scores:
     return np.maximum(others - least - since, 0.0)
 
 
-def _missing_tokens(view: RouteView, needed: Scores) -> Scores | float:
-    """Return those of `needed` tokens for which each engine has no free KV block; 0 for an unknown KV use."""
+def _missing_tokens(view: RouteView, new: Counts, answer: float) -> Scores | None:
+    """Return the tokens for which each engine has no free KV block, 0 for an unknown KV use; None means 0 for all."""
     figure, capacity = view.engines.kv_usage, view.engines.num_kv_tokens
     known = fresh(view, figure)
     num_known = np.count_nonzero(known)
     if not num_known:
-        return 0.0
-    missing = np.maximum(needed - (1 - figure.values) * capacity, 0.0)
+        return None
+    missing = np.maximum(new + answer - (1 - figure.values) * capacity, 0.0)
     return missing if num_known == len(known) else np.where(known, missing, 0.0)
 
 

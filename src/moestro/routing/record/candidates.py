@@ -25,7 +25,7 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
         hit_tokens: int64[k], cached prompt tokens of `rows`.
         not_compared: figures that the policy reads and that did not count, each with the first rows that lack it.
         traits: float64[3, k], of each of `rows` the cached tokens in host memory alone, `speed` and `decode_speed`.
-            None means that no cache has such tokens, and that the policy reads no speeds.
+            None means that no cache has such tokens, and that the speeds are 1 or the policy reads none.
     """
 
     chosen: int
@@ -79,7 +79,7 @@ def candidates_of(view: RouteView, choice: Choice, needs: Needs = NO_NEEDS) -> C
     Args:
         needs: what the policy reads.
     """
-    rows, scores = np.flatnonzero(view.engines.routable), choice.scores
+    rows, scores = view.engines.routable.nonzero()[0], choice.scores
     num = len(rows)
     if num > MAX_CANDIDATES:
         rows = rows[:MAX_CANDIDATES] if scores is None else rows[_best(scores[rows])]
@@ -91,11 +91,16 @@ def candidates_of(view: RouteView, choice: Choice, needs: Needs = NO_NEEDS) -> C
         if name in needs.figures
     }
     scores_of_rows = None if scores is None else scores[rows]
-    traits: NDArray[np.float64] | None = None
-    if needs.speeds or view.host_tokens is not None:
-        host_tokens = np.zeros(len(rows), np.int64) if view.host_tokens is None else view.host_tokens[rows]
-        traits = np.stack([host_tokens.astype(np.float64), view.engines.speed[rows], view.engines.decode_speed[rows]])
+    has_speeds = needs.speeds and view.engines.has_speeds
+    traits = _traits_of(view, rows) if has_speeds or view.host_tokens is not None else None
     return Candidates(choice.engine, num, rows, scores_of_rows, view.hit_tokens[rows], lacking, traits)
+
+
+def _traits_of(view: RouteView, rows: NDArray[np.intp]) -> NDArray[np.float64]:
+    traits = np.empty((3, len(rows)))
+    traits[0] = 0 if view.host_tokens is None else view.host_tokens[rows]
+    traits[1], traits[2] = view.engines.speed[rows], view.engines.decode_speed[rows]
+    return traits
 
 
 def finite(number: float) -> float | None:

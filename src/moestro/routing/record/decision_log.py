@@ -50,7 +50,7 @@ class _Entry:
     def __init__(self, request: Request, began: ClockPair) -> None:
         self.request_id = request.request_id
         # The prompt would take memory for as long as the trace is kept.
-        self.request = (request.num_prompt_tokens, request.service_class.value, request.priority)
+        self.request = (request.num_prompt_tokens, request.service_class, request.priority)
         self.tenant, self.traceparent = request.tenant or "", request.traceparent or ""
         self.began = began
         self.first_token_ns: int | None = None
@@ -159,7 +159,8 @@ class DecisionLog:
             return
         entry.status, entry.usage, entry.ended_ns = status, usage, self._read_clocks().monotonic_ns
         entry.first_token_ns = first_token_ns
-        entry.moves = self._moves_of(entry)
+        if self._moves:
+            entry.moves = self._moves_of(entry)
         self._over[request_id] = entry
         self._over.move_to_end(request_id)  # a reused id counts as the newest
         while len(self._over) > self._remember:
@@ -231,7 +232,7 @@ class DecisionLog:
             usage={name.decode(): count for name, count in entry.usage.items()},
             not_resumable=entry.obstacle,
             arrival_ns=began_ns if is_server else None,
-            service_class=service_class if is_server else "",
+            service_class=service_class.value if is_server else "",
             priority=priority if is_server else 0,
             server=self.server,
             events=entry.events,

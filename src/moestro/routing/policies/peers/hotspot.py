@@ -113,12 +113,12 @@ class HotspotDetector:
         if own is None or own.block not in self._tracked:
             return Alarm(0, np.zeros(len(routable), np.bool_))
         holders = routable & (view.hit_tokens >= own.num_blocks * view.block_size)
-        others = routable & ~holders
-        num_holders, num_others = int(np.count_nonzero(holders)), int(np.count_nonzero(others))
+        num_holders = int(np.count_nonzero(holders))
+        num_others = int(np.count_nonzero(routable)) - num_holders
         outside = len(self._window) - own.num_requests
         # x / (1 - x) > |M| / |others|, without a division by 0.
         first = num_holders > 0 and num_others > 0 and own.num_requests * num_others > num_holders * outside
-        is_lower = first and bool(scores[holders].min() < scores[others].min())
+        is_lower = first and bool(scores[holders].min() < scores[routable & ~holders].min())
         second = is_lower and self._tracked[own.block].streak + 1 > 2 * num_holders
         class_share = own.num_requests / len(self._window)
         return Alarm(
