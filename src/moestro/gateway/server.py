@@ -193,6 +193,7 @@ class _RouteServer:
             seconds=process_age_s(),
             picker_url=picker_url,
             peers=self._settings.peers.peer,
+            followed=str(settings.shadow.access_log or ""),
         )
         print_banner(route_banner(summary))
 
@@ -210,6 +211,7 @@ async def _running(app: RouterApp, urls: tuple[EngineUrl, ...]) -> AsyncIterator
         async with (
             app.record.writing() if app.record is not None else contextlib.nullcontext(),
             app.discovery.running(_FIRST_LOOK_S),
+            app.shadow.running() if app.shadow is not None else contextlib.nullcontext(),
         ):
             yield
     finally:
