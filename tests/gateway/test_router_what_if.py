@@ -195,6 +195,19 @@ def test_the_engines_of_a_router_are_described_in_a_file(tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
+def test_the_engines_of_a_router_keep_the_blocks_of_its_record(tmp_path):
+    """Hashes of 16 tokens each once stood for blocks of 8, and a prompt's second half for nothing."""
+    path = tmp_path / "record.jsonl"
+    routed(path)
+    record = read_router_record(path)
+    same, smaller = (
+        what_if(record, WhatIfSettings(cost=COST, engines={"num_blocks": num, "block_size": size}))
+        for num, size in ((900, 16), (1800, 8))
+    )
+    assert smaller.report.settings["engines"]["block_size"] == 16
+    assert smaller.report.outcomes == same.report.outcomes
+
+
 def test_a_routers_record_without_prices_or_beside_another_is_refused(tmp_path, capsys):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     routed(one)

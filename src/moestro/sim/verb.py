@@ -17,11 +17,13 @@ from moestro.sim.figures.show import print_report
 from moestro.sim.figures.shown_figures import shown_figures
 from moestro.sim.load.recorded_engines import WhatIfSettings
 from moestro.sim.load.router_record import is_router_record, read_router_record
-from moestro.sim.replay import what_if
+from moestro.sim.load.shadow_record import is_shadow_record, read_shadow_record
+from moestro.sim.replay import WhatIf, what_if
 from moestro.sim.runs import RunAnswer, run_all, scenario_of
 from moestro.sim.saturation import at_load
 from moestro.sim.scenario import affinity_notes
 from moestro.sim.settings import SimSettings, read_settings
+from moestro.sim.shadow import ShadowAnswer, shadow_what_if
 from moestro.workload.runs.report import Slos
 from moestro.workload.traces.request_record import RequestRecord, read_request_record
 
@@ -80,7 +82,11 @@ def replay_records(paths: Sequence[Path], settings: WhatIfSettings) -> SimAnswer
     Raises:
         ConfigError: a file is no record, records cannot be merged, or step durations are unknown.
     """
-    answer = what_if(read_records(paths), settings)
+    answer: WhatIf | ShadowAnswer
+    if len(paths) == 1 and is_shadow_record(paths[0]):
+        answer = shadow_what_if(read_shadow_record(paths[0]), settings)
+    else:
+        answer = what_if(read_records(paths), settings)
     console = Console()
     print_report(console, answer.report)
     for warning in answer.warnings():

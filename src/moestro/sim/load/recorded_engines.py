@@ -85,7 +85,7 @@ def recorded_engines(record: RequestRecord, settings: WhatIfSettings, num_engine
         "kv_offloading_size": header.kv_offloading_size,
         "max_model_len": header.max_model_len or None,
         **_recorded(header.limits, SchedulerLimits),
-        **settings.engines,
+        **_in_recorded_blocks(header, settings.engines),
     }
     if settings.cost is not None or not {"gpu", "network", "engine", "table"} & recorded.keys():
         recorded |= _cost(header, settings.cost)
@@ -95,6 +95,20 @@ def recorded_engines(record: RequestRecord, settings: WhatIfSettings, num_engine
             " give --cost GPU/NETWORK"
         )
     return _converted(recorded)
+
+
+def _in_recorded_blocks(header: Header, engines: Mapping[str, object]) -> dict[str, object]:
+    """Return the operator's settings with the KV cache in blocks of the record.
+
+    A router's record names blocks of its own size, which may be estimated from texts.
+    """
+    size, num_blocks = engines.get("block_size"), engines.get("num_blocks")
+    if header.device != ROUTER or not isinstance(size, int) or size == header.block_size:
+        return dict(engines)
+    found = {**engines, "block_size": header.block_size}
+    if isinstance(num_blocks, int):
+        found["num_blocks"] = max(1, num_blocks * size // header.block_size)
+    return found
 
 
 def _converted(recorded: dict[str, object]) -> SimEngineSettings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -15,11 +15,13 @@ from moestro.core.request import Request
 from moestro.errors import ConfigError
 from moestro.routing.record.decision_record import (
     EngineAdded,
+    EngineCounted,
     Entry,
     FirstTokenCame,
     Gap,
     Head,
     RequestEnded,
+    Served,
     SpecSet,
     Submitted,
     decode_entry,
@@ -45,8 +47,12 @@ _FIRST_BYTE = (
 
 
 @dataclass(slots=True)
-class _RoutedRequest:
-    """One request of a router, as far as its record tells. 0 means no such moment, None no such count."""
+class RoutedRequest:
+    """One request of a router, as far as its record tells. 0 means no such moment, None no such count.
+
+    Attributes:
+        served: what the router in use did with it, beside a shadow.
+    """
 
     request: Request
     arrival_ns: int
@@ -57,6 +63,7 @@ class _RoutedRequest:
     num_prompt_tokens: int | None = None
     num_hit_tokens: int = 0
     status: int | None = None
+    served: Served | None = None
 
     @property
     def fault(self) -> str | None:
@@ -69,16 +76,27 @@ class _RoutedRequest:
 
 
 @dataclass(slots=True)
-class _RouterRun:
-    """The lines of one start of a router."""
+class RouterStart:
+    """The lines of one start of a router.
+
+    Attributes:
+        cut_off: note of a line that is.
+        counted: what engines had counted, as a shadow noted it.
+    """
 
     line: int
     head: Head
     specs: dict[int, EngineSpec] = field(default_factory=dict)
-    requests: list[_RoutedRequest] = field(default_factory=list)
-    by_id: dict[str, _RoutedRequest] = field(default_factory=dict)
+    requests: list[RoutedRequest] = field(default_factory=list)
+    by_id: dict[str, RoutedRequest] = field(default_factory=dict)
     num_refused: int = 0
-    cut_off: str = ""  # note of a line that is
+    cut_off: str = ""
+    counted: list[EngineCounted] = field(default_factory=list)
+
+    @property
+    def is_shadow(self) -> bool:
+        """Whether the router was a shadow of the router in use."""
+        return bool(self.counted) or any(each.served is not None for each in self.requests)
 
     def take(self, entry: Entry) -> None:
         """Note an entry."""
@@ -93,13 +111,23 @@ class _RouterRun:
             case RequestEnded():
                 if (found := self.by_id.get(entry.request_id)) is not None:
                     found.ended_ns, found.num_output_tokens = entry.now_ns, entry.num_output_tokens
-            case RequestTrace():
-                if (found := self.by_id.get(entry.request_id)) is not None:
-                    found.status = entry.status
-                    found.num_prompt_tokens = entry.usage.get("prompt_tokens")
-                    found.num_hit_tokens = entry.usage.get("cached_tokens", 0)
+            case EngineCounted():
+                self.counted.append(entry)
+            case Served() | RequestTrace():
+                self._answered(entry)
             case _:
                 pass
+
+    def _answered(self, entry: Served | RequestTrace) -> None:
+        found = self.by_id.get(entry.request_id)
+        if found is None:
+            return
+        if isinstance(entry, Served):
+            found.served = entry
+            return
+        found.status = entry.status
+        found.num_prompt_tokens = entry.usage.get("prompt_tokens")
+        found.num_hit_tokens = entry.usage.get("cached_tokens", 0)
 
     def _submitted(self, entry: Submitted) -> None:
         if entry.decision is None:
@@ -110,7 +138,7 @@ class _RouterRun:
         if earlier is not None and entry.exclude:  # a retry; without it a client has used an id again
             earlier.engine, earlier.first_ns, earlier.ended_ns = entry.decision.engine, 0, 0
             return
-        self.by_id[request_id] = _RoutedRequest(entry.request, entry.now_ns, entry.decision.engine)
+        self.by_id[request_id] = RoutedRequest(entry.request, entry.now_ns, entry.decision.engine)
         self.requests.append(self.by_id[request_id])
 
 
@@ -138,7 +166,7 @@ def read_router_record(path: Path) -> RequestRecord:
     Raises:
         ConfigError: the file cannot be read, has no replayable request, or holds routers with different settings.
     """
-    runs = [run for run in _runs(path) if run.requests]
+    runs = [run for run in router_runs(path) if run.requests]
     faults = Counter(fault for run in runs for each in run.requests if (fault := each.fault) is not None)
     faults["were refused"] = sum(run.num_refused for run in runs)
     joined = [(run, [each for each in run.requests if each.fault is None]) for run in runs]
@@ -150,13 +178,36 @@ def read_router_record(path: Path) -> RequestRecord:
             ' only with "stream_options": {"include_usage": true}'
         )
     share = _tokens_counted(joined)
+    return as_record(path, joined, share, [_FIRST_BYTE, *left_out_note(faults)])
+
+
+def left_out_note(faults: Counter[str]) -> list[str]:
+    """Say how many requests of a record are left out, by the cause."""
+    left_out = ", ".join(f"{count:,} {fault}" for fault, count in faults.items() if count)
+    return [f"Requests of the record that are left out: {left_out}."] if left_out else []
+
+
+def as_record(
+    path: Path, joined: Sequence[tuple[RouterStart, list[RoutedRequest]]], share: float, notes: Sequence[str]
+) -> RequestRecord:
+    """Return requests of a router, whose answers' lengths are known, in the form of a server's.
+
+    Args:
+        joined: each start of the router with its requests.
+        share: tokens that engines counted for each token that the router expected.
+        notes: what a reader of results has to know.
+    """
     record = join_runs([[_as_server(path, run, requests, share) for run, requests in joined]])
-    notes = [_FIRST_BYTE, *([f"Requests of the record that are left out: {left_out}."] if left_out else [])]
     return replace(record, notes=(*notes, *record.notes))
 
 
-def _runs(path: Path) -> list[_RouterRun]:
-    runs: list[_RouterRun] = []
+def router_runs(path: Path) -> list[RouterStart]:
+    """Read the starts of a router.
+
+    Raises:
+        ConfigError: the file cannot be read, or is damaged elsewhere than at the end of a start.
+    """
+    runs: list[RouterStart] = []
     damage, has_lost_head = "", False
     with open_lines(path) as lines:
         for number, line in enumerate(lines, 1):
@@ -170,7 +221,7 @@ def _runs(path: Path) -> list[_RouterRun]:
                     runs[-1].cut_off = cut_off_note(path, number)
                 continue
             if isinstance(entry, Head):
-                runs.append(_RouterRun(number, entry))
+                runs.append(RouterStart(number, entry))
                 damage, has_lost_head = "", False
             elif isinstance(entry, Gap):
                 damage, has_lost_head = "", not runs
@@ -185,14 +236,14 @@ def _runs(path: Path) -> list[_RouterRun]:
     return runs
 
 
-def _tokens_counted(joined: list[tuple[_RouterRun, list[_RoutedRequest]]]) -> float:
+def _tokens_counted(joined: list[tuple[RouterStart, list[RoutedRequest]]]) -> float:
     """Return the tokens that engines counted for each token that the router expected."""
     both = [(each.num_prompt_tokens, each.request.num_prompt_tokens) for _, requests in joined for each in requests]
     known = [(counted, expected) for counted, expected in both if counted]
     return sum(counted for counted, _ in known) / sum(expected for _, expected in known) if known else 1.0
 
 
-def _as_server(path: Path, run: _RouterRun, requests: list[_RoutedRequest], share: float) -> RecordRun:
+def _as_server(path: Path, run: RouterStart, requests: list[RoutedRequest], share: float) -> RecordRun:
     settings = run.head.settings
     block_size = max(1, round(settings.block_size * share))
     sizes = {spec.num_blocks for spec in run.specs.values()}
@@ -214,7 +265,7 @@ def _as_server(path: Path, run: _RouterRun, requests: list[_RoutedRequest], shar
     return RecordRun(place, header, recorded, notes=[run.cut_off] if run.cut_off else [])
 
 
-def _recorded(routed: _RoutedRequest, block_size: int, share: float) -> RecordedRequest:
+def _recorded(routed: RoutedRequest, block_size: int, share: float) -> RecordedRequest:
     request, num_output = routed.request, routed.num_output_tokens
     assert num_output is not None, "others are left out"
     num_prompt = routed.num_prompt_tokens or max(1, round(request.num_prompt_tokens * share))
@@ -236,6 +287,7 @@ def _recorded(routed: _RoutedRequest, block_size: int, share: float) -> Recorded
         service_class=request.service_class,
         user=name_key(request.user),
         session=name_key(request.session_id),
+        tenant=request.tenant or "",
     )
 
 

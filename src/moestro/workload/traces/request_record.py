@@ -86,6 +86,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True):
         priority, service_class: as requested.
         user, session: numbers of the user and of the conversation, from `core.hashing.name_key`, so that they are the
             same on every server; 0 if the request named none.
+        tenant: tenant of the request's key, which a router records; empty if it has none.
     """
 
     request_id: str
@@ -103,6 +104,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True):
     service_class: ServiceClass = ServiceClass.LS
     user: int = 0
     session: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
