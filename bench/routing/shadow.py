@@ -94,7 +94,8 @@ def write_load(path: Path, load: SwitchLoad, seed: int, dilation: float) -> None
 @contextlib.contextmanager
 def paced(log: Path, dilation: float) -> Iterator[Server]:
     """Run a server, before other processes where the user may do that."""
-    flags = [f"{dilation:g}" if before == "--pace-dilation" else flag for before, flag in zip(("", *FLAGS), FLAGS)]
+    flags = list(FLAGS)
+    flags[flags.index("--pace-dilation") + 1] = f"{dilation:g}"
     with moestro(free_port(), *flags, "--log-level", "warning", log=log, OMP_NUM_THREADS="1") as server:
         assert server.process is not None
         parent = psutil.Process(server.process.pid)
@@ -214,12 +215,8 @@ def main() -> None:
                 rows.append(json.loads((part / "row.json").read_text()))
                 shown = {key: round(value, 3) for key, value in rows[-1]["ttft_ratio"].items()}
                 print(f"{title}, {seed}: TTFT {shown}, hits {rows[-1]['hit_ratio']}", flush=True)
-    setup = {
-        "system": f"two moestro serve, paced H20, {args.dilation:g} times as slow",
-        "flags": FLAGS,
-        "policy": POLICY,
-    }
-    save(args.json, conditions, {**setup, "rows": rows})
+    system = f"two moestro serve, paced H20, {args.dilation:g} times as slow"
+    save(args.json, conditions, {"system": system, "flags": FLAGS, "policy": POLICY, "rows": rows})
 
 
 if __name__ == "__main__":

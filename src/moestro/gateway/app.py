@@ -125,7 +125,8 @@ def assemble(
     discovery = Discovery(_sources(settings.discovery), engine_admin.listed, engine_admin.tick)
     peers = _peers(settings, fleet, peer_name, prompt_reader.words, shared.decision_log)
     shadow = _shadow(settings, shared, record)
-    collectors += [each for each in (peers and PeerCollector(peers), shadow) if each is not None]
+    collectors += [] if peers is None else [PeerCollector(peers)]
+    collectors += [] if shadow is None else [shadow]
     exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors, discovery)
     statistics, routes = _statistics(settings, fleet, counts), Routes(front.open_path)
     answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
