@@ -100,9 +100,9 @@ def what_if(record: RequestRecord, settings: WhatIfSettings) -> WhatIf:
     scenario = recorded_scenario(record, engines, settings, 0)
     runs = [(RECORDED, recorded_results(record)), _as_it_was(record, settings)]
     names = [name for name in dict.fromkeys(settings.policies) if name != own or len(record.headers) > 1]
-    others = [recorded_policy(record.header, name, f"{name} (simulated)") for name in names]
+    others = [recorded_policy(record, name, f"{name} (simulated)") for name in names]
     runs += [(policy.title, run_shown(scenario, policy)) for policy in others]
-    policies = [recorded_policy(record.header, own, own), *others]
+    policies = [recorded_policy(record, own, own), *others]
     assumed = assumed_engines_note(record.header, engines, scenario.bounds.num_blocks)
     report = SimReport(
         workload=scenario.source,
@@ -122,7 +122,7 @@ def what_if(record: RequestRecord, settings: WhatIfSettings) -> WhatIf:
 
 def _as_it_was(record: RequestRecord, settings: WhatIfSettings) -> tuple[str, Results]:
     """Simulate each server alone under the recorded policy. Return a title and the results."""
-    policy = recorded_policy(record.header, record.header.route_policy, f"{record.header.route_policy} (simulated)")
+    policy = recorded_policy(record, record.header.route_policy, f"{record.header.route_policy} (simulated)")
     if len(record.headers) == 1:
         return policy.title, run_shown(
             recorded_scenario(record, recorded_engines(record, settings, record.num_engines), settings, 0), policy

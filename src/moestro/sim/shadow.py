@@ -109,8 +109,8 @@ def shadow_what_if(shadow: ShadowRecord, settings: WhatIfSettings) -> ShadowAnsw
     scenario = recorded_scenario(record, engines, settings, 0)
     chosen = np.array([each.engine for each in record.requests], np.int32)
     fixed = replace(scenario, route_policy=lambda: RecordedChoices(chosen))
-    in_use = recorded_policy(record.header, "round_robin", IN_USE)
-    policies = [recorded_policy(record.header, name, f"{name} (simulated)") for name in settings.policies or (own,)]
+    in_use = recorded_policy(record, "round_robin", IN_USE)
+    policies = [recorded_policy(record, name, f"{name} (simulated)") for name in settings.policies or (own,)]
     runs = [(IN_USE, run_shown(fixed, in_use))]
     runs += [(policy.title, run_shown(scenario, policy)) for policy in policies]
     assumed = assumed_engines_note(record.header, engines, scenario.bounds.num_blocks)

@@ -154,19 +154,21 @@ def _cost(header: Header, cost: str | None) -> dict[str, str]:
     return {"engine": "qllm", "network": network} if gpu == "qllm" else {"gpu": gpu, "network": network}
 
 
-def recorded_policy(header: Header, route: str, title: str) -> PolicySettings:
-    """Return the policies of the recorded engines with a routing policy.
+def recorded_policy(record: RequestRecord, route: str, title: str) -> PolicySettings:
+    """Return the policies of the recorded engines with a routing policy, and the recorded number of routers.
 
     Args:
         route: name of a routing policy, with settings if any, or the expression of a recorded `--route-score`.
     """
+    header = record.header
     recorded = _recorded(header.limits, SchedulerPolicies) | _recorded(header.stepping, SteppingSettings)
     if recorded.get("max_be_wait", 0.0) is None:
         recorded["max_be_wait"] = math.inf  # JSON has no inf
     name = route.partition(":")[0]
     is_score = route == header.route_policy and name not in ROUTE_POLICIES.names() and not name.endswith(".py")
     which = "route_score" if is_score else "route"
-    return msgspec.convert({"name": title, which: route, **recorded}, PolicySettings)
+    routers = {"routers": record.num_routers, "router_delay_ms": record.router_delay_ms}
+    return msgspec.convert({"name": title, which: route, **recorded, **routers}, PolicySettings)
 
 
 def _recorded(values: Mapping[str, object], kind: type[CheckedSettings]) -> dict[str, object]:

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from moestro.core.hashing import HASH_BYTES, name_key
 from moestro.core.request import Request
@@ -41,6 +42,7 @@ from moestro.workload.traces.request_record import (
 )
 
 _ROUTER, _SERVER = '{"type":"Head"', '{"format":'  # beginnings of the lines that say whose record it is
+_FRESHEST = 0.1  # quantile of the ages of what routers know of each other, when a message has just come
 _FIRST_BYTE = (
     "A router's record has the first byte of each answer in place of its first token, and no queues of engines."
 )
@@ -82,8 +84,10 @@ class RouterStart:
     Attributes:
         cut_off: note of a line that is.
         counted: what engines had counted, as a shadow noted it.
+        ages_s: age of what was known of each other router, at each decision.
     """
 
+    path: Path
     line: int
     head: Head
     specs: dict[int, EngineSpec] = field(default_factory=dict)
@@ -92,6 +96,7 @@ class RouterStart:
     num_refused: int = 0
     cut_off: str = ""
     counted: list[EngineCounted] = field(default_factory=list)
+    ages_s: list[float] = field(default_factory=list)
 
     @property
     def is_shadow(self) -> bool:
@@ -125,6 +130,8 @@ class RouterStart:
         if isinstance(entry, Served):
             found.served = entry
             return
+        for attempt in entry.attempts:
+            self.ages_s += attempt.peer_ages_s.values()
         found.status = entry.status
         found.num_prompt_tokens = entry.usage.get("prompt_tokens")
         found.num_hit_tokens = entry.usage.get("cached_tokens", 0)
@@ -157,28 +164,59 @@ def is_router_record(path: Path) -> bool:
     return has_decisions
 
 
-def read_router_record(path: Path) -> RequestRecord:
-    """Read the record of a router as a workload.
+def read_router_record(path: Path, *others: Path) -> RequestRecord:
+    """Read the record of a router as a workload, or join those of several routers before the same engines.
 
-    Lengths are those that engines reported. The router may have estimated prompts from their texts; its blocks then
-    get the mean number of counted tokens, so that prompts share as much as their texts do.
+    Several records are joined on the wall clock. Lengths are those that engines reported. The router may have estimated
+    prompts from their texts; its blocks then get the mean number of counted tokens, so that prompts share as much as
+    their texts do.
 
     Raises:
-        ConfigError: the file cannot be read, has no replayable request, or holds routers with different settings.
+        ConfigError: a file cannot be read, has no replayable request, is given twice, or holds routers with other
+            settings or another key.
     """
-    runs = [run for run in router_runs(path) if run.requests]
+    paths = (path, *others)
+    if len({each.resolve() for each in paths}) < len(paths):
+        raise ConfigError(f"the same record is given twice: {', '.join(map(str, paths))}")
+    runs = [run for each in paths for run in router_runs(each) if run.requests]
+    _check_key(runs)
     faults = Counter(fault for run in runs for each in run.requests if (fault := each.fault) is not None)
     faults["were refused"] = sum(run.num_refused for run in runs)
     joined = [(run, [each for each in run.requests if each.fault is None]) for run in runs]
     joined = [(run, requests) for run, requests in joined if requests]
     left_out = ", ".join(f"{count:,} {fault}" for fault, count in faults.items() if count)
     if not joined:
+        names = ", ".join(map(str, paths))
         raise ConfigError(
-            f"{path} has no request that can be replayed ({left_out or 'none was routed'}). A stream reports its length"
-            ' only with "stream_options": {"include_usage": true}'
+            f"{names} has no request that can be replayed ({left_out or 'none was routed'}). A stream reports its"
+            ' length only with "stream_options": {"include_usage": true}'
         )
     share = _tokens_counted(joined)
-    return as_record(path, joined, share, [_FIRST_BYTE, *left_out_note(faults)])
+    record = as_record(joined, share, [_FIRST_BYTE, *left_out_note(faults)])
+    if not others:
+        return record
+    ages_s = [age_s for run, _ in joined for age_s in run.ages_s]
+    delay_ms = float(np.quantile(ages_s, _FRESHEST)) * 1e3 if ages_s else None
+    return replace(record, num_routers=len(paths), router_delay_ms=delay_ms, notes=(*record.notes, _joined(delay_ms)))
+
+
+def _check_key(runs: Sequence[RouterStart]) -> None:
+    """Check that records of several files name equal blocks alike."""
+    for run in runs[1:]:
+        if run.path != runs[0].path and run.head.key_id != runs[0].head.key_id:
+            raise ConfigError(
+                f"{run.path} has block hashes of another key than {runs[0].path}, so shared prompts are not recognised:"
+                " give all routers one --record-key-file"
+            )
+
+
+def _joined(delay_ms: float | None) -> str:
+    if delay_ms is None:
+        return "The routers exchanged nothing, and are simulated so."
+    return (
+        f"Messages between the routers are simulated with {delay_ms:.0f} ms, the age of what routers knew of each other"
+        " that a tenth of the decisions were below."
+    )
 
 
 def left_out_note(faults: Counter[str]) -> list[str]:
@@ -188,7 +226,7 @@ def left_out_note(faults: Counter[str]) -> list[str]:
 
 
 def as_record(
-    path: Path, joined: Sequence[tuple[RouterStart, list[RoutedRequest]]], share: float, notes: Sequence[str]
+    joined: Sequence[tuple[RouterStart, list[RoutedRequest]]], share: float, notes: Sequence[str]
 ) -> RequestRecord:
     """Return requests of a router, whose answers' lengths are known, in the form of a server's.
 
@@ -197,7 +235,7 @@ def as_record(
         share: tokens that engines counted for each token that the router expected.
         notes: what a reader of results has to know.
     """
-    record = join_runs([[_as_server(path, run, requests, share) for run, requests in joined]])
+    record = join_runs([[_as_server(run, requests, share) for run, requests in joined]])
     return replace(record, notes=(*notes, *record.notes))
 
 
@@ -221,7 +259,7 @@ def router_runs(path: Path) -> list[RouterStart]:
                     runs[-1].cut_off = cut_off_note(path, number)
                 continue
             if isinstance(entry, Head):
-                runs.append(RouterStart(number, entry))
+                runs.append(RouterStart(path, number, entry))
                 damage, has_lost_head = "", False
             elif isinstance(entry, Gap):
                 damage, has_lost_head = "", not runs
@@ -243,7 +281,7 @@ def _tokens_counted(joined: list[tuple[RouterStart, list[RoutedRequest]]]) -> fl
     return sum(counted for counted, _ in known) / sum(expected for _, expected in known) if known else 1.0
 
 
-def _as_server(path: Path, run: RouterStart, requests: list[RoutedRequest], share: float) -> RecordRun:
+def _as_server(run: RouterStart, requests: list[RoutedRequest], share: float) -> RecordRun:
     settings = run.head.settings
     block_size = max(1, round(settings.block_size * share))
     sizes = {spec.num_blocks for spec in run.specs.values()}
@@ -260,7 +298,7 @@ def _as_server(path: Path, run: RouterStart, requests: list[RoutedRequest], shar
         clocks=run.head.clocks,
         key_id=run.head.key_id,
     )
-    place = f"{path}, line {run.line}"
+    place = f"{run.path}, line {run.line}"
     recorded = [_recorded(each, block_size, share) for each in requests]
     return RecordRun(place, header, recorded, notes=[run.cut_off] if run.cut_off else [])
 

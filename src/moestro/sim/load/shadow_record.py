@@ -116,7 +116,7 @@ def read_shadow_record(path: Path) -> ShadowRecord:
     requests = [each for _, some in joined for each in some]
     _measure_answers(requests, whole)
     notes = [*left_out_note(faults), *_count_notes(len(requests), whole)]
-    record = as_record(path, joined, _prompt_share(requests, whole), notes)
+    record = as_record(joined, _prompt_share(requests, whole), notes)
     offset_ns = 0 if len(joined) > 1 else _offset_ns(path, joined[0][0])
     times = np.array([each.arrival_ns for each in record.requests], np.int64)
     return ShadowRecord(record, times + offset_ns, gains)

@@ -120,6 +120,8 @@ class RequestRecord:
         server: int64[n], server of each request.
         num_preemptions: int64[n], sequence preemptions of each request. UNKNOWN means that the record lacks its events.
         notes: what a reader of results has to know of the record.
+        num_routers: routers that sent the requests to the same engines.
+        router_delay_ms: time of a message between them, ms; None means that they exchanged nothing.
     """
 
     headers: tuple[Header, ...]
@@ -127,6 +129,8 @@ class RequestRecord:
     server: Int64s
     num_preemptions: Int64s
     notes: tuple[str, ...] = ()
+    num_routers: int = 1
+    router_delay_ms: float | None = None
 
     @property
     def header(self) -> Header:
