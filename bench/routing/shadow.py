@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,9 @@ from shared.server import MOESTRO, Server, free_port, moestro, started
 POLICY, HASHED = "moestro", 16
 FLAGS, DILATION = SYSTEMS["moestro_paced"].flags, 4.0
 READING = ("--tokenizer", str(DEMO), "--block-size", str(HASHED), "--metrics-interval", "0.5")
+PATIENCE = ("--hang-timeout", "60", "--probe-timeout", "30")  # A busy machine is not taken for a hung engine.
+TTFT = "moestro:time_to_first_token_seconds"
+NUM_TRIES, MOST_LATE_MS = 3, 500.0
 SETTLE_S = 1.5  # in which the shadow reads the last line and the last counts
 
 
@@ -64,7 +67,7 @@ class SwitchLoad:
 
 LOADS = {
     "documents": SwitchLoad(rate=2.6, prompts=(32, 160), answers=(4, 24), num_groups=40, shared=512),
-    "conversations": SwitchLoad(rate=2.6, prompts=(64, 128), answers=(4, 24), num_groups=24, shared=128, most_turns=7),
+    "conversations": SwitchLoad(rate=2.6, prompts=(64, 128), answers=(4, 24), num_groups=24, shared=128, most_turns=5),
     "all different": SwitchLoad(rate=3.4, prompts=(16, 700), answers=(4, 40)),
 }
 
@@ -106,10 +109,10 @@ def paced(log: Path, dilation: float) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def servers(work: Path, dilation: float) -> Iterator[list[str]]:
-    """Run two servers, and yield their URLs."""
+def servers(work: Path, dilation: float) -> Iterator[list[Server]]:
+    """Run two servers."""
     with paced(work / "engine-0.log", dilation) as first, paced(work / "engine-1.log", dilation) as second:
-        yield [first.url, second.url]
+        yield [first, second]
 
 
 def calibrate(work: Path, seconds: float, dilation: float) -> None:
@@ -143,39 +146,63 @@ def nginx(work: Path, urls: list[str], shadow_port: int) -> Iterator[str]:
 def router(work: Path, urls: list[str], *flags: str) -> contextlib.AbstractContextManager:
     """Run `moestro route` before the servers, or beside them."""
     port, engines = free_port(), [part for url in urls for part in ("--engine", url)]
-    command = [MOESTRO, "route", "--port", str(port), "--admin-port", "0", "--route-policy", POLICY, *engines, *READING]
-    return started([*command, "--log-level", "warning", *flags], port, work / "router.log", OMP_NUM_THREADS="1")
+    command = [MOESTRO, "route", "--port", str(port), "--admin-port", "0", "--route-policy", POLICY, *engines]
+    command += [*READING, *PATIENCE, "--log-level", "warning", *flags]
+    return started(command, port, work / "router.log", OMP_NUM_THREADS="1")
 
 
-def send(url: str, work: Path, name: str, seed: int) -> dict:
-    """Send a load, and return its figures."""
+def send(url: str, engines: list[Server], work: Path, name: str, seed: int) -> dict:
+    """Send a load, and return its figures, as the client and as the engines saw them."""
     out = work / f"{name}.bench.json"
     trace = ["--dataset-name", "trace", "--dataset-path", str(work / "load.jsonl"), "--seed", str(seed)]
     more = ["--vocab-size", str(VOCABULARY), "--temperature", "1", "--num-warmups", "0", "--json", str(out)]
     run("bench", "--base-url", url, *trace, *more)
     report = json.loads(out.read_text())["report"]
     assert not report["failures"], report["failures"]
-    return figures(report) | {"client_is_valid": report["is_valid"]}
+    sums = [sum(sum(each.samples(f"{TTFT}_{end}")) for each in engines) for end in ("sum", "count")]
+    late_ms = report["send_lateness"]["max"]
+    return figures(report) | {"client_late_ms": late_ms, "ttft_of_engines_ms": sums[0] / sums[1] * 1e3}
 
 
-def before_and_after(work: Path, engine: Path, load: SwitchLoad, seed: int, dilation: float) -> dict:
-    """Predict, switch and measure one load."""
+def in_use(work: Path, load: SwitchLoad, seed: int, dilation: float) -> dict:
+    """Send a load through nginx beside a new shadow."""
     work.mkdir(parents=True, exist_ok=True)
     write_load(work / "load.jsonl", load, seed, dilation)
     for name in ("access.log", "shadow.jsonl"):
         (work / name).unlink(missing_ok=True)
-    record = str(work / "shadow.jsonl")
-    with servers(work, dilation) as urls:
-        watch = ("--shadow", "--access-log", str(work / "access.log"), "--record", record)
-        with router(work, urls, *watch) as shadow, nginx(work, urls, int(shadow.url.rpartition(":")[2])) as in_use:
-            before = send(in_use, work, "before", seed)
+    watch = ("--shadow", "--access-log", str(work / "access.log"), "--record", str(work / "shadow.jsonl"))
+    with servers(work, dilation) as engines:
+        urls = [each.url for each in engines]
+        with router(work, urls, *watch) as shadow, nginx(work, urls, int(shadow.url.rpartition(":")[2])) as url:
+            found = send(url, engines, work, "before", seed)
             time.sleep(SETTLE_S)
-    run("sim", "--replay", record, "--engines", str(engine), "--json", str(work / "report.json"))
+    return found
+
+
+def switched(work: Path, seed: int, dilation: float) -> dict:
+    """Send the same load to new servers through the router whose shadow was there."""
+    with servers(work, dilation) as engines, router(work, [each.url for each in engines]) as made:
+        return send(made.url, engines, work, "after", seed)
+
+
+def on_time(measure: Callable[[], dict]) -> dict:
+    """Measure again, twice at most, while the machine has kept the client from sending on time."""
+    for number in range(NUM_TRIES):
+        found = measure() | {"num_tries": number + 1}
+        if found["client_late_ms"] <= MOST_LATE_MS:
+            break
+    return found
+
+
+def before_and_after(work: Path, engine: Path, load: SwitchLoad, seed: int, dilation: float) -> dict:
+    """Predict, switch and measure one load."""
+    before = on_time(lambda: in_use(work, load, seed, dilation))
+    run("sim", "--replay", str(work / "shadow.jsonl"), "--engines", str(engine), "--json", str(work / "report.json"))
     report = json.loads((work / "report.json").read_text())
     (groups,) = report["changes"].values()
-    with servers(work, dilation) as urls, router(work, urls) as switched:
-        after = send(switched.url, work, "after", seed)
-    measured = after["ttft_mean_ms"] / before["ttft_mean_ms"]
+    after = on_time(lambda: switched(work, seed, dilation))
+    # The time of the routers themselves is not predicted; on a busy machine it is not small.
+    measured = after["ttft_of_engines_ms"] / before["ttft_of_engines_ms"]
     predicted = 1 + groups[0]["ttft_ms"]["change"]
     return {
         "seed": seed,

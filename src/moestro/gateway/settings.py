@@ -454,7 +454,11 @@ ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
         lambda settings: settings.picker.ext_proc is not None,
         ("ext_proc_host", "ext_proc_ssl_certfile", "ext_proc_ssl_keyfile", "ext_proc_ssl_ca_certs"),
     ),
-    Need("needs --peer", lambda settings: settings.peers.has_peers, ("peer_host", "peer_port", "peer_key")),
+    Need(
+        "needs --peer",
+        lambda settings: settings.peers.has_peers,
+        ("peer_host", "peer_port", "peer_key", "peer_ssl_certfile", "peer_ssl_keyfile", "peer_ssl_ca_certs"),
+    ),
     Need(
         "needs --queue-policy",
         lambda settings: settings.queue.has_queue,
