@@ -57,6 +57,7 @@ from moestro.routing.scrape import SCRAPED_FIGURES
 from moestro.routing.settings import RouterSettings
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.access.control import Access
+from moestro.web.access.shared_limits import ProcessLimits
 from moestro.web.ports.connections import FrontLimits
 from moestro.web.ports.faults import Faults
 from moestro.web.prometheus import Exposition
@@ -102,6 +103,7 @@ def assemble(
     faults: Faults,
     sink: SpanSink | None = None,
     peer_name: str | None = None,
+    limits: ProcessLimits | None = None,
 ) -> RouterApp:
     """Make the parts of a router without starting any of them.
 
@@ -110,6 +112,7 @@ def assemble(
         faults: Faults of the process's connections, for its metrics.
         sink: Receives the spans of requests; None means no traces.
         peer_name: Name of this router among others; None means that it has no peers.
+        limits: Limits that this process shares with others at its port; None means that it is alone there.
 
     Raises:
         ConfigError: The settings contradict each other or name unusable resources.
@@ -117,8 +120,9 @@ def assemble(
     front = settings.front
     router, record = _router(settings, prompt_reader)
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings), time.monotonic_ns)
-    shared = _exchange_context(settings, fleet, record, faults, sink)
-    access, counts, queue = shared.access, shared.counts, shared.queue
+    access = Access.of(front.api_key, settings.access, shared=limits)
+    shared = _exchange_context(settings, fleet, record, faults, sink, access)
+    counts, queue = shared.counts, shared.queue
     collectors, watchers, kv_events = _observers(settings, fleet, queue)
     withheld, watch = _withheld(access, sink), _watch(settings.engines, fleet, queue, watchers)
     engine_admin = _engine_admin(settings, fleet, watch, withheld, prompt_reader.words)
@@ -149,11 +153,16 @@ def assemble(
 
 
 def _exchange_context(
-    settings: RouteSettings, fleet: Fleet, record: RecordFile[Entry] | None, faults: Faults, sink: SpanSink | None
+    settings: RouteSettings,
+    fleet: Fleet,
+    record: RecordFile[Entry] | None,
+    faults: Faults,
+    sink: SpanSink | None,
+    access: Access,
 ) -> ExchangeContext:
     return ExchangeContext(
         fleet=fleet,
-        access=Access.of(settings.front.api_key, settings.access),
+        access=access,
         rules=_exchange_rules(settings),
         budget=RetryBudget(RetryRules(share=settings.reliability.retry_share), time.monotonic_ns()),
         counts=Counts(),

@@ -306,7 +306,8 @@ class FrontSettings(CheckedSettings):
     workers: Annotated[int, between(1, MAX_WORKERS), Parameter(group=_SERVER)] = 1
     (
         "Processes that share the port; each routes as a router of its own, and they exchange their requests like"
-        " --peer. The limits of requests and connections by key and address are those of each process."
+        " --peer. Limits of requests by key and address count in all of them; those of connections and of the queue are"
+        " divided among them."
     )
     open_path: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
     "Other paths that the router forwards to an engine, such as /my_api, or /my_api/* for all paths below it."

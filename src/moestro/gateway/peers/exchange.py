@@ -236,7 +236,8 @@ class PeerExchange:
         pause_s = _AGAIN_S
         while True:
             try:
-                channel = await dial(self._identity, host, port, self._tls and self._tls.client)
+                tls = None if self._tls is None else self._tls.client
+                channel = await dial(self._identity, host, port, tls)
                 pause_s = _AGAIN_S
                 await self._publish(channel)
             except PeerRefusedError as error:
