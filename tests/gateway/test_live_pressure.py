@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from support.running import MOESTRO, REAL, Running, call_admin, complete, free_port, metrics, wait_until
 
-from moestro.cli.recorded.replay import replay_record
+from moestro.cli.recorded.replay import replay_records
 from moestro.core.experts.expert_pressure import expert_pressures
 from moestro.core.experts.expert_table import spread_evenly
 from moestro.core.experts.near_experts import DISTANCES
@@ -131,7 +131,7 @@ def test_requests_avoid_the_pressed_server_and_the_replay_agrees(servers, tmp_pa
     finally:
         router.kill()
     text = io.StringIO()
-    assert replay_record(record, Console(file=text)), text.getvalue()
+    assert replay_records([record], Console(file=text)), text.getvalue()
     assert f"{NUM_REQUESTS} of {NUM_REQUESTS} decisions are reproduced" in text.getvalue()
     lines = [line for line in record.read_bytes().splitlines() if line]
     chosen = [recorded.decision.engine for recorded, _ in replay(lines)]

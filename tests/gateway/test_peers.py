@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import ssl
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from gateway.rig import FakeEngine, Received, Rig, Wire, looped, rig
@@ -17,7 +22,10 @@ from moestro.gateway.peers.settings import PeerAddress, RouterPeerSettings
 from moestro.gateway.settings import EngineUrl
 from moestro.routing.replication.messages import Digest, HistoryPart, OperationBatch, RouterRun, Snapshot
 from moestro.web.ports.connections import bound_socket
+from moestro.web.ports.tls import MutualTls
+from moestro.web.ports.tls_settings import CertificateFiles
 
+trustme = pytest.importorskip("trustme")
 TEXT = "one router has seen this, the other has not; " * 60
 
 
@@ -91,6 +99,88 @@ async def test_each_router_counts_the_requests_of_all():
         for it in them:
             await it.until(lambda it=it: not any(loads(it).values()))
             assert it.app.peers.replica.counts.num_differences == 0
+
+
+def certificates(directory: Path) -> dict[str, Path]:
+    """Flags of files that `issue` writes."""
+    return {"peer_ssl_certfile": directory / "router.pem", "peer_ssl_ca_certs": directory / "authority.pem"}
+
+
+def issue(directory: Path, authority: Any, name: str = "router.example") -> dict[str, Path]:
+    """Write a certificate with its key, and the authority, and return their flags."""
+    made = certificates(directory)
+    directory.mkdir(exist_ok=True)
+    authority.issue_cert(name).private_key_and_cert_chain_pem.write_to_path(made["peer_ssl_certfile"])
+    authority.cert_pem.write_to_path(made["peer_ssl_ca_certs"])
+    return made
+
+
+@looped
+async def test_routers_speak_tls_with_each_other_alone(tmp_path):
+    authority = trustme.CA()
+    engines, flags = [FakeEngine(name, stay) for name in "ab"], issue(tmp_path, authority)
+    async with routers(2, *engines, key=None, route_policy="least_loaded", **flags) as (one, other):
+        caller = await one.caller()
+        caller.ask(body=json.loads(body()))
+        await caller.head()
+        await other.until(lambda: sum(loads(other).values()) == 1)
+        caller.hang_up()
+        await other.until(lambda: not any(loads(other).values()))
+        known = one.app.peers._identity
+        host, port = "127.0.0.1", int(known.origin.name.rpartition(":")[2])
+        identity = Identity(RouterRun("stranger", 1), known.reading)
+        with pytest.raises((OSError, TimeoutError, PeerRefusedError)):
+            await dial(identity, host, port)  # without TLS
+        strangers = issue(tmp_path / "strangers", trustme.CA())
+        files = CertificateFiles("--peer-ssl", strangers["peer_ssl_certfile"], None, strangers["peer_ssl_ca_certs"])
+        tls = MutualTls(files).client
+        tls.verify_mode = ssl.CERT_NONE  # It takes any router; the router does not take it.
+        with pytest.raises((OSError, PeerRefusedError)):
+            await dial(identity, host, port, tls)
+        own = CertificateFiles("--peer-ssl", flags["peer_ssl_certfile"], None, flags["peer_ssl_ca_certs"])
+        channel = await dial(identity, host, port, MutualTls(own).client)
+        channel.close()
+
+
+def test_a_renewed_certificate_counts_for_new_connections(tmp_path):
+    flags = issue(tmp_path, trustme.CA())
+    files = CertificateFiles("--peer-ssl", flags["peer_ssl_certfile"], None, flags["peer_ssl_ca_certs"])
+    tls = MutualTls(files)
+    renewed = trustme.CA()
+    issue(tmp_path, renewed)
+    long_ago = time.time() - 60
+    for file in files.paths:
+        os.utime(file, (long_ago, long_ago))
+    tls.renew()
+    assert _shake(tls, MutualTls(files)) == (True, True), "both ends have renewed"
+    files.certfile.write_text("no certificate")
+    os.utime(files.certfile, (long_ago + 1, long_ago + 1))
+    tls.renew()
+    issue(tmp_path, renewed)
+    assert _shake(tls, MutualTls(files)) == (True, True), "a file that cannot be used leaves the old one in place"
+
+
+def _shake(one: MutualTls, other: MutualTls) -> tuple[bool, bool]:
+    """Whether two ends accept each other, whichever connects."""
+    found = []
+    for server, client in ((one.server, other.client), (other.server, one.client)):
+        pipes = [ssl.MemoryBIO() for _ in range(2)]
+        ends = [
+            server.wrap_bio(pipes[0], pipes[1], server_side=True),
+            client.wrap_bio(pipes[1], pipes[0], server_hostname="any"),
+        ]
+        is_done = [False, False]
+        for _ in range(6):
+            for at, end in enumerate(ends):
+                try:
+                    end.do_handshake()
+                    is_done[at] = True
+                except ssl.SSLWantReadError:
+                    pass
+                except ssl.SSLError:
+                    is_done[at] = False
+        found.append(all(is_done))
+    return found[0], found[1]
 
 
 @looped
@@ -329,7 +419,10 @@ async def test_routers_that_compare_prompts_otherwise_refuse_each_other():
         ({"peer": ("http://x:1/path",)}, "give http://HOST:PORT"),
         ({"peer": ("",)}, "give http://HOST:PORT"),
         ({"peer": ("x",), "peer_key": ""}, "--peer-key is empty"),
-        ({"peer": ("x",), "peer_host": "0.0.0.0"}, "give --peer-key too"),
+        ({"peer": ("x",), "peer_host": "0.0.0.0"}, "give --peer-key or --peer-ssl-certfile too"),
+        ({"peer": ("https://x:1",)}, "speaks TLS: give --peer-ssl-certfile"),
+        ({"peer": ("x",), "peer_ssl_certfile": Path("c")}, "needs --peer-ssl-ca-certs"),
+        ({"peer": ("x",), "peer_ssl_keyfile": Path("k")}, "give --peer-ssl-certfile too"),
         ({"peer_port": 70000}, "70000"),
     ],
 )
@@ -339,7 +432,7 @@ def test_settings_that_cannot_be_used_are_refused(given, words):
 
 
 def test_addresses_of_peers():
-    given = RouterPeerSettings(peer=("http://a:1", "b:2", "c", "http://[::1]:3"))
+    given = RouterPeerSettings(peer=("http://a:1", "b:2", "c", "https://[::1]:3"), **certificates(Path("c")))
     addresses = [PeerAddress("a", 1), PeerAddress("b", 2), PeerAddress("c", 8082), PeerAddress("::1", 3)]
     assert list(given.addresses) == addresses
     assert not RouterPeerSettings().has_peers

@@ -17,7 +17,7 @@ from rich.console import Console
 from support.routers import request
 
 from moestro.cli.recorded.explain import _attempt_lines, find_trace, tell
-from moestro.cli.recorded.replay import replay_record
+from moestro.cli.recorded.replay import replay_records
 from moestro.core.hashing import hash_text, keyed_names, split_hashes
 from moestro.errors import ConfigError
 from moestro.gateway.app import _record
@@ -72,7 +72,7 @@ async def run(record, policy: str, num_requests: int = 40, **more) -> list[str]:
 
 def reported(record) -> tuple[bool, str]:
     text = io.StringIO()
-    return replay_record(record, Console(file=text, width=200)), text.getvalue()
+    return replay_records([record], Console(file=text, width=200)), text.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -15,10 +16,13 @@ from support.routers import request
 
 from moestro.cli import main
 from moestro.cli.recorded.redecide import print_redecisions, redecide
+from moestro.core.clock import ClockPair
 from moestro.core.hashing import HASH_BYTES, name_key
 from moestro.errors import ConfigError, QueueFullError
+from moestro.routing.peer_flights import PeerRequest
 from moestro.routing.record.decision_record import PolicyText, RecordedRouter, RequestEnded, Submitted, decode_entry
 from moestro.routing.record.replay import replay
+from moestro.routing.record.request_trace import Attempt, RequestTrace
 from moestro.routing.settings import RouterSettings
 from moestro.sim.load.recorded_engines import WhatIfSettings, read_engines
 from moestro.sim.load.router_record import is_router_record, read_router_record
@@ -113,7 +117,7 @@ def routed(path, policy="round_robin", num_blocks=None, num_requests=24, estimat
 
 def reported(path, *policies: str) -> str:
     text = io.StringIO()
-    print_redecisions(path, policies, Console(file=text, width=200, soft_wrap=True))
+    print_redecisions([path], policies, Console(file=text, width=200, soft_wrap=True))
     return text.getvalue()
 
 
@@ -195,11 +199,101 @@ def test_the_engines_of_a_router_are_described_in_a_file(tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
-def test_a_routers_record_without_prices_or_beside_another_is_refused(tmp_path, capsys):
+def test_the_engines_of_a_router_keep_the_blocks_of_its_record(tmp_path):
+    """Hashes of 16 tokens each once stood for blocks of 8, and a prompt's second half for nothing."""
+    path = tmp_path / "record.jsonl"
+    routed(path)
+    record = read_router_record(path)
+    same, smaller = (
+        what_if(record, WhatIfSettings(cost=COST, engines={"num_blocks": num, "block_size": size}))
+        for num, size in ((900, 16), (1800, 8))
+    )
+    assert smaller.report.settings["engines"]["block_size"] == 16
+    assert smaller.report.outcomes == same.report.outcomes
+
+
+def test_a_routers_record_without_prices_or_beside_that_of_a_server_is_refused(tmp_path, capsys):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     routed(one)
-    routed(two)
-    for arguments, words in (([one], "comes from a router and holds no step durations"), ([one, two], "on its own")):
+    two.write_text('{"format": "moestro-requests-1"}\n')
+    cases = (([one], "comes from a router and holds no step durations"), ([one, two], "other routers alone"))
+    for arguments, words in (*cases, ([one, one], "given twice")):
         with pytest.raises(SystemExit):
             main(["sim", "--replay", *map(str, arguments)])
-        assert words in capsys.readouterr().err
+        assert words in " ".join(capsys.readouterr().err.split())
+
+
+def of_several(tmp_path, num_routers=2, key_id="k", ages_s=(0.02, 0.4), num_requests=60) -> list:
+    """Records of routers that take turns before the same two engines, and count each other's requests."""
+    entries = [[] for _ in range(num_routers)]
+    policy, settings = PolicyText("least_loaded"), RouterSettings()
+    routers = [
+        RecordedRouter(policy, settings, each.append, ClockPair(10**18, at * 10**9), key_id)
+        for at, each in enumerate(entries)
+    ]
+    for router in routers:
+        for _ in range(2):
+            router.set_routable(router.add_engine(), routable=True)
+    for i in range(num_requests):
+        at = i % num_routers
+        name, now_ns = f"r{i}", at * 10**9 + (i + 1) * 10**7  # on the clock of its own process
+        engine = routers[at].submit(request(name, prompt=[i % 3] * 160 + [100 + i] * 80), now_ns).engine
+        for other, router in enumerate(routers):
+            if other != at:
+                peer = PeerRequest(submit_ns=1, num_known_tokens=240, num_prefill_tokens=240)
+                router.began_elsewhere(f"{at}/{i}", engine, peer, other * 10**9 + (i + 1) * 10**7 + 1)
+        routers[at].first_token(name, now_ns + 2)
+        routers[at].ended(name, now_ns + 3, 5)
+        attempt = Attempt(
+            engine="a", score=None, reason="", because="", hit_tokens=0, candidates=[], num_candidates=2, regret=None,
+            peer_ages_s={"other": ages_s[i % 2]},
+        )  # fmt: skip
+        if ages_s[0]:
+            trace = {"time": 0.0, "policy": "", "prompt_tokens": 240, "status": 200, "seconds": 0.1}
+            usage = {"prompt_tokens": 240}
+            entries[at].append(RequestTrace(request_id=name, attempts=[attempt], usage=usage, **trace))
+    paths = [tmp_path / f"router.{at}.jsonl" for at in range(num_routers)]
+    for path, each in zip(paths, entries, strict=True):
+        path.write_bytes(msgspec.json.Encoder().encode_lines(each))
+    return paths
+
+
+def test_records_of_several_routers_join_before_the_same_engines(tmp_path):
+    record = read_router_record(*of_several(tmp_path))
+    assert (len(record), record.num_engines, record.num_routers) == (60, 2, 2)
+    assert [each.request_id for each in record.requests] == [f"r{i}" for i in range(60)], "on the wall clock"
+    assert record.router_delay_ms == pytest.approx(20)
+    assert any("simulated with 20 ms" in note for note in record.notes)
+    answer = what_if(record, WhatIfSettings(policies=("round_robin",), cost=COST))
+    assert [title for title, _ in answer.runs][1:] == ["least_loaded (simulated)", "round_robin (simulated)"]
+    alone = what_if(replace(record, num_routers=1), WhatIfSettings(policies=("round_robin",), cost=COST))
+    assert alone.runs[2][1].engine.tolist() == [0, 1] * 30
+    assert answer.runs[2][1].engine.tolist() != [0, 1] * 30, "two routers, each with a turn of its own"
+
+
+def test_routers_that_exchange_nothing_are_simulated_so(tmp_path):
+    record = read_router_record(*of_several(tmp_path, ages_s=(0.0, 0.0)))
+    assert record.router_delay_ms is None
+    assert any("exchanged nothing" in note for note in record.notes)
+
+
+def test_records_of_several_routers_with_different_keys_do_not_join(tmp_path):
+    (one,) = of_several(tmp_path, 1)
+    (tmp_path / "b").mkdir()
+    (other,) = of_several(tmp_path / "b", 1, key_id="other")
+    with pytest.raises(ConfigError, match="one --record-key-file"):
+        read_router_record(one, other)
+
+
+def test_decisions_of_several_routers_are_repeated_together(tmp_path, capsys):
+    paths = [str(path) for path in of_several(tmp_path, 3)]
+    for arguments in (paths, [*paths, "--policy", "round_robin"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["replay", *arguments])
+        assert not ended.value.code
+    text = " ".join(capsys.readouterr().out.split())
+    assert "60 of 60 decisions are reproduced" in text
+    assert "of 60 decisions" in text.partition("Under round_robin")[2]
+    with pytest.raises(SystemExit):
+        main(["replay"])
+    assert "one or more files" in capsys.readouterr().err

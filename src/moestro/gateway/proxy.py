@@ -75,7 +75,7 @@ class Proxy:
 
     # --- to engines
 
-    def _send_on(self, client: ClientConnection, incoming: Incoming) -> Exchange:
+    def _send_on(self, client: ClientConnection, incoming: Incoming) -> Exchange | None:
         self._admission.enter(incoming)
         exchange = Exchange(self._shared, client, incoming)
         try:

@@ -19,6 +19,7 @@ from moestro.gateway.figures.statline import RouteLines
 from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.settings import ROUTE_NEEDS, EngineUrl, RouteSettings
+from moestro.web.access.shared_limits import ProcessLimits, SharedLimits
 from moestro.web.banner import print_banner
 from moestro.web.ports.connections import (
     MAX_OPERATOR_CONNECTIONS,
@@ -56,9 +57,13 @@ class WorkerPlace:
 
     Attributes:
         lifeline: end of a pipe, which is closed when the starting process is gone.
+        limits: table of the limits that all workers share.
+        number: number of the worker.
     """
 
     lifeline: int
+    limits: SharedLimits
+    number: int
 
 
 PortOpener = Callable[[RouterApp, RouteSettings], contextlib.AbstractAsyncContextManager[OpenPort]]
@@ -126,7 +131,9 @@ class _RouteServer:
             peer_listener = stack.enter_context(self._peer_socket())
             sink = await stack.enter_async_context(open_sink(self._settings.tracing, "moestro-route"))
             faults, peer_name = self._lifecycle.faults, _peer_name(peer_listener)
-            app = assemble(self._settings, self._prompt_reader, faults, sink, peer_name)
+            place = self._worker
+            limits = None if place is None else ProcessLimits(place.limits, place.number)
+            app = assemble(self._settings, self._prompt_reader, faults, sink, peer_name, limits)
             app.statistics.clients_port = listener.getsockname()[1]
             app.statistics.operators_port = admin_listener.getsockname()[1]
             async with (
@@ -193,6 +200,7 @@ class _RouteServer:
             seconds=process_age_s(),
             picker_url=picker_url,
             peers=self._settings.peers.peer,
+            followed=str(settings.shadow.access_log or ""),
         )
         print_banner(route_banner(summary))
 
@@ -210,6 +218,7 @@ async def _running(app: RouterApp, urls: tuple[EngineUrl, ...]) -> AsyncIterator
         async with (
             app.record.writing() if app.record is not None else contextlib.nullcontext(),
             app.discovery.running(_FIRST_LOOK_S),
+            app.shadow.running() if app.shadow is not None else contextlib.nullcontext(),
         ):
             yield
     finally:

@@ -22,6 +22,7 @@ from moestro.gateway.kv.kv_sources import KvSources
 from moestro.gateway.peers.settings import RouterPeerSettings
 from moestro.gateway.picker.settings import PickerSettings
 from moestro.gateway.queue_settings import QueueSettings
+from moestro.gateway.shadow.settings import ShadowSettings
 from moestro.routing.scrape import MAX_RANKS
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.access.access_settings import AccessSettings
@@ -305,7 +306,8 @@ class FrontSettings(CheckedSettings):
     workers: Annotated[int, between(1, MAX_WORKERS), Parameter(group=_SERVER)] = 1
     (
         "Processes that share the port; each routes as a router of its own, and they exchange their requests like"
-        " --peer. The limits of requests and connections by key and address are those of each process."
+        " --peer. Limits of requests by key and address count in all of them; those of connections and of the queue are"
+        " divided among them."
     )
     open_path: Annotated[tuple[str, ...], Parameter(group=_SERVER, consume_multiple=True, show_default=False)] = ()
     "Other paths that the router forwards to an engine, such as /my_api, or /my_api/* for all paths below it."
@@ -392,6 +394,7 @@ class RouteSettings:
     peers: RouterPeerSettings = field(default_factory=RouterPeerSettings)
     admin: AdminSettings = field(default_factory=AdminSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
+    shadow: ShadowSettings = field(default_factory=ShadowSettings)
 
     def __post_init__(self) -> None:
         self.engines.check_kv_sources(are_all_named=not self.discovery.is_on)
@@ -406,6 +409,26 @@ class RouteSettings:
                 raise ConfigError("--ext-proc has one process: leave --workers out, and start routers with --peer")
         if self.queue.has_queue and not self.engines.metrics_interval:
             raise ConfigError("--queue-policy reads the engines' /metrics: set --metrics-interval above 0")
+        if self.shadow.shadow:
+            self._check_shadow()
+
+    def _check_shadow(self) -> None:
+        self.shadow.check_stands_alone(
+            {
+                "--ext-proc": self.picker.ext_proc is not None,
+                "--workers": self.front.workers > 1,
+                "--peer": self.peers.has_peers,
+                "--queue-policy": self.queue.has_queue,
+                "--resume-streams": self.reliability.resume_streams,
+                "--otlp-traces-endpoint": self.tracing.otlp_traces_endpoint is not None,
+            }
+        )
+        if self.record.record is None:
+            raise ConfigError("--shadow needs --record: moestro sim --replay makes the report from that file")
+        if self.engines.num_ranks != 1:
+            raise ConfigError("--shadow knows engines by the addresses in --access-log: leave --dp-ranks out")
+        if not self.engines.metrics_interval:
+            raise ConfigError("--shadow reads the engines' /metrics: set --metrics-interval above 0")
 
     def check_has_engines(self) -> None:
         """Check that there is an engine, or a list that may name one.
@@ -432,7 +455,11 @@ ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
         lambda settings: settings.picker.ext_proc is not None,
         ("ext_proc_host", "ext_proc_ssl_certfile", "ext_proc_ssl_keyfile", "ext_proc_ssl_ca_certs"),
     ),
-    Need("needs --peer", lambda settings: settings.peers.has_peers, ("peer_host", "peer_port", "peer_key")),
+    Need(
+        "needs --peer",
+        lambda settings: settings.peers.has_peers,
+        ("peer_host", "peer_port", "peer_key", "peer_ssl_certfile", "peer_ssl_keyfile", "peer_ssl_ca_certs"),
+    ),
     Need(
         "needs --queue-policy",
         lambda settings: settings.queue.has_queue,
@@ -465,6 +492,7 @@ ROUTE_NEEDS: tuple[Need[RouteSettings], ...] = (
         lambda settings: settings.discovery.is_on,
         ("keep_vanished",),
     ),
+    Need("needs --shadow", lambda settings: settings.shadow.shadow, ("access_log",)),
     Need("needs --record", lambda settings: settings.record.record is not None, ("record_key_file",)),
     Need(
         "needs --allowed-origins",

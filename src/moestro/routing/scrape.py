@@ -26,12 +26,16 @@ class EngineTotals:
         num_generated_tokens: generated tokens.
         num_queried_tokens, num_hit_tokens: prompt tokens looked up, and found, in the prefix cache, in any tier.
         prompt_token_s: mean time to compute a prompt token, seconds.
+        num_first_tokens: requests that have had a first token.
+        first_token_s: sum of their times to it, seconds.
     """
 
     num_generated_tokens: int | None = None
     num_queried_tokens: int | None = None
     num_hit_tokens: int | None = None
     prompt_token_s: float | None = None
+    num_first_tokens: int | None = None
+    first_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,10 @@ _GENERATED = ("moestro:generation_tokens_total", "vllm:generation_tokens_total",
 _QUERIED = ("moestro:prefix_cache_queries_total", "vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total")
 _HITS = ("moestro:prefix_cache_hits_total", "vllm:prefix_cache_hits_total", "sglang:cached_tokens_total")
 _HOST_HITS = ("moestro:external_prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
+_FIRST_TOKENS, _FIRST_TOKEN_S = (
+    tuple(f"{server}:time_to_first_token_seconds_{end}" for server in ("moestro", "vllm", "sglang"))
+    for end in ("count", "sum")
+)
 _PREFILL_S = ("vllm:request_prefill_time_seconds_sum",)
 _COMPUTED = ("vllm:request_prefill_kv_computed_tokens_sum",)
 _CACHE_CONFIG = ("moestro:cache_config_info", "vllm:cache_config_info")
@@ -183,6 +191,8 @@ def _load(exposed: _Exposed, rank: int | None) -> ScrapedLoad:
             num_queried_tokens=_count(figure(_QUERIED)),
             num_hit_tokens=_count(None if num_hits is None else num_hits + (figure(_HOST_HITS) or 0)),
             prompt_token_s=seconds / num_computed if seconds and num_computed else None,
+            num_first_tokens=_count(figure(_FIRST_TOKENS)),
+            first_token_s=figure(_FIRST_TOKEN_S),
         ),
         num_tokens_computed=sum(known) if known else None,
         block_size=sizes[0] if sizes else None,

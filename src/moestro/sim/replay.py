@@ -97,12 +97,12 @@ def what_if(record: RequestRecord, settings: WhatIfSettings) -> WhatIf:
         raise ConfigError("--engines: the engines of several servers are counted from their records: drop count")
     own = record.header.route_policy
     engines = recorded_engines(record, settings, record.num_engines)
-    scenario = _scenario(record, engines, settings, 0)
+    scenario = recorded_scenario(record, engines, settings, 0)
     runs = [(RECORDED, recorded_results(record)), _as_it_was(record, settings)]
     names = [name for name in dict.fromkeys(settings.policies) if name != own or len(record.headers) > 1]
-    others = [recorded_policy(record.header, name, f"{name} (simulated)") for name in names]
-    runs += [(policy.title, _run(scenario, policy)) for policy in others]
-    policies = [recorded_policy(record.header, own, own), *others]
+    others = [recorded_policy(record, name, f"{name} (simulated)") for name in names]
+    runs += [(policy.title, run_shown(scenario, policy)) for policy in others]
+    policies = [recorded_policy(record, own, own), *others]
     assumed = assumed_engines_note(record.header, engines, scenario.bounds.num_blocks)
     report = SimReport(
         workload=scenario.source,
@@ -122,28 +122,32 @@ def what_if(record: RequestRecord, settings: WhatIfSettings) -> WhatIf:
 
 def _as_it_was(record: RequestRecord, settings: WhatIfSettings) -> tuple[str, Results]:
     """Simulate each server alone under the recorded policy. Return a title and the results."""
-    policy = recorded_policy(record.header, record.header.route_policy, f"{record.header.route_policy} (simulated)")
+    policy = recorded_policy(record, record.header.route_policy, f"{record.header.route_policy} (simulated)")
     if len(record.headers) == 1:
-        return policy.title, _run(
-            _scenario(record, recorded_engines(record, settings, record.num_engines), settings, 0), policy
+        return policy.title, run_shown(
+            recorded_scenario(record, recorded_engines(record, settings, record.num_engines), settings, 0), policy
         )
     whole, first_engine = Results(len(record), record.num_engines), 0
     for server, header in enumerate(record.headers):
         part = record.part(server)
         begin_ns = part.requests[0].arrival_ns - record.requests[0].arrival_ns
         engines = recorded_engines(part, settings, header.num_engines)
-        results = _run(_scenario(part, engines, settings, begin_ns), policy)
+        results = run_shown(recorded_scenario(part, engines, settings, begin_ns), policy)
         whole.place(np.flatnonzero(record.server == server), first_engine, results)
         first_engine += header.num_engines
     return f"{record.header.route_policy} on each server (simulated)", whole
 
 
-def _run(scenario: Scenario, policy: PolicySettings) -> Results:
+def run_shown(scenario: Scenario, policy: PolicySettings) -> Results:
+    """Run a scenario under a policy, with a progress bar."""
     with progress(policy.title, len(scenario.workload), REQUESTS_PER_UPDATE) as advance:
         return run(scenario, policy, advance)
 
 
-def _scenario(record: RequestRecord, engines: SimEngineSettings, settings: WhatIfSettings, begin_ns: int) -> Scenario:
+def recorded_scenario(
+    record: RequestRecord, engines: SimEngineSettings, settings: WhatIfSettings, begin_ns: int
+) -> Scenario:
+    """Return the scenario of a record, whose first request arrives at `begin_ns`."""
     num_servers = len(record.headers)
     where = f" by {num_servers} servers" if num_servers > 1 else ""
     requests = record.requests

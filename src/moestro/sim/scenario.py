@@ -196,6 +196,7 @@ class Scenario:
         is_generated: whether a generator made the requests; otherwise they were recorded. Results say so.
         named: whether each request names its session and its user, bool[n], by the names of `routing.request_names`.
         signals: signals that reach the router, unless a policy sets its own.
+        route_policy: makes the routing policy in place of the one that a combination names; None means that one.
         group: groups of workers, for the modes that need them.
         popularity: popularity of the experts. None means that of the prices.
         seed: random seed of the router and of drawn experts.
@@ -211,6 +212,7 @@ class Scenario:
     is_generated: bool
     named: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
     signals: SignalSettings = AT_ONCE
+    route_policy: Callable[[], RoutePolicy] | None = None
     group: GroupSetup | None = None
     popularity: PopularityForm | None = None
     seed: int = 0
@@ -381,10 +383,12 @@ def _serve(
             seat.has_prompt_kv = scenario.engines.dummy_kv
 
     def make_router() -> Router:
-        router = Router(
-            make_route_policy(policy, route_inputs(scenario, policy)),
-            RouterSettings(block_size=bounds.block_size, seed=scenario.seed),
+        route_policy = (
+            make_route_policy(policy, route_inputs(scenario, policy))
+            if scenario.route_policy is None
+            else scenario.route_policy()
         )
+        router = Router(route_policy, RouterSettings(block_size=bounds.block_size, seed=scenario.seed))
         for number, group in enumerate(groups):
             own = number if group.steps_together else None
             spec = EngineSpec(num_blocks=bounds.num_blocks, num_host_blocks=bounds.num_host_blocks, group=own)

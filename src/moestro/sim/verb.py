@@ -17,11 +17,13 @@ from moestro.sim.figures.show import print_report
 from moestro.sim.figures.shown_figures import shown_figures
 from moestro.sim.load.recorded_engines import WhatIfSettings
 from moestro.sim.load.router_record import is_router_record, read_router_record
-from moestro.sim.replay import what_if
+from moestro.sim.load.shadow_record import is_shadow_record, read_shadow_record
+from moestro.sim.replay import WhatIf, what_if
 from moestro.sim.runs import RunAnswer, run_all, scenario_of
 from moestro.sim.saturation import at_load
 from moestro.sim.scenario import affinity_notes
 from moestro.sim.settings import SimSettings, read_settings
+from moestro.sim.shadow import ShadowAnswer, shadow_what_if
 from moestro.workload.runs.report import Slos
 from moestro.workload.traces.request_record import RequestRecord, read_request_record
 
@@ -75,12 +77,16 @@ def run_scenario(path: Path, choices: RunChoices = RunChoices()) -> SimAnswer:
 
 
 def replay_records(paths: Sequence[Path], settings: WhatIfSettings) -> SimAnswer:
-    """Replay the records of servers, or that of a router, and print the changes under other policies.
+    """Replay the records of servers, or those of routers, and print the changes under other policies.
 
     Raises:
         ConfigError: a file is no record, records cannot be merged, or step durations are unknown.
     """
-    answer = what_if(read_records(paths), settings)
+    answer: WhatIf | ShadowAnswer
+    if len(paths) == 1 and is_shadow_record(paths[0]):
+        answer = shadow_what_if(read_shadow_record(paths[0]), settings)
+    else:
+        answer = what_if(read_records(paths), settings)
     console = Console()
     print_report(console, answer.report)
     for warning in answer.warnings():
@@ -92,18 +98,20 @@ def replay_records(paths: Sequence[Path], settings: WhatIfSettings) -> SimAnswer
 
 
 def read_records(paths: Sequence[Path]) -> RequestRecord:
-    """Read the records of servers, merged, or that of a router.
+    """Read the records of servers, merged, or those of routers before the same engines, joined.
 
     Raises:
         ConfigError: a file is no record, or records cannot be merged.
     """
     of_routers = [path for path in paths if is_router_record(path)]
-    if of_routers and len(paths) > 1:
+    if 0 < len(of_routers) < len(paths):
         raise ConfigError(
-            f"{of_routers[0]} is the record of a router, which has the requests of all its engines: replay it on its"
-            " own, or merge records of servers"
+            f"{of_routers[0]} is the record of a router, which has the requests of all its engines: replay it with"
+            " records of other routers alone, or merge records of servers"
         )
-    return read_router_record(paths[0]) if of_routers else read_request_record(*paths)
+    if shadows := [path for path in paths if len(paths) > 1 and is_shadow_record(path)]:
+        raise ConfigError(f"{shadows[0]} is the record of a shadow: replay it on its own")
+    return read_router_record(*paths) if of_routers else read_request_record(*paths)
 
 
 def simulate(settings: SimSettings, directory: Path, num_processes: int | None = 1) -> SimAnswer:

@@ -293,6 +293,8 @@ def _trace_lines(story: RequestTrace) -> Iterator[str | Table]:
     yield from tell_levels(story)
     if story.not_resumable:
         yield f"its stream could not go on elsewhere: {escape(story.not_resumable)}"
+    if story.served_by:
+        yield f"a shadow chose this: the router in use sent the request to [bold]{escape(story.served_by)}[/bold]"
     yield _outcome(story)
 
 

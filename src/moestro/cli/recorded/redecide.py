@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,13 +74,17 @@ class Redecision:
         return len(self.was.requests.keys() | self.now.requests.keys())
 
 
-def redecide(lines: Iterable[bytes], policy: PolicyText) -> Redecision:
+def redecide(lines: Iterable[bytes], policy: PolicyText, found: Redecision | None = None) -> Redecision:
     """Decide every request of a record by another policy.
+
+    Args:
+        found: sums of other routers' records, to which those of this one are added.
 
     Raises:
         ConfigError: the record cannot be replayed, contains no decision, or the policy cannot be made.
     """
-    found = Redecision()
+    found = found or Redecision()
+    num_before = found.num
     for entry, again in replay(lines, policy):
         found.num += 1
         found.was.take(entry)
@@ -91,25 +95,29 @@ def redecide(lines: Iterable[bytes], policy: PolicyText) -> Redecision:
         if before != after:
             found.num_moved += 1
             found.first = found.first or (entry, again)
-    if not found.num:
+    if found.num == num_before:
         raise ConfigError("the record contains no decision")
     return found
 
 
-def print_redecisions(record: Path, policies: Iterable[str], console: Console) -> None:
-    """Print what each of `policies` changes in a record of `moestro route` or `moestro serve`.
+def print_redecisions(records: Sequence[Path], policies: Iterable[str], console: Console) -> None:
+    """Print what each of `policies` changes in records of `moestro route` or `moestro serve`.
+
+    Of several routers, each decides again on what it knew: the others' requests are where they were.
 
     Raises:
-        ConfigError: the file is no record, or a policy cannot be made.
+        ConfigError: a file is no record, or a policy cannot be made.
     """
-    own = recorded_policy_of(record)
+    own = " and ".join(dict.fromkeys(recorded_policy_of(record) for record in records))
     for name in policies:
         policy = policy_from(name)
-        try:
-            with open_utf8(record) as lines:
-                found = redecide(lines, PolicyText(name))
-        except OSError as error:
-            raise ConfigError(f"{record} cannot be read: {error.strerror}") from None
+        found = Redecision()
+        for record in records:
+            try:
+                with open_utf8(record) as lines:
+                    redecide(lines, PolicyText(name), found)
+            except OSError as error:
+                raise ConfigError(f"{record} cannot be read: {error.strerror}") from None
         console.print(
             f"Under {name}, {found.num_moved:,} of {found.num:,} decisions ({found.num_moved / found.num:.1%}) choose"
             f" another engine than under {own}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,8 +19,10 @@ from moestro.routing.record.replay import replay
 _HEAD = b'{"type":"Head"'
 
 
-def replay_record(record: Path, console: Console) -> bool:
-    """Replay every decision of a `--record` of `moestro route` or `moestro serve`, and print how many are reproduced.
+def replay_records(records: Sequence[Path], console: Console) -> bool:
+    """Replay every decision of each `--record` of `moestro route` or `moestro serve`, and print how many are equal.
+
+    A router's record has what its peers sent, so the records of several routers are replayed one by one.
 
     The output also shows the first difference, and how often another engine had a better score.
     Of `moestro serve`, the order of waiting requests and the victims of preemptions are replayed too.
@@ -29,18 +31,12 @@ def replay_record(record: Path, console: Console) -> bool:
         Whether all decisions are reproduced.
 
     Raises:
-        ConfigError: the file is no record, or contains no decision.
+        ConfigError: a file is no record, or contains no decision.
     """
-    regrets: list[float] = []
-    try:
-        with open_utf8(record) as lines:
-            routed = _compare(_routing_decisions(lines, regrets))
-        with open_utf8(record) as lines:
-            scheduled = _compare(_scheduling_decisions(lines))
-    except OSError as error:
-        raise ConfigError(f"{record} cannot be read: {error.strerror}") from None
-    if not routed[0] and not scheduled[0]:
-        raise ConfigError(f"{record} contains no decision")
+    routed, scheduled, regrets = _NOTHING, _NOTHING, list[float]()
+    for record in records:
+        of_router, of_schedulers = _compared(record, regrets)
+        routed, scheduled = _added(routed, of_router), _added(scheduled, of_schedulers)
     is_equal = _tell("decisions", routed, console)
     _tell_regrets(regrets, console)
     if scheduled[0]:
@@ -50,6 +46,25 @@ def replay_record(record: Path, console: Console) -> bool:
 
 # Number of decisions, of equal ones, and the first that differs.
 _Comparison = tuple[int, int, ReplayedDecision | None]
+_NOTHING: _Comparison = (0, 0, None)
+
+
+def _compared(record: Path, regrets: list[float]) -> tuple[_Comparison, _Comparison]:
+    """Return the comparisons of routing and scheduling decisions of one record."""
+    try:
+        with open_utf8(record) as lines:
+            routed = _compare(_routing_decisions(lines, regrets))
+        with open_utf8(record) as lines:
+            scheduled = _compare(_scheduling_decisions(lines))
+    except OSError as error:
+        raise ConfigError(f"{record} cannot be read: {error.strerror}") from None
+    if not routed[0] and not scheduled[0]:
+        raise ConfigError(f"{record} contains no decision")
+    return routed, scheduled
+
+
+def _added(one: _Comparison, other: _Comparison) -> _Comparison:
+    return one[0] + other[0], one[1] + other[1], one[2] or other[2]
 
 
 def _compare(decisions: Iterator[ReplayedDecision]) -> _Comparison:

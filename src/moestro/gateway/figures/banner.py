@@ -23,6 +23,7 @@ class RouteSummary:
         picker_url: address of the endpoint picker; empty without one.
         peers: addresses of other routers.
         num_workers: processes that share the port.
+        followed: access log that a shadow follows; empty if this router is none.
     """
 
     engines: Sequence[EngineView]
@@ -35,6 +36,7 @@ class RouteSummary:
     picker_url: str = ""
     peers: Sequence[str] = ()
     num_workers: int = 1
+    followed: str = ""
 
 
 def route_banner(summary: RouteSummary) -> Banner:
@@ -56,6 +58,8 @@ def route_banner(summary: RouteSummary) -> Banner:
         rows.insert(-2, ("workers", str(summary.num_workers)))
     if summary.peers:
         rows.insert(-2, ("peers", ", ".join(summary.peers[:_MAX_SHOWN])))
+    if summary.followed:
+        rows.insert(0, ("shadow", f"sends engines no request, and follows {summary.followed}"))
     return Banner(
         title=f"Moestro {__version__} route",
         rows=rows,

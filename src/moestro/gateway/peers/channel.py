@@ -1,8 +1,8 @@
 """PeerChannel between two routers: both ends prove the shared key, then exchange frames that no stranger can forge.
 
 A frame is its length (4 bytes), its code (16 bytes) and a part of a compressed stream, in which repeated names of
-blocks and URLs cost next to nothing. Frames are not encrypted: they name engines by URLs, blocks by hashes, sessions
-and users.
+blocks and URLs cost next to nothing. Without TLS frames are not encrypted: they name engines by URLs, blocks by hashes,
+sessions and users.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+import ssl
 from hashlib import blake2b
 from typing import IO, Annotated, TypeVar, cast
 
@@ -134,15 +135,18 @@ class PeerChannel:
         self._writer.close()
 
 
-async def dial(identity: Identity, host: str, port: int) -> PeerChannel:
+async def dial(identity: Identity, host: str, port: int, tls: ssl.SSLContext | None = None) -> PeerChannel:
     """Connect to another router.
+
+    Args:
+        tls: context of the connection; None means no TLS.
 
     Raises:
         OSError: it cannot be reached.
         PeerRefusedError: it refuses this router, or does not prove the key.
     """
     async with asyncio.timeout(HANDSHAKE_S):
-        reader, writer = await asyncio.open_connection(host, port, limit=1 << 18)
+        reader, writer = await asyncio.open_connection(host, port, limit=1 << 18, ssl=tls)
         try:
             return await _greet(identity, reader, writer)
         except BaseException:

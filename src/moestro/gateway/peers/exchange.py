@@ -9,18 +9,21 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moestro.core.clock import NS_PER_S
 from moestro.gateway.engines.fleet import Fleet
-from moestro.gateway.peers.channel import SELF, Identity, PeerChannel, PeerRefusedError, accept, dial
+from moestro.gateway.peers.channel import HANDSHAKE_S, SELF, Identity, PeerChannel, PeerRefusedError, accept, dial
 from moestro.gateway.peers.settings import PeerAddress, RouterPeerSettings
 from moestro.routing.replication.history import HistoryReader, history_parts
 from moestro.routing.replication.journal import Journal, Outlet
 from moestro.routing.replication.messages import HistoryPart, OperationBatch, RouterRun, Snapshot, Want, WantHistory
 from moestro.routing.replication.replica import Replica, ReplicaRules
 from moestro.web.ports.log_limit import LogLimit
+from moestro.web.ports.tls import MutualTls
 
 
 class PeerCollector(Collector):
@@ -66,6 +69,7 @@ _REFUSED_AGAIN_S = 5.0  # the same after a refusal, whose cause an operator must
 _BACKLOG = 64
 _MAX_ACCEPTED = 512  # connections of other routers at a time
 _TICK_S = 0.1
+_RENEW_NS = NS_PER_S  # time between two looks at the files of TLS
 _ERRORS = (OSError, TimeoutError, PeerRefusedError)
 
 
@@ -122,12 +126,16 @@ class PeerExchange:
         self._links: set[_Link] = set()
         self._accepted: set[asyncio.Task[None]] = set()
         self._log = LogLimit(logger)
+        self._tls = None if settings.files.certfile is None else MutualTls(settings.files)
         self._has_history = False
 
     @contextlib.asynccontextmanager
     async def running(self, listener: socket.socket) -> AsyncIterator[None]:
         """Exchange with other routers inside the block."""
-        server = await asyncio.start_server(self._accept, sock=listener, backlog=_BACKLOG, limit=1 << 18)
+        tls: dict[str, Any] = {}
+        if self._tls is not None:
+            tls = {"ssl": self._tls.server, "ssl_handshake_timeout": HANDSHAKE_S}
+        server = await asyncio.start_server(self._accept, sock=listener, backlog=_BACKLOG, limit=1 << 18, **tls)
         tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._find_peers())]
         try:
             yield
@@ -228,7 +236,8 @@ class PeerExchange:
         pause_s = _AGAIN_S
         while True:
             try:
-                channel = await dial(self._identity, host, port)
+                tls = None if self._tls is None else self._tls.client
+                channel = await dial(self._identity, host, port, tls)
                 pause_s = _AGAIN_S
                 await self._publish(channel)
             except PeerRefusedError as error:
@@ -302,11 +311,14 @@ class PeerExchange:
             link.changed.set()
 
     async def _tick(self) -> None:
-        names = self._fleet.names
+        names, renew_ns = self._fleet.names, 0
         while True:
             await asyncio.sleep(_TICK_S)
             now_ns = time.monotonic_ns()
             self.replica.tick(now_ns)
+            if self._tls is not None and now_ns >= renew_ns:
+                renew_ns = now_ns + _RENEW_NS
+                self._tls.renew()
             if self._fleet.names is not names:
                 names = self._fleet.names
                 self.replica.engines_changed(now_ns)

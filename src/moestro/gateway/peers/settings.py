@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -11,6 +12,7 @@ from cyclopts import Group, Parameter
 
 from moestro.core.setting_checks import CheckedSettings, between
 from moestro.errors import ConfigError
+from moestro.web.ports.tls_settings import CertificateFiles
 
 DEFAULT_PEER_PORT = 8082
 
@@ -29,7 +31,7 @@ class PeerAddress:
 
     @classmethod
     def parse(cls, text: str) -> PeerAddress:
-        """Parse `http://HOST:PORT`, `HOST:PORT` or `HOST`.
+        """Parse `http://HOST:PORT`, `https://HOST:PORT`, `HOST:PORT` or `HOST`.
 
         Raises:
             ConfigError: `text` is none of them.
@@ -39,7 +41,7 @@ class PeerAddress:
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise ConfigError(f"--peer {text}: {error}") from None
-        if parts.scheme != "http" or not host or parts.path.strip("/") or parts.query or parts.username:
+        if parts.scheme not in ("http", "https") or not host or parts.path.strip("/") or parts.query or parts.username:
             raise ConfigError(f"--peer {text}: give http://HOST:PORT, with the --peer-port of the other router")
         return cls(host, port or DEFAULT_PEER_PORT)
 
@@ -55,21 +57,41 @@ class RouterPeerSettings(CheckedSettings):
         " Repeat the flag for each. Each router needs the addresses of all others; its own is left out by itself."
     )
     peer_host: Annotated[str, Parameter(group=_PEERS)] = "127.0.0.1"
-    "Address to listen on for other routers; any but a loopback address requires --peer-key."
+    "Address to listen on for other routers; any but a loopback address requires --peer-key or --peer-ssl-certfile."
     peer_port: Annotated[int, between(1, 65535), Parameter(group=_PEERS)] = DEFAULT_PEER_PORT
     "Port to listen on for other routers, once there is a --peer."
     peer_key: Annotated[str | None, Parameter(group=_PEERS, show_default=False)] = field(default=None, repr=False)
     "Key that all routers share. MOESTRO_PEER_KEY keeps it out of the process list."
+    peer_ssl_certfile: Annotated[Path | None, Parameter(group=_PEERS)] = None
+    (
+        "PEM file with this router's certificate and its chain: routers then speak TLS with each other alone. A renewed"
+        " one counts for new connections within two seconds."
+    )
+    peer_ssl_keyfile: Annotated[Path | None, Parameter(group=_PEERS)] = None
+    "PEM file with the key of that certificate. Unset: the certificate's own file."
+    peer_ssl_ca_certs: Annotated[Path | None, Parameter(group=_PEERS)] = None
+    "PEM file of authorities, of one of which each router must have a certificate. --peer-ssl-certfile needs it."
 
     def __post_init__(self) -> None:
         super().__post_init__()
         addresses = self.addresses
+        if self.files.certfile is not None and self.files.ca_certs is None:
+            raise ConfigError("--peer-ssl-certfile needs --peer-ssl-ca-certs: each router shows a certificate")
         if self.peer_key == "":
             raise ConfigError("--peer-key is empty: give a key, or leave the flag out")
-        if addresses and self.peer_key is None and not _is_loopback(self.peer_host):
+        if addresses and self.peer_key is None and self.files.certfile is None and not _is_loopback(self.peer_host):
             raise ConfigError(
-                f"--peer-host {self.peer_host} opens the routers' port to the network: give --peer-key too"
+                f"--peer-host {self.peer_host} opens the routers' port to the network: give --peer-key or"
+                " --peer-ssl-certfile too"
             )
+        for text in self.peer if self.files.certfile is None else ():
+            if text.startswith("https:"):
+                raise ConfigError(f"--peer {text} speaks TLS: give --peer-ssl-certfile and --peer-ssl-ca-certs too")
+
+    @property
+    def files(self) -> CertificateFiles:
+        """The files of TLS between routers."""
+        return CertificateFiles("--peer-ssl", self.peer_ssl_certfile, self.peer_ssl_keyfile, self.peer_ssl_ca_certs)
 
     @property
     def addresses(self) -> tuple[PeerAddress, ...]:

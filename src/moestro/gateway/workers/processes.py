@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from moestro.config.idle_flags import warn_of_idle_flags
 from moestro.errors import MoestroError
@@ -26,6 +27,7 @@ from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.server import WorkerPlace, route
 from moestro.gateway.settings import ROUTE_NEEDS, RouteSettings
 from moestro.gateway.workers.operators import OperatorsPlace, serve_operators
+from moestro.web.access.shared_limits import SharedLimits
 from moestro.web.ports.connections import bound_socket
 from moestro.web.ports.lifecycle import EXIT_S
 from moestro.web.ports.startup import set_up_logging
@@ -108,13 +110,19 @@ class _WorkerPlan:
 
     def settings_of(self, settings: RouteSettings, at: int) -> RouteSettings:
         """Return the settings of worker number `at`."""
-        front, peers, record = settings.front, settings.peers, settings.record.record
+        front, peers, record, access = settings.front, settings.peers, settings.record.record, settings.access
+        num, queue = front.workers, settings.queue
         host = _LOOPBACK if peers.peer_host in _ANY else peers.peer_host
-        others = tuple(f"http://{f'[{host}]' if ':' in host else host}:{port}" for port in self.peers)
+        scheme = "http" if peers.files.certfile is None else "https"
+        others = tuple(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}" for port in self.peers)
         return replace(
             settings,
-            front=replace(
-                front, port=self.clients, max_connections=math.ceil(front.max_connections / front.workers), workers=1
+            front=replace(front, port=self.clients, max_connections=_part(front.max_connections, num), workers=1),
+            access=replace(access, max_connections_per_address=_part(access.max_connections_per_address, num)),
+            queue=replace(
+                queue,
+                queue_max_requests=_part(queue.queue_max_requests, num),
+                queue_max_tokens=_part(queue.queue_max_tokens, num),
             ),
             admin=replace(
                 settings.admin, admin_host=_LOOPBACK, admin_port=self.admin[at], admin_api_key=self.admin_key
@@ -122,6 +130,17 @@ class _WorkerPlan:
             peers=replace(peers, peer=peers.peer + others, peer_port=self.peers[at], peer_key=self.peer_key),
             record=replace(settings.record, record=None if record is None else numbered(record, at)),
         )
+
+
+_Bound = TypeVar("_Bound", int, int | None)
+
+
+def _part(bound: _Bound, num: int) -> _Bound:
+    """Return the part of a bound that each of `num` workers has; None means no limit.
+
+    The kernel spreads connections over the workers, so each of them gets as many of a client's as any other.
+    """
+    return bound if bound is None else math.ceil(bound / num)
 
 
 def numbered(path: Path, at: int) -> Path:
@@ -155,10 +174,11 @@ class _Supervisor:
         self._stop_s = settings.front.shutdown_timeout + EXIT_S + _MARGIN_S
         self._lifeline, self._held = os.pipe()
         self._generations = mmap.mmap(-1, _COUNTER_BYTES * settings.front.workers)  # how often each worker started
+        self._limits = SharedLimits(settings.front.workers)
         self._is_stopping = False
         self._status = 0
         self._workers = [
-            _Process(f"worker {at}", self._worker(plan.settings_of(settings, at), prompt_reader))
+            _Process(f"worker {at}", self._worker(plan.settings_of(settings, at), prompt_reader, at))
             for at in range(settings.front.workers)
         ]
         place = OperatorsPlace(
@@ -172,8 +192,8 @@ class _Supervisor:
         )
         self._operators = _Process("the admin plane", lambda: serve_operators(settings, place))
 
-    def _worker(self, settings: RouteSettings, prompt_reader: PromptReader) -> Callable[[], None]:
-        return lambda: route(settings, prompt_reader, worker=WorkerPlace(self._lifeline))
+    def _worker(self, settings: RouteSettings, prompt_reader: PromptReader, at: int) -> Callable[[], None]:
+        return lambda: route(settings, prompt_reader, worker=WorkerPlace(self._lifeline, self._limits, at))
 
     def _generation(self, at: int) -> int:
         """Return how often worker number `at` has started."""

@@ -44,7 +44,7 @@ class _Entry:
 
     __slots__ = (
         "attempts", "began", "ended_ns", "events", "first_token_ns", "moves", "num_omitted", "obstacle", "request",
-        "request_id", "status", "tenant", "traceparent", "usage", "visits",
+        "request_id", "served_by", "status", "tenant", "traceparent", "usage", "visits",
     )  # fmt: skip
 
     def __init__(self, request: Request, began: ClockPair) -> None:
@@ -56,7 +56,7 @@ class _Entry:
         self.first_token_ns: int | None = None
         self.ended_ns = 0
         self.attempts: list[_Attempt] = []
-        self.obstacle = ""
+        self.obstacle = self.served_by = ""
         self.status: int | None = None
         self.usage: dict[bytes, int] = {}
         self.events: list[EngineEvent] = []
@@ -147,18 +147,20 @@ class DecisionLog:
         *,
         is_complete: bool = True,
         first_token_ns: int | None = None,
+        served_by: str = "",
     ) -> None:
         """Record the end of a request.
 
         Args:
             first_token_ns: time of its first token; None means that it is unknown.
+            served_by: engine of the router in use, beside which this one is a shadow; empty if it is none.
             is_complete: whether its trace can be written. Otherwise `complete` writes it, after the engine's last word.
         """
         entry = self._running.pop(request_id, None)
         if entry is None:
             return
         entry.status, entry.usage, entry.ended_ns = status, usage, self._read_clocks().monotonic_ns
-        entry.first_token_ns = first_token_ns
+        entry.first_token_ns, entry.served_by = first_token_ns, served_by
         if self._moves:
             entry.moves = self._moves_of(entry)
         self._over[request_id] = entry
@@ -242,6 +244,7 @@ class DecisionLog:
             first_token_ns=entry.first_token_ns,
             tenant=entry.tenant,
             traceparent=entry.traceparent,
+            served_by=entry.served_by,
         )
 
 

@@ -2,7 +2,8 @@
 
 A record consists of JSON lines: a head, then every call that changes the router, in order. Prompts are recorded by
 their lengths and by keyed hashes of their blocks' names (`keyed_entry`), never by their tokens. The router's owner may
-add request traces, which a replay skips. A new head in the same file starts a new record.
+add request traces, and what the router in use did beside a shadow, which a replay skips. A new head in the same file
+starts a new record.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from moestro.routing.record.figures_report import FiguresReport
 from moestro.routing.record.request_trace import RequestTrace
 from moestro.routing.registry import ANY_INPUTS, policy_from
 from moestro.routing.router import RouteDecision, Router
+from moestro.routing.scrape import EngineTotals
 from moestro.routing.settings import ANY_ENGINE, EngineSpec, RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -238,6 +240,35 @@ class KvLost(msgspec.Struct, frozen=True, tag=True):
     now_ns: int
 
 
+class Served(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Entry of a shadow: what the router in use did with a request, by its access log.
+
+    Attributes:
+        engine: number of the engine that answered.
+        seconds: time from the request's arrival to the end of its answer, seconds.
+        first_s: time to the first byte of the answer's body, seconds. None means that the log does not say.
+        status: status of the answer.
+        num_answer_bytes: bytes of the answer's body.
+        is_stream: whether the answer was a stream of events.
+    """
+
+    request_id: str
+    engine: int
+    seconds: float
+    first_s: float | None
+    status: int
+    num_answer_bytes: int
+    is_stream: bool
+
+
+class EngineCounted(msgspec.Struct, frozen=True, tag=True):
+    """Entry of a shadow: what an engine has counted since its start."""
+
+    engine: int
+    totals: EngineTotals
+    now_ns: int
+
+
 class Gap(msgspec.Struct, frozen=True, tag=True):
     """Entry: lines before it are missing, so that decisions up to the next head cannot be replayed."""
 
@@ -256,6 +287,7 @@ Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
     | RequestEnded | BeganElsewhere | FirstTokenElsewhere | EndedElsewhere | SentElsewhere | Reported | KvStored
     | KvHosted | KvRemoved | KvCleared | KvIncomplete | KvLost | RequestTrace | ScheduledOn | ExpertsMoved | Gap
+    | Served | EngineCounted
 )  # fmt: skip
 
 

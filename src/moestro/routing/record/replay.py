@@ -13,6 +13,7 @@ from moestro.routing.record.decision_record import (
     BeganElsewhere,
     EndedElsewhere,
     EngineAdded,
+    EngineCounted,
     EngineRemoved,
     EngineWasLost,
     Entry,
@@ -33,6 +34,7 @@ from moestro.routing.record.decision_record import (
     RoutableSet,
     ScheduledOn,
     SentElsewhere,
+    Served,
     SpecSet,
     Submitted,
     decode_entry,
@@ -97,7 +99,7 @@ def _entries(lines: Iterable[bytes]) -> Iterator[Entry]:
         except msgspec.MsgspecError as error:
             damage = f"line {number} is not an entry of a record: {error}"
             continue
-        if isinstance(entry, RequestTrace | ScheduledOn | ExpertsMoved):
+        if isinstance(entry, RequestTrace | ScheduledOn | ExpertsMoved | Served | EngineCounted):
             continue
         if isinstance(entry, Head):
             damage, is_behind_gap = None, False

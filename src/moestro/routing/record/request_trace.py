@@ -105,6 +105,7 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         first_token_ns: time of the first token, on the clock of `events`; None means that none came.
         tenant: tenant of the request's key; empty if it has none.
         traceparent: context of the client's span; empty if there is none, or spans are not recorded.
+        served_by: engine of the router in use, beside which this one is a shadow; empty if this router is no shadow.
     """
 
     request_id: str
@@ -127,3 +128,4 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     first_token_ns: int | None = None
     tenant: str = ""
     traceparent: str = ""
+    served_by: str = ""

@@ -1,4 +1,4 @@
-"""Means of figures over seeds, with confidence intervals."""
+"""Confidence intervals of figures: over seeds, and over blocks of one series of requests."""
 
 from __future__ import annotations
 
@@ -53,6 +53,19 @@ def intervals(runs: Sequence[Figures], base: Sequence[Figures]) -> dict[str, Fig
             num_seeds=len(values),
         )
     return found
+
+
+def block_half_width(without: Sequence[float]) -> float:
+    """Return the half width of the 95 % interval of a figure of a series, by the jackknife over blocks.
+
+    Blocks of consecutive requests keep what neighbours have in common, which single requests would not.
+
+    Args:
+        without: the figure without each of the blocks; at least 2.
+    """
+    num, mean = len(without), fmean(without)
+    variance = (num - 1) / num * sum((each - mean) ** 2 for each in without)
+    return float(student_t_quantile(_CONFIDENCE, num - 1) * variance**0.5)
 
 
 def _half_width(values: Sequence[float]) -> float | None:

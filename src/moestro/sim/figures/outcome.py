@@ -68,6 +68,50 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
+class PolicyChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy would change in one figure.
+
+    Attributes:
+        measured: the figure under the router in use, by engines or by its access log; None means that none says.
+        predicted: `measured` with the change; None where nothing was measured.
+        simulated_before, simulated_after: the figure in the simulations of the router in use and of the policy.
+        change: of a mean, after over before - 1; of a share, after - before. Of the two simulations.
+        half_width: half width of the 95 % interval of `change`, from blocks of consecutive requests. It is that of the
+            traffic, and knows no error of the model. None means that there are too few requests.
+    """
+
+    measured: float | None
+    predicted: float | None
+    simulated_before: float
+    simulated_after: float
+    change: float
+    half_width: float | None
+
+    @property
+    def shown(self) -> tuple[float, float]:
+        """The figure before and after: measured and predicted, or both simulated where nothing was measured."""
+        if self.measured is None or self.predicted is None:
+            return self.simulated_before, self.simulated_after
+        return self.measured, self.predicted
+
+
+class TrafficGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy would change for some of the requests that a shadow saw.
+
+    Attributes:
+        name: "all", an hour, or a tenant.
+        moved: share of the requests that would have gone to another engine, 0 .. 1.
+        hit_ratio: share of prompt tokens found in prefix caches, 0 .. 1; None without requests.
+        ttft_ms: mean time to first token, ms; None without requests.
+    """
+
+    name: str
+    num_requests: int
+    moved: float
+    hit_ratio: PolicyChange | None
+    ttft_ms: PolicyChange | None
+
+
 class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     """Report of a whole simulation.
 
@@ -82,6 +126,7 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
         outcomes: one for each policy and seed, seed by seed; the other policies are compared with the first.
         intervals: mean and 95 % confidence interval of each figure over the seeds, and of its ratio to the first
             policy, by title and figure. Empty with a single seed.
+        changes: of a shadow's record, what each policy would change, by its title: all requests, hours, tenants.
     """
 
     kind: str = "simulated"
@@ -93,6 +138,7 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     outcomes: tuple[PolicyOutcome, ...]
     intervals: dict[str, dict[str, FigureInterval]] = {}
+    changes: dict[str, tuple[TrafficGroup, ...]] = {}
 
 
 def outcome_of(

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moestro.sim.figures.intervals import FigureInterval
-from moestro.sim.figures.outcome import PolicyOutcome, SimReport
+from moestro.sim.figures.outcome import PolicyChange, PolicyOutcome, SimReport, TrafficGroup
 from moestro.sim.figures.shown_figures import shown_figures
 from moestro.sim.groups.group_figures import GroupFigures
 
@@ -30,6 +30,8 @@ def print_report(console: Console, report: SimReport) -> None:
     console.print(_interval_table(report) if report.intervals else _table(of_first))
     if any(outcome.group is not None for outcome in of_first):
         console.print(_stall_table(of_first))
+    for title, groups in report.changes.items():
+        console.print(_change_table(title, groups))
     for note in report.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     for outcome in report.outcomes:
@@ -102,6 +104,37 @@ def _stall(group: GroupFigures, worker: int) -> str:
         num_workers = group.num_attention_workers + group.num_expert_workers
         kind = "A" if worker % num_workers < group.num_attention_workers else "E"
     return f"{kind} {group.stall_shares[worker]:.3f}"
+
+
+def _change_table(title: str, groups: Sequence[TrafficGroup]) -> Table:
+    text = f"What {title} would change; ± is the 95 % interval of the traffic, without errors of the model"
+    table = Table("", "requests", "moved", "hits", "TTFT, ms", "change", title=text, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for group in groups:
+        hits, ttft = group.hit_ratio, group.ttft_ms
+        change = "-" if ttft is None else f"{ttft.change:+.1%}" + _half_share(ttft)
+        moved = f"{group.moved:.1%}"
+        table.add_row(group.name, f"{group.num_requests:,}", moved, _share(hits), _from_to(ttft), change)
+    return table
+
+
+def _share(change: PolicyChange | None) -> str:
+    if change is None:
+        return "-"
+    was, now = change.shown
+    return f"{was:.1%} -> {now:.1%}" + _half_share(change)
+
+
+def _from_to(change: PolicyChange | None) -> str:
+    if change is None:
+        return "-"
+    was, now = change.shown
+    return f"{was:.1f} -> {now:.1f}" + (" (simulated)" if change.measured is None else "")
+
+
+def _half_share(change: PolicyChange) -> str:
+    return "" if change.half_width is None else f" ±{change.half_width:.1%}"
 
 
 def _cell(value: float | None) -> str:

@@ -85,7 +85,7 @@ def recorded_engines(record: RequestRecord, settings: WhatIfSettings, num_engine
         "kv_offloading_size": header.kv_offloading_size,
         "max_model_len": header.max_model_len or None,
         **_recorded(header.limits, SchedulerLimits),
-        **settings.engines,
+        **_in_recorded_blocks(header, settings.engines),
     }
     if settings.cost is not None or not {"gpu", "network", "engine", "table"} & recorded.keys():
         recorded |= _cost(header, settings.cost)
@@ -95,6 +95,20 @@ def recorded_engines(record: RequestRecord, settings: WhatIfSettings, num_engine
             " give --cost GPU/NETWORK"
         )
     return _converted(recorded)
+
+
+def _in_recorded_blocks(header: Header, engines: Mapping[str, object]) -> dict[str, object]:
+    """Return the operator's settings with the KV cache in blocks of the record.
+
+    A router's record names blocks of its own size, which may be estimated from texts.
+    """
+    size, num_blocks = engines.get("block_size"), engines.get("num_blocks")
+    if header.device != ROUTER or not isinstance(size, int) or size == header.block_size:
+        return dict(engines)
+    found = {**engines, "block_size": header.block_size}
+    if isinstance(num_blocks, int):
+        found["num_blocks"] = max(1, num_blocks * size // header.block_size)
+    return found
 
 
 def _converted(recorded: dict[str, object]) -> SimEngineSettings:
@@ -140,19 +154,21 @@ def _cost(header: Header, cost: str | None) -> dict[str, str]:
     return {"engine": "qllm", "network": network} if gpu == "qllm" else {"gpu": gpu, "network": network}
 
 
-def recorded_policy(header: Header, route: str, title: str) -> PolicySettings:
-    """Return the policies of the recorded engines with a routing policy.
+def recorded_policy(record: RequestRecord, route: str, title: str) -> PolicySettings:
+    """Return the policies of the recorded engines with a routing policy, and the recorded number of routers.
 
     Args:
         route: name of a routing policy, with settings if any, or the expression of a recorded `--route-score`.
     """
+    header = record.header
     recorded = _recorded(header.limits, SchedulerPolicies) | _recorded(header.stepping, SteppingSettings)
     if recorded.get("max_be_wait", 0.0) is None:
         recorded["max_be_wait"] = math.inf  # JSON has no inf
     name = route.partition(":")[0]
     is_score = route == header.route_policy and name not in ROUTE_POLICIES.names() and not name.endswith(".py")
     which = "route_score" if is_score else "route"
-    return msgspec.convert({"name": title, which: route, **recorded}, PolicySettings)
+    routers = {"routers": record.num_routers, "router_delay_ms": record.router_delay_ms}
+    return msgspec.convert({"name": title, which: route, **recorded, **routers}, PolicySettings)
 
 
 def _recorded(values: Mapping[str, object], kind: type[CheckedSettings]) -> dict[str, object]:

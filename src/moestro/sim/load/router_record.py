@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from moestro.core.hashing import HASH_BYTES, name_key
 from moestro.core.request import Request
 from moestro.errors import ConfigError
 from moestro.routing.record.decision_record import (
     EngineAdded,
+    EngineCounted,
     Entry,
     FirstTokenCame,
     Gap,
     Head,
     RequestEnded,
+    Served,
     SpecSet,
     Submitted,
     decode_entry,
@@ -39,14 +42,19 @@ from moestro.workload.traces.request_record import (
 )
 
 _ROUTER, _SERVER = '{"type":"Head"', '{"format":'  # beginnings of the lines that say whose record it is
+_FRESHEST = 0.1  # quantile of the ages of what routers know of each other, when a message has just come
 _FIRST_BYTE = (
     "A router's record has the first byte of each answer in place of its first token, and no queues of engines."
 )
 
 
 @dataclass(slots=True)
-class _RoutedRequest:
-    """One request of a router, as far as its record tells. 0 means no such moment, None no such count."""
+class RoutedRequest:
+    """One request of a router, as far as its record tells. 0 means no such moment, None no such count.
+
+    Attributes:
+        served: what the router in use did with it, beside a shadow.
+    """
 
     request: Request
     arrival_ns: int
@@ -57,6 +65,7 @@ class _RoutedRequest:
     num_prompt_tokens: int | None = None
     num_hit_tokens: int = 0
     status: int | None = None
+    served: Served | None = None
 
     @property
     def fault(self) -> str | None:
@@ -69,16 +78,30 @@ class _RoutedRequest:
 
 
 @dataclass(slots=True)
-class _RouterRun:
-    """The lines of one start of a router."""
+class RouterStart:
+    """The lines of one start of a router.
 
+    Attributes:
+        cut_off: note of a line that is.
+        counted: what engines had counted, as a shadow noted it.
+        ages_s: age of what was known of each other router, at each decision.
+    """
+
+    path: Path
     line: int
     head: Head
     specs: dict[int, EngineSpec] = field(default_factory=dict)
-    requests: list[_RoutedRequest] = field(default_factory=list)
-    by_id: dict[str, _RoutedRequest] = field(default_factory=dict)
+    requests: list[RoutedRequest] = field(default_factory=list)
+    by_id: dict[str, RoutedRequest] = field(default_factory=dict)
     num_refused: int = 0
-    cut_off: str = ""  # note of a line that is
+    cut_off: str = ""
+    counted: list[EngineCounted] = field(default_factory=list)
+    ages_s: list[float] = field(default_factory=list)
+
+    @property
+    def is_shadow(self) -> bool:
+        """Whether the router was a shadow of the router in use."""
+        return bool(self.counted) or any(each.served is not None for each in self.requests)
 
     def take(self, entry: Entry) -> None:
         """Note an entry."""
@@ -93,13 +116,25 @@ class _RouterRun:
             case RequestEnded():
                 if (found := self.by_id.get(entry.request_id)) is not None:
                     found.ended_ns, found.num_output_tokens = entry.now_ns, entry.num_output_tokens
-            case RequestTrace():
-                if (found := self.by_id.get(entry.request_id)) is not None:
-                    found.status = entry.status
-                    found.num_prompt_tokens = entry.usage.get("prompt_tokens")
-                    found.num_hit_tokens = entry.usage.get("cached_tokens", 0)
+            case EngineCounted():
+                self.counted.append(entry)
+            case Served() | RequestTrace():
+                self._answered(entry)
             case _:
                 pass
+
+    def _answered(self, entry: Served | RequestTrace) -> None:
+        found = self.by_id.get(entry.request_id)
+        if found is None:
+            return
+        if isinstance(entry, Served):
+            found.served = entry
+            return
+        for attempt in entry.attempts:
+            self.ages_s += attempt.peer_ages_s.values()
+        found.status = entry.status
+        found.num_prompt_tokens = entry.usage.get("prompt_tokens")
+        found.num_hit_tokens = entry.usage.get("cached_tokens", 0)
 
     def _submitted(self, entry: Submitted) -> None:
         if entry.decision is None:
@@ -110,7 +145,7 @@ class _RouterRun:
         if earlier is not None and entry.exclude:  # a retry; without it a client has used an id again
             earlier.engine, earlier.first_ns, earlier.ended_ns = entry.decision.engine, 0, 0
             return
-        self.by_id[request_id] = _RoutedRequest(entry.request, entry.now_ns, entry.decision.engine)
+        self.by_id[request_id] = RoutedRequest(entry.request, entry.now_ns, entry.decision.engine)
         self.requests.append(self.by_id[request_id])
 
 
@@ -129,34 +164,88 @@ def is_router_record(path: Path) -> bool:
     return has_decisions
 
 
-def read_router_record(path: Path) -> RequestRecord:
-    """Read the record of a router as a workload.
+def read_router_record(path: Path, *others: Path) -> RequestRecord:
+    """Read the record of a router as a workload, or join those of several routers before the same engines.
 
-    Lengths are those that engines reported. The router may have estimated prompts from their texts; its blocks then
-    get the mean number of counted tokens, so that prompts share as much as their texts do.
+    Several records are joined on the wall clock. Lengths are those that engines reported. The router may have estimated
+    prompts from their texts; its blocks then get the mean number of counted tokens, so that prompts share as much as
+    their texts do.
 
     Raises:
-        ConfigError: the file cannot be read, has no replayable request, or holds routers with different settings.
+        ConfigError: a file cannot be read, has no replayable request, is given twice, or holds routers with other
+            settings or another key.
     """
-    runs = [run for run in _runs(path) if run.requests]
+    paths = (path, *others)
+    if len({each.resolve() for each in paths}) < len(paths):
+        raise ConfigError(f"the same record is given twice: {', '.join(map(str, paths))}")
+    runs = [run for each in paths for run in router_runs(each) if run.requests]
+    _check_key(runs)
     faults = Counter(fault for run in runs for each in run.requests if (fault := each.fault) is not None)
     faults["were refused"] = sum(run.num_refused for run in runs)
     joined = [(run, [each for each in run.requests if each.fault is None]) for run in runs]
     joined = [(run, requests) for run, requests in joined if requests]
     left_out = ", ".join(f"{count:,} {fault}" for fault, count in faults.items() if count)
     if not joined:
+        names = ", ".join(map(str, paths))
         raise ConfigError(
-            f"{path} has no request that can be replayed ({left_out or 'none was routed'}). A stream reports its length"
-            ' only with "stream_options": {"include_usage": true}'
+            f"{names} has no request that can be replayed ({left_out or 'none was routed'}). A stream reports its"
+            ' length only with "stream_options": {"include_usage": true}'
         )
     share = _tokens_counted(joined)
-    record = join_runs([[_as_server(path, run, requests, share) for run, requests in joined]])
-    notes = [_FIRST_BYTE, *([f"Requests of the record that are left out: {left_out}."] if left_out else [])]
+    record = as_record(joined, share, [_FIRST_BYTE, *left_out_note(faults)])
+    if not others:
+        return record
+    ages_s = [age_s for run, _ in joined for age_s in run.ages_s]
+    delay_ms = float(np.quantile(ages_s, _FRESHEST)) * 1e3 if ages_s else None
+    return replace(record, num_routers=len(paths), router_delay_ms=delay_ms, notes=(*record.notes, _joined(delay_ms)))
+
+
+def _check_key(runs: Sequence[RouterStart]) -> None:
+    """Check that records of several files name equal blocks alike."""
+    for run in runs[1:]:
+        if run.path != runs[0].path and run.head.key_id != runs[0].head.key_id:
+            raise ConfigError(
+                f"{run.path} has block hashes of another key than {runs[0].path}, so shared prompts are not recognised:"
+                " give all routers one --record-key-file"
+            )
+
+
+def _joined(delay_ms: float | None) -> str:
+    if delay_ms is None:
+        return "The routers exchanged nothing, and are simulated so."
+    return (
+        f"Messages between the routers are simulated with {delay_ms:.0f} ms, the age of what routers knew of each other"
+        " that a tenth of the decisions were below."
+    )
+
+
+def left_out_note(faults: Counter[str]) -> list[str]:
+    """Say how many requests of a record are left out, by the cause."""
+    left_out = ", ".join(f"{count:,} {fault}" for fault, count in faults.items() if count)
+    return [f"Requests of the record that are left out: {left_out}."] if left_out else []
+
+
+def as_record(
+    joined: Sequence[tuple[RouterStart, list[RoutedRequest]]], share: float, notes: Sequence[str]
+) -> RequestRecord:
+    """Return requests of a router, whose answers' lengths are known, in the form of a server's.
+
+    Args:
+        joined: each start of the router with its requests.
+        share: tokens that engines counted for each token that the router expected.
+        notes: what a reader of results has to know.
+    """
+    record = join_runs([[_as_server(run, requests, share) for run, requests in joined]])
     return replace(record, notes=(*notes, *record.notes))
 
 
-def _runs(path: Path) -> list[_RouterRun]:
-    runs: list[_RouterRun] = []
+def router_runs(path: Path) -> list[RouterStart]:
+    """Read the starts of a router.
+
+    Raises:
+        ConfigError: the file cannot be read, or is damaged elsewhere than at the end of a start.
+    """
+    runs: list[RouterStart] = []
     damage, has_lost_head = "", False
     with open_lines(path) as lines:
         for number, line in enumerate(lines, 1):
@@ -170,7 +259,7 @@ def _runs(path: Path) -> list[_RouterRun]:
                     runs[-1].cut_off = cut_off_note(path, number)
                 continue
             if isinstance(entry, Head):
-                runs.append(_RouterRun(number, entry))
+                runs.append(RouterStart(path, number, entry))
                 damage, has_lost_head = "", False
             elif isinstance(entry, Gap):
                 damage, has_lost_head = "", not runs
@@ -185,14 +274,14 @@ def _runs(path: Path) -> list[_RouterRun]:
     return runs
 
 
-def _tokens_counted(joined: list[tuple[_RouterRun, list[_RoutedRequest]]]) -> float:
+def _tokens_counted(joined: list[tuple[RouterStart, list[RoutedRequest]]]) -> float:
     """Return the tokens that engines counted for each token that the router expected."""
     both = [(each.num_prompt_tokens, each.request.num_prompt_tokens) for _, requests in joined for each in requests]
     known = [(counted, expected) for counted, expected in both if counted]
     return sum(counted for counted, _ in known) / sum(expected for _, expected in known) if known else 1.0
 
 
-def _as_server(path: Path, run: _RouterRun, requests: list[_RoutedRequest], share: float) -> RecordRun:
+def _as_server(run: RouterStart, requests: list[RoutedRequest], share: float) -> RecordRun:
     settings = run.head.settings
     block_size = max(1, round(settings.block_size * share))
     sizes = {spec.num_blocks for spec in run.specs.values()}
@@ -209,12 +298,12 @@ def _as_server(path: Path, run: _RouterRun, requests: list[_RoutedRequest], shar
         clocks=run.head.clocks,
         key_id=run.head.key_id,
     )
-    place = f"{path}, line {run.line}"
+    place = f"{run.path}, line {run.line}"
     recorded = [_recorded(each, block_size, share) for each in requests]
     return RecordRun(place, header, recorded, notes=[run.cut_off] if run.cut_off else [])
 
 
-def _recorded(routed: _RoutedRequest, block_size: int, share: float) -> RecordedRequest:
+def _recorded(routed: RoutedRequest, block_size: int, share: float) -> RecordedRequest:
     request, num_output = routed.request, routed.num_output_tokens
     assert num_output is not None, "others are left out"
     num_prompt = routed.num_prompt_tokens or max(1, round(request.num_prompt_tokens * share))
@@ -236,6 +325,7 @@ def _recorded(routed: _RoutedRequest, block_size: int, share: float) -> Recorded
         service_class=request.service_class,
         user=name_key(request.user),
         session=name_key(request.session_id),
+        tenant=request.tenant or "",
     )
 
 

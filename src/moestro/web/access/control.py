@@ -20,6 +20,7 @@ from moestro.files.text_files import text_of
 from moestro.web.access.access_settings import AccessSettings
 from moestro.web.access.cors import Cors
 from moestro.web.access.rate_limits import RequestLimits
+from moestro.web.access.shared_limits import ProcessLimits
 from moestro.web.errors import AuthenticationError
 from moestro.web.page import PAGE_PATHS
 from moestro.web.ports.watched_files import WatchedFiles
@@ -141,12 +142,14 @@ class KeyFile:
 class ApiKeys:
     """API keys of a server; falsy if there are none and no key is needed.
 
-    A key is looked up by a digest under a secret of this process. So the time of a lookup reveals nothing about keys.
+    A key is looked up by a digest under a secret. So the time of a lookup reveals nothing about keys.
 
     Args:
         keys: Keys of clients.
         router_keys: Keys of routers.
         file: Further keys of clients; None means none.
+        secret: Secret of the processes that must give a key without a tenant one name. None: one of this process, whose
+            keys are numbered.
 
     Raises:
         ConfigError: A key of a router is also one of a client in the file.
@@ -158,12 +161,15 @@ class ApiKeys:
         router_keys: Iterable[str] = (),
         file: KeyFile | None = None,
         now_s: Callable[[], float] = time.monotonic,
+        secret: bytes | None = None,
     ) -> None:
-        self._secret = secrets.token_bytes(32)
+        self._is_shared = secret is not None
+        self._secret = secret or secrets.token_bytes(32)
         self._now_s = now_s
         self._file = file
         self._numbers = count()
-        self._own = {self._digest(_bytes(key)): KeyHolder(next(self._numbers)) for key in keys}
+        digests = [self._digest(_bytes(key)) for key in keys]
+        self._own = {digest: KeyHolder(self._number(digest)) for digest in digests}
         self._routers = {
             self._digest(_bytes(key)): KeyHolder(f"router {number}", is_router=True)
             for number, key in enumerate(router_keys)
@@ -229,8 +235,12 @@ class ApiKeys:
             digest = self._digest(_bytes(key))
             holder = KeyHolder(tenant, tenant) if tenant else before.get(digest)
             if holder is None or holder.tenant != tenant:
-                holder = KeyHolder(next(self._numbers))
+                holder = KeyHolder(self._number(digest))
             self._of_file[digest] = holder
+
+    def _number(self, digest: bytes) -> int:
+        """Return the number of a new key."""
+        return int.from_bytes(digest[:8]) if self._is_shared else next(self._numbers)
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, digest_size=16, key=self._secret).digest()
@@ -264,23 +274,28 @@ class Access:
 
     @classmethod
     def of(
-        cls, api_keys: Iterable[str], settings: AccessSettings = NO_LIMITS, router_keys: Sequence[str] = ()
+        cls,
+        api_keys: Iterable[str],
+        settings: AccessSettings = NO_LIMITS,
+        router_keys: Sequence[str] = (),
+        shared: ProcessLimits | None = None,
     ) -> Access:
         """Return the checks that a server's settings ask for.
 
         Args:
             api_keys: Accepted keys of clients, beside those of the settings' file.
             router_keys: Accepted keys of routers, whose requests name their client.
+            shared: Table of the processes that share the limits; None means that there is one process.
 
         Raises:
             ConfigError: There are limits for each key, but no keys, or the file of keys cannot be used.
         """
         file = None if settings.api_key_file is None else KeyFile(settings.api_key_file)
-        keys = ApiKeys(api_keys, router_keys, file)
+        keys = ApiKeys(api_keys, router_keys, file, secret=None if shared is None else shared.table.secret)
         if not keys and (settings.max_requests_per_minute_per_key or settings.max_concurrent_requests_per_key):
             raise ConfigError("limits for each key need keys: give --api-key or --api-key-file, or limit each address")
         cors = Cors(settings) if settings.allowed_origins else None
-        return cls(keys, RequestLimits(settings), cors)
+        return cls(keys, RequestLimits(settings, shared), cors)
 
     def key_of(self, authorization: str | bytes, x_api_key: str | bytes) -> Hashable | None:
         """Return the name of a request's key, from the values of two headers; None means that no key is needed.

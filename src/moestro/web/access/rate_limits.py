@@ -11,9 +11,9 @@ from moestro.core.client_table import ClientTable
 from moestro.core.hosts import network_of
 from moestro.errors import RequestError
 from moestro.web.access.access_settings import AccessSettings
+from moestro.web.access.shared_limits import MINUTE_S, ProcessLimits, SharedRate, SharedSlots
 
 MAX_SUBJECTS = 1 << 16  # Most remembered addresses, about 10 MB; the least recently seen ones are forgotten.
-_MINUTE_S = 60.0
 
 
 class RateLimitError(RequestError):
@@ -36,7 +36,7 @@ class RequestRate:
     """
 
     def __init__(self, per_minute: int, max_subjects: int = MAX_SUBJECTS) -> None:
-        self._interval_s = _MINUTE_S / per_minute
+        self._interval_s = MINUTE_S / per_minute
         self._full_at_s = ClientTable(float, max_subjects)  # Time at which each bucket is full again.
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class RequestRate:
             Seconds until a request is available; 0 means that one was taken.
         """
         full_at_s = max(self._full_at_s[subject], now_s) + self._interval_s
-        wait_s = full_at_s - now_s - _MINUTE_S
+        wait_s = full_at_s - now_s - MINUTE_S
         if wait_s > 1e-6:  # More than the rounding error of added intervals.
             return wait_s
         self._full_at_s[subject] = full_at_s
@@ -83,18 +83,28 @@ class AtATime:
 class RequestLimits:
     """Request limits of one server.
 
+    Args:
+        shared: table of the processes that share the limits; None means that there is one process.
+
     Attributes:
         is_on: Whether there are any limits.
         has_slots: Whether `enter` can refuse.
     """
 
-    def __init__(self, settings: AccessSettings) -> None:
+    def __init__(self, settings: AccessSettings, shared: ProcessLimits | None = None) -> None:
         by_key, by_address = settings.max_requests_per_minute_per_key, settings.max_requests_per_minute_per_address
         slots = settings.max_concurrent_requests_per_key
         self._settings = settings
-        self._by_key = RequestRate(by_key) if by_key else None
-        self._by_address = RequestRate(by_address) if by_address else None
-        self._running = AtATime(slots) if slots else None
+
+        def rate(kind: str, per_minute: int | None) -> RequestRate | SharedRate | None:
+            if per_minute is None:
+                return None
+            return RequestRate(per_minute) if shared is None else SharedRate(shared, kind, per_minute)
+
+        self._by_key, self._by_address = rate("key", by_key), rate("address", by_address)
+        self._running: AtATime | SharedSlots | None = None
+        if slots is not None:
+            self._running = AtATime(slots) if shared is None else SharedSlots(shared, slots)
         self.has_slots = slots is not None
         self.is_on = bool(by_key or by_address or slots)
 

@@ -71,6 +71,56 @@ def renewal(watched: WatchedFiles, files: CertificateFiles, read: Callable[[], T
     return made
 
 
+class MutualTls:
+    """TLS between equals: each end shows a certificate of the same authorities, whichever of them connects.
+
+    Names in certificates are not compared, because an address of a name may be any of the equals.
+
+    Args:
+        files: Files with a certificate and authorities.
+
+    Attributes:
+        server, client: Contexts of connections that others make, and of those that this end makes.
+
+    Raises:
+        ConfigError: A file cannot be used; the text says which and why.
+    """
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+        self._watched = WatchedFiles(files.paths)
+        self.server, self.client = self._contexts()
+
+    def renew(self) -> None:
+        """Read the files again if they have changed. Files that cannot be used leave the old certificate in place."""
+        if (renewed := renewal(self._watched, self._files, self._contexts)) is not None:
+            _, self.client = renewed
+            # The open port keeps its context.
+            assert self._files.certfile is not None, "checked by the constructor"
+            self.server.load_cert_chain(self._files.certfile, self._files.keyfile, password=lambda: b"")
+            self.server.load_verify_locations(self._files.ca_certs)
+
+    def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        contexts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        for context in contexts:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_REQUIRED
+            _load_files(context, self._files)
+        return contexts
+
+
+def _load_files(context: ssl.SSLContext, files: CertificateFiles) -> None:
+    assert files.certfile is not None, "without it there is no TLS"
+    _load_chain(context, f"{files.prefix}-certfile", files.certfile, f"{files.prefix}-keyfile", files.keyfile)
+    if files.ca_certs is None:
+        return
+    try:
+        context.load_verify_locations(files.ca_certs)
+    except OSError as error:
+        text = f"{files.prefix}-ca-certs {files.ca_certs}: {_cause(error)}; give a file in PEM form"
+        raise ConfigError(text) from error
+
+
 def engine_context(ca_certs: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext:
     """Return the context of connections to engines.
 
@@ -92,16 +142,10 @@ def engine_context(ca_certs: Path | None, certificate: Path | None, key: Path | 
 
 
 def _context(settings: TlsSettings) -> ssl.SSLContext:
-    assert settings.ssl_certfile is not None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
-    _load_chain(context, "--ssl-certfile", settings.ssl_certfile, "--ssl-keyfile", settings.ssl_keyfile)
+    _load_files(context, settings.files)
     if settings.ssl_ca_certs is not None:
-        try:
-            context.load_verify_locations(settings.ssl_ca_certs)
-        except OSError as error:
-            text = f"--ssl-ca-certs {settings.ssl_ca_certs}: {_cause(error)}; give a file in PEM form"
-            raise ConfigError(text) from error
         requirement = 2 if settings.ssl_cert_reqs is None else settings.ssl_cert_reqs
         context.verify_mode = ssl.VerifyMode(requirement)
     if settings.ssl_ciphers is not None:

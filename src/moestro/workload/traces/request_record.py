@@ -86,6 +86,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True):
         priority, service_class: as requested.
         user, session: numbers of the user and of the conversation, from `core.hashing.name_key`, so that they are the
             same on every server; 0 if the request named none.
+        tenant: tenant of the request's key, which a router records; empty if it has none.
     """
 
     request_id: str
@@ -103,6 +104,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True):
     service_class: ServiceClass = ServiceClass.LS
     user: int = 0
     session: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,6 +120,8 @@ class RequestRecord:
         server: int64[n], server of each request.
         num_preemptions: int64[n], sequence preemptions of each request. UNKNOWN means that the record lacks its events.
         notes: what a reader of results has to know of the record.
+        num_routers: routers that sent the requests to the same engines.
+        router_delay_ms: time of a message between them, ms; None means that they exchanged nothing.
     """
 
     headers: tuple[Header, ...]
@@ -125,6 +129,8 @@ class RequestRecord:
     server: Int64s
     num_preemptions: Int64s
     notes: tuple[str, ...] = ()
+    num_routers: int = 1
+    router_delay_ms: float | None = None
 
     @property
     def header(self) -> Header:
