@@ -158,12 +158,12 @@ def _num_blocks(engines: SimEngineSettings, num_redundant: int) -> int:
 def _calibrated(settings: PlanSettings, load: TimedLoad) -> ServerChoice:
     """Return the engine of an engine file, on the GPU where it was calibrated or on another one."""
     path, hardware = Path(settings.model).expanduser(), settings.hardware
-    table = read_engines(path, "MODEL")
     try:
-        engines = msgspec.convert(table, SimEngineSettings)
+        engines = msgspec.convert(read_engines(path, "MODEL"), SimEngineSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from None
-    if engines.table is None or engines.num_blocks is None:
+    table = engines.table
+    if table is None or engines.num_blocks is None:
         raise ConfigError(f"{path} names no table of `moestro calibrate --server`: give the .toml file that it writes")
     if load.block_size is not None and load.block_size != engines.block_size:
         raise ConfigError(
@@ -192,7 +192,7 @@ def _calibrated(settings: PlanSettings, load: TimedLoad) -> ServerChoice:
             f"{path}: the engine takes requests of {longest:,} tokens, and the longest needs {load.longest:,}"
         )
     launch = ServerLaunch(
-        model=settings.serving.serve_model or load_table(Path(engines.table)).model,
+        model=settings.serving.serve_model or load_table(Path(table)).model,
         gpus_per_server=hardware.gpus_per_engine,
         gpus_per_machine=hardware.gpus_per_machine,
         tensor_parallel_size=hardware.gpus_per_engine,
