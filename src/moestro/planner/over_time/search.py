@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from moestro.planner.over_time.choices import ServerChoice
 from moestro.planner.over_time.figures import DayFigures, figures_of
-from moestro.planner.over_time.load import TimedLoad
+from moestro.planner.over_time.load import DayLoad
 from moestro.planner.settings import PlanSettings
 from moestro.planner.systems import ServedSystem
 from moestro.sim.cluster import Workload
@@ -69,7 +69,7 @@ class TimedSearch:
 
     settings: PlanSettings
     system: ServedSystem
-    load: TimedLoad
+    load: DayLoad
     seconds_left: Callable[[], float] = lambda: math.inf
     on_step: Callable[[str], None] = lambda _: None
     _runs: dict[tuple[str, int, float], DayFigures] = field(default_factory=dict)
