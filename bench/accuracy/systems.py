@@ -22,12 +22,14 @@ class System:
         title: words for the table.
         kind: kind of evidence.
         flags: of its server.
+        unplanned: those of them, in the form of the server's command, that no plan decides.
         has_choices: whether it has the policies and engine counts of the loads.
     """
 
     title: str
     kind: str
     flags: tuple[str, ...]
+    unplanned: tuple[str, ...] = ()
     has_choices: bool = True
 
 
@@ -39,6 +41,7 @@ SYSTEMS = {
         title="moestro serve, paced H20, 4 times as slow",
         kind="paced",
         flags=(*_PACED, *_LIMITS, "--num-gpu-blocks-override", "900"),
+        unplanned=_PACED,
     ),
     "moestro_preemptive": System(
         title="moestro serve --mode preemptive, paced H20, 4 times as slow",
@@ -54,6 +57,7 @@ SYSTEMS = {
         title="vLLM 0.32 on one core, demo model",
         kind="measured",
         flags=(*_LIMITS, "--num-gpu-blocks-override", "450", "--block-size", "32"),
+        unplanned=("--dtype", "bfloat16", "--enforce-eager"),
         has_choices=False,
     ),
 }

@@ -24,6 +24,7 @@ throughput and ITL, and the same order of the deployments wherever predictions d
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -35,7 +36,7 @@ import numpy as np
 from moestro.config.run_record import run_record
 from moestro.planner.divisions import GpuDivision
 from moestro.planner.memory import memory_of
-from moestro.planner.plan import serve_arguments
+from moestro.planner.plan import launch_of
 from moestro.planner.question import make_question
 from moestro.planner.settings import HardwareSettings, PlanSearchSettings, PlanSettings, TrafficSettings
 from moestro.planner.simulated import FittingDivision, SimulatedPoint
@@ -166,8 +167,10 @@ def lateness_of_engines(server: Server) -> float:
 
 def compare(way: str, num_requests: int) -> Comparison:
     division, dilation = WAYS[way]
-    flags = [*serve_arguments(fitting_of(division), num_requests)[2:], "--pace-dilation", str(dilation)]
-    flags += ["--log-level", "error", "--no-enable-prefix-caching"]
+    fitting = fitting_of(division)
+    (line,) = fitting.question.system.commands(launch_of(fitting, num_requests))
+    flags = shlex.split(line)[2:-2]  # without `moestro serve` and the port
+    flags += ["--pace-dilation", str(dilation), "--log-level", "error", "--no-enable-prefix-caching"]
     admin_port, host = free_port(), NO_HOST
     if division.mode == "async":
         flags += ["--admin-port", str(admin_port), "--no-standby"]

@@ -164,7 +164,7 @@ def test_a_server_whose_steps_vary_gets_a_sentence(tmp_path):
     with known_server(step_ns=5e6, phase_s=0.7) as url:
         done = calibrate(url, tmp_path / "engine.json", seconds=20)
     assert done.returncode != 0
-    assert "the server is not steady: the same step of one sequence took" in done.stderr
+    assert re.search(r"the server is not steady: the same step took [\d.]+ to [\d.]+ times its median", done.stderr)
     assert list(tmp_path.iterdir()) == []
 
 

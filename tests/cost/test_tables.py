@@ -9,12 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moestro.cost import tables
+from moestro.cost.gpus import gpu_named
+from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
+from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.tables import (
     FORMAT,
     DecodePoint,
     HostTimes,
     MeasuredCost,
+    OtherGpuCost,
     PrefillPoint,
     ShortChunksPoint,
     Table,
@@ -184,3 +188,20 @@ def test_disturbed_knots_share_their_mean_and_stay_as_near_as_can_be(values):
     # The oracle: the greatest mean over intervals that end later, of the least over those that begin earlier.
     oracle = [max(min(y[i : j + 1].mean() for j in range(k, len(y))) for i in range(k + 1)) for k in range(len(y))]
     np.testing.assert_allclose(fitted, oracle, atol=1e-9)
+
+
+def test_a_table_on_another_gpu_has_the_ratio_of_two_models_and_its_own_warning():
+    measured = MeasuredCost(table())
+    here, there = (
+        Roofline(RooflineSettings(network=network_named("qwen2-7b"), gpu=gpu_named(name))) for name in ("a100", "h200")
+    )
+    cost = OtherGpuCost(measured, here, there)
+    start = np.array([10, 400, 9000])
+    for batch in (Batch(start, np.ones(3, np.int64)), Batch(np.zeros(1, np.int64), np.array([500]))):
+        ratio = there.step_ns(batch) / here.step_ns(batch)
+        assert ratio < 1
+        assert cost.step_ns(batch) == round(measured.step_ns(batch) * ratio)
+    single = [cost.step_ns(Batch(start + step, np.ones(3, np.int64))) for step in range(4)]
+    assert cost.decode_steps_ns(start, 4).tolist() == single
+    assert cost.warning() == measured.warning()
+    assert "context of up to" in cost.warning()

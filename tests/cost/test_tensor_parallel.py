@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moestro.cost.collectives import all_reduce
 from moestro.cost.gpus import A100
-from moestro.cost.hf_config import network_named
+from moestro.cost.hf_config import CONFIGS, network_from_config, network_named
+from moestro.cost.links import NVSWITCH_A100
 from moestro.cost.model import Batch
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.tensor_parallel import network_share
@@ -44,5 +46,31 @@ def test_a_share_is_faster_than_the_whole_but_not_by_the_number_of_gpus():
 
 
 def test_a_size_that_cannot_be_divided_is_named():
-    with pytest.raises(ConfigError, match=r"mixtral-8x7b: an intermediate size of 14336 is not divisible by 3 GPUs"):
+    with pytest.raises(ConfigError, match=r"mixtral-8x7b: 32 attention heads are not divisible by 3 GPUs"):
         network_share(MIXTRAL, 3)
+    odd = network_from_config("odd", {**CONFIGS["mixtral-8x7b"], "intermediate_size": 8601})
+    with pytest.raises(ConfigError, match=r"odd: an intermediate size of 8601 is not divisible by 2 GPUs"):
+        network_share(odd, 2)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_reduces"), [(1, 2), (4, 1)])
+@pytest.mark.parametrize(("start", "new"), [(500, 1), (0, 300)])
+def test_a_step_has_the_all_reduces_of_its_layers_and_no_other_time(num_ranks, num_reduces, start, new):
+    """Between ranks that share experts, the way back from the experts replaces the second all-reduce of a layer."""
+    reduced = all_reduce(NVSWITCH_A100, MIXTRAL, 2)
+    share = network_share(MIXTRAL, 2)
+    alone, together = (
+        Roofline(RooflineSettings(network=share, gpu=A100, num_ep_ranks=num_ranks, all_reduce=each))
+        for each in (None, reduced)
+    )
+    batch = Batch(np.full(8, start, np.int64), np.full(8, new, np.int64))
+    added = together.group_step_ns([batch] * num_ranks) - alone.group_step_ns([batch] * num_ranks)
+    assert added == num_reduces * MIXTRAL.num_layers * reduced.all_reduce_ns(8 * new)
+
+
+def test_coming_steps_of_a_tensor_parallel_engine_are_priced_as_single_ones():
+    reduced = all_reduce(NVSWITCH_A100, MIXTRAL, 4)
+    cost = Roofline(RooflineSettings(network=network_share(MIXTRAL, 4), gpu=A100, all_reduce=reduced))
+    start = np.array([10, 700, 3000])
+    single = [cost.step_ns(Batch(start + step, np.ones(3, np.int64))) for step in range(5)]
+    assert cost.decode_steps_ns(start, 5).tolist() == single

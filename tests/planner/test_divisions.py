@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +17,9 @@ from moestro.cost.hf_config import CONFIGS
 from moestro.cost.links import NVSWITCH_A100, Machines, with_both_kinds
 from moestro.cost.named_parts import read_network
 from moestro.errors import ConfigError
-from moestro.planner.divisions import GpuDivision, divisions_of
+from moestro.planner.divisions import GpuDivision, divisions_of, why_not_served
 from moestro.planner.memory import fewest_gpus, memory_of
-from moestro.planner.plan import commands_of
+from moestro.planner.plan import launch_of
 from moestro.planner.question import make_question
 from moestro.planner.settings import HardwareSettings, PlanSearchSettings, PlanSettings, TrafficSettings
 from moestro.planner.simulated import FittingDivision
@@ -72,8 +73,8 @@ def test_a_dense_network_has_replicas_alone():
 def test_served_only_leaves_out_what_the_server_cannot_run():
     question = question_of()
     narrowed = replace(question.settings, search=PlanSearchSettings(served_only=True))
-    assert all(each.is_served for each in divisions_of(replace(question, settings=narrowed)))
-    assert not all(each.is_served for each in divisions_of(question))
+    assert all(why_not_served(question, each) is None for each in divisions_of(replace(question, settings=narrowed)))
+    assert not all(why_not_served(question, each) is None for each in divisions_of(question))
 
 
 def test_titles_are_distinct_and_large_groups_have_few_ratios():
@@ -122,14 +123,15 @@ def test_what_fits_never_exceeds_the_memory_and_its_commands_are_accepted(seed):
         assert weights + kv + WORKSPACE <= usable * (1 + 1e-9), division.title
         if division.num_expert_workers:
             assert experts + WORKSPACE <= usable, division.title
-        if division.is_served and rng.random() < 0.2:
+        if why_not_served(question, division) is None and rng.random() < 0.2:
             check_commands(FittingDivision(question, division, memory), int(rng.integers(1, 5000)))
 
 
 def check_commands(fitting_division, num_requests):
     """Parse the commands by our own command line, whose settings check themselves."""
     division = fitting_division.division
-    commands = commands_of(fitting_division, num_requests)
+    launch = launch_of(fitting_division, num_requests)
+    commands = [shlex.split(line, comments=True) for line in fitting_division.question.system.commands(launch)]
     for command in commands:
         if command[1] == "serve":
             register(["serve"])

@@ -14,6 +14,8 @@ import pytest
 from moestro_sglang import interface, waiting_order
 from moestro_sglang.rank_choice import RankLoad
 
+from moestro.planner.systems import RunLimits, ServerLaunch, system_named
+
 if importlib.util.find_spec("sglang") is None:
     pytest.skip(
         "SGLang is not installed; integrations/sglang/README.md says how to run these tests", allow_module_level=True
@@ -151,3 +153,14 @@ def test_the_controller_reads_loads_before_it_dispatches_by_tokens():
     assert attributes_set(controller) >= {"dp_budget", "workers", "status", "refresh_load_budget_on_dispatch"}
     budget = calls(controller, "DPBudget")
     assert len(budget) == 1
+
+
+def test_commands_of_moestro_plan_have_flags_of_the_installed_version():
+    launch = ServerLaunch(
+        model="m", mode="ep-overlap", gpus_per_server=16, tensor_parallel_size=2, num_redundant_experts=16,
+        limits=RunLimits(max_num_seqs=8, max_num_batched_tokens=256), max_model_len=512, block_size=16, num_blocks=9,
+        memory_share=0.8, caches_prefixes=False,
+    )  # fmt: skip
+    system = system_named("sglang")
+    assert system.flags.source == "installed package"
+    assert len(system.commands(launch)) == 2

@@ -6,6 +6,7 @@ Run them in an environment with vLLM: `python -m pytest integrations/vllm/tests`
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import threading
@@ -28,12 +29,14 @@ from vllm.config.scheduler import SchedulerConfig
 from vllm.distributed.eplb import policy as vllm_eplb
 from vllm.distributed.eplb.eplb_state import EplbModelState, EplbState
 from vllm.sampling_params import SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
 from moestro.engine.hosted_order import HostOrder, host_order
 from moestro.engine.registry import ORDER_POLICIES
+from moestro.planner.known_flags import flag_list
 
 
 def request(name: str, length: int, arrival_s: float | None = None, priority: int = 0, **xargs: object) -> Request:
@@ -206,3 +209,15 @@ def test_vllm_finds_the_plugin():
     if not found:
         pytest.skip("moestro-vllm is not installed here, only on the path")
     assert next(iter(found)).load() is register
+
+
+def test_the_flags_that_moestro_plan_reads_from_the_sources_are_those_of_the_parser():
+    """Deprecated flags and `--help` are left out of them."""
+    modules = ("common", "launchers", "openai")
+    found = (importlib.util.find_spec(f"vllm.entrypoints.{name}.cli_args") for name in modules)
+    module = importlib.import_module(next(spec.name for spec in found if spec is not None))
+    actions = module.make_arg_parser(FlexibleArgumentParser())._actions
+    real = {name for action in actions for name in action.option_strings if name.startswith("--")}
+    read = {name for name in flag_list("vllm").names if name.startswith("--")}
+    assert read <= real
+    assert len([name for name in real - read if not name.startswith("--no-")]) <= 5

@@ -10,6 +10,7 @@ from moestro.planner.settings import (
     ObjectiveSettings,
     PlanSearchSettings,
     PlanSettings,
+    ServingSettings,
     TrafficSettings,
 )
 
@@ -21,32 +22,38 @@ def plan(
     hardware: HardwareSettings = HardwareSettings(),
     traffic: TrafficSettings = TrafficSettings(),
     objectives: ObjectiveSettings = ObjectiveSettings(),
+    serving: ServingSettings = ServingSettings(),
     search: PlanSearchSettings = PlanSearchSettings(),
 ) -> None:
-    """Find the mode and the division of GPUs that serve a workload best, by simulation, without any GPU.
+    """Find the servers that hold a workload's objectives best or with the fewest GPUs, by simulation, without any GPU.
 
     * moestro plan mixtral-8x7b --gpu a100-40g --num-gpus 8 --isl 500 --osl 150 --max-itl 100
-    * moestro plan DIR --gpu h100 --num-gpus 16 --dataset-path trace.jsonl --max-itl 50 --max-ttft 2000 --out plan/
+    * moestro plan DIR --for vllm --gpu h100 --num-gpus 16 --dataset-path day.jsonl --max-ttft 2000 --find fewest-gpus
+    * moestro plan engine.toml --for vllm --dataset-path day.jsonl --max-ttft 2000 --load-factor 2 asks about twice the
+      load, with the engine that moestro calibrate --server has probed.
 
     Parameters
     ----------
     model
-        A network by name (mixtral-8x7b, qwen3-30b-a3b, …), or a checkpoint directory or its config.json.
+        A network by name (mixtral-8x7b, qwen3-30b-a3b, …), a checkpoint directory or its config.json, or the engine
+        file (.toml) of moestro calibrate --server.
     """
     from rich.console import Console
 
     with loading("the planner"):
         from moestro.planner.verb import run_plan
 
-    settings = PlanSettings(model=model, hardware=hardware, traffic=traffic, objectives=objectives, search=search)
+    settings = PlanSettings(
+        model=model, hardware=hardware, traffic=traffic, objectives=objectives, serving=serving, search=search
+    )
     console = Console()
-    answer, question = run_plan(settings, console)
-    if search.out is None or not answer.deployments:
+    found = run_plan(settings, console)
+    if found is None or search.out is None or not found[0].deployments:
         return
     if not is_installed("plots"):
         console.print(f"no picture: {install_command('plots')}")
         return
     from moestro.planner.draw import save_curves
 
-    save_curves(search.out / "curves.png", answer, question)
+    save_curves(search.out / "curves.png", *found)
     console.print(f"written: {search.out / 'curves.png'}", highlight=False, soft_wrap=True)

@@ -140,13 +140,14 @@ class AllReduce:
 
     def exchange_ns(self, sent: Int64s, num_tokens: Int64s) -> Int64s:
         """Implement `Collective.exchange_ns`; the replica counts as one rank."""
-        return np.full(sent.shape[2], self._all_reduce_ns(int(num_tokens.sum())), np.int64)
+        return np.full(sent.shape[2], self.all_reduce_ns(int(num_tokens.sum())), np.int64)
 
     def dense_layer_ns(self, num_tokens: int) -> int:
         """Return the time of the two all-reduces of a layer, ns."""
-        return 2 * self._all_reduce_ns(num_tokens)
+        return 2 * self.all_reduce_ns(num_tokens)
 
-    def _all_reduce_ns(self, num_tokens: int) -> int:
+    def all_reduce_ns(self, num_tokens: int) -> int:
+        """Return the time of one all-reduce of the hidden states of `num_tokens` tokens, ns."""
         if self.num_gpus == 1 or num_tokens == 0:
             return 0
         crossing = 2 * (self.num_gpus - 1) / self.num_gpus * num_tokens * self.row_bytes

@@ -16,6 +16,7 @@ class AttentionShape:
     Attributes:
         projections: (outputs, inputs) of each product that every token passes once.
         kv_bytes_per_token: in the pool, of one layer.
+        num_heads: heads of queries.
         num_kv_heads: heads of keys and values; 1 with latents, which are not divided.
         decode_flops: for each token of context that one new token attends to.
         prefill_flops: the same within a prefill chunk, where keys and values are not compressed.
@@ -24,6 +25,7 @@ class AttentionShape:
 
     projections: tuple[tuple[int, int], ...]
     kv_bytes_per_token: int
+    num_heads: int
     decode_flops: float
     prefill_flops: float
     expand_flops: float = 0.0
@@ -142,6 +144,7 @@ def grouped_query(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim:
             (hidden_size, num_heads * head_dim),
         ),
         kv_bytes_per_token=2 * num_kv_heads * head_dim * 2,
+        num_heads=num_heads,
         decode_flops=4.0 * num_heads * head_dim,
         prefill_flops=4.0 * num_heads * head_dim,
         num_kv_heads=num_kv_heads,
@@ -173,6 +176,7 @@ def latent(hidden_size: int, num_heads: int, dims: LatentDims) -> AttentionShape
     return AttentionShape(
         projections=(*q, (rank + rope, hidden_size), (up, rank), (hidden_size, num_heads * dims.v_head_dim)),
         kv_bytes_per_token=(rank + rope) * 2,
+        num_heads=num_heads,
         decode_flops=2.0 * num_heads * (2 * rank + rope),
         prefill_flops=2.0 * num_heads * (key_dim + dims.v_head_dim),
         expand_flops=2.0 * rank * up,

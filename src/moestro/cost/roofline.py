@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.columns import column_sum
+from moestro.cost.collectives import AllReduce
 from moestro.cost.gating import Gating, even_gating
 from moestro.cost.gpus import Gpu
 from moestro.cost.kernels import Kernels
@@ -53,6 +54,8 @@ class RooflineSettings:
         host: cost of the engine's own code.
         num_ep_ranks: ranks in lock-step that share the experts, each with attention over its own requests.
         gating: how tokens fall on experts and ranks; None means Zipf popularity with exponent 0.6, spread evenly.
+        all_reduce: all-reduces of each rank's GPUs, where a rank is a tensor-parallel group and `network` is the share
+            of one of its GPUs. None means that a rank is one GPU.
     """
 
     network: NetworkShape
@@ -60,6 +63,7 @@ class RooflineSettings:
     host: HostCost = VLLM_HOST
     num_ep_ranks: int = 1
     gating: Gating | None = None
+    all_reduce: AllReduce | None = None
 
 
 class _Attention(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -241,9 +245,18 @@ class Roofline:
             for group in self._groups:
                 cost = kernels.dense_ns(num_tokens, group) + kernels.small_ns(num_tokens)
                 exchange = round(2 * kernels.all_to_all_ns(num_tokens) * PS_PER_NS) if group.has_experts else 0
-                part.append(round(cost * PS_PER_NS) + exchange)
+                part.append(round(cost * PS_PER_NS) + exchange + self._all_reduces_ns(group, num_tokens) * PS_PER_NS)
             self._token_parts[num_tokens] = part
         return part
+
+    def _all_reduces_ns(self, group: LayerGroup, num_tokens: int) -> int:
+        """Time of a layer's all-reduces inside a tensor-parallel rank: after attention, and after what follows it."""
+        all_reduce = self.settings.all_reduce
+        if all_reduce is None:
+            return 0
+        if group.has_experts and self.num_ep_ranks > 1:  # the way back from the experts replaces the second one
+            return all_reduce.all_reduce_ns(num_tokens)
+        return all_reduce.dense_layer_ns(num_tokens)
 
     def _expert_part(self, num_group_tokens: int) -> Int64s:
         """int64[P, R], fused experts of one layer of each pattern on each rank."""

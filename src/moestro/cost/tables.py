@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.cost.model import Batch, Int64s, Ints
+from moestro.cost.model import Batch, CostModel, Int64s, Ints
 from moestro.errors import ConfigError
 from moestro.files.text_files import read_text
 
@@ -203,6 +203,35 @@ class MeasuredCost:
             times = np.array([_Line(counts, column).at(num_sequences) for column in ns.T])
             line = self._lines[num_sequences] = _Line(contexts, times)
         return line
+
+
+class OtherGpuCost:
+    """Prices of a table's engine on another GPU: a step is scaled by the ratio of its prices in two models.
+
+    Args:
+        measured: prices of the engine as it was measured.
+        here, there: the same network in a model of the measured GPU, and of the other one.
+    """
+
+    def __init__(self, measured: MeasuredCost, here: CostModel, there: CostModel) -> None:
+        self._measured, self._here, self._there = measured, here, there
+
+    def warning(self) -> str | None:
+        """Return `MeasuredCost.warning`."""
+        return self._measured.warning()
+
+    def step_ns(self, batch: Batch) -> int:
+        """Implement `CostModel.step_ns`."""
+        return round(self._measured.step_ns(batch) * (self._there.step_ns(batch) / self._here.step_ns(batch)))
+
+    def decode_steps_ns(self, start: Ints, num_steps: int) -> Int64s:
+        """Implement `CostModel.decode_steps_ns`."""
+        here, there = (model.decode_steps_ns(start, num_steps) for model in (self._here, self._there))
+        return np.rint(self._measured.decode_steps_ns(start, num_steps) * (there / here)).astype(np.int64)
+
+    def move_ns(self, num_tokens: int) -> int:
+        """Refuse to price copies, as `MeasuredCost` does."""
+        return self._measured.move_ns(num_tokens)
 
 
 class _Line:

@@ -23,9 +23,12 @@ def network_share(network: NetworkShape, num_gpus: int) -> NetworkShape:
         num_gpus: GPUs of the replica.
 
     Raises:
-        ConfigError: an intermediate size is not divisible by the number of GPUs.
+        ConfigError: the heads or an intermediate size are not divisible by the number of GPUs.
     """
     experts = network.experts
+    num_heads = network.attention.num_heads
+    if num_heads % num_gpus:
+        raise ConfigError(f"{network.name}: {num_heads} attention heads are not divisible by {num_gpus} GPUs")
     sizes = {group.dense_size for group in network.groups} | ({experts.intermediate_size} if experts else set())
     for size in sorted(sizes):
         if size % num_gpus:
@@ -58,6 +61,7 @@ def _attention_share(attention: AttentionShape, num_gpus: int) -> AttentionShape
     return AttentionShape(
         projections=projections,
         kv_bytes_per_token=kv_bytes,
+        num_heads=attention.num_heads // num_gpus,
         decode_flops=attention.decode_flops / num_gpus,
         prefill_flops=attention.prefill_flops / num_gpus,
         expand_flops=attention.expand_flops / num_gpus,

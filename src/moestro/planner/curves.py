@@ -62,8 +62,9 @@ class Curve:
 def excess(point: SimulatedPoint, objectives: ObjectiveSettings) -> float:
     """Return the largest of the latencies as a multiple of its objective; above 1, an objective is missed."""
     ratios = [point.itl_ms / objectives.max_itl]
-    if objectives.max_ttft is not None and not math.isnan(point.ttft_ms):
-        ratios.append(point.ttft_ms / objectives.max_ttft)
+    for value, most in ((point.ttft_ms, objectives.max_ttft), (point.ttft_p99_ms, objectives.max_ttft_p99)):
+        if most is not None and not math.isnan(value):
+            ratios.append(value / most)
     return max(ratios)
 
 

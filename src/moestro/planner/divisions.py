@@ -10,7 +10,6 @@ from moestro.sim.groups.group_settings import SimMode
 
 _MOST_RATIOS = 8  # of attention to expert workers that are tried in a group; more differ by little
 _NAMES = {"ep": "ep", "ep-overlap": "ep-overlap", "afd": "ping-pong", "async": "async"}
-_SERVED: tuple[SimMode, ...] = ("fused", "ep", "async")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +45,9 @@ class GpuDivision:
         return self.num_expert_workers or self.gpus_per_group
 
     @property
-    def is_served(self) -> bool:
-        """Whether `moestro serve` runs it; it has no tensor parallelism."""
-        return self.mode in _SERVED and not (self.mode == "fused" and self.gpus_per_group > 1)
+    def tensor_parallel_size(self) -> int:
+        """GPUs of an engine."""
+        return self.gpus_per_group if self.mode == "fused" else 1
 
     @property
     def title(self) -> str:
@@ -72,7 +71,12 @@ def divisions_of(question: PlanQuestion) -> list[GpuDivision]:
         if hardware.num_gpus % size == 0
         for division in _of_groups(question, size)
     ]
-    return [division for division in found if division.is_served or not search.served_only]
+    return [division for division in found if why_not_served(question, division) is None or not search.served_only]
+
+
+def why_not_served(question: PlanQuestion, division: GpuDivision) -> str | None:
+    """Return why the chosen server does not run a deployment. None means that it does."""
+    return question.system.why_not(division.mode, division.tensor_parallel_size)
 
 
 def _of_groups(question: PlanQuestion, size: int) -> Iterator[GpuDivision]:

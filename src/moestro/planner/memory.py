@@ -8,7 +8,7 @@ from moestro.cost.capacity import WORKSPACE_BYTES
 from moestro.cost.networks import NetworkShape
 from moestro.cost.tensor_parallel import network_share
 from moestro.errors import ConfigError
-from moestro.planner.divisions import GpuDivision
+from moestro.planner.divisions import GpuDivision, why_not_served
 from moestro.planner.question import PlanQuestion
 
 _GB = 1e9
@@ -104,7 +104,7 @@ def fewest_gpus(question: PlanQuestion) -> tuple[int, GpuDivision] | None:
         if num_experts:
             tried += [GpuDivision("async", 1, size, experts) for experts in (size - 1, size // 2) if 0 < experts < size]
         for division in tried:
-            is_allowed = division.is_served or not question.settings.search.served_only
+            is_allowed = why_not_served(question, division) is None or not question.settings.search.served_only
             if is_allowed and memory_of(question, division).why_not is None:
                 return size, division
         size += 1

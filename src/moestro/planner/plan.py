@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from statistics import fmean, stdev
 
 import msgspec
@@ -15,80 +15,47 @@ from moestro import __version__
 from moestro.core.student_t import student_t_quantile
 from moestro.cost.capacity import WORKSPACE_BYTES
 from moestro.cost.roofline import VLLM_HOST
-from moestro.cost.settings import PACED
 from moestro.planner.curves import Curve, OperatingPoint, excess
+from moestro.planner.divisions import why_not_served
 from moestro.planner.host_memory import HostMemoryAnswer
 from moestro.planner.memory import MemoryUse, fewest_gpus
 from moestro.planner.question import PlanQuestion
 from moestro.planner.search import ALLOWANCE, ASYNC_ALLOWANCE, SearchFindings, measured_of
-from moestro.planner.simulated import STEP_POLICY, FittingDivision, RunLimits, SimulatedPoint
+from moestro.planner.settings import unnamed_notes
+from moestro.planner.simulated import FittingDivision, SimulatedPoint
+from moestro.planner.systems import STEP_POLICY, RunLimits, ServerLaunch, memory_share, own_servers
 
-_PORT = 8000
 
+def launch_of(fitting: FittingDivision, num_requests: int) -> ServerLaunch:
+    """Return the servers of a deployment.
 
-def serve_arguments(fitting: FittingDivision, num_requests: int) -> list[str]:
-    """Return the arguments of `moestro serve` for one group of a deployment that the server runs.
-
-    A network that is named by its sizes alone has no weights, so its command starts paced devices.
+    A network that is named by its sizes alone has no weights, so Moestro's own servers start paced devices.
 
     Args:
         fitting: the deployment.
         num_requests: requests in progress in all groups.
     """
     question, division = fitting.question, fitting.division
-    assert division.is_served, f"moestro serve cannot run {division.title}"
-    limits, block_size = fitting.limits(num_requests), question.settings.search.block_size
-    kv_bytes = fitting.memory.num_blocks * block_size * question.network.kv_bytes_per_token
-    arguments = [
-        "moestro", "serve", question.settings.model,
-        *_mode_arguments(fitting),
-        "--max-num-seqs", str(limits.max_num_seqs),
-        "--max-num-batched-tokens", str(limits.max_num_batched_tokens),
-        "--kv-cache-memory-bytes", str(kv_bytes),
-        "--block-size", str(block_size),
-        "--max-model-len", str(min(question.lengths.longest_requested, fitting.memory.kv_tokens)),
-    ]  # fmt: skip
-    if Path(question.settings.model).expanduser().exists():
-        return [*arguments, "--device", "cuda"]
-    link = ["--paced-link", question.within.name] if division.mode != "fused" else []
-    return [*arguments, "--device", f"{PACED}{question.gpu.name}", "--paced-arithmetic", "none", *link]
-
-
-def _mode_arguments(fitting: FittingDivision) -> list[str]:
-    division = fitting.division
-    if division.mode == "fused":
-        return ["--mode", "fused", "--engines", str(division.num_groups)]
-    if division.mode == "ep":
-        return ["--mode", "ep", "--engines", str(division.gpus_per_group)]
-    return [
-        "--mode", "async", "--attention", str(division.num_attention_workers),
-        "--experts", str(division.num_expert_workers),
-        "--attention-step-policy", STEP_POLICY, "--expert-step-policy", STEP_POLICY,
-    ]  # fmt: skip
-
-
-def commands_of(fitting: FittingDivision, num_requests: int) -> list[list[str]]:
-    """Return all commands: a server for each group, and a router before them if there are several groups.
-
-    Replicas are engines of one server. Ports are counted from 8000.
-    """
-    arguments = serve_arguments(fitting, num_requests)
-    num_servers = 1 if fitting.division.mode == "fused" else fitting.division.num_groups
-    if num_servers == 1:
-        return [arguments]
-    ports = range(_PORT + 1, _PORT + 1 + num_servers)
-    engines = [argument for port in ports for argument in ("--engine", f"http://127.0.0.1:{port}")]
-    route = ["moestro", "route", *engines, "--port", str(_PORT)]
-    return [*([*arguments, "--port", str(port)] for port in ports), route]
-
-
-def why_simulated_only(fitting: FittingDivision) -> str:
-    """Return why our server cannot run a deployment."""
-    if fitting.division.mode == "fused":
-        return "moestro serve has no tensor parallelism"
-    if fitting.division.mode == "ep-overlap":
-        return "moestro serve has no overlap of two batches"
-    return "moestro serve has no ping-pong between attention and expert workers"
+    settings, limits = question.settings, fitting.limits(num_requests)
+    serving, block_size = settings.serving, settings.search.block_size
+    launch = ServerLaunch(
+        model=serving.serve_model or settings.model,
+        mode=division.mode,
+        num_servers=division.num_groups,
+        gpus_per_server=division.gpus_per_group,
+        gpus_per_machine=settings.hardware.gpus_per_machine,
+        tensor_parallel_size=division.tensor_parallel_size,
+        num_expert_workers=division.num_expert_workers,
+        limits=limits,
+        max_model_len=min(question.lengths.longest_requested, fitting.memory.kv_tokens),
+        further=tuple(shlex.split(serving.server_flags)),
+    )
+    if question.system.name == "moestro":
+        kv_bytes = fitting.memory.num_blocks * block_size * question.network.kv_bytes_per_token
+        launch = replace(launch, block_size=block_size, kv_cache_bytes=kv_bytes)
+        return own_servers(launch, settings.model, question.gpu.name, question.within.name)
+    share = settings.hardware.gpu_memory_utilization
+    return replace(launch, memory_share=memory_share(question.system, question.gpu, share))
 
 
 def assumptions_of(question: PlanQuestion, simulated: Sequence[FittingDivision]) -> list[str]:
@@ -133,6 +100,7 @@ def assumptions_of(question: PlanQuestion, simulated: Sequence[FittingDivision])
             "Not modelled: the API server, pipeline parallelism, tensor parallelism inside ep and async, speculative"
             " decoding, separate prefill GPUs, failures."
         ),
+        *unnamed_notes(settings),
         *question.notes,
     ]
     return lines
@@ -157,7 +125,7 @@ class PlannedDeployment(msgspec.Struct, frozen=True, kw_only=True):
         share_of_rate: throughput over that of --request-rate. None means that no rate was requested.
         points: simulated runs.
         commands: commands that start it. Empty means that only the simulator runs it, for the reason of `why_not`.
-        why_not: reason why our server does not run it.
+        why_not: reason why the chosen server does not run it.
     """
 
     title: str
@@ -209,7 +177,7 @@ class DeploymentPlan(msgspec.Struct, frozen=True, kw_only=True):
         kind: kind of evidence.
         settings: settings as given.
         winner: title of the deployment with the most throughput within the objectives. None means that none keeps them.
-        served: title of the best one that `moestro serve` runs.
+        served: title of the best one that the chosen server runs.
         nearest: title of the deployment that comes nearest to the objectives, and `nearest_point` its run, if none
             keeps them.
         nothing_fits: sentence about the GPUs that would be needed, if no deployment fits.
@@ -251,7 +219,7 @@ def make_plan(question: PlanQuestion, found: SearchFindings) -> DeploymentPlan:
     deployments = [_described(question, curve, bests.get(id(curve))) for curve in [*order, *rest]]
     deployments += [_described(question, curve, None, "left out") for curve in found.left_out]
     deployments += [_described(question, curve, None, "not reached") for curve in found.not_reached]
-    served = next((curve for curve in order if curve.fitting.division.is_served), None)
+    served = next((curve for curve in order if why_not_served(question, curve.fitting.division) is None), None)
     near = None if ranked else min(
         ((curve, point) for curve in found.curves for point in curve.points),
         key=lambda each: excess(each[1], objectives),
@@ -299,7 +267,7 @@ def _described(
     fitting, division = curve.fitting, curve.fitting.division
     if status is None:
         status = "dominated" if curve.is_dominated else "missed" if best is None else "kept"
-    needed = question.tokens_per_s_needed
+    needed, why_not = question.tokens_per_s_needed, why_not_served(question, division)
     return PlannedDeployment(
         title=division.title,
         mode=division.mode,
@@ -316,13 +284,9 @@ def _described(
         limits=None if best is None else fitting.limits(best.num_requests),
         share_of_rate=None if best is None or needed is None else best.tokens_per_s / needed,
         points=curve.points,
-        commands=[] if best is None or not division.is_served else _commands(curve, best),
-        why_not=None if division.is_served else why_simulated_only(fitting),
+        commands=[] if best is None or why_not else question.system.commands(launch_of(fitting, best.num_requests)),
+        why_not=why_not,
     )
-
-
-def _commands(curve: Curve, best: OperatingPoint) -> list[str]:
-    return [shlex.join(arguments) for arguments in commands_of(curve.fitting, best.num_requests)]
 
 
 def _nothing_fits(question: PlanQuestion) -> str:

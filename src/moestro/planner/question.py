@@ -15,11 +15,15 @@ from moestro.cost.networks import NetworkShape
 from moestro.cost.popularity import PopularityForm
 from moestro.errors import ConfigError
 from moestro.planner.settings import PlanSettings, TrafficSettings
+from moestro.planner.systems import ServedSystem, system_named
 from moestro.sim.load.closed_loop import TimedRows
+from moestro.sim.load.router_record import read_record
 from moestro.workload.rows import Rows
 from moestro.workload.traces.reading import read_trace
 
 Int64s = NDArray[np.int64]
+
+_LENGTHS_ALONE = "arrivals and common prefixes of the file have no effect on a plan of throughput"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +102,7 @@ class PlanQuestion:
         settings: settings as given.
         network, gpu: the network, and each GPU.
         within, across: links inside a machine and between machines.
+        system: the server whose commands are printed.
         lengths: lengths of the requests.
         notes: what of --dataset-path is not in the lengths, in sentences.
         family, skew: family of the experts' popularity, and its exponent or rate.
@@ -110,6 +115,7 @@ class PlanQuestion:
     gpu: Gpu
     within: Link
     across: Link
+    system: ServedSystem
     lengths: LengthSample
     notes: tuple[str, ...] = ()
     family: str
@@ -144,6 +150,7 @@ def make_question(settings: PlanSettings) -> PlanQuestion:
         gpu=gpu,
         within=link_within(hardware.link_within, gpu),
         across=link_named(hardware.link_across),
+        system=system_named(settings.serving.system, settings.serving.for_version),
         lengths=lengths,
         notes=notes,
         family=family,
@@ -167,6 +174,10 @@ def _lengths(traffic: TrafficSettings) -> tuple[LengthSample, tuple[str, ...]]:
     """Return the lengths of the requests, and notes on what of a trace is not in them."""
     if traffic.dataset_path is None:
         return LengthSample(np.array([traffic.isl], np.int64), np.array([traffic.osl], np.int64)), ()
+    record = read_record(traffic.dataset_path)
+    if record is not None:
+        tokens = [(each.num_prompt_tokens, max(each.num_output_tokens, 1)) for each in record.requests]
+        return LengthSample(*np.array(tokens, np.int64).T), (f"--dataset-path: {_LENGTHS_ALONE}",)
     rows = read_trace(traffic.dataset_path)
     if rows.texts is not None:
         raise ConfigError(f"--dataset-path {traffic.dataset_path} holds texts, whose tokens are unknown: give lengths")
@@ -175,6 +186,6 @@ def _lengths(traffic: TrafficSettings) -> tuple[LengthSample, tuple[str, ...]]:
         raise ConfigError(f"--dataset-path {traffic.dataset_path} has no request with a prompt and an answer")
     notes = rows.notes
     if rows.timestamp_ns is not None or rows.hash_ids is not None:
-        notes.append("arrivals and common prefixes of the file have no effect on a plan, which reads lengths alone")
+        notes.append(_LENGTHS_ALONE)
     sample = LengthSample(rows.num_prompt_tokens[answered], rows.num_output_tokens[answered])
     return sample, tuple(f"--dataset-path: {note}" for note in notes)

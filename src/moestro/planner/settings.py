@@ -13,13 +13,28 @@ from cyclopts import Group, Parameter
 
 from moestro.core.setting_checks import CheckedSettings, above, at_least
 from moestro.cost.gpus import GPUS
+from moestro.cost.hf_config import known_name
 from moestro.cost.links import LINKS
+from moestro.errors import ConfigError
+from moestro.planner.systems import SystemName
 
 _HARDWARE = Parameter(group=Group.create_ordered("Hardware", help="The GPUs, and what connects them."))
 _TRAFFIC = Parameter(group=Group.create_ordered("Workload", help="The requests, and the experts that they visit."))
 _OBJECTIVES = Parameter(group=Group.create_ordered("Objectives", help="What must hold; then throughput decides."))
+_SERVERS = Parameter(group=Group.create_ordered("Servers", help="What the printed commands start."))
 _SEARCH = Parameter(group=Group.create_ordered("Search", help="What is tried, and for how long."))
 
+_FIND = (
+    "throughput: the deployment of all GPUs with the most tokens a second at constant concurrency. fewest-gpus: the"
+    " fewest of them that hold the objectives over the times of the requests. figures: what all of them give over these"
+    " times. The last two also find the load that breaks the objectives. Unset: throughput for a network, fewest-gpus"
+    " for an engine file."
+)
+_WINDOW = (
+    "Seconds of a window. The objectives of means hold for the requests that arrive in each window, so that quiet hours"
+    " do not hide the peak; windows with fewer than 20 requests join the next."
+)
+_FURTHER = "Further flags of the printed commands, as one text, that a plan does not decide; they are not checked."
 _GPU = f"One of {', '.join(GPUS)}."
 _LINK = f"one of {', '.join(LINKS)}."
 # Host time of an item of `async` on a GPU machine: the budgets of our own engine, as in docs/modes.md.
@@ -42,6 +57,12 @@ class HardwareSettings(CheckedSettings):
         _HARDWARE,
     ] = None
     link_across: Annotated[str, Parameter(help=f"Link between machines: {_LINK}"), _HARDWARE] = "infiniband-hdr"
+    gpus_per_engine: Annotated[int, at_least(1), _HARDWARE] = 1
+    "GPUs of each engine of an engine file."
+    calibrated_gpu: Annotated[str | None, _HARDWARE] = None
+    "GPU on which an engine file was calibrated, to ask for another --gpu. It needs --network."
+    network: Annotated[str | None, _HARDWARE] = None
+    "Network of an engine file, by name or by its config.json; with --calibrated-gpu."
     gpu_memory_utilization: Annotated[float, above(0, at_most=1), _HARDWARE] = 0.9
     "Share of a GPU's memory for weights, workspace and KV cache."
     max_kv_offloading_size: Annotated[float | None, above(0), _HARDWARE] = None
@@ -58,9 +79,17 @@ class TrafficSettings(CheckedSettings):
     osl: Annotated[int, at_least(2), _TRAFFIC] = 256
     "Tokens of an answer."
     dataset_path: Annotated[Path | None, _TRAFFIC] = None
-    "A trace, whose lengths replace --isl and --osl; its times and shared prefixes are not used."
+    (
+        "A trace, or a record of moestro serve or moestro route, whose lengths replace --isl and --osl. --find"
+        " fewest-gpus and figures use its times and shared prefixes too, and throughput does not."
+    )
     request_rate: Annotated[float | None, above(0), _TRAFFIC] = None
-    "Requests a second that must be served. Unset: as many as the objectives allow."
+    (
+        "Requests a second that must be served. Unset: as many as the objectives allow. Recorded times are scaled to"
+        " it; without any, arrivals are Poisson."
+    )
+    load_factor: Annotated[float, above(0), _TRAFFIC] = 1.0
+    "Factor on the rate of the requests: 2 asks about twice the load."
     popularity: Annotated[str, _TRAFFIC] = "zipf:0.6"
     "Popularity of the experts: uniform, zipf:EXPONENT or exponential:RATE (0.53: AMoE's fit of Mixtral)."
     hot_experts: Annotated[Literal["permuted", "same"], _TRAFFIC] = "permuted"
@@ -76,6 +105,25 @@ class ObjectiveSettings(CheckedSettings):
     "Largest mean time between two tokens of an answer, in milliseconds."
     max_ttft: Annotated[float | None, above(0), _OBJECTIVES] = None
     "Largest mean time from a request to its first token, in milliseconds. Unset: any."
+    max_ttft_p99: Annotated[float | None, above(0), _OBJECTIVES] = None
+    "Largest 99th percentile of that time over all requests, in milliseconds. Unset: any."
+    window: Annotated[float, Parameter(help=_WINDOW), above(0), _OBJECTIVES] = 600.0
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ServingSettings(CheckedSettings):
+    """The servers whose commands are printed."""
+
+    system: Annotated[SystemName, Parameter(name="--for"), _SERVERS] = "moestro"
+    "Server of the printed commands."
+    for_version: Annotated[str | None, _SERVERS] = None
+    "Its version, against whose flags commands are checked. Unset: the installed one, else the newest that is known."
+    serve_model: Annotated[str | None, _SERVERS] = None
+    "Model in the printed commands. Unset: MODEL, or the name that the calibrated server lists."
+    server_flags: Annotated[str, Parameter(help=_FURTHER, allow_leading_hyphen=True), _SERVERS] = ""
+    redundant_experts: Annotated[int, at_least(0), _SERVERS] = 0
+    "Further copies of experts in each layer where experts are spread (EPLB); with --find fewest-gpus or figures."
 
 
 @Parameter(name="*")
@@ -83,14 +131,17 @@ class ObjectiveSettings(CheckedSettings):
 class PlanSearchSettings(CheckedSettings):
     """The search."""
 
+    find: Annotated[Literal["throughput", "fewest-gpus", "figures"] | None, Parameter(help=_FIND), _SEARCH] = None
     time: Annotated[float, above(0), _SEARCH] = 180.0
     "Seconds for the simulations. What they did not reach is named."
     served_only: Annotated[bool, Parameter(negative=()), _SEARCH] = False
-    "Try only what moestro serve can run."
+    "Try only what the server of --for can run."
     num_seeds: Annotated[int, at_least(2), _SEARCH] = 4
     "Seeds of the comparison between the best two: other hot experts, other requests."
     seed: Annotated[int, at_least(0), _SEARCH] = 0
     "First seed."
+    max_num_seqs: Annotated[int, at_least(1), _SEARCH] = 256
+    "Sequences of a step of each engine, with --find fewest-gpus or figures; an engine file has its own."
     max_num_batched_tokens: Annotated[int, at_least(1), _SEARCH] = 2048
     "Tokens of a step of each engine; more where its sequences need them."
     block_size: Annotated[int, at_least(1), _SEARCH] = 16
@@ -108,11 +159,53 @@ class PlanSettings:
     """All of `moestro plan`.
 
     Attributes:
-        model: name of a network that `cost` knows, or a directory with config.json, or that file.
+        model: name of a network that `cost` knows, a directory with config.json, that file, or the engine file (.toml)
+            of a server that `moestro calibrate` has probed.
     """
 
     model: str
     hardware: HardwareSettings = HardwareSettings()
     traffic: TrafficSettings = TrafficSettings()
     objectives: ObjectiveSettings = ObjectiveSettings()
+    serving: ServingSettings = ServingSettings()
     search: PlanSearchSettings = PlanSearchSettings()
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the model is an engine file."""
+        return self.model.endswith(".toml")
+
+    @property
+    def finds(self) -> str:
+        """Word of `--find`, or its default."""
+        return self.search.find or ("fewest-gpus" if self.is_calibrated else "throughput")
+
+    def __post_init__(self) -> None:
+        hardware, over_times = self.hardware, self.finds != "throughput"
+        if self.is_calibrated and not over_times:
+            raise ConfigError(
+                f"--find throughput divides the GPUs of a network, and {self.model} describes one engine: give"
+                " --find fewest-gpus or figures"
+            )
+        if (hardware.calibrated_gpu is None) != (hardware.network is None):
+            raise ConfigError("--calibrated-gpu and --network go together: another GPU is priced for a network")
+        if hardware.calibrated_gpu is not None and not self.is_calibrated:
+            raise ConfigError(f"--calibrated-gpu is for an engine file (.toml), and MODEL is {self.model}: drop it")
+        for flag, value in (
+            ("--load-factor", self.traffic.load_factor != 1),
+            ("--redundant-experts", self.serving.redundant_experts),
+        ):
+            if value and not over_times:
+                raise ConfigError(f"{flag} goes with --find fewest-gpus or figures")
+        if self.finds == "fewest-gpus" and self.objectives.max_ttft is None and self.objectives.max_ttft_p99 is None:
+            raise ConfigError(
+                "--find fewest-gpus needs --max-ttft or --max-ttft-p99: without it, any queue would hold the objectives"
+            )
+
+
+def unnamed_notes(settings: PlanSettings) -> list[str]:
+    """Note that commands of other servers name a network whose checkpoint is unknown."""
+    serving = settings.serving
+    if serving.system == "moestro" or serving.serve_model is not None or known_name(settings.model) != settings.model:
+        return []
+    return [f"{settings.model} is the name of a network's sizes: give --serve-model with its checkpoint."]

@@ -17,6 +17,7 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.planner.divisions import GpuDivision
 from moestro.planner.memory import MemoryUse, share_of
 from moestro.planner.question import PlanQuestion
+from moestro.planner.systems import STEP_POLICY, RunLimits
 from moestro.sim.engine import Ranks
 from moestro.sim.groups.baselines import LOCK_STEP, StepPricing, plain_replica
 from moestro.sim.groups.group_builder import GroupSetup, deployment_of, make_group, pricing_of
@@ -25,7 +26,6 @@ from moestro.sim.groups.lock_step_group import LockStepGroup
 from moestro.sim.load.closed_loop import SPREAD_S, Observation, Replacing, run_observed
 from moestro.sim.settings import PolicySettings, SimEngineSettings
 
-STEP_POLICY = "defrag"  # Algorithm 1 of AMoE, which the map of modes has
 _NO_HOST = HostCost(step_ns=0, sequence_ns=0)
 _NO_LIMIT = 1 << 30
 _MULTIPLE = 8  # limits on sequences are multiples of this
@@ -34,20 +34,6 @@ _MULTIPLE = 8  # limits on sequences are multiples of this
 _ASYNC_PASSES, _PASSES = (2, 4), (3, 8)
 _ASYNC_NEW_REQUESTS, _NEW_REQUESTS = 16, 64
 _MOST_PASSES = 256  # steps are nearly alike with few requests
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunLimits:
-    """Limits of each engine.
-
-    Attributes:
-        max_num_seqs: sequences.
-        max_num_batched_tokens: tokens of a step: at least twice as many, as `async` mode needs, and what as many
-            requests need in the mean, a token of each answer and the prompts of new requests.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
 
 
 class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +76,11 @@ class FittingDivision:
         return self.num_engines * int(self.memory.kv_tokens // self.question.lengths.mean_context)
 
     def limits(self, num_requests: int) -> RunLimits:
-        """Limits under which this number of requests run at once."""
+        """Limits under which this number of requests run at once.
+
+        A step has at least two tokens for each sequence, as `async` mode needs, and what as many requests need in the
+        mean: a token of each answer, and the prompts of new requests.
+        """
         each = -(-num_requests // self.num_engines)
         max_num_seqs = -(-each // _MULTIPLE) * _MULTIPLE
         lengths = self.question.lengths

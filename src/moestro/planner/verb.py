@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from rich.box import SIMPLE_HEAD
@@ -12,15 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from moestro.errors import ConfigError
-from moestro.planner.host_memory import host_memory_that_pays
+from moestro.planner.host_memory import HostMemoryAnswer, host_memory_that_pays
+from moestro.planner.over_time.answer import TimedPlan, plan_over_time, print_timed_plan
 from moestro.planner.plan import DeploymentPlan, Margin, PlannedDeployment, make_plan
 from moestro.planner.question import PlanQuestion, make_question
-from moestro.planner.search import PlanSearch
+from moestro.planner.search import PlanSearch, SearchFindings
 from moestro.planner.settings import PlanSettings
 from moestro.workload.progress import progress_bar
 
 _SHOWN_MISFITS = 6
 _SEARCH_SHARE = 0.5  # of the time: at least as much is left for the search of deployments
+Answer = TypeVar("Answer")
 
 
 def print_plan(console: Console, plan: DeploymentPlan) -> None:
@@ -137,42 +141,68 @@ def _table(plan: DeploymentPlan) -> Table:
     return table
 
 
-def run_plan(settings: PlanSettings, console: Console) -> tuple[DeploymentPlan, PlanQuestion]:
+def run_plan(settings: PlanSettings, console: Console) -> tuple[DeploymentPlan, PlanQuestion] | None:
     """Answer the question of `settings`, and print the answer.
+
+    Returns:
+        The plan and its question, for a picture. None means a plan over times, which has no curves.
 
     Raises:
         ConfigError: a name is unknown, or a file cannot be read or written.
     """
-    question = make_question(settings)
     out = settings.search.out
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {out} cannot be written: {error}") from error
-    begin_s, seconds = time.monotonic(), settings.search.time
+    if settings.finds != "throughput":
+        timed = _timed("simulations", settings.search.time, partial(plan_over_time, settings))
+        print_timed_plan(console, timed)
+        _write(timed, out, console)
+        return None
+    question = make_question(settings)
+
+    def search(
+        seconds_left: Callable[[], float], on_step: Callable[[str], None]
+    ) -> tuple[SearchFindings, HostMemoryAnswer | None]:
+        # Host memory first: it refuses a log that cannot tell, and takes seconds where a search takes all there are.
+        least_left = settings.search.time * _SEARCH_SHARE
+        host_memory = host_memory_that_pays(question, lambda: seconds_left() - least_left)
+        return PlanSearch(question, seconds_left, on_step).run(), host_memory
+
+    found, host_memory = _timed("estimates", settings.search.time, search)
+    plan = msgspec.structs.replace(make_plan(question, found), host_memory=host_memory)
+    if question.network.experts is None:
+        console.print(f"{question.network.name} has no experts: replicas alone are planned", highlight=False)
+    print_plan(console, plan)
+    _write(plan, out, console)
+    return plan, question
+
+
+def _timed(
+    title: str, seconds: float, answer: Callable[[Callable[[], float], Callable[[str], None]], Answer]
+) -> Answer:
+    """Run a search under a progress bar; it gets the seconds that are left, and shows its steps."""
+    begin_s = time.monotonic()
     with progress_bar(Console(stderr=True)) as bar:
-        task = bar.add_task("estimates", total=round(seconds))
+        task = bar.add_task(title, total=round(seconds))
 
         def seconds_left() -> float:
             passed = time.monotonic() - begin_s
             bar.update(task, completed=round(min(passed, seconds)))
             return seconds - passed
 
-        # First, because it refuses a log that cannot tell, and takes seconds where a search takes all there are.
-        host_memory = host_memory_that_pays(question, lambda: seconds_left() - seconds * _SEARCH_SHARE)
-        found = PlanSearch(question, seconds_left, lambda text: bar.update(task, description=text)).run()
-    plan = msgspec.structs.replace(make_plan(question, found), host_memory=host_memory)
-    if question.network.experts is None:
-        console.print(f"{question.network.name} has no experts: replicas alone are planned", highlight=False)
-    print_plan(console, plan)
+        return answer(seconds_left, lambda text: bar.update(task, description=text))
+
+
+def _write(plan: DeploymentPlan | TimedPlan, out: Path | None, console: Console) -> None:
     if out is not None:
         write_plan(out / "plan.json", plan)
         console.print(f"written: {out / 'plan.json'}", highlight=False, soft_wrap=True)
-    return plan, question
 
 
-def write_plan(path: Path, plan: DeploymentPlan) -> None:
+def write_plan(path: Path, plan: DeploymentPlan | TimedPlan) -> None:
     """Write a plan as indented JSON.
 
     Raises:

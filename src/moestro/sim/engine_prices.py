@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moestro.cost.collectives import all_reduce
 from moestro.cost.gating import even_gating
 from moestro.cost.gpus import gpu_named
-from moestro.cost.hf_config import network_named
+from moestro.cost.named_parts import link_within, read_network
+from moestro.cost.networks import NetworkShape
 from moestro.cost.popularity import AMOE_RATE, PopularityForm
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
 from moestro.cost.staged_engines import QLLM, StagedEngine, amoe
-from moestro.cost.tables import MeasuredCost, load_table
+from moestro.cost.tables import MeasuredCost, OtherGpuCost, Table, load_table
+from moestro.cost.tensor_parallel import network_share
 from moestro.errors import ConfigError
 from moestro.sim.prices import Barrier, OneRank, Prices
 from moestro.sim.settings import SimEngineSettings
@@ -28,7 +31,7 @@ def make_prices(
     """
     if engines.table is not None:
         table = load_table(directory / engines.table)
-        return OneRank(MeasuredCost(table), copies_beside=table.device != "cpu")
+        return OneRank(_table_cost(engines, table), copies_beside=table.device != "cpu")
     cost = stage_cost(engines, popularity)
     return Barrier(cost) if isinstance(cost, Roofline) and engines.ep_ranks > 1 else OneRank(cost)
 
@@ -40,7 +43,7 @@ def kv_token_bytes(engines: SimEngineSettings, directory: Path = Path()) -> floa
         ConfigError: the engines have host memory, and their table does not say what a copy costs.
     """
     if engines.table is None:
-        return network_named(engines.network).kv_bytes_per_token
+        return network_of(engines).kv_bytes_per_token
     if not engines.kv_offloading_size:
         return 0.0
     copies = load_table(directory / engines.table).copies
@@ -58,7 +61,7 @@ def stage_cost(engines: SimEngineSettings, popularity: PopularityForm | None = N
     Raises:
         ConfigError: a staged engine is to run a network without experts, or a name is unknown.
     """
-    network = network_named(engines.network)
+    network = network_of(engines)
     by_rank = None if popularity is None or not network.experts else popularity.by_rank(network.experts.num_experts)
     if engines.engine is not None and network.experts is None:
         raise ConfigError(
@@ -75,11 +78,35 @@ def stage_cost(engines: SimEngineSettings, popularity: PopularityForm | None = N
     gating = None
     if by_rank is not None and network.experts is not None:
         gating = even_gating(by_rank, network.experts.top_k, engines.ep_ranks)
+    gpu, reduced = gpu_named(engines.gpu), None
+    if engines.tensor_parallel_size > 1:
+        reduced = all_reduce(link_within(engines.link_within, gpu), network, engines.tensor_parallel_size)
     return Roofline(
         RooflineSettings(
-            network=network, gpu=gpu_named(engines.gpu), host=host, num_ep_ranks=engines.ep_ranks, gating=gating
+            network=network, gpu=gpu, host=host, num_ep_ranks=engines.ep_ranks, gating=gating, all_reduce=reduced
         )
     )
+
+
+def network_of(engines: SimEngineSettings) -> NetworkShape:
+    """Return the network as one GPU of a rank computes and holds it, beside experts that are spread over ranks.
+
+    Raises:
+        ConfigError: the network is unknown, or a size of it is not divisible by the GPUs.
+    """
+    network = read_network(engines.network)
+    return network if engines.tensor_parallel_size == 1 else network_share(network, engines.tensor_parallel_size)
+
+
+def _table_cost(engines: SimEngineSettings, table: Table) -> MeasuredCost | OtherGpuCost:
+    measured = MeasuredCost(table)
+    if engines.table_gpu is None or gpu_named(engines.table_gpu) is gpu_named(engines.gpu):
+        return measured
+    here, there = (
+        Roofline(RooflineSettings(network=read_network(engines.network), gpu=gpu_named(name)))
+        for name in (engines.table_gpu, engines.gpu)
+    )
+    return OtherGpuCost(measured, here, there)
 
 
 def default_popularity(engines: SimEngineSettings) -> PopularityForm:

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from moestro.cost.model import Batch, CostModel, GroupCostModel, Int64s, Ints
-from moestro.cost.tables import MeasuredCost
+from moestro.cost.tables import MeasuredCost, OtherGpuCost
 from moestro.engine.load_prices import LinearPrices
 
 
@@ -92,7 +92,7 @@ class OneRank:
 
     def notes(self) -> list[str]:
         """Note steps that were larger than those of the cost table."""
-        warning = self._cost.warning() if isinstance(self._cost, MeasuredCost) else None
+        warning = self._cost.warning() if isinstance(self._cost, MeasuredCost | OtherGpuCost) else None
         return [] if warning is None else [warning]
 
 

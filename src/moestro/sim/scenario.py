@@ -14,7 +14,6 @@ from moestro.core.setting_checks import fields_of
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import GIB, gpu_named
-from moestro.cost.hf_config import network_named
 from moestro.cost.popularity import PopularityForm
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies, SchedulerSettings
@@ -29,7 +28,7 @@ from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.routing.ttft import priced_ttft
 from moestro.sim.cluster import Cluster, OutsideTime, Workload
 from moestro.sim.engine import Ranks
-from moestro.sim.engine_prices import kv_token_bytes, make_prices, stage_cost
+from moestro.sim.engine_prices import kv_token_bytes, make_prices, network_of, stage_cost
 from moestro.sim.figures.results import Results
 from moestro.sim.groups.group import Group
 from moestro.sim.groups.group_builder import GroupSetup, group_kv_blocks, make_group, make_group_setup
@@ -290,7 +289,7 @@ def num_kv_blocks(engines: SimEngineSettings, group: GroupSetup | None, policy: 
 
 def _engine_kv_blocks(engines: SimEngineSettings) -> int:
     return engines.num_blocks or kv_blocks(
-        network_named(engines.network),
+        network_of(engines),
         gpu_named(engines.gpu),
         engines.block_size,
         gpu_memory_utilization=engines.gpu_memory_utilization,

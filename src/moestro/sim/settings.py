@@ -33,10 +33,16 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
     Attributes:
         count: groups of `ep_ranks` ranks each; the router sees every rank as an engine.
         ep_ranks: ranks that share the experts and step together.
-        gpu, network: GPU and network of the roofline, by their names in `cost`.
+        gpu: GPU of the roofline, by its name in `cost`.
+        network: network of the roofline: a name in `cost`, a checkpoint directory, or its config.json.
+        tensor_parallel_size: GPUs of a rank, among which attention heads and intermediate sizes are divided. Two
+            all-reduces a layer are priced, and one where experts are spread over several ranks.
+        link_within: link of these GPUs, by its name in `cost.links`; unset: the NVSwitch of the GPU.
         engine: `qllm` uses the cost of QLLM's engine with that network in 4 bits, whatever the GPU, and requires
             num_blocks. `amoe` uses the cost of AMoE's prototype for workers of a group. Unset: a roofline.
         table: file that `moestro calibrate` wrote, which replaces these and requires num_blocks.
+        table_gpu: GPU on which the table was measured, where `gpu` is another one: a step takes as much longer or
+            shorter as the roofline of `network` says. Unset: the table's prices as they are.
         host_step_us, host_sequence_us: host time added to each step, and to each sequence in it; unset: vLLM's, as
             listed in `cost`, in `fused` mode, and none in groups of workers.
         api_us, api_token_us: time of a request outside its engine, and for each token of its prompt, as
@@ -54,8 +60,11 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
     ep_ranks: Annotated[int, at_least(1)] = 1
     gpu: str = "h20"
     network: str = "qwen3-30b-a3b"
+    tensor_parallel_size: Annotated[int, at_least(1)] = 1
+    link_within: str | None = None
     engine: Literal["qllm", "amoe"] | None = None
     table: str | None = None
+    table_gpu: str | None = None
     host_step_us: Annotated[float | None, at_least(0)] = None
     host_sequence_us: Annotated[float | None, at_least(0)] = None
     api_us: Annotated[float, at_least(0)] = 0.0
@@ -76,6 +85,15 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
         if (self.table or self.engine == "qllm") and (self.num_blocks is None or self.ep_ranks > 1):
             what = "a table" if self.table else f"engine {self.engine!r}"
             raise ConfigError(f"[engines] {what} prices single ranks, and needs num_blocks and ep_ranks 1")
+        if self.table_gpu is not None and self.table is None:
+            raise ConfigError(
+                f"[engines] table_gpu = {self.table_gpu!r} says where a table was measured: give table too"
+            )
+        if self.tensor_parallel_size > 1 and (self.table or self.engine):
+            what = "a table" if self.table else f"engine {self.engine!r}"
+            raise ConfigError(
+                f"[engines] {what} prices its engine as it is: drop tensor_parallel_size = {self.tensor_parallel_size}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +138,10 @@ class PolicySettings(PreemptionSettings, SchedulerPolicies, GroupModeSettings):
         if self.mode != "fused" and (engines.table is not None or engines.ep_ranks > 1):
             raise ConfigError(
                 f"[[policies]] mode = {self.mode!r} needs prices of stages and single ranks: no table, ep_ranks 1"
+            )
+        if self.mode != "fused" and engines.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"[[policies]] mode = {self.mode!r} has one GPU for each worker: drop tensor_parallel_size of [engines]"
             )
         if not self.has_group and engines.engine == "amoe":
             raise ConfigError(

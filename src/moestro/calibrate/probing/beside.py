@@ -8,19 +8,8 @@ from __future__ import annotations
 
 import statistics
 
-import numpy as np
-
-from moestro.calibrate.probing.design import SHORT, Observed
-from moestro.calibrate.probing.honesty import Honesty
-from moestro.calibrate.probing.probes import (
-    ProbeAnswer,
-    ProbedServer,
-    ProbeLimits,
-    ProbeRequest,
-    Probing,
-    PromptKeys,
-    ServerProbe,
-)
+from moestro.calibrate.probing.design import SHORT, ProbeDesign
+from moestro.calibrate.probing.probes import ProbeAnswer, ProbedServer, ProbeLimits, Probing
 from moestro.calibrate.probing.readings import BesideTime, DecodeTime, decode_time
 from moestro.errors import MoestroError
 
@@ -30,7 +19,7 @@ _LEAST_DURATIONS = 12
 _NOT_PROBED = "not probed beside traffic, which would suffer from it: calibrate the idle server"
 
 
-class BesideDesign:
+class BesideDesign(ProbeDesign):
     """The experiment beside traffic.
 
     Args:
@@ -52,15 +41,11 @@ class BesideDesign:
                 "--max-added-load needs a server whose /metrics show its running requests and the use of its KV cache,"
                 " and this one does not: calibrate it when it is idle, without the flag"
             )
-        self.observed = Observed()
+        super().__init__(server, limits, _ANSWER, seed)
         for bounds in ("budget", "max_rows", "max_requests", "block_size", "capacity"):
             getattr(self.observed, bounds).why = _NOT_PROBED
-        self._limits, self._num_kv_tokens = limits, figures.num_kv_tokens
-        longest = min(limits.max_prompt_tokens, (server.max_model_len or limits.max_prompt_tokens) - _ANSWER)
-        self._sizes = [size for size in _SIZES if size <= longest]
-        self._honesty = Honesty(server, limits, self.observed.notes)
-        self._rng, self._keys = np.random.default_rng(seed), PromptKeys()
-        self._elapsed_s = 0.0
+        self._num_kv_tokens = figures.num_kv_tokens
+        self._sizes = [size for size in _SIZES if size <= self._longest]
 
     def run(self) -> Probing:
         """Yield single requests until the time is over.
@@ -69,14 +54,11 @@ class BesideDesign:
             MoestroError: the server refuses or fails a probe, or too few of them found room in the time.
         """
         seen = self.observed
-        while self._elapsed_s < self._limits.seconds:
+        while not self._is_over(1):
             for size in self._rng.permutation(self._sizes).tolist():
-                request = ProbeRequest(key=self._keys.new(), num_tokens=size, max_tokens=_ANSWER)
-                answer = yield ServerProbe("beside", (request,))
-                self._elapsed_s = answer.elapsed_s
-                self._honesty.check("beside", (request,), answer)
+                answer = yield from self._send("beside", self._alone(size, _ANSWER))
                 self._read(answer)
-                if self._elapsed_s >= self._limits.seconds:
+                if self._is_over(1):
                     break
             seen.num_rounds += 1
         if len(seen.decodes) < _LEAST_DURATIONS:

@@ -140,7 +140,42 @@ class Together:
 Answered = Generator[ServerProbe, ProbeAnswer, ProbeAnswer]
 
 
-class IdleDesign:
+class ProbeDesign:
+    """What the experiments on an idle server and beside traffic have in common.
+
+    Args:
+        server: what is known of the server.
+        limits: bounds of the experiment.
+        num_reserved: tokens of an answer behind the longest prompt.
+        seed: seed of the orders and sizes.
+
+    Attributes:
+        observed: what it has observed.
+    """
+
+    def __init__(self, server: ProbedServer, limits: ProbeLimits, num_reserved: int, seed: int) -> None:
+        self.observed = Observed()
+        self._limits = limits
+        longest = limits.max_prompt_tokens
+        self._longest = min(longest, (server.max_model_len or longest) - num_reserved)
+        self._honesty = Honesty(server, limits, self.observed.notes)
+        self._rng, self._keys = np.random.default_rng(seed), PromptKeys()
+        self._elapsed_s = self._took_s = 0.0
+
+    def _send(self, kind: str, *requests: ProbeRequest) -> Answered:
+        answer = yield ServerProbe(kind, requests)
+        self._took_s, self._elapsed_s = answer.elapsed_s - self._elapsed_s, answer.elapsed_s
+        self._honesty.check(kind, requests, answer)
+        return answer
+
+    def _alone(self, num_tokens: int, max_tokens: int = 1) -> ProbeRequest:
+        return ProbeRequest(key=self._keys.new(), num_tokens=num_tokens, max_tokens=max_tokens)
+
+    def _is_over(self, share: float) -> bool:
+        return self._elapsed_s >= share * self._limits.seconds
+
+
+class IdleDesign(ProbeDesign):
     """The experiment on a server without other traffic.
 
     Args:
@@ -153,14 +188,8 @@ class IdleDesign:
     """
 
     def __init__(self, server: ProbedServer, limits: ProbeLimits, seed: int = 0) -> None:
-        self.observed = Observed()
-        self._limits = limits
-        self._longest = min(limits.max_prompt_tokens, (server.max_model_len or limits.max_prompt_tokens) - 1)
-        self._honesty = Honesty(server, limits, self.observed.notes)
+        super().__init__(server, limits, 1, seed)
         self._most_answer = max(min(_MOST_ANSWER, self._longest // 2), _FIRST_ANSWER)
-        self._rng = np.random.default_rng(seed)
-        self._keys = PromptKeys()
-        self._elapsed_s = self._took_s = 0.0
         self._answer_of: dict[int, int] = {}  # tokens of the answers by the number of rows, where more than the first
         self._rows: list[int] = []
         self._tokens_of_rows = 0  # that the requests of the maximum batch, and those that waited, would have had
@@ -182,20 +211,6 @@ class IdleDesign:
         yield from self._find_capacity()
         yield from self._check()
         self._honesty.at_end(self.observed.decodes, self.observed.capacity.low, self.observed.block_size.value)
-
-    # --- sending ----------------------------------------------------------------------------------------------------
-
-    def _send(self, kind: str, *requests: ProbeRequest) -> Answered:
-        answer = yield ServerProbe(kind, requests)
-        self._took_s, self._elapsed_s = answer.elapsed_s - self._elapsed_s, answer.elapsed_s
-        self._honesty.check(kind, requests, answer)
-        return answer
-
-    def _alone(self, num_tokens: int, max_tokens: int = 1) -> ProbeRequest:
-        return ProbeRequest(key=self._keys.new(), num_tokens=num_tokens, max_tokens=max_tokens)
-
-    def _is_over(self, share: float) -> bool:
-        return self._elapsed_s >= share * self._limits.seconds
 
     def _was_long(self, share: float = _LONGEST_PROBE) -> bool:
         return self._took_s > share * self._limits.seconds

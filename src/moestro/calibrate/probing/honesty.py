@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +21,9 @@ from moestro.errors import MoestroError
 
 _OTHERS_SHARE = 0.05  # of probes that find other requests, and of tokens that are not the probes'
 _LEAST_PROBES = 10  # before shares of them count
-_UNSTEADY = 0.35  # range of the middle three fifths over the median of the same step
+_UNSTEADY = 0.35  # range of the middle three fifths of steps, each over the median of its kind
+_CONTEXTS_PER_OCTAVE = 4  # lengths of context that count as alike
+_LEAST_REPEATS = 3  # of a kind of step
 _SLACK_TOKENS = 64  # that a server may count for itself
 _OVER_CAPACITY = 1.02
 _MOST_EVENTS = 1.2  # tokens for each event of a stream, from which their times say less
@@ -165,13 +168,20 @@ class Honesty:
 
 
 def _check_steady(decodes: Sequence[DecodeTime]) -> None:
-    """Raise MoestroError if steps of one sequence in short contexts took different times."""
-    shortest = min(each.context for each in decodes if each.rows == 1)
-    alone = [each.ns for each in decodes if each.rows == 1 and each.context < 2 * shortest]
-    low, median, high = np.percentile(alone, [20, 50, 80]).tolist()
-    if len(alone) > 2 and high - low > _UNSTEADY * median:
+    """Raise MoestroError if steps of equally many sequences in equally long contexts took different times."""
+    alike: dict[tuple[int, int], list[float]] = {}
+    for each in decodes:
+        length = round(_CONTEXTS_PER_OCTAVE * math.log2(max(each.context, 1.0)))
+        alike.setdefault((round(each.rows), length), []).append(each.ns)
+    repeated = [np.array(times) for times in alike.values() if len(times) >= _LEAST_REPEATS]
+    if not repeated:
+        return
+    # Each is compared with the median of its own kind, so that all of them count together.
+    ratios = np.concatenate([times / np.median(times) for times in repeated])
+    low, high = np.percentile(ratios, [20, 80]).tolist()
+    if high - low > _UNSTEADY:
         raise MoestroError(
-            f"the server is not steady: the same step of one sequence took {low / 1e6:.2f} to {high / 1e6:.2f} ms (its"
-            " middle three fifths). Other traffic, or other processes on its machine, would be priced as its own work."
-            " Nothing was fitted"
+            f"the server is not steady: the same step took {low:.2f} to {high:.2f} times its median (the middle three"
+            f" fifths of {len(ratios)} steps of {len(repeated)} kinds). Other traffic, or other processes on its"
+            " machine, would be priced as its own work. Nothing was fitted"
         )

@@ -43,8 +43,12 @@ class WhatIfSettings:
     is_closed_loop: bool = False
 
 
-def read_engines(path: Path) -> dict[str, object]:
+def read_engines(path: Path, flag: str = "--engines") -> dict[str, object]:
     """Read the table [engines] of a TOML file; other tables are ignored.
+
+    Args:
+        path: the file.
+        flag: what names the file, for messages.
 
     Raises:
         ConfigError: the file cannot be read, has no such table, or the table has an unknown key.
@@ -52,11 +56,11 @@ def read_engines(path: Path) -> dict[str, object]:
     try:
         table = tomllib.loads(read_text(path)).get("engines")
     except OSError as error:
-        raise ConfigError(f"--engines {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeError) as error:
-        raise ConfigError(f"--engines {path}: {error}") from error
+        raise ConfigError(f"{flag} {path}: {error}") from error
     if not isinstance(table, dict):
-        raise ConfigError(f"--engines {path} has no table [engines]")
+        raise ConfigError(f"{flag} {path} has no table [engines]")
     refuse_unknown(table, SimEngineSettings, "engines")
     if "table" in table:
         table["table"] = str((path.parent / str(table["table"])).absolute())

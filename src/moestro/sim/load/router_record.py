@@ -39,6 +39,7 @@ from moestro.workload.traces.request_record import (
     cut_off_note,
     gap_note,
     join_runs,
+    read_request_record,
 )
 
 _ROUTER, _SERVER = '{"type":"Head"', '{"format":'  # beginnings of the lines that say whose record it is
@@ -162,6 +163,20 @@ def is_router_record(path: Path) -> bool:
                 return False
             has_decisions = has_decisions or line.startswith(_ROUTER)
     return has_decisions
+
+
+def read_record(path: Path) -> RequestRecord | None:
+    """Read the record of a server or of a router. None means that the file is none.
+
+    Raises:
+        ConfigError: the file cannot be read, or its record has no replayable request.
+    """
+    if not path.name.removesuffix(".zst").endswith(".jsonl"):
+        return None
+    with open_lines(path) as lines:
+        if not next(iter(lines), "").startswith((_SERVER, '{"type":')):
+            return None
+    return read_router_record(path) if is_router_record(path) else read_request_record(path)
 
 
 def read_router_record(path: Path, *others: Path) -> RequestRecord:
