@@ -291,10 +291,10 @@ def test_each_value_at_each_depth_is_allowed_where_the_server_accepts_it(struct,
         for value in INNER_VALUES:
             if is_relation(trail, value):
                 continue
-            asked = changed(body, trail, value)
-            accepted = is_accepted(struct, asked)
+            mutated = changed(body, trail, value)
+            accepted = is_accepted(struct, mutated)
             num_refused += not accepted
-            if document.is_valid(asked) != accepted:
+            if document.is_valid(mutated) != accepted:
                 wrong.append((spelled(trail), value, accepted))
     assert wrong == []
     assert num_refused > 5
