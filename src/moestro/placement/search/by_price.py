@@ -291,8 +291,8 @@ def _dropped(what: int, slot: int, device: int) -> Parts:
     )
 
 
-# A layer is left alone whose price is above its lower bound by a smaller part.
-WORTH = 0.001
+# A layer of a large problem is left alone whose price is above its lower bound by a smaller part.
+WORTH = 0.002
 NUM_STARTS = 2  # of the placements of a layer of a small problem, the best ones, from which steps are taken
 # Times that the best placement of a small problem is disturbed by random exchanges before steps are taken anew. Without
 # them, one in ten of such problems is more than 0.2 % above a descent by smoothed maxima.
@@ -322,19 +322,31 @@ class PriceSearch:
         Args:
             step_s: float64[layers], seconds per step.
         """
+        least_s = self._least_s(step_s)
+        above = step_s / np.maximum(least_s, TINY)
+        layers = np.argsort(-above, kind="stable")
+        return layers[above[layers] > (1 if is_small(self.problem) else 1 + WORTH)]
+
+    def _least_s(self, step_s: Floats) -> Floats:
+        """Return float64[layers], seconds below which no placement with equal shares brings a layer.
+
+        Args:
+            step_s: float64[layers], seconds per step that a placement must not exceed.
+        """
         view, origin, speed = self.pricer.view, self.pricer.origin, self.problem.speed
-        activated = np.minimum(view.load.activated, 1.0)
-        work_s = view.prices.token_s * origin.total.sum(axis=1) + view.prices.expert_s * activated.sum(axis=1)
-        _, node_s, far_s = view.prices.row_s
+        total, (_, node_s, far_s) = origin.total, view.prices.row_s
         # Rows come and answers return; at best, all of them stay within their node, and those of a device on it.
         own = origin.by_device[view.devices.is_alive].max(axis=0).sum(axis=1)
-        rows_s = 2 * node_s * (origin.total.sum(axis=1) - own) / len(speed)
+        rows_s: Floats = 2 * node_s * (total.sum(axis=1) - own) / len(speed)
         if len(set(view.prices.row_s)) > 1 and len(origin.by_node) > 1:
             in_node = origin.by_node.max(axis=0).sum(axis=1)
-            rows_s += 2 * (far_s - node_s) * (origin.total.sum(axis=1) - in_node) / len(speed)
-        above = step_s / np.maximum(work_s / speed.sum() + rows_s, TINY)
-        layers = np.argsort(-above, kind="stable")
-        return layers[above[layers] > 1 + WORTH]
+            rows_s += 2 * (far_s - node_s) * (total.sum(axis=1) - in_node) / len(speed)
+        # In what is left, no device may compute for longer, so hot experts need copies, each of which is read.
+        most = np.maximum((step_s - rows_s) * speed.max(), TINY)[:, None]
+        copies = np.clip(np.ceil(view.prices.token_s * total / most), 1, len(speed))
+        reads = copies * (1 - idle_parts(1 - np.minimum(view.load.activated, 1.0), 1 / copies))
+        work_s = view.prices.token_s * total.sum(axis=1) + view.prices.expert_s * reads.sum(axis=1)
+        return rows_s + work_s / speed.sum()
 
     def best(self, starts: list[Experts], layers: NDArray[np.intp]) -> Packing:
         """Return the best placement found of each of some layers.

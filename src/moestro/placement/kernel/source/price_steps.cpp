@@ -314,8 +314,8 @@ class Layer {
         const double move_s = moving_s(step);
         double compute_s, rows_s, most_compute_s = 0.0, most_rows_s = 0.0;
         // Devices that decide most often come first.
-        const int64_t probes[] = {slowest_, busiest_, step.part[0].leaves, step.part[1].leaves, step.part[0].enters,
-                                  step.part[1].enters, slow_ones_[0], slow_ones_[1], busy_ones_[0], busy_ones_[1]};
+        const int64_t probes[] = {slowest_, slow_ones_[0], slow_ones_[1], step.part[0].enters, step.part[1].enters,
+                                  busiest_, busy_ones_[0], busy_ones_[1], step.part[0].leaves, step.part[1].leaves};
         for (const int64_t device : probes) {
             if (device == NONE) continue;
             after(step, device, compute_s, rows_s);
