@@ -121,18 +121,17 @@ class LastingPlans:
             net_s = part * predicted_s - self._moves_s(view, table)
             if net_s > saved_s:
                 best, saved_s, kind = table, net_s, name
-        step_s = _step_s(view.load, view.table, view)
         self._num_calls += 1
         if best is view.table:
             self.reason = "no plan is expected to save anything"
             return best
+        priced_s, measured_s = _step_s(view.load, view.table, view), view.measured_step_s or 0.0
+        step_s = max(priced_s, measured_s)  # prices leave out attention, and all that is not experts
+        of_what = f"a step of {step_s * 1e3:.3g} ms ({'measured' if measured_s > priced_s else 'priced'})"
+        self.reason = f"the {kind} plan is expected to save {saved_s / step_s:.2%} of {of_what}"
         if saved_s < self.settings.least_share * step_s:
-            self.reason = (
-                f"the {kind} plan is expected to save {saved_s / step_s:.2%} of a step, and"
-                f" {self.settings.least_share:.2%} are required"
-            )
+            self.reason += f", and {self.settings.least_share:.2%} are required"
             return view.table
-        self.reason = f"the {kind} plan is expected to save {saved_s / step_s:.2%} of a step"
         return replace(best, version=view.table.version + 1)
 
     def _forget(self) -> None:
