@@ -70,7 +70,7 @@ def ask(policy: str, view: PlaceView, *, fills_slots: bool = False, mixes_source
                 f"SGLang and TensorRT-LLM need an expert in every slot: {error}; raise that limit, or give fewer"
                 " --slots-per-device"
             ) from None
-        seen = replace(view, limits=limits)
+        seen = replace(view, limits=limits, fills_slots=True)
     if mixes_sources:
         seen = replace(seen, load=mean_sources(seen.load))
     try:
