@@ -113,7 +113,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     kernel_search().wait()
-    conditions, trace = run_record("simulated", "seconds are those of the traffic model"), loads.read_trace(args.routing)
+    conditions, trace = (
+        run_record("simulated", "seconds are those of the traffic model"),
+        loads.read_trace(args.routing),
+    )
     trace = replace(trace, experts=trace.experts[:, :NUM_LAYERS])
     console = Console(width=None if sys.stdout.isatty() else 170)
     rows: list[dict[str, object]] = []

@@ -19,7 +19,7 @@ from moestro.placement.kernel.choice import kernel_search
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 
 EPLB = ("eplb", "eplb:hierarchy=never")
-# A layer of a large problem within 0.2 % of its lower bound is left alone, and steps of single copies end at a local optimum.
+# A layer of a large problem within 0.2 % of its lower bound is left alone, and steps end at a local optimum.
 BOUND = 1.002
 # The same search without shares and risk: its placement is a candidate where problems are as small as these.
 CANDIDATE = 1 + 1e-9

@@ -24,8 +24,8 @@ class Eplb:
 
     EPLB may put two copies of an expert on one device. Their second slot stays empty, and the first one gets the shares
     of both. Where every slot has to have an expert, the second copy changes places with one of another device instead,
-    so that each expert keeps the number of copies that EPLB gave it. An expert that stays on its device stays in its slot, as in vLLM. Dead devices are left out, as SGLang's
-    `elasticity_aware` does.
+    so that each expert keeps the number of copies that EPLB gave it. An expert that stays on its device stays in its
+    slot, as in vLLM. Dead devices are left out, as SGLang's `elasticity_aware` does.
 
     Args:
         hierarchy: `auto`, `always` or `never`.
