@@ -28,6 +28,9 @@ SHORT, LONG, FIRST = "short", "long", "first"
 JUDGED_BY = {SHORT: 1, LONG: 4}
 # Part of a prediction that is expected before any plan was judged: the chance of several windows is less than of one.
 PRIOR = {SHORT: 0.5, LONG: 0.8}
+# Standard errors of what is predicted too much that are subtracted, too. Where two loads take turns, judgements of a
+# long plan differ much, and their mean over four windows hardly does.
+ERRORS = {SHORT: 1.0, LONG: 0.0}
 SPREAD = 0.02  # standard deviation, as a part of a step, of what is predicted too much, before two plans were judged
 
 
@@ -44,7 +47,7 @@ class LastingSettings:
 
     least_share: float = 0.02
     num_windows: int = 6
-    half_life: float = 3.0
+    half_life: float = 6.0
     hysteresis: float = 0.1
 
 
@@ -58,9 +61,12 @@ class _Excess:
 
     Attributes:
         prior: Part of a prediction that is expected before any plan was judged.
+        num_errors: Standard errors that are subtracted, too.
+        weight, total, squares: Judgements, and the sums of what they found too much and of its squares.
     """
 
     prior: float
+    num_errors: float
     weight: float = 0.0
     total: float = 0.0
     squares: float = 0.0
@@ -83,7 +89,7 @@ class _Excess:
             return self.prior * predicted
         mean = self.total / self.weight
         variance = (SPREAD**2 + self.squares - self.weight * mean**2) / (1 + self.weight)
-        return predicted - max(mean + math.sqrt(max(variance, 0.0) / self.weight), 0.0)
+        return predicted - max(mean + self.num_errors * math.sqrt(max(variance, 0.0) / self.weight), 0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +130,7 @@ class LastingPlans:
     _num_calls: int = 0
 
     def __post_init__(self) -> None:
-        self._excess = {kind: _Excess(PRIOR[kind]) for kind in JUDGED_BY}
+        self._excess = {kind: _Excess(PRIOR[kind], ERRORS[kind]) for kind in JUDGED_BY}
 
     @property
     def needs_pairs(self) -> bool:
