@@ -128,7 +128,7 @@ class SearchKernel:
         sizes = (num_layers, num_experts, num_devices, starts.shape[3])
         struct = _StepPrices(*sizes, *addresses, prices.move_s, int(prices.may_receive))
         starts = np.ascontiguousarray(starts)
-        best = np.empty_like(starts[0])
+        best: Experts = np.empty_like(starts[0])
         self._function["lower_prices"](ctypes.byref(struct), starts.ctypes.data, len(starts), *limits, best.ctypes.data)
         return best
 

@@ -82,7 +82,7 @@ def lower_prices(prices: StepPrices, starts: Experts, num_best: int) -> Experts:
     kernel = search_kernel()
     if kernel is not None:
         return kernel.lower_prices(prices, starts, (num_best, MOST_STEPS, LEAST_GAIN))
-    found = np.empty_like(starts[0])
+    found: Experts = np.empty_like(starts[0])
     for layer, of_layer in enumerate(starts.swapaxes(0, 1)):
         states = [_LayerPrice(prices, layer, start.copy()) for start in of_layer]
         states = sorted(states, key=lambda each: each.price_s)[:num_best]
@@ -346,7 +346,8 @@ class PriceSearch:
         copies = np.clip(np.ceil(view.prices.token_s * total / most), 1, len(speed))
         reads = copies * (1 - idle_parts(1 - np.minimum(view.load.activated, 1.0), 1 / copies))
         work_s = view.prices.token_s * total.sum(axis=1) + view.prices.expert_s * reads.sum(axis=1)
-        return rows_s + work_s / speed.sum()
+        least_s: Floats = rows_s + work_s / speed.sum()
+        return least_s
 
     def best(self, starts: list[Experts], layers: NDArray[np.intp]) -> Packing:
         """Return the best placement found of each of some layers.

@@ -1,6 +1,6 @@
 """Compares plans that are followed where they last with never moving, one plan, and EPLB at each interval.
 
-    python bench/simulator/lasting_plans.py --routing DIR [--json bench/results/simulator/lasting_plans.json]
+    python bench/simulator/placement_lasting.py --routing DIR [--json bench/results/simulator/placement_lasting.json]
 
 Loads are recorded choices of GPT-OSS-20B (DIR holds the two files of the trace); each window has half of a benchmark's
 answers, drawn anew, so windows of one benchmark differ as answers do. *stays*: one benchmark; *alternates*: two, which
