@@ -40,8 +40,6 @@ from moestro.placement.score import score
 from moestro.placement.search import (
     by_price,
     descent,
-    few_moves,
-    price_steps,
     replicas,
     restoring,
     search,
@@ -90,8 +88,8 @@ SWEEPS = (
     Sweep(search, "STALLED", (0.0, 0.003, 0.01, 0.05), "tight"),
     Sweep(descent, "SLOW", (0.0, 0.1, 0.2, 0.4)),
     Sweep(descent, "CYCLE", (2, 3, 4, 6), "single"),
-    Sweep(few_moves, "WIDEST", (1.0, 1.5, 2.5, 4.0), "single"),
-    Sweep(few_moves, "LIGHT_PART", (0.25, 0.5, 1.0), "single"),
+    Sweep(search, "WIDEST", (1.0, 1.5, 2.5, 4.0), "single"),
+    Sweep(search, "LIGHT_PART", (0.25, 0.5, 1.0), "single"),
     Sweep(search, "HEAVY_COPY", (0.0, 0.4, 0.6, 0.8), "swapped"),
     Sweep(search, "HEAVIER_COPY", (1.0, 1.05, 1.2, 1.5), "swapped"),
     Sweep(search, "STAY", (0.0, 0.1, 0.3)),
@@ -109,7 +107,7 @@ SWEEPS = (
     Sweep(small, "MOST_CLIMBS", (4, 12, 24), "small"),
     Sweep(by_price, "NUM_STARTS", (1, 2, 4), "gimbal"),
     Sweep(by_price, "NUM_KICKS", (0, 4, 8, 16), "gimbal"),
-    Sweep(price_steps, "MOST_STEPS", (16, 64, 256), "gimbal"),
+    Sweep(by_price, "MOST_STEPS", (16, 64, 256), "gimbal"),
 )
 
 

@@ -85,7 +85,19 @@ def test_a_saving_that_is_small_beside_a_step_moves_nothing():
     loads = list(loads_of("stays"))
     lasting = LastingPlans(PLACE_POLICIES.make("moestro"), LastingSettings(least_share=0.9))
     assert play(loads[:3], lasting)[1] == 0
-    assert "of a step, and 90.00% are required" in lasting.reason
+    assert lasting.reason.endswith("ms (priced), and 90.00% are required")
+
+
+def test_a_share_of_the_measured_step_is_required():
+    load = next(loads_of("stays"))
+    table, devices = first_table(LAYERS, EXPERTS, DEVICES, SLOTS), even_devices(DEVICES, SLOTS)
+    view = PlaceView(load, table, devices, PRICES, PlaceLimits(horizon_steps=STEPS))
+    priced_s = score(load, table, devices, PRICES).step_s
+    for times, follows in ((0.5, True), (1e3, False)):
+        lasting = LastingPlans(PLACE_POLICIES.make("moestro"))
+        found = lasting(replace(view, measured_step_s=times * priced_s))
+        assert (found is not table) == follows
+        assert f"({'priced' if follows else 'measured'})" in lasting.reason
 
 
 def test_a_window_of_few_steps_promises_less():

@@ -54,6 +54,26 @@ async def test_a_plan_is_followed_and_the_balance_is_as_predicted():
 
 
 @run
+async def test_a_step_is_measured_in_the_busiest_time_between_two_readings():
+    group = PlacedGroup(placement_interval=0)
+    for num_steps in (0, 40, 200, 30):
+        group.tick(2.0)
+        group.serve(num_steps)
+        await group.check()
+    assert group.control.step_s == pytest.approx(3.0 / 200), "a check takes another second"
+
+
+@run
+async def test_few_steps_between_two_readings_measure_none():
+    group = PlacedGroup(placement_interval=0)
+    for num_steps in (0, 3):
+        group.tick(0.001)
+        group.serve(num_steps)
+        await group.check()
+    assert group.control.step_s is None
+
+
+@run
 async def test_a_plan_says_whether_a_step_gets_shorter_or_longer():
     group = PlacedGroup()
     group.serve(3000)

@@ -1,15 +1,17 @@
 """Follows a placement policy only where its plans have lasted: the memory of a group that plans again and again.
 
-A plan fits the window that it was made for, and the next window is another one: noise, or other domains. So a saving is
-expected only as far as earlier plans of the same kind have found what they predicted.
+A plan fits the window that it was made for, and the next window is another one: noise, or other domains. So of a
+saving, what earlier plans of the same kind predicted too much is not expected.
 
 1. *Short* plans are made for the last window. What they predict is priced under that window with its noise once more.
 2. *Long* plans are made for the mean of all remembered windows, and priced as the mean over these.
-3. The *first* placement and that of now are candidates, too, and need no trust, because no window made them.
+3. The *first* placement and that of now are candidates, too, and are expected to save what they are priced at, because
+   no window made them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,6 +23,15 @@ from moestro.placement.registry import PlacePolicy, PlaceView
 from moestro.placement.score import move_s, moves_between, score
 
 SHORT, LONG, FIRST = "short", "long", "first"
+# Windows that judge a plan. One is not enough for a long plan: where two loads take turns, the next window is the one
+# that the plan weighs less.
+JUDGED_BY = {SHORT: 1, LONG: 4}
+# Part of a prediction that is expected before any plan was judged: the chance of several windows is less than of one.
+PRIOR = {SHORT: 0.5, LONG: 0.8}
+# Standard errors of what is predicted too much that are subtracted, too. Where two loads take turns, judgements of a
+# long plan differ much, and their mean over four windows hardly does.
+ERRORS = {SHORT: 1.0, LONG: 0.0}
+SPREAD = 0.02  # standard deviation, as a part of a step, of what is predicted too much, before two plans were judged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,50 +42,72 @@ class LastingSettings:
         least_share: Part of a step that a plan must be expected to save.
         num_windows: Windows that are remembered.
         half_life: Windows after which one counts half.
-        trust: Part of a predicted saving that is expected before any plan was judged.
         hysteresis: Part by which the expected saving over the horizon must exceed the seconds of the move.
     """
 
     least_share: float = 0.02
     num_windows: int = 6
-    half_life: float = 3.0
-    trust: float = 0.5
+    half_life: float = 6.0
     hysteresis: float = 0.1
 
 
 @dataclass(slots=True)
-class _Trust:
-    """What plans of a kind predicted, and what the next window found of it; both decay.
+class _Excess:
+    """By how much plans of a kind predicted more than later windows found, as parts of a step; older ones count less.
 
-    The first prediction counts once as if it had found the part that is expected without knowledge.
+    What a plan gains by the chance of its own window is about the same part of a step, whether the plan saves much or
+    little. So it is subtracted: a ratio that was learned from the first plan, which saves most, would let later ones
+    chase noise.
+
+    Attributes:
+        prior: Part of a prediction that is expected before any plan was judged.
+        num_errors: Standard errors that are subtracted, too.
+        weight, total, squares: Judgements, and the sums of what they found too much and of its squares.
     """
 
     prior: float
-    predicted_s: float = 0.0
-    found_s: float = 0.0
+    num_errors: float
+    weight: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
 
-    def judge(self, predicted_s: float, found_s: float, kept: float) -> None:
-        """Take in a plan that the next window has judged."""
-        if not self.predicted_s:
-            self.predicted_s, self.found_s = predicted_s, self.prior * predicted_s
-        self.predicted_s = kept * self.predicted_s + predicted_s
-        self.found_s = kept * self.found_s + found_s
+    def judge(self, predicted: float, found: float) -> None:
+        """Take in what a window found of a plan; both are parts of a step."""
+        self.weight += 1.0
+        self.total += predicted - found
+        self.squares += (predicted - found) ** 2
 
-    @property
-    def part(self) -> float:
-        """Part of a prediction that is to be expected, from 0 to 1."""
-        if self.predicted_s <= 0:
-            return self.prior
-        return min(max(self.found_s / self.predicted_s, 0.0), 1.0)
+    def age(self, kept: float) -> None:
+        """Let all judgements so far count less."""
+        self.weight *= kept
+        self.total *= kept
+        self.squares *= kept
+
+    def expected(self, predicted: float) -> float:
+        """Return what is to be expected of a prediction, less the uncertainty of it; never more than the prediction."""
+        if not self.weight:
+            return self.prior * predicted
+        mean = self.total / self.weight
+        variance = (SPREAD**2 + self.squares - self.weight * mean**2) / (1 + self.weight)
+        return predicted - max(mean + self.num_errors * math.sqrt(max(variance, 0.0) / self.weight), 0.0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Shadow:
-    """A plan that the next window will judge, whether it was followed or not."""
+    """A plan that the next windows will judge, whether it was followed or not.
 
+    Attributes:
+        kind: Kind of the plan.
+        base, table: Placements before and after.
+        predicted: Part of a step that it was predicted to save.
+        num_left: Windows that have still to judge it.
+    """
+
+    kind: str
     base: ExpertTable
     table: ExpertTable
-    predicted_s: float
+    predicted: float
+    num_left: int
 
 
 @dataclass(slots=True, eq=False)
@@ -91,13 +124,13 @@ class LastingPlans:
     settings: LastingSettings = field(default_factory=LastingSettings)
     reason: str = ""
     _windows: list[ExpertLoad] = field(default_factory=list)
-    _trust: dict[str, _Trust] = field(default_factory=dict)
-    _shadows: dict[str, _Shadow] = field(default_factory=dict)
+    _excess: dict[str, _Excess] = field(default_factory=dict)
+    _shadows: list[_Shadow] = field(default_factory=list)
     _first: ExpertTable | None = None
     _num_calls: int = 0
 
     def __post_init__(self) -> None:
-        self._trust = {name: _Trust(self.settings.trust) for name in (SHORT, LONG)}
+        self._excess = {kind: _Excess(PRIOR[kind], ERRORS[kind]) for kind in JUDGED_BY}
 
     @property
     def needs_pairs(self) -> bool:
@@ -114,25 +147,26 @@ class LastingPlans:
             self._forget()
         self._judge(view)
         self._remember(view)
-        candidates = self._candidates(view)
+        priced_s = _step_s(view.load, view.table, view)
         best, saved_s, kind = view.table, 0.0, ""
-        for name, (table, predicted_s) in candidates.items():
-            part = self._trust[name].part if name in self._trust else 1.0
-            net_s = part * predicted_s - self._moves_s(view, table)
+        for name, (table, predicted_s) in self._candidates(view, priced_s).items():
+            expected_s = predicted_s
+            if name in self._excess:
+                expected_s = priced_s * self._excess[name].expected(predicted_s / priced_s)
+            net_s = expected_s - self._moves_s(view, table)
             if net_s > saved_s:
                 best, saved_s, kind = table, net_s, name
-        step_s = _step_s(view.load, view.table, view)
         self._num_calls += 1
         if best is view.table:
             self.reason = "no plan is expected to save anything"
             return best
+        measured_s = view.measured_step_s or 0.0
+        step_s = max(priced_s, measured_s)  # prices leave out attention, and all that is not experts
+        of_what = f"a step of {step_s * 1e3:.3g} ms ({'measured' if measured_s > priced_s else 'priced'})"
+        self.reason = f"the {kind} plan is expected to save {saved_s / step_s:.2%} of {of_what}"
         if saved_s < self.settings.least_share * step_s:
-            self.reason = (
-                f"the {kind} plan is expected to save {saved_s / step_s:.2%} of a step, and"
-                f" {self.settings.least_share:.2%} are required"
-            )
+            self.reason += f", and {self.settings.least_share:.2%} are required"
             return view.table
-        self.reason = f"the {kind} plan is expected to save {saved_s / step_s:.2%} of a step"
         return replace(best, version=view.table.version + 1)
 
     def _forget(self) -> None:
@@ -142,20 +176,28 @@ class LastingPlans:
 
     def _judge(self, view: PlaceView) -> None:
         """Let the window judge the plans that were made before it."""
-        kept = 0.5 ** (1 / self.settings.half_life)
-        for name, shadow in self._shadows.items():
-            if shadow.predicted_s > 0 and shadow.table.logical_of.shape == view.table.logical_of.shape:
-                before_s, after_s = (_step_s(view.load, each, view) for each in (shadow.base, shadow.table))
-                self._trust[name].judge(shadow.predicted_s, before_s - after_s, kept)
-        self._shadows.clear()
+        for excess in self._excess.values():
+            excess.age(0.5 ** (1 / self.settings.half_life))
+        for shadow in self._shadows:
+            if shadow.table.logical_of.shape != view.table.logical_of.shape:
+                continue
+            before_s, after_s = (_step_s(view.load, each, view) for each in (shadow.base, shadow.table))
+            if before_s > 0:
+                self._excess[shadow.kind].judge(shadow.predicted, 1 - after_s / before_s)
+            shadow.num_left -= 1
+        self._shadows = [each for each in self._shadows if each.num_left]
 
     def _remember(self, view: PlaceView) -> None:
         self._first = self._first or view.table
         self._windows.append(replace(view.load, pairs=None))
         del self._windows[: -self.settings.num_windows]
 
-    def _candidates(self, view: PlaceView) -> dict[str, tuple[ExpertTable, float]]:
-        """Return placements by kind, with the seconds a step that each one is predicted to save."""
+    def _candidates(self, view: PlaceView, priced_s: float) -> dict[str, tuple[ExpertTable, float]]:
+        """Return placements by kind, with the seconds a step that each one is predicted to save.
+
+        Args:
+            priced_s: Seconds of a step now.
+        """
         found: dict[str, tuple[ExpertTable, float]] = {}
         short = self.policy(view)
         noisy = with_noise(view.load, self._num_calls)
@@ -166,9 +208,10 @@ class LastingPlans:
             found[LONG] = long, self._saved_s(view, long, weights)
             if self._first is not None and self._first.logical_of.shape == view.table.logical_of.shape:
                 found[FIRST] = self._first, self._saved_s(view, self._first, weights)
-        for name in self._trust:
-            if name in found and found[name][0] is not view.table:
-                self._shadows[name] = _Shadow(view.table, *found[name])
+        for kind, num_windows in JUDGED_BY.items():
+            if kind in found and found[kind][0] is not view.table and priced_s > 0:
+                table, predicted_s = found[kind]
+                self._shadows.append(_Shadow(kind, view.table, table, predicted_s / priced_s, num_windows))
         return found
 
     def _weights(self) -> np.ndarray:

@@ -25,6 +25,8 @@ class PlaceView:
         prices: What work, rows and moves cost.
         limits: Bounds on what may move. Policies of peers know none, and ignore them.
         num_groups: Groups of experts that a token's gate chooses first (DeepSeek-V3: 8); 1 means none.
+        fills_slots: Whether the engine has an expert in every slot, and divides tokens evenly among copies.
+        measured_step_s: Seconds of a whole step as measured, with what prices leave out; None means not measured.
 
     Raises:
         ValueError: The load, the table and the devices do not fit each other.
@@ -36,6 +38,8 @@ class PlaceView:
     prices: PlacePrices
     limits: PlaceLimits
     num_groups: int = 1
+    fills_slots: bool = False
+    measured_step_s: float | None = None
 
     def __post_init__(self) -> None:
         num_workers, num_layers, num_slots = self.table.logical_of.shape

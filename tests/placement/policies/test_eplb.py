@@ -82,6 +82,18 @@ def test_two_copies_on_a_device_become_one_with_the_shares_of_both():
     assert (table.logical_of == EMPTY).sum() == 3
 
 
+def test_where_every_slot_has_an_expert_each_one_keeps_its_number_of_copies():
+    policy, num_doubled = PLACE_POLICIES.make("eplb:hierarchy=never"), 0
+    for seed in range(12):
+        total = np.random.default_rng(seed).uniform(100, 100 + 20 * seed, (3, 8))
+        view = make_view(total, 4, 4)
+        _, _, count = rebalance_experts(total, 16, 1, 1, 4)
+        table = policy(replace(view, fills_slots=True))
+        assert (table.num_copies.sum(axis=0) == count).all()
+        num_doubled += bool((policy(view).logical_of == EMPTY).any())
+    assert num_doubled > 3, "the rule puts an expert twice on a device"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_an_expert_that_stays_on_its_device_stays_in_its_slot(seed):
     view = random_view(seed)

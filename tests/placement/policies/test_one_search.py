@@ -19,10 +19,10 @@ from moestro.placement.kernel.choice import kernel_search
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 
 EPLB = ("eplb", "eplb:hierarchy=never")
-# A layer that is within 0.1 % of its lower bound is left alone, and steps of single copies end at a local optimum.
+# A layer of a large problem within 0.2 % of its lower bound is left alone, and steps end at a local optimum.
 BOUND = 1.002
-# The same search without shares and risk, which has other starts.
-OTHER_STARTS = 1.005
+# The same search without shares and risk: its placement is a candidate where problems are as small as these.
+CANDIDATE = 1 + 1e-9
 # One step after the other by smoothed maxima: seconds for what takes milliseconds, and at times another local optimum.
 DESCENT_BOUND = 1.015
 
@@ -32,12 +32,14 @@ def kernel():
     kernel_search().wait()
 
 
-def view_of(name: str, num_devices: int, num_slots: int, num_nodes: int, tokens: float, kind: str) -> PlaceView:
+def view_of(
+    name: str, num_devices: int, num_slots: int, num_nodes: int, tokens: float, kind: str, skew: float = 0.6
+) -> PlaceView:
     """A group that serves `tokens` tokens a device and step, from the table of vLLM's start."""
     shape = SHAPES[name]
     rng = np.random.default_rng(5)
     make = clustered_load if kind == "sources differ" else random_load
-    load = make(shape, num_devices, num_nodes, tokens, 0.6, rng)
+    load = make(shape, num_devices, num_nodes, tokens, skew, rng)
     table = first_table(shape.num_layers, shape.num_experts, num_devices, num_slots)
     devices = even_devices(num_devices, num_slots, num_nodes)
     return PlaceView(load, table, devices, shape.prices, PlaceLimits(horizon_steps=1e5), shape.num_groups)
@@ -55,7 +57,7 @@ def random_problem(seed: int) -> PlaceView:
     num_nodes = int(rng.choice([each for each in (1, 2, 4, 8) if num_devices % each == 0]))
     tokens = float(np.exp(rng.uniform(0, np.log(4096))))
     kind = str(rng.choice(["sources differ", "all alike"]))
-    view = view_of(name, num_devices, num_slots, num_nodes, tokens, kind)
+    view = view_of(name, num_devices, num_slots, num_nodes, tokens, kind, float(rng.uniform(0.2, 1.2)))
     limits = PlaceLimits(horizon_steps=float(rng.choice([1e3, 1e5, 1e7])))
     if rng.random() < 0.3:  # the table was made for another load
         total = view.load.total
@@ -68,7 +70,7 @@ def check(view: PlaceView) -> None:
     ours = price_with_moves(view, PLACE_POLICIES.make("moestro")(view))
     peers = [*map(PLACE_POLICIES.make, (*EPLB, "gimbal_v2", "static")), flashlb]
     for name, peer in zip((*EPLB, "gimbal_v2", "static", "flashlb"), peers, strict=True):
-        bound = OTHER_STARTS if name == "gimbal_v2" else BOUND
+        bound = CANDIDATE if name == "gimbal_v2" else BOUND
         assert ours <= bound * price_with_moves(view, peer(view)), name
     assert ours <= DESCENT_BOUND * price_with_moves(view, plain_descent(view)), "descent"
 
@@ -90,7 +92,7 @@ def test_no_peer_is_priced_lower_at_sizes_that_failed(sizes, kind):
     check(view_of(*sizes, kind))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(40))
 def test_no_peer_is_priced_lower_on_random_problems(seed):
     check(random_problem(seed))
 

@@ -50,8 +50,9 @@ def ask(policy: str, view: PlaceView, *, fills_slots: bool = False, mixes_source
         policy: The policy, as the operator wrote it.
         view: What it sees.
         fills_slots: Whether the placement is for an engine that has an expert in every slot and divides tokens evenly
-            among copies. Then no slot is saved by leaving it empty, so the policy sees no price for reading an expert;
-            empty slots are filled afterwards, within the limits, and the answer is priced as it then is.
+            among copies. Then leaving a slot empty saves nothing, so the policy plans twice: without a price for
+            reading an expert, and with it. Empty slots are filled afterwards, within the limits, and of the two
+            placements the one with the shorter step, moves included, is the answer.
         mixes_sources: Whether the policy sees the mean of all sources. The answer is priced with each source's tokens.
 
     Raises:
@@ -69,21 +70,27 @@ def ask(policy: str, view: PlaceView, *, fills_slots: bool = False, mixes_source
                 f"SGLang and TensorRT-LLM need an expert in every slot: {error}; raise that limit, or give fewer"
                 " --slots-per-device"
             ) from None
-        seen = replace(view, prices=replace(view.prices, expert_s=0.0), limits=limits)
+        seen = replace(view, limits=limits, fills_slots=True)
     if mixes_sources:
         seen = replace(seen, load=mean_sources(seen.load))
     try:
-        table = decide(seen)
-        check_answer(view, table)
+        tables = [decide(seen)]
+        if present is not None and view.prices.expert_s > 0:
+            tables.append(decide(replace(seen, prices=replace(view.prices, expert_s=0.0))))
+        for table in tables:
+            check_answer(view, table)
     except MoestroError:
         raise
     except Exception as error:  # a policy of a user's file may raise anything
         raise PlacementError(f"policy {policy} found no placement: {type(error).__name__}: {error}") from error
-    rows = None
-    if present is not None:
+    if present is None:
+        return PlaceAnswer(policy=policy, table=tables[0], change=payback(view, tables[0]))
+    answers = []
+    for table in tables:
         rows = filled_slots(table, view.devices, view.load.total, present)
-        table = table_of_rows(rows, table, view.devices)
-    return PlaceAnswer(policy=policy, table=table, change=payback(view, table), rows=rows)
+        filled = table_of_rows(rows, table, view.devices)
+        answers.append(PlaceAnswer(policy=policy, table=filled, change=payback(view, filled), rows=rows))
+    return min(answers, key=lambda each: each.change.after.step_s + each.change.move_s / view.limits.horizon_steps)
 
 
 def ask_all(

@@ -40,6 +40,7 @@ class _StepPrices(ctypes.Structure):
         *((name, INT) for name in ("num_layers", "num_experts", "num_devices", "num_slots")),
         *((name, POINTER) for name in _STEP_ARRAYS),
         ("move_s", DOUBLE),
+        ("may_receive", INT),
     )
 
 
@@ -47,7 +48,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "best_exchanges": (POINTER, POINTER, INT, *[POINTER] * 6),
     "pack": (*[POINTER] * 8, *[INT] * 3, *[POINTER] * 2),
     "balance": (*[POINTER] * 4, INT, INT, DOUBLE, DOUBLE),
-    "lower_prices": (POINTER, POINTER, INT, DOUBLE),
+    "lower_prices": (POINTER, POINTER, INT, INT, INT, DOUBLE, POINTER),
 }
 
 
@@ -114,17 +115,22 @@ class SearchKernel:
         )
         return expert
 
-    def lower_prices(self, prices: StepPrices, expert: Experts, num_steps: int, least_gain: float) -> None:
-        """Take the steps of `price_steps.lower_prices`.
+    def lower_prices(self, prices: StepPrices, starts: Experts, limits: tuple[int, int, float]) -> Experts:
+        """Take the steps of `by_price.lower_prices`, and return what it returns.
 
         Args:
-            expert: int64[layers, devices, slots], contiguous; changed.
+            starts: int64[starts, layers, devices, slots].
+            limits: Starts of a layer from which steps are taken, steps from each, and `LEAST_GAIN` of `by_price`.
         """
         num_layers, num_experts, num_devices = prices.near_s.shape
         arrays = [np.ascontiguousarray(getattr(prices, name)) for name in _STEP_ARRAYS]
         addresses = [each.ctypes.data for each in arrays]
-        struct = _StepPrices(num_layers, num_experts, num_devices, expert.shape[2], *addresses, prices.move_s)
-        self._function["lower_prices"](ctypes.byref(struct), expert.ctypes.data, num_steps, least_gain)
+        sizes = (num_layers, num_experts, num_devices, starts.shape[3])
+        struct = _StepPrices(*sizes, *addresses, prices.move_s, int(prices.may_receive))
+        starts = np.ascontiguousarray(starts)
+        best: Experts = np.empty_like(starts[0])
+        self._function["lower_prices"](ctypes.byref(struct), starts.ctypes.data, len(starts), *limits, best.ctypes.data)
+        return best
 
 
 def _structs(problem: PlaceProblem, packing: Packing) -> tuple[ctypes._CArgObject, ctypes._CArgObject]:

@@ -23,6 +23,7 @@ STALL_NS = 8 * NS_PER_S
 LONGEST_TICK_NS = 2 * NS_PER_S
 # Fewer steps are noise: a step of decoding has a token or two for most experts.
 DRIFT_STEPS = 100
+MEASURED_STEPS = 20  # between two readings, with which their duration is known to a twentieth
 
 
 class Trigger(StrEnum):
@@ -72,18 +73,30 @@ class PlacementDecision:
 
 
 class _StepCount:
-    """Counts the steps of a group from its engines' windows, which operators may clear."""
+    """Counts the steps of a group from its engines' windows, which operators may clear, and measures the shortest.
+
+    Attributes:
+        total: Steps.
+        least_s: Seconds of a step in the busiest time between two readings; None means not measured. A group that
+            waits for requests makes fewer steps, so the least of several readings is nearest to a step.
+    """
 
     def __init__(self) -> None:
         self.total = 0
+        self.least_s: float | None = None
         self._last: list[int] = []
+        self._last_ns: int | None = None
 
-    def update(self, num_steps: Sequence[int]) -> None:
+    def update(self, num_steps: Sequence[int], now_ns: int) -> None:
         """Take in the steps in each engine's window; engines of a group step together."""
         last = self._last or [0] * len(num_steps)
-        gained = (now - before if now >= before else now for now, before in zip(num_steps, last, strict=True))
-        self.total += max(gained, default=0)
+        gained = max((now - old if now >= old else now for now, old in zip(num_steps, last, strict=True)), default=0)
+        self.total += gained
         self._last = list(num_steps)
+        if self._last_ns is not None and gained >= MEASURED_STEPS and now_ns > self._last_ns:
+            each_s = (now_ns - self._last_ns) / NS_PER_S / gained
+            self.least_s = each_s if self.least_s is None else min(self.least_s, each_s)
+        self._last_ns = now_ns
 
 
 class _ProgressWatch:
@@ -161,9 +174,14 @@ class PlacementControl:
         """Balance that drift is about: mean load over largest load, mean of all layers."""
         return None if self.measured is None else self.measured.score.mean_balance
 
-    def counted(self, num_steps: Sequence[int]) -> None:
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step since the last decision, as measured; None means not measured."""
+        return self._steps.least_s
+
+    def counted(self, num_steps: Sequence[int], now_ns: int) -> None:
         """Take in the steps in each engine's window."""
-        self._steps.update(num_steps)
+        self._steps.update(num_steps, now_ns)
 
     def due(self) -> Trigger | None:
         """Return why the policy must plan now; None means that it must not."""
@@ -231,6 +249,7 @@ class PlacementControl:
             trigger=trigger, outcome=outcome, reason=reason, at_ns=now_ns, num_steps=self.num_steps
         )
         self.decision, self._steps_decided = decision, self.num_steps
+        self._steps.least_s = None
         self.num_decisions[outcome] += 1
         self._reference = self.balance if self.balance is not None else self._reference
         level = logging.WARNING if outcome is DecisionOutcome.FAILED else logging.INFO

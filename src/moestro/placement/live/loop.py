@@ -221,7 +221,7 @@ class PlacementLoop:
 
     def _read_loads(self, *, with_pairs: bool = False) -> Procedure[None]:
         yield from self._do(ReadLoads(with_pairs))
-        self.control.counted(self._loads.num_steps())
+        self.control.counted(self._loads.num_steps(), self._now_ns)
 
     def _measure(self) -> Procedure[None]:
         """Price what the group serves, unless neither the load nor a table has changed."""
@@ -283,4 +283,5 @@ class PlacementLoop:
         return Cancelled.NOTHING
 
     def _request(self) -> PlanRequest:
-        return PlanRequest(self.view, self._loads.load(), self.control.migration.table)
+        control = self.control
+        return PlanRequest(self.view, self._loads.load(), control.migration.table, control.step_s)

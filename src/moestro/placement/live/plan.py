@@ -74,11 +74,13 @@ class PlanRequest:
         view: Makes what the policy sees.
         load: Load of the experts; None means that nothing was counted.
         table: Present table of the group.
+        step_s: Seconds of a step as measured; None means not measured.
     """
 
     view: GroupView
     load: ExpertLoad | None
     table: ExpertTable
+    step_s: float | None = None
 
 
 def ask_policy(policy: str, decide: PlacePolicy, request: PlanRequest) -> PlacementPlan:
@@ -95,7 +97,7 @@ def ask_policy(policy: str, decide: PlacePolicy, request: PlanRequest) -> Placem
     if request.load is None:
         raise PlacementError("no engine has counted any token yet")
     places = request.view.group.places()
-    view = request.view.view(request.load, request.table, places)
+    view = replace(request.view.view(request.load, request.table, places), measured_step_s=request.step_s)
     try:
         part = check_answer(view, decide(view))
         if part.shares is not None and not request.view.group.has_shares:

@@ -23,8 +23,9 @@ class Eplb:
     """Places copies with `rebalance_experts`.
 
     EPLB may put two copies of an expert on one device. Their second slot stays empty, and the first one gets the shares
-    of both. An expert that stays on its device stays in its slot, as in vLLM. Dead devices are left out, as SGLang's
-    `elasticity_aware` does.
+    of both. Where every slot has to have an expert, the second copy changes places with one of another device instead,
+    so that each expert keeps the number of copies that EPLB gave it. An expert that stays on its device stays in its
+    slot, as in vLLM. Dead devices are left out, as SGLang's `elasticity_aware` does.
 
     Args:
         hierarchy: `auto`, `always` or `never`.
@@ -51,7 +52,12 @@ class Eplb:
             view.load.total, len(holders) * num_slots, num_groups, num_nodes, len(holders)
         )
         old = view.table.logical_of[holders]  # [holders, layers, slots]
-        wanted = physical.reshape(len(physical), -1, num_slots).swapaxes(0, 1)
+        by_device = physical.reshape(len(physical), -1, num_slots)
+        if view.fills_slots:
+            by_device = by_device.copy()
+            for layer, slots in enumerate(by_device):
+                _part_doubles(slots, view.load.total[layer] / np.maximum(count[layer], 1))
+        wanted = by_device.swapaxes(0, 1)
         is_same = wanted[:, :, :, None] == wanted[:, :, None, :]
         is_second = np.tril(is_same, k=-1).any(axis=-1)
         logical_of = np.full_like(view.table.logical_of, EMPTY)
@@ -93,6 +99,38 @@ def _holders(devices: Devices) -> NDArray[np.int64]:
             f"eplb needs equally many slots on each device, got {sizes}: use {sizes[0]}, or another policy"
         )
     return holders[np.argsort(devices.node_of[holders], kind="stable")]
+
+
+def _part_doubles(slots: NDArray[np.int64], work: NDArray[np.float64]) -> None:
+    """Exchange second copies of experts on a device for copies on others, so that devices stay level, in place.
+
+    One that finds no device without its expert stays.
+
+    Args:
+        slots: int64[devices, slots], experts of one layer.
+        work: float64[experts], tokens of each copy.
+    """
+    num_experts = len(work)
+    held = np.zeros((len(slots), num_experts), np.int64)
+    np.add.at(held, (np.arange(len(slots))[:, None], slots), 1)
+    load = held @ work
+    for device, slot in np.argwhere(np.tril(slots[:, :, None] == slots[:, None, :], k=-1).any(axis=-1)).tolist():
+        expert = slots[device, slot]
+        if held[device, expert] < 2:
+            continue
+        # The larger load of the two devices after each exchange.
+        change = work[expert] - work[slots]
+        key = np.maximum(load[device] - change, load[:, None] + change)
+        key[held[:, expert] > 0] = np.inf
+        key[held[device, slots] > 0] = np.inf
+        to, nth = np.unravel_index(key.argmin(), key.shape)
+        if not np.isfinite(key[to, nth]):
+            continue
+        other = slots[to, nth]
+        slots[device, slot], slots[to, nth] = other, expert
+        held[[device, device, to, to], [expert, other, other, expert]] += [-1, 1, -1, 1]
+        load[device] -= change[to, nth]
+        load[to] += change[to, nth]
 
 
 def _kept_in_place(new: NDArray[np.int64], old: NDArray[np.int32]) -> NDArray[np.int64]:

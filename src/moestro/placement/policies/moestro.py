@@ -12,7 +12,7 @@ from moestro.errors import ConfigError
 from moestro.placement.payback import live_table
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.search.budget import Allowance, LayerOffers, allowance_of, layers_that_pay
-from moestro.placement.search.by_price import PriceSearch, eplb_starts, pack_tokens, thinned
+from moestro.placement.search.by_price import WORTH, PriceSearch, eplb_starts, pack_tokens, thinned
 from moestro.placement.search.copies import Packing, in_old_slots
 from moestro.placement.search.one_core import on_one_core
 from moestro.placement.search.pricing import LayerPrices, Pricer, present_packing, table_of
@@ -36,6 +36,7 @@ MISSED_BY = 0.01
 CLOSER = 0.25
 # With a lower target, few moves come before the last percent: steps by the price itself leave level layers alone.
 WHOLE_PRICE = 0.999
+TRIED_FIRST = 2  # layers in which steps by the price have to gain something before all others are searched
 ROUNDING = 1e-9  # of the seconds of a step; a smaller gain is none
 
 
@@ -115,7 +116,12 @@ class MoestroPlacement:
         if len(restored):
             urgent = replace(limits, target=min(self.target, URGENT_TARGET), num_turns=0)
             return plan.urgent(urgent, allowance, restored)
-        return plan.best(limits, allowance)
+        others = []
+        if self.weighted and is_small(problem):
+            # Equal shares lead a search to other copies, which in one of eight small problems are the better ones.
+            even = replace(self, weighted=0, risk=0.0)(view)
+            others.append(present_packing(replace(view, table=even), problem))
+        return plan.best(limits, allowance, others)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,8 +157,14 @@ class _Plan:
             plan = self._searched((layers, np.zeros(0, np.intp)), copy_counts(self.problem), limits, allowance)
         return self._table(np.flatnonzero(self.problem.load(plan.work).max(axis=1) < before), plan)
 
-    def best(self, limits: SearchLimits, allowance: Allowance) -> ExpertTable:
-        """Return the best table within the limits."""
+    def best(self, limits: SearchLimits, allowance: Allowance, others: list[Packing]) -> ExpertTable:
+        """Return the best table within the limits.
+
+        Args:
+            limits: How far the search goes.
+            allowance: Copies that may be received.
+            others: Further placements, found before.
+        """
         left = Allowance(allowance.total, allowance.each.copy())
         base, layers = self.pricer.price(self.base), self._layers_to_change(np.zeros(0, np.intp))
         is_near = is_level(self.problem, self.base, FAR_OFF)[layers] | allowance.is_limited
@@ -161,10 +173,13 @@ class _Plan:
         offer = _Offer.of(self, plan, self._offers(plan, base), left)
         missed = layers[is_near & ~is_level(self.problem, plan, limits.target - MISSED_BY)[layers]]
         anew = self._anew(plan, self._worth_anew(plan, missed, left), counts, limits)
-        if anew is not None:
-            offer = self._better(offer, anew, self._offers(anew, base), left)
-        found = [self.base, plan] if anew is None else [self.base, plan, anew]
-        stepped = self._stepped(found, counts, limits, layers, allowance)
+        found = [self.base, plan, *others, *([] if anew is None else [anew])]
+        for each in found[2:]:
+            offer = self._better(offer, each, self._offers(each, base), left)
+        is_level_enough = np.zeros(len(base.step_s), np.bool_)
+        if limits.target < WHOLE_PRICE:
+            is_level_enough = is_level(self.problem, plan, limits.target)
+        stepped = self._stepped(found, counts, limits, layers[~is_level_enough[layers]], allowance)
         if stepped is not None:
             offer = self._better(offer, stepped, self._offers(stepped, base), left)
         if not len(offer.chosen) and (self.view.table.is_alive == self.view.devices.is_alive).all():
@@ -188,30 +203,43 @@ class _Plan:
     ) -> Packing | None:
         """Return the plan with some layers as steps by the price itself leave them; None where none is worth it.
 
+        Layers of one network are alike: where steps gain nothing in the first few, the others are left alone.
+
         Args:
-            found: The base, the plan, and where there is one, the plan with layers that were placed anew.
+            found: The base, the plan, and other placements.
             counts: int64[layers, experts], the best numbers of copies.
             limits: How far the search goes.
             layers: Layers that may change.
             left: Copies that may be received; where they are limited, copies are only dropped.
         """
         weight = (1 + self.hysteresis) / max(self.view.limits.horizon_steps, 1.0)
-        may_receive = not left.is_limited
-        search = PriceSearch(self.pricer, self.problem, weight, may_receive, limits.num_share_steps)
-        worthwhile = np.intersect1d(layers, search.worthwhile(self.pricer.price(found[1]).step_s))
-        if limits.target < WHOLE_PRICE:
-            worthwhile = worthwhile[~is_level(self.problem, found[1], limits.target)[worthwhile]]
+        search = PriceSearch(self.pricer, self.problem, weight, not left.is_limited, limits.num_share_steps)
+        prices = self.pricer.price(found[1])
+        worthwhile = search.worthwhile(prices.step_s)
+        worthwhile = worthwhile[np.isin(worthwhile, layers)]
         if not len(worthwhile):
             return None
-        starts = [each.expert for each in (found if may_receive else found[:2])]
-        if may_receive:
-            starts += [pack_anew(self.problem, counts).expert, pack_tokens(self.view, self.problem)]
-            starts += eplb_starts(self.view, self.problem)
-        else:
-            starts.append(thinned(self.problem, self.base.expert, counts))
-        stepped = self._all_layers(found[1])
-        stepped.put(worthwhile, search.best(starts, worthwhile))
+        stepped, cost = self._all_layers(found[1]), search.cost_of(prices)
+        for some in (worthwhile[:TRIED_FIRST], worthwhile[TRIED_FIRST:]):
+            if not len(some):
+                break
+            better = search.best(self._starts(found, counts, some, may_receive=not left.is_limited), some)
+            stepped.put(some, better)
+            if search.cost(better, some).sum() > (1 - WORTH) * cost[some].sum():
+                break
         return stepped
+
+    def _starts(
+        self, found: list[Packing], counts: Experts, layers: NDArray[np.intp], *, may_receive: bool
+    ) -> list[Experts]:
+        """Return placements of some layers from which steps are taken, int64[layers, devices, slots] each."""
+        some, total = self.problem.of_layers(layers), self.pricer.origin.total[layers]
+        if not may_receive:
+            starts = [each.expert[layers] for each in found[:2]]
+            return [*starts, thinned(some, self.base.expert[layers], counts[layers])]
+        starts = [each.expert[layers] for each in found]
+        starts += [pack_anew(some, counts[layers]).expert, pack_tokens(some, total)]
+        return [*starts, *eplb_starts(self.view, some, total)]
 
     def _table(self, layers: NDArray[np.intp], plan: Packing) -> ExpertTable:
         """Return the base with some layers from a plan; what a device keeps stays in its slot."""

@@ -14,8 +14,8 @@ from moestro.placement.registry import PlaceView
 from moestro.placement.search.activation import idle_parts
 from moestro.placement.search.copies import Packing, even_shares, held_by, live_counts, packing_of
 from moestro.placement.search.packing import pack
-from moestro.placement.search.pricing import Pricer
-from moestro.placement.search.problem import Experts, PlaceProblem, StepPrices
+from moestro.placement.search.pricing import LayerPrices, Pricer
+from moestro.placement.search.problem import TINY, Experts, PlaceProblem, StepPrices
 from moestro.placement.search.replicas import copy_counts, copy_work
 from moestro.placement.search.sharing import share_out
 from moestro.placement.search.small import is_small
@@ -53,7 +53,8 @@ def step_prices(
         node_at=np.ascontiguousarray(node_at),
         room=problem.room,
         moved=np.ascontiguousarray(problem.moved[layers]),
-        move_s=problem.move_s if may_receive else np.inf,
+        move_s=problem.move_s,
+        may_receive=may_receive,
     )
 
 
@@ -68,21 +69,29 @@ def _work_by_copies(view: PlaceView, total: Floats, layers: NDArray[np.intp], nu
     return work
 
 
-def lower_prices(prices: StepPrices, expert: Experts) -> None:
-    """Take the steps that lower each layer's price most, one after the other, until none does. In place.
+def lower_prices(prices: StepPrices, starts: Experts, num_best: int) -> Experts:
+    """Take the steps that lower a layer's price most, one after the other, from its cheapest starts, until none does.
 
     Args:
-        expert: int64[layers, devices, slots], contiguous.
+        starts: int64[starts, layers, devices, slots].
+        num_best: Starts of a layer from which steps are taken.
+
+    Returns:
+        int64[layers, devices, slots], the cheapest placement of each layer that was found.
     """
     kernel = search_kernel()
     if kernel is not None:
-        kernel.lower_prices(prices, expert, MOST_STEPS, LEAST_GAIN)
-        return
-    for layer in range(len(expert)):
-        state = _LayerPrice(prices, layer, expert[layer])
-        for _ in range(MOST_STEPS):
-            if not state.step():
-                break
+        return kernel.lower_prices(prices, starts, (num_best, MOST_STEPS, LEAST_GAIN))
+    found: Experts = np.empty_like(starts[0])
+    for layer, of_layer in enumerate(starts.swapaxes(0, 1)):
+        states = [_LayerPrice(prices, layer, start.copy()) for start in of_layer]
+        states = sorted(states, key=lambda each: each.price_s)[:num_best]
+        for state in states:
+            for _ in range(MOST_STEPS):
+                if not state.step():
+                    break
+        found[layer] = min(states, key=lambda each: each.price_s).expert
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,13 +119,13 @@ class _LayerPrice:
     """One layer's copies and what they cost.
 
     Args:
-        expert: int64[devices, slots], changed in place.
+        expert: int64[devices, slots], changed in place by steps.
     """
 
     def __init__(self, prices: StepPrices, layer: int, expert: Experts) -> None:
         self._work_s, self._near_s = prices.work_s[layer], prices.near_s[layer]
         self._sooner_s, self._moved = prices.sooner_s[layer], prices.moved[layer]
-        self._prices, self._expert = prices, expert
+        self._prices, self.expert = prices, expert
         self._slow = 1 / prices.speed
         num_experts, num_devices = self._near_s.shape
         self._same_node = prices.node_at[:, None] == prices.node_at
@@ -129,6 +138,12 @@ class _LayerPrice:
             compute_s += self._held[what] * self._work_s[what, self._copies[what]] * self._slow
             rows_s += share * (self._held[what] * self._near_s[what] - self._sooner_s[what] * self._in_node[what])
         self._compute_s, self._rows_s = compute_s, rows_s
+
+    @property
+    def price_s(self) -> float:
+        """Seconds per step, with those of the copies that devices have received."""
+        received = int((self._held & self._moved[:-1]).sum())
+        return float(self._compute_s.max() + self._rows_s.max() + received * self._prices.move_s)
 
     def step(self) -> bool:
         """Take the best step, and return whether there is one."""
@@ -157,9 +172,9 @@ class _LayerPrice:
 
     def _steps(self, heavy: list[int]) -> _Steps:
         """Return the steps that change one of the devices `heavy`."""
-        num_devices, num_slots = self._expert.shape
+        num_devices, num_slots = self.expert.shape
         room, held, copies = self._prices.room.ravel(), self._held, self._copies
-        flat = self._expert.ravel()
+        flat = self.expert.ravel()
         here = np.repeat(np.arange(num_devices), num_slots)
         spare = np.where(flat == EMPTY, room, copies[np.maximum(flat, 0)] > 1)  # slots that may take a copy
         found = []
@@ -191,7 +206,7 @@ class _LayerPrice:
             for devices, sign in ((steps.enters[side], 1), (steps.leaves[side], -1)):
                 counts = (devices != NONE) & self._moved[what, np.maximum(devices, 0)]
                 received += sign * counts
-        if np.isinf(self._prices.move_s):  # nothing may be received; what is received less earns nothing
+        if not self._prices.may_receive:  # what is received less earns nothing
             return np.where(received > 0, np.inf, 0.0)
         return received.astype(np.float64) * self._prices.move_s
 
@@ -221,7 +236,7 @@ class _LayerPrice:
         return compute_s, rows_s
 
     def _take(self, steps: _Steps) -> None:
-        flat = self._expert.reshape(-1)
+        flat = self.expert.reshape(-1)
         for side in range(2):
             slot, what = steps.slot[side, :, 0]
             if slot != NONE:
@@ -276,9 +291,9 @@ def _dropped(what: int, slot: int, device: int) -> Parts:
     )
 
 
-# A layer is left alone whose price is above its lower bound by a smaller part.
-WORTH = 0.001
-NUM_STARTS = 2  # of the placements of a layer, the best ones, from which steps are taken
+# A layer of a large problem is left alone whose price is above its lower bound by a smaller part.
+WORTH = 0.002
+NUM_STARTS = 2  # of the placements of a layer of a small problem, the best ones, from which steps are taken
 # Times that the best placement of a small problem is disturbed by random exchanges before steps are taken anew. Without
 # them, one in ten of such problems is more than 0.2 % above a descent by smoothed maxima.
 NUM_KICKS, KICK_EXCHANGES = 8, 3
@@ -302,53 +317,63 @@ class PriceSearch:
     num_share_steps: int
 
     def worthwhile(self, step_s: Floats) -> NDArray[np.intp]:
-        """Return the layers whose price is far enough above what no placement can go below.
+        """Return the layers whose price may fall far enough, those that may fall most first.
 
         Args:
             step_s: float64[layers], seconds per step.
         """
+        least_s = self._least_s(step_s)
+        above = step_s / np.maximum(least_s, TINY)
+        layers = np.argsort(-above, kind="stable")
+        return layers[above[layers] > (1 if is_small(self.problem) else 1 + WORTH)]
+
+    def _least_s(self, step_s: Floats) -> Floats:
+        """Return float64[layers], seconds below which no placement with equal shares brings a layer.
+
+        Args:
+            step_s: float64[layers], seconds per step that a placement must not exceed.
+        """
         view, origin, speed = self.pricer.view, self.pricer.origin, self.problem.speed
-        activated = np.minimum(view.load.activated, 1.0)
-        work_s = view.prices.token_s * origin.total.sum(axis=1) + view.prices.expert_s * activated.sum(axis=1)
-        _, node_s, _ = view.prices.row_s
+        total, (_, node_s, far_s) = origin.total, view.prices.row_s
         # Rows come and answers return; at best, all of them stay within their node, and those of a device on it.
         own = origin.by_device[view.devices.is_alive].max(axis=0).sum(axis=1)
-        rows_s = 2 * node_s * (origin.total.sum(axis=1) - own) / len(speed)
+        rows_s: Floats = 2 * node_s * (total.sum(axis=1) - own) / len(speed)
         if len(set(view.prices.row_s)) > 1 and len(origin.by_node) > 1:
             in_node = origin.by_node.max(axis=0).sum(axis=1)
-            rows_s += 2 * (view.prices.row_s[2] - node_s) * (origin.total.sum(axis=1) - in_node) / len(speed)
-        return np.flatnonzero(step_s > (1 + WORTH) * (work_s / speed.sum() + rows_s))
+            rows_s += 2 * (far_s - node_s) * (total.sum(axis=1) - in_node) / len(speed)
+        # In what is left, no device may compute for longer, so hot experts need copies, each of which is read.
+        most = np.maximum((step_s - rows_s) * speed.max(), TINY)[:, None]
+        copies = np.clip(np.ceil(view.prices.token_s * total / most), 1, len(speed))
+        reads = copies * (1 - idle_parts(1 - np.minimum(view.load.activated, 1.0), 1 / copies))
+        work_s = view.prices.token_s * total.sum(axis=1) + view.prices.expert_s * reads.sum(axis=1)
+        least_s: Floats = rows_s + work_s / speed.sum()
+        return least_s
 
     def best(self, starts: list[Experts], layers: NDArray[np.intp]) -> Packing:
         """Return the best placement found of each of some layers.
 
         Args:
-            starts: int64[layers, devices, slots] each, of all layers.
-            layers: Layers to search.
+            starts: int64[layers, devices, slots] each, of these layers.
+            layers: Their numbers.
         """
-        some, num_experts = self.problem.of_layers(layers), self.problem.shape[1]
-        tried = [start[layers] for start in starts]
-        costs = [self.cost(packing_of(some, each, even_shares(each, num_experts)), layers) for each in tried]
-        order = np.argsort(np.stack(costs), axis=0, kind="stable")[:NUM_STARTS]
         prices = step_prices(self.pricer.view, self.problem, self.pricer.origin, layers, may_receive=self.may_receive)
-        best = _Best(self, some, layers)
-        for nth in order:
-            expert = np.ascontiguousarray(np.stack(tried)[nth, np.arange(len(layers))])
-            lower_prices(prices, expert)
-            best.take(expert)
-        if self.may_receive and is_small(self.problem):
+        best, has_many = _Best(self, self.problem.of_layers(layers), layers), is_small(self.problem)
+        best.take(lower_prices(prices, np.stack(starts), NUM_STARTS if has_many else 1))
+        if self.may_receive and has_many:
             draws = np.random.default_rng(0)
             for _ in range(NUM_KICKS):
                 expert = best.even.copy()
                 _exchange_at_random(expert, self.problem.room, draws)
-                lower_prices(prices, expert)
-                best.take(expert)
+                best.take(lower_prices(prices, expert[None], 1))
         assert best.packing is not None
         return best.packing
 
     def cost(self, packing: Packing, layers: NDArray[np.intp] | None = None) -> Floats:
         """Return float64[placements], seconds per step, with those of the moves."""
-        prices = self.pricer.price(packing, layers)
+        return self.cost_of(self.pricer.price(packing, layers))
+
+    def cost_of(self, prices: LayerPrices) -> Floats:
+        """Return the same of placements that are priced already."""
         cost: Floats = prices.step_s + self.move_weight * prices.receive_s.mean(axis=1)
         return cost
 
@@ -427,19 +452,26 @@ def thinned(problem: PlaceProblem, expert: Experts, counts: Experts) -> Experts:
     return np.where(is_used & kept[every[:, None, None], np.where(is_used, expert, 0), device], expert, EMPTY)
 
 
-def pack_tokens(view: PlaceView, problem: PlaceProblem) -> Experts:
-    """Fill all slots by tokens alone, the heaviest copies first, each on the least loaded device, as FlashLB does."""
-    plain = replace(problem, token_s=view.load.total, expert_s=0.0, row_s=None)
+def pack_tokens(problem: PlaceProblem, total: Floats) -> Experts:
+    """Fill all slots by tokens alone, the heaviest copies first, each on the least loaded device, as FlashLB does.
+
+    Args:
+        total: float64[batches, experts], tokens of the problem's layers.
+    """
+    plain = replace(problem, token_s=total, expert_s=0.0, row_s=None)
     return pack(plain, copy_counts(plain), 0.0, 0.0)
 
 
-def eplb_starts(view: PlaceView, problem: PlaceProblem) -> list[Experts]:
-    """Return EPLB's placements, int64[layers, devices, slots], with nodes and without; none where it cannot place.
+def eplb_starts(view: PlaceView, problem: PlaceProblem, total: Floats) -> list[Experts]:
+    """Return EPLB's placements, int64[batches, devices, slots], with nodes and without; none where it cannot place.
 
     The second copy of an expert on a device is left out.
+
+    Args:
+        total: float64[batches, experts], tokens of the problem's layers.
     """
     _, num_experts, num_devices, num_slots = problem.shape
-    if not problem.room.all() or num_devices * num_slots < num_experts or not np.isfinite(view.load.total).all():
+    if not problem.room.all() or num_devices * num_slots < num_experts or not np.isfinite(total).all():
         return []
     node_of = view.devices.node_of[view.devices.is_alive]
     sizes = np.unique(node_of, return_counts=True)[1]
@@ -449,7 +481,7 @@ def eplb_starts(view: PlaceView, problem: PlaceProblem) -> list[Experts]:
     at = np.argsort(node_of, kind="stable")
     found = []
     for num_groups, num_nodes in kinds:
-        physical, _, _ = rebalance_experts(view.load.total, num_devices * num_slots, num_groups, num_nodes, num_devices)
+        physical, _, _ = rebalance_experts(total, num_devices * num_slots, num_groups, num_nodes, num_devices)
         expert = np.empty((len(physical), num_devices, num_slots), np.int64)
         expert[:, at] = physical.reshape(expert.shape)
         is_second = np.tril(expert[..., :, None] == expert[..., None, :], k=-1).any(axis=-1)

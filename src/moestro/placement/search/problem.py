@@ -115,7 +115,8 @@ class StepPrices:
         node_at: int64[devices], number of the node of each device.
         room: bool[devices, slots], slots that exist.
         moved: bool[layers, experts + 1, devices], whether a device would have to receive the expert.
-        move_s: Seconds of one received copy, spread over devices and the horizon; infinity allows none.
+        move_s: Seconds of one received copy, spread over devices and the horizon.
+        may_receive: Whether steps may have a device receive a copy.
     """
 
     work_s: Floats
@@ -127,6 +128,7 @@ class StepPrices:
     room: NDArray[np.bool_]
     moved: NDArray[np.bool_]
     move_s: float
+    may_receive: bool
 
 
 def problem_of(view: PlaceView, origin: TokenOrigins, risk: float, *, has_ways: bool = True) -> PlaceProblem:

@@ -1,4 +1,4 @@
-// Steps of single copies by a layer's own price: `placement/search/price_steps.py` in C++.
+// Steps of single copies by a layer's own price: `placement/search/by_price.py` in C++.
 //
 // NumPy's code is the definition. Each number is computed by the same operations in the same order, steps come in the
 // same order, and the first one of equal ones is taken, so both end with equal copies.
@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 namespace {
@@ -26,7 +27,7 @@ struct Step {
 
 class Layer {
    public:
-    Layer(const StepPrices& prices, int64_t layer, int64_t* expert)
+    Layer(const StepPrices& prices, int64_t layer, const int64_t* expert)
         : prices_(prices),
           num_experts_(prices.num_experts),
           num_devices_(prices.num_devices),
@@ -35,7 +36,7 @@ class Layer {
           near_s_(prices.near_s + layer * prices.num_experts * prices.num_devices),
           sooner_s_(prices.sooner_s + layer * prices.num_experts * prices.num_devices),
           moved_(prices.moved + layer * (prices.num_experts + 1) * prices.num_devices),
-          expert_(expert),
+          expert_(expert, expert + prices.num_devices * prices.num_slots),
           held_(prices.num_experts * prices.num_devices, 0),
           in_node_(prices.num_experts * prices.num_devices, 0),
           copies_(prices.num_experts, 0),
@@ -63,6 +64,16 @@ class Layer {
             }
         }
     }
+
+    // Seconds per step, with those of the copies that devices have received.
+    double price() const {
+        int64_t received = 0;
+        for (int64_t at = 0; at < num_experts_ * num_devices_; ++at) received += held_[at] & moved_[at];
+        const double most_compute_s = *std::max_element(compute_s_.begin(), compute_s_.end());
+        return most_compute_s + *std::max_element(rows_s_.begin(), rows_s_.end()) + double(received) * prices_.move_s;
+    }
+
+    const std::vector<int64_t>& expert() const { return expert_; }
 
     bool step(double least_gain) {
         slowest_ = std::max_element(compute_s_.begin(), compute_s_.end()) - compute_s_.begin();
@@ -269,7 +280,7 @@ class Layer {
             if (part.leaves != NONE) received -= moved[part.leaves];
         }
         // Where nothing may be received, what is received less earns nothing.
-        if (prices_.move_s == std::numeric_limits<double>::infinity()) return received > 0 ? prices_.move_s : 0.0;
+        if (!prices_.may_receive) return received > 0 ? std::numeric_limits<double>::infinity() : 0.0;
         return double(received) * prices_.move_s;
     }
 
@@ -303,8 +314,8 @@ class Layer {
         const double move_s = moving_s(step);
         double compute_s, rows_s, most_compute_s = 0.0, most_rows_s = 0.0;
         // Devices that decide most often come first.
-        const int64_t probes[] = {slowest_, busiest_, step.part[0].leaves, step.part[1].leaves, step.part[0].enters,
-                                  step.part[1].enters, slow_ones_[0], slow_ones_[1], busy_ones_[0], busy_ones_[1]};
+        const int64_t probes[] = {slowest_, slow_ones_[0], slow_ones_[1], step.part[0].enters, step.part[1].enters,
+                                  busiest_, busy_ones_[0], busy_ones_[1], step.part[0].leaves, step.part[1].leaves};
         for (const int64_t device : probes) {
             if (device == NONE) continue;
             after(step, device, compute_s, rows_s);
@@ -326,8 +337,7 @@ class Layer {
 
     // A step may receive two copies fewer than before, and a bound may be rounded up.
     void set_highest() {
-        const bool is_finite = prices_.move_s < std::numeric_limits<double>::infinity();
-        highest_ = least_ * (1 + ROUNDING) + (is_finite ? 2 * prices_.move_s : 0.0);
+        highest_ = least_ * (1 + ROUNDING) + (prices_.may_receive ? 2 * prices_.move_s : 0.0);
     }
 
     void take(const Step& step) {
@@ -356,7 +366,7 @@ class Layer {
     const int64_t num_experts_, num_devices_, num_slots_;
     const double *work_s_, *near_s_, *sooner_s_;
     const uint8_t* moved_;
-    int64_t* expert_;
+    std::vector<int64_t> expert_;
     std::vector<uint8_t> held_;
     std::vector<int64_t> in_node_, copies_;
     std::vector<double> compute_s_, rows_s_, next_compute_s_, next_rows_s_, slow_;
@@ -371,11 +381,31 @@ class Layer {
 
 }  // namespace
 
-// expert: [layers, devices, slots].
-KERNEL void moestro_lower_prices(const StepPrices* prices, int64_t* expert, int64_t num_steps, double least_gain) {
+// starts: [starts, layers, devices, slots], of which each layer takes steps from its num_best cheapest ones.
+// best: [layers, devices, slots], what is found.
+KERNEL void moestro_lower_prices(const StepPrices* prices, const int64_t* starts, int64_t num_starts, int64_t num_best,
+                                 int64_t num_steps, double least_gain, int64_t* best) {
+    const int64_t size = prices->num_devices * prices->num_slots;
     for (int64_t at = 0; at < prices->num_layers; ++at) {
-        Layer layer(*prices, at, expert + at * prices->num_devices * prices->num_slots);
-        for (int64_t nth = 0; nth < num_steps && layer.step(least_gain); ++nth) {
+        std::vector<Layer> layers;
+        std::vector<double> price_s;
+        layers.reserve(num_starts);
+        for (int64_t nth = 0; nth < num_starts; ++nth) {
+            layers.emplace_back(*prices, at, starts + (nth * prices->num_layers + at) * size);
+            price_s.push_back(layers.back().price());
+        }
+        std::vector<int64_t> order(num_starts);
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(),
+                         [&](int64_t one, int64_t other) { return price_s[one] < price_s[other]; });
+        double least = std::numeric_limits<double>::infinity();
+        for (int64_t nth = 0; nth < std::min(num_best, num_starts); ++nth) {
+            Layer& layer = layers[order[nth]];
+            for (int64_t taken = 0; taken < num_steps && layer.step(least_gain); ++taken) {
+            }
+            if (nth > 0 && !(layer.price() < least)) continue;
+            least = layer.price();
+            std::copy(layer.expert().begin(), layer.expert().end(), best + at * size);
         }
     }
 }

@@ -33,6 +33,7 @@ struct StepPrices {
     const int64_t* node_at;
     const uint8_t *room, *moved;
     double move_s;
+    int64_t may_receive;
 };
 
 // Index of an expert in arrays [batches, experts + 1, devices], whose last expert is EMPTY.
