@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save
 
 RATES, SIZES = (0.1, 0.2, 0.3), (0, 1, 4)  # requests a second; host memory over KV memory
-NUM_BLOCKS, BLOCK_SIZE, LEAD_IN = 2200, 64, 0.25
+NUM_BLOCKS, BLOCK_SIZE, LEAD_IN = 2400, 64, 0.25
 
 
 def scenario_of(num_requests: int, rate: float, seed: int, size: float) -> Scenario:
