@@ -142,3 +142,18 @@ def skew_table() -> str:
             row.append(f"{' / '.join(_changes(findings, cells, [base]))}, {cells[0].moved_gb:.1f} GB")
         rows.append(row)
     return table_of_rows(["exponent", "balance in order", *(f"`{system}`" for system in systems)], rows)
+
+
+def routing_table(load: str) -> str:
+    """Placements alone under recorded routing, and beside it: changes from experts in order."""
+    findings, rows = _findings("gimbal"), []
+    [rate] = findings.rates(load)
+    for system in PLACEMENTS:
+        row = [f"`{system}`"]
+        for setting in findings.settings(load):
+            cells, base = (findings.of(load, rate, name, setting) for name in (system, PLACEMENTS[0]))
+            milliseconds = f"{_mean('TTFT', base):,.0f} / {_mean('TPOT', base):.1f} ms"
+            change = milliseconds if system == PLACEMENTS[0] else " / ".join(_changes(findings, cells, base))
+            row.append(f"{change}, {cells[0].kept_pairs:.1%}, {cells[0].moved_gb:.1f} GB")
+        rows.append(row)
+    return table_of_rows(["system", *(f"{name}" for name in findings.settings(load))], rows)

@@ -233,3 +233,45 @@ def test_the_slower_the_engine_the_longer_the_wait_which_the_search_uses():
     [found] = findings.cells
     assert found.ttft_ms.p99 == pytest.approx(4900, rel=0.06)
     assert findings.levels["slow"] > 10
+
+
+def test_algorithm_3_is_judged_where_layers_have_affinity_and_where_they_have_none():
+    def findings(recorded: float, shifted: float) -> GimbalFindings:
+        cells = [cell("routing", "place:static", 100.0, setting=name) for name in ("recorded", "shifted")]
+        tpots = {"recorded": recorded, "shifted": shifted}
+        cells += [
+            cell("routing", "place:gimbal_v1", 100.0, tpot=tpot, setting=name, kept_pairs=0.6)
+            for name, tpot in tpots.items()
+        ]
+        return GimbalFindings(cells=cells)
+
+    claim = "experts with affinity between layers on one GPU lower TPOT"
+    holds = [verdicts(findings(*tpots))[claim] for tpots in ((45.0, 48.0), (45.0, 45.0), (49.5, 52.0))]
+    assert holds == [True, False, False]
+
+
+def test_parts_with_recorded_routing_need_a_recording_and_vary_its_affinity_alone(tmp_path):
+    np.save(tmp_path / "choices.npy", recorded := np.random.default_rng(0).integers(0, 16, (40, 4, 4), np.uint8))
+    (tmp_path / "index.jsonl").write_text(
+        '{"dataset": "a", "category": "", "num_tokens": 40, "offset": 0, "prompt_tokens": 1}\n'
+    )
+    part = GimbalPart(
+        name="routing", num_requests=4, rates=(9.0,), bed=BED, systems=("place:static", "place:gimbal_v1"),
+        routings=("recorded", "shifted", "drawn"),
+    )  # fmt: skip
+    files = (tmp_path / "choices.npy", tmp_path / "index.jsonl")
+    experiment = GimbalExperiment((part,), None, files)
+    steps: list[str] = []
+    findings = experiment.run("routing", steps.append)
+    assert len(findings.cells) == len(steps) == experiment.num_runs("routing") == 6
+    assert findings.settings("routing") == ["recorded", "shifted", "drawn"]
+    assert experiment.plan_of("routing")[-1] == "choices.npy"
+    device = np.arange(16) // 8  # of experts in order
+    choices = device[recorded.astype(int)]
+    kept = (choices[:, :-1, :, None] == choices[:, 1:, None, :]).mean()
+    [static, *_] = findings.cells
+    assert static.kept_pairs == pytest.approx(kept, abs=0.05)
+    assert "routing" not in make_experiment(GimbalSettings()).loads
+    assert "routing" in make_experiment(GimbalSettings(routing=files[0], routing_index=files[1])).loads
+    with pytest.raises(ConfigError, match="give both, or none"):
+        make_experiment(GimbalSettings(routing=files[0]))
