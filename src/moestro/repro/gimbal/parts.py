@@ -15,6 +15,7 @@ from moestro.repro.gimbal.systems import (
     MOESTRO,
     PLACEMENTS,
     REPEATED,
+    RIVALS,
     SJFS,
     STACK,
     TABLE,
@@ -144,8 +145,8 @@ def whole(num_requests: int, *, has_recording: bool = False) -> tuple[GimbalPart
     ]  # fmt: skip
     parts += [
         GimbalPart(
-            name=f"equal_{shape}", shape=shape, num_requests=num_requests, rates=(HIGH,), repeated=TABLE,
-            seeds=SEEDS, bed=replace(_TWO_A100, num_blocks=SCARCE_BLOCKS),
+            name=f"equal_{shape}", shape=shape, num_requests=num_requests, rates=(HIGH,), systems=RIVALS,
+            repeated=RIVALS, seeds=SEEDS, bed=replace(_TWO_A100, num_blocks=SCARCE_BLOCKS),
         )
         for shape in SHAPES
     ]  # fmt: skip
