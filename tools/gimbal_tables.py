@@ -154,6 +154,7 @@ def routing_table(load: str) -> str:
             cells, base = (findings.of(load, rate, name, setting) for name in (system, PLACEMENTS[0]))
             milliseconds = f"{_mean('TTFT', base):,.0f} / {_mean('TPOT', base):.1f} ms"
             change = milliseconds if system == PLACEMENTS[0] else " / ".join(_changes(findings, cells, base))
-            row.append(f"{change}, {cells[0].kept_pairs:.1%}, {cells[0].moved_gb:.1f} GB")
+            [first, *_] = cells
+            row.append(f"{change}, {first.balance:.3f}, {first.kept_pairs:.1%}, {first.moved_gb:.1f} GB")
         rows.append(row)
     return table_of_rows(["system", *(f"{name}" for name in findings.settings(load))], rows)
