@@ -93,6 +93,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sources of gimbal": sources_table,
     "skew of gimbal": skew_table,
     "routing of gimbal": partial(routing_table, "routing"),
+    "routing of gimbal, sources": partial(routing_table, "routing_sources"),
     "prefix hits of gimbal": partial(prefixes_table, _PREFIXES),
     "accuracy of systems": summary_table,
     "accuracy of predictions": accuracy_table,

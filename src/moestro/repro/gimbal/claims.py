@@ -271,18 +271,17 @@ def _source_claims(findings: GimbalFindings) -> Iterator[Claim]:
 
 def _routing_claims(findings: GimbalFindings) -> Iterator[Claim]:
     """Judge Algorithm 3 alone where experts of consecutive layers have affinity, and where the same ones have none."""
-    load = "routing"
-    results, changes = [], {}
-    for routing in findings.settings(load):
+    for load in (each for each in findings.loads if each.startswith("routing")):
         [rate] = findings.rates(load)
-        ours, base = (findings.of(load, rate, f"place:{name}", routing) for name in ("gimbal_v1", "static"))
-        found = {figure: findings.change(figure, ours, base) or 0.0 for figure in ("TTFT", "TPOT")}
-        changes[routing] = found["TPOT"]
-        kept = f"{ours[0].kept_pairs:.1%} of pairs on one GPU, in order {base[0].kept_pairs:.1%}"
-        results.append(f"{routing}: TTFT {found['TTFT']:+.1%}, TPOT {found['TPOT']:+.1%}, {kept}")
-    if results:
+        results, changes = [], {}
+        for routing in findings.settings(load):
+            ours, base = (findings.of(load, rate, f"place:{name}", routing) for name in ("gimbal_v1", "static"))
+            found = {figure: findings.change(figure, ours, base) or 0.0 for figure in ("TTFT", "TPOT")}
+            changes[routing] = found["TPOT"]
+            kept = f"{ours[0].kept_pairs:.1%} of pairs on one GPU, in order {base[0].kept_pairs:.1%}"
+            results.append(f"{routing}: TTFT {found['TTFT']:+.1%}, TPOT {found['TPOT']:+.1%}, {kept}")
         yield Claim(
-            source="v1, III-D, GPT-OSS-20B, placement alone",
+            source=f"v1, III-D, GPT-OSS-20B, {load}",
             paper="experts with affinity between layers on one GPU lower TPOT", ours="; ".join(results),
             holds=changes["recorded"] < min(-MARGIN, changes.get("shifted", 0.0)),
             why="answers return to the token's rank after each layer, so that a pair on one GPU saves no transfer; only"
