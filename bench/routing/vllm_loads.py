@@ -48,10 +48,13 @@ NUM_APPS, APP_TOKENS = 4, 128  # applications, and the tokens with which all the
 FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = (128, 384), (64, 192), (8, 40)  # least and most
 NUM_TURNS, PAUSE_S = (1, 5), 4.0  # of a session; the mean pause between turns
 ENGINES = range(2)
-# How figures reach the simulated router: as `moestro route` reads them from servers that are not Moestro's.
-SIGNALS = """[signals]
+# Time between reads of a server's /metrics, that of vLLM's coordinator, so that vLLM's balancer has figures as fresh.
+FIGURES_S = 0.1
+SIGNALS = f"""[signals]
 kv_events_delay_ms = 1
-channels = [{figures = ["kv_usage", "num_waiting", "num_running"], channel = "polled", period_ms = 1000}]
+channels = [
+  {{figures = ["kv_usage", "num_waiting", "num_running"], channel = "polled", period_ms = {1e3 * FIGURES_S:g}}},
+]
 """
 
 
@@ -95,7 +98,7 @@ def send(url: str, trace: Path, out: Path, seed: int, *more: str) -> dict:
 def routed(policy: str, work: Path) -> Iterator[str]:
     """Empty the servers' caches, and start a router with one policy. Yields its address."""
     vllm_pair.empty_caches()
-    with vllm_pair.router(0, policy, work) as router:
+    with vllm_pair.router(0, policy, work, "--metrics-interval", f"{FIGURES_S}") as router:
         time.sleep(2.0)  # until it has subscribed to the events
         yield router.url
 
