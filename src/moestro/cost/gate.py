@@ -181,15 +181,16 @@ class RecordedGate:
         self._answers = np.concatenate(answers)
         sizes = np.array([len(each) for each in answers])
         self._num_answers, self._first_answer = sizes, sizes.cumsum() - sizes
-        rng = np.random.default_rng(seed)
-        self._shift = rng.integers(0, num_tokens, num_layers) * shift_layers
+        shift: Int64s = np.random.default_rng(seed).integers(0, num_tokens, size=(num_layers,))
+        self._shift = shift if shift_layers else np.zeros_like(shift)
         self._seed = np.uint64(seed)
 
     def choose_layers(self, tokens: Keys, layers: range) -> Int32s:
         """int32[tokens, len(layers), num_chosen], experts of each token, ascending."""
         numbers = np.arange(layers.start, layers.stop)
         rows = (self._rows(tokens)[:, None] + self._shift[numbers]) % len(self._choices)
-        return self._choices[rows, numbers].astype(np.int32)
+        chosen: Int32s = self._choices[rows, numbers].astype(np.int32)
+        return chosen
 
     def count(self, tokens: Keys, layers: range) -> Int64s:
         """int64[len(layers), num_experts], tokens that visit each expert."""

@@ -118,7 +118,7 @@ def _compares(
     """
 
     def holds(pair: Compared) -> bool | None:
-        differences = {name: difference(*pair, name) for name in figures}
+        differences = {name: difference(pair[0], pair[1], name) for name in figures}
         likes = [
             each.verdict if (figure := figures[name]) is None or figure.value < 0 else _OPPOSITE[each.verdict]
             for name, each in differences.items()
@@ -127,7 +127,9 @@ def _compares(
 
     return {
         "cases": cases,
-        "ours": lambda pair: ", ".join(f"{_SHORT[name]} {difference(*pair, name)}" for name in (*shown, *figures)),
+        "ours": lambda pair: ", ".join(
+            f"{_SHORT[name]} {difference(pair[0], pair[1], name)}" for name in (*shown, *figures)
+        ),
         "holds": holds,
         "figures": tuple(filter(None, figures.values())),
     }
