@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 import io
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
 
+from moestro.config.run_record import run_record
 from moestro.cost.hf_config import CONFIGS
 from moestro.cost.popularity import PopularityForm
 from moestro.errors import ConfigError
@@ -36,8 +39,11 @@ from moestro.repro.gimbal.systems import (
     VLLM_EPLB,
     VLLM_LEAST,
 )
-from moestro.repro.results import merged
+from moestro.repro.results import LoadPart, Reproduced, merged, write_result
 from moestro.repro.testbed import Latency
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+import renew_cells
 
 CONFIGS["small"] = {**CONFIGS["qwen3-30b-a3b"], "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}
 BED = EpBed(network="small", interval_steps=40, check_ns=10**6)
@@ -275,3 +281,20 @@ def test_parts_with_recorded_routing_need_a_recording_and_vary_its_affinity_alon
     assert "routing" in make_experiment(GimbalSettings(routing=files[0], routing_index=files[1])).loads
     with pytest.raises(ConfigError, match="give both, or none"):
         make_experiment(GimbalSettings(routing=files[0]))
+
+
+def test_loads_of_a_later_run_take_the_place_of_the_stored_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(renew_cells, "RESULTS", tmp_path)
+    old = GimbalFindings(cells=[cell(load, VLLM, 100.0) for load in ("kept", "made")], levels={"made": 2.0})
+    new = GimbalFindings(cells=[cell("made", VLLM, 50.0), cell("made", MOESTRO, 40.0)], levels={"made": 3.0})
+    stored = Reproduced(conditions=run_record("simulated"), parts={}, findings=old, claims=[])
+    write_result(stored, tmp_path / "gimbal.json")
+    part = LoadPart(run_record("simulated", note="later"), {}, msgspec.Raw(msgspec.json.encode(new)))
+    write_result(part, tmp_path / "parts" / "gimbal.made.json")
+    path, joined = renew_cells.join("gimbal", tmp_path / "parts")
+    assert path == tmp_path / "gimbal.json"
+    assert [(each.load, each.system, each.ttft_ms.mean) for each in joined.findings.cells] == [
+        ("kept", VLLM, 100.0), ("made", VLLM, 50.0), ("made", MOESTRO, 40.0)
+    ]  # fmt: skip
+    assert joined.findings.levels == {"made": 3.0}
+    assert joined.parts["made"].note == "later"
