@@ -42,9 +42,10 @@ def _changes(findings: GimbalFindings, cells: list[GimbalCell], base: list[Gimba
 
 
 def shapes_table(prefix: str, file: str = "gimbal") -> str:
-    """The change of TTFT and TPOT from `vllm` at the highest rate, by system and shape."""
+    """The change of TTFT and TPOT from `vllm` at the highest rate, by system and shape that was run."""
     findings, rows = _findings(file), []
-    loads = [f"{prefix}_{shape}" for shape in SHAPES]
+    shapes = [shape for shape in SHAPES if f"{prefix}_{shape}" in findings.loads]
+    loads = [f"{prefix}_{shape}" for shape in shapes]
     known = {cell.system for cell in findings.cells if cell.load in loads}
     for system in (name for name in TABLE if name in known):
         row = [f"`{system}`" + (", ms" if system == VLLM else "")]
@@ -54,7 +55,7 @@ def shapes_table(prefix: str, file: str = "gimbal") -> str:
             milliseconds = f"{_mean('TTFT', base):,.0f} / {_mean('TPOT', base):.1f}"
             row.append(milliseconds if system == VLLM else " / ".join(_changes(findings, cells, base)))
         rows.append(row)
-    return table_of_rows(["system", *SHAPES], rows)
+    return table_of_rows(["system", *shapes], rows)
 
 
 def kv_memory_table() -> str:
