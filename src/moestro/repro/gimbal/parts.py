@@ -122,12 +122,8 @@ _RECORDED = (
 )  # fmt: skip
 
 
-def whole(num_requests: int, *, has_recording: bool = False) -> tuple[GimbalPart, ...]:
-    """Return all parts, with so many requests in each run of the latency tables.
-
-    Args:
-        has_recording: whether there is recorded routing, which some parts need.
-    """
+def _latency_tables(num_requests: int) -> list[GimbalPart]:
+    """Parts of all shapes: a healthy engine, a slow one, one with scarce KV memory, and this one on equal seeds."""
     parts = [GimbalPart(name=f"healthy_{shape}", shape=shape, num_requests=num_requests) for shape in SHAPES]
     parts += [
         GimbalPart(
@@ -150,6 +146,16 @@ def whole(num_requests: int, *, has_recording: bool = False) -> tuple[GimbalPart
         )
         for shape in SHAPES
     ]  # fmt: skip
+    return parts
+
+
+def whole(num_requests: int, *, has_recording: bool = False) -> tuple[GimbalPart, ...]:
+    """Return all parts, with so many requests in each run of the latency tables.
+
+    Args:
+        has_recording: whether there is recorded routing, which some parts need.
+    """
+    parts = _latency_tables(num_requests)
     parts += [
         GimbalPart(name="overload_random", finds="rate", num_requests=_OVERLOADED, rates=()),
         GimbalPart(
