@@ -42,9 +42,10 @@ def _changes(findings: GimbalFindings, cells: list[GimbalCell], base: list[Gimba
 
 
 def shapes_table(prefix: str, file: str = "gimbal") -> str:
-    """The change of TTFT and TPOT from `vllm` at the highest rate, by system and shape."""
+    """The change of TTFT and TPOT from `vllm` at the highest rate, by system and shape that was run."""
     findings, rows = _findings(file), []
-    loads = [f"{prefix}_{shape}" for shape in SHAPES]
+    shapes = [shape for shape in SHAPES if f"{prefix}_{shape}" in findings.loads]
+    loads = [f"{prefix}_{shape}" for shape in shapes]
     known = {cell.system for cell in findings.cells if cell.load in loads}
     for system in (name for name in TABLE if name in known):
         row = [f"`{system}`" + (", ms" if system == VLLM else "")]
@@ -54,7 +55,7 @@ def shapes_table(prefix: str, file: str = "gimbal") -> str:
             milliseconds = f"{_mean('TTFT', base):,.0f} / {_mean('TPOT', base):.1f}"
             row.append(milliseconds if system == VLLM else " / ".join(_changes(findings, cells, base)))
         rows.append(row)
-    return table_of_rows(["system", *SHAPES], rows)
+    return table_of_rows(["system", *shapes], rows)
 
 
 def kv_memory_table() -> str:
@@ -142,3 +143,19 @@ def skew_table() -> str:
             row.append(f"{' / '.join(_changes(findings, cells, [base]))}, {cells[0].moved_gb:.1f} GB")
         rows.append(row)
     return table_of_rows(["exponent", "balance in order", *(f"`{system}`" for system in systems)], rows)
+
+
+def routing_table(load: str) -> str:
+    """Placements alone under recorded routing, and beside it: changes from experts in order."""
+    findings, rows = _findings("gimbal"), []
+    [rate] = findings.rates(load)
+    for system in PLACEMENTS:
+        row = [f"`{system}`"]
+        for setting in findings.settings(load):
+            cells, base = (findings.of(load, rate, name, setting) for name in (system, PLACEMENTS[0]))
+            milliseconds = f"{_mean('TTFT', base):,.0f} / {_mean('TPOT', base):.1f} ms"
+            change = milliseconds if system == PLACEMENTS[0] else " / ".join(_changes(findings, cells, base))
+            [first, *_] = cells
+            row.append(f"{change}, {first.balance:.3f}, {first.kept_pairs:.1%}, {first.moved_gb:.1f} GB")
+        rows.append(row)
+    return table_of_rows(["system", *(f"{name}" for name in findings.settings(load))], rows)

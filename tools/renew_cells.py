@@ -1,36 +1,76 @@
-"""Make the runs of some routing policies in the stored result of LMetric anew, where only theirs have changed.
+"""Renew a part of a paper's stored result: runs of some policies of LMetric, or loads that a later run has made.
 
     python tools/renew_cells.py --traces DIR --systems vllm-0.26,vllm-0.27 --loads chat,coder --write
     python tools/renew_cells.py --traces DIR --loads chat --write     # what the age of figures costs, alone
+    python tools/renew_cells.py --paper gimbal --parts DIR --write    # loads of `moestro repro gimbal --out DIR`
 
-Rates and tuned parameters stay those of the stored run; `tools/judge_claims.py` then judges the claims. The result
-names what was made anew. Without --write the differences are printed alone; code that has not changed makes none.
+Runs of policies keep the rates and tuned parameters of the stored run. The result names what was made anew. Without
+--write the differences are printed alone; code that has not changed makes none. `tools/judge_claims.py` then judges the
+claims.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from moestro.config.run_record import run_record
 from moestro.repro.lmetric.experiment import LmetricExperiment, LmetricPlan
 from moestro.repro.lmetric.findings import FIGURES, LmetricFindings
-from moestro.repro.results import Reproduced
+from moestro.repro.papers import papers
+from moestro.repro.results import Findings, LoadPart, Reproduced, merged
 
-RESULT = Path(__file__).parents[1] / "bench" / "results" / "repro" / "lmetric.json"
+RESULTS = Path(__file__).parents[1] / "bench" / "results" / "repro"
+RESULT = RESULTS / "lmetric.json"
 
 
 def main() -> None:
-    """Renew the runs that the command line names."""
+    """Renew what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--traces", type=Path, required=True)
+    parser.add_argument("--traces", type=Path)
     parser.add_argument("--systems", default="", help="none: the sweep of the figures' age alone, on chats")
-    parser.add_argument("--loads", required=True)
+    parser.add_argument("--loads")
     parser.add_argument("--num-requests", type=int, default=LmetricPlan().num_requests)
+    parser.add_argument("--paper", choices=[paper.name for paper in papers()])
+    parser.add_argument("--parts", type=Path, help="folder of the loads of --paper")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
+    if (given.paper is None) != (given.parts is None) or (given.paper is None) == (given.loads is None):
+        parser.error("give --traces and --loads, or --paper and --parts")
+    if given.paper is None:
+        renew(given)
+        return
+    path, result = join(given.paper, given.parts)
+    if given.write:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+
+
+def join(name: str, directory: Path) -> tuple[Path, Reproduced[Any]]:
+    """Put the loads in `directory` into the stored result of a paper, in place of those that it has."""
+    [paper] = [each for each in papers() if each.name == name]
+    kind, path = paper.experiment(paper.settings()).findings_type, RESULTS / f"{name}.json"
+    stored = msgspec.json.decode(path.read_bytes(), type=Reproduced[kind])
+    findings, parts = stored.findings, dict(stored.parts)
+    for file in sorted(directory.glob(f"{name}.*.json")):
+        load, part = file.name.split(".")[1], msgspec.json.decode(file.read_bytes(), type=LoadPart)
+        print(f"{load}: {'in place of' if load in parts else 'beside'} the stored loads", flush=True)
+        parts[load] = part.conditions
+        findings = merged([without(findings, load), msgspec.json.decode(part.findings, type=kind)])
+    return path, msgspec.structs.replace(stored, parts=parts, findings=findings)
+
+
+def without(findings: Findings[Any], load: str) -> Findings[Any]:
+    """The findings without the runs of a load; what is stored by its name is replaced later."""
+    lists = {field.name: getattr(findings, field.name) for field in msgspec.structs.fields(findings)}
+    kept = {name: [run for run in runs if run.load != load] for name, runs in lists.items() if isinstance(runs, list)}
+    return msgspec.structs.replace(findings, **kept)
+
+
+def renew(given: argparse.Namespace) -> None:
+    """Make the runs of some policies of LMetric anew."""
     systems, loads = [each for each in given.systems.split(",") if each], given.loads.split(",")
     conditions = run_record("simulated")
     experiment = LmetricExperiment(LmetricPlan(num_requests=given.num_requests), given.traces)

@@ -42,6 +42,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "robustness/": ("engine", "gateway", "server", "web", "worker"),
     "robustness/mutants": ("",),
     "routing/": ("gateway", "routing"),
+    "routing/vllm_loads": ("calibrate/probing", "cost", "engine", "gateway", "routing", "sim"),
     "serving/": ("engine", "flow", "model", "server", "worker"),
     "simulator/": ("cost", "engine", "routing", "sim"),
     "simulator/placement": ("placement",),

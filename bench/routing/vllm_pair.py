@@ -76,15 +76,15 @@ def vllm(command: str, i: int, log: Path) -> contextlib.AbstractContextManager:
     return started(flags, VLLM_PORT + i, log / f"vllm{i}.log", **environment)
 
 
-def router(at: int, policy: str, log: Path) -> contextlib.AbstractContextManager:
-    """Start `moestro route` with one policy, in front of both servers."""
+def router(at: int, policy: str, log: Path, *more: str) -> contextlib.AbstractContextManager:
+    """Start `moestro route` with one policy and further flags, in front of both servers."""
     flags = [MOESTRO, "route", "--port", str(ROUTE_PORT + at), "--admin-port", str(ADMIN_PORT + at)]
     flags += ["--tokenizer", str(DEMO), "--block-size", str(BLOCK_SIZE), "--route-policy", policy]
     flags += ["--record", str(log / f"route_{policy}.jsonl")]
     for i in range(2):
         flags += ["--engine", f"e{i}=http://127.0.0.1:{VLLM_PORT + i}"]
         flags += ["--kv-events", f"e{i}=tcp://*:{EVENTS_PORT + i}", "--kv-replay", f"e{i}=tcp://*:{REPLAY_PORT + i}"]
-    return started(flags, ROUTE_PORT + at, log / f"route_{policy}.log")
+    return started([*flags, *more], ROUTE_PORT + at, log / f"route_{policy}.log")
 
 
 def read(url: str, body: bytes | None = None) -> str:

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.core.token_keys import request_key
-from moestro.cost.gate import CellIndex, DecodeChoices, PopularityGate
+from moestro.cost.ahead_gate import AheadGate
+from moestro.cost.gate import CellIndex, DecodeChoices, PopularityGate, RecordedGate
 from moestro.cost.popularity import AMOE_RATE, PopularityForm, exponential_popularity, zipf_popularity
 
 
@@ -126,3 +127,52 @@ def test_law_a_point_lies_in_the_cell_that_a_binary_search_finds(lengths, data):
     at = np.array(data.draw(st.lists(points, min_size=1, max_size=40)))
     at = np.minimum(np.append(at, [0, end[-1] - 1]), end[-1] - 1)
     assert np.array_equal(CellIndex(end).find(at), end.searchsorted(at, side="right"))
+
+
+# --- recorded choices -------------------------------------------------------------------------------------------------
+
+NUM_RECORDED, NUM_LAYERS, NUM_EXPERTS = 600, 3, 8
+ANSWERS = [np.array([[0, 40], [40, 160]]), np.array([[200, 400]])]
+
+
+def recording() -> np.ndarray:
+    """Choices of two experts, of which each layer repeats those of the layer before it, moved by one."""
+    first = np.random.default_rng(5).permuted(np.tile(np.arange(NUM_EXPERTS), (NUM_RECORDED, 1)), axis=1)[:, :2]
+    return ((first[:, None] + np.arange(NUM_LAYERS)[:, None]) % NUM_EXPERTS).astype(np.uint8)
+
+
+def recorded(**given) -> RecordedGate:
+    return RecordedGate(recording(), ANSWERS, NUM_EXPERTS, seed=3, **given)
+
+
+def test_a_request_repeats_one_recorded_answer_of_its_domain():
+    choices = np.sort(recording(), axis=-1)
+    for domain, number in ((0, 1), (0, 2), (0, 5), (1, 1)):
+        found = recorded().choose_layers(tokens(900, number, domain), range(NUM_LAYERS))
+        fitting = [first for first, length in ANSWERS[domain] if (found[0] == choices[first]).all()]
+        [length] = [length for first, length in ANSWERS[domain] if first == fitting[0]]
+        assert np.array_equal(found, choices[fitting[0] + np.arange(900) % length])
+    first = {recorded().choose_layers(tokens(1, number), range(1)).tobytes() for number in range(20)}
+    assert len(first) == 2, "requests have different answers"
+
+
+def test_shifted_layers_keep_the_popularity_and_lose_the_affinity():
+    keys = np.concatenate([tokens(400, number, domain=1) for number in range(2)])
+    whole, shifted = (recorded(shift_layers=shift) for shift in (False, True))
+    pairs = [gate.choose_layers(keys, range(NUM_LAYERS)) for gate in (whole, shifted)]
+    follows = [np.mean(np.sort((each[:, 0] + 1) % NUM_EXPERTS) == each[:, 1]) for each in pairs]
+    assert follows[0] == 1
+    assert follows[1] < 0.5
+    counts = [gate.count(keys, range(NUM_LAYERS)) for gate in (whole, shifted)]
+    assert np.allclose(counts[0].sum(axis=1), counts[1].sum(axis=1))
+
+
+def test_recorded_counts_are_those_of_the_choices_and_of_draws_ahead():
+    gate, keys = recorded(), tokens(64, 7)
+    counted = gate.count(keys, range(1, NUM_LAYERS))
+    chosen = gate.choose_layers(keys, range(1, NUM_LAYERS))
+    assert chosen.dtype == np.int32
+    by_layer = [np.bincount(chosen[:, layer].ravel(), minlength=NUM_EXPERTS) for layer in range(NUM_LAYERS - 1)]
+    assert np.array_equal(counted, by_layer)
+    ahead = AheadGate(gate, NUM_LAYERS, NUM_EXPERTS)
+    assert np.array_equal(ahead.count(keys, range(NUM_LAYERS)), gate.count(keys, range(NUM_LAYERS)))

@@ -64,3 +64,15 @@ def domains_of(keys: Keys) -> NDArray[np.int64]:
     """int64[n], source domain of each token."""
     domains: NDArray[np.int64] = (keys >> np.uint64(_REQUEST_BITS + _POSITION_BITS)).astype(np.int64)
     return domains
+
+
+def requests_of(keys: Keys) -> Keys:
+    """uint64[n], key of each token's request without its position."""
+    requests: Keys = keys >> np.uint64(_POSITION_BITS)
+    return requests
+
+
+def positions_of(keys: Keys) -> NDArray[np.int64]:
+    """int64[n], position of each token in its request."""
+    positions: NDArray[np.int64] = (keys & np.uint64((1 << _POSITION_BITS) - 1)).astype(np.int64)
+    return positions

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.token_keys import Keys
-from moestro.cost.gate import PopularityGate
+from moestro.cost.gate import Gate
 
 Int64s = NDArray[np.int64]
 
@@ -15,7 +15,7 @@ _MOST_SINGLE = 96  # tokens; the draws of more fill the CPU's vectors by themsel
 
 
 class AheadGate:
-    """Counts the visits of tokens exactly as a `PopularityGate` does; implements `cost.drawn_step.ExpertGate`.
+    """Counts the visits of tokens exactly as a `Gate` does; implements `cost.drawn_step.ExpertGate`.
 
     A sequence decodes consecutive positions, whose keys are consecutive numbers. The first of them draws for the
     next 32 too. Sequences that have ended are dropped when the memory holds twice as many as were used last.
@@ -26,7 +26,7 @@ class AheadGate:
         num_experts: experts of a layer.
     """
 
-    def __init__(self, gate: PopularityGate, num_layers: int, num_experts: int) -> None:
+    def __init__(self, gate: Gate, num_layers: int, num_experts: int) -> None:
         self._gate, self._layers, self._num_experts = gate, range(num_layers), num_experts
         self._num_cells = num_layers * num_experts
         self._first_cell: Int64s = np.arange(num_layers)[:, None] * num_experts
@@ -34,7 +34,7 @@ class AheadGate:
         self._drawn: dict[int, NDArray[np.int32]] = {}
 
     def count(self, tokens: Keys, layers: range) -> Int64s:
-        """Count the visits of tokens to experts, int64[len(layers), experts], as `PopularityGate.count`."""
+        """Count the visits of tokens to experts, int64[len(layers), experts], as `Gate.count`."""
         if len(tokens) > _MOST_SINGLE or layers != self._layers:
             return self._gate.count(tokens, layers)
         drawn, visited = self._drawn, []

@@ -1,13 +1,16 @@
-"""A gate without a network: it draws the experts of each token by popularity."""
+"""Gates without a network: they draw the experts of each token by popularity, or take them from a recording."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.columns import true_rows
 from moestro.core.rng import mix64
-from moestro.core.token_keys import Keys, domains_of
+from moestro.core.token_keys import Keys, domains_of, positions_of, requests_of
 from moestro.core.work import Int32s, Slots
 
 Floats = NDArray[np.float64]
@@ -21,6 +24,20 @@ _TOKEN, _COUNTER = np.uint64(0xD1342543DE82EF95), np.uint64(0x9E3779B97F4A7C15) 
 _PIECES_PER_CELL = 4  # 2 took 8 to 13 ns a point, 4 and 8 took 5 to 11, and `searchsorted` 44 to 99
 _MOST_STEPS = 8  # each takes some 4 ns a point
 _DRAWS_OF_A_LAYER = 1 << 16  # counters that each layer has; far above any top-k
+
+
+class Gate(Protocol):
+    """Chooses the experts of tokens in all layers; `PopularityGate` and `RecordedGate` implement it."""
+
+    num_chosen: int
+
+    def choose_layers(self, tokens: Keys, layers: range) -> Int32s:
+        """int32[tokens, len(layers), num_chosen], experts of each token, ascending."""
+        ...
+
+    def count(self, tokens: Keys, layers: range) -> Int64s:
+        """int64[len(layers), num_experts], tokens that visit each expert."""
+        ...
 
 
 class PopularityGate:
@@ -130,6 +147,64 @@ class PopularityGate:
             draws.append((state >> _DRAW_BITS).view(np.int64))
             draws.append((state & _LOW_HALF).view(np.int64))
         return draws[: self.num_chosen]
+
+
+class RecordedGate:
+    """Gives the tokens of a request the recorded choices of an answer, in order and again from its first token on.
+
+    So consecutive tokens and consecutive layers share experts as they did in the recorded network.
+
+    Args:
+        choices: uint8[tokens, layers, num_chosen], experts of recorded tokens.
+        answers: for each domain, int64[answers, 2]: first token and number of tokens of each of its answers.
+        num_experts: experts of a layer.
+        shift_layers: whether each layer takes the choices of other tokens than the layers beside it. The popularity of
+            experts and the runs of a layer stay, and its affinity to other layers is gone.
+        seed: seed of the answer that a request gets, and of the shifts.
+
+    Attributes:
+        num_chosen: experts that a token visits in a layer.
+    """
+
+    def __init__(
+        self,
+        choices: NDArray[np.uint8],
+        answers: Sequence[Int64s],
+        num_experts: int,
+        *,
+        shift_layers: bool = False,
+        seed: int = 0,
+    ) -> None:
+        num_tokens, num_layers, self.num_chosen = choices.shape
+        self._choices = np.sort(choices, axis=-1)
+        self._num_experts = num_experts
+        self._answers = np.concatenate(answers)
+        sizes = np.array([len(each) for each in answers])
+        self._num_answers, self._first_answer = sizes, sizes.cumsum() - sizes
+        shift: Int64s = np.random.default_rng(seed).integers(0, num_tokens, size=(num_layers,))
+        self._shift = shift if shift_layers else np.zeros_like(shift)
+        self._seed = np.uint64(seed)
+
+    def choose_layers(self, tokens: Keys, layers: range) -> Int32s:
+        """int32[tokens, len(layers), num_chosen], experts of each token, ascending."""
+        numbers = np.arange(layers.start, layers.stop)
+        rows = (self._rows(tokens)[:, None] + self._shift[numbers]) % len(self._choices)
+        chosen: Int32s = self._choices[rows, numbers].astype(np.int32)
+        return chosen
+
+    def count(self, tokens: Keys, layers: range) -> Int64s:
+        """int64[len(layers), num_experts], tokens that visit each expert."""
+        cells = self.choose_layers(tokens, layers) + np.arange(len(layers))[:, None] * self._num_experts
+        return np.bincount(cells.ravel(), minlength=len(layers) * self._num_experts).reshape(len(layers), -1)
+
+    def _rows(self, tokens: Keys) -> Int64s:
+        """int64[tokens], recorded token of each token."""
+        domain = domains_of(tokens) % len(self._num_answers)
+        drawn = (mix64(requests_of(tokens) * _TOKEN + self._seed) >> _DRAW_BITS).astype(np.int64)
+        answer = self._first_answer[domain] + drawn % self._num_answers[domain]
+        first, length = self._answers[answer].T
+        rows: Int64s = first + positions_of(tokens) % length
+        return rows
 
 
 class CellIndex:

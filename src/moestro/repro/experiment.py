@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from rich.console import RenderableType
 
 from moestro.errors import ConfigError
-from moestro.repro.paper_setup import PaperFigure, SetupRow
+from moestro.repro.paper_setup import ClaimRow, PaperFigure, SetupRow
 from moestro.repro.results import Claim, FindingsT
 
 
@@ -26,12 +26,14 @@ class Experiment(ABC, Generic[FindingsT]):
             imports it only to draw, since matplotlib is optional.
         setup: set-up of the paper beside that of the whole experiment.
         figures: figures of the paper by which claims are judged.
+        claim_rows: claims of the paper, where they are rows of a table.
     """
 
     findings_type: type[FindingsT]
     drawing: str
     setup: ClassVar[Sequence[SetupRow]] = ()
     figures: ClassVar[Sequence[PaperFigure]] = ()
+    claim_rows: ClassVar[Sequence[ClaimRow[Any, Any]]] = ()
 
     @property
     @abstractmethod

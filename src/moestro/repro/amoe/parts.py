@@ -108,6 +108,7 @@ def _others() -> list[Part]:
         ("one_node", "10", "medium", one_node, RATES["medium"], every, ()),
         ("two_nodes", "10", "medium", nodes, (100, 300, 500), every, ()),
         ("schedulers_top1", "11", "medium", medium, (250,), schedulers, (0.8,)),
+        ("schedulers_top2", "11", "medium", Bed(network=TOP_2, popularity=SKEWED), (), schedulers, (0.8,)),
         ("ratio_medium", "sec. 3.3", "medium", medium, (250, 400), RATIOS, ()),
         ("tuning", "sec. 3.4", "medium", medium, (), TUNED, (0.8,)),
     )

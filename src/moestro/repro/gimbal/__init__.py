@@ -23,6 +23,13 @@ class GimbalSettings(ReproSettings):
     """File of BurstGPT's request lengths, in any form that moestro bench reads. Unset: generated lengths with the mean
     and the long tail of BurstGPT's."""
 
+    routing: Path | None = None
+    """NumPy file of recorded choices of GPT-OSS-20B, uint8 [tokens, layers, top_k], .zst allowed. Unset: the parts with
+    recorded routing are left out."""
+
+    routing_index: Path | None = None
+    "JSON lines with the answers of --routing: dataset, category, num_tokens, offset, prompt_tokens."
+
     num_requests: int = 1000
     "Requests of each run of the latency tables; the paper has 1000. A run takes CPU time in proportion."
 

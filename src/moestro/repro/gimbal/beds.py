@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import spread_evenly
 from moestro.cost.ahead_gate import AheadGate
 from moestro.cost.capacity import worker_kv_blocks
 from moestro.cost.collectives import Collective, MachinesAllToAll, all_to_all, pplx_all_to_all
 from moestro.cost.drawn_step import Deployment
-from moestro.cost.gate import PopularityGate
+from moestro.cost.gate import Gate, PopularityGate, RecordedGate
 from moestro.cost.gpus import Gpu, gpu_named
 from moestro.cost.hf_config import network_named
 from moestro.cost.links import INFINIBAND_HDR, NVSWITCH_A100
@@ -32,10 +36,12 @@ from moestro.sim.groups.live_placement import (
 )
 from moestro.sim.groups.lock_step_group import LockStepGroup
 from moestro.sim.groups.offline_routing import start_placement
+from moestro.workload.experts.expert_traces import RoutingTrace
 from moestro.workload.rows import Rows
 
 BLOCK_SIZE = 16
 _NO_STEP_HOST = HostCost(step_ns=0, sequence_ns=0)  # the host is priced once for a step of all ranks
+Routing = Literal["drawn", "recorded", "shifted"]
 _PERMUTED = PopularityForm(hot_ids="permuted")  # Zipf with exponent 0.6, other hot experts in each layer
 
 
@@ -47,8 +53,11 @@ class EpBed:
         network, gpu: names of the network and the GPU.
         num_ranks: ranks, one GPU each.
         num_machines: machines among which they are spread evenly.
-        popularity: popularity of the experts. No counts of Qwen3's are public, so the form is an assumption, which the
-            part `skew` varies.
+        popularity: popularity of the experts where they are drawn. The form is an assumption, which the part `skew`
+            varies. Two snapshots of one layer of Qwen3-30B-A3B are public, of 1,024 and of 64 tokens: their hottest
+            experts have 12.7 and 10.5 times the mean (stanford-ppl/step_artifact).
+        routing: `recorded` takes the choices of a recording, `shifted` takes each layer's from other tokens, so that
+            layers have no affinity, and `drawn` draws by popularity.
         num_spares: slots of each GPU and layer beyond its share of the experts.
         num_blocks: KV blocks of a rank. None means as many as fit beside the weights.
         max_num_seqs, max_num_batched_tokens: vLLM's defaults for an A100; the paper keeps the defaults.
@@ -64,6 +73,7 @@ class EpBed:
     num_ranks: int = 2
     num_machines: int = 1
     popularity: PopularityForm = _PERMUTED
+    routing: Routing = "drawn"
     num_spares: int = 0
     num_blocks: int | None = None
     max_num_seqs: int = 256
@@ -126,15 +136,14 @@ class EpBed:
             scheduling_policy=order,
         )
 
-    def build(self, system: System, rows: Rows, seed: int) -> tuple[LockStepGroup, SimPlacement]:
+    def build(self, system: System, rows: Rows, gate: Gate) -> tuple[LockStepGroup, SimPlacement]:
         """Build the ranks of a system, and their live placement.
 
         Args:
-            seed: seed of the popularity and of the experts that tokens visit, equal for all systems.
+            gate: `gate`, equal for all systems.
         """
         shape, experts = self.shape, self.shape.experts
         assert experts is not None, "the network has experts"
-        gate = self._gate(seed)
         table = spread_evenly(shape.num_layers, experts.num_experts, list(range(self.num_ranks)), self.num_ranks)
         table = with_spare_slots(table, self.num_spares)
         cost = Roofline(RooflineSettings(network=shape, gpu=self.device, host=_NO_STEP_HOST))
@@ -167,9 +176,21 @@ class EpBed:
         pricing = LOCK_STEP if self.slowdown == 1.0 else slowed(self.slowdown)
         return LockStepGroup(self.scheduler(rows, system.order), deployment, pricing, placement), placement
 
-    def _gate(self, seed: int) -> PopularityGate:
+    def gate(self, seed: int, recording: RoutingTrace | None = None) -> Gate:
+        """Make the gate that chooses the experts of tokens.
+
+        Args:
+            seed: seed of the popularity, and of the experts or recorded answers that requests get.
+            recording: recorded choices of the network. None means that the bed draws.
+        """
         shape, experts = self.shape, self.shape.experts
         assert experts is not None, "the network has experts"
+        if self.routing != "drawn":
+            assert recording is not None, "a part with recorded routing runs only where there is a recording"
+            return RecordedGate(
+                recording.experts, answers_by_domain(recording, self.popularity.num_domains), experts.num_experts,
+                shift_layers=self.routing == "shifted", seed=seed,
+            )  # fmt: skip
         form = PopularityForm(
             family=self.popularity.family,
             skew=self.popularity.skew,
@@ -178,3 +199,17 @@ class EpBed:
             seed=seed,
         )
         return PopularityGate(form.by_layer(shape.num_layers, experts.num_experts), experts.top_k, seed)
+
+
+def answers_by_domain(recording: RoutingTrace, num_domains: int) -> list[NDArray[np.int64]]:
+    """Offsets and lengths of recorded answers, int64[answers, 2] for each domain: of all, or of a data set.
+
+    Args:
+        num_domains: 1, or a number of data sets, of which those with most answers are taken.
+    """
+    by_set: dict[str, list[tuple[int, int]]] = {}
+    for answer in recording.generations:
+        name = answer.dataset if num_domains > 1 else ""
+        by_set.setdefault(name, []).append((answer.offset, answer.num_tokens))
+    largest = sorted(by_set, key=lambda name: -len(by_set[name]))[:num_domains]
+    return [np.array(by_set[name], np.int64) for name in largest]

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
+from moestro.errors import ConfigError
 from moestro.repro.experiment import PartsExperiment, chosen_parts
 from moestro.repro.gimbal import GimbalSettings
 from moestro.repro.gimbal.beds import BLOCK_SIZE
 from moestro.repro.gimbal.claims import claims_of
 from moestro.repro.gimbal.findings import GimbalCell, GimbalFindings, ttft_p99
-from moestro.repro.gimbal.loads import fitting, shaped_load, tenant_load, user_load, with_domains
+from moestro.repro.gimbal.loads import fitting, recorded_routing, shaped_load, tenant_load, user_load, with_domains
 from moestro.repro.gimbal.paper import FIGURES, SETUP
 from moestro.repro.gimbal.parts import P99_GOAL_MS, QUICK, GimbalPart, whole
 from moestro.repro.gimbal.serving import RunName, serve, serve_prefixes
@@ -36,29 +37,33 @@ class GimbalExperiment(PartsExperiment[GimbalFindings, GimbalPart]):
     Args:
         parts: what is run.
         trace: file of request lengths. None means generated lengths.
+        recording: files of recorded routing and of its index. None means that no part needs it.
     """
 
     findings_type = GimbalFindings
     drawing = "moestro.repro.gimbal.draw"
     setup, figures = SETUP, FIGURES
 
-    def __init__(self, parts: Sequence[GimbalPart], trace: Path | None) -> None:
+    def __init__(
+        self, parts: Sequence[GimbalPart], trace: Path | None, recording: tuple[Path, Path] | None = None
+    ) -> None:
         super().__init__(parts)
-        self._trace = trace
+        self._trace, self._recording = trace, recording
 
     def plan_of(self, load: str) -> object:
-        """The part, its systems, and the name of the trace."""
+        """The part, its systems, and the names of the trace and of the recorded routing."""
         part = self.parts[load]
-        return part, [SYSTEMS[name] for name in part.systems], None if self._trace is None else self._trace.name
+        recording = self._recording[0].name if self._recording is not None and part.routings else None
+        trace = None if self._trace is None else self._trace.name
+        return part, [SYSTEMS[name] for name in part.systems], trace, recording
 
     def num_runs(self, load: str) -> int:
         """One for each combination; the search for a level counts as one for each setting."""
         part = self.parts[load]
         if part.counts_hits:
             return len(part.systems) * part.num_runs
-        num_settings = max(len(part.kv_blocks), len(part.skews), 1)
         at_rates = len(part.systems) * max(len(part.rates), 1) + len(part.repeated) * (len(part.seeds) - 1)
-        return num_settings * (at_rates + bool(part.finds))
+        return len(part.settings) * (at_rates + bool(part.finds))
 
     def run(self, load: str, step: Callable[[str], None]) -> GimbalFindings:
         """Run one part."""
@@ -67,7 +72,7 @@ class GimbalExperiment(PartsExperiment[GimbalFindings, GimbalPart]):
             return self._run_prefixes(part, step)
         about = self._about_lengths if part.users is None else f"generated like {part.users.like}"
         findings = GimbalFindings(about_lengths={load: about})
-        for setting in [f"{each:g}" for each in (*part.kv_blocks, *part.skews)] or [""]:
+        for setting in part.settings:
             here, level = part, None
             if part.finds:
                 step(f"{load} {setting}: the {part.finds} at which P99 TTFT is {P99_GOAL_MS / 1e3:g} s")
@@ -96,19 +101,16 @@ class GimbalExperiment(PartsExperiment[GimbalFindings, GimbalPart]):
         return "generated like BurstGPT's" if self._trace is None else f"of {self._trace.name}"
 
     def _serve(self, part: GimbalPart, run: RunName) -> GimbalCell:
-        bed = part.bed
-        if part.kv_blocks:
-            bed = replace(bed, num_blocks=int(run.setting))
-        if part.skews:
-            bed = replace(bed, popularity=replace(bed.popularity, skew=float(run.setting)))
-        return serve(bed, self._load(part, run), run)
+        bed, recording = part.bed_of(run.setting), self._recording
+        routing = recorded_routing(*recording) if recording is not None and bed.routing != "drawn" else None
+        return serve(bed, self._load(part, run), run, routing)
 
     def _load(self, part: GimbalPart, run: RunName) -> TimedLoad:
         tenants = part.tenants
         if part.users is not None and tenants is not None:
             return with_domains(user_load(part.users, part.num_requests, run.rate, JITTER_S, run.seed), tenants)
         load = shaped_load(self._trace, part.shape, part.num_requests, run.rate, run.seed)
-        num_blocks = int(run.setting) if part.kv_blocks else part.bed.num_blocks
+        num_blocks = part.bed_of(run.setting).num_blocks
         if num_blocks is not None:
             load = replace(load, rows=fitting(load.rows, num_blocks * BLOCK_SIZE))
         return load if tenants is None else tenant_load(load.rows, tenants, run.rate, run.seed)
@@ -143,10 +145,14 @@ def make_experiment(settings: GimbalSettings) -> GimbalExperiment:
     """The experiment under these settings.
 
     Raises:
-        ConfigError: --loads names one that is not in the plan.
+        ConfigError: --loads names one that is not in the plan, or only one of --routing and --routing-index is given.
     """
-    parts = QUICK if settings.quick else whole(settings.num_requests)
-    return GimbalExperiment(chosen_parts(parts, settings.loads), settings.trace)
+    files = (settings.routing, settings.routing_index)
+    if (files[0] is None) != (files[1] is None):
+        raise ConfigError("--routing and --routing-index name one recording: give both, or none")
+    recording = None if files[0] is None or files[1] is None else (files[0], files[1])
+    parts = QUICK if settings.quick else whole(settings.num_requests, has_recording=recording is not None)
+    return GimbalExperiment(chosen_parts(parts, settings.loads), settings.trace, recording)
 
 
 def _at_level(part: GimbalPart, level: float) -> GimbalPart:

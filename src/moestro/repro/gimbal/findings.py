@@ -25,6 +25,8 @@ class GimbalCell(Cell, frozen=True, kw_only=True):
         num_aged: requests that waited longer than 5 s for their admission.
         num_preemptions: times that a request gave up its KV.
         is_generated: whether lengths are generated.
+        kept_pairs: share of visits to experts of consecutive layers that stay on one device; 0 in runs that are older
+            than the figure.
     """
 
     setting: str = ""
@@ -42,6 +44,7 @@ class GimbalCell(Cell, frozen=True, kw_only=True):
     num_aged: int
     num_preemptions: int
     is_generated: bool
+    kept_pairs: float = 0.0
 
 
 class PrefixCell(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from moestro.repro.testbed import TimedLoad
+from moestro.workload.experts.expert_traces import RoutingTrace, read_routing
 from moestro.workload.generated.arrivals import poisson
 from moestro.workload.generated.length_shapes import Shape, draw_shape
 from moestro.workload.generated.session_generator import steady_rows
@@ -66,6 +67,12 @@ def burstgpt(trace: Path | None) -> Rows:
     rng = np.random.default_rng(0)
     prompt = np.minimum(_PROMPT.draw(rng, _NUM_GENERATED), _LONGEST_PROMPT)
     return Rows(prompt, np.minimum(_ANSWER.draw(rng, _NUM_GENERATED), _LONGEST_ANSWER), is_generated=True)
+
+
+@cache
+def recorded_routing(choices: Path, index: Path) -> RoutingTrace:
+    """Recorded choices of a network, read once."""
+    return read_routing(choices, index)
 
 
 def shaped_load(trace: Path | None, shape: Shape, num_requests: int, rate: float, seed: int) -> TimedLoad:

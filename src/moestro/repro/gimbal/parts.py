@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moestro.cost.popularity import PopularityForm
-from moestro.repro.gimbal.beds import EpBed
+from moestro.repro.gimbal.beds import EpBed, Routing
 from moestro.repro.gimbal.loads import CHATS, OWN_TEXTS, USERS, Tenants
 from moestro.repro.gimbal.systems import (
     DPLB,
@@ -53,6 +53,7 @@ class GimbalPart:
         seeds: seeds of requests, arrivals, popularity and gate; the first serves all systems and rates.
         kv_blocks: KV blocks of a rank that are tried; none means the bed's.
         skews: exponents of Zipf that are tried; none means the bed's.
+        routings: origins of the experts of tokens that are tried; none means the bed's.
         users: users whose requests have beginnings in common. None means lengths of a shape.
         num_runs: runs of a part about prefix hits.
         tenants: tenants with experts of their own. None means that all requests have the same.
@@ -69,9 +70,26 @@ class GimbalPart:
     seeds: tuple[int, ...] = (0,)
     kv_blocks: tuple[int, ...] = ()
     skews: tuple[float, ...] = ()
+    routings: tuple[Routing, ...] = ()
     users: SessionShape | None = None
     num_runs: int = 5
     tenants: Tenants | None = None
+
+    @property
+    def settings(self) -> list[str]:
+        """What the part varies, or "" alone."""
+        return [*(f"{each:g}" for each in (*self.kv_blocks, *self.skews)), *self.routings] or [""]
+
+    def bed_of(self, setting: str) -> EpBed:
+        """The bed under one of the settings."""
+        if self.kv_blocks:
+            return replace(self.bed, num_blocks=int(setting))
+        if self.skews:
+            return replace(self.bed, popularity=replace(self.bed.popularity, skew=float(setting)))
+        if self.routings:
+            [routing] = [each for each in self.routings if each == setting]
+            return replace(self.bed, routing=routing)
+        return self.bed
 
     @property
     def counts_hits(self) -> bool:
@@ -89,8 +107,23 @@ _PREFIX_SYSTEMS = (VLLM, GIMBAL_V1, V1_NO_USERS, MOESTRO)
 _OVERLOADED = 1000  # requests of the part `overload`; a shorter run has no P99 TTFT of seconds at any rate
 
 
-def whole(num_requests: int) -> tuple[GimbalPart, ...]:
-    """Return all parts, with so many requests in each run of the latency tables."""
+# Parts with the recorded routing of GPT-OSS-20B: what placement finds in it, beside the same choices without affinity
+# between layers, and beside drawn ones. In `routing_sources`, the four domains are data sets of the recording.
+_RECORDED = (
+    GimbalPart(
+        name="routing", num_requests=_NUM_TENANT_REQUESTS, rates=(6.0,), shape="average", systems=PLACEMENTS,
+        bed=EpBed(network="gpt-oss-20b", interval_steps=500), routings=("recorded", "shifted", "drawn"),
+    ),
+    GimbalPart(
+        name="routing_sources", num_requests=_NUM_TENANT_REQUESTS, rates=(16.0,), shape="average", systems=PLACEMENTS,
+        bed=replace(_SOURCES, network="gpt-oss-20b", num_machines=2), routings=("recorded", "shifted"),
+        tenants=Tenants(),
+    ),
+)  # fmt: skip
+
+
+def _latency_tables(num_requests: int) -> list[GimbalPart]:
+    """Parts of all shapes: a healthy engine, a slow one, one with scarce KV memory, and this one on equal seeds."""
     parts = [GimbalPart(name=f"healthy_{shape}", shape=shape, num_requests=num_requests) for shape in SHAPES]
     parts += [
         GimbalPart(
@@ -113,6 +146,16 @@ def whole(num_requests: int) -> tuple[GimbalPart, ...]:
         )
         for shape in SHAPES
     ]  # fmt: skip
+    return parts
+
+
+def whole(num_requests: int, *, has_recording: bool = False) -> tuple[GimbalPart, ...]:
+    """Return all parts, with so many requests in each run of the latency tables.
+
+    Args:
+        has_recording: whether there is recorded routing, which some parts need.
+    """
+    parts = _latency_tables(num_requests)
     parts += [
         GimbalPart(name="overload_random", finds="rate", num_requests=_OVERLOADED, rates=()),
         GimbalPart(
@@ -145,7 +188,7 @@ def whole(num_requests: int) -> tuple[GimbalPart, ...]:
             tenants=Tenants(drifts=True),
         )
     )  # fmt: skip
-    return tuple(parts)
+    return (*parts, *_RECORDED) if has_recording else tuple(parts)
 
 
 QUICK = (

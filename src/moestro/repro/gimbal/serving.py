@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from moestro.core.clock import NS_PER_S
@@ -24,9 +25,11 @@ from moestro.sim.figures.results import Results
 from moestro.sim.groups.group import Group
 from moestro.sim.groups.live_placement import SimPlacement
 from moestro.sim.groups.lock_step_group import LockStepGroup
+from moestro.sim.groups.offline_routing import OfflineRouting
 from moestro.sim.load.arrivals import AtTimes
 from moestro.sim.prices import Barrier
 from moestro.sim.saturation import middle_rate
+from moestro.workload.experts.expert_traces import RoutingTrace
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 
@@ -49,14 +52,27 @@ class RunName:
     setting: str = ""
 
 
-def serve(bed: EpBed, load: TimedLoad, run: RunName) -> GimbalCell:
+def serve(bed: EpBed, load: TimedLoad, run: RunName, recording: RoutingTrace | None = None) -> GimbalCell:
     """Serve a load until all requests are answered, and return the figures of all of them, as the paper does."""
-    system = SYSTEMS[run.system]
-    group, placement = bed.build(system, load.rows, run.seed)
+    system, gate = SYSTEMS[run.system], bed.gate(run.seed, recording)
+    group, placement = bed.build(system, load.rows, gate)
     policy = ROUTE_POLICIES.make(system.route)
     maker = RequestMaker(_known_rows(load.rows, system), RequestForm(block_size=BLOCK_SIZE, names_blocks=bed.has_cache))
     results = _serve(bed, group, policy, system, maker, AtTimes(load.offsets_ns))
-    return _cell(run, load, results, group, placement, policy)
+    cell = _cell(run, load, results, group, placement, policy)
+    kept = share_of_kept_pairs(OfflineRouting.drawn(gate, bed.shape.num_layers, placement.table.num_experts), placement)
+    return msgspec.structs.replace(cell, kept_pairs=kept)
+
+
+def share_of_kept_pairs(routing: OfflineRouting, placement: SimPlacement) -> float:
+    """Share of the visits of a token to experts of consecutive layers that stay on one device, in the last placement.
+
+    Of an expert with several copies, the first device counts.
+    """
+    copies = placement.table.num_copies > 0
+    device_of = copies.argmax(axis=0)  # int64[layers, experts]
+    device = np.stack([row[chosen] for row, chosen in zip(device_of, routing.choices, strict=True)])
+    return float((device[:-1, :, :, None] == device[1:, :, None, :]).mean())
 
 
 def serve_prefixes(bed: EpBed, load: TimedLoad, run: RunName) -> PrefixCell:

@@ -17,7 +17,7 @@ from moestro.errors import ConfigError
 from moestro.repro.experiment import Experiment, show_no_step
 from moestro.repro.lmetric import LmetricSettings
 from moestro.repro.lmetric.adversary import with_hot_prefix
-from moestro.repro.lmetric.claims import claims_of
+from moestro.repro.lmetric.claims import CLAIMS, claims_of
 from moestro.repro.lmetric.courses import course_of
 from moestro.repro.lmetric.findings import (
     BASELINE,
@@ -38,6 +38,7 @@ from moestro.repro.lmetric.findings import (
     Sweep,
     difference,
 )
+from moestro.repro.lmetric.paper import FIGURES as PAPER_FIGURES
 from moestro.repro.lmetric.paper import SETUP
 from moestro.repro.lmetric.rollout import RolledOutTtft, Watched, WatchedClasses
 from moestro.repro.lmetric.tables import tables_of
@@ -129,7 +130,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
     findings_type = LmetricFindings
     drawing = "moestro.repro.lmetric.draw"
-    setup = SETUP
+    setup, figures, claim_rows = SETUP, PAPER_FIGURES, CLAIMS
     tuned = TUNED
 
     def __init__(self, plan: LmetricPlan, traces: Path | None) -> None:

@@ -17,6 +17,7 @@ from moestro.repro.testbed import RoutedCell, ServingFigures, paired_interval
 NETWORK, OTHER_NETWORK = "qwen3-30b-a3b", "qwen2-7b"
 HALF = 0.5
 OUR_POLICY, PAPER_POLICY, BASELINE = "moestro", "lmetric", "vllm-0.26"
+RIVALS = (BASELINE, "bailian", "dynamo", "llm-d")  # of the paper's section 6
 # Weights of cache hits in Bailian's sum that the paper's Fig. 7 to 10 show: Fig. 6's, the knee on chats, one beyond it.
 WEIGHTS = LIGHT, KNEE, HEAVY = 0.4, 0.7, 0.9
 FIGURES: dict[str, Callable[[ServingFigures], float]] = {

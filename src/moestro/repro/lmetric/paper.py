@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from moestro.core.clock import NS_PER_S
-from moestro.repro.lmetric.claims import RIVALS
-from moestro.repro.lmetric.findings import NETWORK, OTHER_NETWORK
-from moestro.repro.paper_setup import SetupRow
+from moestro.repro.lmetric.findings import NETWORK, OTHER_NETWORK, RIVALS
+from moestro.repro.paper_setup import PaperFigure, SetupRow
 from moestro.repro.sources import SCORED_SEED, TUNING_SEED
 from moestro.sim.figures.results import WINDOW_NS
 from moestro.workload.rows import Rows
@@ -99,3 +98,60 @@ SETUP = (
         ours=lambda experiment: WINDOW_NS / NS_PER_S,
     ),
 )
+
+EQUAL = 0.02  # figures that differ by less count as equal
+
+
+def _change(what: str, where: str, quote: str, value: float, least: float = 0) -> PaperFigure:
+    """A change, which intervals over the batches of a run judge where `least` is 0."""
+    return PaperFigure(what=what, where=where, quote=quote, value=value, least=least)
+
+
+_TO_VLLM = "it reduces the mean TTFT by 92% and the mean TPOT by 24% compared to vLLM"
+_TO_BAILIAN = "can reduce TTFT by 92% and 52%, and TPOT by 21% and 20%"
+_EXCEPTED = "exhibits a slightly higher (10%) mean TTFT than llm-d but achieves a 30% lower TPOT"
+_AWARE = "improves the average TTFT by 84% and the average TPOT by 17%"
+_RANGE = "increasing the threshold from 4 to 16 improves the P50 TTFT and TPOT by 44% and 15%"
+_PREDICTOR = "the TTFT and TPOT tail latency improve by 75.6% and 79.7%"
+# Of LMetric against each rival, by one of `findings.FIGURES`.
+TO_VLLM = {
+    "TTFT mean": _change("mean TTFT against vLLM, chat", "section 6, Fig. 22", _TO_VLLM, -0.92),
+    "TPOT mean": _change("mean TPOT against vLLM, chat", "section 6, Fig. 22", _TO_VLLM, -0.24),
+}
+TO_BAILIAN = {
+    "TTFT mean": _change("mean TTFT against Bailian", "abstract", _TO_BAILIAN, -0.52),
+    "TPOT mean": _change("mean TPOT against Bailian", "abstract", _TO_BAILIAN, -0.20),
+}
+TO_LLM_D = {
+    "TPOT P99": _change(
+        "P99 TPOT against llm-d, chat", "section 6", "it reduces the P99 TPOT by 13% compared to llm-d", -0.13
+    ),
+}
+EXCEPTION = {
+    "TTFT mean": _change("mean TTFT against llm-d, ToolAgent", "section 6", _EXCEPTED, 0.10),
+    "TPOT mean": _change("mean TPOT against llm-d, ToolAgent", "section 6", _EXCEPTED, -0.30),
+}
+AWARENESS = {
+    "TTFT mean": _change("mean TTFT of a score that follows the cache", "Fig. 7", _AWARE, -0.84),
+    "TPOT mean": _change("mean TPOT of a score that follows the cache", "Fig. 7", _AWARE, -0.17),
+}
+PREDICTOR_TAIL = {
+    "TPOT P99": _change(
+        "P99 TPOT of the tuned predictor against the best sum, ToolAgent",
+        "section 4.6, Fig. 15",
+        "the TPOT tail latency is 71.1% slower than that of the best linear-combination-based method",
+        0.711,
+    ),
+}
+TUNED_TTFT = _change("tail TTFT of a tuned predictor against another network's", "Fig. 16", _PREDICTOR, -0.756, EQUAL)
+TUNED_TPOT = _change("tail TPOT of a tuned predictor against another network's", "Fig. 16", _PREDICTOR, -0.797, EQUAL)
+RANGE_TTFT = _change("P50 TTFT of range 16 against 4, Coder", "Fig. 12", _RANGE, -0.44, EQUAL)
+RANGE_TPOT = _change("TPOT of range 16 against 4, Coder", "Fig. 12", _RANGE, -0.15, EQUAL)
+TOKENS_TTFT = _change(
+    "P50 TTFT with P-token against the miss ratio", "Fig. 18", "results in a 14.4% lower P50 TTFT", -0.144, EQUAL
+)
+FIGURES = (
+    *(figure for group in (TO_VLLM, TO_BAILIAN, TO_LLM_D, EXCEPTION, AWARENESS, PREDICTOR_TAIL) for figure in
+      group.values()),
+    TUNED_TTFT, TUNED_TPOT, RANGE_TTFT, RANGE_TPOT, TOKENS_TTFT,
+)  # fmt: skip

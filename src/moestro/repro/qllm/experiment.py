@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from moestro.core.clock import NS_PER_S
 from moestro.repro.grid import GridExperiment, GridPlan, Line, Panel, PlannedLoad, plan_for
 from moestro.repro.qllm import QllmSettings
-from moestro.repro.qllm.claims import claims_of
+from moestro.repro.qllm.claims import CLAIMS, claims_of
 from moestro.repro.qllm.engines import (
     ENGINES,
     EXPERT,
@@ -40,7 +40,7 @@ from moestro.repro.qllm.findings import (
     throughput,
 )
 from moestro.repro.qllm.loads import ANSWER_LIMITS, MIDDLE, PAPER_RATES, SHORT, make_rows, offsets_ns, planned
-from moestro.repro.qllm.paper import SETUP
+from moestro.repro.qllm.paper import FIGURES, SETUP
 from moestro.repro.qllm.sweep import sweep_point, sweep_table
 from moestro.repro.results import Claim
 from moestro.repro.tables import Column
@@ -86,7 +86,7 @@ class QllmExperiment(GridExperiment[QllmFindings]):
 
     findings_type = QllmFindings
     drawing = "moestro.repro.qllm.draw"
-    setup = SETUP
+    setup, figures, claim_rows = SETUP, FIGURES, CLAIMS
     columns = (
         Column("LS TTFT, s", ls_ttft, 1e3),
         Column("P99", ls_ttft_p99, 1e3),

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.token_keys import request_key, token_keys
-from moestro.cost.gate import PopularityGate
+from moestro.cost.gate import Gate
 from moestro.placement.pair_window import PairWindow
 from moestro.placement.policies.gimbal_v1 import GimbalV1Placement
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
@@ -33,7 +33,7 @@ class OfflineRouting:
     num_experts: int
 
     @classmethod
-    def drawn(cls, gate: PopularityGate, num_layers: int, num_experts: int) -> OfflineRouting:
+    def drawn(cls, gate: Gate, num_layers: int, num_experts: int) -> OfflineRouting:
         """Draw the experts of random tokens from the gate of the load."""
         one = np.ones(1, np.int32)
         keys = token_keys(np.array([request_key(_REQUEST)], np.uint64), 0 * one, _NUM_TOKENS * one)
@@ -54,7 +54,7 @@ class OfflineRouting:
 
 
 def start_placement(
-    gate: PopularityGate,
+    gate: Gate,
     table: ExpertTable,
     layers: tuple[int, ...],
     site: PlacementSite,
