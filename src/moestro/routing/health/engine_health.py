@@ -24,7 +24,7 @@ class Pauses:
         self._silence_ns = silence_ns
         self._until_ns = ClientTable(int, max_clients)  # A forgotten client is refused once more.
         self._last_ns = 0  # End of the longest pause.
-        self._asked_ns: dict[Hashable, int] = {}  # Latest pause that each witness was asked for since the last success.
+        self._wanted_ns: dict[Hashable, int] = {}  # Latest pause of each witness since the last success.
         self._since_ns = 0  # Time of the first refusal of a witness.
 
     def __len__(self) -> int:
@@ -36,22 +36,22 @@ class Pauses:
         self._last_ns = max(self._last_ns, until_ns)
 
     def overloaded(self, client: Hashable, for_ns: int, now_ns: int) -> int:
-        """Record that a refusal of `client` named the engine's own load and asked for a pause of `for_ns`.
+        """Record that a refusal of `client` named the engine's own load and a pause of `for_ns`.
 
         Returns:
             Pause of the engine for all clients, ns; 0 unless it is busy for all. It is the shorter one of two clients:
             a long one may be the answer to the requests of one client alone.
         """
-        if not self._asked_ns:
+        if not self._wanted_ns:
             self._since_ns = now_ns
-        if client in self._asked_ns or len(self._asked_ns) < _NUM_WITNESSES:
-            self._asked_ns[client] = for_ns
-        is_busy = len(self._asked_ns) == _NUM_WITNESSES and now_ns - self._since_ns >= self._silence_ns
-        return min(self._asked_ns.values()) if is_busy else 0
+        if client in self._wanted_ns or len(self._wanted_ns) < _NUM_WITNESSES:
+            self._wanted_ns[client] = for_ns
+        is_busy = len(self._wanted_ns) == _NUM_WITNESSES and now_ns - self._since_ns >= self._silence_ns
+        return min(self._wanted_ns.values()) if is_busy else 0
 
     def succeeded(self) -> None:
         """Record that the engine has answered a request, so it is not busy for all clients."""
-        self._asked_ns.clear()
+        self._wanted_ns.clear()
 
     def concern(self, client: Hashable, now_ns: int) -> bool:
         """Return whether `client` should leave the engine alone now."""
