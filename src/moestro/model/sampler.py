@@ -188,11 +188,19 @@ def measure_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, listed: Te
     """
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, token_ids[:, None])
-    ranks = (logprobs > own).sum(-1) + 1
+    ranks = _num_above(logprobs, own) + 1
     top_ids = _most_likely(logprobs, min(num_top, logits.shape[1]))
     if listed is not None:
         top_ids = _with_listed(top_ids, listed)
     return LogprobTensors(token_ids, own[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
+
+
+def _num_above(logprobs: Tensor, own: Tensor) -> Tensor:
+    """Count the numbers of each row that are larger than its one of `own`, [n, 1]; int64[n]."""
+    if logprobs.device.type != "cpu":
+        return (logprobs > own).sum(-1)
+    # torch widens each truth value to eight bytes before it adds, which takes four times as long.
+    return torch.from_numpy(np.count_nonzero(logprobs.numpy() > own.numpy(), axis=1))
 
 
 def _with_listed(top_ids: Tensor, listed: Tensor) -> Tensor:
@@ -215,7 +223,8 @@ def _most_likely(logprobs: Tensor, count: int) -> Tensor:
         return _preferred(logprobs, least, count)
     # The candidates are few, so this takes a half to a third of the time of `_preferred`.
     numbers = logprobs.numpy()
-    rows, ids = np.nonzero(~(numbers < least.numpy()))  # a row of NaN keeps all
+    # In one dimension, which takes a quarter of the time; a row of NaN keeps all.
+    rows, ids = np.divmod(np.flatnonzero(~(numbers < least.numpy())), numbers.shape[1])
     in_order = np.lexsort((ids, -numbers[rows, ids], rows))
     first = np.searchsorted(rows, np.arange(len(numbers)))
     return torch.from_numpy(ids[in_order[first[:, None] + np.arange(count)]])
