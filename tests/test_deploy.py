@@ -37,6 +37,14 @@ def test_kustomization_names_every_manifest():
     assert sorted(named) == [path.name for path in MANIFESTS]
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kubectl_builds_what_the_page_applies():
+    command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes")]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
+    named = sorted((each["kind"], each["metadata"]["name"]) for each in yaml.safe_load_all(built))
+    assert named == sorted((each["kind"], each["metadata"]["name"]) for each in all_documents())
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_manifests_obey_the_schemas_of_kubernetes(path):
     validate = pytest.importorskip("kubernetes_validate")

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("grpc_health") and find_spec("envoy") else ["test_*.py"]
+collect_ignore_glob = [] if find_spec("grpc_health") else ["test_*.py"]

