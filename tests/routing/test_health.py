@@ -21,9 +21,10 @@ def health() -> Health:
 
 
 def refuse(health: Health, for_ns: int | None, now_ns: int) -> None:
-    """Refuse requests of two clients, the first of which came a second before."""
+    """Refuse requests of several clients, the first of which came a second before."""
     health.refused("a", for_ns, now_ns - S, is_overloaded=True)
-    health.refused("b", for_ns, now_ns, is_overloaded=True)
+    for client in "bcd":
+        health.refused(client, for_ns, now_ns, is_overloaded=True)
 
 
 def test_an_engine_gets_nothing_before_its_first_check_has_passed():

@@ -10,22 +10,25 @@ from moestro.core.client_table import MAX_CLIENTS, ClientTable
 from moestro.routing.health.breaker import BackOff, Breaker, BreakerRules, BreakerState
 from moestro.routing.health.silence import Silence, SilenceRules
 
-_NUM_WITNESSES = 2  # Refused clients, with no success between them, that make an engine busy.
+# Refusals that make an engine busy for all, with no success between them: those of the most refused client do not count.
+_NUM_REFUSALS = 3
+_MAX_WITNESSES = 64  # clients whose refusals are counted
 
 
 class Pauses:
     """Pauses of one engine by client.
 
     A refusal may concern its client alone: a rate limit of a key, a quota, an oversized request. The engine itself is
-    busy if different clients are refused and none is served for `silence_ns`.
+    busy if different clients are refused several times and none is served for `silence_ns`. One client's flood of
+    refused requests thus takes no engine out that refuses others now and then.
     """
 
     def __init__(self, silence_ns: int, max_clients: int = MAX_CLIENTS) -> None:
         self._silence_ns = silence_ns
         self._until_ns = ClientTable(int, max_clients)  # A forgotten client is refused once more.
         self._last_ns = 0  # End of the longest pause.
-        self._wanted_ns: dict[Hashable, int] = {}  # Latest pause of each witness since the last success.
-        self._since_ns = 0  # Time of the first refusal of a witness.
+        self._witnesses: dict[Hashable, tuple[int, int]] = {}  # refusals since the last success, and the latest pause
+        self._since_ns = 0  # Time of the first of these refusals.
 
     def __len__(self) -> int:
         return len(self._until_ns)
@@ -39,19 +42,21 @@ class Pauses:
         """Record that a refusal of `client` named the engine's own load and a pause of `for_ns`.
 
         Returns:
-            Pause of the engine for all clients, ns; 0 unless it is busy for all. It is the shorter one of two clients:
-            a long one may be the answer to the requests of one client alone.
+            Pause of the engine for all clients, ns; 0 unless it is busy for all. It is the shortest of all clients: a
+            long one may be the answer to the requests of one client alone.
         """
-        if not self._wanted_ns:
+        if not self._witnesses:
             self._since_ns = now_ns
-        if client in self._wanted_ns or len(self._wanted_ns) < _NUM_WITNESSES:
-            self._wanted_ns[client] = for_ns
-        is_busy = len(self._wanted_ns) == _NUM_WITNESSES and now_ns - self._since_ns >= self._silence_ns
-        return min(self._wanted_ns.values()) if is_busy else 0
+        if client in self._witnesses or len(self._witnesses) < _MAX_WITNESSES:
+            num_before, _ = self._witnesses.get(client, (0, 0))
+            self._witnesses[client] = num_before + 1, for_ns
+        counts, pauses = zip(*self._witnesses.values(), strict=True)
+        is_busy = sum(counts) - max(counts) >= _NUM_REFUSALS and now_ns - self._since_ns >= self._silence_ns
+        return min(pauses) if is_busy else 0
 
     def succeeded(self) -> None:
         """Record that the engine has answered a request, so it is not busy for all clients."""
-        self._wanted_ns.clear()
+        self._witnesses.clear()
 
     def concern(self, client: Hashable, now_ns: int) -> bool:
         """Return whether `client` should leave the engine alone now."""
