@@ -45,6 +45,32 @@ def test_kubectl_builds_what_the_page_applies():
     assert named == sorted((each["kind"], each["metadata"]["name"]) for each in all_documents())
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_the_pool_of_a_gateway_names_the_routers_as_its_picker(tmp_path, capsys):
+    command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes-picker")]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
+    found = list(yaml.safe_load_all(built))
+    [pool], [route], [deployment] = (by_kind(kind, found) for kind in ("InferencePool", "HTTPRoute", "Deployment"))
+    assert route["spec"]["rules"][0]["backendRefs"][0]["name"] == pool["metadata"]["name"]
+    ports = {
+        each["name"]: each["containerPort"] for each in deployment["spec"]["template"]["spec"]["containers"][0]["ports"]
+    }
+    picker = pool["spec"]["endpointPickerRef"]
+    [service] = [each for each in by_kind("Service", found) if each["metadata"]["name"] == picker["name"]]
+    [port] = service["spec"]["ports"]
+    assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    [config], [policy] = by_kind("ConfigMap", found), by_kind("NetworkPolicy", found)
+    settings = yaml.safe_load(config["data"]["route.yaml"])
+    assert picker["port"]["number"] == port["port"] == ports[port["targetPort"]] == settings["ext_proc"]
+    assert settings["inference_pool"] == pool["metadata"]["name"]
+    assert {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]} == set(ports.values())
+    file = tmp_path / "route.yaml"
+    file.write_text(config["data"]["route.yaml"] + "\nadmin_api_key: x\napi_key: [x]\npeer_key: x\n")
+    with pytest.raises(SystemExit) as end:
+        main(["route", "--config", str(file), "--print-config"])
+    assert end.value.code == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_manifests_obey_the_schemas_of_kubernetes(path):
     validate = pytest.importorskip("kubernetes_validate")
@@ -53,8 +79,8 @@ def test_manifests_obey_the_schemas_of_kubernetes(path):
             validate.validate(each, KUBERNETES, strict=True)
 
 
-def by_kind(kind: str) -> list[dict]:
-    return [each for each in all_documents() if each["kind"] == kind]
+def by_kind(kind: str, among: list[dict] | None = None) -> list[dict]:
+    return [each for each in among or all_documents() if each["kind"] == kind]
 
 
 def test_names_and_ports_of_the_manifests_fit_together():
