@@ -356,6 +356,7 @@ def test_decisions_show_scores_reasons_and_outcomes(browser, routed, width):
         page.locator("#find").fill(f"first-{width}")
         decision = page.locator(".decision")
         decision.locator("summary").press("Enter")
+        decision.locator("tbody tr").nth(1).wait_for()  # A detail is written after it has opened.
         assert decision.locator("tbody tr").count() == 2
         assert decision.locator("tr.chosen").count() == 1
         assert "score" in decision.inner_text()
