@@ -89,6 +89,11 @@ async def _are_ready(session: aiohttp.ClientSession, admin: str) -> bool:
     return sample(metrics, "moestro:route_peers") == [NUM - 1.0] * NUM
 
 
+async def _drain_a(session: aiohttp.ClientSession, admin: str) -> bool:
+    metrics = str(await read(session, f"{admin}/metrics"))
+    return sample(metrics, "moestro:route_engine_condition", engine="a", condition="draining") == [1.0] * NUM
+
+
 async def stay(engine: FakeEngine, wire: Wire, request: Received) -> None:
     wire.open_stream()
     wire.chunk(b"data: {}\n\n")
@@ -131,6 +136,7 @@ def test_workers_share_a_port_and_one_admin_plane(tmp_path):
             num_before = len(engines[0].received)
             os.kill(workers[0].pid, signal.SIGKILL)
             await until(_are_ready, session, admin)
+            await until(_drain_a, session, admin)  # A new worker gets the changes of the others when it answers.
             for i in range(20):
                 assert (await ask(running, f"hello again {i}"))["x-moestro-engine"] == "b"
             assert len(engines[0].received) == num_before

@@ -133,6 +133,7 @@ def _run(command: Sequence[str]) -> NoReturn:
     try:
         if command[0] == "-m":
             sys.argv = list(command[1:])
+            sys.modules.pop(command[1], None)  # or runpy warns that it is loaded
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(command)
