@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import tempfile
 from collections.abc import Hashable, Iterator
 from hashlib import blake2b
 from typing import Any
@@ -40,7 +41,7 @@ class SharedLimits:
         kind = np.dtype([("name", "u8"), ("full_at_s", "f8"), ("used_s", "f8"), ("running", "u4", (num_processes,))])
         num_rows = _NUM_SETS * _WAYS
         self.secret = secrets.token_bytes(_SECRET_BYTES)
-        self._file = os.memfd_create("moestro-limits", os.MFD_CLOEXEC)
+        self._file = _open_memory()
         os.ftruncate(self._file, kind.itemsize * num_rows)
         self._rows = np.frombuffer(mmap.mmap(self._file, kind.itemsize * num_rows), kind).reshape(_NUM_SETS, _WAYS)
 
@@ -110,6 +111,14 @@ class SharedLimits:
         if now_s is not None:
             rows["used_s"][at] = now_s
         return rows[at]
+
+
+def _open_memory() -> int:
+    """Return the descriptor of an empty file without a name, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("moestro-limits", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class ProcessLimits:
