@@ -83,8 +83,8 @@ class Running:
         return [each for each in self.processes() if _has_argument(each, _RENDERER)]
 
     def ranks(self) -> list[psutil.Process]:
-        """The engines, without the process on standby that forks them."""
-        return [each for each in self.processes() if not _has_argument(each, *_NO_RANKS)]
+        """The engines, without the process on standby that forks them, and without what has ended or just begins."""
+        return [each for each in self.processes() if (found := _arguments(each)) and found.isdisjoint(_NO_RANKS)]
 
     def workers(self) -> dict[str, psutil.Process]:
         """The workers of a group that run, by name: `attention-0`, `experts-1`."""
@@ -146,10 +146,15 @@ def has_ended(process: psutil.Process) -> bool:
     return True
 
 
-def _has_argument(process: psutil.Process, *arguments: str) -> bool:
-    with contextlib.suppress(psutil.Error):  # it ends in this moment
-        return not {*arguments}.isdisjoint(process.cmdline())
-    return False
+def _has_argument(process: psutil.Process, argument: str) -> bool:
+    return argument in _arguments(process)
+
+
+def _arguments(process: psutil.Process) -> set[str]:
+    """The words of its command; none of a process that ends in this moment."""
+    with contextlib.suppress(psutil.Error):
+        return set(process.cmdline())
+    return set()
 
 
 def load(server: Running) -> list[dict[str, float]]:

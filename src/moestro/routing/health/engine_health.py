@@ -10,7 +10,7 @@ from moestro.core.client_table import MAX_CLIENTS, ClientTable
 from moestro.routing.health.breaker import BackOff, Breaker, BreakerRules, BreakerState
 from moestro.routing.health.silence import Silence, SilenceRules
 
-# Refusals that make an engine busy for all, with no success between them; those of the most refused client are left out.
+# Refusals that make an engine busy for all, with no success between them, beside those of the most refused client.
 _NUM_REFUSALS = 3
 _MAX_WITNESSES = 64  # clients whose refusals are counted
 
