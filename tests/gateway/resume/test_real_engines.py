@@ -33,7 +33,18 @@ def engines(real_command, tmp_path) -> Iterator[list[Running]]:
 def router(engines, tmp_path) -> Iterator[Running]:
     flags = [part for name, engine in zip("abc", engines, strict=True) for part in ("--engine", f"{name}={engine.url}")]
     (tmp_path / "route").mkdir()
-    command = (MOESTRO, "route", *flags, "--admin-port", "0", "--resume-streams", "--hang-timeout", "2")
+    command = (
+        MOESTRO,
+        "route",
+        *flags,
+        "--admin-port",
+        "0",
+        "--resume-streams",
+        "--hang-timeout",
+        "2",
+        "--slow-start",
+        "0",
+    )
     running = Running((*command, "--route-policy", "round_robin"), tmp_path / "route")
     yield running
     running.kill()
