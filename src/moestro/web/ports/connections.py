@@ -209,7 +209,10 @@ class Front:
         if limits.max_per_address is not None and table.num_of(network) >= limits.max_per_address:
             self._refuse(connection, Fault.TOO_MANY_OF_ADDRESS)
         elif self._has_place(network):
-            task = asyncio.get_running_loop().create_task(self._open(connection, table.enter(network)))
+            slot = table.enter(network)
+            if self._tls is not None:
+                slot.opened(_Handshake(connection))  # It may give way as any other without a complete request.
+            task = asyncio.get_running_loop().create_task(self._open(connection, slot))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
         else:
@@ -231,8 +234,6 @@ class Front:
         tls = self._tls
         try:
             connection.settimeout(0)
-            if tls is not None:
-                slot.opened(_Handshake(connection))  # It may give way as any other without a complete request.
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: self._make(slot),
                 connection,
