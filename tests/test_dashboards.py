@@ -91,7 +91,9 @@ def address(demo_dir, real_command, tmp_path_factory) -> Iterator[str]:
     """Prometheus beside a router, an engine with KV events and a group that shares experts, all under load."""
     kv_port = free_port()
     events = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{kv_port}"}
-    group = ("--mode", "ep", "--engines", "2", "--placement-policy", "moestro", "--placement-interval", "40")
+    # Without a gate, so that experts move whatever a step takes on this machine.
+    placing = ("--placement-policy", "eplb", "--placement-payback-horizon", "0", "--placement-interval", "40")
+    group = ("--mode", "ep", "--engines", "2", *placing)
     with contextlib.ExitStack() as stack:
         plain = start(
             stack, (*real_command, "--kv-events-config", json.dumps(events)), tmp_path_factory.mktemp("plain")
