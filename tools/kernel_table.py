@@ -38,7 +38,6 @@ REPEATED = {
     "expert_up",
     "expert_down",
     "attend",
-    "merge_splits",
     "add_norm",
     "heads",
     "choose",

@@ -101,6 +101,15 @@ def test_tiles_of_any_rows_give_the_same_bits(size, value_size, dtype, device, s
         assert torch.equal(AttentionCase(kernels, form, chunk).found(), plain)
 
 
+def test_no_arrival_of_a_split_remains(device, split):
+    """Steps of several layers count in the same memory."""
+    kernels = CudaKernels(device, torch.float32)
+    cases = [AttentionCase(kernels, make_form(*FORMS["twenty, of 32"]), mixed(split)[:count]) for count in (7, 1, 7)]
+    first, _, again = (case.found() for case in cases)
+    assert torch.equal(first, again)
+    assert not any(bool(memory.any()) for memory in kernels._arrived)
+
+
 def test_rows_of_no_unit_are_neither_read_nor_written(device, split):
     kernels, form = CudaKernels(device, torch.float32), make_form(4, 2, 16)
     case = AttentionCase(kernels, form, mixed(split))

@@ -61,7 +61,7 @@ class CudaExchange:
     Attributes:
         kernels: As above.
         kept: Number of modules of each class that torch computes, so that their results may depend on the batch.
-        num_planned: Number of layers whose front is seven launches.
+        num_planned: Number of layers whose front is six launches.
     """
 
     def __init__(self, kernels: CudaKernels) -> None:

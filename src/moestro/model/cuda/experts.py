@@ -178,19 +178,21 @@ class ExpertWeightTable:
 
 
 class _Tiles(NamedTuple):
-    """Tiles of pairs, as in `products.sort_pairs`.
+    """Tiles of pairs, as in `products.sort_pairs`; or those of one row, as in `products.expert_up`.
 
     Attributes:
-        pairs: int32[pairs].
-        table: int32[1 + 3 * most], the tiles.
+        pairs: int32[pairs]; of one row int64[k], its experts.
+        table: int32[1 + 3 * most], the tiles; of one row int32[1], the number of rows.
         most: Tiles for which the table has room.
         tile: Their size.
+        is_row: Whether they are those of one row.
     """
 
     pairs: Tensor
     table: Tensor
     most: int
     tile: Tile
+    is_row: bool = False
 
 
 class CudaExperts:
@@ -242,6 +244,9 @@ class CudaExperts:
         num_rows, num_chosen = topk_ids.shape
         num_pairs = num_rows * num_chosen
         tile = self._tile(num_pairs / self.num_experts, hidden.dtype)
+        if num_rows == 1:
+            row = _Tiles(topk_ids.contiguous(), self._kernels.count_of(topk_ids), num_chosen, tile, is_row=True)
+            return self._multiply(hidden.contiguous(), num_pairs, num_chosen, row, counts)
         num_tiles = min(num_pairs, self.num_experts + num_pairs // tile.tokens)
         pairs = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
         tiles = torch.empty(1 + 3 * num_tiles, dtype=torch.int32, device=hidden.device)
@@ -276,8 +281,10 @@ class CudaExperts:
         num_rows = rows_of_expert if self._weights.block is None else min(rows_of_expert, MOST_FLOAT8_ROWS)
         return expert_tile(num_rows, dtype, self._kernels.shared_bytes)
 
-    def _multiply(self, hidden: Tensor, num_pairs: int, num_chosen: int, tiles: _Tiles) -> Tensor:
-        """[pairs, hidden size], answers by pair; by place with `num_chosen` 0."""
+    def _multiply(
+        self, hidden: Tensor, num_pairs: int, num_chosen: int, tiles: _Tiles, counts: Tensor | None = None
+    ) -> Tensor:
+        """[pairs, hidden size], answers by pair; by place with `num_chosen` 0. `counts`: those to add one row to."""
         weights, tile = self._weights, tiles.tile
         inner, answers = (hidden.new_empty(num_pairs, size) for size in (weights.inner, weights.hidden))
         limit, alpha = weights.clamp or (0.0, 0.0)
@@ -286,13 +293,15 @@ class CudaExperts:
         up_bias, down_bias = (answers if each is None else each for each in (weights.up_bias, weights.down_bias))
         launch(
             products.expert_up, (-(-weights.inner // tile.outs), tiles.most), hidden, self._up, up_bias, inner,
-            tiles.pairs, tiles.table, hidden.stride(0), limit, alpha, self._scales[0], **sizes, CHOSEN=num_chosen,
+            tiles.pairs, tiles.table, hidden.stride(0), limit, alpha, self._scales[0],
+            self._up if counts is None else counts, **sizes, CHOSEN=num_chosen, IS_ROW=tiles.is_row,
             HAS_BIAS=weights.up_bias is not None, CLAMPED=weights.clamp is not None,
             DEPTH=tile.depth_of(weights.hidden), **tiling,
         )  # fmt: skip
         launch(
             products.expert_down, (-(-weights.hidden // tile.outs), tiles.most), inner, self._down, down_bias, answers,
-            tiles.pairs, tiles.table, self._scales[1], **sizes, SCATTERS=num_chosen > 0,
+            tiles.pairs, tiles.table, self._scales[1], **sizes,
+            SCATTERS=num_chosen > 0 and not tiles.is_row, ROW=num_chosen if tiles.is_row else 0,
             HAS_BIAS=weights.down_bias is not None, DEPTH=tile.depth_of(weights.inner), **tiling,
         )  # fmt: skip
         return answers

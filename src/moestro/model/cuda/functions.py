@@ -25,7 +25,7 @@ from moestro.model.cuda.tiles import (
     power_of_two,
     shared_bytes_of,
 )
-from moestro.model.cuda.units import StepUnits, Walk, WalkUnits, assemble, columns_of
+from moestro.model.cuda.units import StepUnits, Walk, assemble, columns_of
 from moestro.model.float8 import Float8Weight, ScaleBlock
 from moestro.model.step import PagedStep
 from moestro.model.upload import upload, upload_all
@@ -35,6 +35,7 @@ _SPACING = 4  # int32 in 16 bytes
 _MOST_ROWS = 1 << 17  # rows of a step whose number is kept on the device
 _MOST_PROGRAMS = 512  # of an attention, for each group of heads; each takes every so many-th item
 _ADD_COLUMNS = 256
+_FEW_ARRIVALS = 1 << 14  # units times groups of heads of an attention for which there is room from the start
 _HEAD_ROWS = 4  # rows of a program of `heads`
 
 
@@ -94,6 +95,7 @@ class CudaKernels:
         self._numbers = torch.arange(_MOST_ROWS + 1, dtype=torch.int32, device=device).repeat_interleave(_SPACING)
         self._present: Tensor | None = None
         self._padded = 0
+        self._arrived = [torch.zeros(_FEW_ARRIVALS, dtype=torch.int32, device=device)]
 
     def add_walk(self, walk: Walk) -> None:
         """Plan this walk in every step from now on."""
@@ -105,7 +107,7 @@ class CudaKernels:
         units = step.kernel_units
         if not isinstance(units, StepUnits):
             columns = upload_all(list(columns_of(step, self.walks)), self.device)
-            units = step.kernel_units = assemble(self.walks, iter(columns))
+            units = step.kernel_units = assemble(self.walks, iter(columns), int(step.length_of.max(initial=0)))
         return units
 
     def assume_rows(self, num_rows: Tensor | None, padded: int = 0) -> None:
@@ -245,16 +247,21 @@ class CudaKernels:
         work = units.walks[walk]
         out = query.new_empty(len(query), form.num_heads, form.value_size)
         query = query if query.stride()[1:] == (form.key_size, 1) else query.contiguous()
-        call = _AttentionCall(query, pools, units, work, form, walk, block_size, out, self.shared_bytes)
-        parts = None
+        groups = form.num_kv_heads * -(-walk.num_shared // walk.heads_of(NARROW_ROWS))
+        arrived = self._arrivals(len(units.length_of) * groups)
+        call = _AttentionCall(query, pools, units, form, walk, block_size, out, arrived, self.shared_bytes)
         if len(work.narrow):
-            parts = call.attend(work.narrow, work.counts[0:1], NARROW_ROWS, needs_parts=len(work.merges) > 0)
+            call.attend(work.narrow, work.counts[0:1], NARROW_ROWS, may_split=units.may_split)
         if len(work.wide):
-            call.attend(work.wide, work.counts[1:2], walk.widest, needs_parts=False)
-        if len(work.merges):
-            assert parts is not None
-            call.merge(parts)
+            call.attend(work.wide, work.counts[1:2], walk.widest, may_split=False)
         return out
+
+    def _arrivals(self, count: int) -> Tensor:
+        """int32[count or more], 0 before and after each kernel that counts in it."""
+        if len(self._arrived[-1]) < count:
+            # The memory before stays, because graphs may have recorded its address.
+            self._arrived.append(torch.zeros(power_of_two(count), dtype=torch.int32, device=self.device))
+        return self._arrived[-1]
 
     def choose(self, logits: Product, gate: GateForm) -> tuple[Tensor, Tensor]:
         """(int64[rows, k], float32[rows, k]), the chosen experts and their weights."""
@@ -294,29 +301,29 @@ class _AttentionCall(NamedTuple):
     query: Tensor
     pools: tuple[Tensor, Tensor]
     units: StepUnits
-    work: WalkUnits
     form: AttentionForm
     walk: Walk
     block_size: int
     out: Tensor
+    arrived: Tensor
     shared_bytes: int
 
-    def attend(self, items: Tensor, num_items: Tensor, num_rows: int, *, needs_parts: bool) -> tuple[Tensor, Tensor]:
-        """Launch `attend`. Returns the reductions of splits, which are empty without `needs_parts`."""
+    def attend(self, items: Tensor, num_items: Tensor, num_rows: int, *, may_split: bool) -> None:
+        """Launch `attend`. `may_split`: whether items may be splits."""
         form, (keys, values), query = self.form, self.pools, self.query
         taken = self.walk.heads_of(num_rows)
         groups = form.num_kv_heads * -(-self.walk.num_shared // taken)
         size, wide_v = form.key_size, max(power_of_two(form.value_size), 16)
         head = max(1 << (size.bit_length() - 1), 16)
         rest = max(power_of_two(size - head), 16) if size > head else 0
-        num_parts = len(items) if needs_parts else 0
+        num_parts = len(items) if may_split else 0
         part_acc = query.new_empty(num_parts, groups, num_rows, form.value_size, dtype=torch.float32)
         part_ml = query.new_empty(num_parts, groups, num_rows, 2, dtype=torch.float32)
         sinks, scaling = form.scoring.sinks, form.scoring.scaling
         launch(
             attention.attend, (min(len(items), _MOST_PROGRAMS), groups), query, keys, values, self.out, part_acc,
-            part_ml, self.out if sinks is None else sinks, self.units.tables, self.units.row_of, self.units.length_of,
-            items, num_items, query.stride(0), keys.stride(0), values.stride(0),
+            part_ml, self.arrived, self.out if sinks is None else sinks, self.units.tables, self.units.row_of,
+            self.units.length_of, items, num_items, query.stride(0), keys.stride(0), values.stride(0),
             size**-0.5 if scaling is None else scaling,
             HEADS=form.num_heads, SHARED=self.walk.num_shared, TAKEN=taken,
             SIZE_K=size, HEAD_K=head, REST_K=rest, SIZE_V=form.value_size, WIDE_V=wide_v,
@@ -324,19 +331,6 @@ class _AttentionCall(NamedTuple):
             TILE=attention_keys(size, query.dtype), SPLIT=SPLIT, WINDOW=self.walk.window or 0,
             HAS_SINK=sinks is not None,
             **attention_options(num_rows, len(query), size, query.dtype, self.shared_bytes),
-        )  # fmt: skip
-        return part_acc, part_ml
-
-    def merge(self, parts: tuple[Tensor, Tensor]) -> None:
-        """Launch `merge_splits`."""
-        form, taken, merges = self.form, self.walk.heads_of(NARROW_ROWS), self.work.merges
-        groups = form.num_kv_heads * -(-self.walk.num_shared // taken)
-        sinks = form.scoring.sinks
-        launch(
-            attention.merge_splits, (len(merges), groups), self.out, *parts, self.out if sinks is None else sinks,
-            self.units.row_of, merges, self.work.counts[2:3],
-            HEADS=form.num_heads, SHARED=self.walk.num_shared, TAKEN=taken, SIZE_V=form.value_size,
-            WIDE_V=max(power_of_two(form.value_size), 16), ROWS=NARROW_ROWS, HAS_SINK=sinks is not None, num_warps=4,
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 One layer of each form is recorded for some numbers of rows. Its kernels find the weights and the pools of any layer of
 that form by addresses, which one copy changes before the replay. So the number of graphs does not depend on that of
-layers: 48 layers at 20 numbers of rows are 20 graphs of 13 launches, and not 960.
+layers: 48 layers at 20 numbers of rows are 20 graphs of 12 launches, and not 960.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class StepMemory:
         columns = [view(self._memory, begin, *each) for begin, each in zip(self._begins, shapes, strict=True)]
         columns[2].fill_(pools.scratch_slot)  # what is recorded without a step must not write to a block
         self._ids = columns[0]
-        units = assemble(kernels.walks, iter(columns[4:]))
+        units = assemble(kernels.walks, iter(columns[4:]), max_model_len)
         self._num_rows = units.num_rows
         self.step = PagedStep(_some_units(shape.num_rows), pools, kernels.device)
         self.step.place(columns[:4], units)
@@ -133,11 +133,10 @@ def _column_shapes(
     yield from [((1,), units), ((size + 1,), units), ((size,), units)]
     splits_of_unit = -(-max_model_len // SPLIT)
     num_items = min(size * splits_of_unit, max(_MOST_ITEMS, size))
-    num_merges = size if splits_of_unit > 1 else 0
     for walk in kernels.walks:
         # Full tiles, and one that is not full for each chunk.
         num_wide = size // walk.queries_of(walk.widest) + size // WIDE_QUERIES if shape.has_chunks else 0
-        yield from [((3,), units), ((num_items, 4), units), ((num_wide, 4), units), ((num_merges, 3), units)]
+        yield from [((2,), units), ((num_items, 4), units), ((num_wide, 4), units)]
     yield (size * -(-max_model_len // block_size),), units
 
 

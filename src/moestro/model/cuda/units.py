@@ -52,12 +52,10 @@ class WalkPlan:
 
     Attributes:
         narrow, wide: int32[items, 4], as in `attend`: of tiles of NARROW_ROWS and `Walk.widest` rows.
-        merges: int32[merges, 3], as in `merge_splits`, over the narrow items.
     """
 
     narrow: Int32s
     wide: Int32s
-    merges: Int32s
 
 
 def plan_walk(walk: Walk, num_new: Int64s, length: Int64s, table: Int64s) -> WalkPlan:
@@ -81,12 +79,10 @@ def plan_walk(walk: Walk, num_new: Int64s, length: Int64s, table: Int64s) -> Wal
         [split_units[of_split], np.zeros_like(within), first_split[is_split][of_split] + within,
          table[is_split][of_split]], axis=1,
     )  # fmt: skip
-    ends = num_splits.cumsum()
-    merges = np.stack([split_units, ends - num_splits, num_splits], axis=1)
     whole = _queries(unit[~is_split & ~is_wide], num_new, table, walk.queries_of(NARROW_ROWS))
     wide = _queries(unit[is_wide], num_new, table, walk.queries_of(walk.widest))
     narrow = np.concatenate([splits, whole])
-    return WalkPlan(narrow.astype(np.int32), wide.astype(np.int32), merges.astype(np.int32))
+    return WalkPlan(narrow.astype(np.int32), wide.astype(np.int32))
 
 
 def _spread(counts: Int64s) -> tuple[Int64s, Int64s]:
@@ -108,13 +104,12 @@ class WalkUnits:
     """A `WalkPlan` on the device.
 
     Attributes:
-        narrow, wide, merges: As in `WalkPlan`; of a graph with room for more. Nothing is launched for an empty one.
-        counts: int32[3], the number of each that are there.
+        narrow, wide: As in `WalkPlan`; of a graph with room for more. Nothing is launched for an empty one.
+        counts: int32[2], the number of each that are there.
     """
 
     narrow: Tensor
     wide: Tensor
-    merges: Tensor
     counts: Tensor
 
 
@@ -126,6 +121,7 @@ class StepUnits:
         num_rows: int32[1], rows of the step that are there.
         row_of, length_of, tables: As in `attend`.
         walks: Plans of all walks of the network.
+        may_split: Whether a decode may have several splits.
     """
 
     num_rows: Tensor
@@ -133,6 +129,7 @@ class StepUnits:
     length_of: Tensor
     tables: Tensor
     walks: dict[Walk, WalkUnits]
+    may_split: bool
 
 
 def columns_of(step: PagedStep, walks: Sequence[Walk]) -> Iterator[Int32s]:
@@ -144,16 +141,16 @@ def columns_of(step: PagedStep, walks: Sequence[Walk]) -> Iterator[Int32s]:
     yield step.length_of.astype(np.int32)
     for walk in walks:
         plan = plan_walk(walk, step.num_tokens_of, step.length_of, table)
-        yield np.array([len(plan.narrow), len(plan.wide), len(plan.merges)], np.int32)
-        yield from (plan.narrow, plan.wide, plan.merges)
+        yield np.array([len(plan.narrow), len(plan.wide)], np.int32)
+        yield from (plan.narrow, plan.wide)
     yield np.ascontiguousarray(tables, np.int32)
 
 
-def assemble(walks: Sequence[Walk], columns: Iterator[Tensor]) -> StepUnits:
-    """Make `StepUnits` of the columns on the device."""
+def assemble(walks: Sequence[Walk], columns: Iterator[Tensor], longest: int) -> StepUnits:
+    """Make `StepUnits` of the columns on the device. `longest`: tokens that no sequence passes."""
     num_rows, row_of, length_of = (next(columns) for _ in range(3))
     found = {}
     for walk in walks:
-        counts, narrow, wide, merges = (next(columns) for _ in range(4))
-        found[walk] = WalkUnits(narrow, wide, merges, counts)
-    return StepUnits(num_rows, row_of, length_of, next(columns), found)
+        counts, narrow, wide = (next(columns) for _ in range(3))
+        found[walk] = WalkUnits(narrow, wide, counts)
+    return StepUnits(num_rows, row_of, length_of, next(columns), found, longest > SPLIT)

@@ -15,10 +15,9 @@ FOUND = {
     "linear": {"weight": "STORED", "bias": "rows", "scales": "float32"},
     "heads": dict.fromkeys(("q_weight", "k_weight", "keys", "values"), "query"),
     "attend": dict.fromkeys(("keys", "values", "sinks"), "query"),
-    "merge_splits": {"sinks": "out"},
     "choose": {"bias": "KIND", "correction": "float32"},
     "sort_pairs": {"counts": "int64"},
-    "expert_up": {"weights": "int64", "bias": "rows", "scales": "int64"},
+    "expert_up": {"weights": "int64", "bias": "rows", "scales": "int64", "counts": "int64"},
     "expert_down": {"weights": "int64", "bias": "inner", "scales": "int64"},
 }
 

@@ -2,8 +2,8 @@
 
 Keys are cut at fixed positions into splits of SPLIT tokens. A split is reduced by itself, in tiles of TILE keys, and
 splits are merged in ascending order. Whether one program walks all splits of a query (a chunk), or each split has a
-program of its own and `merge_splits` joins them (a decode), the operations on a row are the same. The weights are
-summed by a product with ones, because the order of `tl.sum` depends on the tile's rows.
+program of its own and the last of them to end joins them (a decode), the operations on a row are the same. The weights
+are summed by a product with ones, because the order of `tl.sum` depends on the tile's rows.
 """
 
 from __future__ import annotations
@@ -128,8 +128,26 @@ def _store_part(part_acc, part_ml, place, m, l, acc, is_row, dv, SIZE_V: tl.cons
 
 
 @triton.jit
+def _merge_parts(
+    part_acc, part_ml, first, end, r, dv, is_row, ROWS: tl.constexpr, SIZE_V: tl.constexpr, WIDE_V: tl.constexpr
+):  # fmt: skip
+    """Join the stored reductions of items first .. end - 1, which other programs may have stored."""
+    m = tl.full([ROWS], NEGATIVE, tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDE_V], tl.float32)
+    is_part = is_row[:, None] & (dv < SIZE_V)[None, :]
+    for item in range(first, end):
+        place = ((item * tl.num_programs(1) + tl.program_id(1)) * ROWS + r).to(tl.int64)
+        m_s = tl.load(part_ml + place * 2, is_row, NEGATIVE, cache_modifier=".cg")
+        l_s = tl.load(part_ml + place * 2 + 1, is_row, 0.0, cache_modifier=".cg")
+        acc_at = part_acc + place[:, None] * SIZE_V + dv[None, :]
+        m, l, acc = _merge(m, l, acc, m_s, l_s, tl.load(acc_at, is_part, 0.0, cache_modifier=".cg"))
+    return m, l, acc
+
+
+@triton.jit
 def attend(
-    query, keys, values, out, part_acc, part_ml, sinks, tables, row_of, length_of, items, num_items,
+    query, keys, values, out, part_acc, part_ml, arrived, sinks, tables, row_of, length_of, items, num_items,
     query_stride, key_stride, value_stride, scale,
     HEADS: tl.constexpr, SHARED: tl.constexpr, TAKEN: tl.constexpr, SIZE_K: tl.constexpr, HEAD_K: tl.constexpr,
     REST_K: tl.constexpr, SIZE_V: tl.constexpr, WIDE_V: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
@@ -139,8 +157,10 @@ def attend(
     """Attend: one program takes every num_programs(0)th item, for TAKEN of the SHARED query heads of a KV head.
 
     Args:
-        items: int32[items, 4]: unit, its first query, split (-1: all, and `out` is written), begin of its table.
+        items: int32[items, 4]: unit, its first query, split (-1: all), begin of its table. The splits of a unit follow
+            each other, and only tiles of NARROW rows have splits.
         part_acc, part_ml: float32[items, groups of heads, ROWS, SIZE_V or 2], reductions of splits.
+        arrived: int32[units, groups of heads], splits that are stored; 0 before and after.
         HEAD_K, REST_K: SIZE_K as two powers of two, the last filled up, the second may be 0. WIDE_V: SIZE_V filled up.
         Row r of a tile is query r // TAKEN, head r % TAKEN.
     """
@@ -169,6 +189,7 @@ def attend(
         newest = tl.minimum(length - num_new + first + QUERIES, length)  # behind the last key that any row sees
         oldest = tl.maximum(length - num_new + first - WINDOW + 1, 0) if WINDOW else 0
         first_split, end_split = oldest // SPLIT, (newest + SPLIT - 1) // SPLIT
+        num_splits, first_item = end_split - first_split, item - (split - first_split)
         if split >= 0:
             first_split, end_split = split, split + 1
         m, l = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
@@ -181,44 +202,20 @@ def attend(
                 ROWS, SIZE_K, HEAD_K, REST_K, SIZE_V, WIDE_V, BLOCK, TILE, WINDOW,
             )  # fmt: skip
             m, l, acc = _merge(m, l, acc, m_s, l_s, acc_s)
-        if split >= 0:
-            place = ((item * tl.num_programs(1) + group) * ROWS + r).to(tl.int64)
-            _store_part(part_acc, part_ml, place, m, l, acc, is_row, dv, SIZE_V)
-        else:
+        is_whole = split < 0
+        if ROWS <= NARROW:
+            if split >= 0:
+                place = ((item * tl.num_programs(1) + group) * ROWS + r).to(tl.int64)
+                _store_part(part_acc, part_ml, place, m, l, acc, is_row, dv, SIZE_V)
+                tl.debug_barrier()  # all threads' parts come before the arrival
+                arrival = arrived + unit * tl.num_programs(1) + group
+                is_whole = tl.atomic_add(arrival, 1, sem="acq_rel") == num_splits - 1
+                if is_whole:
+                    tl.store(arrival, 0)
+                    m, l, acc = _merge_parts(
+                        part_acc, part_ml, first_item, first_item + num_splits, r, dv, is_row, ROWS, SIZE_V, WIDE_V
+                    )
+        if is_whole:
             result = _finish(m, l, acc, sinks, q_head, is_row, out.dtype.element_ty, HAS_SINK)
             is_out = is_row[:, None] & (dv < SIZE_V)[None, :]
             tl.store(out + (row * HEADS + q_head)[:, None] * SIZE_V + dv[None, :], result, is_out)
-
-
-@triton.jit
-def merge_splits(
-    out, part_acc, part_ml, sinks, row_of, merges, num_merges,
-    HEADS: tl.constexpr, SHARED: tl.constexpr, TAKEN: tl.constexpr, SIZE_V: tl.constexpr, WIDE_V: tl.constexpr,
-    ROWS: tl.constexpr, HAS_SINK: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Join the splits of decodes. merges int32[merges, 3]: unit, first item, items; num_merges int32[1]."""
-    which, group, end = tl.program_id(0), tl.program_id(1), tl.load(num_merges)
-    GROUPS_A_HEAD: tl.constexpr = (SHARED + TAKEN - 1) // TAKEN
-    first_head = group % GROUPS_A_HEAD * TAKEN
-    unit = tl.load(merges + which * 3, which < end, 0)
-    first, count = tl.load(merges + which * 3 + 1), tl.load(merges + which * 3 + 2)
-    begin_row = tl.load(row_of + unit)
-    wait(AHEAD)
-    if which >= end:
-        return
-    r, dv = tl.arange(0, ROWS), tl.arange(0, WIDE_V)
-    is_v, is_row = dv < SIZE_V, (r < TAKEN) & (first_head + r < SHARED)
-    m = tl.full([ROWS], NEGATIVE, tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDE_V], tl.float32)
-    for item in range(first, first + count):
-        place = ((item * tl.num_programs(1) + group) * ROWS + r).to(tl.int64)
-        m_s = tl.load(part_ml + place * 2, is_row, NEGATIVE)
-        l_s = tl.load(part_ml + place * 2 + 1, is_row, 0.0)
-        is_part = is_row[:, None] & is_v[None, :]
-        acc_s = tl.load(part_acc + place[:, None] * SIZE_V + dv[None, :], is_part, 0.0)
-        m, l, acc = _merge(m, l, acc, m_s, l_s, acc_s)
-    q_head = group // GROUPS_A_HEAD * SHARED + first_head + r
-    result = _finish(m, l, acc, sinks, q_head, is_row, out.dtype.element_ty, HAS_SINK)
-    place = (begin_row.to(tl.int64) * HEADS + q_head)[:, None] * SIZE_V + dv[None, :]
-    tl.store(out + place, result, is_row[:, None] & is_v[None, :])

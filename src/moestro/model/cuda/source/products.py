@@ -154,17 +154,33 @@ def sort_pairs(
 
 
 @triton.jit
+def _find_tile(pairs, tiles, tile, CHOSEN: tl.constexpr):
+    """(whether there is such a tile, its expert, its first place, its pairs).
+
+    CHOSEN: `pairs` are the experts of one row, so many, and each is a tile; `tiles` is the number of rows. 0: as
+    `sort_pairs` leaves them.
+    """
+    if CHOSEN:
+        return tile < tl.load(tiles) * CHOSEN, tl.load(pairs + tile).to(tl.int64), tile, 1
+    place = tiles + 1 + tile * 3
+    return tile < tl.load(tiles), tl.load(place).to(tl.int64), tl.load(place + 1), tl.load(place + 2)
+
+
+@triton.jit
 def _up_tile(
     rows, weight, bias, inner, pairs, first, count, block, row_stride, limit, alpha, scales,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
-    TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, CHOSEN: tl.constexpr, IS_ROW: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr, TOKENS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The tile of `expert_up` that has so many pairs, at most TOKENS."""
     kind: tl.constexpr = rows.dtype.element_ty
     t, n, k = tl.arange(0, TOKENS), block * OUTS + tl.arange(0, OUTS), tl.arange(0, DEPTH)
     is_pair, is_out = t < count, n < INNER
     source = first + t
-    if CHOSEN:
+    if IS_ROW:
+        source = tl.zeros([TOKENS], tl.int32)
+    elif CHOSEN:
         source = tl.load(pairs + first + t, is_pair, 0) // CHOSEN
     x_at = rows + source.to(tl.int64)[None, :] * row_stride + k[:, None]
     g_at = weight + n.to(tl.int64)[:, None] * HIDDEN + k[None, :]
@@ -201,10 +217,10 @@ def _up_tile(
 
 @triton.jit
 def expert_up(
-    rows, weights, bias, inner, pairs, tiles, row_stride, limit, alpha, scales,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
-    TOKENS: tl.constexpr, TAIL: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr, AHEAD: tl.constexpr,
+    rows, weights, bias, inner, pairs, tiles, row_stride, limit, alpha, scales, counts,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, CHOSEN: tl.constexpr, IS_ROW: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr, TOKENS: tl.constexpr, TAIL: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """inner[place] = activation(gate) * up of the pair at each place of a tile.
 
@@ -212,16 +228,20 @@ def expert_up(
         weights: int64[experts], addresses of [2 * INNER, HIDDEN]: gates, then ups.
         bias: [experts, 2 * INNER].
         CHOSEN: choices of a row. 0: the rows of `rows` are in the order of places.
+        IS_ROW: There is one row: its experts, which differ, are not sorted. `pairs` are its experts, int64[CHOSEN],
+            `tiles` is int32[1], the number of rows, and `counts` as in `sort_pairs`.
         CLAMPED: (up + 1) * gate * sigmoid(alpha * gate), both within `limit`, instead of silu(gate) * up.
         TAIL: A tile with so many pairs or fewer is computed with so many. 0: every tile takes the time of a full one.
         scales: int64[experts], addresses of the scales of gates, then ups; HEIGHT, WIDTH: as in `load_weight`.
     """
     wait(AHEAD)
     block, tile = tl.program_id(0), tl.program_id(1)
-    if tile >= tl.load(tiles):
+    is_there, expert, first, count = _find_tile(pairs, tiles, tile, CHOSEN if IS_ROW else 0)
+    if not is_there:
         return
-    expert = tl.load(tiles + 1 + tile * 3).to(tl.int64)
-    first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
+    if IS_ROW:
+        if block == 0:
+            tl.atomic_add(find(counts, tl.int64) + expert, 1)
     kind: tl.constexpr = rows.dtype.element_ty
     stored: tl.constexpr = tl.float8e4nv if WIDTH else kind
     weight = tl.multiple_of(tl.load(find(weights, tl.int64) + expert).to(tl.pointer_type(stored)), 16)
@@ -231,12 +251,12 @@ def expert_up(
         if count <= TAIL:
             _up_tile(
                 rows, weight, own_bias, inner, pairs, first, count, block, row_stride, limit, alpha, own_scales,
-                HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TAIL, OUTS, DEPTH, HEIGHT, WIDTH,
+                HIDDEN, INNER, CHOSEN, IS_ROW, HAS_BIAS, CLAMPED, TAIL, OUTS, DEPTH, HEIGHT, WIDTH,
             )  # fmt: skip
             return
     _up_tile(
         rows, weight, own_bias, inner, pairs, first, count, block, row_stride, limit, alpha, own_scales,
-        HIDDEN, INNER, CHOSEN, HAS_BIAS, CLAMPED, TOKENS, OUTS, DEPTH, HEIGHT, WIDTH,
+        HIDDEN, INNER, CHOSEN, IS_ROW, HAS_BIAS, CLAMPED, TOKENS, OUTS, DEPTH, HEIGHT, WIDTH,
     )  # fmt: skip
 
 
@@ -273,7 +293,7 @@ def _down_tile(
 @triton.jit
 def expert_down(
     inner, weights, bias, answers, pairs, tiles, scales,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, SCATTERS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, SCATTERS: tl.constexpr, ROW: tl.constexpr, HAS_BIAS: tl.constexpr,
     TOKENS: tl.constexpr, TAIL: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -282,15 +302,15 @@ def expert_down(
     Args:
         weights: int64[experts], addresses of [HIDDEN, INNER].
         bias: [experts, HIDDEN].
+        ROW: As CHOSEN of `expert_up` if there is one row, else 0.
         TAIL: As in `expert_up`.
         scales: int64[experts], addresses of the scales; HEIGHT, WIDTH: as in `load_weight`.
     """
     wait(AHEAD)
     block, tile = tl.program_id(0), tl.program_id(1)
-    if tile >= tl.load(tiles):
+    is_there, expert, first, count = _find_tile(pairs, tiles, tile, ROW)
+    if not is_there:
         return
-    expert = tl.load(tiles + 1 + tile * 3).to(tl.int64)
-    first, count = tl.load(tiles + 2 + tile * 3), tl.load(tiles + 3 + tile * 3)
     kind: tl.constexpr = inner.dtype.element_ty
     stored: tl.constexpr = tl.float8e4nv if WIDTH else kind
     weight = tl.multiple_of(tl.load(find(weights, tl.int64) + expert).to(tl.pointer_type(stored)), 16)

@@ -11,6 +11,8 @@ import triton.language as tl
 from moestro.model.cuda.source.addresses import find
 from moestro.model.cuda.source.ahead import wait
 
+NOT_CHOSEN = tl.constexpr(-(1 << 62))  # below the order of every score
+
 
 @triton.jit
 def _read(source, at, part_stride, known, SEGMENTS: tl.constexpr, kind: tl.constexpr):
@@ -161,16 +163,18 @@ def choose(
     left = tl.where(known & (left == left), left, float("-inf"))
     if GROUPS > 1:
         left = tl.where(_keep_groups(left, EXPERTS, BINS, GROUPS, WIDE_GROUPS, KEPT_GROUPS), left, float("-inf"))
-    chosen, weight = tl.zeros([WIDE], tl.int32), tl.zeros([WIDE], tl.float32)
+    # One number has the order of an expert's score, and behind it that of its id. Those of a row of NaN are equal but
+    # for the ids: it gets the first experts, which are distinct, and stays NaN.
+    bits = (left + 0.0).to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) * BINS + (BINS - 1 - e)
+    order = tl.where(known, order, NOT_CHOSEN)
+    chosen = tl.zeros([WIDE], tl.int32)
     for n in tl.static_range(CHOSEN):
-        best = tl.max(left, 0)
-        # A row of NaN has no best expert: it gets the first ones, which are distinct, and stays NaN.
-        open_ids = tl.where((left == best) & known, e, BINS)
-        which = tl.min(open_ids, 0)
-        value = tl.sum(tl.where(e == which, score, 0.0), 0)
-        chosen, weight = tl.where(j == n, which, chosen), tl.where(j == n, value, weight)
-        known = known & (e != which)
-        left = tl.where(known, left, float("-inf"))
+        best = tl.max(order, 0)
+        chosen = tl.where(j == n, BINS - 1 - (best & (BINS - 1)).to(tl.int32), chosen)
+        order = tl.where(order == best, NOT_CHOSEN, order)
+    is_it = (e[:, None] == chosen[None, :]) & (j < CHOSEN)[None, :]
+    weight = tl.sum(tl.where(is_it, score[:, None], 0.0), 0)
     if NORMALIZES:
         weight = weight / tl.sum(weight, 0)
     is_choice = j < CHOSEN
