@@ -162,6 +162,22 @@ class BusyError(RequestError):
         super().__init__(f"Too many requests are in preparation ({num_preparing}). Retry later.", code="overloaded")
 
 
+class LateCheckError(RequestError):
+    """A new grammar was not checked in time."""
+
+    http_status = 503
+    error_type = "service_unavailable"
+    retry_after_s = 10
+
+    def __init__(self, param: str, waited_s: float) -> None:
+        super().__init__(
+            f"{param} is a new grammar, which this busy machine did not check within {waited_s:g} s. Retry later, or"
+            " send a simpler one.",
+            param=param,
+            code="overloaded",
+        )
+
+
 class EngineDiedError(MoestroError):
     """A rank process ended while requests were on it, or before it was ready; the text carries its cause."""
 

@@ -259,6 +259,27 @@ def test_the_second_process_serves_the_answer_that_has_cost_least(masks, monkeyp
     assert new.cost_ns == 5000, "who comes anew does not pass those who have waited"
 
 
+def test_a_mask_that_does_not_come_in_time_fails_its_answer_alone(masks, monkeypatch):
+    """On a machine whose processors are full the second process gets nothing."""
+    now_s = [1000.0]
+    monkeypatch.setattr(masks, "_now_s", lambda: now_s[0])
+    computed, queued = (masks.matcher(Grammar("regex", text)) for text in ("ab", "cd"))
+    assert next_mask(masks, computed, "") == ids("a")
+    (pid,) = forks(masks)
+    os.kill(pid, signal.SIGSTOP)
+    masks.masks([mask_request(computed, ids("a"))])
+    now_s[0] += 1
+    masks.masks([mask_request(queued, [])])
+    for waits_s, are_ready in ((host_messages.LONGEST_WAIT_S - 0.5, [True, False]), (1, [True, True])):
+        now_s[0] += waits_s
+        assert [masks.is_ready(each) for each in (computed, queued)] == are_ready
+    assert "60 s" in masks.failure(computed)
+    assert next_mask(masks, masks.matcher(light("ab")), "a") == ids("b")
+    os.kill(pid, signal.SIGCONT)
+    assert next_mask(masks, masks.matcher(Grammar("regex", "ef")), "e") == ids("f"), "the process goes on"
+    assert [masks.failure(each) is not None for each in (computed, queued)] == [True, True]
+
+
 def test_few_slow_grammars_run_at_once(masks):
     slow = Grammar("regex", "ab")
     held = [masks.matcher(slow) for _ in range(MAX_SLOW - 1)]

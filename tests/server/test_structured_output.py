@@ -20,6 +20,7 @@ from moestro.errors import RequestError
 from moestro.grammar.checker import MAX_TRIES, GrammarVerdict
 from moestro.grammar.host_messages import CHECK, TRY
 from moestro.server.api.answers.generation import _failure
+from moestro.server.api.fields import structured_output
 from moestro.server.api.fields.structured_output import (
     MAX_GRAMMAR_BYTES,
     MAX_WAITING_CHECKS,
@@ -352,6 +353,40 @@ def test_slow_grammars_delay_no_light_one_and_too_many_are_sent_away():
         found = [each for each in await asyncio.gather(*slow, return_exceptions=True) if isinstance(each, Grammar)]
         assert [each.is_light for each in found] == [False] * (1 + MAX_WAITING_CHECKS)
         assert Counter(checker.roles) == {TRY: len(slow) + 1, CHECK: 1 + MAX_WAITING_CHECKS}
+        gate.close()
+
+    asyncio.run(test())
+
+
+def test_a_grammar_that_is_not_checked_in_time_is_sent_away_and_its_check_goes_on(monkeypatch):
+    monkeypatch.setattr(structured_output, "LONGEST_WAIT_S", 0.05)
+
+    class Checker:
+        may_end, verdict = Event(), None
+
+        def known(self, _grammar):
+            return self.verdict
+
+        def check(self, _grammar, _role):
+            self.may_end.wait()
+            self.verdict = GrammarVerdict(None, is_light=True)
+            return self.verdict
+
+        def close(self):
+            pass
+
+    async def test() -> None:
+        checker = Checker()
+        gate, asked = GrammarGate(checker), RequestedGrammar(Grammar("regex", "a+"), "guided_regex")
+        for _ in range(2):
+            with pytest.raises(RequestError, match=r"did not check within 0\.05 s") as refused:
+                await gate.check(asked)
+            assert (refused.value.http_status, refused.value.param) == (503, "guided_regex")
+            assert refused.value.retry_after_s > 0
+        checker.may_end.set()
+        while checker.verdict is None:
+            await asyncio.sleep(0.01)
+        assert (await gate.check(asked)).is_light
         gate.close()
 
     asyncio.run(test())

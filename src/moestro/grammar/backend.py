@@ -25,7 +25,7 @@ from moestro.core.grammar import Grammar, MaskRequest
 from moestro.core.work import Int32s
 from moestro.grammar.compiler import VocabularySource
 from moestro.grammar.host import GrammarHost
-from moestro.grammar.host_messages import LEAVING, QUICK, SLOW, MaskAnswer, MaskJob, excess
+from moestro.grammar.host_messages import LEAVING, LONGEST_WAIT_S, QUICK, SLOW, MaskAnswer, MaskJob, excess
 from moestro.grammar.mask_lane import MaskLane
 
 # Sequences under slow grammars that may run at once; others wait outside of the rank's queue, and hold no KV.
@@ -73,6 +73,7 @@ class AnswerMatcher:
         generated: int32, tokens of the answer at the last request.
         num_known: tokens that the process has read; -1 means that it has no matcher.
         is_waiting: whether a mask is being computed.
+        waits_since_s: since when the second process is to compute it.
         num_requested: number of tokens before that mask.
         mask: number of tokens before the mask that was computed last, and int32[words].
         is_over: whether an end token followed a complete text. All tokens are allowed from there on, as in vLLM.
@@ -83,7 +84,7 @@ class AnswerMatcher:
 
     __slots__ = (
         "__weakref__", "cost_ns", "failure", "generated", "grammar", "is_over", "is_slow", "is_waiting", "mask",
-        "num_deaths", "num_known", "num_masks", "num_requested", "number",
+        "num_deaths", "num_known", "num_masks", "num_requested", "number", "waits_since_s",
     )  # fmt: skip
 
     def __init__(self, number: int, grammar: Grammar) -> None:
@@ -91,6 +92,7 @@ class AnswerMatcher:
         self.generated = np.empty(0, np.int32)
         self.num_known, self.num_requested = -1, 0
         self.is_waiting = self.is_over = False
+        self.waits_since_s = 0.0
         self.mask: tuple[int, NDArray[np.int32]] | None = None
         self.failure: str | None = None
         self.cost_ns = self.num_masks = self.num_deaths = 0
@@ -118,7 +120,7 @@ class AnswerMatcher:
 
     def take(self, answer: MaskAnswer) -> None:
         """Take in the mask that was computed."""
-        self.is_waiting, self.failure = False, answer.failure
+        self.is_waiting, self.failure = False, self.failure or answer.failure
         self.num_known = self.num_requested
         self.mask = self.num_requested, np.frombuffer(answer.words, np.int32)
         self.cost_ns += answer.cpu_ns
@@ -164,9 +166,16 @@ class MaskBackend:
     Args:
         source: vocabulary of the model.
         allowance: time that the rank may wait for masks.
+        now_s: clock.
     """
 
-    def __init__(self, source: VocabularySource, allowance: WaitAllowance | None = None) -> None:
+    def __init__(
+        self,
+        source: VocabularySource,
+        allowance: WaitAllowance | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._now_s = now_s
         # A rank has a session of its own, and what is left of its group when it has ended ends too.
         self._host = GrammarHost(source, has_own_session=False)
         self._eos_token_ids = frozenset(source.eos_token_ids)
@@ -250,7 +259,7 @@ class MaskBackend:
             if matcher.is_slow:
                 matcher.cost_ns = max(matcher.cost_ns, self._served_ns)
                 self._queue[matcher.number] = matcher
-                matcher.is_waiting = True
+                matcher.is_waiting, matcher.waits_since_s = True, self._now_s()
             else:
                 light.append(matcher)
         if light:
@@ -277,7 +286,17 @@ class MaskBackend:
                     self._take(matcher, answer)
             if lost is not None:
                 self._recover(lane, lost)
+        self._give_up()
         self._send_slow()
+
+    def _give_up(self) -> None:
+        """Fail the answers whose mask the second process has not computed in time."""
+        for number in [*self._slow.jobs, *self._queue]:
+            matcher = self._matchers.get(number)
+            if matcher is not None and self._now_s() - matcher.waits_since_s > LONGEST_WAIT_S:
+                self._queue.pop(number, None)
+                matcher.is_waiting = False
+                matcher.failure = f"its next mask was not computed within {LONGEST_WAIT_S:g} s"
 
     def _take(self, matcher: AnswerMatcher, answer: MaskAnswer) -> None:
         matcher.take(answer)

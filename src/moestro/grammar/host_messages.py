@@ -94,6 +94,9 @@ BOUNDS = {
     SLOW: ProcessBounds(4.0, 1280 * _MIB, 512 * _MIB, 19),
 }
 ROLES = tuple(BOUNDS)  # the wire has their index
+# Time until a check, or one mask of a slow grammar, is done. Their processes give way to all others, so that on a
+# machine whose processors are full they might wait for ever.
+LONGEST_WAIT_S = 60.0
 
 
 def excess(role: str) -> str:

@@ -488,7 +488,10 @@ def _failure(reason: FinishReason) -> RequestError | None:
                 code=reason,
             )
         case FinishReason.GRAMMAR:
-            text = "The grammar is too complex to be followed after these tokens. Send a simpler one."
+            text = (
+                "The grammar is too complex to be followed after these tokens, or the machine too busy. Send a simpler"
+                " one, or try again later."
+            )
             return RequestError(text, code=reason)
     return None
 

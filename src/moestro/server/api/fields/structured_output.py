@@ -11,9 +11,9 @@ import msgspec
 
 from moestro.core.grammar import Grammar
 from moestro.core.json_elements import MAX_DEPTH, is_too_deep
-from moestro.errors import RequestError, shown
+from moestro.errors import LateCheckError, RequestError, shown
 from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
-from moestro.grammar.host_messages import CHECK, TRY
+from moestro.grammar.host_messages import CHECK, LONGEST_WAIT_S, TRY
 from moestro.server.api.fields.protocol import GenerationFields, ResponseFormat, StructuredOutputs
 from moestro.text.parsing.enforced_schemas import enforced_schema
 from moestro.text.thread_pool import PrepareThreads
@@ -196,13 +196,18 @@ class GrammarGate:
         Raises:
             RequestError: It cannot; the text says why and names the field.
             BusyError: Too many grammars wait for a check, and no client has more of them than this one.
+            LateCheckError: It was not checked within LONGEST_WAIT_S.
         """
         checker = self._checker
         if checker is None:
             text = f"{requested.param} is not supported by these engines, which compute no logits. Leave it out."
             raise RequestError(text, param=requested.param, code="unsupported_parameter")
         grammar = requested.grammar
-        verdict = checker.known(grammar) or await self._check_new(checker, grammar, client)
+        try:
+            async with asyncio.timeout(LONGEST_WAIT_S):
+                verdict = checker.known(grammar) or await self._check_new(checker, grammar, client)
+        except TimeoutError:
+            raise LateCheckError(requested.param, LONGEST_WAIT_S) from None
         if verdict.error is not None:
             text = f"{requested.param} cannot be used as a grammar: {shown(verdict.error)}."
             raise RequestError(text, param=requested.param, code="invalid_grammar")
