@@ -12,7 +12,7 @@ from support.running import call, call_admin, metrics
 from moestro.core.experts.source_load import SourceLoad
 from moestro.server.engines import expert_loads
 from moestro.server.engines.expert_loads import ExpertLoads
-from moestro.wire.expert_reports import ExpertReport, ReadExperts, report_of
+from moestro.wire.messages import ExpertReport, ReadExperts, report_of
 from moestro.workload.experts.profile_file import read_profile_file
 
 

@@ -81,8 +81,8 @@ from moestro.web.ports.tls import ServerTls
 from moestro.web.prometheus import Exposition
 from moestro.web.statline import log_forever
 from moestro.web.tracing.spans import open_sink
-from moestro.wire.curve import ListenAddress
 from moestro.wire.messages import ToRank
+from moestro.wire.sockets import ListenAddress
 
 # Between heartbeats. Each costs the API server 0.1 ms, so only workers with copies, which can take over at once, send
 # many: a copy has the tokens of a stopped worker after 0.09 to 0.18 s (two missed beats at two looks of the watchdog).

@@ -22,7 +22,6 @@ import zmq
 
 from moestro.core.clock import NS_PER_MS
 from moestro.core.curve_keys import CurveKeys
-from moestro.wire.curve import allow_ipv6, secure_client
 from moestro.wire.local_stream import LocalStream, local_path
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
@@ -33,7 +32,7 @@ from moestro.wire.messages import (
     decode_to_rank,
     encode,
 )
-from moestro.wire.readable import is_readable
+from moestro.wire.sockets import allow_ipv6, is_readable, secure_client
 from moestro.worker.wake_pipe import WakePipe
 
 LINGER_MS = 2000  # for the last messages, if the API server does not keep up

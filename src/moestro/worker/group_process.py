@@ -22,9 +22,9 @@ from moestro.engine.settings import SchedulerOptions
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.executor import FlowExecutor
 from moestro.flow.registry import make_step_policy
-from moestro.wire.curve import ListenAddress
 from moestro.wire.hop_frames import Hello, HopLimits, TensorFrames
 from moestro.wire.messages import Joined, Members, Ready
+from moestro.wire.sockets import ListenAddress
 from moestro.worker.channel import Channel
 from moestro.worker.expert_loader import SlotMemory
 from moestro.worker.grammar_inbox import following_grammars

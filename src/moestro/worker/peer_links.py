@@ -13,7 +13,6 @@ from typing import Any
 import zmq
 
 from moestro.core.experts.hops import DISPATCH, REPLY, Hop, HopMessage
-from moestro.wire.curve import Doorkeeper, ListenAddress, allow_ipv6, secure_client
 from moestro.wire.hop_frames import (
     AnnouncedHop,
     Hello,
@@ -28,7 +27,7 @@ from moestro.wire.hop_frames import (
     encode_notice,
 )
 from moestro.wire.messages import MAX_MESSAGE_BYTES
-from moestro.wire.readable import is_readable
+from moestro.wire.sockets import Doorkeeper, ListenAddress, allow_ipv6, is_readable, secure_client
 from moestro.worker.paced_links import LinkPace
 from moestro.worker.two_phase import TwoPhase, TwoPhaseLinks
 

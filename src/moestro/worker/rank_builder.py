@@ -18,8 +18,7 @@ from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.executor import FlowExecutor
 from moestro.model.settings import LocalRank
-from moestro.wire.layer_messages import DropLayer, MoveLayer
-from moestro.wire.messages import FromRank
+from moestro.wire.messages import DropLayer, FromRank, MoveLayer
 from moestro.worker.expert_collection import ExpertCollection
 from moestro.worker.group_rank import Home
 from moestro.worker.kv_events.publisher import KvPublisher

@@ -15,9 +15,21 @@ from moestro.core.scheduling_events import SchedulingEvent
 from moestro.core.work import IsWanted
 from moestro.engine.cache_events import UNCHANGED, CacheChanges
 from moestro.errors import GaveWayError, RequestError
-from moestro.wire.expert_reports import ExpertReport, ReadExperts
-from moestro.wire.layer_messages import DropLayer, MoveLayer
-from moestro.wire.messages import Abort, Add, EngineEvents, FromRank, Outputs, Refused, Shutdown, ToRank, WakeGroup
+from moestro.wire.messages import (
+    Abort,
+    Add,
+    DropLayer,
+    EngineEvents,
+    ExpertReport,
+    FromRank,
+    MoveLayer,
+    Outputs,
+    ReadExperts,
+    Refused,
+    Shutdown,
+    ToRank,
+    WakeGroup,
+)
 
 
 class Steppable(Protocol):

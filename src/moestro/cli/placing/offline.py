@@ -12,7 +12,7 @@ from moestro.errors import ConfigError
 from moestro.model.settings import ModelSettings
 from moestro.placement.pair_overlap import PairOverlap, independent_pairs, pair_overlap
 from moestro.placement.settings import ExpertLoadSettings
-from moestro.wire.expert_reports import ReadExperts, load_of
+from moestro.wire.messages import ReadExperts, load_of
 from moestro.worker.expert_collection import ExpertCollection
 from moestro.workload.experts.expert_profile import ExpertProfile
 

@@ -35,7 +35,7 @@ from moestro.core.hosts import in_address
 from moestro.errors import ConfigError, EngineDiedError
 from moestro.server.processes.launcher import WORKER, ProcessEnd, StartedProcess
 from moestro.server.processes.node_agent import NodeAgent, NodeFacts
-from moestro.wire.curve import new_curve_keys
+from moestro.wire.sockets import new_curve_keys
 
 logger = logging.getLogger(__name__)
 

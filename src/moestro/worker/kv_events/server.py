@@ -12,7 +12,7 @@ from collections import deque
 
 from moestro.core.hosts import network_of
 from moestro.errors import MoestroError
-from moestro.wire.keep_alive import keep_alive
+from moestro.wire.zmtp import keep_alive
 from moestro.worker.kv_events.listeners import BatchLog, KvListener, ReplayReader, Stay, Subscriber
 from moestro.worker.wake_pipe import WakePipe
 

