@@ -18,7 +18,7 @@ from moestro.core.grammar import Grammar
 from moestro.core.request import FinishReason
 from moestro.errors import RequestError
 from moestro.grammar.checker import MAX_TRIES, GrammarVerdict
-from moestro.grammar.host_messages import CHECK, TRY
+from moestro.grammar.host import CHECK, TRY
 from moestro.server.api.answers.generation import _failure
 from moestro.server.api.fields.structured_output import (
     MAX_GRAMMAR_BYTES,

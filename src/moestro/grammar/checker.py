@@ -16,8 +16,7 @@ import msgspec
 
 from moestro.core.grammar import Grammar
 from moestro.grammar.compiler import VocabularySource
-from moestro.grammar.host import GrammarHost
-from moestro.grammar.host_messages import BEGUN, CHECK, TRY, CheckAnswer, excess
+from moestro.grammar.host import BEGUN, CHECK, TRY, CheckAnswer, GrammarHost, excess
 from moestro.text.chats.render_job import read_message, write_message
 
 MAX_TRIES, MAX_CHECKS = 2, 1  # processes at once, each within its bounds of memory

@@ -13,7 +13,7 @@ from moestro.core.grammar import Grammar
 from moestro.core.json_elements import MAX_DEPTH, is_too_deep
 from moestro.errors import RequestError, shown
 from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
-from moestro.grammar.host_messages import CHECK, TRY
+from moestro.grammar.host import CHECK, TRY
 from moestro.server.api.fields.protocol import GenerationFields, ResponseFormat, StructuredOutputs
 from moestro.text.parsing.enforced_schemas import enforced_schema
 from moestro.text.thread_pool import PrepareThreads
