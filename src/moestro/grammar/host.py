@@ -18,7 +18,7 @@ import msgspec
 
 from moestro.core.grammar import Grammar
 from moestro.grammar.compiler import VocabularySource
-from moestro.text.chats.render_job import write_message
+from moestro.text.chats.chat_template import write_message
 
 # Messages to and from the processes that compile grammars and compute masks, and the bounds of those processes.
 

@@ -35,7 +35,7 @@ from moestro.grammar.host import (
     ProcessBounds,
     VocabularyMessage,
 )
-from moestro.text.chats.render_job import read_message, write_message
+from moestro.text.chats.chat_template import read_message, write_message
 
 # Computes masks in a forked process, one after the other, for the rank at the other end of a socket.
 

@@ -15,7 +15,7 @@ from moestro.errors import RequestError, shown
 from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
 from moestro.grammar.host import CHECK, TRY
 from moestro.server.api.fields.protocol import GenerationFields, ResponseFormat, StructuredOutputs
-from moestro.text.parsing.enforced_schemas import enforced_schema
+from moestro.text.parsing.answer_grammars import enforced_schema
 from moestro.text.thread_pool import PrepareThreads
 
 MAX_GRAMMAR_BYTES = 128 << 10  # A schema of a hundred tools has half of it.

@@ -1,8 +1,27 @@
-"""Finds the end of a JSON value while its text comes in pieces, without building the value."""
+"""JSON texts of models and clients, valid or not: decodes them, and finds the end of a value that comes in pieces."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
+
+import msgspec
+
+from moestro.core.json_elements import is_too_deep
+
+# Decodes JSON texts of models and clients, valid or not.
+
+
+def decoded(text: str) -> Any:
+    """Return the value of a JSON text; `msgspec.UNSET` if it is not valid, or nested too deeply to be passed on."""
+    try:
+        data = text.encode()
+        return msgspec.UNSET if is_too_deep(data) else msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return msgspec.UNSET
+
+
+# Finds the end of a JSON value while its text comes in pieces, without building the value.
 
 _PLAIN = re.compile(r"[\s0-9A-Za-z+\-.:,]*")  # between strings and brackets
 _IN_STRING = re.compile(r'[^"\\]*')
