@@ -41,7 +41,7 @@ from moestro.wire.messages import (
     Ready,
     TableServed,
 )
-from moestro.worker.expert_loader import ExpertLoader
+from moestro.worker.peer_inbox import ExpertLoader
 
 LAYERS = ExpertLayers(num_layers=4, layers=(0, 2, 3), num_experts=6)
 SECOND = 10**9
