@@ -6,8 +6,8 @@ import pytest
 
 from moestro.cli import main
 from moestro.config.config_sources import settings_in
+from moestro.config.flag_values import VLLM_VALUES
 from moestro.config.serve_settings import ServeSettings
-from moestro.config.vllm_values import VLLM_VALUES
 from moestro.core.setting_checks import choices_of
 from moestro.model.settings import ModelSettings
 from moestro.text.parsing.output_parser import REASONING_PARSERS, TOOL_PARSERS

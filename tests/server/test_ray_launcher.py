@@ -12,7 +12,7 @@ import pytest
 
 from moestro import __version__
 from moestro.cli import extras, main
-from moestro.config.server_settings import LauncherSettings
+from moestro.config.serve_settings import LauncherSettings
 from moestro.errors import ConfigError
 from moestro.server.processes.launcher import WORKER, ProcessEnd
 from moestro.server.processes.node_agent import NodeFacts

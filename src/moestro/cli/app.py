@@ -7,8 +7,7 @@ from cyclopts.config import Env
 
 from moestro import __version__
 from moestro.config.config_sources import ConfigFile, Origins
-from moestro.config.vllm_values import VllmValues
-from moestro.config.whole_numbers import SuffixedNumbers
+from moestro.config.flag_values import SuffixedNumbers, VllmValues
 
 ORIGINS = Origins()
 

@@ -19,8 +19,7 @@ from moestro import __version__
 from moestro.config.cores import cores_of
 from moestro.config.idle_flags import SERVE_NEEDS, warn_of_idle_flags
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
-from moestro.config.serve_settings import ServeSettings
-from moestro.config.server_settings import ProcessSettings
+from moestro.config.serve_settings import ProcessSettings, ServeSettings
 from moestro.core.clock import NS_PER_MS
 from moestro.core.model_info import ModelInfo
 from moestro.errors import DrainingError, EngineDiedError

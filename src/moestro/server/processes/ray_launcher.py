@@ -29,7 +29,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moestro import __version__
-from moestro.config.server_settings import LauncherSettings
+from moestro.config.serve_settings import LauncherSettings
 from moestro.core.curve_keys import CurveKeys
 from moestro.core.hosts import in_address
 from moestro.errors import ConfigError, EngineDiedError
