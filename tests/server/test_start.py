@@ -22,7 +22,7 @@ from moestro.server.processes.start_checks import StartClock
 from moestro.text.chats.chat_format import chat_format
 from moestro.text.settings import ChatSettings
 from moestro.web.banner import print_banner
-from moestro.web.ports.startup import process_age_s
+from moestro.web.ports.lifecycle import process_age_s
 from moestro.wire.messages import Phase
 
 

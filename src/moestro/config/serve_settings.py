@@ -21,9 +21,7 @@ from moestro.placement.live_settings import LivePlacementSettings
 from moestro.placement.settings import ExpertLoadSettings
 from moestro.routing.settings import RoutePolicySettings
 from moestro.text.settings import ChatSettings
-from moestro.web.access.access_settings import AccessSettings
-from moestro.web.ports.tls_settings import TlsSettings
-from moestro.web.tracing.tracing_settings import TracingSettings
+from moestro.web.settings import AccessSettings, TlsSettings, TracingSettings
 
 # The settings of the API server and of the engine processes behind it. A docstring under a field is its text in
 # `--help`.

@@ -59,10 +59,9 @@ from moestro.server.processes.worker_processes import now_ns
 from moestro.text.chats.chat_format import chat_format
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access.control import Access
-from moestro.web.banner import print_banner
-from moestro.web.bodies.reading import MAX_BODY_BYTES
+from moestro.web.banner import log_forever, print_banner
+from moestro.web.bodies import MAX_BODY_BYTES
 from moestro.web.middleware import HttpMiddleware
-from moestro.web.page_api import page_routes
 from moestro.web.ports.connections import (
     MAX_OPERATOR_CONNECTIONS,
     Front,
@@ -78,8 +77,8 @@ from moestro.web.ports.faults import Port
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
 from moestro.web.ports.tls import ServerTls
 from moestro.web.prometheus import Exposition
-from moestro.web.statline import log_forever
-from moestro.web.tracing.spans import open_sink
+from moestro.web.statistics import page_routes
+from moestro.web.tracing import open_sink
 from moestro.wire.messages import ToRank
 from moestro.wire.sockets import ListenAddress
 

@@ -15,7 +15,7 @@ from moestro.cost.hf_config import network_from_config
 from moestro.errors import ConfigError
 from moestro.files.checkpoint import Checkpoint, check_files, read_checkpoint
 from moestro.files.config_fields import num_experts_of
-from moestro.web.ports.startup import process_age_s
+from moestro.web.ports.lifecycle import process_age_s
 from moestro.wire.messages import Phase
 
 

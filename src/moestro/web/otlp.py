@@ -18,7 +18,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCod
 from opentelemetry.trace import SpanKind as OtelKind
 
 from moestro import __version__
-from moestro.web.tracing.spans import SpanKind, TraceContext, TraceSpan
+from moestro.web.tracing import SpanKind, TraceContext, TraceSpan
 
 _KINDS = {SpanKind.SERVER: OtelKind.SERVER, SpanKind.CLIENT: OtelKind.CLIENT, SpanKind.INTERNAL: OtelKind.INTERNAL}
 _FLUSH_S = 2.0  # Longest wait for the collector when the server stops.

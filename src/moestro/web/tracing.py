@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from moestro.web.tracing.tracing_settings import TracingSettings
+from moestro.web.settings import TracingSettings
 
 SAMPLED = 1
 TRACEPARENT = "traceparent"
@@ -123,7 +123,7 @@ async def open_sink(settings: TracingSettings, service: str) -> AsyncIterator[Sp
     if settings.url is None:
         yield None
         return
-    from moestro.web.tracing.otlp import OtlpSink  # noqa: PLC0415 - an extra
+    from moestro.web.otlp import OtlpSink  # noqa: PLC0415 - an extra
 
     sink = OtlpSink(settings.url, service)
     try:
