@@ -14,8 +14,7 @@ from moestro.cli import main
 from moestro.cli.placing.offline import compare_offline, offline_load
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.errors import ConfigError
-from moestro.workload.experts.expert_profile import ExpertProfile
-from moestro.workload.experts.profile_file import write_profile
+from moestro.workload.experts.expert_profile import ExpertProfile, write_profile
 
 TEXT = RandomInput(num_steps=6)
 TOP_K, NUM_LAYERS, NUM_EXPERTS = 2, 7, 16

@@ -41,7 +41,7 @@ from moestro.repro.gimbal.systems import (
 )
 from moestro.repro.results import LoadPart, Reproduced, merged, write_result
 from moestro.repro.testbed import Latency
-from moestro.workload.generated.length_shapes import SHAPES
+from moestro.workload.generated.draws import SHAPES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import renew_cells

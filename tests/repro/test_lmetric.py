@@ -35,7 +35,7 @@ from moestro.repro.testbed import (
     sustained_rate,
 )
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
-from moestro.workload.generated.arrivals import at_rate
+from moestro.workload.generated.draws import at_rate
 from moestro.workload.requests import RequestForm, RequestMaker
 
 TINY = replace(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from moestro.loadgen.events import Event, EventReader, StreamSyntaxError
-from moestro.workload.runs.records import Outcome
+from moestro.workload.run_records import Outcome
 
 # Finish reasons with which a server gives up.
 _GIVEN_UP = {"abort", "error", "cancelled", "timeout"}

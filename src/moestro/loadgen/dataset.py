@@ -14,11 +14,9 @@ from moestro.errors import ConfigError
 from moestro.loadgen.client import Endpoint
 from moestro.loadgen.load import BenchLoad
 from moestro.loadgen.settings import ArrivalSettings, BenchSettings, EndpointType, RequestSettings
-from moestro.workload.generated.arrivals import at_rate, constant, faster, gamma, poisson, replay, weibull
-from moestro.workload.generated.length_shapes import draw_shape
+from moestro.workload.generated.draws import at_rate, constant, draw_shape, faster, gamma, poisson, replay, weibull
 from moestro.workload.generated.prompts import PromptKey, text, token_ids
-from moestro.workload.generated.session_generator import steady_rows
-from moestro.workload.generated.session_shapes import SHAPES
+from moestro.workload.generated.sessions import SHAPES, steady_rows
 from moestro.workload.rows import Rows, equal_rows
 from moestro.workload.traces.reading import read_sharegpt, read_trace
 from moestro.workload.traces.servegen import Span, draw_requests, read_clients

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moestro.loadgen.client import BenchClient, Endpoint
 from moestro.loadgen.settings import EndpointSettings
-from moestro.workload.runs.records import RecordBook, Records
+from moestro.workload.run_records import RecordBook, Records
 
 # (request, arrival, turn): the two times differ only where --max-concurrency held the request back.
 Send = Callable[[int, int, int], Awaitable[None]]

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from moestro.repro.testbed import TimedLoad
-from moestro.workload.generated.arrivals import at_rate, replay
-from moestro.workload.generated.session_generator import steady_rows
-from moestro.workload.generated.session_shapes import PUBLISHED_SHAPES, SHAPES
+from moestro.workload.generated.draws import at_rate, replay
+from moestro.workload.generated.sessions import PUBLISHED_SHAPES, SHAPES, steady_rows
 from moestro.workload.rows import Rows
 from moestro.workload.traces.reading import read_trace
 

@@ -17,7 +17,7 @@ from moestro.config.output_files import check_files
 from moestro.placement.kernel.choice import end_search
 from moestro.placement.payback import payback
 from moestro.placement.registry import PLACE_POLICIES
-from moestro.workload.experts.profile_file import write_profile
+from moestro.workload.experts.expert_profile import write_profile
 from moestro.workload.progress import progress, progress_bar
 
 COMPILED_WITHIN_S = 10.0  # the placement kernel takes 1 s of a core, and a loaded machine has less than one

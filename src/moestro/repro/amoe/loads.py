@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
 from moestro.sim.load.closed_loop import SPREAD_S, TimedRows
-from moestro.workload.generated.arrivals import poisson
+from moestro.workload.generated.draws import poisson
 from moestro.workload.rows import Rows
 
 Int64s = NDArray[np.int64]

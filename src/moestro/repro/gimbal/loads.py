@@ -10,10 +10,8 @@ import numpy as np
 
 from moestro.repro.testbed import TimedLoad
 from moestro.workload.experts.expert_traces import RoutingTrace, read_routing
-from moestro.workload.generated.arrivals import poisson
-from moestro.workload.generated.length_shapes import Shape, draw_shape
-from moestro.workload.generated.session_generator import steady_rows
-from moestro.workload.generated.session_shapes import App, LogNormal, SessionShape
+from moestro.workload.generated.draws import Shape, draw_shape, poisson
+from moestro.workload.generated.sessions import App, LogNormal, SessionShape, steady_rows
 from moestro.workload.rows import Int64s, Rows
 from moestro.workload.traces.reading import read_trace
 

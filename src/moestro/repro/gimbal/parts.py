@@ -22,8 +22,8 @@ from moestro.repro.gimbal.systems import (
     V1_NO_USERS,
     VLLM,
 )
-from moestro.workload.generated.length_shapes import SHAPES, Shape
-from moestro.workload.generated.session_shapes import API_AGENT, SessionShape
+from moestro.workload.generated.draws import SHAPES, Shape
+from moestro.workload.generated.sessions import API_AGENT, SessionShape
 
 RATES, HIGH = (1.0, 1.2, 1.4), 1.4  # requests a second (section V-B1)
 SEEDS = (0, 1, 2)  # the paper repeats its runs at 1.4 requests a second three times

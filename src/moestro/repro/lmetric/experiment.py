@@ -62,7 +62,7 @@ from moestro.routing.scoring import Scored
 from moestro.routing.ttft import priced_ttft
 from moestro.sim.figures.results import Results
 from moestro.sim.signals import SignalSettings
-from moestro.workload.generated.arrivals import at_rate
+from moestro.workload.generated.draws import at_rate
 
 GPU = "h20"
 SHARES = (HALF, 0.9, 1.2)  # rates as shares of the capacity; most of the paper's figures are at a half

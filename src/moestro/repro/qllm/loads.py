@@ -14,7 +14,7 @@ import numpy as np
 from moestro.errors import ConfigError
 from moestro.repro.grid import PlannedLoad
 from moestro.repro.qllm.engines import ENGINES, EXPERT, FCFS, FCFS_64, ITERATION, RUN_TO_COMPLETION
-from moestro.workload.generated.arrivals import poisson
+from moestro.workload.generated.draws import poisson
 from moestro.workload.rows import Int64s, Rows, labelled
 from moestro.workload.traces.reading import read_trace
 

@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from moestro.workload.runs.records import Records
-from moestro.workload.runs.report import NS_PER_MS, Report, Slos
+from moestro.workload.run_records import NS_PER_MS, Records, Report, Slos
 
 _SIZE = (10.0, 6.0)
 
