@@ -13,8 +13,7 @@ from rich.table import Table
 
 from moestro.errors import MoestroError
 from moestro.loadgen.client import BenchClient, Endpoint
-from moestro.loadgen.dataset import Loads, fit, make_rows
-from moestro.loadgen.load import BenchLoad, run_load
+from moestro.loadgen.load import BenchLoad, Loads, fit, make_rows, run_load
 from moestro.loadgen.result import (
     Found,
     Probe,
