@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moestro.calibrate.random_profile import RandomInput, profile_random_input
+from moestro.calibrate.shapes import RandomInput, profile_random_input
 from moestro.config.checkpoint_directory import locate_model
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.source_load import merge_sources

@@ -69,7 +69,7 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
 
 def _compare_offline(console: Console, question: PlaceQuestion, model: str) -> None:
     require_extra("serve", "--offline")
-    from moestro.calibrate.random_profile import RandomInput
+    from moestro.calibrate.shapes import RandomInput
     from moestro.cli.placing.offline import compare_offline, offline_load
 
     with progress_bar(Console(stderr=True)) as bar:
