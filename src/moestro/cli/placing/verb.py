@@ -6,13 +6,21 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from moestro.cli.extras import require_extra
-from moestro.cli.placing.answer import PlaceAnswer, ask, ask_all, placement_file
-from moestro.cli.placing.apply import apply_placement
-from moestro.cli.placing.placements import Ints, all_model_layers, write_json, write_tensorrt_llm
+from moestro.cli.app import require_extra
+from moestro.cli.placing.placements import Ints, all_model_layers, apply_placement, write_json, write_tensorrt_llm
 from moestro.cli.placing.question import PlaceQuestion, load_to_check, make_question
 from moestro.cli.placing.settings import EVEN_POLICY, PlacePolicySettings, PlaceSettings
-from moestro.cli.placing.show import line, print_answer, print_check, print_comparison, print_question
+from moestro.cli.placing.show import (
+    PlaceAnswer,
+    ask,
+    ask_all,
+    line,
+    placement_file,
+    print_answer,
+    print_check,
+    print_comparison,
+    print_question,
+)
 from moestro.config.output_files import check_files
 from moestro.placement.kernel.choice import end_search
 from moestro.placement.payback import payback
