@@ -13,21 +13,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from moestro.repro.amoe.beds import Bed
 from moestro.repro.amoe.findings import AmoeFindings, mean_stall
 from moestro.repro.amoe.loads import LENGTHS
-from moestro.repro.amoe.parts import SIXTEEN, TOP_1, panel
-from moestro.repro.amoe.systems import ASYNC, COLOCATED, EP, EP_STALLS, OVERLAP, PING_PONG_NAME, REPLICAS, build
+from moestro.repro.amoe.paper import SIXTEEN, TOP_1, panel
+from moestro.repro.amoe.systems import ASYNC, COLOCATED, EP, EP_STALLS, OVERLAP, PING_PONG_NAME, REPLICAS, Bed, build
 from moestro.repro.gimbal.findings import GimbalFindings
-from moestro.repro.gimbal.parts import whole as gimbal_parts
+from moestro.repro.gimbal.paper import whole as gimbal_parts
 from moestro.repro.lmetric.experiment import POLICIES
 from moestro.repro.lmetric.findings import FIGURES as LMETRIC_FIGURES
 from moestro.repro.lmetric.findings import NETWORK, LmetricFindings, difference
-from moestro.repro.modes.findings import ModesFindings
-from moestro.repro.qllm.engines import EXPERT, FCFS, FCFS_64
-from moestro.repro.qllm.findings import QllmFindings, ls_ttft
-from moestro.repro.qllm.sweep import ratios as qllm_ratios
-from moestro.repro.qllm.sweep import sweep_point
+from moestro.repro.modes.experiment import ModesFindings
+from moestro.repro.qllm.loads import EXPERT, FCFS, FCFS_64
+from moestro.repro.qllm.paper import QllmFindings, ls_ttft, sweep_point
+from moestro.repro.qllm.paper import ratios as qllm_ratios
 from moestro.repro.results import Reproduced
 
 ROOT = Path(__file__).parents[1]

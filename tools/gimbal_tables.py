@@ -10,7 +10,7 @@ from repro_tables import stored
 
 from moestro.repro.gimbal.findings import FIGURES, GimbalCell, GimbalFindings
 from moestro.repro.gimbal.systems import DPLB, GIMBAL_V1, MOESTRO, PLACEMENTS, STACK, TABLE, VLLM
-from moestro.workload.generated.length_shapes import SHAPES
+from moestro.workload.generated.draws import SHAPES
 
 _STACK_NAMES = (
     "`vllm_eplb`: vLLM's balancer, first come first served, EPLB", "level 1 alone: routing",

@@ -30,7 +30,7 @@ from moestro.server.engines.metrics import Metrics
 from moestro.server.experts.expert_signals import ExpertSignal
 from moestro.server.figures.prometheus import ServerCollector, Sources
 from moestro.web.ports.faults import Fault, Faults, Port
-from moestro.wire.expert_reports import report_of
+from moestro.wire.messages import report_of
 
 
 def shared_metrics() -> str:

@@ -41,7 +41,7 @@ from moestro.flow.registry import STEP_POLICIES
 from moestro.gateway.resume.request import continued_fields_table
 from moestro.placement.registry import PLACE_POLICIES
 from moestro.routing.registry import ROUTE_POLICIES
-from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from moestro.text.parsing.output_parser import REASONING_PARSERS, TOOL_PARSERS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "tests" / "mutants.md"]

@@ -11,7 +11,7 @@ import msgspec
 
 from moestro.repro.amoe.findings import AmoeFindings
 from moestro.repro.amoe.loads import LENGTHS
-from moestro.repro.amoe.parts import WHOLE
+from moestro.repro.amoe.paper import WHOLE
 from moestro.repro.amoe.systems import ASYNC, BASELINES, COLOCATED
 from moestro.repro.papers import papers
 from moestro.repro.results import Claim, Reproduced

@@ -31,7 +31,7 @@ from moestro.config.run_record import run_record
 from moestro.core.grammar import Grammar
 from moestro.grammar.compiler import GrammarCompiler, VocabularySource
 from moestro.text.parsing.answer_grammars import required_calls
-from moestro.text.parsing.answer_parts import ToolSpec
+from moestro.text.parsing.output_parser import ToolSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from serving.structured import ORDER, PERSON, TREE

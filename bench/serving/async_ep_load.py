@@ -19,7 +19,7 @@ import uvloop
 from moestro.loadgen.client import BenchClient, Endpoint
 from moestro.loadgen.load import BenchLoad, run_load
 from moestro.loadgen.settings import EndpointSettings
-from moestro.workload.runs.report import make_report, spread_of
+from moestro.workload.run_records import make_report, spread_of
 
 _VOCAB = (3, 4096)  # token ids of prompts; the first ones are special
 

@@ -30,7 +30,7 @@ from moestro.sim.scenario import make_bounds
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import equal_rows
-from moestro.workload.runs.report import spread_of
+from moestro.workload.run_records import spread_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from serving.async_ep_load import Load

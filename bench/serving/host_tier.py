@@ -46,9 +46,7 @@ from moestro.sim.cluster import Cluster
 from moestro.sim.figures.results import ANSWERED, Results
 from moestro.sim.groups.group import Group
 from moestro.sim.prices import OneRank
-from moestro.workload.generated.session_generator import steady_sessions
-from moestro.workload.generated.session_shapes import App, LogNormal, Mixture, SessionShape
-from moestro.workload.generated.sessions import Sessions
+from moestro.workload.generated.sessions import App, LogNormal, Mixture, Sessions, SessionShape, steady_sessions
 from moestro.workload.requests import RequestForm, RequestMaker
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

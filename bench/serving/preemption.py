@@ -38,9 +38,8 @@ from moestro.config.run_record import RunRecord, run_record
 from moestro.loadgen.client import BenchClient, Endpoint
 from moestro.loadgen.load import BenchLoad, run_load
 from moestro.loadgen.settings import EndpointSettings
-from moestro.workload.generated.arrivals import poisson
-from moestro.workload.runs.records import Records
-from moestro.workload.runs.report import make_report, spread_of
+from moestro.workload.generated.draws import poisson
+from moestro.workload.run_records import Records, make_report, spread_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.models import DEMO, ROOT, make_random_model

@@ -44,8 +44,8 @@ from moestro.config.run_record import RunRecord, run_record
 from moestro.loadgen.client import BenchClient, Endpoint
 from moestro.loadgen.load import BenchLoad, run_load
 from moestro.loadgen.settings import EndpointSettings
-from moestro.workload.generated.arrivals import poisson
-from moestro.workload.runs.report import make_report, spread_of
+from moestro.workload.generated.draws import poisson
+from moestro.workload.run_records import make_report, spread_of
 
 import sys  # isort: skip
 

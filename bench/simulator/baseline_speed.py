@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.repro.amoe.beds import BLOCK_SIZE, Bed, Popularity
-from moestro.repro.amoe.systems import BASELINES, build
+from moestro.repro.amoe.systems import BASELINES, BLOCK_SIZE, Bed, Popularity, build
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import ANY_ENGINE, RouterSettings

@@ -17,9 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from moestro.config.run_record import run_record
-from moestro.repro.amoe.loads import LENGTHS, open_load
-from moestro.repro.amoe.parts import WHOLE
-from moestro.repro.amoe.serving import serve_open
+from moestro.repro.amoe.loads import LENGTHS, open_load, serve_open
+from moestro.repro.amoe.paper import WHOLE
 from moestro.repro.amoe.systems import ASYNC, EP, build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

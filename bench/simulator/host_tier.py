@@ -3,7 +3,7 @@
     python bench/simulator/host_tier.py [--requests 200] [--seeds 1] [--json FILE]
 
 Everything is simulated: one H100 engine with Qwen3-30B-A3B, production scheduler and host tier, sessions in closed loop
-(`session_shapes.py`, CODING_AGENT: pauses of a second after tool calls, of minutes between bursts). The KV memory
+(`sessions.py`, CODING_AGENT: pauses of a second after tool calls, of minutes between bursts). The KV memory
 of the engine holds the longest prompt once. Live KV is the mean over time of the contexts of the sessions that have
 begun and not ended, as a multiple of that memory; more sessions a second make it larger. Host memory is none, as much
 again, and four times as much. Copies are priced at the peak of PCIe 5.0, and run beside the steps: a step

@@ -23,7 +23,7 @@ from moestro.config.run_record import run_record
 from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.model.device import TorchDevice
 from moestro.model.settings import ModelSettings

@@ -3,7 +3,7 @@
     python bench/simulator/router_queue.py [--seeds 3] [--requests 800] [--json FILE]
 
 Everything is simulated: two H20 engines with Qwen3-30B-A3B and 32 sequences each, production router, queue and
-schedulers. Requests are turns of chats (`session_shapes.py`, CHAT); a third is latency-sensitive (urgent), the others
+schedulers. Requests are turns of chats (`sessions.py`, CHAT); a third is latency-sensitive (urgent), the others
 are best effort. Engines schedule first come, first served, as vLLM does by default; the last row has engines that know
 the classes. Figures reach the router every 100 ms. Throughput is output tokens over the time from the first arrival to
 the last token.

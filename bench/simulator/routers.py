@@ -4,7 +4,7 @@
 
 Everything is simulated: eight H20 engines with Qwen3-30B-A3B, production routers and schedulers, four routers to which
 requests go at random, and the messages of `moestro route --peer` between them. Requests are turns of chats and of
-agents (`session_shapes.py`) at 80 % of the rate that one router reaches. Routers get figures of engines every second,
+agents (`sessions.py`) at 80 % of the rate that one router reaches. Routers get figures of engines every second,
 as from `/metrics`. Each figure is given over that of one router with the same seed.
 """
 

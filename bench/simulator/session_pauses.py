@@ -3,7 +3,7 @@
     python bench/simulator/session_pauses.py [--seeds 1] [--requests 1000] [--json FILE]
 
 Everything is simulated: eight H20 engines with Qwen3-30B-A3B, production router and schedulers, sessions in closed loop
-(`session_shapes.py`, CODING_AGENT: nine of ten turns follow after a tool call of a second, the others after
+(`sessions.py`, CODING_AGENT: nine of ten turns follow after a tool call of a second, the others after
 minutes). The first quarter of the requests, which finds cold caches, is in no figure. Each policy gets the signals of
 `moestro serve`: figures with the output of every step; exact caches with `moestro` alone, as its name states.
 """

@@ -31,7 +31,7 @@ from moestro.sim.saturation import at_load
 from moestro.sim.scenario import make_scenario, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
 from moestro.sim.signals import ChannelSettings, SignalSettings
-from moestro.workload.generated.session_shapes import SHAPES
+from moestro.workload.generated.sessions import SHAPES
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save

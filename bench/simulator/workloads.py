@@ -20,8 +20,7 @@ import numpy as np
 
 from moestro.config.run_record import run_record
 from moestro.core.hashing import hash_key
-from moestro.workload.generated.session_generator import generate, steady_rows
-from moestro.workload.generated.session_shapes import CHAT, SHAPES
+from moestro.workload.generated.sessions import CHAT, SHAPES, generate, steady_rows
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows, equal_rows
 from moestro.workload.statistics import Statistics, measure

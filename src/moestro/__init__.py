@@ -11,8 +11,8 @@ __version__ = "0.1.0"
 _OFFERED = {
     "LLM": ("moestro.offline.llm", "LLM"),
     "SamplingParams": ("moestro.offline.llm", "OfflineSamplingParams"),
-    "RequestOutput": ("moestro.offline.outputs", "RequestOutput"),
-    "CompletionOutput": ("moestro.offline.outputs", "CompletionOutput"),
+    "RequestOutput": ("moestro.offline.llm", "RequestOutput"),
+    "CompletionOutput": ("moestro.offline.llm", "CompletionOutput"),
 }
 
 

@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 from support.known_engine import KnownConstants, KnownEngine, VirtualServer, run_design
 
-from moestro.calibrate.probing.beside import BesideDesign
 from moestro.calibrate.probing.design import IdleDesign
-from moestro.calibrate.probing.estimate import KnotSteps, LinearSteps, StepDurations, chunks_of, fit
+from moestro.calibrate.probing.estimate import (
+    DecodeTime,
+    FirstTokenTime,
+    KnotSteps,
+    LinearSteps,
+    MixedTime,
+    StepDurations,
+    chunk_count,
+    chunks_of,
+    decode_time,
+    fit,
+)
 from moestro.calibrate.probing.findings import ServerFindings, find
 from moestro.calibrate.probing.probes import (
     ProbeAnswer,
@@ -21,7 +31,7 @@ from moestro.calibrate.probing.probes import (
     ServerFigures,
     prompt_tokens,
 )
-from moestro.calibrate.probing.readings import DecodeTime, FirstTokenTime, MixedTime, chunk_count, decode_time
+from moestro.calibrate.probing.verb import BesideDesign
 from moestro.cost.model import Batch
 from moestro.cost.tables import MeasuredCost
 from moestro.errors import MoestroError

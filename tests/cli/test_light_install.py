@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.running import Running, complete
 
-from moestro.cli.extras import EXTRAS
+from moestro.cli.app import EXTRAS
 from moestro.native.compiler import CompilerError, find_compiler
 
 # Packages whose modules have other names.

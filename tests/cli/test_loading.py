@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import io
 
-from moestro.cli.loading import loading, uncollected
+from moestro.cli.app import loading, uncollected
 
 
 class Terminal(io.StringIO):

@@ -17,11 +17,10 @@ import pytest
 import yaml
 
 from moestro.cli import main
-from moestro.cli.placing.answer import mean_sources
-from moestro.cli.placing.devices import make_devices, spread_sources
 from moestro.cli.placing.placements import filled_slots, first_table
-from moestro.cli.placing.question import missing_ranks
+from moestro.cli.placing.question import make_devices, missing_ranks, spread_sources
 from moestro.cli.placing.settings import DeviceSettings
+from moestro.cli.placing.show import mean_sources
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.cost.hf_config import known_name, network_named

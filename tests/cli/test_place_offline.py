@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moestro.calibrate import random_profile
-from moestro.calibrate.random_profile import RandomInput
+from moestro.calibrate import shapes
+from moestro.calibrate.shapes import RandomInput
 from moestro.cli import main
 from moestro.cli.placing.offline import compare_offline, offline_load
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.errors import ConfigError
-from moestro.workload.experts.expert_profile import ExpertProfile
-from moestro.workload.experts.profile_file import write_profile
+from moestro.workload.experts.expert_profile import ExpertProfile, write_profile
 
 TEXT = RandomInput(num_steps=6)
 TOP_K, NUM_LAYERS, NUM_EXPERTS = 2, 7, 16
@@ -57,7 +56,7 @@ def test_profiles_that_cannot_be_compared_are_refused(load):
 
 
 def test_the_command_prints_the_overlap(load, tmp_path, demo_dir, capsys, monkeypatch):
-    monkeypatch.setattr(random_profile, "RandomInput", lambda: TEXT)
+    monkeypatch.setattr(shapes, "RandomInput", lambda: TEXT)
     path = tmp_path / "online.npz"
     write_profile(path, profile_of(load))
     with pytest.raises(SystemExit) as ended:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moestro.cli.main import main
-from moestro.cli.short_help import EVERYDAY, HELP_ALL
+from moestro.cli.main import EVERYDAY, HELP_ALL, main
 
 MOST_LINES = {"serve": 300, "route": 150}
 

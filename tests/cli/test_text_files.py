@@ -22,7 +22,7 @@ from moestro.gateway.discovery.entries import parse_file
 from moestro.sim.load.recorded_engines import read_engines
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access.control import KeyFile
-from moestro.web.record_key import record_key
+from moestro.web.record_file import record_key
 from moestro.workload.experts.profile_readers import read_profile
 
 SCENARIO = """

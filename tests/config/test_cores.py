@@ -6,8 +6,7 @@ import pytest
 
 from moestro.config import cores
 from moestro.config.cores import cores_of, share_of_cores, thread_environment
-from moestro.config.serve_settings import ServeSettings
-from moestro.config.server_settings import LauncherSettings, ProcessSettings
+from moestro.config.serve_settings import LauncherSettings, ProcessSettings, ServeSettings
 from moestro.cost.settings import PacedSettings
 from moestro.flow.settings import GroupOptions, SteppingSettings
 

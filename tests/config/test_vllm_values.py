@@ -6,11 +6,11 @@ import pytest
 
 from moestro.cli import main
 from moestro.config.config_sources import settings_in
+from moestro.config.flag_values import VLLM_VALUES
 from moestro.config.serve_settings import ServeSettings
-from moestro.config.vllm_values import VLLM_VALUES
 from moestro.core.setting_checks import choices_of
 from moestro.model.settings import ModelSettings
-from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from moestro.text.parsing.output_parser import REASONING_PARSERS, TOOL_PARSERS
 
 
 def printed(*flags: str) -> None:

@@ -11,7 +11,7 @@ from support.fake_device import make_request
 from support.linked_group import serve
 from support.torch_group import BLOCK_SIZE, Layout, TorchGroup
 
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 from moestro.model import device as device_under_test
 from moestro.model.cuda import exchange
 from moestro.model.cuda.exchange import CudaExchange

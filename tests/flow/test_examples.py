@@ -19,7 +19,7 @@ from moestro.core.request import ServiceClass
 from moestro.core.views import StepFunction
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

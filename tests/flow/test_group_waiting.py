@@ -19,7 +19,7 @@ from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, Run, StepFunctio
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.dispatcher import Dispatcher, PeerSettings
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 from moestro.flow.token_pool import TokenPool
 
 TABLE = spread_evenly(len(IS_SPARSE), NUM_EXPERTS, [1], 2)

@@ -17,7 +17,7 @@ from moestro.flow.dispatcher import Dispatcher, PeerSettings
 from moestro.flow.guest_desk import GuestDesk
 from moestro.flow.guests import Guests
 from moestro.flow.micro_queues import MicroQueues
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 from moestro.flow.token_pool import TokenPool
 
 SHAPE = make_shape(8, num_chosen=3)

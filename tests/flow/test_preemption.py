@@ -13,7 +13,7 @@ from moestro.core.scheduling_events import BatchPassed
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, Run, StepFunction, Wait
 from moestro.engine.rank import build_preemptive_rank, recorder_of
 from moestro.engine.settings import SchedulerSettings
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 
 BLOCK_SIZE, BUDGET, NUM_LAYERS = 4, 24, 4

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.random_units import random_units, unit_by_unit
 
-from moestro.flow.unit_columns import UnitColumns
+from moestro.flow.token_pool import UnitColumns
 
 
 def put(columns: UnitColumns, rng: np.random.Generator, free: list[int], num: int, width: int) -> dict[int, dict]:

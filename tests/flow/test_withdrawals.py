@@ -13,7 +13,7 @@ from moestro.core.views import BE, LS, Run, StepFunction
 from moestro.flow.core import FlowCore
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.events import Arrived, Done, Launch, Tick, Withdraw
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 
 SHAPE = StageShape(is_sparse=IS_SPARSE, num_experts=NUM_EXPERTS, num_chosen=1, num_rows=0, num_places=0, num_guests=64)
 

@@ -35,11 +35,10 @@ from moestro.gateway.settings import (
 )
 from moestro.gateway.shadow.settings import ShadowSettings
 from moestro.routing.settings import RoutePolicySettings
-from moestro.web.access.access_settings import AccessSettings
 from moestro.web.ports.connections import Front, FrontLimits, bound_socket, http_front
 from moestro.web.ports.faults import Faults, Port
-from moestro.web.tracing.spans import open_sink
-from moestro.web.tracing.tracing_settings import TracingSettings
+from moestro.web.settings import AccessSettings, TracingSettings
+from moestro.web.tracing import open_sink
 
 CHAT = "/v1/chat/completions"
 KEYS = ("key-0", "key-1", "key-2")  # of three clients that a router tells apart, and enough to open a breaker

@@ -9,7 +9,7 @@ import time
 import pytest
 from gateway.rig import CHAT, FakeEngine, Received, Wire, looped, request_bytes, rig
 
-from moestro.web.ports.framing import MAX_HEAD_BYTES
+from moestro.web.ports.heads import MAX_HEAD_BYTES
 
 START = f"POST {CHAT} HTTP/1.1\r\n".encode()
 LENGTH = b"Content-Length: 2\r\n"

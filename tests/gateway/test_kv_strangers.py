@@ -17,7 +17,7 @@ from moestro.gateway.kv.kv_subscriber import KvSubscription
 from moestro.gateway.kv.zmtp_connection import ZmtpConnection
 from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
 from moestro.routing.kv.kv_stream import BATCH_BYTES, StreamRules
-from moestro.web.ports.log_limit import LogLimit
+from moestro.web.ports.faults import LogLimit
 from moestro.wire.kv_events import MAX_MESSAGE_BYTES
 from moestro.wire.kv_names import NamingRules
 from moestro.wire.zmtp import greeting, message, ready

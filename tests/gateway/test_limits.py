@@ -14,7 +14,7 @@ import pytest
 from gateway.rig import CHAT, FakeEngine, Received, Wire, looped, request_bytes, rig
 
 from moestro.web.ports.faults import Fault, Port
-from moestro.web.ports.framing import MAX_HEAD_BYTES
+from moestro.web.ports.heads import MAX_HEAD_BYTES
 
 MALFORMED = {
     "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",

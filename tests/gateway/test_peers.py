@@ -23,7 +23,7 @@ from moestro.gateway.settings import EngineUrl
 from moestro.routing.replication.messages import Digest, HistoryPart, OperationBatch, RouterRun, Snapshot
 from moestro.web.ports.connections import bound_socket
 from moestro.web.ports.tls import MutualTls
-from moestro.web.ports.tls_settings import CertificateFiles
+from moestro.web.settings import CertificateFiles
 
 trustme = pytest.importorskip("trustme")
 TEXT = "one router has seen this, the other has not; " * 60

@@ -27,8 +27,7 @@ from moestro.routing.record.decision_record import Gap, PolicyText, RecordedRout
 from moestro.routing.record.replay import replay
 from moestro.routing.record.request_trace import Attempt, RequestTrace, ScoredEngine
 from moestro.routing.settings import RouterSettings
-from moestro.web.record_file import RecordFile
-from moestro.web.record_key import record_key
+from moestro.web.record_file import RecordFile, record_key
 
 TURN = "A router writes down what it receives, word by word. " * 40
 BUSY = b"vllm:num_requests_running 3.0\nvllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc 0.5\n"

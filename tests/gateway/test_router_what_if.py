@@ -15,7 +15,7 @@ from rich.console import Console
 from support.routers import request
 
 from moestro.cli import main
-from moestro.cli.recorded.redecide import print_redecisions, redecide
+from moestro.cli.recorded.replay import print_redecisions, redecide
 from moestro.core.clock import ClockPair
 from moestro.core.hashing import HASH_BYTES, name_key
 from moestro.errors import ConfigError, QueueFullError

@@ -14,8 +14,8 @@ from gateway.rig import CHAT, FakeEngine, Rig, looped, rig, say_ok
 from support.otlp_collector import OtlpCollector, ReceivedSpan
 
 from moestro.errors import ConfigError
-from moestro.web.tracing.spans import TraceContext, parse_traceparent
-from moestro.web.tracing.tracing_settings import TracingSettings
+from moestro.web.settings import TracingSettings
+from moestro.web.tracing import TraceContext, parse_traceparent
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 ANSWER = json.dumps(

@@ -24,7 +24,7 @@ from moestro.gateway.queue_settings import QueueSettings
 from moestro.gateway.settings import AdminSettings, FrontSettings, PickerSettings, RouteSettings
 from moestro.gateway.workers.operators import merged_engines, merged_metrics
 from moestro.gateway.workers.processes import _WorkerPlan, numbered
-from moestro.web.access.access_settings import AccessSettings
+from moestro.web.settings import AccessSettings
 
 NUM = 3
 patient = functools.partial(looped, seconds=PATIENCE_S)

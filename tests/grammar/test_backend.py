@@ -21,11 +21,12 @@ from support.running import wait_until
 from moestro.core.grammar import Grammar, MaskRequest
 from moestro.core.request import SamplingParams
 from moestro.grammar import backend as backend_module
-from moestro.grammar import host_messages, mask_worker
+from moestro.grammar import host as host_module
+from moestro.grammar import host_process
 from moestro.grammar.backend import MAX_SLOW, MaskBackend, WaitAllowance
 from moestro.grammar.compiler import GrammarCompiler, VocabularySource
-from moestro.grammar.mask_worker import compute_masks
-from moestro.text.chats.render_job import write_message
+from moestro.grammar.host_process import compute_masks
+from moestro.text.chats.chat_template import write_message
 
 VOCABULARY = 50
 NONE = np.empty(0, np.int32)
@@ -118,7 +119,7 @@ def process_that_ends() -> socket.socket:
     """A process that ends in its first job."""
     own, theirs = socket.socketpair()
     with theirs:
-        write_message(theirs.fileno(), host_messages.BEGUN)
+        write_message(theirs.fileno(), host_module.BEGUN)
     return own
 
 
@@ -208,7 +209,7 @@ def test_a_request_whose_grammar_ends_its_process_twice_fails_alone(masks, monke
 def test_the_end_of_the_host_blames_no_grammar(masks):
     matcher = masks.matcher(light("ab"))
     assert next_mask(masks, matcher, "")
-    masks._recover(masks._quick, [host_messages.LEAVING])
+    masks._recover(masks._quick, [host_module.LEAVING])
     masks._quick.close()
     os.kill(masks._host._process.pid, signal.SIGKILL)  # it may be found dead later than the next process is wanted
     assert next_mask(masks, matcher, "a") == ids("b")
@@ -216,9 +217,9 @@ def test_the_end_of_the_host_blames_no_grammar(masks):
 
 
 def test_a_process_that_holds_enough_leaves_and_its_next_one_reads_the_answers_anew(masks, monkeypatch):
-    monkeypatch.setattr(mask_worker, "_resident_bytes", itertools.cycle([0, 0, 1]).__next__)
+    monkeypatch.setattr(host_process, "_resident_bytes", itertools.cycle([0, 0, 1]).__next__)
     compiler = GrammarCompiler(masks._host._source)
-    bounds = host_messages.ProcessBounds(cpu_s=0, memory_bytes=0, kept_bytes=0, niceness=0)
+    bounds = host_module.ProcessBounds(cpu_s=0, memory_bytes=0, kept_bytes=0, niceness=0)
     processes = []
 
     def fork() -> socket.socket:
@@ -229,19 +230,19 @@ def test_a_process_that_holds_enough_leaves_and_its_next_one_reads_the_answers_a
 
     def run(file: socket.socket) -> None:
         with file:
-            write_message(file.fileno(), host_messages.BEGUN)
+            write_message(file.fileno(), host_module.BEGUN)
             with contextlib.suppress(OSError):  # the test has closed the socket
                 compute_masks(file.fileno(), compiler, bounds)
 
     masks._quick._fork = fork
-    monkeypatch.setattr(mask_worker.signal, "setitimer", lambda *_: None)  # which only a main thread has
+    monkeypatch.setattr(host_process.signal, "setitimer", lambda *_: None)  # which only a main thread has
     matcher = masks.matcher(light("abcd"))
     assert [next_mask(masks, matcher, "abc"[:n]) for n in range(4)] == [*map(ids, "abcd")]
     assert (masks._quick.num_processes, matcher.is_slow) == (2, False), masks.failure(matcher)
     masks._quick.close()
     for process in processes:
         process.join()
-    masks._recover(masks._quick, [host_messages.LEAVING, matcher.number])  # it left before its next job
+    masks._recover(masks._quick, [host_module.LEAVING, matcher.number])  # it left before its next job
     assert not matcher.is_slow
     masks._recover(masks._quick, [matcher.number])
     assert matcher.is_slow, "the process ended in that job"
@@ -270,7 +271,7 @@ def test_a_mask_that_does_not_come_in_time_fails_its_answer_alone(masks, monkeyp
     masks.masks([mask_request(computed, ids("a"))])
     now_s[0] += 1
     masks.masks([mask_request(queued, [])])
-    for waits_s, are_ready in ((host_messages.LONGEST_WAIT_S - 0.5, [True, False]), (1, [True, True])):
+    for waits_s, are_ready in ((host_module.LONGEST_WAIT_S - 0.5, [True, False]), (1, [True, True])):
         now_s[0] += waits_s
         assert [masks.is_ready(each) for each in (computed, queued)] == are_ready
     assert "60 s" in masks.failure(computed)

@@ -15,7 +15,7 @@ from moestro.core.grammar import Grammar
 from moestro.grammar import checker as checker_module
 from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
 from moestro.grammar.compiler import VocabularySource
-from moestro.grammar.host_messages import BOUNDS, CHECK, TRY
+from moestro.grammar.host import BOUNDS, CHECK, TRY
 
 MINUTES = '{"type": "integer", "multipleOf": 9999991}'
 

@@ -13,7 +13,7 @@ from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
 from moestro.wire.kv_names import NamingRules
-from moestro.worker.kv_events.publisher import encode_batch
+from moestro.worker.kv_publisher import encode_batch
 
 
 @pytest.mark.parametrize("host", [0, 20])

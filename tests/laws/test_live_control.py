@@ -15,7 +15,7 @@ from support.live_control import AsyncWorkers, LiveHistory, LockStepRanks
 
 from moestro.placement.live.control import DecisionOutcome, MigrationOutcome, Trigger
 from moestro.placement.live.ep_migration import EpMigration
-from moestro.worker import expert_loader
+from moestro.worker import peer_inbox
 
 NUM_TURNS = 600
 
@@ -24,7 +24,7 @@ NUM_TURNS = 600
 def one_thread(monkeypatch):
     """Experts are read at once, so that every history can be repeated."""
     run_at_once = lambda target, name, daemon: SimpleNamespace(start=target)  # noqa: E731
-    monkeypatch.setattr(expert_loader.threading, "Thread", run_at_once)
+    monkeypatch.setattr(peer_inbox.threading, "Thread", run_at_once)
 
 
 def run_history(seed: int, workers_of, death_rate: float, num_turns: int = NUM_TURNS) -> LiveHistory:

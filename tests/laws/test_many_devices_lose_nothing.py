@@ -17,7 +17,7 @@ from support.step_policies import ADVERSARIES, STEP_TEXTS, Random
 from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.core.request import ServiceClass
 from moestro.flow.core import FlowCore
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.flow.registry import make_step_policy
 

@@ -16,7 +16,7 @@ from support.migrating_group import Memory, MigratingGroup, random_requests, row
 from moestro.config.launch_spec import GroupSpec
 from moestro.flow.executor import FlowExecutor
 from moestro.flow.settings import GroupOptions
-from moestro.worker import expert_loader, peer_inbox
+from moestro.worker import peer_inbox
 
 SHAPE = make_shape(8, num_chosen=3)
 
@@ -25,7 +25,7 @@ SHAPE = make_shape(8, num_chosen=3)
 def one_thread(monkeypatch):
     """No worker is added, nothing runs beside the turns, and waits last a turn."""
     monkeypatch.setattr("moestro.flow.settings.NUM_SPARE", 0)
-    monkeypatch.setattr(expert_loader.threading, "Thread", run_at_once)
+    monkeypatch.setattr(peer_inbox.threading, "Thread", run_at_once)
     monkeypatch.setattr(peer_inbox, "CONFIRM_NS", 1)
     monkeypatch.setattr(peer_inbox, "LOADER_LOOK_NS", 1)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moestro.errors import ConfigError
-from moestro.loadgen.dataset import make_offsets, make_rows
+from moestro.loadgen.load import make_offsets, make_rows
 from moestro.loadgen.settings import ArrivalSettings, RequestSettings
 
 S = 1_000_000_000

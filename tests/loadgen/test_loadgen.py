@@ -25,7 +25,7 @@ from loadgen.endpoint import (
 )
 from rich.console import Console
 
-import moestro.workload.runs.report
+import moestro.workload.run_records
 from moestro.cli import main
 from moestro.errors import ConfigError, MoestroError
 from moestro.loadgen.drawing import save_plot
@@ -38,7 +38,7 @@ from moestro.loadgen.settings import (
     RequestSettings,
     ResultSettings,
 )
-from moestro.workload.runs.search import Verdict
+from moestro.workload.run_records import Verdict
 
 SMALL = RequestSettings(num_prompts=12, random_input_len=20, random_output_len=5, vocab_size=100)
 
@@ -201,7 +201,7 @@ def test_the_result_names_its_conditions_and_hides_the_key(tmp_path, monkeypatch
 
 
 def test_the_highest_rate_is_found_where_latency_grows_with_the_load(tmp_path, monkeypatch):
-    monkeypatch.setattr(moestro.workload.runs.report, "MAX_LATE_MS", math.inf)  # client and server share this process
+    monkeypatch.setattr(moestro.workload.run_records, "MAX_LATE_MS", math.inf)  # client and server share this process
     with Endpoint(queued(0.02)) as endpoint:  # holds up to 50 requests a second
         measured, shown = run(
             endpoint,

@@ -18,7 +18,7 @@ from support.lying_checkpoints import NASTY
 from torch import nn
 
 from moestro.errors import ConfigError, UnsupportedModelError
-from moestro.files import checkpoint_files
+from moestro.files import checkpoint as checkpoint_module
 from moestro.model import check
 from moestro.model.attention import Scoring
 from moestro.model.device import open_device
@@ -264,7 +264,7 @@ FILES = ["config.json", "generation_config.json", "model.safetensors.index.json"
     ids=["endless", "deep", "huge", "no object", "no text", "a huge number"],
 )
 def test_json_without_measure(file, text, reason, directory, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "MAX_INDEX_BYTES", 4 << 20)
+    monkeypatch.setattr(checkpoint_module, "MAX_INDEX_BYTES", 4 << 20)
     (directory / file).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UnsupportedModelError, match=reason):
         open_device(tiny.settings_of(directory))

@@ -18,7 +18,7 @@ from support.running import MOESTRO, PATIENCE_S, call
 
 from moestro.cli import main
 from moestro.errors import RequestError
-from moestro.offline.conversation import AnswerTimes, Conversation, ShownText
+from moestro.offline.terminal_chat import AnswerTimes, Conversation, ShownText
 
 LIMITS = ("--max-tokens", "8", "--temperature", "0")
 

@@ -20,7 +20,7 @@ from moestro.core.stages import (
 )
 from moestro.core.unit_sets import select_units
 from moestro.core.work import StepResult, Units
-from moestro.flow.unit_columns import UnitColumns
+from moestro.flow.token_pool import UnitColumns
 from moestro.model.staged.staged_device import StagedTorchDevice
 
 NONE = np.empty(0, np.int32)

@@ -14,7 +14,7 @@ from support.plain_grammar import LETTERS, backend, light, token_texts
 from moestro.core.request import FinishReason
 from moestro.engine.rank import build_preemptive_rank, build_rank
 from moestro.errors import RequestError
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 
 
 def make_rank(network, mode: str):

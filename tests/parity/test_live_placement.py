@@ -28,9 +28,18 @@ from moestro.server.experts import placement_driver
 from moestro.server.experts.expert_places import lock_step_group
 from moestro.server.experts.placement_driver import PlacementDriver
 from moestro.sim.groups.live_placement import PlacementSite, SimPlacement, SimPlacementSettings, with_spare_slots
-from moestro.wire.expert_reports import ReadExperts
-from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
-from moestro.wire.messages import Ready, decode_from_rank, decode_to_rank, encode
+from moestro.wire.messages import (
+    DropLayer,
+    ExpertsPlaced,
+    LayerMoving,
+    LayerSettled,
+    MoveLayer,
+    ReadExperts,
+    Ready,
+    decode_from_rank,
+    decode_to_rank,
+    encode,
+)
 from moestro.worker.expert_collection import ExpertCollection
 
 NUM_LAYERS, EXPERT_LAYERS, NUM_EXPERTS, NUM_RANKS = 5, (1, 2, 4), 12, 3

@@ -11,7 +11,7 @@ from support.fake_device import make_request
 from moestro.core.request import FinishReason
 from moestro.engine.rank import build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 
 POISON = 100
 CLEAN = ([3, 4, 5, 6, 7, 8, 9], [20, 21, 22])

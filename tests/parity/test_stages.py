@@ -18,7 +18,7 @@ from moestro.core.request import ServiceClass
 from moestro.core.stages import StageShape
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.model.staged.staged_device import StagedTorchDevice
 from moestro.model.staged.staged_network import StagedNetwork

@@ -19,7 +19,7 @@ from support.torch_group import BLOCK_SIZE, Layout, TorchGroup
 
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.request import SamplingParams, ServiceClass
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.flow.registry import make_step_policy
 from moestro.model.experts.slot_memory import TorchSlots

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from moestro.repro.lmetric.claims import claims_of
-from moestro.repro.lmetric.courses import Course
 from moestro.repro.lmetric.experiment import TUNED
 from moestro.repro.lmetric.findings import (
     FIGURES,
     NETWORK,
     OTHER_NETWORK,
     Classes,
+    Course,
     Difference,
     Errors,
     Hotspots,

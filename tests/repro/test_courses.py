@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moestro.core.clock import NS_PER_S
-from moestro.repro.lmetric.courses import PERCENTILES, course_of
+from moestro.repro.lmetric.findings import PERCENTILES, course_of
 from moestro.sim.figures.results import ANSWERED, WINDOW_NS, Results
 
 

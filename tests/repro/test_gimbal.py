@@ -18,13 +18,13 @@ from moestro.cost.hf_config import CONFIGS
 from moestro.cost.popularity import PopularityForm
 from moestro.errors import ConfigError
 from moestro.repro.gimbal import GimbalSettings
-from moestro.repro.gimbal.beds import BLOCK_SIZE, EpBed
 from moestro.repro.gimbal.claims import claims_of
 from moestro.repro.gimbal.experiment import GimbalExperiment, make_experiment
 from moestro.repro.gimbal.findings import GimbalCell, GimbalFindings, PrefixCell
 from moestro.repro.gimbal.loads import USERS, Tenants, burstgpt, fitting, shaped_load, tenant_load, user_load
-from moestro.repro.gimbal.parts import QUICK, GimbalPart, whole
+from moestro.repro.gimbal.paper import QUICK, GimbalPart, whole
 from moestro.repro.gimbal.systems import (
+    BLOCK_SIZE,
     DPLB,
     EDR,
     GIMBAL_V1,
@@ -38,10 +38,11 @@ from moestro.repro.gimbal.systems import (
     VLLM,
     VLLM_EPLB,
     VLLM_LEAST,
+    EpBed,
 )
 from moestro.repro.results import LoadPart, Reproduced, merged, write_result
 from moestro.repro.testbed import Latency
-from moestro.workload.generated.length_shapes import SHAPES
+from moestro.workload.generated.draws import SHAPES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import renew_cells

@@ -16,15 +16,13 @@ from moestro import __version__
 from moestro.config.run_record import run_record
 from moestro.errors import ConfigError
 from moestro.repro.lmetric import LmetricSettings
-from moestro.repro.lmetric.adversary import HOT_TOKENS, OWN_TOKENS, with_hot_prefix
 from moestro.repro.lmetric.claims import claims_of
 from moestro.repro.lmetric.experiment import QUICK, TUNED, LmetricExperiment, make_experiment
-from moestro.repro.lmetric.rollout import WatchedClasses
-from moestro.repro.lmetric.tables import tables_of
-from moestro.repro.results import LoadPart, Reproduced, merged, write_result
+from moestro.repro.lmetric.findings import tables_of
+from moestro.repro.lmetric.paper import SCORED_SEED, TUNING_SEED, generated_sources, trace_sources
+from moestro.repro.lmetric.rollout import HOT_TOKENS, OWN_TOKENS, WatchedClasses, with_hot_prefix
+from moestro.repro.results import LoadPart, Reproduced, claims_table, merged, write_result
 from moestro.repro.runner import reproduce, save_pictures
-from moestro.repro.sources import SCORED_SEED, TUNING_SEED, generated_sources, trace_sources
-from moestro.repro.tables import claims_table
 from moestro.repro.testbed import (
     batch_figures,
     measured,
@@ -35,7 +33,7 @@ from moestro.repro.testbed import (
     sustained_rate,
 )
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
-from moestro.workload.generated.arrivals import at_rate
+from moestro.workload.generated.draws import at_rate
 from moestro.workload.requests import RequestForm, RequestMaker
 
 TINY = replace(

@@ -14,12 +14,10 @@ from moestro.core.experts.expert_table import EMPTY
 from moestro.cost.popularity import exponential_popularity
 from moestro.errors import ConfigError
 from moestro.repro.amoe.findings import ClosedRun
-from moestro.repro.amoe.loads import LENGTHS, LengthRanges, closed_load
-from moestro.repro.amoe.serving import closed_throughput
+from moestro.repro.amoe.loads import LENGTHS, LengthRanges, closed_load, closed_throughput
 from moestro.repro.amoe.systems import build
 from moestro.repro.modes.cases import BASE, CASES, QUICK, SYSTEMS, MapCase, UnevenBed, with_copies
-from moestro.repro.modes.experiment import ModesExperiment, _runs, make_experiment
-from moestro.repro.modes.findings import ModesFindings
+from moestro.repro.modes.experiment import ModesExperiment, ModesFindings, _runs, make_experiment
 from moestro.repro.runner import reproduce, save_pictures
 from moestro.repro.settings import ReproSettings
 from moestro.sim.load.closed_loop import Replacing

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moestro.repro.paper_setup import PaperFigure
+from moestro.repro.experiment import PaperFigure
 from moestro.repro.papers import papers
 
 SEEDS = Path(__file__).parents[3] / "shared" / "seeds"

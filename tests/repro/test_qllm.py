@@ -15,34 +15,30 @@ from moestro.errors import ConfigError
 from moestro.repro.grid import GridPlan
 from moestro.repro.qllm import QllmSettings
 from moestro.repro.qllm.claims import claims_of
-from moestro.repro.qllm.engines import (
+from moestro.repro.qllm.experiment import QUICK, QllmExperiment, make_experiment
+from moestro.repro.qllm.loads import (
+    ANSWER_LIMITS,
     ENGINES,
     EXPERT,
     FCFS,
     FCFS_64,
     ITERATION,
-    MAX_BATCH,
-    NUM_PLACES,
-    RUN_TO_COMPLETION,
-    make_engine,
-)
-from moestro.repro.qllm.experiment import QUICK, QllmExperiment, make_experiment
-from moestro.repro.qllm.findings import ClassFigures, QllmCell, QllmFindings, ls_ttft
-from moestro.repro.qllm.loads import (
-    ANSWER_LIMITS,
     LS_SHARE,
+    MAX_BATCH,
     MIDDLE,
+    NUM_PLACES,
     PAPER_RATES,
+    RUN_TO_COMPLETION,
     SHORT,
     WHOLE_ANSWERS,
+    make_engine,
     make_rows,
     offsets_ns,
     planned,
 )
-from moestro.repro.qllm.sweep import sweep_point
-from moestro.repro.results import Reproduced, merged, write_result
+from moestro.repro.qllm.paper import ClassFigures, QllmCell, QllmFindings, ls_ttft, sweep_point
+from moestro.repro.results import Reproduced, claims_table, merged, write_result
 from moestro.repro.runner import save_pictures
-from moestro.repro.tables import claims_table
 from moestro.repro.testbed import Latency
 
 TINY = GridPlan(

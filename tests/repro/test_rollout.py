@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from moestro.repro.lmetric.experiment import QUICK, LmetricExperiment
+from moestro.repro.lmetric.paper import SCORED_SEED
 from moestro.repro.lmetric.rollout import EngineTwin, RolledOutTtft, Watched
-from moestro.repro.sources import SCORED_SEED
 from moestro.repro.testbed import run, signals_of
 
 MS = 1_000_000

@@ -12,7 +12,7 @@ from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
-from moestro.web.ports.log_limit import LogLimit
+from moestro.web.ports.faults import LogLimit
 from moestro.wire.kv_names import NamingRules
 
 TOKENS = list(range(8))

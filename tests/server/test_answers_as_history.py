@@ -19,9 +19,8 @@ from moestro.server.api.fields.protocol import Usage
 from moestro.server.api.fields.validation import parse_chat
 from moestro.server.engines.piece import Piece
 from moestro.text.chats.chat_format import ChatEnd, ChatFormat, ToolUse
-from moestro.text.parsing.answer_parts import ToolSpec
-from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS
-from moestro.web.adapters.messages_request import chat_of_message
+from moestro.text.parsing.output_parser import REASONING_PARSERS, TOOL_PARSERS, ToolSpec
+from moestro.web.adapters.messages import chat_of_message
 from moestro.web.adapters.responses_answer import settings_of
 from moestro.web.adapters.responses_request import chat_of_response
 

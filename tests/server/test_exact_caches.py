@@ -26,7 +26,7 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.routing.record.decision_record import KvCleared, KvRemoved, KvStored, decode_entry, is_entry, keyed_entry
 from moestro.server.engines.engine_client import EngineClient
 from moestro.server.engines.metrics import Metrics
-from moestro.web.record_key import record_key
+from moestro.web.record_file import record_key
 from moestro.wire.messages import Outputs, Ready
 
 NUM_BLOCKS = 40

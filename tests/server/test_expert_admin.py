@@ -12,8 +12,8 @@ from support.running import call, call_admin, metrics
 from moestro.core.experts.source_load import SourceLoad
 from moestro.server.engines import expert_loads
 from moestro.server.engines.expert_loads import ExpertLoads
-from moestro.wire.expert_reports import ExpertReport, ReadExperts, report_of
-from moestro.workload.experts.profile_file import read_profile_file
+from moestro.wire.messages import ExpertReport, ReadExperts, report_of
+from moestro.workload.experts.expert_profile import read_profile_file
 
 
 def test_each_token_is_counted_at_each_of_its_experts(server):

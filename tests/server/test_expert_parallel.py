@@ -37,8 +37,7 @@ from support.interrupted_answers import (
 )
 from support.running import PATIENCE_S, REAL, Running, call_admin, complete, is_idle, metrics, wait_until
 
-from moestro.config.serve_settings import ServeSettings
-from moestro.config.server_settings import ProcessSettings
+from moestro.config.serve_settings import ProcessSettings, ServeSettings
 from moestro.core.experts.expert_table import EMPTY
 from moestro.engine.lock_step import spread_over_ranks
 from moestro.errors import ConfigError, GroupLostError

@@ -19,7 +19,7 @@ from moestro.routing.settings import RouterSettings
 from moestro.server.engines.expert_loads import ExpertLoads
 from moestro.server.experts.expert_signals import HALF_LIFE_NS, ExpertSignals, near_views
 from moestro.server.figures.prometheus import signal_metrics
-from moestro.wire.expert_reports import report_of
+from moestro.wire.messages import report_of
 
 SECOND = 1_000_000_000
 LAYERS, EXPERTS = 2, 8

@@ -10,7 +10,7 @@ from moestro.server.engines.metrics import Metrics
 from moestro.server.processes.liveness import Liveness, LivenessTimeouts, RankStatus
 from moestro.server.processes.restarts import FIRST_DELAY_S, LAST_DELAY_S, MAX_FAILED_STARTS, STEADY_S, RestartRule
 from moestro.server.processes.supervisor import Launching, Supervisor
-from moestro.web.ports.pauses import PauseMeter
+from moestro.web.ports.lifecycle import PauseMeter
 
 S = 10**9
 TIMEOUTS = LivenessTimeouts(start_ns=100 * S, doubt_ns=55 * S, silence_ns=60 * S, stall_ns=30 * S, step_ns=300 * S)

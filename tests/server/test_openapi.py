@@ -16,7 +16,7 @@ from moestro.server.api.agent_api import _decode_message, _decode_response
 from moestro.server.api.fields.unsupported import HARMLESS_BELOW, IN_CHAT, IN_COMPLETIONS
 from moestro.server.api.fields.validation import parse_chat, parse_chats, parse_completion
 from moestro.server.api.openapi import openapi_document
-from moestro.web.adapters.messages_request import chat_of_message
+from moestro.web.adapters.messages import chat_of_message
 from moestro.web.adapters.responses_request import chat_of_response
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from support.running import MOESTRO, Running, call, chat, complete
 
-from moestro.config.server_settings import ServerSettings
+from moestro.config.serve_settings import ServerSettings
 from moestro.errors import ConfigError
 
 TEXT = "def read_file(path):\n"

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from support.expert_loads import PRICES
 
-from moestro.config.serve_settings import ServeSettings
-from moestro.config.server_settings import ProcessSettings
+from moestro.config.serve_settings import ProcessSettings, ServeSettings
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.model_info import ModelInfo

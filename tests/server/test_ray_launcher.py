@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from moestro import __version__
-from moestro.cli import extras, main
-from moestro.config.server_settings import LauncherSettings
+from moestro.cli import app as app_module
+from moestro.cli import main
+from moestro.config.serve_settings import LauncherSettings
 from moestro.errors import ConfigError
 from moestro.server.processes.launcher import WORKER, ProcessEnd
 from moestro.server.processes.node_agent import NodeFacts
@@ -444,7 +445,7 @@ def test_ray_s_address_without_ray_is_refused(capsys):
 
 
 def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(extras.EXTRAS, "ray", ("no_such_library",))
+    monkeypatch.setitem(app_module.EXTRAS, "ray", ("no_such_library",))
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--launcher", "ray"])
     assert ended.value.code == 2

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moestro.config.serve_settings import ServeSettings
-from moestro.config.server_settings import ProcessSettings
+from moestro.config.serve_settings import ProcessSettings, ServeSettings
 from moestro.errors import ConfigError
 from moestro.flow.settings import SteppingSettings
 from moestro.routing.registry import ROUTE_POLICIES, policy_from

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 WORKER = """
 import sys
-from moestro.worker.standby import fork_workers, is_standby
+from moestro.worker.rank_process import fork_workers, is_standby
 assert is_standby()
 if fork_workers():
     text = sys.stdin.buffer.read(5)

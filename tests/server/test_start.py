@@ -12,7 +12,7 @@ from support.fake_rank import INFO
 
 import moestro.config.checkpoint_directory
 from moestro.config.checkpoint_directory import locate_model
-from moestro.config.server_settings import ServerSettings
+from moestro.config.serve_settings import ServerSettings
 from moestro.core.model_info import CardMemory
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
@@ -22,7 +22,7 @@ from moestro.server.processes.start_checks import StartClock
 from moestro.text.chats.chat_format import chat_format
 from moestro.text.settings import ChatSettings
 from moestro.web.banner import print_banner
-from moestro.web.ports.startup import process_age_s
+from moestro.web.ports.lifecycle import process_age_s
 from moestro.wire.messages import Phase
 
 

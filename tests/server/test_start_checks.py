@@ -10,8 +10,7 @@ import pytest
 import moestro.server.processes.start_checks
 from moestro.cli import main
 from moestro.config.linux_process import available_memory_bytes
-from moestro.config.serve_settings import ServeSettings
-from moestro.config.server_settings import ProcessSettings
+from moestro.config.serve_settings import ProcessSettings, ServeSettings
 from moestro.errors import ConfigError
 from moestro.flow.settings import GroupOptions, SteppingSettings
 from moestro.model.settings import ModelSettings

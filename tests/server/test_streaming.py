@@ -23,8 +23,8 @@ from moestro.server.engines.piece import Piece
 from moestro.server.engines.request_state import Inbox
 from moestro.text.parsing.answer_parser import ContentText
 from moestro.text.thread_pool import PrepareThreads
-from moestro.text.token_text import TokenText
 from moestro.text.tokenizer import Tokenizer
+from moestro.text.tokenizer_library import TokenText
 
 HEADING = Heading('cmpl-"1"', 7, 'a "model" with \\ and é', "fp")
 OPTIONS = SimpleNamespace(n=3, logprobs=1, prompt_logprobs=None, names_tokens_by_id=False)

@@ -9,7 +9,7 @@ import pytest
 from support.otlp_collector import OtlpCollector, ReceivedSpan
 from support.running import PATIENCE_S, Running, call, load, wait_until
 
-from moestro.web.tracing.spans import parse_traceparent
+from moestro.web.tracing import parse_traceparent
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 QLLM = ("--scheduling-policy", "qllm", "--evict-policy", "least_computed_be_first", "--max-num-seqs", "1")

@@ -20,10 +20,10 @@ from moestro.server.api.request_runner import RequestRunner
 from moestro.server.engines.unread import UnreadMemory, UnreadStream
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access.control import Access
+from moestro.web.errors import Refusals
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.ports.connections import FrontLimits, bound_socket, http_front
 from moestro.web.ports.faults import Fault, Faults, Port
-from moestro.web.refusals import Refusals
 
 MAX_BYTES = 1_000_000
 SCORES = (TokenLogprobs(70, -0.5, 1, tuple((token_id, -1.0) for token_id in range(40, 60))),)

@@ -15,7 +15,7 @@ from moestro.cost.model import Batch
 from moestro.cost.popularity import zipf_popularity
 from moestro.cost.staged_engines import qllm
 from moestro.engine.settings import SchedulerSettings
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 from moestro.sim.cluster import Cluster
 from moestro.sim.figures.results import ANSWERED
 from moestro.sim.groups.baselines import (

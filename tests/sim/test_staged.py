@@ -17,7 +17,7 @@ from moestro.cost.model import Batch
 from moestro.cost.staged_engines import QLLM, StagedEngine, qllm
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.sim.cluster import Cluster
 from moestro.sim.figures.plots import save_plots

@@ -10,7 +10,7 @@ from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.experts.source_load import SourceLoad
 from moestro.placement.live.migration import MigrationProgress
 from moestro.server.engines.expert_loads import ExpertLoads
-from moestro.wire.expert_reports import ReadExperts, report_of
+from moestro.wire.messages import ReadExperts, report_of
 
 
 class FakeMigration:

@@ -167,7 +167,7 @@ def _fork_ranks_too() -> None:
 
 
 def _stand_by(control: socket.socket, server: int) -> NoReturn:
-    from moestro.worker.standby import fork_workers  # noqa: PLC0415 it is loaded when this runs
+    from moestro.worker.rank_process import fork_workers  # noqa: PLC0415 it is loaded when this runs
 
     os.setsid()
     die_with_parent()

@@ -8,8 +8,8 @@ import numpy as np
 
 from moestro.core.experts.hops import HOP_RECORD, REPLY, Hop, HopMessage
 from moestro.model.channels.tensor_channel import TensorChannels
-from moestro.wire.curve import ListenAddress
 from moestro.wire.hop_frames import Hello, HopLimits
+from moestro.wire.sockets import ListenAddress
 from moestro.worker.peer_links import PeerLinks
 from moestro.worker.two_phase import TwoPhase, TwoPhaseLinks
 

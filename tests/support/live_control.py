@@ -29,9 +29,19 @@ from moestro.placement.registry import PlacementError
 from moestro.server.experts.coordinator import Coordinator
 from moestro.server.experts.expert_places import async_group
 from moestro.web.errors import HttpError
-from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
-from moestro.wire.messages import Joined, Members, PrepareExperts, Ready, TableServed
-from moestro.worker.expert_loader import ExpertLoader
+from moestro.wire.messages import (
+    DropLayer,
+    ExpertsPlaced,
+    Joined,
+    LayerMoving,
+    LayerSettled,
+    Members,
+    MoveLayer,
+    PrepareExperts,
+    Ready,
+    TableServed,
+)
+from moestro.worker.peer_inbox import ExpertLoader
 
 LAYERS = ExpertLayers(num_layers=4, layers=(0, 2, 3), num_experts=6)
 SECOND = 10**9

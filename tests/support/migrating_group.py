@@ -17,7 +17,7 @@ from support.fake_stages import VOCAB, FakeStages
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.experts.table_message import ExpertLayers
 from moestro.flow.executor import FlowExecutor
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 from moestro.flow.settings import GroupOptions
 from moestro.flow.token_pool import THERE
 from moestro.placement.live.async_migration import AsyncMigration

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from moestro.text.parsing.answer_parts import ToolSpec
+from moestro.text.parsing.output_parser import ToolSpec
 
 WEATHER = ToolSpec(
     "get_weather",

@@ -28,8 +28,7 @@ from moestro.model.experts.spread_device import SpreadDevice
 from moestro.model.experts.worker_share import WorkerShare
 from moestro.model.settings import LocalRank
 from moestro.placement.live.ep_migration import EpMigration
-from moestro.wire.layer_messages import ExpertsPlaced, LayerSettled, MoveLayer
-from moestro.wire.messages import Add, Outputs, Ready, Shutdown, WakeGroup
+from moestro.wire.messages import Add, ExpertsPlaced, LayerSettled, MoveLayer, Outputs, Ready, Shutdown, WakeGroup
 from moestro.worker.network_rank import table_of
 from moestro.worker.rank_loop import SideJobs, run_rank
 

@@ -12,8 +12,8 @@ from support.kv_listener import free_ports
 from support.running import wait_until
 
 from moestro.wire.zmtp import SUBSCRIBE, greeting, message, ready
-from moestro.worker.kv_events.listeners import BatchLog, KvListener
-from moestro.worker.kv_events.server import KvServer
+from moestro.worker.kv_listeners import BatchLog, KvListener
+from moestro.worker.kv_publisher import KvServer
 
 TOPIC = b"kv"
 END = [b"", b"\xff" * 8, b""]

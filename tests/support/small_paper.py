@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from moestro.repro.grid import GridExperiment
-from moestro.repro.results import Cell, Claim, Findings
-from moestro.repro.tables import Column
+from moestro.repro.results import Cell, Claim, Column, Findings
 
 
 class Timed(Cell, frozen=True, kw_only=True):

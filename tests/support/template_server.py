@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from moestro.text.chats import chat_template
-from moestro.text.chats.render_job import TIME_LIMIT_S
+from moestro.text.chats.chat_template import TIME_LIMIT_S
 
 RENDERER = "moestro.text.chats.template_worker"  # by which tests know such a process
 LIMIT_S = TIME_LIMIT_S / 2

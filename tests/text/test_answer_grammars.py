@@ -13,7 +13,7 @@ from moestro.grammar.compiler import GrammarCompiler, VocabularySource
 from moestro.text.chats.chat_format import ChatEnd, ChatFormat, ToolUse, chat_format
 from moestro.text.parsing.answer_grammars import after_thought, thought_rules
 from moestro.text.parsing.answer_parser import merged
-from moestro.text.parsing.answer_parts import ToolSpec
+from moestro.text.parsing.output_parser import ToolSpec
 from moestro.text.settings import ChatSettings
 
 llguidance = pytest.importorskip("llguidance")

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from support.model_outputs import deepseek, glm, harmony, hermes, qwen
 
 from moestro.text.parsing.answer_parser import AnswerParser, merged
-from moestro.text.parsing.answer_parts import ToolSpec
 from moestro.text.parsing.object_text import MAX_ARGUMENT_DEPTH, ObjectText
-from moestro.text.parsing.parser_registry import TOOL_PARSERS
+from moestro.text.parsing.output_parser import TOOL_PARSERS, ToolSpec
 
 TOOLS = (ToolSpec("f", {}),)
 TYPED = ToolSpec("f", {"type": "object", "properties": {"s": {"type": "string"}, "v": {}}})

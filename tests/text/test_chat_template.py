@@ -19,7 +19,7 @@ from support.template_server import LIMIT_S
 from transformers import PreTrainedTokenizerFast
 
 from moestro.errors import RequestError
-from moestro.text.chats.render_job import MEMORY_LIMIT_BYTES
+from moestro.text.chats.chat_template import MEMORY_LIMIT_BYTES
 from moestro.text.tokenizer import TemplateOptions, Tokenizer
 
 SERVER = (sys.executable, template_server.__file__)

@@ -12,8 +12,7 @@ import pytest
 
 from moestro.text.chats.chat_format import ChatEnd, ChatFormat, ToolUse
 from moestro.text.parsing.answer_parser import AnswerParser, merged
-from moestro.text.parsing.answer_parts import ToolSpec
-from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from moestro.text.parsing.output_parser import REASONING_PARSERS, TOOL_PARSERS, ToolSpec
 
 SUITE = find_spec("canitoolcall")
 pytestmark = pytest.mark.skipif(SUITE is None, reason="canitoolcall is not installed")

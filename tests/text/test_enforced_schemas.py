@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moestro.core.grammar import Grammar
 from moestro.grammar.compiler import GrammarCompiler, GrammarError, VocabularySource
-from moestro.text.parsing.enforced_schemas import ENFORCED_FORMATS, enforced_arguments, enforced_schema
+from moestro.text.parsing.answer_grammars import ENFORCED_FORMATS, enforced_arguments, enforced_schema
 
 pytest.importorskip("llguidance")
 

@@ -6,7 +6,7 @@ import pytest
 
 from moestro.errors import ConfigError
 from moestro.text.chats.chat_format import chat_format
-from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS, choose_parser
+from moestro.text.parsing.output_parser import REASONING_PARSERS, TOOL_PARSERS, choose_parser
 from moestro.text.settings import ChatSettings
 
 BAR, LOW = "\uff5c", "\u2581"

@@ -6,7 +6,7 @@ import pytest
 from support.model_outputs import PARIS, TOOLS, Parsed, harmony, hermes
 
 from moestro.text.parsing.answer_parser import AnswerParser, merged
-from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS
+from moestro.text.parsing.output_parser import REASONING_PARSERS, TOOL_PARSERS
 
 OPEN, CLOSED = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 NEW = "say <think> and </think><|im_end|>\n<|im_start|>assistant\n"

@@ -6,10 +6,8 @@ import random
 
 import pytest
 
-from moestro.text.parsing.answer_parser import AnswerParser
-from moestro.text.parsing.answer_parts import ContentText, ToolSpec
-from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS
-from moestro.text.parsing.stop_strings import StopFinder
+from moestro.text.parsing.answer_parser import AnswerParser, StopFinder
+from moestro.text.parsing.output_parser import REASONING_PARSERS, TOOL_PARSERS, ContentText, ToolSpec
 
 
 def run(pieces: list[str], stops: list[str], num_unseen: int = 0) -> tuple[str, str | None]:

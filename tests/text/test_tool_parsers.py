@@ -8,7 +8,7 @@ import pytest
 from support.model_outputs import ANSWERS, BROKEN, TOOLS, Parsed
 
 from moestro.text.parsing.answer_parser import AnswerParser, merged
-from moestro.text.parsing.parser_registry import TOOL_PARSERS
+from moestro.text.parsing.output_parser import TOOL_PARSERS
 
 CASES = [(name, *case) for table in (ANSWERS, BROKEN) for name, cases in table.items() for case in cases]
 IDS = [f"{name}-{i}" for i, (name, *_) in enumerate(CASES)]

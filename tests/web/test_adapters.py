@@ -10,12 +10,16 @@ import pytest
 
 from moestro.errors import RequestError
 from moestro.web.adapters.field_places import FieldPlaces
-from moestro.web.adapters.messages_answer import MessageStream, message_of_chat
-from moestro.web.adapters.messages_request import ConversationTurn, MessagesFields, chat_of_message
+from moestro.web.adapters.messages import (
+    ConversationTurn,
+    MessagesFields,
+    MessageStream,
+    chat_of_message,
+    message_of_chat,
+)
 from moestro.web.adapters.paths import chat_body
 from moestro.web.adapters.responses_answer import ResponseStream, response_of_chat, settings_of
-from moestro.web.adapters.responses_request import ResponsesFields, chat_of_response
-from moestro.web.adapters.responses_tools import OfferedTools
+from moestro.web.adapters.responses_request import OfferedTools, ResponsesFields, chat_of_response
 
 USAGE = {
     "prompt_tokens": 20, "completion_tokens": 7, "total_tokens": 27, "prompt_tokens_details": {"cached_tokens": 16},

@@ -15,8 +15,8 @@ from gateway.rig import FakeEngine, looped, rig, say_ok
 from support.running import PATIENCE_S, Running, call, wait_until
 
 from moestro.errors import ConfigError
-from moestro.web.access.access_settings import AccessSettings
 from moestro.web.access.control import Access, ApiKeys, KeyFile
+from moestro.web.settings import AccessSettings
 
 
 def written(path: Path, text: str) -> Path:

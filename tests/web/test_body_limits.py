@@ -17,21 +17,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.running import MOESTRO, Running, call, free_port, wait_until
 
+from moestro.web import bodies as bodies_module
 from moestro.web.access.control import Access
-from moestro.web.bodies import body_limits
-from moestro.web.bodies.body_limits import (
+from moestro.web.bodies import (
     MAX_SILENCE_S,
     MIN_BYTES_PER_S,
+    Bodies,
     BodiesFullError,
     BodyDeadline,
     BodyHold,
     BodyMemory,
 )
-from moestro.web.bodies.reading import Bodies
+from moestro.web.errors import Refusals
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.ports.connections import FrontLimits, bound_socket, http_front
 from moestro.web.ports.faults import Faults, Port
-from moestro.web.refusals import Refusals
 
 MIB = 1 << 20
 LARGEST = 32 * MIB
@@ -144,7 +144,7 @@ async def test_each_key_has_a_share_of_its_own_at_the_router():
 
 @looped
 async def test_a_body_below_the_minimum_rate_is_408_at_the_router(monkeypatch):
-    monkeypatch.setattr(body_limits, "MAX_SILENCE_S", 0.2)
+    monkeypatch.setattr(bodies_module, "MAX_SILENCE_S", 0.2)
     async with rig(FakeEngine("e")) as it:
         slow, fast = await it.caller(), await it.caller()
         slow.send(request_bytes(body=b"x" * 100_000)[:-100])
@@ -162,7 +162,7 @@ async def test_a_body_below_the_minimum_rate_is_408_at_the_router(monkeypatch):
 
 
 def test_a_body_below_the_minimum_rate_is_408_at_the_server(monkeypatch):
-    monkeypatch.setattr(body_limits, "MAX_SILENCE_S", 0.2)
+    monkeypatch.setattr(bodies_module, "MAX_SILENCE_S", 0.2)
 
     async def test() -> None:
         bodies, app = Bodies(), web.Application()
@@ -192,7 +192,7 @@ def test_no_client_holds_more_than_was_free_and_releases_return_all(steps):
     holds = {client: BodyHold(memory, client) for client in range(5)}
     sizes = dict.fromkeys(holds, 0)
     for client, size in steps:
-        counted = max(0, size - body_limits.SMALL_BYTES)
+        counted = max(0, size - bodies_module.SMALL_BYTES)
         others = sum(sizes.values()) - sizes[client]
         try:
             holds[client].resize(size)

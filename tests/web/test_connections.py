@@ -18,8 +18,8 @@ from support.running import MOESTRO, Running, call, call_admin, free_port
 
 from moestro.errors import ConfigError
 from moestro.web.access.control import Access
+from moestro.web.errors import Refusals
 from moestro.web.middleware import HttpMiddleware
-from moestro.web.ports.connection_table import ConnectionSlot, ConnectionTable
 from moestro.web.ports.connections import (
     MAX_OPERATOR_CONNECTIONS,
     Front,
@@ -29,7 +29,7 @@ from moestro.web.ports.connections import (
     http_front,
 )
 from moestro.web.ports.faults import Fault, Faults, Port
-from moestro.web.refusals import Refusals
+from moestro.web.ports.http_connection import ConnectionSlot, ConnectionTable
 
 SECRET = "do-not-repeat-me"
 

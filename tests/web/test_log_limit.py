@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from moestro.web.ports.log_limit import LogLimit
+from moestro.web.ports.faults import LogLimit
 
 
 def test_a_flood_is_one_line_per_interval_and_kind_and_the_next_says_how_many_were_left_out(caplog):

@@ -21,15 +21,13 @@ from hypothesis import strategies as st
 
 from moestro.errors import RequestError
 from moestro.server.admin.admin_plane import admin_runner
+from moestro.web import bodies as bodies_module
 from moestro.web.access.control import Access
-from moestro.web.bodies import packed_bodies
-from moestro.web.bodies.packed_bodies import FREE_BYTES, MAX_MEMBERS, MAX_RATIO, Unpacker, coding_in, unpacked
-from moestro.web.bodies.reading import Bodies
-from moestro.web.errors import ContentEncodingError, HttpError, error_json
+from moestro.web.bodies import FREE_BYTES, MAX_MEMBERS, MAX_RATIO, Bodies, Unpacker, coding_in, unpacked
+from moestro.web.errors import ContentEncodingError, HttpError, Refusals, error_json
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.ports.connections import FrontLimits, bound_socket, http_front
 from moestro.web.ports.faults import Faults, Port
-from moestro.web.refusals import Refusals
 
 LIMIT = 4 << 20  # of a body
 STEP = 64 << 10  # of unpacking: what may be unpacked before a limit is noticed
@@ -169,7 +167,7 @@ class CountingInflater:
 def counted(monkeypatch) -> Iterator[CountingZlib]:
     """Counts what is unpacked, by Moestro or by aiohttp."""
     counting = CountingZlib()
-    monkeypatch.setattr(packed_bodies, "zlib", counting)
+    monkeypatch.setattr(bodies_module, "zlib", counting)
     aiohttp.set_zlib_backend(counting)
     yield counting
     aiohttp.set_zlib_backend(zlib)

@@ -8,11 +8,19 @@ import signal
 
 import pytest
 
-from moestro.web.access import shared_limits
-from moestro.web.access.access_settings import AccessSettings
+from moestro.web.access import rate_limits
 from moestro.web.access.control import Access, ApiKeys
-from moestro.web.access.rate_limits import AtATime, RateLimitError, RequestLimits, RequestRate
-from moestro.web.access.shared_limits import ProcessLimits, SharedLimits, SharedRate, SharedSlots
+from moestro.web.access.rate_limits import (
+    AtATime,
+    ProcessLimits,
+    RateLimitError,
+    RequestLimits,
+    RequestRate,
+    SharedLimits,
+    SharedRate,
+    SharedSlots,
+)
+from moestro.web.settings import AccessSettings
 
 
 def in_process(body) -> int:
@@ -97,11 +105,11 @@ def test_the_requests_of_a_killed_process_end_with_it():
 
 
 def test_the_least_recently_used_subject_without_a_running_request_gives_way(monkeypatch):
-    monkeypatch.setattr(shared_limits, "_NUM_SETS", 1)
+    monkeypatch.setattr(rate_limits, "_NUM_SETS", 1)
     limits = ProcessLimits(SharedLimits(1), 0)
     rate, slots = SharedRate(limits, "key", 1), SharedSlots(limits, 1)
     assert slots.enter("runs")
-    names = [f"k{i}" for i in range(shared_limits._WAYS - 1)]
+    names = [f"k{i}" for i in range(rate_limits._WAYS - 1)]
     for at, name in enumerate(names):
         assert rate.take(name, float(at)) == 0.0
     assert all(rate.take(name, 7.0) > 0 for name in names[1:])

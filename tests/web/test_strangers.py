@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.running import MOESTRO, Running, call, call_admin, complete, free_port, is_idle, wait_until
 
-from moestro.web.ports.framing import MAX_HEAD_BYTES, MAX_HEADERS
+from moestro.web.ports.heads import MAX_HEAD_BYTES, MAX_HEADERS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from shared.raw_http import SECRET, History, Leaving, Port, play, refused, send, unusual

@@ -18,7 +18,7 @@ from support.running import MOESTRO, PATIENCE_S, Running, free_port, wait_until
 
 from moestro.errors import ConfigError
 from moestro.web.ports.tls import ServerTls, engine_context
-from moestro.web.ports.tls_settings import TlsSettings
+from moestro.web.settings import TlsSettings
 
 trustme = pytest.importorskip("trustme")
 HOST = "127.0.0.1"

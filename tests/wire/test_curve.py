@@ -14,7 +14,7 @@ import zmq
 from support.running import PATIENCE_S, wait_until
 
 from moestro.core.curve_keys import CurveKeys
-from moestro.wire.curve import Doorkeeper, new_curve_keys, secure_client
+from moestro.wire.sockets import Doorkeeper, new_curve_keys, secure_client
 
 ANY_PORT = "tcp://127.0.0.1:*"
 

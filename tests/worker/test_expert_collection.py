@@ -6,7 +6,7 @@ import numpy as np
 
 from moestro.core.work import StepResult
 from moestro.placement.settings import ExpertLoadSettings
-from moestro.wire.expert_reports import ExpertReport, ReadExperts, load_of
+from moestro.wire.messages import ExpertReport, ReadExperts, load_of
 from moestro.worker.expert_collection import ExpertCollection
 
 SLOT = np.zeros(1, np.int64)

@@ -7,9 +7,8 @@ from support.migrating_group import run_at_once
 
 from moestro.errors import UnsupportedModelError
 from moestro.wire.messages import ExpertsPrepared, PrepareExperts
-from moestro.worker import expert_loader
-from moestro.worker.expert_loader import ExpertLoader
-from moestro.worker.peer_inbox import near_workers
+from moestro.worker import peer_inbox
+from moestro.worker.peer_inbox import ExpertLoader, near_workers
 
 
 class Memory:
@@ -31,7 +30,7 @@ class Memory:
 
 @pytest.fixture
 def loading(monkeypatch):
-    monkeypatch.setattr(expert_loader.threading, "Thread", run_at_once)
+    monkeypatch.setattr(peer_inbox.threading, "Thread", run_at_once)
     memory, sent, busy = Memory(), [], set()
     return ExpertLoader(memory, lambda layer, slot: slot not in busy, sent.append), memory, sent, busy
 

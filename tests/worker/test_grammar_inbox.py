@@ -7,7 +7,7 @@ from support.fake_device import make_request
 
 from moestro.core.grammar import Grammar
 from moestro.wire.messages import Abort, Add, Shutdown
-from moestro.worker.grammar_inbox import GrammarInbox
+from moestro.worker.rank_loop import GrammarInbox
 
 
 class Inbox:

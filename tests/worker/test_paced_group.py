@@ -14,8 +14,7 @@ from support.interrupted_answers import SentRequests, completion, disturbed, str
 from support.running import PATIENCE_S, REAL, Running, call_admin, complete, free_port, is_idle, metrics, wait_until
 
 from moestro.config.launch_spec import LockStepSpec
-from moestro.config.serve_settings import ServeSettings
-from moestro.config.server_settings import ProcessSettings
+from moestro.config.serve_settings import ProcessSettings, ServeSettings
 from moestro.core.token_keys import request_key
 from moestro.cost.settings import PacedSettings
 from moestro.errors import ConfigError, GroupLostError

@@ -33,7 +33,7 @@ from moestro.sim.groups.worker_group import Transfer, VirtualLinks
 from moestro.wire.messages import Add, Outputs, Shutdown, WorkerFigures
 from moestro.worker.paced import FixedAnswers, PacedDevice, dilated, pace_of_stages
 from moestro.worker.paced_group import OpenedStep, PacedGroupDevice, PricedStep
-from moestro.worker.paced_links import LinkPace, StampFrames
+from moestro.worker.peer_links import LinkPace, StampFrames
 from moestro.worker.rank_loop import SideJobs, run_rank
 
 NETWORK = network_named("qwen3-30b-a3b")

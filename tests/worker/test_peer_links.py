@@ -16,8 +16,8 @@ import moestro.worker.peer_links
 from moestro.core.curve_keys import CurveKeys
 from moestro.core.experts.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
 from moestro.core.hosts import in_address
-from moestro.wire.curve import ListenAddress, new_curve_keys
 from moestro.wire.hop_frames import Hello, HopLimits, NoTensors
+from moestro.wire.sockets import ListenAddress, new_curve_keys
 from moestro.worker.peer_links import PeerLinks
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.errors import ConfigError
-from moestro.workload.generated.arrivals import at_rate, constant, faster, gamma, poisson, replay, spread, weibull
+from moestro.workload.generated.draws import at_rate, constant, faster, gamma, poisson, replay, spread, weibull
 
 S = 1_000_000_000
 

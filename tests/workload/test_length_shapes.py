@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from moestro.errors import ConfigError
-from moestro.workload.generated.length_shapes import SHAPES, draw_shape
+from moestro.workload.generated.draws import SHAPES, draw_shape
 from moestro.workload.rows import Rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moestro.workload.experts.load_statistics import (
+from moestro.workload.experts.sglang_dumps import (
     NO_EXPERT,
     PAIRS_PER_EXPERT,
     TokenChoices,

@@ -1,7 +1,7 @@
 from workload.test_report import one, record
 
-from moestro.workload.runs.plots import run_figure, search_figure
-from moestro.workload.runs.report import Slos, make_report
+from moestro.workload.run_plots import run_figure, search_figure
+from moestro.workload.run_records import Slos, make_report
 
 
 def test_a_run_is_drawn_with_its_objectives(tmp_path):

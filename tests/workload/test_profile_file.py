@@ -11,8 +11,13 @@ import pytest
 
 from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
 from moestro.errors import ConfigError
-from moestro.workload.experts.expert_profile import CREATED_BY, ExpertProfile, with_layers
-from moestro.workload.experts.profile_file import read_profile_file, write_profile
+from moestro.workload.experts.expert_profile import (
+    CREATED_BY,
+    ExpertProfile,
+    read_profile_file,
+    with_layers,
+    write_profile,
+)
 
 
 def profile(seed: int = 0, *, has_pairs: bool = True) -> ExpertProfile:

@@ -12,9 +12,9 @@ import pytest
 import zstandard
 
 from moestro.errors import ConfigError
-from moestro.workload.experts.load_statistics import deal_to_steps, load_of_tokens
-from moestro.workload.experts.profile_file import write_profile
+from moestro.workload.experts.expert_profile import write_profile
 from moestro.workload.experts.profile_readers import ProfileReading, read_profile
+from moestro.workload.experts.sglang_dumps import deal_to_steps, load_of_tokens
 
 READING = ProfileReading(num_experts=6, tokens_per_step=8)
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.errors import ConfigError
-from moestro.workload.runs.records import Outcome, RecordBook
-from moestro.workload.runs.report import Slos, make_report, parse_slos
+from moestro.workload.run_records import Outcome, RecordBook, Slos, make_report, parse_slos
 
 MS = 1_000_000
 REQUEST = st.fixed_dictionaries(

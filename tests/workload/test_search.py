@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moestro.workload.runs.search import Bracket, Verdict, find_highest
+from moestro.workload.run_records import Bracket, Verdict, find_highest
 
 
 def step_at(capacity, probed, above=Verdict.FAILS):

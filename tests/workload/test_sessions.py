@@ -5,9 +5,17 @@ from hypothesis import strategies as st
 
 from moestro.core.hashing import split_hashes
 from moestro.errors import ConfigError
-from moestro.workload.generated.session_generator import generate, steady_rows, steady_sessions
-from moestro.workload.generated.session_shapes import PUBLISHED_SHAPES, SHAPES, App, LogNormal, SessionShape
-from moestro.workload.generated.sessions import Pace
+from moestro.workload.generated.sessions import (
+    PUBLISHED_SHAPES,
+    SHAPES,
+    App,
+    LogNormal,
+    Pace,
+    SessionShape,
+    generate,
+    steady_rows,
+    steady_sessions,
+)
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import labelled
 from moestro.workload.statistics import measure

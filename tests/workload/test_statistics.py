@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.core.hashing import split_hashes
-from moestro.workload.generated.session_generator import steady_rows
-from moestro.workload.generated.session_shapes import CHAT
+from moestro.workload.generated.sessions import CHAT, steady_rows
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows, equal_rows
 from moestro.workload.statistics import measure

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moestro.cli.app import app
-from moestro.cli.extras import require_extra
+from moestro.cli.app import app, require_extra
 from moestro.loadgen.settings import (
     ArrivalSettings,
     BenchSettings,

@@ -9,9 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from moestro.calibrate.settings import MODEL_GROUP, MeasuredModel, Measuring, Range, ServerProbing
-from moestro.cli.app import app
-from moestro.cli.extras import require_extra
-from moestro.cli.loading import loading
+from moestro.cli.app import app, loading, require_extra
 from moestro.config.cores import thread_environment
 from moestro.config.output_files import check_files
 from moestro.core.setting_checks import flag_of

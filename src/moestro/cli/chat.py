@@ -44,9 +44,8 @@ def chat(
     """
     from rich.console import Console
 
-    from moestro.offline.any_server import any_server
-    from moestro.offline.conversation import Conversation
-    from moestro.offline.terminal_chat import TerminalChat, first_model, line_reader
+    from moestro.offline.owned_server import any_server
+    from moestro.offline.terminal_chat import Conversation, TerminalChat, first_model, line_reader
 
     given = {"max_tokens": max_tokens, "temperature": temperature}
     fields = {name: value for name, value in given.items() if value is not None}

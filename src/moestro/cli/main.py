@@ -7,12 +7,105 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 
-from moestro.cli.app import app
-from moestro.cli.loading import uncollected
-from moestro.cli.short_help import choose_help
+from cyclopts import App
+from cyclopts.help import DefaultFormatter, HelpEntry, HelpPanel
+from rich.console import Console, ConsoleOptions
+from rich.markdown import Markdown
+
+from moestro.cli.app import app, uncollected
 from moestro.config.user_code import accept_user_code
 from moestro.config.vllm_flags import without_vllm_flags
 from moestro.errors import ConfigError, MoestroError
+
+# Short help: `--help` of a verb with many flags shows those that operators set, and `--help-all` shows all.
+
+HELP_ALL = "--help-all"
+_ALL_POLICIES = f" ({HELP_ALL} describes each.)"
+
+# The flags of a verb's short help. Every other flag is in `--help-all`, docs/flags.md and `--print-config`.
+EVERYDAY = {
+    "serve": (
+        *("--model", "--tokenizer", "--dtype", "--device", "--load-format"),
+        *("--max-model-len", "--kv-offloading-size", "--gpu-memory-utilization", "--kv-cache-memory-bytes"),
+        *("--max-num-seqs", "--max-num-batched-tokens", "--max-num-queued-reqs"),
+        *("--scheduling-policy", "--share-policy", "--mode", "--step-policy"),
+        *("--chat-template", "--tool-call-parser", "--reasoning-parser", "--default-chat-template-kwargs"),
+        *("--host", "--port", "--api-key", "--served-model-name", "--log-level", "--record", "--shutdown-timeout"),
+        *(
+            "--ssl-certfile",
+            "--ssl-keyfile",
+            "--admin-port",
+            "--admin-api-key",
+            "--users-are-clients",
+            "--api-key-file",
+        ),
+        *("--engines", "--route-policy", "--kv-events-config", "--launcher"),
+        *("--attention", "--experts", "--expert-copies", "--num-redundant-experts"),
+        *("--placement-policy", "--placement-interval", "--init-expert-location", "--otlp-traces-endpoint"),
+        *("--max-requests-per-minute-per-key", "--max-concurrent-requests-per-key"),
+        *("--config", "--print-config"),
+    ),
+    "route": (
+        *("--engine", "--engine-api-key", "--health-path", "--kv-events", "--ext-proc"),
+        *("--engine-file", "--engine-dns", "--service-discovery", "--selector", "--api-key-file"),
+        *("--route-policy", "--tokenizer", "--block-size"),
+        *("--max-retries", "--first-byte-timeout"),
+        *("--host", "--port", "--api-key", "--log-level", "--record", "--shutdown-timeout"),
+        *("--ssl-certfile", "--ssl-keyfile", "--engine-ca-certs", "--admin-port", "--admin-api-key"),
+        *("--otlp-traces-endpoint",),
+        *("--max-requests-per-minute-per-key", "--max-concurrent-requests-per-key"),
+        *("--config", "--print-config"),
+    ),
+}
+
+
+class ShortHelp(DefaultFormatter):
+    """Formats the panels of one verb's help with its everyday flags alone, and policies by name alone.
+
+    Args:
+        flags: Long names of the flags that are shown.
+    """
+
+    def __init__(self, flags: tuple[str, ...]) -> None:
+        super().__init__()
+        self._flags = frozenset(flags)
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        """Print `panel`, or nothing if it has no everyday flag."""
+        shown = [_shortened(entry) for entry in panel.entries if self._flags.intersection(entry.names)]
+        if shown:
+            super().__call__(console, options, panel.copy(entries=shown))
+
+
+def _shortened(entry: HelpEntry) -> HelpEntry:
+    """Return `entry` with the names of policies in place of their descriptions, if it has a list of policies."""
+    text = getattr(getattr(entry.description, "primary_renderable", None), "markup", None)
+    if text is None or "\n\n* " not in text:
+        return entry
+    summary, *policies = text.split("\n\n* ")
+    names = ", ".join(policy.partition(":")[0] for policy in policies)
+    entry.description.primary_renderable = Markdown(f"{summary} One of {names}.{_ALL_POLICIES}")
+    return entry
+
+
+def choose_help(app: App, given: Sequence[str]) -> list[str]:
+    """Let `--help` show the flags of `EVERYDAY`, or all flags if the command line has `--help-all`.
+
+    Args:
+        app: The command with its verbs.
+        given: Arguments of the command line.
+
+    Returns:
+        The arguments, with `--help` in place of `--help-all`.
+    """
+    is_short = HELP_ALL not in given
+    for verb in EVERYDAY.keys() & set(given[:1]):
+        flags = EVERYDAY[verb]
+        more = f"These are the flags that operators set. moestro {verb} {HELP_ALL} lists all flags."
+        app[verb].help_formatter = ShortHelp(flags) if is_short else None
+        app[verb].help_epilogue = more if is_short else None
+    return ["--help" if argument == HELP_ALL else argument for argument in given]
+
 
 VERBS = (
     *("bench", "calibrate", "chat", "explain", "place", "plan", "replay", "repro", "route", "run-batch", "serve"),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from moestro.cli.app import app
-from moestro.cli.extras import install_command, is_installed
-from moestro.cli.loading import loading
+from moestro.cli.app import app, install_command, is_installed, loading
 from moestro.planner.settings import (
     HardwareSettings,
     ObjectiveSettings,

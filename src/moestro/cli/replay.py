@@ -31,7 +31,7 @@ def replay_decisions(*record: Path, policy: Annotated[tuple[str, ...], Parameter
     if not record:
         raise ConfigError("moestro replay takes one or more files of --record")
     if policy:
-        from moestro.cli.recorded.redecide import print_redecisions
+        from moestro.cli.recorded.replay import print_redecisions
 
         print_redecisions(record, policy, Console(soft_wrap=True))
         return

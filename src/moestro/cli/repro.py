@@ -6,8 +6,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from moestro.cli.app import app
-from moestro.cli.extras import install_command, is_installed
+from moestro.cli.app import app, install_command, is_installed
 from moestro.repro.papers import Paper, papers
 
 repro = App(

@@ -40,9 +40,9 @@ def run_batch(
     api_key
         Key of the running server. MOESTRO_API_KEY keeps it out of the process list.
     """
-    from moestro.offline.any_server import any_server
-    from moestro.offline.background_loop import BackgroundLoop
+    from moestro.offline.api_client import BackgroundLoop
     from moestro.offline.batch_file import open_output, read_batch, run_lines, summary
+    from moestro.offline.owned_server import any_server
     from moestro.workload.progress import progress
 
     lines = read_batch(input_file)

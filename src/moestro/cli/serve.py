@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moestro.cli.app import ORIGINS, app
-from moestro.cli.extras import require_extra
-from moestro.cli.loading import loading
+from moestro.cli.app import ORIGINS, app, loading, require_extra
 from moestro.config.config_sources import ConfigFlags, config_lines
 from moestro.config.serve_settings import ServeSettings, with_derived
 

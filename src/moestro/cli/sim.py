@@ -8,9 +8,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from moestro.cli.app import app
-from moestro.cli.extras import require_extra
-from moestro.cli.loading import loading
+from moestro.cli.app import app, loading, require_extra
 from moestro.config.output_files import check_files, check_folder
 from moestro.core.setting_checks import CheckedSettings, above, at_least
 from moestro.errors import ConfigError

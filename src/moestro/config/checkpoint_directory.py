@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.utils import validate_repo_id
 
 from moestro.errors import ConfigError, shown
-from moestro.files.checkpoint_files import READ_PATTERNS, WEIGHTS_PATTERN
+from moestro.files.checkpoint import READ_PATTERNS, WEIGHTS_PATTERN
 from moestro.model.settings import DEMO_MODEL
 
 

@@ -17,7 +17,7 @@ from moestro.cost.links import (
 )
 from moestro.cost.networks import NetworkShape
 from moestro.errors import ConfigError
-from moestro.files.checkpoint_files import read_json_object
+from moestro.files.checkpoint import read_json_object
 from moestro.files.config_fields import refuse_sizes
 
 _WITHIN = {

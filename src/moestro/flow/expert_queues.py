@@ -8,6 +8,7 @@ are few. There is no Python object per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -16,10 +17,38 @@ from numpy.typing import NDArray
 from moestro.core.views import BE, EMPTY_QUEUE_NS, LS
 from moestro.core.work import Int32s
 from moestro.flow.guests import Pairs
-from moestro.flow.place_table import PlaceTable
 from moestro.flow.queue_columns import QueueColumns
 
+# The holders of places, as the micro-queues ask them.
+
 Int64s = NDArray[np.int64]
+
+
+class PlaceTable(Protocol):
+    """Class and age of the tokens at places: `TokenPool` for a home's own tokens, `Guests` for those of other homes."""
+
+    def classes_at(self, places: Int32s) -> NDArray[np.uint8]:
+        """uint8[n], service class of the token at each place."""
+        ...
+
+    def queued_ns_at(self, places: Int32s) -> Int64s:
+        """int64[n], time since when each token waits for its experts."""
+        ...
+
+    def passed_ns_at(self, places: Int32s) -> Int64s:
+        """int64[n], for how long each token was passed over so far (`QueueTable.passed_ns`)."""
+        ...
+
+    @property
+    def num_best_effort(self) -> int:
+        """Number of tokens or units of class BE; 0 tells the class of all without a look."""
+        ...
+
+    @property
+    def num_passed(self) -> int:
+        """Number of tokens or units that were passed over at all."""
+        ...
+
 
 # Taking the pairs of a slot costs about a microsecond for each segment of its layer (17 us with 8, 79 us with 64).
 _MANY_SEGMENTS = 16

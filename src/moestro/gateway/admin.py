@@ -14,16 +14,14 @@ from moestro.gateway.engines.fleet import RoutedEngine
 from moestro.gateway.settings import AdminSettings, EngineUrl, is_loopback
 from moestro.routing.record.decision_log import DecisionLog
 from moestro.web.access.control import Access
-from moestro.web.access.only_programs import only_programs
-from moestro.web.bodies.reading import Bodies
-from moestro.web.errors import HttpError
+from moestro.web.access.origins import only_programs
+from moestro.web.bodies import Bodies
+from moestro.web.errors import HttpError, Refusals
 from moestro.web.middleware import HttpMiddleware
-from moestro.web.page_api import limit_in, page_routes
 from moestro.web.ports.faults import Faults
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S
 from moestro.web.prometheus import CONTENT_TYPE
-from moestro.web.refusals import Refusals
-from moestro.web.statistics import LiveStatistics
+from moestro.web.statistics import LiveStatistics, limit_in, page_routes
 
 MAX_BODY_BYTES = 64 << 10
 

@@ -20,9 +20,9 @@ from moestro.gateway.clients.request_body import read
 from moestro.gateway.engines.fleet import Fleet
 from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.web.access.control import UNLIMITED, Access
-from moestro.web.bodies.packed_bodies import coding_in, unpacked
+from moestro.web.bodies import coding_in, unpacked
 from moestro.web.errors import AuthenticationError, HttpError, UnknownModelError, base_url_hint
-from moestro.web.probes import PROBES, PUBLIC, probe_status
+from moestro.web.page import PROBES, PUBLIC, probe_status
 
 _JSON = "application/json"
 

@@ -57,13 +57,12 @@ from moestro.routing.scrape import SCRAPED_FIGURES
 from moestro.routing.settings import RouterSettings
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.access.control import Access
-from moestro.web.access.shared_limits import ProcessLimits
+from moestro.web.access.rate_limits import ProcessLimits
 from moestro.web.ports.connections import FrontLimits
 from moestro.web.ports.faults import Faults
 from moestro.web.prometheus import Exposition
-from moestro.web.record_file import RecordFile, read_clocks
-from moestro.web.record_key import record_key
-from moestro.web.tracing.spans import SpanSink
+from moestro.web.record_file import RecordFile, read_clocks, record_key
+from moestro.web.tracing import SpanSink
 
 _SOON_S = 0.5  # Interval between checks of an unhealthy engine, so that a started server is found soon.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from moestro.web.errors import Refusals
 from moestro.web.prometheus import Histogram
-from moestro.web.refusals import Refusals
 
 _DECISION_S = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
 _FIRST_BYTE_S = (

@@ -17,8 +17,8 @@ from moestro.gateway.exchange import Exchange, ExchangeContext, RunningRequest
 from moestro.gateway.resume.request import ResumableRequest
 from moestro.routing.health.engine_health import Condition
 from moestro.web.errors import InternalError
-from moestro.web.ports.log_limit import LogLimit
-from moestro.web.ports.pauses import PauseMeter
+from moestro.web.ports.faults import LogLimit
+from moestro.web.ports.lifecycle import PauseMeter
 
 logger = logging.getLogger(__name__)
 

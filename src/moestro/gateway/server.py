@@ -19,8 +19,8 @@ from moestro.gateway.figures.statline import RouteLines
 from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.settings import ROUTE_NEEDS, EngineUrl, RouteSettings
-from moestro.web.access.shared_limits import ProcessLimits, SharedLimits
-from moestro.web.banner import print_banner
+from moestro.web.access.rate_limits import ProcessLimits, SharedLimits
+from moestro.web.banner import log_forever, print_banner
 from moestro.web.ports.connections import (
     MAX_OPERATOR_CONNECTIONS,
     Front,
@@ -33,11 +33,9 @@ from moestro.web.ports.connections import (
     warn_if_open,
 )
 from moestro.web.ports.faults import Faults, Port
-from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server, stop_with, wait_until
-from moestro.web.ports.startup import process_age_s
+from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, process_age_s, run_server, stop_with, wait_until
 from moestro.web.ports.tls import ServerTls
-from moestro.web.statline import log_forever
-from moestro.web.tracing.spans import open_sink
+from moestro.web.tracing import open_sink
 
 _SWEEP_S = 0.25
 _MANY_ENGINES = 64  # For which there are open files where lists name the engines.

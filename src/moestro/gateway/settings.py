@@ -25,9 +25,7 @@ from moestro.gateway.queue_settings import QueueSettings
 from moestro.gateway.shadow.settings import ShadowSettings
 from moestro.routing.scrape import MAX_RANKS
 from moestro.routing.settings import RoutePolicySettings
-from moestro.web.access.access_settings import AccessSettings
-from moestro.web.ports.tls_settings import TlsSettings
-from moestro.web.tracing.tracing_settings import TracingSettings
+from moestro.web.settings import AccessSettings, TlsSettings, TracingSettings
 
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,253}")  # as long as the name of a pod
 

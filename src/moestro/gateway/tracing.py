@@ -9,7 +9,7 @@ from moestro.core.views import Figure
 from moestro.gateway.clients.http_headers import Incoming
 from moestro.gateway.engines.fleet import Fleet, RoutedEngine
 from moestro.routing.router import RouteDecision
-from moestro.web.tracing.spans import (
+from moestro.web.tracing import (
     TRACEPARENT,
     AttributeValue,
     SpanKind,

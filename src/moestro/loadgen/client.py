@@ -14,7 +14,7 @@ import msgspec
 from moestro.errors import ConfigError
 from moestro.loadgen.answer import AnswerReader, error_words, refusal
 from moestro.loadgen.settings import EndpointSettings
-from moestro.workload.runs.records import Outcome
+from moestro.workload.run_records import Outcome
 
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 # Below uvicorn's 5 s, so that no request uses a connection that the server is about to close.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moestro.errors import ConfigError
 from moestro.loadgen.runner import BenchOutcome
-from moestro.workload.runs.plots import run_figure, search_figure
+from moestro.workload.run_plots import run_figure, search_figure
 
 
 def save_plot(path: Path, measured: BenchOutcome) -> None:

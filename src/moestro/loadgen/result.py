@@ -11,9 +11,7 @@ from moestro.config.run_record import RunRecord, run_record
 from moestro.errors import ConfigError
 from moestro.loadgen.client import Endpoint
 from moestro.loadgen.settings import BenchSettings
-from moestro.workload.runs.records import Records
-from moestro.workload.runs.report import Report
-from moestro.workload.runs.search import Verdict
+from moestro.workload.run_records import Records, Report, Verdict
 
 _HIDDEN = "***"
 

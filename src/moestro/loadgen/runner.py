@@ -13,8 +13,7 @@ from rich.table import Table
 
 from moestro.errors import MoestroError
 from moestro.loadgen.client import BenchClient, Endpoint
-from moestro.loadgen.dataset import Loads, fit, make_rows
-from moestro.loadgen.load import BenchLoad, run_load
+from moestro.loadgen.load import BenchLoad, Loads, fit, make_rows, run_load
 from moestro.loadgen.result import (
     Found,
     Probe,
@@ -26,9 +25,18 @@ from moestro.loadgen.result import (
 )
 from moestro.loadgen.settings import BenchSettings, EndpointSettings
 from moestro.workload.progress import progress
-from moestro.workload.runs.records import Records
-from moestro.workload.runs.report import MAX_LATE_MS, Goodput, Report, Slos, Spread, make_report, parse_slos
-from moestro.workload.runs.search import Verdict, find_highest
+from moestro.workload.run_records import (
+    MAX_LATE_MS,
+    Goodput,
+    Records,
+    Report,
+    Slos,
+    Spread,
+    Verdict,
+    find_highest,
+    make_report,
+    parse_slos,
+)
 
 
 def print_report(console: Console, report: Report) -> None:

@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 from moestro.config.output_files import check_files
 from moestro.core.setting_checks import CheckedSettings, above, at_least
 from moestro.errors import ConfigError
-from moestro.workload.generated.length_shapes import Shape
+from moestro.workload.generated.draws import Shape
 
 EndpointType = Literal["completions", "chat"]
 DatasetName = Literal["random", "trace", "sharegpt", "servegen", "chat", "api_agent", "coder", "tool_agent"]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
 
 from moestro.errors import MoestroError, RequestError
-from moestro.loadgen.answer import error_words
+from moestro.loadgen.answer import EventReader, error_words
 from moestro.loadgen.client import unlimited_session
-from moestro.loadgen.events import EventReader
 from moestro.web.errors import ErrorBody, ErrorFields
 
 # Time for which a request is sent again while the server refuses it as full or as not ready. An engine that restarts
@@ -160,3 +161,46 @@ def _pause_s(response: aiohttp.ClientResponse) -> float:
         return min(max(float(response.headers.get("Retry-After", "")), 0.0), _MAX_PAUSE_S)
     except ValueError:
         return _DEFAULT_PAUSE_S
+
+
+# An event loop on a thread, so that synchronous functions also work where an event loop runs, as in notebooks.
+
+T = TypeVar("T")
+
+
+class BackgroundLoop:
+    """Runs coroutines on one thread. It ends at `close`, with its garbage collection, or with the process."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="moestro-offline", daemon=True)
+        thread.start()
+        self._finalizer = weakref.finalize(self, _end, self._loop, thread)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` and return its result. An interrupt of the caller, such as Ctrl-C, cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the thread. Further calls do nothing."""
+        self._finalizer()
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.run_until_complete(_settle())
+    loop.close()
+
+
+async def _settle() -> None:
+    """Cancel what still runs and wait for it, so that connections are closed."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -22,7 +22,7 @@ from moestro.sim.load.arrivals import AtTimes
 from moestro.sim.prices import OneRank
 from moestro.sim.scenario import Scenario, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings
-from moestro.workload.generated.arrivals import at_rate, poisson
+from moestro.workload.generated.draws import at_rate, poisson
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Int64s, Rows
 from moestro.workload.traces.reading import read_trace

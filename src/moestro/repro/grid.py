@@ -10,9 +10,8 @@ from typing import Any, Generic
 from rich.console import RenderableType
 
 from moestro.repro.experiment import Experiment, chosen_parts
-from moestro.repro.results import Cell, CellT, FindingsT
+from moestro.repro.results import Cell, CellT, Column, FindingsT, grid_table
 from moestro.repro.settings import ReproSettings
-from moestro.repro.tables import Column, grid_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

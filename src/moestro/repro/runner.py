@@ -12,11 +12,19 @@ import msgspec
 from rich.console import Console
 
 from moestro import __version__
-from moestro.config.process_pool import num_cores, run_jobs
+from moestro.config.cores import num_cores, run_jobs
 from moestro.config.run_record import RunRecord, run_record
 from moestro.repro.experiment import Experiment, show_no_step
-from moestro.repro.results import FindingsT, LoadPart, Reproduced, StoredClaim, merged, write_result
-from moestro.repro.tables import claims_table, quick_claims_table
+from moestro.repro.results import (
+    FindingsT,
+    LoadPart,
+    Reproduced,
+    StoredClaim,
+    claims_table,
+    merged,
+    quick_claims_table,
+    write_result,
+)
 from moestro.workload.progress import progress_bar
 
 

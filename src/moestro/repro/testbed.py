@@ -28,7 +28,7 @@ from moestro.sim.load.arrivals import AtTimes
 from moestro.sim.prices import OneRank
 from moestro.sim.saturation import middle_rate
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
-from moestro.workload.generated.arrivals import at_rate
+from moestro.workload.generated.draws import at_rate
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

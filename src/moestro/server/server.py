@@ -19,8 +19,7 @@ from moestro import __version__
 from moestro.config.cores import cores_of
 from moestro.config.idle_flags import SERVE_NEEDS, warn_of_idle_flags
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
-from moestro.config.serve_settings import ServeSettings
-from moestro.config.server_settings import ProcessSettings
+from moestro.config.serve_settings import ProcessSettings, ServeSettings
 from moestro.core.clock import NS_PER_MS
 from moestro.core.model_info import ModelInfo
 from moestro.errors import DrainingError, EngineDiedError
@@ -60,10 +59,9 @@ from moestro.server.processes.worker_processes import now_ns
 from moestro.text.chats.chat_format import chat_format
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access.control import Access
-from moestro.web.banner import print_banner
-from moestro.web.bodies.reading import MAX_BODY_BYTES
+from moestro.web.banner import log_forever, print_banner
+from moestro.web.bodies import MAX_BODY_BYTES
 from moestro.web.middleware import HttpMiddleware
-from moestro.web.page_api import page_routes
 from moestro.web.ports.connections import (
     MAX_OPERATOR_CONNECTIONS,
     Front,
@@ -79,10 +77,10 @@ from moestro.web.ports.faults import Port
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
 from moestro.web.ports.tls import ServerTls
 from moestro.web.prometheus import Exposition
-from moestro.web.statline import log_forever
-from moestro.web.tracing.spans import open_sink
-from moestro.wire.curve import ListenAddress
+from moestro.web.statistics import page_routes
+from moestro.web.tracing import open_sink
 from moestro.wire.messages import ToRank
+from moestro.wire.sockets import ListenAddress
 
 # Between heartbeats. Each costs the API server 0.1 ms, so only workers with copies, which can take over at once, send
 # many: a copy has the tokens of a stopped worker after 0.09 to 0.18 s (two missed beats at two looks of the watchdog).

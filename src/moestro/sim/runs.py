@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from moestro.config.process_pool import num_cores, run_jobs
+from moestro.config.cores import num_cores, run_jobs
 from moestro.sim.figures.results import Results
 from moestro.sim.figures.show import REQUESTS_PER_UPDATE
 from moestro.sim.groups.group_figures import GroupFigures

@@ -41,11 +41,8 @@ from moestro.sim.router_fleet import RouterFleet, RouterLinks
 from moestro.sim.router_queue import SimulatedQueue
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
 from moestro.sim.signals import AT_ONCE, SignalSettings
-from moestro.workload.generated.arrivals import at_rate, constant, gamma, poisson, replay, weibull
-from moestro.workload.generated.length_shapes import draw_shape
-from moestro.workload.generated.session_generator import steady_sessions
-from moestro.workload.generated.session_shapes import SHAPES
-from moestro.workload.generated.sessions import Pace
+from moestro.workload.generated.draws import at_rate, constant, draw_shape, gamma, poisson, replay, weibull
+from moestro.workload.generated.sessions import SHAPES, Pace, steady_sessions
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Int64s, Rows, equal_rows, labelled
 from moestro.workload.traces.reading import read_trace

@@ -24,7 +24,7 @@ from moestro.sim.saturation import at_load
 from moestro.sim.scenario import affinity_notes
 from moestro.sim.settings import SimSettings, read_settings
 from moestro.sim.shadow import ShadowAnswer, shadow_what_if
-from moestro.workload.runs.report import Slos
+from moestro.workload.run_records import Slos
 from moestro.workload.traces.request_record import RequestRecord, read_request_record
 
 

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from moestro.core.setting_checks import CheckedSettings
 from moestro.errors import ConfigError
-from moestro.text.parsing.parser_registry import NO_PARSER, REASONING_PARSERS, TOOL_PARSERS, check_parser
+from moestro.text.parsing.output_parser import NO_PARSER, REASONING_PARSERS, TOOL_PARSERS, check_parser
 
 _BY_TEMPLATE = "Unset: the format that the chat template asks for, if it is one of these."
 _CALLS = (

@@ -15,7 +15,7 @@ from tokenizers.decoders import ByteLevel, DecodeStream
 
 from moestro.core.native_panic import as_exception
 from moestro.errors import ConfigError, RequestError, shown, shown_literal
-from moestro.files.checkpoint_files import MAX_CONFIG_BYTES, check_files, read_bytes
+from moestro.files.checkpoint import MAX_CONFIG_BYTES, check_files, read_bytes
 from moestro.files.text_files import text_of
 from moestro.text.chats.chat_history import (
     EFFORT_VARIABLE,
@@ -25,10 +25,8 @@ from moestro.text.chats.chat_history import (
     taken_efforts,
     template_variables,
 )
-from moestro.text.chats.chat_template import Renderers
-from moestro.text.chats.render_job import RenderJob
-from moestro.text.token_text import ANY_TEXT, TokenTexts
-from moestro.text.tokenizer_library import InvalidPrefixError, TokenizerLibrary
+from moestro.text.chats.chat_template import Renderers, RenderJob
+from moestro.text.tokenizer_library import ANY_TEXT, InvalidPrefixError, TokenizerLibrary, TokenTexts
 from moestro.text.tokenizer_trial import refuse_growth
 from moestro.text.transformers_part import import_part
 

@@ -22,7 +22,7 @@ import msgspec
 from tokenizers import Tokenizer as Backend
 
 from moestro.errors import ConfigError
-from moestro.files.checkpoint_files import MAX_TOKENIZER_BYTES, read_bytes
+from moestro.files.checkpoint import MAX_TOKENIZER_BYTES, read_bytes
 
 CPU_LIMIT_S = 10  # of loading and trying; the largest published tokenizers take 2 s
 WALL_LIMIT_S = 60.0  # the same on a machine that is busy

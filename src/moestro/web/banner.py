@@ -1,8 +1,11 @@
-"""The banner that a server prints once it accepts requests: facts in a frame, and an example command."""
+"""What an operator reads in the terminal: the banner of a ready server, and a log line every ten seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -50,3 +53,25 @@ def curl_line(url: str, body: dict[str, object], *, needs_key: bool, options: st
     key = ' -H "Authorization: Bearer $MOESTRO_API_KEY"' if needs_key else ""
     quoted = msgspec.json.encode(body).decode().replace("'", "'\\''")
     return f"curl {url}/v1/completions {options}-H 'Content-Type: application/json'{key} -d '{quoted}'"
+
+
+# Log lines that tell an operator what a server did in the last ten seconds.
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 10.0
+
+
+async def log_forever(lines: Callable[[float], Iterable[str]]) -> None:
+    """Log what the server did, again at every interval.
+
+    Args:
+        lines: Callable that returns the lines about the last given seconds; none while there is no traffic.
+    """
+    then = time.monotonic()
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        now = time.monotonic()
+        for line in lines(now - then):
+            logger.info("%s", line)
+        then = now

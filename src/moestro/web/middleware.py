@@ -14,13 +14,12 @@ from yarl import URL
 
 from moestro.errors import RequestError, shown
 from moestro.web.access.control import UNLIMITED, Access
-from moestro.web.access.cors import Cors
-from moestro.web.bodies.reading import ACCESS
-from moestro.web.errors import HttpError, InternalError, base_url_hint, error_body, too_large
+from moestro.web.access.origins import Cors
+from moestro.web.bodies import ACCESS
+from moestro.web.errors import HttpError, InternalError, Refusals, base_url_hint, error_body, too_large
+from moestro.web.page import PUBLIC
 from moestro.web.ports.faults import Faults
 from moestro.web.ports.heads import HeadError, check_head
-from moestro.web.probes import PUBLIC
-from moestro.web.refusals import Refusals
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 

@@ -22,7 +22,6 @@ import zmq
 
 from moestro.core.clock import NS_PER_MS
 from moestro.core.curve_keys import CurveKeys
-from moestro.wire.curve import allow_ipv6, secure_client
 from moestro.wire.local_stream import LocalStream, local_path
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
@@ -33,8 +32,38 @@ from moestro.wire.messages import (
     decode_to_rank,
     encode,
 )
-from moestro.wire.readable import is_readable
-from moestro.worker.wake_pipe import WakePipe
+from moestro.wire.sockets import allow_ipv6, is_readable, secure_client
+
+# A pipe that wakes a thread which waits for descriptors.
+
+
+class WakePipe:
+    """Wakes the thread that waits for `fd`. No method blocks.
+
+    Attributes:
+        fd: readable from a `wake` until the next `clear`.
+    """
+
+    def __init__(self) -> None:
+        self.fd, self._write_fd = os.pipe()
+        for end in (self.fd, self._write_fd):
+            os.set_blocking(end, False)
+
+    def wake(self) -> None:
+        """Make `fd` readable; any thread may call it."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of earlier calls, so the reader is awake already
+            os.write(self._write_fd, b"\0")
+
+    def clear(self) -> None:
+        """Make `fd` unreadable; call it before a look at what `wake` announces."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 4096)
+
+    def close(self) -> None:
+        """Close both ends; no thread may use them any more."""
+        for end in (self.fd, self._write_fd):
+            os.close(end)
+
 
 LINGER_MS = 2000  # for the last messages, if the API server does not keep up
 _RETRY_MS = 20  # until the next try while the API server does not keep up

@@ -7,7 +7,7 @@ import logging
 from moestro.core.work import StepResult
 from moestro.placement.load_window import LoadWindow
 from moestro.placement.settings import ExpertLoadSettings
-from moestro.wire.expert_reports import ExpertReport, ReadExperts, report_of
+from moestro.wire.messages import ExpertReport, ReadExperts, report_of
 
 logger = logging.getLogger(__name__)
 

@@ -22,18 +22,14 @@ from moestro.engine.settings import SchedulerOptions
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.executor import FlowExecutor
 from moestro.flow.registry import make_step_policy
-from moestro.wire.curve import ListenAddress
 from moestro.wire.hop_frames import Hello, HopLimits, TensorFrames
 from moestro.wire.messages import Joined, Members, Ready
+from moestro.wire.sockets import ListenAddress
 from moestro.worker.channel import Channel
-from moestro.worker.expert_loader import SlotMemory
-from moestro.worker.grammar_inbox import following_grammars
-from moestro.worker.group_rank import ExpertRank
-from moestro.worker.paced_links import LinkPace
-from moestro.worker.peer_inbox import PeerInbox, near_workers
-from moestro.worker.peer_links import PeerLinks
-from moestro.worker.rank_builder import OnPhase, make_home, side_jobs_of
-from moestro.worker.rank_loop import run_rank
+from moestro.worker.peer_inbox import PeerInbox, SlotMemory, near_workers
+from moestro.worker.peer_links import LinkPace, PeerLinks
+from moestro.worker.rank_builder import ExpertRank, OnPhase, make_home, side_jobs_of
+from moestro.worker.rank_loop import following_grammars, run_rank
 from moestro.worker.two_phase import Channels, TwoPhase
 
 logger = logging.getLogger(__name__)

@@ -26,12 +26,10 @@ from moestro.model.experts.worker_share import WorkerShare
 from moestro.model.staged.staged_device import ExpertTorchDevice
 from moestro.model.staged.staged_open import open_staged_device
 from moestro.placement.pair_window import PAIR_INTERVAL
-from moestro.wire.layer_messages import ExpertsPlaced, LayerMoving, LayerSettled
-from moestro.wire.messages import WakeGroup
+from moestro.wire.messages import ExpertsPlaced, LayerMoving, LayerSettled, WakeGroup
 from moestro.worker.group_process import WorkerPart, WorkerSizes
 from moestro.worker.paced import NetworkAnswers, make_paced_rank, num_blocks_of, paced_notes
-from moestro.worker.paced_group import build_paced_group_rank
-from moestro.worker.paced_part import load_paced_part, num_part_blocks
+from moestro.worker.paced_group import build_paced_group_rank, load_paced_part, num_part_blocks
 from moestro.worker.rank_builder import (
     OnPhase,
     Send,

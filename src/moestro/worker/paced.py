@@ -17,12 +17,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from moestro.config.launch_spec import LaunchSpec
+from moestro.core.columns import true_rows
 from moestro.core.load_figures import PaceCounts
 from moestro.core.model_info import ModelInfo
 from moestro.core.native_panic import as_exception
 from moestro.core.request import TokenLogprobs
 from moestro.core.stages import NUM_PLANS
-from moestro.core.token_keys import Keys
+from moestro.core.token_keys import Keys, named_request_key
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, BlockMoves, Device, Forward, StepResult, Units
 from moestro.cost.capacity import kv_blocks
 from moestro.cost.gate import PopularityGate
@@ -37,11 +38,39 @@ from moestro.cost.settings import PACED_QLLM, PacedSettings
 from moestro.cost.staged_engines import QLLM, StagedEngine, in_4_bits
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.engine.rank import Rank
+from moestro.engine.sequences import SequenceTable
 from moestro.errors import ConfigError, InvariantError
 from moestro.model.settings import ModelSettings
 from moestro.text.tokenizer_trial import refuse_growth
 from moestro.worker.rank_builder import make_preemptive_rank, make_rank
-from moestro.worker.request_keys import RequestKeys
+
+# Keys of requests by their ids, so that a request visits the same experts on every paced engine.
+
+_NO_SEQUENCE = -1
+
+
+class RequestKeys:
+    """Makes the keys by which a paced device draws experts.
+
+    Args:
+        table: running sequences of the device's rank.
+    """
+
+    def __init__(self, table: SequenceTable) -> None:
+        self._table = table
+        # By slot: the sequence whose key was made last, and its key.
+        self._serial = np.full(len(table.sequences), _NO_SEQUENCE, np.int64)
+        self._key: Keys = np.zeros(len(table.sequences), np.uint64)
+
+    def of(self, units: Units) -> Keys:
+        """uint64[n], key of each unit's request."""
+        for row in true_rows(self._serial.take(units.slot) != units.serial):
+            slot = int(units.slot[row])
+            self._key[slot] = named_request_key(self._table.at(slot).request.request_id)
+            self._serial[slot] = units.serial[row]
+        keys: Keys = self._key.take(units.slot)
+        return keys
+
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from moestro.core.model_info import ModelInfo
 from moestro.engine.rank import Rank
 from moestro.worker.group_process import WorkerPart, WorkerSizes
 from moestro.worker.paced import FixedAnswers, make_paced_rank, num_blocks_of, paced_info, read_words
-from moestro.worker.paced_group import build_paced_group_rank
-from moestro.worker.paced_part import load_paced_part, num_part_blocks
+from moestro.worker.paced_group import build_paced_group_rank, load_paced_part, num_part_blocks
 from moestro.worker.rank_builder import OnPhase, Send
 from moestro.worker.rank_process import leave, run_process
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from moestro.core.experts.hops import HopMessage
 from moestro.flow.settings import INLINE_LIMIT
 from moestro.wire.hop_frames import AnnouncedHop, Announcement, Hello, Meet, TensorFrames
-from moestro.worker.wake_pipe import WakePipe
+from moestro.worker.channel import WakePipe
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.core.script import Script
 from moestro.core.token_keys import request_key
 from moestro.errors import ConfigError
-from moestro.workload.generated.block_names import block_names, block_numbers, check_block_size
-from moestro.workload.rows import Rows
+from moestro.workload.rows import Rows, block_names, block_numbers, check_block_size
 
 _LS = ServiceClass.LS
 _NAMED_AT_ONCE = 64  # rows

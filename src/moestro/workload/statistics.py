@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
-from moestro.workload.generated.block_names import UInt64s, block_numbers, check_block_size
-from moestro.workload.rows import Int64s, Rows
+from moestro.workload.rows import Int64s, Rows, UInt64s, block_numbers, check_block_size
 
 _PEAK_S = 10
 

@@ -11,8 +11,8 @@ from support.queue_tables import queues, table_of
 
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, NUM_CLASSES, QueueTable
 from moestro.errors import ConfigError
-from moestro.flow.policies.basic import ALL
 from moestro.flow.policies.layered_prefill import LayeredPrefill
+from moestro.flow.policies.one_queue import ALL
 from moestro.flow.registry import make_step_policy
 
 NUM_LAYERS = 8

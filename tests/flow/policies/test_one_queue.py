@@ -9,7 +9,7 @@ from support.queue_tables import COLOCATED, KINDS, NUM_EXPERTS, NUM_LAYERS, queu
 
 from moestro.core.views import ATTENTION, BE, EMPTY_QUEUE_NS, LS
 from moestro.errors import ConfigError
-from moestro.flow.policies.basic import ALL
+from moestro.flow.policies.one_queue import ALL
 from moestro.flow.registry import make_step_policy
 
 NAMES = [

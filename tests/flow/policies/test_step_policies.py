@@ -14,7 +14,7 @@ from moestro.flow.registry import make_step_policy
 accept_user_code()
 
 GOOD = """
-from moestro.flow.policies.basic import in_order
+from moestro.flow.policies.one_queue import in_order
 class Plain:
     def __call__(self, view, now_ns):
         return in_order(view, now_ns)

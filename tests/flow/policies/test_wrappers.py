@@ -10,8 +10,8 @@ from support.queue_tables import KINDS, NUM_EXPERTS, NUM_LAYERS, of_classes, que
 from moestro.config.user_code import accept_user_code
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, Run, Wait
 from moestro.errors import ConfigError
-from moestro.flow.policies.basic import ALL, in_order
 from moestro.flow.policies.defrag import Defrag
+from moestro.flow.policies.one_queue import ALL, in_order
 from moestro.flow.policies.wrappers import ClassPriority, Urgent
 from moestro.flow.registry import STEP_POLICIES, make_step_policy
 
@@ -158,14 +158,16 @@ def test_decodes_enter_again_around_layered_prefill(inner, overlaps):
 
 def test_a_policy_of_a_file_may_be_inside(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("from moestro.flow.policies.basic import in_order as mine")
+    file.write_text("from moestro.flow.policies.one_queue import in_order as mine")
     assert make_step_policy(f"urgent:inner={file}:mine", 1).inner is in_order
 
 
 @pytest.mark.parametrize(("line", "overlaps"), [("", False), ("mine.overlaps_prefill = True", True)])
 def test_a_function_of_a_file_overlaps_no_prefill_unless_it_says_so(tmp_path, line, overlaps):
     file = tmp_path / "mine.py"
-    choice = "from moestro.flow.policies.basic import in_order\ndef mine(view, now_ns): return in_order(view, now_ns)\n"
+    choice = (
+        "from moestro.flow.policies.one_queue import in_order\ndef mine(view, now_ns): return in_order(view, now_ns)\n"
+    )
     file.write_text(choice + line)
     assert make_step_policy(f"{file}:mine", 1).overlaps_prefill is overlaps
 

@@ -11,8 +11,17 @@ from moestro.core.experts.layer_moves import SettledLayer
 from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.errors import NoEngineError
 from moestro.placement.live.ep_migration import EpMigration
-from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
-from moestro.wire.messages import Ready, decode_from_rank, decode_to_rank, encode
+from moestro.wire.messages import (
+    DropLayer,
+    ExpertsPlaced,
+    LayerMoving,
+    LayerSettled,
+    MoveLayer,
+    Ready,
+    decode_from_rank,
+    decode_to_rank,
+    encode,
+)
 
 EXPERTS = ExpertLayers(num_layers=5, layers=(1, 2, 4), num_experts=4)
 

@@ -15,9 +15,8 @@ from support.running import wait_until
 from moestro.config.kv_events_settings import KvEventsSettings
 from moestro.errors import ConfigError
 from moestro.wire.zmtp import greeting, ready
-from moestro.worker.kv_events.listeners import BatchLog
-from moestro.worker.kv_events.publisher import KvPublisher
-from moestro.worker.kv_events.server import KvServer
+from moestro.worker.kv_listeners import BatchLog
+from moestro.worker.kv_publisher import KvPublisher, KvServer
 
 BATCHES = [bytes([number]) * size for number, size in enumerate((0, 1, 255, 256, 5000, 70_000, 3_000_000))]
 

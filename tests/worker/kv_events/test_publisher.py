@@ -16,7 +16,7 @@ from moestro.errors import ConfigError
 from moestro.gateway.kv.kv_sources import KvSource
 from moestro.gateway.kv.kv_subscriber import KvSubscription
 from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
-from moestro.web.ports.log_limit import LogLimit
+from moestro.web.ports.faults import LogLimit
 from moestro.wire.kv_names import NamingRules
 
 PROMPT = "def fibonacci(number):\n    return number if number < 2 else fibonacci(number - 1)\n" * 4

@@ -16,9 +16,9 @@ from support.published import Published, batches_of_replay, ends, published, raw
 from support.running import wait_until
 
 from moestro.wire.zmtp import SUBSCRIBE, greeting, message, ready
-from moestro.worker.kv_events import listeners, server
-from moestro.worker.kv_events.listeners import MAX_REQUEST_BYTES, READ_BYTES, SEND_BYTES
-from moestro.worker.kv_events.server import MAX_LISTENERS, MAX_PER_NETWORK
+from moestro.worker import kv_listeners, kv_publisher
+from moestro.worker.kv_listeners import MAX_REQUEST_BYTES, READ_BYTES, SEND_BYTES
+from moestro.worker.kv_publisher import MAX_LISTENERS, MAX_PER_NETWORK
 
 # What one listener may hold: a message, a piece that was read, and what was lined up for it.
 MAX_HELD_BYTES = 2 * MAX_REQUEST_BYTES + READ_BYTES
@@ -84,7 +84,7 @@ def test_messages_without_end_fill_no_more_than_a_listeners_share(kind, port, da
 
 @pytest.mark.parametrize("first", [b"", greeting()[:10], greeting(), greeting() + ready(b"SUB")[:20]])
 def test_a_handshake_that_does_not_end_is_ended(first, monkeypatch):
-    monkeypatch.setattr(listeners, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(kv_listeners, "HANDSHAKE_S", 0.3)
     with published() as it:
         for port in (it.events, it.replay):
             peer = socket.create_connection(("127.0.0.1", port), timeout=300)
@@ -136,7 +136,7 @@ def test_connections_of_all_addresses_together_are_bounded():
 
 
 def test_silent_readers_of_replays_hold_one_piece_each_and_are_ended(monkeypatch):
-    monkeypatch.setattr(listeners, "STALLED_S", 1.0)
+    monkeypatch.setattr(kv_listeners, "STALLED_S", 1.0)
     num_readers, batch = 40, bytes(5000)
     with published() as it, contextlib.ExitStack() as peers:
         it.publish(*[batch] * 1000)
@@ -157,7 +157,7 @@ def test_a_flood_of_replays_takes_its_share_of_time_and_honest_listeners_are_ser
         time.sleep(seconds)
 
     clocks = SimpleNamespace(monotonic=time.monotonic, thread_time=time.thread_time, sleep=rest)
-    monkeypatch.setattr(server, "time", clocks)
+    monkeypatch.setattr(kv_publisher, "time", clocks)
     with published() as it:
         it.publish(*[bytes(1000)] * 2000)
         subscriber, is_over = it.subscriber(), threading.Event()
@@ -224,8 +224,8 @@ def test_whatever_bytes_arrive_the_server_goes_on_and_holds_little(long_lived, s
 
 def test_the_property_test_can_fail(monkeypatch):
     """A server that reads whatever comes holds more than the bound."""
-    monkeypatch.setattr(listeners, "MAX_REQUEST_BYTES", 1 << 30)
-    monkeypatch.setattr(server, "_RECEIVE_BUFFER_BYTES", 1 << 20)
-    monkeypatch.setattr(listeners, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(kv_listeners, "MAX_REQUEST_BYTES", 1 << 30)
+    monkeypatch.setattr(kv_publisher, "_RECEIVE_BUFFER_BYTES", 1 << 20)
+    monkeypatch.setattr(kv_listeners, "READ_BYTES", 1 << 20)
     with published() as it, raw_peer(it.events, b"SUB", b"\x03" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)):
         wait_until(lambda: it.num_held_bytes > MAX_HELD_BYTES + SEND_BYTES)

@@ -23,7 +23,7 @@ from moestro.calibrate.probing.probes import (
 )
 from moestro.loadgen.client import BenchClient, Endpoint
 from moestro.routing.scrape import scrape
-from moestro.workload.runs.records import Outcome
+from moestro.workload.run_records import Outcome
 
 _LOOK_S = 0.2  # between reads of /metrics while a probe runs beside traffic
 _LOOKS = 5  # after a probe, until no request is left: some servers show the end of one a moment later

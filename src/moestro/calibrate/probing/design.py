@@ -18,7 +18,17 @@ from functools import partial
 
 import numpy as np
 
-from moestro.calibrate.probing.estimate import StepDurations
+from moestro.calibrate.probing.estimate import (
+    BesideTime,
+    ChunkCount,
+    DecodeTime,
+    FirstTokenTime,
+    MixedTime,
+    StepDurations,
+    chunk_count,
+    decode_time,
+    num_together,
+)
 from moestro.calibrate.probing.honesty import Honesty
 from moestro.calibrate.probing.probes import (
     NoteList,
@@ -29,16 +39,6 @@ from moestro.calibrate.probing.probes import (
     Probing,
     PromptKeys,
     ServerProbe,
-)
-from moestro.calibrate.probing.readings import (
-    BesideTime,
-    ChunkCount,
-    DecodeTime,
-    FirstTokenTime,
-    MixedTime,
-    chunk_count,
-    decode_time,
-    num_together,
 )
 from moestro.errors import MoestroError
 

@@ -17,6 +17,7 @@ from moestro.calibrate.probing.estimate import (
     PROMPT,
     ROW,
     STEP,
+    DecodeTime,
     FittedSteps,
     KnotSteps,
     LinearSteps,
@@ -25,7 +26,6 @@ from moestro.calibrate.probing.estimate import (
     fit,
 )
 from moestro.calibrate.probing.probes import ProbedServer, ServerFigures
-from moestro.calibrate.probing.readings import DecodeTime
 from moestro.cost.model import Batch
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, MeasuredCost, PrefillPoint, Table
 from moestro.errors import MoestroError

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moestro.calibrate.probing.estimate import DecodeTime
 from moestro.calibrate.probing.probes import (
     NoteList,
     ProbeAnswer,
@@ -16,7 +17,6 @@ from moestro.calibrate.probing.probes import (
     RequestTimes,
     ServerFigures,
 )
-from moestro.calibrate.probing.readings import DecodeTime
 from moestro.errors import MoestroError
 
 _OTHERS_SHARE = 0.05  # of probes that find other requests, and of tokens that are not the probes'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moestro.calibrate.random_profile import RandomInput, profile_random_input
+from moestro.calibrate.shapes import RandomInput, profile_random_input
 from moestro.config.checkpoint_directory import locate_model
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.source_load import merge_sources
@@ -12,7 +12,7 @@ from moestro.errors import ConfigError
 from moestro.model.settings import ModelSettings
 from moestro.placement.pair_overlap import PairOverlap, independent_pairs, pair_overlap
 from moestro.placement.settings import ExpertLoadSettings
-from moestro.wire.expert_reports import ReadExperts, load_of
+from moestro.wire.messages import ReadExperts, load_of
 from moestro.worker.expert_collection import ExpertCollection
 from moestro.workload.experts.expert_profile import ExpertProfile
 

@@ -6,18 +6,26 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from moestro.cli.extras import require_extra
-from moestro.cli.placing.answer import PlaceAnswer, ask, ask_all, placement_file
-from moestro.cli.placing.apply import apply_placement
-from moestro.cli.placing.placements import Ints, all_model_layers, write_json, write_tensorrt_llm
+from moestro.cli.app import require_extra
+from moestro.cli.placing.placements import Ints, all_model_layers, apply_placement, write_json, write_tensorrt_llm
 from moestro.cli.placing.question import PlaceQuestion, load_to_check, make_question
 from moestro.cli.placing.settings import EVEN_POLICY, PlacePolicySettings, PlaceSettings
-from moestro.cli.placing.show import line, print_answer, print_check, print_comparison, print_question
+from moestro.cli.placing.show import (
+    PlaceAnswer,
+    ask,
+    ask_all,
+    line,
+    placement_file,
+    print_answer,
+    print_check,
+    print_comparison,
+    print_question,
+)
 from moestro.config.output_files import check_files
 from moestro.placement.kernel.choice import end_search
 from moestro.placement.payback import payback
 from moestro.placement.registry import PLACE_POLICIES
-from moestro.workload.experts.profile_file import write_profile
+from moestro.workload.experts.expert_profile import write_profile
 from moestro.workload.progress import progress, progress_bar
 
 COMPILED_WITHIN_S = 10.0  # the placement kernel takes 1 s of a core, and a loaded machine has less than one
@@ -69,7 +77,7 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
 
 def _compare_offline(console: Console, question: PlaceQuestion, model: str) -> None:
     require_extra("serve", "--offline")
-    from moestro.calibrate.random_profile import RandomInput
+    from moestro.calibrate.shapes import RandomInput
     from moestro.cli.placing.offline import compare_offline, offline_load
 
     with progress_bar(Console(stderr=True)) as bar:

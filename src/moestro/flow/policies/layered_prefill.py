@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run
 from moestro.errors import ConfigError
-from moestro.flow.policies.basic import ALL
-from moestro.flow.policies.one_queue import can_run, total
+from moestro.flow.policies.one_queue import ALL, can_run, total
 from moestro.flow.registry import STEP_POLICIES
 
 

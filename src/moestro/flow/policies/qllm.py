@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run, Wait
-from moestro.flow.policies.basic import ALL, in_order
+from moestro.flow.policies.one_queue import ALL, in_order
 from moestro.flow.registry import STEP_POLICIES
 
 

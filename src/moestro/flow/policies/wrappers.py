@@ -9,8 +9,7 @@ from moestro.core.clock import to_ns
 from moestro.core.policy_registry import Setting
 from moestro.core.views import ATTENTION, BE, LS, QueueTable, Run, StepPolicy, Wait
 from moestro.errors import ConfigError
-from moestro.flow.policies.basic import ALL
-from moestro.flow.policies.one_queue import OldestTokenFirst, find_oldest
+from moestro.flow.policies.one_queue import ALL, OldestTokenFirst, find_oldest
 from moestro.flow.registry import STEP_POLICIES
 
 BOTH_MAY_JOIN = 256  # tokens; `max_merged` of QLLM's policy, which has the same reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moestro.web.ports.framing import IDLE_S, LINGER_S, WRITE_S
+from moestro.web.ports.heads import IDLE_S, LINGER_S, WRITE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,11 @@ from moestro.gateway.clients.client_limits import ClientLimits
 from moestro.gateway.clients.header_cache import HeaderCache
 from moestro.gateway.clients.http_headers import Incoming, RequestHead, own_head
 from moestro.gateway.clients.request_reader import RequestReader
-from moestro.web.access.cors import Cors
-from moestro.web.bodies.body_limits import BodyDeadline, BodyMemory
+from moestro.web.access.origins import Cors
+from moestro.web.bodies import BodyDeadline, BodyMemory
 from moestro.web.errors import BodyTimeoutError, error_body, error_json
-from moestro.web.ports.connection_table import ConnectionSlot
 from moestro.web.ports.faults import Fault, Faults, Port
+from moestro.web.ports.http_connection import ConnectionSlot
 
 _HIGH_WATER_BYTES = 256 << 10  # Unsent bytes of an answer, beyond which reading from the engine pauses.
 _MAX_EARLY_BYTES = 64 << 10  # Bytes read ahead while an answer is under way, beyond which reading pauses.

@@ -9,11 +9,10 @@ from http import HTTPStatus
 
 from moestro.gateway.clients.paths import plain_path
 from moestro.web.access.control import CLIENT_HEADER
-from moestro.web.bodies.body_limits import BodyHold
+from moestro.web.bodies import BodyHold
 from moestro.web.errors import HttpError
-from moestro.web.ports.heads import HOST_PATTERN
-from moestro.web.session_names import session_in
-from moestro.web.tracing.spans import TRACEPARENT
+from moestro.web.ports.heads import HOST_PATTERN, session_in
+from moestro.web.tracing import TRACEPARENT
 from moestro.wire.load_report import LOAD_REPORT_HEADER
 
 # Withheld where the router has a span of its own, whose context it sends.

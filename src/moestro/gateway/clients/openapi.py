@@ -7,8 +7,7 @@ from typing import Any
 from moestro.gateway.clients.paths import MODELS, OWN_PATHS, Routes
 from moestro.web.errors import AnthropicErrorBody, ErrorBody
 from moestro.web.openapi import EMPTY, ApiPath, document_of
-from moestro.web.page import PAGE_PATHS
-from moestro.web.probes import HEALTH_PATHS, PUBLIC, READY_PATHS
+from moestro.web.page import HEALTH_PATHS, PAGE_PATHS, PUBLIC, READY_PATHS
 from moestro.web.statistics import LiveStatistics
 
 _PROBES = frozenset({*HEALTH_PATHS, *READY_PATHS})

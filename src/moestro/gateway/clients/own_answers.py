@@ -7,8 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from moestro.web.openapi import DOCS_HEADERS, docs_page
-from moestro.web.page import PAGE_HEADERS, PAGE_PATHS, page_file
-from moestro.web.probes import VERSION_BODY
+from moestro.web.page import PAGE_HEADERS, PAGE_PATHS, VERSION_BODY, page_file
 from moestro.web.prometheus import CONTENT_TYPE
 
 _JSON = "application/json"

@@ -12,9 +12,9 @@ from moestro.errors import RequestError
 from moestro.gateway.clients.client_limits import ClientLimits
 from moestro.gateway.clients.header_cache import HeaderCache
 from moestro.gateway.clients.http_headers import Headers, Incoming, RequestHead, fault_of, size_of
-from moestro.web.bodies.body_limits import SMALL_BYTES, BodiesFullError, BodyHold, BodyMemory
+from moestro.web.bodies import SMALL_BYTES, BodiesFullError, BodyHold, BodyMemory
 from moestro.web.errors import HttpError, too_large
-from moestro.web.ports.framing import MAX_HEAD_BYTES, MAX_HEADERS, FramingCount, head_too_large
+from moestro.web.ports.heads import MAX_HEAD_BYTES, MAX_HEADERS, FramingCount, head_too_large
 
 # Heads with one of these are not cached: each is unique, or needs more than reading.
 _ONCE_ONLY = frozenset({b"x-request-id", b"traceparent", b"transfer-encoding", b"expect"})

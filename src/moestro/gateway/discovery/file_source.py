@@ -9,7 +9,7 @@ from pathlib import Path
 from moestro.errors import ConfigError
 from moestro.gateway.discovery.discovery import ListListener
 from moestro.gateway.discovery.entries import MAX_FILE_BYTES, EngineEntry, parse_file, selected
-from moestro.web.ports.watched_files import WatchedFiles
+from moestro.web.ports.tls import WatchedFiles
 
 _LOOK_S = 0.5
 

@@ -14,7 +14,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from moestro.core.hosts import in_address
 from moestro.gateway.clients.header_cache import HeaderCache
 from moestro.gateway.clients.http_headers import AnswerHead, Headers, answer_lines, size_of
-from moestro.web.ports.framing import MAX_HEAD_BYTES
+from moestro.web.ports.heads import MAX_HEAD_BYTES
 from moestro.wire.load_report import LOAD_REPORT_HEADER
 
 _HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only sets asyncio's own limit

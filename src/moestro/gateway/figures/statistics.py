@@ -13,7 +13,7 @@ from moestro.core.load_figures import FIGURES, ROUTED_FIGURES, FigureUnit, LoadF
 from moestro.core.views import Figure
 from moestro.gateway.engines.fleet import Fleet, RoutedEngine
 from moestro.gateway.metrics import Counts
-from moestro.web.refusals import is_client_error, is_overload
+from moestro.web.errors import is_client_error, is_overload
 from moestro.web.statistics import Durations, EngineStatistics, LiveStatistics
 
 _WHOLE = {FigureUnit.REQUESTS, FigureUnit.TOKENS, FigureUnit.TIMES}

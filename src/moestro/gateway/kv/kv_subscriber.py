@@ -11,7 +11,7 @@ from collections.abc import Callable
 from moestro.gateway.kv.kv_sources import KvSource
 from moestro.gateway.kv.zmtp_connection import ZmtpConnection
 from moestro.routing.kv.kv_events import KvFeed
-from moestro.web.ports.log_limit import LogLimit
+from moestro.web.ports.faults import LogLimit
 from moestro.wire.zmtp import SUBSCRIBE_TO_ALL, message
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 3.0  # between connection attempts

@@ -11,7 +11,7 @@ from moestro.gateway.engines.fleet import Fleet, RoutedEngine
 from moestro.gateway.kv.kv_sources import KvSources
 from moestro.gateway.kv.kv_subscriber import KvSubscription
 from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
-from moestro.web.ports.log_limit import LogLimit
+from moestro.web.ports.faults import LogLimit
 from moestro.wire.kv_names import NamingRules
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,8 @@ import socket
 from collections.abc import Callable
 from typing import cast
 
-from moestro.wire.keep_alive import keep_alive
 from moestro.wire.kv_events import MAX_MESSAGE_BYTES
-from moestro.wire.zmtp import ZmtpError, ZmtpReader, greeting, ready
+from moestro.wire.zmtp import ZmtpError, ZmtpReader, greeting, keep_alive, ready
 
 _CONNECT_S = 5.0
 _HELD_BYTES = 256 << 10  # received and not taken, besides a message that is not whole; then TCP slows the peer down

@@ -22,7 +22,7 @@ from moestro.routing.replication.history import HistoryReader, history_parts
 from moestro.routing.replication.journal import Journal, Outlet
 from moestro.routing.replication.messages import HistoryPart, OperationBatch, RouterRun, Snapshot, Want, WantHistory
 from moestro.routing.replication.replica import Replica, ReplicaRules
-from moestro.web.ports.log_limit import LogLimit
+from moestro.web.ports.faults import LogLimit
 from moestro.web.ports.tls import MutualTls
 
 

@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter
 
 from moestro.core.setting_checks import CheckedSettings, between
 from moestro.errors import ConfigError
-from moestro.web.ports.tls_settings import CertificateFiles
+from moestro.web.settings import CertificateFiles
 
 DEFAULT_PEER_PORT = 8082
 

@@ -32,9 +32,9 @@ from moestro.gateway.verdicts import (
 )
 from moestro.routing.health.evidence import Origin
 from moestro.routing.router import RouteDecision
-from moestro.web.bodies.body_limits import BodyHold, BodyMemory
+from moestro.web.bodies import BodyHold, BodyMemory
 from moestro.web.errors import AuthenticationError, GenerationError, InternalError, too_large
-from moestro.web.tracing.spans import TRACEPARENT
+from moestro.web.tracing import TRACEPARENT
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from moestro.gateway.picker.ext_proc_pb2 import (
     TrailersResponse,
 )
 from moestro.web.errors import HttpError, error_body
-from moestro.web.ports.framing import MAX_HEAD_BYTES, MAX_HEADERS, head_too_large
+from moestro.web.ports.heads import MAX_HEAD_BYTES, MAX_HEADERS, head_too_large
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION = "x-gateway-destination-endpoint"

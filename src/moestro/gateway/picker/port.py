@@ -25,9 +25,8 @@ from moestro.gateway.picker.ext_proc_pb2 import ProcessingRequest, ProcessingRes
 from moestro.gateway.picker.messages import SERVICE
 from moestro.gateway.settings import RouteSettings, is_loopback
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S
-from moestro.web.ports.tls import renewal
-from moestro.web.ports.tls_settings import CertificateFiles
-from moestro.web.ports.watched_files import WatchedFiles
+from moestro.web.ports.tls import WatchedFiles, renewal
+from moestro.web.settings import CertificateFiles
 
 logger = logging.getLogger(__name__)
 

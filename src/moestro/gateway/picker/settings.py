@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from moestro.core.setting_checks import PORT, CheckedSettings
-from moestro.web.ports.tls_settings import CertificateFiles
+from moestro.web.settings import CertificateFiles
 
 _PICKER = Group.create_ordered(
     "Endpoint picker",

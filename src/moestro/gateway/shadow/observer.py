@@ -22,7 +22,7 @@ from moestro.gateway.shadow.access_log import LogFollower, LoggedAnswer
 from moestro.routing.record.decision_log import DecisionLog
 from moestro.routing.record.decision_record import EngineCounted, Entry, Served
 from moestro.routing.router import RouteDecision
-from moestro.web.ports.log_limit import LogLimit
+from moestro.web.ports.faults import LogLimit
 
 logger = logging.getLogger(__name__)
 

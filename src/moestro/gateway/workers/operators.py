@@ -20,15 +20,13 @@ from moestro.gateway.engines.engine_admin import EngineView
 from moestro.gateway.figures.banner import RouteSummary, route_banner
 from moestro.gateway.settings import AdminSettings, RouteSettings
 from moestro.web.banner import print_banner
-from moestro.web.bodies.reading import Bodies
+from moestro.web.bodies import Bodies
 from moestro.web.errors import HttpError
-from moestro.web.page_api import limit_in
 from moestro.web.ports.connections import MAX_OPERATOR_CONNECTIONS, FrontLimits, http_front, url_of
 from moestro.web.ports.faults import Faults, Port
-from moestro.web.ports.lifecycle import Lifecycle, run_server, stop_with
-from moestro.web.ports.startup import process_age_s
+from moestro.web.ports.lifecycle import Lifecycle, process_age_s, run_server, stop_with
 from moestro.web.prometheus import CONTENT_TYPE
-from moestro.web.statistics import Durations, EngineStatistics, LiveStatistics
+from moestro.web.statistics import Durations, EngineStatistics, LiveStatistics, limit_in
 
 _SUMMED = ("num_in_flight", "num_decisions")
 _UP = "up"

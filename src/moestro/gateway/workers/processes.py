@@ -27,10 +27,9 @@ from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.server import WorkerPlace, route
 from moestro.gateway.settings import ROUTE_NEEDS, RouteSettings
 from moestro.gateway.workers.operators import OperatorsPlace, serve_operators
-from moestro.web.access.shared_limits import SharedLimits
+from moestro.web.access.rate_limits import SharedLimits
 from moestro.web.ports.connections import bound_socket
-from moestro.web.ports.lifecycle import EXIT_S
-from moestro.web.ports.startup import set_up_logging
+from moestro.web.ports.lifecycle import EXIT_S, set_up_logging
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from transformers.utils import logging as hf_logging
 
 from moestro.errors import UnsupportedModelError
-from moestro.files.checkpoint_files import find_weights
+from moestro.files.checkpoint import find_weights
 from moestro.files.config_fields import layer_of_name
 from moestro.model.attention import register_attention
 from moestro.model.experts.expert_slots import pick_expert

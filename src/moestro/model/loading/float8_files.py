@@ -14,8 +14,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
-from moestro.files.config_fields import layer_of_name
-from moestro.files.tensor_headers import TensorHeader
+from moestro.files.config_fields import TensorHeader, layer_of_name
 from moestro.model.experts.routed import PackedExperts, is_experts, weight_names
 from moestro.model.float8 import BLOCK, FLOAT8, SCALES, Float8Linear, Float8Weight, ScaleBlock, empty_parameter
 

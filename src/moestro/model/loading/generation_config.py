@@ -7,7 +7,7 @@ from typing import Any
 
 from moestro.core.request import SAMPLING_RANGES, SamplingDefaults
 from moestro.errors import UnsupportedModelError, shown_literal
-from moestro.files.checkpoint_files import read_json_object
+from moestro.files.checkpoint import read_json_object
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:

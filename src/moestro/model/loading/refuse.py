@@ -17,8 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moestro.errors import UnsupportedModelError, shown
-from moestro.files.config_fields import layer_of_name
-from moestro.files.tensor_headers import TensorHeader
+from moestro.files.config_fields import TensorHeader, layer_of_name
 
 # Families whose logits the parity tests compare with transformers' own.
 TESTED_FAMILIES = frozenset(

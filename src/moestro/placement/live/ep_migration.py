@@ -18,8 +18,16 @@ from moestro.core.experts.layer_moves import LayerPlan, SettledLayer, with_layer
 from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.errors import NoEngineError
 from moestro.placement.live.migration import MigrationProgress
-from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
-from moestro.wire.messages import FromRank, Ready, ToRank
+from moestro.wire.messages import (
+    DropLayer,
+    ExpertsPlaced,
+    FromRank,
+    LayerMoving,
+    LayerSettled,
+    MoveLayer,
+    Ready,
+    ToRank,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from moestro.planner.settings import PlanSettings
 from moestro.sim.cluster import Workload
 from moestro.sim.load.arrivals import AtTimes
 from moestro.sim.load.router_record import read_record
-from moestro.workload.generated.arrivals import at_rate, faster, poisson, replay
+from moestro.workload.generated.draws import at_rate, faster, poisson, replay
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows, equal_rows
 from moestro.workload.traces.reading import read_trace

@@ -9,10 +9,21 @@ from numpy.typing import NDArray
 
 from moestro.repro.amoe.findings import AmoeCell, AmoeFindings, ClosedRun, mean_stall, most_stall
 from moestro.repro.amoe.loads import LENGTHS
-from moestro.repro.amoe.paper import GAINS, LINEAR_BATCH, SCALING, STALLS, TWO_MACHINES
-from moestro.repro.amoe.parts import FLFS, MTFS, POPULARITIES, RATES, SKEWED, panel
+from moestro.repro.amoe.paper import (
+    FLFS,
+    GAINS,
+    LINEAR_BATCH,
+    MTFS,
+    POPULARITIES,
+    RATES,
+    SCALING,
+    SKEWED,
+    STALLS,
+    TWO_MACHINES,
+    panel,
+)
 from moestro.repro.amoe.systems import ASYNC, EP, EP_STALLS, OVERLAP, PING_PONG_NAME, REPLICAS
-from moestro.repro.paper_setup import PaperFigure
+from moestro.repro.experiment import PaperFigure
 from moestro.repro.results import Claim
 
 _EQUAL = 0.02  # figures that differ by less count as equal

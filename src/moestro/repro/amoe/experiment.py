@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from rich.console import RenderableType
 
-from moestro.repro.amoe.beds import Bed
 from moestro.repro.amoe.claims import claims_of
-from moestro.repro.amoe.closed_runs import Ladder
 from moestro.repro.amoe.findings import (
     AmoeCell,
     AmoeFindings,
@@ -23,15 +21,12 @@ from moestro.repro.amoe.findings import (
     requests,
     throughput,
 )
-from moestro.repro.amoe.loads import LENGTHS, open_load
-from moestro.repro.amoe.paper import FIGURES, SETUP
-from moestro.repro.amoe.parts import QUICK, WHOLE, Part
-from moestro.repro.amoe.serving import Seen, serve_open
-from moestro.repro.amoe.systems import ABOUT, ASYNC, Built, build
+from moestro.repro.amoe.loads import LENGTHS, Ladder, Seen, open_load, serve_open
+from moestro.repro.amoe.paper import FIGURES, QUICK, SETUP, WHOLE, Part
+from moestro.repro.amoe.systems import ABOUT, ASYNC, Bed, Built, build
 from moestro.repro.experiment import PartsExperiment, chosen_parts
-from moestro.repro.results import Claim
+from moestro.repro.results import Claim, Column, grid_table
 from moestro.repro.settings import ReproSettings
-from moestro.repro.tables import Column, grid_table
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # figure 3
 _COLUMNS = (

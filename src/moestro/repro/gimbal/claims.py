@@ -23,7 +23,7 @@ from moestro.repro.gimbal.systems import (
     VLLM_LEAST,
 )
 from moestro.repro.results import Claim
-from moestro.workload.generated.length_shapes import SHAPES
+from moestro.workload.generated.draws import SHAPES
 
 _ENGINES = {
     "scarce_": "scarce KV memory",

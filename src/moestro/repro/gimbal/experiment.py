@@ -11,14 +11,21 @@ from rich.console import RenderableType
 from moestro.errors import ConfigError
 from moestro.repro.experiment import PartsExperiment, chosen_parts
 from moestro.repro.gimbal import GimbalSettings
-from moestro.repro.gimbal.beds import BLOCK_SIZE
 from moestro.repro.gimbal.claims import claims_of
 from moestro.repro.gimbal.findings import GimbalCell, GimbalFindings, ttft_p99
-from moestro.repro.gimbal.loads import fitting, recorded_routing, shaped_load, tenant_load, user_load, with_domains
-from moestro.repro.gimbal.paper import FIGURES, SETUP
-from moestro.repro.gimbal.parts import P99_GOAL_MS, QUICK, GimbalPart, whole
-from moestro.repro.gimbal.serving import RunName, serve, serve_prefixes
-from moestro.repro.gimbal.systems import SYSTEMS
+from moestro.repro.gimbal.loads import (
+    RunName,
+    fitting,
+    recorded_routing,
+    serve,
+    serve_prefixes,
+    shaped_load,
+    tenant_load,
+    user_load,
+    with_domains,
+)
+from moestro.repro.gimbal.paper import FIGURES, P99_GOAL_MS, QUICK, SETUP, GimbalPart, whole
+from moestro.repro.gimbal.systems import BLOCK_SIZE, SYSTEMS
 from moestro.repro.gimbal.tables import tables_of
 from moestro.repro.results import Claim
 from moestro.repro.testbed import TimedLoad

@@ -3,14 +3,221 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from moestro.cost.popularity import PopularityForm
 from moestro.engine.policies.ordering.ageing import Sjf
-from moestro.repro.experiment import PartsExperiment
+from moestro.repro.experiment import PaperFigure, PartsExperiment, SetupRow
 from moestro.repro.gimbal.findings import GimbalFindings
-from moestro.repro.gimbal.parts import GimbalPart
-from moestro.repro.gimbal.systems import DPLB, EDR, GIMBAL_V1, SJFS, VLLM
-from moestro.repro.paper_setup import PaperFigure, SetupRow
+from moestro.repro.gimbal.loads import CHATS, OWN_TEXTS, USERS, Tenants
+from moestro.repro.gimbal.systems import (
+    DPLB,
+    EDR,
+    GIMBAL_V1,
+    MOESTRO,
+    PLACEMENTS,
+    REPEATED,
+    RIVALS,
+    SJFS,
+    STACK,
+    TABLE,
+    V1_NO_USERS,
+    VLLM,
+    EpBed,
+    Routing,
+)
 from moestro.routing.policies.gimbal import GimbalV1
+from moestro.workload.generated.draws import SHAPES, Shape
+from moestro.workload.generated.sessions import API_AGENT, SessionShape
+
+# The parts of Gimbal's experiment. Each is a file, so that a run can be stopped and go on.
+
+RATES, HIGH = (1.0, 1.2, 1.4), 1.4  # requests a second (section V-B1)
+SEEDS = (0, 1, 2)  # the paper repeats its runs at 1.4 requests a second three times
+P99_GOAL_MS = 4_900.0  # "our environment consistently has a P99 TTFT" below this at 1.4 requests a second (V-A2)
+
+# KV blocks of a rank with which a healthy engine has that P99 TTFT: `kv_memory` finds a factor of 1.0 with 512 blocks.
+SCARCE_BLOCKS = 512
+
+Found = Literal["", "slowdown", "rate"]
+_TWO_A100 = EpBed()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GimbalPart:
+    """One load of the experiment.
+
+    Attributes:
+        name: the load.
+        finds: what is chosen so that the baseline's P99 TTFT is near the age threshold: `slowdown`, the factor on the
+            engine's steps, at the last rate; `rate`, the rate of a healthy engine; "", nothing.
+        bed: testbed.
+        shape: shape of the lengths.
+        num_requests: requests of a run.
+        rates: requests a second.
+        systems: systems, the baseline first.
+        repeated: systems that the last rate runs under further seeds.
+        seeds: seeds of requests, arrivals, popularity and gate; the first serves all systems and rates.
+        kv_blocks: KV blocks of a rank that are tried; none means the bed's.
+        skews: exponents of Zipf that are tried; none means the bed's.
+        routings: origins of the experts of tokens that are tried; none means the bed's.
+        users: users whose requests have beginnings in common. None means lengths of a shape.
+        num_runs: runs of a part about prefix hits.
+        tenants: tenants with experts of their own. None means that all requests have the same.
+    """
+
+    name: str
+    finds: Found = ""
+    bed: EpBed = _TWO_A100
+    shape: Shape = "random"
+    num_requests: int = 1000
+    rates: tuple[float, ...] = RATES
+    systems: tuple[str, ...] = TABLE
+    repeated: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    kv_blocks: tuple[int, ...] = ()
+    skews: tuple[float, ...] = ()
+    routings: tuple[Routing, ...] = ()
+    users: SessionShape | None = None
+    num_runs: int = 5
+    tenants: Tenants | None = None
+
+    @property
+    def settings(self) -> list[str]:
+        """What the part varies, or "" alone."""
+        return [*(f"{each:g}" for each in (*self.kv_blocks, *self.skews)), *self.routings] or [""]
+
+    def bed_of(self, setting: str) -> EpBed:
+        """The bed under one of the settings."""
+        if self.kv_blocks:
+            return replace(self.bed, num_blocks=int(setting))
+        if self.skews:
+            return replace(self.bed, popularity=replace(self.bed.popularity, skew=float(setting)))
+        if self.routings:
+            [routing] = [each for each in self.routings if each == setting]
+            return replace(self.bed, routing=routing)
+        return self.bed
+
+    @property
+    def counts_hits(self) -> bool:
+        """Whether the part is about prefix hits alone."""
+        return self.users is not None and self.tenants is None
+
+
+# Eight GPUs: users stay on their rank, and each of four domains has its own hot experts. With 300 steps between two
+# plans, a run of a thousand steps has several.
+_SOURCES = EpBed(
+    num_ranks=8, popularity=PopularityForm(hot_ids="permuted", num_domains=4), num_spares=2, interval_steps=300
+)
+_NUM_TENANT_REQUESTS = 300  # some 20 s of arrivals
+_PREFIX_SYSTEMS = (VLLM, GIMBAL_V1, V1_NO_USERS, MOESTRO)
+_OVERLOADED = 1000  # requests of the part `overload`; a shorter run has no P99 TTFT of seconds at any rate
+
+
+# Parts with the recorded routing of GPT-OSS-20B: what placement finds in it, beside the same choices without affinity
+# between layers, and beside drawn ones. In `routing_sources`, the four domains are data sets of the recording.
+_RECORDED = (
+    GimbalPart(
+        name="routing", num_requests=_NUM_TENANT_REQUESTS, rates=(6.0,), shape="average", systems=PLACEMENTS,
+        bed=EpBed(network="gpt-oss-20b", interval_steps=500), routings=("recorded", "shifted", "drawn"),
+    ),
+    GimbalPart(
+        name="routing_sources", num_requests=_NUM_TENANT_REQUESTS, rates=(16.0,), shape="average", systems=PLACEMENTS,
+        bed=replace(_SOURCES, network="gpt-oss-20b", num_machines=2), routings=("recorded", "shifted"),
+        tenants=Tenants(),
+    ),
+)  # fmt: skip
+
+
+def _latency_tables(num_requests: int) -> list[GimbalPart]:
+    """Parts of all shapes: a healthy engine, a slow one, one with scarce KV memory, and this one on equal seeds."""
+    parts = [GimbalPart(name=f"healthy_{shape}", shape=shape, num_requests=num_requests) for shape in SHAPES]
+    parts += [
+        GimbalPart(
+            name=f"slow_{shape}", finds="slowdown", shape=shape, num_requests=num_requests, repeated=REPEATED,
+            seeds=SEEDS,
+        )
+        for shape in SHAPES
+    ]  # fmt: skip
+    parts += [
+        GimbalPart(
+            name=f"scarce_{shape}", shape=shape, num_requests=num_requests, repeated=REPEATED, seeds=SEEDS,
+            bed=replace(_TWO_A100, num_blocks=SCARCE_BLOCKS),
+        )
+        for shape in SHAPES
+    ]  # fmt: skip
+    parts += [
+        GimbalPart(
+            name=f"equal_{shape}", shape=shape, num_requests=num_requests, rates=(HIGH,), systems=RIVALS,
+            repeated=RIVALS, seeds=SEEDS, bed=replace(_TWO_A100, num_blocks=SCARCE_BLOCKS),
+        )
+        for shape in SHAPES
+    ]  # fmt: skip
+    return parts
+
+
+def whole(num_requests: int, *, has_recording: bool = False) -> tuple[GimbalPart, ...]:
+    """Return all parts, with so many requests in each run of the latency tables.
+
+    Args:
+        has_recording: whether there is recorded routing, which some parts need.
+    """
+    parts = _latency_tables(num_requests)
+    parts += [
+        GimbalPart(name="overload_random", finds="rate", num_requests=_OVERLOADED, rates=()),
+        GimbalPart(
+            name="kv_memory", finds="slowdown", shape="central", num_requests=num_requests, rates=(HIGH,),
+            systems=(VLLM, DPLB, GIMBAL_V1, MOESTRO), kv_blocks=(384, 512, 1024, 4096),
+        ),
+        GimbalPart(
+            name="skew", shape="average", num_requests=_NUM_TENANT_REQUESTS, rates=(6.0,), skews=(0.0, 0.3, 0.6, 1.0),
+            systems=("place:static", "place:eplb", "place:gimbal_v1", "place:moestro"), bed=EpBed(interval_steps=500),
+        ),
+    ]  # fmt: skip
+    parts += [
+        GimbalPart(
+            name=f"prefix_{name}", users=users, num_requests=10_000, rates=(30.0,), systems=_PREFIX_SYSTEMS,
+            bed=EpBed(has_cache=True),
+        )
+        for name, users in (("users", USERS), ("own_texts", OWN_TEXTS), ("chats", CHATS))
+    ]  # fmt: skip
+    for name, machines, shuffled in (("", 1, False), ("_two_machines", 2, False), ("_shuffled", 2, True)):
+        parts.append(
+            GimbalPart(
+                name=f"sources{name}", num_requests=_NUM_TENANT_REQUESTS, rates=(16.0,), shape="average",
+                systems=PLACEMENTS, bed=replace(_SOURCES, num_machines=machines), tenants=Tenants(is_shuffled=shuffled),
+            )
+        )  # fmt: skip
+    parts.append(
+        GimbalPart(
+            name="stack", num_requests=400, rates=(48.0,), users=API_AGENT, systems=STACK,
+            bed=replace(_SOURCES, num_ranks=4, num_machines=2, interval_steps=200, has_cache=True),
+            tenants=Tenants(drifts=True),
+        )
+    )  # fmt: skip
+    return (*parts, *_RECORDED) if has_recording else tuple(parts)
+
+
+QUICK = (
+    GimbalPart(
+        name="healthy_random", num_requests=24, rates=(HIGH,), bed=EpBed(interval_steps=200),
+        systems=(VLLM, DPLB, SJFS, EDR, GIMBAL_V1, MOESTRO),
+    ),
+    GimbalPart(
+        name="kv_memory", finds="slowdown", shape="central", num_requests=12, rates=(HIGH,), systems=(VLLM, DPLB),
+        kv_blocks=(384,),
+    ),
+    GimbalPart(
+        name="prefix_users", users=USERS, num_requests=400, rates=(8.0,), num_runs=2,
+        systems=(VLLM, GIMBAL_V1, V1_NO_USERS), bed=EpBed(has_cache=True),
+    ),
+    GimbalPart(
+        name="sources", num_requests=24, rates=(16.0,), systems=("place:static", "place:eplb", "place:moestro"),
+        bed=replace(_SOURCES, interval_steps=60), tenants=Tenants(),
+    ),
+)  # fmt: skip
+
 
 _Experiment = PartsExperiment[GimbalFindings, GimbalPart]
 

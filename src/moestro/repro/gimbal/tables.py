@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from moestro.repro.gimbal.findings import FIGURES, GimbalFindings
-from moestro.repro.gimbal.parts import GimbalPart
+from moestro.repro.gimbal.paper import GimbalPart
 from moestro.repro.gimbal.systems import SYSTEMS
 
 _CAPTION = "simulated; means over seeds; in brackets the change from the first system, over the seeds of both"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from moestro.repro.lmetric.courses import Course
+from moestro.repro.experiment import ClaimRow, PaperFigure
 from moestro.repro.lmetric.findings import (
     BASELINE,
     FIGURES,
@@ -20,6 +20,7 @@ from moestro.repro.lmetric.findings import (
     PAPER_POLICY,
     RIVALS,
     Classes,
+    Course,
     Difference,
     Errors,
     Hotspots,
@@ -44,7 +45,6 @@ from moestro.repro.lmetric.paper import (
     TUNED_TPOT,
     TUNED_TTFT,
 )
-from moestro.repro.paper_setup import ClaimRow, PaperFigure
 from moestro.repro.results import Claim
 from moestro.repro.testbed import ServingFigures
 

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from moestro.repro.experiment import Experiment
-from moestro.repro.lmetric.courses import PERCENTILES, Course
 from moestro.repro.lmetric.findings import (
     BASELINE,
     FIGURES,
@@ -19,6 +18,8 @@ from moestro.repro.lmetric.findings import (
     LIGHT,
     OUR_POLICY,
     PAPER_POLICY,
+    PERCENTILES,
+    Course,
     LmetricFindings,
 )
 

@@ -16,9 +16,7 @@ from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.errors import ConfigError
 from moestro.repro.experiment import Experiment, show_no_step
 from moestro.repro.lmetric import LmetricSettings
-from moestro.repro.lmetric.adversary import with_hot_prefix
 from moestro.repro.lmetric.claims import CLAIMS, claims_of
-from moestro.repro.lmetric.courses import course_of
 from moestro.repro.lmetric.findings import (
     BASELINE,
     FIGURES,
@@ -36,14 +34,14 @@ from moestro.repro.lmetric.findings import (
     LmetricFindings,
     Pair,
     Sweep,
+    course_of,
     difference,
+    tables_of,
 )
 from moestro.repro.lmetric.paper import FIGURES as PAPER_FIGURES
-from moestro.repro.lmetric.paper import SETUP
-from moestro.repro.lmetric.rollout import RolledOutTtft, Watched, WatchedClasses
-from moestro.repro.lmetric.tables import tables_of
+from moestro.repro.lmetric.paper import SCORED_SEED, SETUP, TUNING_SEED, Source, generated_sources, trace_sources
+from moestro.repro.lmetric.rollout import RolledOutTtft, Watched, WatchedClasses, with_hot_prefix
 from moestro.repro.results import Claim
-from moestro.repro.sources import SCORED_SEED, TUNING_SEED, Source, generated_sources, trace_sources
 from moestro.repro.testbed import (
     ServingFigures,
     Testbed,
@@ -62,7 +60,7 @@ from moestro.routing.scoring import Scored
 from moestro.routing.ttft import priced_ttft
 from moestro.sim.figures.results import Results
 from moestro.sim.signals import SignalSettings
-from moestro.workload.generated.arrivals import at_rate
+from moestro.workload.generated.draws import at_rate
 
 GPU = "h20"
 SHARES = (HALF, 0.9, 1.2)  # rates as shares of the capacity; most of the paper's figures are at a half

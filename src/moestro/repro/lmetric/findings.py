@@ -2,17 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
 
+from moestro.core.clock import NS_PER_S
 from moestro.core.student_t import student_t_quantile
-from moestro.repro.lmetric.courses import Course
 from moestro.repro.results import Findings
-from moestro.repro.testbed import RoutedCell, ServingFigures, paired_interval
+from moestro.repro.testbed import RoutedCell, ServingFigures, counted_prefill, paired_interval
+from moestro.sim.figures.results import WINDOW_NS, Results
+
+# The course of a run: what LMetric's paper draws over time or as a distribution (Fig. 7 to 10, 21 to 24, 26, 27).
+
+Floats = NDArray[np.float64]
+
+PERCENTILES = (*range(0, 100, 2), 99, 100)  # of the curves
+_DIGITS = 4  # significant digits of stored series
+
+
+class Course(msgspec.Struct, frozen=True, kw_only=True):
+    """One run at half of the capacity, in windows of `window_s` seconds, without its lead-in.
+
+    Attributes:
+        ttft_ms, tpot_ms: latency at each of PERCENTILES.
+        hit_ratio: share of the prompt tokens that came from the cache, by window of arrival.
+        prefill_s: prefill seconds in each window of two engines, those whose prefill seconds vary most between windows
+            (section 4.3).
+        prefill_spread: standard deviation of prefill seconds over all engines, divided by their mean, the mean over
+            windows.
+    """
+
+    load: str
+    system: str
+    window_s: float
+    ttft_ms: tuple[float, ...]
+    tpot_ms: tuple[float, ...]
+    hit_ratio: tuple[float, ...]
+    prefill_s: tuple[tuple[float, ...], tuple[float, ...]]
+    prefill_spread: float
+
+    @property
+    def mean_prefill_s(self) -> tuple[float, float]:
+        """Prefill seconds of a window of the two engines, means over the windows."""
+        first, second = self.prefill_s
+        return sum(first) / len(first), sum(second) / len(second)
+
+
+def course_of(load: str, system: str, results: Results, num_lead_in: int) -> Course:
+    """The course of a run in which every request was answered.
+
+    Args:
+        num_lead_in: first requests left out.
+    """
+    counted = slice(num_lead_in, None)
+    gaps = results.num_tokens[counted].astype(np.int64) - 1
+    tpot_ns = (results.last_token_ns - results.first_token_ns)[counted][gaps > 0] / gaps[gaps > 0]
+    prefill = counted_prefill(results, num_lead_in)
+    unsteady = np.argsort(prefill.std(axis=1))[::-1][:2]
+    return Course(
+        load=load,
+        system=system,
+        window_s=WINDOW_NS / NS_PER_S,
+        ttft_ms=_curve((results.first_token_ns - results.arrival_ns)[counted]),
+        tpot_ms=_curve(tpot_ns),
+        hit_ratio=_rounded(_hit_ratios(results, num_lead_in)),
+        prefill_s=(_rounded(prefill[unsteady[0]]), _rounded(prefill[unsteady[-1]])),
+        prefill_spread=float((prefill.std(axis=0) / np.maximum(prefill.mean(axis=0), 1e-9)).mean()),
+    )
+
+
+def _curve(values_ns: NDArray[np.int64] | Floats) -> tuple[float, ...]:
+    return _rounded(np.percentile(values_ns / 1e6, PERCENTILES))
+
+
+def _hit_ratios(results: Results, num_lead_in: int) -> Floats:
+    """The hit ratio of the requests that arrived in each window, float64[windows]; 0 for a window without any."""
+    window = results.arrival_ns[num_lead_in:] // WINDOW_NS
+    window = window - window[0]
+    hits, prompts = (
+        np.bincount(window, column[num_lead_in:]) for column in (results.num_hit_tokens, results.num_prompt_tokens)
+    )
+    ratios: Floats = hits / np.maximum(prompts, 1)
+    return ratios
+
+
+def _rounded(values: Floats) -> tuple[float, ...]:
+    return tuple(float(f"{value:.{_DIGITS}g}") for value in values.tolist())
+
 
 NETWORK, OTHER_NETWORK = "qwen3-30b-a3b", "qwen2-7b"
 HALF = 0.5
@@ -191,3 +272,75 @@ class LmetricFindings(Findings[LmetricCell], kw_only=True):
     def shares(self, load: str) -> list[float]:
         """The rates of a load with the first network, as shares of its capacity, ascending."""
         return sorted({cell.share for cell in self.cells if (cell.load, cell.network) == (load, NETWORK)})
+
+
+# Tables of LMetric's findings for a terminal.
+
+_VERDICTS = {"better": "[green]better[/]", "undecided": "[dim]undecided[/]", "worse": "[red]worse[/]"}
+
+
+def tables_of(findings: LmetricFindings) -> Iterator[Table]:
+    """A table for each load and rate, the tuned parameters, then the comparison of `moestro` with its rivals."""
+    groups: dict[tuple[str, str, float], list[LmetricCell]] = {}
+    for cell in findings.cells:
+        groups.setdefault((cell.load, cell.network, cell.share), []).append(cell)
+    for cells in groups.values():
+        yield _table(cells)
+    if findings.sweeps:
+        yield _sweeps(findings)
+    if findings.ages:
+        yield _ages(findings)
+    if findings.pairs:
+        yield _pairs(findings)
+
+
+def _table(cells: Sequence[LmetricCell]) -> Table:
+    first = cells[0]
+    origin = "generated sessions" if first.is_generated else "trace"
+    title = f"{first.load} ({origin}), {first.network}: {first.rate:.1f} requests/s, {first.share:.0%} of the capacity,"
+    title += f" {first.measured.num_counted:,} requests counted, which arrived in {first.measured.span_s:,.0f} s"
+    columns = ("policy", *(f"{name}, ms" for name in FIGURES), "TTFT P50, ms", "hits", "requests, max/mean")
+    table = Table(*columns, title=title, caption="simulated; the least of each column in bold")
+    best = {name: min(of(cell.measured) for cell in cells) for name, of in FIGURES.items()}
+    for cell in cells:
+        figures = cell.measured
+        values = {name: of(figures) for name, of in FIGURES.items()}
+        shown = [f"[bold]{v:.1f}[/]" if v == best[name] else f"{v:.1f}" for name, v in values.items()]
+        spread = (f"{figures.ttft_ms.p50:.1f}", f"{figures.hit_ratio:.3f}", f"{figures.request_imbalance:.2f}")
+        table.add_row(cell.system, *shown, *spread)
+    return table
+
+
+def _ages(findings: LmetricFindings) -> Table:
+    title = "Figures of engines that come at intervals, at half of the capacity; change from figures of every step"
+    table = Table(
+        "load", "policy", "every, ms", "TTFT mean, ms", "", "TPOT mean, ms", "", title=title, caption="simulated"
+    )
+    for aged in findings.ages:
+        row = [aged.load, aged.policy, f"{aged.period_ms:g}"]
+        for name in ("TTFT mean", "TPOT mean"):
+            value = FIGURES[name](aged.measured)
+            row += [f"{value:.1f}", percent(value / FIGURES[name](findings.fresh(aged)) - 1)]
+        table.add_row(*row)
+    return table
+
+
+def _pairs(findings: LmetricFindings) -> Table:
+    title = "Ours against the best rival of each cell: difference and its 95 % interval (below 0: ours is less)"
+    table = Table("load", "share", "figure", "best rival", "difference", "", title=title)
+    for pair in findings.pairs:
+        cells = (pair.load, f"{pair.share:.0%}", pair.figure, pair.other, str(pair.difference))
+        table.add_row(*cells, _VERDICTS[pair.difference.verdict])
+    return table
+
+
+def _sweeps(findings: LmetricFindings) -> Table:
+    columns = ("load", "policy", "parameter", "tried", "best", "TTFT mean, ms", "TPOT mean, ms")
+    table = Table(*columns, title="Parameters tuned at half of the capacity, on other requests than the scored ones")
+    for load, by_policy in findings.sweeps.items():
+        for sweep in by_policy.values():
+            value, figures = sweep.best
+            tried = ", ".join(f"{each:g}" for each, _ in sweep.values)
+            latencies = (f"{figures.ttft_ms.mean:.1f}", f"{figures.tpot_ms.mean:.1f}")
+            table.add_row(load, sweep.policy, sweep.parameter, tried, f"{value:g}", *latencies)
+    return table

@@ -6,8 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moestro.repro.modes.cases import SYSTEMS, MapCase
-from moestro.repro.modes.experiment import GOAL, ModesExperiment
-from moestro.repro.modes.findings import ITL_BOUNDS_MS, ModesFindings
+from moestro.repro.modes.experiment import GOAL, ITL_BOUNDS_MS, ModesExperiment, ModesFindings
 
 _COLUMNS = 4
 

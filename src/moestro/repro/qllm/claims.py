@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from moestro.repro.paper_setup import ClaimRow
-from moestro.repro.qllm.engines import (
+from moestro.repro.experiment import ClaimRow
+from moestro.repro.qllm.loads import (
     AGE_S,
     EXPERT,
     EXPERT_AGED,
@@ -19,9 +19,26 @@ from moestro.repro.qllm.engines import (
     ITERATION_MIXED,
     RUN_TO_COMPLETION,
 )
-from moestro.repro.qllm.findings import Figure, QllmFindings, be_ttft, be_turnaround, ls_ttft, throughput
-from moestro.repro.qllm.paper import COMPARABLE, EQUAL, HELD_UP_TO, MEAN_FACTOR, MOST_FACTOR, TURNAROUND_FACTOR
-from moestro.repro.qllm.sweep import READINGS, SweepPoint, at_rates, paper_rates, ratios, sweep_point
+from moestro.repro.qllm.paper import (
+    COMPARABLE,
+    EQUAL,
+    HELD_UP_TO,
+    MEAN_FACTOR,
+    MOST_FACTOR,
+    READINGS,
+    TURNAROUND_FACTOR,
+    Figure,
+    QllmFindings,
+    SweepPoint,
+    at_rates,
+    be_ttft,
+    be_turnaround,
+    ls_ttft,
+    paper_rates,
+    ratios,
+    sweep_point,
+    throughput,
+)
 from moestro.repro.results import Claim
 
 Row = ClaimRow[QllmFindings, Any]

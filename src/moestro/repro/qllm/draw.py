@@ -11,10 +11,16 @@ from matplotlib.ticker import FuncFormatter
 
 from moestro.repro import curves
 from moestro.repro.grid import GridExperiment
-from moestro.repro.qllm.engines import EXPERT, RUN_TO_COMPLETION, SLO_S
-from moestro.repro.qllm.findings import QllmFindings, ls_ttft
-from moestro.repro.qllm.paper import MEAN_FACTOR, TURNAROUND_FACTOR
-from moestro.repro.qllm.sweep import SweepPoint, paper_rates, sweep_point
+from moestro.repro.qllm.loads import EXPERT, RUN_TO_COMPLETION, SLO_S
+from moestro.repro.qllm.paper import (
+    MEAN_FACTOR,
+    TURNAROUND_FACTOR,
+    QllmFindings,
+    SweepPoint,
+    ls_ttft,
+    paper_rates,
+    sweep_point,
+)
 
 
 def pictures(experiment: GridExperiment[QllmFindings], findings: QllmFindings) -> dict[str, Figure]:

@@ -14,7 +14,8 @@ from moestro.core.clock import NS_PER_S
 from moestro.repro.grid import GridExperiment, GridPlan, Line, Panel, PlannedLoad, plan_for
 from moestro.repro.qllm import QllmSettings
 from moestro.repro.qllm.claims import CLAIMS, claims_of
-from moestro.repro.qllm.engines import (
+from moestro.repro.qllm.loads import (
+    ANSWER_LIMITS,
     ENGINES,
     EXPERT,
     EXPERT_AGED,
@@ -24,11 +25,19 @@ from moestro.repro.qllm.engines import (
     ITERATION,
     ITERATION_AGED,
     ITERATION_MIXED,
+    MIDDLE,
+    PAPER_RATES,
     RUN_TO_COMPLETION,
+    SHORT,
     SLO_S,
     make_engine,
+    make_rows,
+    offsets_ns,
+    planned,
 )
-from moestro.repro.qllm.findings import (
+from moestro.repro.qllm.paper import (
+    FIGURES,
+    SETUP,
     ClassFigures,
     QllmCell,
     QllmFindings,
@@ -37,13 +46,11 @@ from moestro.repro.qllm.findings import (
     ls_ttft,
     ls_ttft_p99,
     ls_turnaround,
+    sweep_point,
+    sweep_table,
     throughput,
 )
-from moestro.repro.qllm.loads import ANSWER_LIMITS, MIDDLE, PAPER_RATES, SHORT, make_rows, offsets_ns, planned
-from moestro.repro.qllm.paper import FIGURES, SETUP
-from moestro.repro.qllm.sweep import sweep_point, sweep_table
-from moestro.repro.results import Claim
-from moestro.repro.tables import Column
+from moestro.repro.results import Claim, Column
 from moestro.repro.testbed import LEAD_IN, latency_ms
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.router import Router

@@ -2,16 +2,103 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
+from rich.table import Table
 
 from moestro.cost.gpus import A100
+from moestro.repro.experiment import PaperFigure, SetupRow
 from moestro.repro.grid import GridExperiment, PlannedLoad
-from moestro.repro.paper_setup import PaperFigure, SetupRow
-from moestro.repro.qllm.engines import ENGINES, FCFS, NUM_PLACES, RUN_TO_COMPLETION, SLO_S, WEIGHT_BYTES, make_engine
-from moestro.repro.qllm.findings import QllmFindings
-from moestro.repro.qllm.loads import WHOLE_ANSWERS, make_rows, offsets_ns
+from moestro.repro.qllm.loads import (
+    ENGINES,
+    EXPERT,
+    FCFS,
+    NUM_PLACES,
+    PAPER_RATES,
+    RUN_TO_COMPLETION,
+    SLO_S,
+    WEIGHT_BYTES,
+    WHOLE_ANSWERS,
+    make_engine,
+    make_rows,
+    offsets_ns,
+)
+from moestro.repro.results import Cell, Findings
+from moestro.repro.testbed import Latency
+
+# The findings of QLLM's experiment.
+
+
+class ClassFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of the requests of one class; turnaround is the time from arrival to the last token."""
+
+    num_requests: int
+    ttft_ms: Latency
+    turnaround_ms: Latency
+
+
+class QllmCell(Cell, frozen=True, kw_only=True):
+    """One run, without the first LEAD_IN of its requests. Throughput counts all, from first arrival to last end.
+
+    Attributes:
+        system: engine.
+        ls: latency-sensitive requests.
+        be: best-effort requests.
+    """
+
+    system: str = msgspec.field(name="engine")
+    ls: ClassFigures
+    be: ClassFigures
+    requests_per_s: float
+    tokens_per_s: float
+
+
+class QllmFindings(Findings[QllmCell], kw_only=True):
+    """All runs. `lengths` says where the requests' lengths come from."""
+
+    lengths: str = ""
+
+
+Figure = Callable[[QllmCell], float]
+
+
+def ls_ttft(cell: QllmCell) -> float:
+    """Return the mean TTFT of latency-sensitive requests, ms."""
+    return cell.ls.ttft_ms.mean
+
+
+def ls_ttft_p99(cell: QllmCell) -> float:
+    """Return the 99th percentile of TTFT of latency-sensitive requests, ms."""
+    return cell.ls.ttft_ms.p99
+
+
+def be_ttft(cell: QllmCell) -> float:
+    """Return the mean TTFT of best-effort requests, ms."""
+    return cell.be.ttft_ms.mean
+
+
+def ls_turnaround(cell: QllmCell) -> float:
+    """Return the mean turnaround of latency-sensitive requests, ms."""
+    return cell.ls.turnaround_ms.mean
+
+
+def be_turnaround(cell: QllmCell) -> float:
+    """Return the mean turnaround of best-effort requests, ms."""
+    return cell.be.turnaround_ms.mean
+
+
+def throughput(cell: QllmCell) -> float:
+    """Return the throughput, requests a second."""
+    return cell.requests_per_s
+
+
+def num_answer_tokens(cell: QllmCell) -> float:
+    """Return the mean length of the answers, tokens."""
+    return cell.tokens_per_s / cell.requests_per_s
+
 
 _Experiment = GridExperiment[QllmFindings]
 
@@ -133,3 +220,123 @@ HELD_UP_TO = _figure(
 )  # fmt: skip
 COMPARABLE = _figure("throughput over the baseline's: comparable or slightly higher", "Fig. 3", 1.0, 1 - EQUAL)
 FIGURES = (MEAN_FACTOR, MOST_FACTOR, TURNAROUND_FACTOR, HELD_UP_TO, COMPARABLE)
+
+
+# What the paper states, beside what was found with each length of answers.
+
+# The paper's text has two baselines: Q1 says that TGI runs batches to completion; sections 2.3 and 3.2 and Fig. 1a
+# describe continuous batching.
+READINGS = {RUN_TO_COMPLETION: "run-to-completion (Q1)", FCFS: "continuous batching (2.3, 3.2, Fig. 1a)"}
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """The paper's figures with one length of answers and one baseline, each by rate and a mean over seeds.
+
+    Attributes:
+        load: the load.
+        baseline: engine of the baseline, one of READINGS.
+        num_answer_tokens: mean length of its answers, tokens.
+        is_judged: whether it was run at all of the paper's rates.
+        ttft: TTFT of LS of the baseline over that of QLLM.
+        turnaround: turnaround of LS, likewise.
+        throughput: throughput of QLLM over that of the baseline.
+        held: rates at which QLLM's mean TTFT of LS meets the objective.
+        held_by_baseline: rates at which the baseline's does.
+    """
+
+    load: str
+    baseline: str
+    num_answer_tokens: float
+    is_judged: bool
+    ttft: dict[float, float]
+    turnaround: dict[float, float]
+    throughput: dict[float, float]
+    held: list[float]
+    held_by_baseline: list[float]
+
+    @property
+    def mean_factor(self) -> float:
+        """Mean of `ttft` over the rates."""
+        return sum(self.ttft.values()) / len(self.ttft)
+
+    @property
+    def has_figure_2(self) -> bool:
+        """Whether QLLM meets the objective at every rate of the point, and the baseline at none."""
+        return set(self.held) == set(self.ttft) and not self.held_by_baseline
+
+    @property
+    def has_mean_factor(self) -> bool:
+        """Whether the factor on average is the paper's or more."""
+        return MEAN_FACTOR.is_reached(self.mean_factor)
+
+
+def ratios(
+    findings: QllmFindings, load: str, engines: tuple[str, str], of: Figure, rates: list[float] | None = None
+) -> dict[float, float]:
+    """The first engine's figure over the second's by rate, each the mean over seeds.
+
+    Args:
+        rates: rates at which the load was run. None means the paper's.
+    """
+    first, second = engines
+    return {
+        rate: float(findings.values(load, rate, first, of).mean() / findings.values(load, rate, second, of).mean())
+        for rate in (paper_rates(findings, load) if rates is None else rates)
+    }
+
+
+def paper_rates(findings: QllmFindings, load: str) -> list[float]:
+    """The paper's rates at which a load was run; all of its rates if there is none."""
+    rates = findings.rates(load)
+    return [rate for rate in rates if rate in PAPER_RATES] or rates
+
+
+def sweep_point(findings: QllmFindings, load: str, baseline: str = RUN_TO_COMPLETION) -> SweepPoint:
+    """Compare QLLM with a reading of the paper's baseline on a load."""
+    compared = (baseline, EXPERT)
+    return SweepPoint(
+        load=load,
+        baseline=baseline,
+        num_answer_tokens=float(findings.values(load, findings.rates(load)[0], EXPERT, num_answer_tokens).mean()),
+        is_judged=set(PAPER_RATES) <= set(findings.rates(load)),
+        ttft=ratios(findings, load, compared, ls_ttft),
+        turnaround=ratios(findings, load, compared, ls_turnaround),
+        throughput=ratios(findings, load, (EXPERT, baseline), throughput),
+        held=_held(findings, load, EXPERT),
+        held_by_baseline=_held(findings, load, baseline),
+    )
+
+
+def _held(findings: QllmFindings, load: str, engine: str) -> list[float]:
+    rates = paper_rates(findings, load)
+    return [rate for rate in rates if findings.values(load, rate, engine, ls_ttft).mean() <= SLO_S * 1e3]
+
+
+def sweep_table(points: list[SweepPoint]) -> Table:
+    """The paper's figures over the length of answers."""
+    table = Table(
+        "load", "tokens an answer", "TTFT of LS, x lower", "QLLM holds 3 s", "baseline holds 3 s", "throughput",
+        "LS turnaround, x lower", title="The paper's figures over the length of answers, which it does not state",
+        caption="simulated; QLLM beside run_to_completion, one reading of the paper's baseline, at its rates; means"
+        " over seeds",
+    )  # fmt: skip
+    table.add_row("the paper", "?", f"{MEAN_FACTOR.value:g} on average, up to {MOST_FACTOR.value:g}",
+                  f"up to {HELD_UP_TO.value:g}/s", "at no rate", "comparable or slightly higher",
+                  f"up to {TURNAROUND_FACTOR.value:g}", end_section=True)  # fmt: skip
+    for point in points:
+        table.add_row(
+            point.load,
+            f"{point.num_answer_tokens:.0f}",
+            f"{point.mean_factor:.1f} on average, up to {max(point.ttft.values()):.1f}",
+            at_rates(point.held),
+            at_rates(point.held_by_baseline),
+            f"{min(point.throughput.values()) - 1:+.0%} to {max(point.throughput.values()) - 1:+.0%}",
+            f"{min(point.turnaround.values()):.1f} to {max(point.turnaround.values()):.1f}",
+        )
+    return table
+
+
+def at_rates(rates: list[float]) -> str:
+    """Write rates in words."""
+    return f"at {', '.join(f'{rate:g}' for rate in rates)}/s" if rates else "at no rate"

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from moestro.web.access.control import Access
-from moestro.web.access.only_programs import only_programs
+from moestro.web.access.origins import only_programs
+from moestro.web.errors import Refusals
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.ports.connections import Front
 from moestro.web.ports.faults import Faults
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S
-from moestro.web.refusals import Refusals
 
 ADMIN_HOST = "127.0.0.1"
 # A placement of DeepSeek-V3 on 320 devices with its shares and moves takes 2 MB.

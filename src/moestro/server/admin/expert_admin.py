@@ -19,8 +19,7 @@ from moestro.core.model_info import ModelInfo
 from moestro.server.engines.expert_loads import ExpertLoads, GroupLoad
 from moestro.server.experts.expert_signals import ExpertSignals, NearView, near_views
 from moestro.web.errors import HttpError
-from moestro.workload.experts.expert_profile import ExpertProfile
-from moestro.workload.experts.profile_file import write_profile
+from moestro.workload.experts.expert_profile import ExpertProfile, write_profile
 
 _NOTE = (
     "Steps of different engines count as independent. An engine that made fewer steps than the busiest one counts as"

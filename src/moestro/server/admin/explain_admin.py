@@ -8,7 +8,7 @@ from aiohttp import web
 from moestro.errors import shown
 from moestro.server.engines.request_log import REMEMBERED, RequestLog
 from moestro.web.errors import HttpError
-from moestro.web.page_api import limit_in
+from moestro.web.statistics import limit_in
 
 
 class ExplainAdmin:

@@ -25,7 +25,7 @@ from moestro.server.engines.expert_loads import ExpertLoads
 from moestro.server.experts.placement_driver import PlacementDriver
 from moestro.server.experts.placement_prices import LivePrices, live_prices
 from moestro.server.experts.placement_views import PlanView, placement_view, plan_view
-from moestro.web.bodies.reading import Bodies
+from moestro.web.bodies import Bodies
 from moestro.web.errors import HttpError
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]

@@ -19,13 +19,18 @@ from moestro.server.api.fields.unsupported import IN_COUNTS, IN_MESSAGES, IN_RES
 from moestro.server.api.fields.validation import parse_chat
 from moestro.server.api.request_runner import RequestRunner
 from moestro.web.adapters.field_places import FieldPlaces, TranslatedChat
-from moestro.web.adapters.messages_answer import MessageStream, message_of_chat
-from moestro.web.adapters.messages_request import CountFields, MessagesFields, chat_of_count, chat_of_message
+from moestro.web.adapters.messages import (
+    CountFields,
+    MessagesFields,
+    MessageStream,
+    chat_of_count,
+    chat_of_message,
+    message_of_chat,
+)
 from moestro.web.adapters.paths import COUNT_TOKENS, INPUT_TOKENS, MESSAGES, RESPONSES
 from moestro.web.adapters.responses_answer import ResponseStream, response_of_chat, settings_of
-from moestro.web.adapters.responses_request import ResponsesFields, chat_of_response
-from moestro.web.adapters.responses_tools import FunctionTool, OfferedTools
-from moestro.web.bodies.reading import client_of
+from moestro.web.adapters.responses_request import FunctionTool, OfferedTools, ResponsesFields, chat_of_response
+from moestro.web.bodies import client_of
 from moestro.web.errors import HttpError, anthropic_error_json, error_json
 
 _decode_message = BodyDecoder(MessagesFields, IN_MESSAGES)

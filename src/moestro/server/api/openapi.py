@@ -20,7 +20,7 @@ from moestro.server.api.fields.protocol import (
 from moestro.server.api.openapi_bounds import add_bounds
 from moestro.server.api.server_info import ServerInfo
 from moestro.server.api.text_api import Detokenized, DetokenizeFields, TokenizeChatFields, Tokenized, TokenizeFields
-from moestro.web.adapters.messages_request import CountFields, MessagesFields
+from moestro.web.adapters.messages import CountFields, MessagesFields
 from moestro.web.adapters.responses_request import ResponsesFields
 from moestro.web.errors import AnthropicErrorBody
 from moestro.web.openapi import EMPTY, ApiPath, document_of

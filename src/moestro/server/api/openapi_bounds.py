@@ -40,10 +40,10 @@ from moestro.server.api.fields.validation import (
 )
 from moestro.text.chats.chat_history import EFFORTS
 from moestro.text.parsing.parser_input import NAME_LIMIT
-from moestro.web.adapters.messages_request import ASSISTANT_BLOCKS, HOSTED, MAX_BUDGET, TEXT_BLOCKS, THINKING_TYPES
-from moestro.web.adapters.messages_request import ROLES as MESSAGE_ROLES
+from moestro.web.adapters.messages import ASSISTANT_BLOCKS, HOSTED, MAX_BUDGET, TEXT_BLOCKS, THINKING_TYPES
+from moestro.web.adapters.messages import ROLES as MESSAGE_ROLES
 from moestro.web.adapters.responses_request import CALLS, INCLUDED, ITEMS, OUTPUTS
-from moestro.web.adapters.responses_tools import HOSTED as HOSTED_BY_OPENAI
+from moestro.web.adapters.responses_request import HOSTED as HOSTED_BY_OPENAI
 
 Schema = dict[str, Any]
 Bounds = Mapping[str, Mapping[str, Mapping[str, Schema]]]  # By struct, by field, and by the type of its value.

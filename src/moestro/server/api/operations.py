@@ -13,10 +13,9 @@ from moestro.server.api.server_info import ServerInfo
 from moestro.server.engines.engine_client import EngineClient
 from moestro.server.engines.traffic import Traffic
 from moestro.web.openapi import DOCS_HEADERS, docs_page
-from moestro.web.page_api import page_routes
-from moestro.web.probes import HEALTH_PATHS, READY_PATHS, VERSION_BODY, probe_status
+from moestro.web.page import HEALTH_PATHS, READY_PATHS, VERSION_BODY, probe_status
 from moestro.web.prometheus import CONTENT_TYPE, Exposition
-from moestro.web.statistics import LiveStatistics
+from moestro.web.statistics import LiveStatistics, page_routes
 
 ROOT_PATH = web.AppKey("root_path", str)  # Prefix under which a proxy shows the server; empty means none.
 

@@ -26,10 +26,10 @@ from moestro.server.engines.piece import Piece
 from moestro.server.engines.traffic import Traffic
 from moestro.server.engines.unread import UnreadMemory, UnreadStream
 from moestro.text.thread_pool import PrepareThreads
-from moestro.web.bodies.reading import Bodies, client_of, tenant_of
+from moestro.web.bodies import Bodies, client_of, tenant_of
 from moestro.web.middleware import REQUEST_ID
-from moestro.web.session_names import session_in
-from moestro.web.tracing.spans import TRACEPARENT
+from moestro.web.ports.heads import session_in
+from moestro.web.tracing import TRACEPARENT
 from moestro.wire.load_report import LOAD_REPORT_HEADER, written
 
 FORMAT_HEADER = "endpoint-load-metrics-format"

@@ -20,7 +20,7 @@ from moestro.server.api.fields.unsupported import IN_CHAT
 from moestro.server.api.fields.validation import chat_ask
 from moestro.text.thread_pool import PrepareThreads
 from moestro.text.tokenizer import Tokenizer
-from moestro.web.bodies.reading import Bodies, client_of
+from moestro.web.bodies import Bodies, client_of
 from moestro.web.errors import HttpError
 
 

@@ -20,16 +20,17 @@ from moestro.server.engines.request_log import RequestLog
 from moestro.server.engines.request_state import Inbox, Interrupted, PromptChoices, RequestState
 from moestro.server.engines.waiting_clients import WaitingClients
 from moestro.web.errors import GenerationError, InternalError
-from moestro.wire.expert_reports import ExpertReport, ReadExperts
 from moestro.wire.load_report import LoadReport, merged_load
 from moestro.wire.messages import (
     Abort,
     Add,
     EngineEvents,
+    ExpertReport,
     Failed,
     FromRank,
     Outputs,
     Phase,
+    ReadExperts,
     Ready,
     Refused,
     ToRank,

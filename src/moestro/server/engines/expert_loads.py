@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.source_load import SourceLoad, merge_sources
-from moestro.wire.expert_reports import ExpertReport, ReadExperts, load_of
+from moestro.wire.messages import ExpertReport, ReadExperts, load_of
 
 # A report costs an engine less than a millisecond, and a scrape shows the one that the scrape before it requested.
 REFRESH_NS = 5_000_000_000

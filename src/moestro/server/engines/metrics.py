@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moestro.core.request import FinishReason, ServiceClass
+from moestro.web.errors import Refusals
 from moestro.web.prometheus import Histogram
-from moestro.web.refusals import Refusals
 
 # vLLM's bounds, so that the heat maps of its dashboards fit. The gaps begin lower, for small models.
 _FIRST_TOKEN_S = (

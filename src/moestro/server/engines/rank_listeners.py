@@ -16,10 +16,9 @@ import zmq
 
 from moestro.core.curve_keys import CurveKeys
 from moestro.errors import ConfigError
-from moestro.wire.curve import Doorkeeper, allow_ipv6
 from moestro.wire.local_stream import FrameError, LocalStream, local_path
 from moestro.wire.messages import MAX_MESSAGE_BYTES, MAX_QUEUED_MESSAGES
-from moestro.wire.readable import is_readable
+from moestro.wire.sockets import Doorkeeper, allow_ipv6, is_readable
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from moestro.core.curve_keys import CurveKeys
 from moestro.errors import NoEngineError
 from moestro.server.engines.rank_listeners import Listener, LocalListener, ZmqListener
-from moestro.web.ports.log_limit import LogLimit
+from moestro.web.ports.faults import LogLimit
 from moestro.wire.messages import FromRank, ToRank, decode_from_rank, encode, identity_of
 
 logger = logging.getLogger(__name__)

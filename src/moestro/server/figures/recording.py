@@ -26,9 +26,8 @@ from moestro.routing.settings import RouterSettings
 from moestro.server.engines.engine_client import EngineClient
 from moestro.server.engines.request_log import RequestLog
 from moestro.server.experts.table_watch import WATCH_S, ReadTable, TableWatch
-from moestro.web.record_file import RecordFile, read_clocks
-from moestro.web.record_key import record_key
-from moestro.web.tracing.spans import (
+from moestro.web.record_file import RecordFile, read_clocks, record_key
+from moestro.web.tracing import (
     AttributeValue,
     SpanKind,
     SpanSink,

@@ -29,13 +29,13 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moestro import __version__
-from moestro.config.server_settings import LauncherSettings
+from moestro.config.serve_settings import LauncherSettings
 from moestro.core.curve_keys import CurveKeys
 from moestro.core.hosts import in_address
 from moestro.errors import ConfigError, EngineDiedError
 from moestro.server.processes.launcher import WORKER, ProcessEnd, StartedProcess
 from moestro.server.processes.node_agent import NodeAgent, NodeFacts
-from moestro.wire.curve import new_curve_keys
+from moestro.wire.sockets import new_curve_keys
 
 logger = logging.getLogger(__name__)
 

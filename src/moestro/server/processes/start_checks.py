@@ -13,10 +13,9 @@ from moestro.config.linux_process import available_memory_bytes, has_gpu
 from moestro.config.serve_settings import ServeSettings
 from moestro.cost.hf_config import network_from_config
 from moestro.errors import ConfigError
-from moestro.files.checkpoint import Checkpoint, read_checkpoint
-from moestro.files.checkpoint_files import check_files
+from moestro.files.checkpoint import Checkpoint, check_files, read_checkpoint
 from moestro.files.config_fields import num_experts_of
-from moestro.web.ports.startup import process_age_s
+from moestro.web.ports.lifecycle import process_age_s
 from moestro.wire.messages import Phase
 
 

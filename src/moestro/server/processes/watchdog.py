@@ -12,7 +12,7 @@ from moestro.server.engines.engine_client import EngineClient
 from moestro.server.engines.metrics import Metrics
 from moestro.server.experts.coordinator import Coordinator
 from moestro.server.processes.liveness import Liveness, LivenessTimeouts, RankStatus
-from moestro.web.ports.pauses import PauseMeter
+from moestro.web.ports.lifecycle import PauseMeter
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from moestro.sim.figures.intervals import FigureInterval
 from moestro.sim.figures.results import NOT_YET_NS, WINDOW_NS, Results
 from moestro.sim.groups.group_figures import GroupFigures, PlanFigures
 from moestro.sim.saturation import Saturation
-from moestro.workload.runs.report import Report, Slos, Spread, make_report, spread_of
+from moestro.workload.run_records import Report, Slos, Spread, make_report, spread_of
 from moestro.workload.traces.request_record import UNKNOWN
 
 _NUM_LOOKS = 512  # times at which pictures show the load of engines

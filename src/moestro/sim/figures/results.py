@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.timeline import Timelines
-from moestro.workload.runs.records import Records
+from moestro.workload.run_records import Records
 
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]

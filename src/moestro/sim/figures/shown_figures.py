@@ -7,7 +7,7 @@ from statistics import fmean
 
 from moestro.sim.figures.outcome import PolicyOutcome
 from moestro.sim.groups.group_figures import PlanFigures
-from moestro.workload.runs.report import Spread
+from moestro.workload.run_records import Spread
 
 
 def shown_figures(outcomes: Sequence[PolicyOutcome]) -> list[dict[str, float | None]]:

@@ -28,8 +28,7 @@ from moestro.placement.live.plan import PlacementPlan
 from moestro.placement.live_settings import LivePlacementSettings
 from moestro.placement.load_window import LoadWindow
 from moestro.placement.score import Moves, move_s
-from moestro.wire.layer_messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer
-from moestro.wire.messages import Ready, ToRank
+from moestro.wire.messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer, Ready, ToRank
 
 Int64s = NDArray[np.int64]
 

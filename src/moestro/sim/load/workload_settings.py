@@ -8,7 +8,7 @@ import msgspec
 
 from moestro.core.setting_checks import above, at_least, check_settings
 from moestro.errors import ConfigError
-from moestro.workload.generated.length_shapes import Shape
+from moestro.workload.generated.draws import Shape
 
 Pattern = Literal["trace", "poisson", "gamma", "weibull", "constant"]
 

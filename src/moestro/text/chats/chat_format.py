@@ -11,13 +11,18 @@ from typing import Any, Literal
 from moestro.core.grammar import Grammar
 from moestro.errors import RequestError
 from moestro.text.parsing.answer_grammars import after_thought, harmony_call, named_call, required_calls
-from moestro.text.parsing.answer_parser import AnswerParser
-from moestro.text.parsing.answer_parts import ToolSpec
+from moestro.text.parsing.answer_parser import AnswerParser, StopFinder
 from moestro.text.parsing.json_calls import JsonCallReader
-from moestro.text.parsing.output_parser import ReasoningParser, ToolParser
+from moestro.text.parsing.output_parser import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    ChosenParser,
+    ReasoningParser,
+    ToolParser,
+    ToolSpec,
+    choose_parser,
+)
 from moestro.text.parsing.parser_input import Steps
-from moestro.text.parsing.parser_registry import REASONING_PARSERS, TOOL_PARSERS, ChosenParser, choose_parser
-from moestro.text.parsing.stop_strings import StopFinder
 from moestro.text.settings import ChatSettings
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from moestro.errors import RequestError
-from moestro.text.json_values import decoded
+from moestro.text.json_text import decoded
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # In rising order.
 DEFAULT_EFFORT = "medium"  # Many clients always send it, so it requests nothing where a template knows no efforts.

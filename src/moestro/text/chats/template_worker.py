@@ -12,7 +12,7 @@ import signal
 
 import msgspec
 
-from moestro.text.chats.render_job import (
+from moestro.text.chats.chat_template import (
     MEMORY_LIMIT_BYTES,
     TEXT_LIMIT_BYTES,
     TIME_LIMIT_S,

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from moestro.text.json_values import decoded
-from moestro.text.parsing.answer_parts import ToolSpec
+from moestro.text.json_text import decoded
+from moestro.text.parsing.output_parser import ToolSpec
 from moestro.text.parsing.parser_input import Show
 
 _MAX_REFERENCES = 8  # of a schema to another one

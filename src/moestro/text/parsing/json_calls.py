@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moestro.text.json_values import decoded
-from moestro.text.parsing.json_scan import JsonScan
+from moestro.text.json_text import JsonScan, decoded
 from moestro.text.parsing.output_parser import ToolParser
 from moestro.text.parsing.parser_input import NAME_LIMIT, BrokenCallError, ParserInput, Show, Steps
 

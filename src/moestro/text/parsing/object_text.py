@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from moestro.text.json_values import decoded
+from moestro.text.json_text import decoded
 from moestro.text.parsing.parser_input import BrokenCallError, Markers, ParserInput, Show, Steps
 
 MAX_ARGUMENT_DEPTH = 128  # Open brackets; half of what the server takes back in a body.

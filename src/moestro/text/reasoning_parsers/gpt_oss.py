@@ -6,9 +6,8 @@ from collections.abc import Container
 
 from moestro.text.parsing.answer_grammars import HARMONY_THOUGHT
 from moestro.text.parsing.harmony import CHANNEL, MARKERS, MESSAGE, HarmonyReader
-from moestro.text.parsing.output_parser import ReasoningParser
+from moestro.text.parsing.output_parser import REASONING_PARSERS, ReasoningParser
 from moestro.text.parsing.parser_input import Steps
-from moestro.text.parsing.parser_registry import REASONING_PARSERS
 
 
 @REASONING_PARSERS.register_function("openai_gptoss", "vLLM's name of `gpt-oss`.", source="vLLM 0.33")

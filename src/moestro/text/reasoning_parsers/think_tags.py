@@ -6,10 +6,8 @@ from collections.abc import Container
 from typing import ClassVar
 
 from moestro.text.parsing.answer_grammars import thought_rules
-from moestro.text.parsing.answer_parts import CallStart
-from moestro.text.parsing.output_parser import ReasoningParser
+from moestro.text.parsing.output_parser import REASONING_PARSERS, CallStart, ReasoningParser
 from moestro.text.parsing.parser_input import NAME_LIMIT, BrokenCallError, Markers, Steps
-from moestro.text.parsing.parser_registry import REASONING_PARSERS
 
 
 class ThinkTagsParser(ReasoningParser):

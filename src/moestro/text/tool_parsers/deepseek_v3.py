@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from moestro.text.parsing.output_parser import ToolParser
+from moestro.text.parsing.output_parser import TOOL_PARSERS, ToolParser
 from moestro.text.parsing.parser_input import BrokenCallError, Markers, Steps
-from moestro.text.parsing.parser_registry import TOOL_PARSERS
 
 
 def _token(words: str) -> str:

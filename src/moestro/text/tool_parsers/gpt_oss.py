@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from moestro.text.parsing.harmony import CHANNEL, MARKERS, MESSAGE, HarmonyReader
-from moestro.text.parsing.output_parser import ToolParser
+from moestro.text.parsing.output_parser import TOOL_PARSERS, ToolParser
 from moestro.text.parsing.parser_input import Steps
-from moestro.text.parsing.parser_registry import TOOL_PARSERS
 
 
 @TOOL_PARSERS.register_function("openai", "vLLM's name of `gpt-oss`.", source="vLLM 0.33")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from moestro.text.parsing.json_calls import JsonCallReader
-from moestro.text.parsing.output_parser import ToolParser
+from moestro.text.parsing.output_parser import TOOL_PARSERS, ToolParser
 from moestro.text.parsing.parser_input import Markers, Steps
-from moestro.text.parsing.parser_registry import TOOL_PARSERS
 
 _TOKEN, _TAG = "<|tool_call|>", "<tool_call>"
 _STARTS = Markers(_TOKEN, _TAG)

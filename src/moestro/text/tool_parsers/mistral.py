@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from moestro.text.json_text import opened_object
 from moestro.text.parsing.json_calls import JsonCallReader, read_value
-from moestro.text.parsing.json_scan import opened_object
-from moestro.text.parsing.output_parser import ToolParser
+from moestro.text.parsing.output_parser import TOOL_PARSERS, ToolParser
 from moestro.text.parsing.parser_input import BrokenCallError, Markers, Steps
-from moestro.text.parsing.parser_registry import TOOL_PARSERS
 
 _START, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _STARTS = Markers(_START)

@@ -6,9 +6,8 @@ import ast
 import json
 from typing import Any
 
-from moestro.text.parsing.output_parser import ToolParser
+from moestro.text.parsing.output_parser import TOOL_PARSERS, ToolParser
 from moestro.text.parsing.parser_input import BrokenCallError, Markers, Steps
-from moestro.text.parsing.parser_registry import TOOL_PARSERS
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _STARTS = Markers(_START)

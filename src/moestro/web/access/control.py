@@ -17,14 +17,12 @@ import yaml
 from moestro.core.hosts import network_of
 from moestro.errors import ConfigError
 from moestro.files.text_files import text_of
-from moestro.web.access.access_settings import AccessSettings
-from moestro.web.access.cors import Cors
-from moestro.web.access.rate_limits import RequestLimits
-from moestro.web.access.shared_limits import ProcessLimits
+from moestro.web.access.origins import Cors
+from moestro.web.access.rate_limits import ProcessLimits, RequestLimits
 from moestro.web.errors import AuthenticationError
-from moestro.web.page import PAGE_PATHS
-from moestro.web.ports.watched_files import WatchedFiles
-from moestro.web.probes import PROBES
+from moestro.web.page import PAGE_PATHS, PROBES
+from moestro.web.ports.tls import WatchedFiles
+from moestro.web.settings import AccessSettings
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from moestro.web.adapters.field_places import TranslatedChat
-from moestro.web.adapters.messages_request import CountFields, MessagesFields, chat_of_count, chat_of_message
+from moestro.web.adapters.messages import CountFields, MessagesFields, chat_of_count, chat_of_message
 from moestro.web.adapters.responses_request import ResponsesFields, chat_of_response
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"

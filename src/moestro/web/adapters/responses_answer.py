@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from moestro.web.adapters.responses_request import ResponsesFields
-from moestro.web.adapters.responses_tools import CalledTool, OfferedTools, text_of_arguments
+from moestro.web.adapters.responses_request import CalledTool, OfferedTools, ResponsesFields, text_of_arguments
 
 Event = dict[str, Any]  # Data of an event; its `type` is also the event's name.
 Item = dict[str, Any]  # One item of a response's output.

@@ -17,10 +17,9 @@ from aiohttp import web
 from moestro.core.hosts import in_address, network_of
 from moestro.errors import ConfigError
 from moestro.web.errors import ConnectionsFullError, error_json
-from moestro.web.ports.connection_table import ConnectionSlot, ConnectionTable
 from moestro.web.ports.faults import Fault, Faults, Port, PortFaults
-from moestro.web.ports.framing import WRITE_S
-from moestro.web.ports.http_connection import HttpConnection
+from moestro.web.ports.heads import WRITE_S
+from moestro.web.ports.http_connection import ConnectionSlot, ConnectionTable, HttpConnection
 from moestro.web.ports.tls import ServerTls
 
 logger = logging.getLogger(__name__)

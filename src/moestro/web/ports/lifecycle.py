@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,7 +20,28 @@ import uvloop
 
 from moestro.errors import ConfigError
 from moestro.web.ports.faults import Faults
-from moestro.web.ports.startup import set_up_logging
+
+# First steps of a server process: sets up the log, and finds out when the process started.
+
+
+def set_up_logging(level: str) -> None:
+    """Log lines of `level` and above to stderr, each with its time.
+
+    Args:
+        level: Name of a level of `logging`, in any case.
+    """
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process started, imports included, or its CPU time if the system does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # Since boot. The name in field 2 may hold anything.
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+    except (OSError, AttributeError, ValueError, IndexError):
+        return time.process_time()
+
 
 logger = logging.getLogger(__name__)
 
@@ -221,3 +243,27 @@ def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [_STDERR], [], 0)[1]:
             os.write(_STDERR, text.encode()[:511] + b"\n")  # A pipe that is writable takes this much at once.
+
+
+# Measures how long this process did not run. Has no clock: callers pass the time.
+
+
+class PauseMeter:
+    """Measures how long a periodic task's process was stopped: by a signal, a suspension, or a blocked event loop.
+
+    A task that judges other processes by their silence must exclude that time: their messages have not been read.
+
+    Args:
+        now_ns: Present time.
+        longest_ns: Longest interval between two ticks that is not a pause.
+    """
+
+    def __init__(self, now_ns: int, longest_ns: int) -> None:
+        self._last_ns = now_ns
+        self._longest_ns = longest_ns
+
+    def tick(self, now_ns: int) -> int:
+        """Return the nanoseconds since the last tick beyond `longest_ns`; 0 means no pause."""
+        pause_ns = now_ns - self._last_ns - self._longest_ns
+        self._last_ns = now_ns
+        return max(pause_ns, 0)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from moestro import __version__
 from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
+from moestro.errors import ConfigError
 
 CREATED_BY = f"moestro {__version__}"
 
@@ -93,3 +100,131 @@ def _pairs(pairs: LayerPairs | None, kept: NDArray[np.bool_]) -> LayerPairs | No
     return LayerPairs(
         number[pairs.layer[stays]].astype(np.int32), pairs.expert[stays], pairs.next_expert[stays], pairs.count[stays]
     )
+
+
+# Our file of an expert profile: a zip of NumPy arrays, compressed, with checksums, and a JSON header. No pickle.
+#
+# The header (`header.npy`, UTF-8 text as bytes) has the form, its version, the network, the layers and the window. The
+# other members are the arrays of `ExpertLoad` under their names, and those of `LayerPairs` with `pairs_` before them.
+
+FORM, VERSION = "moestro-expert-load", 1
+HEADER_MEMBER = "header.npy"
+_PAIR_COLUMNS = ("layer", "expert", "next_expert", "count")
+
+
+class _Header(msgspec.Struct, kw_only=True):
+    form: str
+    version: int
+    model: str
+    num_experts: int
+    num_sources: int
+    layers: list[int]
+    num_model_layers: int
+    num_steps: float
+    origin: str
+    notes: list[str]
+    created_by: str
+
+
+def write_profile(path: Path, profile: ExpertProfile) -> None:
+    """Write a profile.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    load = profile.load
+    header = _Header(
+        form=FORM,
+        version=VERSION,
+        model=profile.model,
+        num_experts=profile.num_experts,
+        num_sources=profile.num_sources,
+        layers=list(profile.layers),
+        num_model_layers=profile.num_model_layers,
+        num_steps=load.num_steps,
+        origin=profile.origin,
+        notes=list(profile.notes),
+        created_by=profile.created_by,
+    )
+    arrays: dict[str, NDArray[Any]] = {
+        "header": np.frombuffer(msgspec.json.encode(header), np.uint8),
+        "tokens": load.tokens,
+        "variance": load.variance,
+        "activated": load.activated,
+    }
+    if load.pairs is not None:
+        arrays |= {f"pairs_{name}": getattr(load.pairs, name) for name in _PAIR_COLUMNS}
+    try:
+        with path.open("wb") as file:  # an open file, because NumPy appends .npz to a name without it
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+
+
+def read_profile_file(path: Path) -> ExpertProfile:
+    """Read a profile that `write_profile` wrote.
+
+    Raises:
+        ConfigError: The file is damaged, or its version or contents are not ours; the text names what is wrong.
+    """
+    try:
+        with path.open("rb") as file:  # NumPy leaves a damaged file open that it opened by name
+            members = np.load(file, allow_pickle=False)
+            if not isinstance(members, NpzFile):
+                raise ValueError("it is no zip of arrays")
+            header = _header(path, members["header"].tobytes())
+            arrays = {name: members[name] for name in members.files if name != "header"}
+    except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError(f"{path} is damaged or cut off: {error}") from error
+    missing = {"tokens", "variance", "activated"} - arrays.keys()
+    if missing:
+        raise ConfigError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}")
+    try:
+        return _profile(header, arrays)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
+
+
+def _header(path: Path, text: bytes) -> _Header:
+    try:
+        header = msgspec.json.decode(text, type=_Header)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} has a damaged header: {error}") from None
+    if header.form != FORM:
+        raise ConfigError(f"{path} has the form {header.form!r}, not {FORM!r}")
+    if header.version != VERSION:
+        raise ConfigError(f"{path} has version {header.version}; this Moestro reads version {VERSION}")
+    return header
+
+
+def _profile(header: _Header, arrays: dict[str, NDArray[Any]]) -> ExpertProfile:
+    shape = (header.num_sources, len(header.layers), header.num_experts)
+    if arrays["tokens"].shape != shape:
+        raise ValueError(f"tokens has the shape {arrays['tokens'].shape}, and the header {shape}")
+    floats = {name: np.asarray(arrays[name], np.float64) for name in ("tokens", "variance", "activated")}
+    pairs = _stored_pairs(arrays, shape) if "pairs_layer" in arrays else None
+    return ExpertProfile(
+        load=ExpertLoad(**floats, num_steps=header.num_steps, pairs=pairs),
+        layers=tuple(header.layers),
+        num_model_layers=header.num_model_layers,
+        model=header.model,
+        origin=header.origin,
+        notes=tuple(header.notes),
+        created_by=header.created_by,
+    )
+
+
+def _stored_pairs(arrays: dict[str, NDArray[Any]], shape: tuple[int, int, int]) -> LayerPairs:
+    columns = {name: arrays[f"pairs_{name}"] for name in _PAIR_COLUMNS}
+    if len({column.shape for column in columns.values()}) != 1 or columns["layer"].ndim != 1:
+        raise ValueError("the columns of its pairs have different lengths")
+    bounds = {"layer": shape[1] - 1, "expert": shape[2], "next_expert": shape[2]}
+    for name, bound in bounds.items():
+        column = columns[name]
+        if column.dtype.kind != "i" or (len(column) and not 0 <= column.min() <= column.max() < bound):
+            raise ValueError(f"pairs_{name} must have whole numbers below {bound}")
+    count = np.asarray(columns["count"], np.float64)
+    if not (np.isfinite(count) & (count >= 0)).all():
+        raise ValueError("pairs_count has a figure that is negative or not finite")
+    layer, expert, after = (columns[name].astype(np.int32) for name in bounds)
+    return LayerPairs(layer, expert, after, count)

@@ -23,11 +23,16 @@ from numpy.typing import NDArray
 
 from moestro.errors import ConfigError
 from moestro.files.text_files import encoding_of, text_of
-from moestro.workload.experts.expert_profile import ExpertProfile
+from moestro.workload.experts.expert_profile import HEADER_MEMBER, ExpertProfile, read_profile_file
 from moestro.workload.experts.expert_traces import read_routing
-from moestro.workload.experts.load_statistics import deal_to_steps, load_of_tokens
-from moestro.workload.experts.profile_file import HEADER_MEMBER, read_profile_file
-from moestro.workload.experts.sglang_dumps import SglangDump, has_steps, is_sglang_dump, profile_of_dumps
+from moestro.workload.experts.sglang_dumps import (
+    SglangDump,
+    deal_to_steps,
+    has_steps,
+    is_sglang_dump,
+    load_of_tokens,
+    profile_of_dumps,
+)
 
 _NPY, _ZIP, _ZSTD = b"\x93NUMPY", b"PK\x03\x04", b"\x28\xb5\x2f\xfd"
 _KNOWN = (

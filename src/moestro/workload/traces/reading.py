@@ -17,18 +17,277 @@ A field that may be missing is in all lines or in none. Fields of one form in a 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import msgspec
 import numpy as np
 
+from moestro.core.clock import NS_PER_MS, NS_PER_S
 from moestro.errors import ConfigError
 from moestro.workload.files import open_lines, read_jsonl
-from moestro.workload.rows import Rows
-from moestro.workload.traces.trace_forms import FORMS, KNOWN_FIELDS, Form, TraceEntry, rows_of
+from moestro.workload.rows import Int64s, Rows
+
+# The known trace formats, and the conversion of their entries to columns.
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+# Block sizes in use, the likeliest first. A trace fits several only where its prompts are tiny.
+_BLOCK_SIZES = (512, 16, 32, 64, 128, 256, 1024)
+
+
+class TraceEntry(msgspec.Struct, kw_only=True):
+    """One request in Moestro's field names, as far as its file tells."""
+
+    timestamp_ns: int | None = None
+    num_prompt_tokens: Count | None = None
+    num_output_tokens: Count | None = None
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**48)]] | None = None
+    prompt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    session: str | None = None
+    chat: int | None = None
+    parent: int | None = None
+
+
+_DATE = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?\d\d)?")
+
+
+def _number_ns(unit_ns: int) -> Callable[[Any], int]:
+    """Make a converter from a number of units, or its text, to nanoseconds; an integer stays exact."""
+
+    def convert(value: Any) -> int:
+        try:
+            if isinstance(value, str):
+                value = int(value) if value.isdigit() else float(value)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return round(value * unit_ns)
+        except (TypeError, ValueError, OverflowError):
+            pass
+        raise ValueError(f"expected a number as the time, got {value!r}")
+
+    return convert
+
+
+def _date_ns(value: Any) -> int:
+    """Parse Azure's timestamps. 2023 has seven decimals, one more than `datetime` keeps; 2024 has a zone."""
+    found = _DATE.fullmatch(str(value))
+    if found is None:
+        raise ValueError(f"expected a date and time such as 2023-11-16 18:17:03.9799600, got {value!r}")
+    whole, digits, zone = found.groups()
+    when = datetime.fromisoformat(whole + (zone or "+00:00").replace("Z", "+00:00"))
+    return int((when - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds()) * NS_PER_S + int(
+        (digits or "0").ljust(9, "0")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A trace format.
+
+    Attributes:
+        needs: fields that identify the format.
+        expected: all fields, described for people.
+        names: Moestro's field names by the format's.
+        time_ns: conversion of its time to `timestamp_ns`, where it has one.
+        sparse: fields that a row may lack. A file has any other field in all rows, or in none.
+        failed: field that is 0 where a request failed. Such rows are counted and left out.
+    """
+
+    name: str
+    needs: frozenset[str]
+    expected: str
+    names: dict[str, str]
+    time_ns: Callable[[Any], int] | None = None
+    sparse: frozenset[str] = frozenset()
+    failed: str | None = None
+
+    def columns_of(self, fields: dict[str, Any]) -> frozenset[str]:
+        """Return the fields of a file whose first row is `fields`; each of its rows has them all."""
+        return frozenset(name for name in self.names.keys() - self.sparse if fields.get(name) is not None) | self.needs
+
+    def has_failed(self, fields: dict[str, Any]) -> bool:
+        """Whether the row is a failed request."""
+        return self.failed is not None and str(fields.get(self.failed)) in {"0", "0.0"}
+
+    def read(self, fields: dict[str, Any], columns: frozenset[str]) -> TraceEntry:
+        """Convert one row; a null field counts as missing.
+
+        Args:
+            fields: the row.
+            columns: fields of the file's first row.
+
+        Raises:
+            ValueError: the row does not fit the format or the first row; the text uses the format's field names.
+        """
+        given = {name for name in self.names if fields.get(name) is not None}
+        if missing := columns - given:
+            raise ValueError(f"missing required field `{min(missing)}`")
+        if added := given - columns - self.sparse:
+            raise ValueError(f"field `{min(added)}`, which the first request lacks: give it in each line, or in none")
+        ours = {our: fields[name] for name, our in self.names.items() if name in given}
+        if self.time_ns is not None and "timestamp_ns" in ours:
+            ours["timestamp_ns"] = self.time_ns(ours["timestamp_ns"])
+        try:
+            return msgspec.convert(ours, TraceEntry, strict=False)
+        except msgspec.ValidationError as error:
+            text = str(error).replace(" | null", "")
+            for name, our in self.names.items():
+                text = text.replace(our, name)
+            raise ValueError(text.replace("$.", "")) from None
+
+
+_LENGTHS = {"input_length": "num_prompt_tokens", "output_length": "num_output_tokens"}
+_HASHED = {"timestamp": "timestamp_ns", **_LENGTHS, "hash_ids": "hash_ids"}
+_EXPECTED = "input_length, output_length (at least 1), hash_ids (whole numbers)"
+_EITHER = "each in all lines or in none"
+FORMS = (
+    Form(
+        "Bailian",
+        frozenset({*_LENGTHS, "chat_id", "parent_chat_id"}),
+        f"chat_id, parent_chat_id (-1: none), timestamp (seconds), {_EXPECTED}; timestamp and hash_ids {_EITHER}",
+        _HASHED | {"chat_id": "chat", "parent_chat_id": "parent"},
+        _number_ns(NS_PER_S),
+    ),
+    Form(
+        "Mooncake",
+        frozenset({*_LENGTHS, "hash_ids"}),
+        f"timestamp (milliseconds; {_EITHER.removeprefix('each ')}), {_EXPECTED}",
+        _HASHED,
+        _number_ns(NS_PER_MS),
+    ),
+    Form(
+        "BurstGPT",
+        frozenset({"Timestamp", "Request tokens", "Response tokens"}),
+        "Timestamp (seconds), Request tokens, Response tokens (0: it failed), Session ID (may be missing)",
+        {
+            "Timestamp": "timestamp_ns",
+            "Request tokens": "num_prompt_tokens",
+            "Response tokens": "num_output_tokens",
+            "Session ID": "session",
+        },
+        _number_ns(NS_PER_S),
+        sparse=frozenset({"Session ID"}),
+        failed="Response tokens",
+    ),
+    Form(
+        "LLMServingSim",
+        frozenset({"arrival_time", "input_toks", "output_toks"}),
+        "arrival_time (seconds), input_toks, output_toks (at least 1)",
+        {"arrival_time": "timestamp_ns", "input_toks": "num_prompt_tokens", "output_toks": "num_output_tokens"},
+        _number_ns(NS_PER_S),
+    ),
+    Form(
+        "custom",
+        frozenset({"prompt"}),
+        "prompt (a text), output_tokens or output_length (at least 1; may be missing), timestamp (milliseconds; in all"
+        " lines or in none)",
+        {
+            "prompt": "prompt",
+            "timestamp": "timestamp_ns",
+            "output_length": "num_output_tokens",
+            "output_tokens": "num_output_tokens",
+        },
+        _number_ns(NS_PER_MS),
+        sparse=frozenset({"output_length", "output_tokens"}),
+    ),
+    Form(
+        "Azure",
+        frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}),
+        "TIMESTAMP (date and time), ContextTokens, GeneratedTokens (at least 1)",
+        {"TIMESTAMP": "timestamp_ns", "ContextTokens": "num_prompt_tokens", "GeneratedTokens": "num_output_tokens"},
+        _date_ns,
+    ),
+    Form(
+        "lengths",
+        frozenset(_LENGTHS),
+        "input_length, output_length (at least 1), timestamp (milliseconds; in all lines or in none)",
+        {"timestamp": "timestamp_ns", **_LENGTHS},
+        _number_ns(NS_PER_MS),
+    ),
+)
+KNOWN_FIELDS = frozenset[str]().union(*(form.names for form in FORMS))
+
+
+def rows_of(
+    path: Path, entries: Sequence[TraceEntry], form: Form, columns: frozenset[str], default_output_tokens: int
+) -> Rows:
+    """Convert entries to columns, in order of time where there are times (stable: ties keep the file's order).
+
+    Args:
+        path: the file, for messages.
+        columns: fields that each row of the file has.
+        default_output_tokens: answer length where a row names none.
+    """
+    found = {form.names[name] for name in columns}
+    is_hashed = "hash_ids" in found
+    rows = Rows(
+        num_prompt_tokens=np.array([entry.num_prompt_tokens or 0 for entry in entries], np.int64),
+        num_output_tokens=np.array([entry.num_output_tokens or default_output_tokens for entry in entries], np.int64),
+        timestamp_ns=_times(entries) if "timestamp_ns" in found else None,
+        hash_ids=_chained([entry.hash_ids or [] for entry in entries]) if is_hashed else None,
+        block_size=_block_size(path, entries) if is_hashed else 0,
+        texts=tuple(entry.prompt or "" for entry in entries) if "prompt" in found else None,
+        session=_sessions(entries),
+    )
+    return rows if rows.timestamp_ns is None else rows.select(np.argsort(rows.timestamp_ns, kind="stable"))
+
+
+def _times(entries: Sequence[TraceEntry]) -> Int64s:
+    return np.array([entry.timestamp_ns for entry in entries], np.int64)
+
+
+def _sessions(entries: Sequence[TraceEntry]) -> Int64s | None:
+    """Number conversations from 0 by their first request; a request that names no conversation is one of its own."""
+    if all(entry.session is None and entry.chat is None for entry in entries):
+        return None
+    first_of: dict[int, int] = {}
+    number: dict[tuple[str, int | str], int] = {}
+    found = []
+    for i, entry in enumerate(entries):
+        name: tuple[str, int | str] = ("row", i)
+        if entry.session:
+            name = ("session", entry.session)
+        elif entry.chat is not None and entry.parent is not None:
+            first_of[entry.chat] = entry.chat if entry.parent < 0 else first_of.get(entry.parent, entry.parent)
+            name = ("chat", first_of[entry.chat])
+        found.append(number.setdefault(name, len(number)))
+    return np.array(found, np.int64)
+
+
+def _chained(hash_ids: Sequence[list[int]]) -> tuple[Int64s, ...]:
+    """Ids that name a block and all blocks before it: the trace's own where they do, otherwise renumbered."""
+    before: dict[int, int] = {}
+    for ids in hash_ids:
+        if any(before.setdefault(own, parent) != parent for parent, own in zip([-1, *ids], ids, strict=False)):
+            return _renumbered(hash_ids)
+    return tuple(np.array(ids, np.int64) for ids in hash_ids)
+
+
+def _renumbered(hash_ids: Sequence[list[int]]) -> tuple[Int64s, ...]:
+    number: dict[tuple[int, int], int] = {}
+    found = []
+    for ids in hash_ids:
+        chain, parent = [], -1
+        for own in ids:
+            parent = number.setdefault((parent, own), len(number))
+            chain.append(parent)
+        found.append(np.array(chain, np.int64))
+    return tuple(found)
+
+
+def _block_size(path: Path, entries: Sequence[TraceEntry]) -> int:
+    """The block size at which each prompt has as many blocks as hash ids, with or without an id for a partial block."""
+    lengths = np.array([entry.num_prompt_tokens for entry in entries], np.int64)
+    counts = np.array([len(entry.hash_ids or ()) for entry in entries], np.int64)
+    for size in _BLOCK_SIZES:
+        if ((counts == -(-lengths // size)) | (counts == lengths // size)).all():
+            return size
+    sizes = ", ".join(map(str, sorted(_BLOCK_SIZES)))
+    raise ConfigError(f"{path}: the numbers of hash_ids fit input_length for none of the block sizes {sizes}")
+
 
 _USERS = {"human", "user"}
 _ANSWERS = {"gpt", "chatgpt", "bing", "bard", "assistant"}

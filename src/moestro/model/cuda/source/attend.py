@@ -20,6 +20,33 @@ NARROW = tl.constexpr(16)  # rows of a decode's tile
 
 
 @triton.jit
+def _nothing(ROWS: tl.constexpr, WIDE_V: tl.constexpr):
+    """The reduction of no keys."""
+    none = tl.full([ROWS], NEGATIVE, tl.float32)
+    return none, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE_V], tl.float32)
+
+
+@triton.jit
+def _range_of(length, num_new, first, QUERIES: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
+    """Keys that QUERIES queries from `first` on see, from the oldest to before the newest, and splits likewise."""
+    newest = tl.minimum(length - num_new + first + QUERIES, length)
+    oldest = tl.maximum(length - num_new + first - WINDOW + 1, 0) if WINDOW else 0
+    return oldest, newest, oldest // SPLIT, (newest + SPLIT - 1) // SPLIT
+
+
+@triton.jit
+def _read_rows(at, is_row, SIZE_K: tl.constexpr, HEAD_K: tl.constexpr, REST_K: tl.constexpr):
+    """The SIZE_K numbers of each row in two parts, as `attend` has keys. Without a second part it is the first."""
+    d = tl.arange(0, HEAD_K)[None]
+    head = tl.load(at[:, None] + d, is_row[:, None] & (d < SIZE_K), 0.0)
+    if REST_K:
+        d = HEAD_K + tl.arange(0, REST_K)[None]
+        return head, tl.load(at[:, None] + d, is_row[:, None] & (d < SIZE_K), 0.0)
+    else:  # noqa: RET505 - the compiler must not see the type of what it leaves out
+        return head, head
+
+
+@triton.jit
 def _merge(m, l, acc, m_new, l_new, acc_new):
     """Join the reductions of two sets of keys. An empty second set changes no bit."""
     top = tl.maximum(m, m_new)
@@ -85,9 +112,7 @@ def _reduce_keys(
 
     `common`: keys before this one are seen by all rows, a window apart.
     """
-    m = tl.full([ROWS], NEGATIVE, tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDE_V], tl.float32)
+    m, l, acc = _nothing(ROWS, WIDE_V)
     middle = low
     if WINDOW == 0 and ROWS > NARROW:  # the loads of a second loop would delay a decode's few tiles
         middle = low + tl.maximum(tl.minimum(high, common) - low, 0) // TILE * TILE
@@ -120,21 +145,11 @@ def _bring_item(
 
 
 @triton.jit
-def _store_part(part_acc, part_ml, place, m, l, acc, is_row, dv, SIZE_V: tl.constexpr):
-    """Store the reduction of a split."""
-    tl.store(part_ml + place * 2, m, is_row)
-    tl.store(part_ml + place * 2 + 1, l, is_row)
-    tl.store(part_acc + place[:, None] * SIZE_V + dv[None, :], acc, is_row[:, None] & (dv < SIZE_V)[None, :])
-
-
-@triton.jit
 def _merge_parts(
     part_acc, part_ml, first, end, r, dv, is_row, ROWS: tl.constexpr, SIZE_V: tl.constexpr, WIDE_V: tl.constexpr
 ):  # fmt: skip
     """Join the stored reductions of items first .. end - 1, which other programs may have stored."""
-    m = tl.full([ROWS], NEGATIVE, tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDE_V], tl.float32)
+    m, l, acc = _nothing(ROWS, WIDE_V)
     is_part = is_row[:, None] & (dv < SIZE_V)[None, :]
     for item in range(first, end):
         place = ((item * tl.num_programs(1) + tl.program_id(1)) * ROWS + r).to(tl.int64)
@@ -143,6 +158,25 @@ def _merge_parts(
         acc_at = part_acc + place[:, None] * SIZE_V + dv[None, :]
         m, l, acc = _merge(m, l, acc, m_s, l_s, tl.load(acc_at, is_part, 0.0, cache_modifier=".cg"))
     return m, l, acc
+
+
+@triton.jit
+def _join_splits(
+    part_acc, part_ml, arrival, item, first_item, num_splits, m, l, acc, r, dv, is_row,
+    ROWS: tl.constexpr, SIZE_V: tl.constexpr, WIDE_V: tl.constexpr,
+):  # fmt: skip
+    """Store the reduction of a split, and join all of its unit if the others are there: (whether, m, l, acc)."""
+    place = ((item * tl.num_programs(1) + tl.program_id(1)) * ROWS + r).to(tl.int64)
+    tl.store(part_ml + place * 2, m, is_row)
+    tl.store(part_ml + place * 2 + 1, l, is_row)
+    tl.store(part_acc + place[:, None] * SIZE_V + dv[None, :], acc, is_row[:, None] & (dv < SIZE_V)[None, :])
+    tl.debug_barrier()  # the parts of all threads come before the arrival
+    is_last = tl.atomic_add(arrival, 1, sem="acq_rel") == num_splits - 1
+    if is_last:
+        tl.store(arrival, 0)
+        end = first_item + num_splits
+        m, l, acc = _merge_parts(part_acc, part_ml, first_item, end, r, dv, is_row, ROWS, SIZE_V, WIDE_V)
+    return is_last, m, l, acc
 
 
 @triton.jit
@@ -168,8 +202,7 @@ def attend(
     group = tl.program_id(1)
     GROUPS_A_HEAD: tl.constexpr = (SHARED + TAKEN - 1) // TAKEN
     head, first_head = group // GROUPS_A_HEAD, group % GROUPS_A_HEAD * TAKEN
-    r, dk, dv = tl.arange(0, ROWS), tl.arange(0, HEAD_K), tl.arange(0, WIDE_V)
-    dr = HEAD_K + tl.arange(0, REST_K if REST_K else 16)
+    r, dv = tl.arange(0, ROWS), tl.arange(0, WIDE_V)
     q_head = head * SHARED + first_head + r % TAKEN
     is_head = (r < QUERIES * TAKEN) & (first_head + r % TAKEN < SHARED)
     end = _bring_item(items, num_items, tables, row_of, length_of, BLOCK, SPLIT, AHEAD)
@@ -181,19 +214,12 @@ def attend(
         num_new = tl.load(row_of + unit + 1) - begin_row
         at = first + r // TAKEN  # query in the unit
         is_row, position, row = is_head & (at < num_new), length - num_new + at, (begin_row + at).to(tl.int64)
-        q_at = query + row[:, None] * query_stride + q_head[:, None] * SIZE_K
-        q = tl.load(q_at + dk[None], is_row[:, None] & (dk < SIZE_K)[None], 0.0)
-        q_rest = q
-        if REST_K:
-            q_rest = tl.load(q_at + dr[None], is_row[:, None] & (dr < SIZE_K)[None], 0.0)
-        newest = tl.minimum(length - num_new + first + QUERIES, length)  # behind the last key that any row sees
-        oldest = tl.maximum(length - num_new + first - WINDOW + 1, 0) if WINDOW else 0
-        first_split, end_split = oldest // SPLIT, (newest + SPLIT - 1) // SPLIT
+        q, q_rest = _read_rows(query + row * query_stride + q_head * SIZE_K, is_row, SIZE_K, HEAD_K, REST_K)
+        oldest, newest, first_split, end_split = _range_of(length, num_new, first, QUERIES, WINDOW, SPLIT)
         num_splits, first_item = end_split - first_split, item - (split - first_split)
         if split >= 0:
             first_split, end_split = split, split + 1
-        m, l = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, WIDE_V], tl.float32)
+        m, l, acc = _nothing(ROWS, WIDE_V)
         for s in range(first_split, end_split):
             low, high = tl.maximum(s * SPLIT, oldest // TILE * TILE), tl.minimum(s * SPLIT + SPLIT, newest)
             m_s, l_s, acc_s = _reduce_keys(
@@ -205,16 +231,10 @@ def attend(
         is_whole = split < 0
         if ROWS <= NARROW:
             if split >= 0:
-                place = ((item * tl.num_programs(1) + group) * ROWS + r).to(tl.int64)
-                _store_part(part_acc, part_ml, place, m, l, acc, is_row, dv, SIZE_V)
-                tl.debug_barrier()  # all threads' parts come before the arrival
-                arrival = arrived + unit * tl.num_programs(1) + group
-                is_whole = tl.atomic_add(arrival, 1, sem="acq_rel") == num_splits - 1
-                if is_whole:
-                    tl.store(arrival, 0)
-                    m, l, acc = _merge_parts(
-                        part_acc, part_ml, first_item, first_item + num_splits, r, dv, is_row, ROWS, SIZE_V, WIDE_V
-                    )
+                is_whole, m, l, acc = _join_splits(
+                    part_acc, part_ml, arrived + unit * tl.num_programs(1) + group, item, first_item, num_splits,
+                    m, l, acc, r, dv, is_row, ROWS, SIZE_V, WIDE_V,
+                )  # fmt: skip
         if is_whole:
             result = _finish(m, l, acc, sinks, q_head, is_row, out.dtype.element_ty, HAS_SINK)
             is_out = is_row[:, None] & (dv < SIZE_V)[None, :]

@@ -162,8 +162,9 @@ def _find_tile(pairs, tiles, tile, CHOSEN: tl.constexpr):
     """
     if CHOSEN:
         return tile < tl.load(tiles) * CHOSEN, tl.load(pairs + tile).to(tl.int64), tile, 1
-    place = tiles + 1 + tile * 3
-    return tile < tl.load(tiles), tl.load(place).to(tl.int64), tl.load(place + 1), tl.load(place + 2)
+    else:  # noqa: RET505 - the compiler must not see what it leaves out
+        place = tiles + 1 + tile * 3
+        return tile < tl.load(tiles), tl.load(place).to(tl.int64), tl.load(place + 1), tl.load(place + 2)
 
 
 @triton.jit

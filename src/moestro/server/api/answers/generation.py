@@ -21,8 +21,7 @@ from moestro.server.api.fields.request_builder import Job, ServedModel
 from moestro.server.engines.engine_client import EngineClient, RefusedByRankError
 from moestro.server.engines.piece import Piece
 from moestro.server.engines.request_state import Inbox, InboxEvent, Interrupted, PromptChoices, UnreadEvents
-from moestro.text.parsing.answer_parser import ChatPart
-from moestro.text.parsing.stop_strings import StopFinder
+from moestro.text.parsing.answer_parser import ChatPart, StopFinder
 from moestro.text.thread_pool import PrepareThreads
 from moestro.text.tokenizer import CONTEXT_TOKENS, Tokenizer
 from moestro.web.errors import GenerationError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from moestro.core.request import TokenLogprobs
-from moestro.text.token_text import TokenText, TokenTexts
+from moestro.text.tokenizer_library import TokenText, TokenTexts
 
 _LEAST = -9999.0  # OpenAI's value for minus infinity, which JSON lacks.
 

@@ -31,7 +31,7 @@ from moestro.server.api.fields.protocol import (
 from moestro.server.api.fields.validation import Options
 from moestro.server.engines.piece import Piece
 from moestro.text.parsing.answer_parser import merged
-from moestro.text.token_text import TokenText
+from moestro.text.tokenizer_library import TokenText
 
 
 def chat_message(piece: Piece) -> ChatMessage:

@@ -21,8 +21,8 @@ from moestro.server.api.fields.request_fields import wrong_type
 from moestro.server.api.fields.structured_output import refuse_unenforced
 from moestro.text.chats.chat_format import NO_TOOLS, ToolUse
 from moestro.text.chats.chat_history import EFFORTS, calls_for_templates
-from moestro.text.parsing.answer_parts import ToolSpec
-from moestro.text.parsing.enforced_schemas import enforced_arguments
+from moestro.text.parsing.answer_grammars import enforced_arguments
+from moestro.text.parsing.output_parser import ToolSpec
 from moestro.text.parsing.parser_input import NAME_LIMIT
 from moestro.text.tokenizer import TemplateOptions
 

@@ -13,9 +13,9 @@ from moestro.core.grammar import Grammar
 from moestro.core.json_elements import MAX_DEPTH, is_too_deep
 from moestro.errors import LateCheckError, RequestError, shown
 from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
-from moestro.grammar.host_messages import CHECK, LONGEST_WAIT_S, TRY
+from moestro.grammar.host import CHECK, LONGEST_WAIT_S, TRY
 from moestro.server.api.fields.protocol import GenerationFields, ResponseFormat, StructuredOutputs
-from moestro.text.parsing.enforced_schemas import enforced_schema
+from moestro.text.parsing.answer_grammars import enforced_schema
 from moestro.text.thread_pool import PrepareThreads
 
 MAX_GRAMMAR_BYTES = 128 << 10  # A schema of a hundred tools has half of it.

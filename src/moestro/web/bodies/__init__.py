@@ -1,1 +1,0 @@
-"""Request bodies: read, unpacked and bounded."""

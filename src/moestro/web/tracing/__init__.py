@@ -1,1 +1,0 @@
-"""Traces of requests: contexts and spans, and their export by OpenTelemetry."""

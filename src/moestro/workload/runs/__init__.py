@@ -1,1 +1,0 @@
-"""Outcomes of a run: records of requests, figures, objectives."""
