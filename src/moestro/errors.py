@@ -9,7 +9,8 @@ MoestroError
 │   ├── GaveWayError
 │   ├── NoEngineError
 │   ├── DrainingError
-│   └── BusyError
+│   ├── BusyError
+│   └── GrammarTimeoutError
 ├── CopyError                   KV could not be copied to or from host memory; it is computed again
 ├── EngineDiedError             a rank process ended; its requests end with an error
 ├── GroupLostError              a rank of a group ended, so the others cannot go on
@@ -160,6 +161,23 @@ class BusyError(RequestError):
 
     def __init__(self, num_preparing: int) -> None:
         super().__init__(f"Too many requests are in preparation ({num_preparing}). Retry later.", code="overloaded")
+
+
+class GrammarTimeoutError(RequestError):
+    """A new grammar was not checked in time, because the machine or other grammars kept its check from the processor.
+
+    Args:
+        param: field with the grammar.
+        waited_s: time after which the server gave up.
+    """
+
+    http_status = 503
+    error_type = "service_unavailable"
+    retry_after_s = 5
+
+    def __init__(self, param: str, waited_s: float) -> None:
+        text = f"{param} was not checked within {waited_s:g} s. The check goes on. Retry later."
+        super().__init__(text, param=param, code="grammar_timeout")
 
 
 class EngineDiedError(MoestroError):

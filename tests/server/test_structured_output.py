@@ -16,7 +16,7 @@ from support.running import Running, chat, complete, metrics, wait_until
 
 from moestro.core.grammar import Grammar
 from moestro.core.request import FinishReason
-from moestro.errors import RequestError
+from moestro.errors import GrammarTimeoutError, RequestError
 from moestro.grammar.checker import MAX_TRIES, GrammarVerdict
 from moestro.grammar.host_messages import CHECK, TRY
 from moestro.server.api.answers.generation import _failure
@@ -352,6 +352,42 @@ def test_slow_grammars_delay_no_light_one_and_too_many_are_sent_away():
         found = [each for each in await asyncio.gather(*slow, return_exceptions=True) if isinstance(each, Grammar)]
         assert [each.is_light for each in found] == [False] * (1 + MAX_WAITING_CHECKS)
         assert Counter(checker.roles) == {TRY: len(slow) + 1, CHECK: 1 + MAX_WAITING_CHECKS}
+        gate.close()
+
+    asyncio.run(test())
+
+
+def test_a_request_whose_grammar_is_not_checked_in_time_ends_and_its_retry_finds_the_result():
+    class Checker:
+        """One check, which gets no processor until it may."""
+
+        may_run, verdicts, num_checks = Event(), dict[Grammar, GrammarVerdict](), 0
+
+        def known(self, grammar):
+            return self.verdicts.get(grammar)
+
+        def check(self, grammar, role):
+            if role == TRY:
+                return None
+            self.num_checks += 1
+            self.may_run.wait()
+            return self.verdicts.setdefault(grammar, GrammarVerdict(None))
+
+        def close(self):
+            pass
+
+    async def test() -> None:
+        checker, requested = Checker(), RequestedGrammar(Grammar("regex", "a+"), "guided_regex")
+        gate = GrammarGate(checker, max_wait_s=0.1)
+        with pytest.raises(GrammarTimeoutError, match=r"guided_regex was not checked within 0\.1 s") as found:
+            await gate.check(requested)
+        assert (found.value.http_status, found.value.code, found.value.retry_after_s) == (503, "grammar_timeout", 5)
+        with pytest.raises(GrammarTimeoutError):
+            await gate.check(requested)
+        checker.may_run.set()
+        await asyncio.gather(*gate._checks.values())
+        assert await gate.check(requested) == requested.grammar
+        assert checker.num_checks == 1, "the check of the first request went on"
         gate.close()
 
     asyncio.run(test())
