@@ -95,13 +95,12 @@ def older() -> list[str]:
 
 
 def results_table() -> str:
-    """The stored results by folder, each with the commit that it measured, for docs/bench.md."""
-    lines = ["| folder | results, with the commit that each measured |", "|---|---|"]
+    """The stored results by folder, for docs/bench.md. It has nothing that a commit to code would change."""
+    lines = ["| folder | results |", "|---|---|"]
     folders: dict[str, list[str]] = {}
     for result in results():
         folder, _, name = result.removesuffix(".json").rpartition("/")
-        commit = f"`{commit_of(result)[:8]}`" if commit_of(result) != NO_COMMIT else "unknown"
-        folders.setdefault(folder, []).append(f"[{name}](../bench/results/{result}) {commit}")
+        folders.setdefault(folder, []).append(f"[{name}](../bench/results/{result})")
     lines += [f"| `{folder}` | {', '.join(found)} |" for folder, found in folders.items()]
     return "\n".join(lines)
 
