@@ -1,10 +1,10 @@
-"""Which stored results are older than the code that they measure.
+"""Lists the stored results that are older than the code that they measure.
 
-    python tools/stored_results.py            # write bench/results/older_than_code.txt
-    python tools/stored_results.py --check    # exit status 1 if it is out of date
+    python tools/stored_results.py
 
 A result stores the commit of the package that it measured. It is older than its code if a folder that it measures has
-changed since then, or if its commit is unknown. docs/bench.md shows the list; run tools/reference_tables.py after this.
+changed since then, or if its commit is unknown. The list follows from the history and is stored nowhere: every commit
+changes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-OLDER = RESULTS / "older_than_code.txt"
 # Rooms of src/moestro that results measure, by the beginning of the result's path; the longest beginning counts.
 MEASURES: dict[str, tuple[str, ...]] = {
     "accuracy/": ("calibrate/probing", "cost", "engine", "sim", "worker"),
@@ -95,38 +94,25 @@ def older() -> list[str]:
     return [result for result in results() if is_older(result)]
 
 
-def kept() -> list[str]:
-    """The list as it is stored."""
-    return OLDER.read_text().split()
-
-
 def results_table() -> str:
-    """The stored results by folder and by whether they are of today's code, for docs/bench.md."""
-    lines = ["| folder | of today's code | older than its code | of an unknown commit |", "|---|---|---|---|"]
-    folders: dict[str, dict[str, list[str]]] = {}
+    """The stored results by folder, for docs/bench.md. It has nothing that a commit to code would change."""
+    lines = ["| folder | results |", "|---|---|"]
+    folders: dict[str, list[str]] = {}
     for result in results():
         folder, _, name = result.removesuffix(".json").rpartition("/")
-        age = "unknown" if commit_of(result) == NO_COMMIT else "older" if result in kept() else "today"
-        link = f"[{name}](../bench/results/{result})"
-        folders.setdefault(folder, {}).setdefault(age, []).append(link if age == "today" else name)
-    for folder, ages in folders.items():
-        cells = (f"`{folder}`", *(", ".join(ages.get(age, ())) for age in ("today", "older", "unknown")))
-        lines.append(f"| {' | '.join(cells)} |")
+        folders.setdefault(folder, []).append(f"[{name}](../bench/results/{result})")
+    lines += [f"| `{folder}` | {', '.join(found)} |" for folder, found in folders.items()]
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Write or check the list; returns the exit status."""
+    """Print the list; returns the exit status."""
     if not has_history():
         print("the ages of results need git and a clone with all commits")
-        return 0
-    found = older()
-    if "--check" not in sys.argv[1:]:
-        OLDER.write_text("".join(f"{result}\n" for result in found))
-        return 0
-    for result in sorted(set(found) ^ set(kept())):
-        print(f"{result} is {'not ' * (result not in found)}older than its code; run: python tools/stored_results.py")
-    return int(found != kept())
+        return 1
+    for result in older():
+        print(result)
+    return 0
 
 
 if __name__ == "__main__":

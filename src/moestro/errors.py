@@ -9,7 +9,8 @@ MoestroError
 │   ├── GaveWayError
 │   ├── NoEngineError
 │   ├── DrainingError
-│   └── BusyError
+│   ├── BusyError
+│   └── GrammarTimeoutError
 ├── CopyError                   KV could not be copied to or from host memory; it is computed again
 ├── EngineDiedError             a rank process ended; its requests end with an error
 ├── GroupLostError              a rank of a group ended, so the others cannot go on
@@ -162,20 +163,21 @@ class BusyError(RequestError):
         super().__init__(f"Too many requests are in preparation ({num_preparing}). Retry later.", code="overloaded")
 
 
-class LateCheckError(RequestError):
-    """A new grammar was not checked in time."""
+class GrammarTimeoutError(RequestError):
+    """A new grammar was not checked in time, because the machine or other grammars kept its check from the processor.
+
+    Args:
+        param: field with the grammar.
+        waited_s: time after which the server gave up.
+    """
 
     http_status = 503
     error_type = "service_unavailable"
-    retry_after_s = 10
+    retry_after_s = 5
 
     def __init__(self, param: str, waited_s: float) -> None:
-        super().__init__(
-            f"{param} is a new grammar, which this busy machine did not check within {waited_s:g} s. Retry later, or"
-            " send a simpler one.",
-            param=param,
-            code="overloaded",
-        )
+        text = f"{param} was not checked within {waited_s:g} s. The check goes on. Retry later."
+        super().__init__(text, param=param, code="grammar_timeout")
 
 
 class EngineDiedError(MoestroError):

@@ -153,6 +153,12 @@ def test_a_server_that_is_too_slow_for_the_time_is_refused():
         calibrated(KnownConstants(step_ns=300e6), seconds=30.0)
 
 
+@pytest.mark.parametrize("phase_s", [0.3, 0.7, 1.5, 2.0, 3.0])
+def test_a_server_whose_steps_vary_is_refused(phase_s):
+    with pytest.raises(MoestroError, match=r"not steady: the same step took [\d.]+ to [\d.]+ times its median"):
+        calibrated(KnownConstants(step_ns=5e6, phase_s=phase_s), max_concurrency=8, max_prompt_tokens=512, seconds=20.0)
+
+
 def test_a_server_of_one_request_at_a_time_is_calibrated_without_its_budget():
     found = calibrated(KnownConstants(max_requests=1))
     assert estimate(found, "max_requests").value == 1

@@ -299,12 +299,10 @@ async def test_an_engine_that_dies_after_the_pick_is_passed_over_by_the_fallback
         await it.envoy.call()
         dead, alive = it.engines
         dead.die()
-        statuses = Counter()
         for at in range(10):
             answer = await it.envoy.call(body={"prompt": f"{at}"}, X_Request_Id=f"after-{at}")
-            statuses[answer.status] += 1
+            assert answer.status == 200, (answer, it.envoy.text)
             assert answer.json["from"] == alive.name
-        assert statuses == {200: 10}
         metrics = await it.until("in_flight", 0)
         gone = f'engine="127.0.0.1:{dead.port}"'
         assert metrics[f"engine_ready{{{gone}}}"] == 0

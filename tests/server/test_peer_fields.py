@@ -202,7 +202,7 @@ def test_unknown_keys_of_a_batch_are_named_once(place):
 
 def test_every_stream_ends_with_its_usage_if_the_operator_says_so(place):
     for options in ({}, {"stream_options": {"include_usage": False}}):
-        fields = {"max_tokens": 2, "stream": True} | options
+        fields = {"max_tokens": 2, "ignore_eos": True, "stream": True} | options
         for reply in (complete(place, prompt="x", **fields), chat(place, "x", **fields)):
             *others, last = reply.events[:-1]
             assert last["choices"] == []

@@ -16,11 +16,10 @@ from support.running import Running, chat, complete, metrics, wait_until
 
 from moestro.core.grammar import Grammar
 from moestro.core.request import FinishReason
-from moestro.errors import RequestError
+from moestro.errors import GrammarTimeoutError, RequestError
 from moestro.grammar.checker import MAX_TRIES, GrammarVerdict
 from moestro.grammar.host import CHECK, TRY
 from moestro.server.api.answers.generation import _failure
-from moestro.server.api.fields import structured_output
 from moestro.server.api.fields.structured_output import (
     MAX_GRAMMAR_BYTES,
     MAX_WAITING_CHECKS,
@@ -358,34 +357,37 @@ def test_slow_grammars_delay_no_light_one_and_too_many_are_sent_away():
     asyncio.run(test())
 
 
-def test_a_grammar_that_is_not_checked_in_time_is_sent_away_and_its_check_goes_on(monkeypatch):
-    monkeypatch.setattr(structured_output, "LONGEST_WAIT_S", 0.05)
-
+def test_a_request_whose_grammar_is_not_checked_in_time_ends_and_its_retry_finds_the_result():
     class Checker:
-        may_end, verdict = Event(), None
+        """One check, which gets no processor until it may."""
 
-        def known(self, _grammar):
-            return self.verdict
+        may_run, verdicts, num_checks = Event(), dict[Grammar, GrammarVerdict](), 0
 
-        def check(self, _grammar, _role):
-            self.may_end.wait()
-            self.verdict = GrammarVerdict(None, is_light=True)
-            return self.verdict
+        def known(self, grammar):
+            return self.verdicts.get(grammar)
+
+        def check(self, grammar, role):
+            if role == TRY:
+                return None
+            self.num_checks += 1
+            self.may_run.wait()
+            return self.verdicts.setdefault(grammar, GrammarVerdict(None))
 
         def close(self):
             pass
 
     async def test() -> None:
-        checker = Checker()
-        gate, asked = GrammarGate(checker), RequestedGrammar(Grammar("regex", "a+"), "guided_regex")
-        for _ in range(2):
-            with pytest.raises(RequestError, match=r"did not check within 0\.05 s") as refused:
-                await gate.check(asked)
-            assert (refused.value.http_status, refused.value.param) == (503, "guided_regex")
-            assert refused.value.retry_after_s > 0
-        monkeypatch.setattr(structured_output, "LONGEST_WAIT_S", 30)
-        checker.may_end.set()
-        assert (await gate.check(asked)).is_light
+        checker, requested = Checker(), RequestedGrammar(Grammar("regex", "a+"), "guided_regex")
+        gate = GrammarGate(checker, max_wait_s=0.1)
+        with pytest.raises(GrammarTimeoutError, match=r"guided_regex was not checked within 0\.1 s") as found:
+            await gate.check(requested)
+        assert (found.value.http_status, found.value.code, found.value.retry_after_s) == (503, "grammar_timeout", 5)
+        with pytest.raises(GrammarTimeoutError):
+            await gate.check(requested)
+        checker.may_run.set()
+        await asyncio.gather(*gate._checks.values())
+        assert await gate.check(requested) == requested.grammar
+        assert checker.num_checks == 1, "the check of the first request went on"
         gate.close()
 
     asyncio.run(test())

@@ -39,7 +39,7 @@ class KnownConstants:
     caches: bool = True
     noise: float = 0.0
     faults: list[str] = field(default_factory=list)
-    phase_s: float = 0.0  # time between phases with other work on the machine, in which steps take three times as long
+    phase_s: float = 0.0  # on virtual time: every second phase has other work, and its steps take three times as long
 
     def price_ns(self, rows: list[tuple[int, int]]) -> float:
         """Of a step of (start, tokens) for each sequence."""
@@ -184,6 +184,8 @@ class VirtualServer:
             if not units:
                 self.now_ns = max(self.now_ns, arrivals[0][0])
                 continue
+            if constants.phase_s and int(self.now_ns / 1e9 / constants.phase_s) % 2:
+                price *= 3
             self.now_ns += price
             for sequence, _ in engine.finish(units):
                 times[sequence.name].append(self.now_ns)
@@ -252,8 +254,6 @@ class SocketServer:
                 await self.wake.wait()
                 ready = loop.time()
                 continue
-            if self.constants.phase_s and int(loop.time() / self.constants.phase_s) % 2:
-                price *= 3
             ready = max(ready + price / 1e9, loop.time() - 0.02)
             await asyncio.sleep(max(ready - loop.time(), 0))
             for sequence, is_last in self.engine.finish(units):

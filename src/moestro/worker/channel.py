@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import zmq
 
@@ -279,7 +279,7 @@ class ZmqLink:
 logger = logging.getLogger(__name__)
 
 ORPHANED = 3  # exit status of a rank whose parent, or the connection to it, is gone
-_DEAF = 4  # exit status of a rank whose channel thread failed, so that no message could reach it
+_DEAF = 4  # exit status of a rank that could not read a message, or whose channel thread failed
 
 
 class Beats:
@@ -314,8 +314,8 @@ class Channel:
 
     The thread ends the whole process when `parent_fd` reaches its end. A rank therefore never outlives its API server,
     even if that was killed while the main loop is inside a kernel. The thread also sends heartbeats. When the thread
-    fails, for instance on a message that does not decode, the process ends too: the API server notices, and every
-    request gets an end.
+    fails, or either thread reads a message that does not decode, the process ends too: the API server notices, and
+    every request gets an end.
 
     Args:
         address: address on which the API server listens.
@@ -370,9 +370,12 @@ class Channel:
         """Read what has arrived, if the main loop may."""
         if not self._link.has_arrivals():
             return
-        with self._receiving, contextlib.suppress(LostLinkError):  # the channel's thread ends the process
-            for message in self._link.receive():
-                self._inbox.put(decode_to_rank(message))
+        try:
+            with self._receiving, contextlib.suppress(LostLinkError):  # the channel's thread ends the process
+                for message in self._link.receive():
+                    self._inbox.put(decode_to_rank(message))
+        except Exception:  # whichever thread reads the message, the process ends in the same way
+            _end_deaf()
 
     def send(self, message: FromRank) -> None:
         """Send `message`, or queue it for the thread to send."""
@@ -395,8 +398,7 @@ class Channel:
             logger.error("%s", error)
             os._exit(ORPHANED)
         except BaseException:
-            logger.exception("the channel to the API server failed")
-            os._exit(_DEAF)
+            _end_deaf()
 
     def _exchange(self, link: ChannelLink) -> None:
         is_all_sent = link.flush()
@@ -414,3 +416,9 @@ class Channel:
                     self._inbox.put(decode_to_rank(message))
                     self.arrival.wake()
         link.close()
+
+
+def _end_deaf() -> NoReturn:
+    """End the process with the current exception in its log."""
+    logger.exception("the channel to the API server failed")
+    os._exit(_DEAF)

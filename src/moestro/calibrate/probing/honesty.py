@@ -21,7 +21,7 @@ from moestro.errors import MoestroError
 
 _OTHERS_SHARE = 0.05  # of probes that find other requests, and of tokens that are not the probes'
 _LEAST_PROBES = 10  # before shares of them count
-_UNSTEADY = 0.35  # range of the middle three fifths of steps, each over the median of its kind
+_UNSTEADY = 0.5  # range of the middle four fifths of steps, each over the median of its kind
 _CONTEXTS_PER_OCTAVE = 4  # lengths of context that count as alike
 _LEAST_REPEATS = 3  # of a kind of step
 _SLACK_TOKENS = 64  # that a server may count for itself
@@ -178,10 +178,10 @@ def _check_steady(decodes: Sequence[DecodeTime]) -> None:
         return
     # Each is compared with the median of its own kind, so that all of them count together.
     ratios = np.concatenate([times / np.median(times) for times in repeated])
-    low, high = np.percentile(ratios, [20, 80]).tolist()
+    low, high = np.percentile(ratios, [10, 90]).tolist()
     if high - low > _UNSTEADY:
         raise MoestroError(
-            f"the server is not steady: the same step took {low:.2f} to {high:.2f} times its median (the middle three"
+            f"the server is not steady: the same step took {low:.2f} to {high:.2f} times its median (the middle four"
             f" fifths of {len(ratios)} steps of {len(repeated)} kinds). Other traffic, or other processes on its"
             " machine, would be priced as its own work. Nothing was fitted"
         )

@@ -11,7 +11,7 @@ import msgspec
 
 from moestro.core.grammar import Grammar
 from moestro.core.json_elements import MAX_DEPTH, is_too_deep
-from moestro.errors import LateCheckError, RequestError, shown
+from moestro.errors import GrammarTimeoutError, RequestError, shown
 from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
 from moestro.grammar.host import CHECK, LONGEST_WAIT_S, TRY
 from moestro.server.api.fields.protocol import GenerationFields, ResponseFormat, StructuredOutputs
@@ -23,6 +23,7 @@ MAX_GRAMMAR_CHOICES = 4096
 # New grammars that wait for a try, which takes 0.03 s at most, and slow ones that wait for a check, which takes 2 s.
 # Where more come, the client that has most waiting loses its newest.
 MAX_WAITING_TRIES, MAX_WAITING_CHECKS = 64, 16
+# A check has the lowest priority, so that full cores may keep the processor from it for minutes. A full queue takes
 # No whitespace between the elements of JSON; llguidance reads it in the schema.
 _NO_SPACE: dict[str, object] = {"whitespace_flexible": False, "whitespace_pattern": None}
 # Older fields of vLLM, with their names in `structured_outputs`.
@@ -179,10 +180,12 @@ class GrammarGate:
 
     Args:
         checker: What checks grammars; None means that the engines compute no logits, so nothing follows a grammar.
+        max_wait_s: Longest time that a request waits for its check.
     """
 
-    def __init__(self, checker: GrammarChecker | None) -> None:
+    def __init__(self, checker: GrammarChecker | None, max_wait_s: float = LONGEST_WAIT_S) -> None:
         self._checker = checker
+        self._max_wait_s = max_wait_s
         self._try_threads = PrepareThreads(MAX_WAITING_TRIES, MAX_TRIES)
         self._check_threads = PrepareThreads(MAX_WAITING_CHECKS, MAX_CHECKS)  # Slow ones delay other slow ones alone.
         self._checks: dict[tuple[Hashable, Grammar], asyncio.Future[GrammarVerdict]] = {}
@@ -196,18 +199,20 @@ class GrammarGate:
         Raises:
             RequestError: It cannot; the text says why and names the field.
             BusyError: Too many grammars wait for a check, and no client has more of them than this one.
-            LateCheckError: It was not checked within LONGEST_WAIT_S.
+            GrammarTimeoutError: The check takes too long. It goes on, so that a later request finds its result.
         """
         checker = self._checker
         if checker is None:
             text = f"{requested.param} is not supported by these engines, which compute no logits. Leave it out."
             raise RequestError(text, param=requested.param, code="unsupported_parameter")
         grammar = requested.grammar
-        try:
-            async with asyncio.timeout(LONGEST_WAIT_S):
-                verdict = checker.known(grammar) or await self._check_new(checker, grammar, client)
-        except TimeoutError:
-            raise LateCheckError(requested.param, LONGEST_WAIT_S) from None
+        verdict = checker.known(grammar)
+        if verdict is None:
+            try:
+                async with asyncio.timeout(self._max_wait_s):
+                    verdict = await self._check_new(checker, grammar, client)
+            except TimeoutError:
+                raise GrammarTimeoutError(requested.param, self._max_wait_s) from None
         if verdict.error is not None:
             text = f"{requested.param} cannot be used as a grammar: {shown(verdict.error)}."
             raise RequestError(text, param=requested.param, code="invalid_grammar")
