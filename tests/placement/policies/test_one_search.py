@@ -19,10 +19,8 @@ from moestro.placement.kernel.choice import kernel_search
 from moestro.placement.registry import PLACE_POLICIES, PlaceView
 
 EPLB = ("eplb", "eplb:hierarchy=never")
-# A layer of a large problem within 0.2 % of its lower bound is left alone, and steps end at a local optimum.
-BOUND = 1.002
-# The same search without shares and risk: its placement is a candidate where problems are as small as these.
-CANDIDATE = 1 + 1e-9
+# Each peer's placement is a start or a candidate where problems are as small as these.
+BOUND = 1 + 1e-9
 # One step after the other by smoothed maxima: seconds for what takes milliseconds, and at times another local optimum.
 DESCENT_BOUND = 1.015
 
@@ -70,8 +68,7 @@ def check(view: PlaceView) -> None:
     ours = price_with_moves(view, PLACE_POLICIES.make("moestro")(view))
     peers = [*map(PLACE_POLICIES.make, (*EPLB, "gimbal_v2", "static")), flashlb]
     for name, peer in zip((*EPLB, "gimbal_v2", "static", "flashlb"), peers, strict=True):
-        bound = CANDIDATE if name == "gimbal_v2" else BOUND
-        assert ours <= bound * price_with_moves(view, peer(view)), name
+        assert ours <= BOUND * price_with_moves(view, peer(view)), name
     assert ours <= DESCENT_BOUND * price_with_moves(view, plain_descent(view)), "descent"
 
 
@@ -92,7 +89,7 @@ def test_no_peer_is_priced_lower_at_sizes_that_failed(sizes, kind):
     check(view_of(*sizes, kind))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(40), 65, 67])  # in the last two, FlashLB's order of equal devices decides
 def test_no_peer_is_priced_lower_on_random_problems(seed):
     check(random_problem(seed))
 

@@ -170,18 +170,20 @@ class _Plan:
         is_near = is_level(self.problem, self.base, FAR_OFF)[layers] | allowance.is_limited
         counts = copy_counts(self.problem)
         plan = self._searched((layers[is_near], layers[~is_near]), counts, limits, allowance)
-        offer = _Offer.of(self, plan, self._offers(plan, base), left)
+        prices = self.pricer.price(plan)
+        offer = _Offer.of(self, plan, _offers(prices, base), left)
         missed = layers[is_near & ~is_level(self.problem, plan, limits.target - MISSED_BY)[layers]]
         anew = self._anew(plan, self._worth_anew(plan, missed, left), counts, limits)
         found = [self.base, plan, *others, *([] if anew is None else [anew])]
         for each in found[2:]:
-            offer = self._better(offer, each, self._offers(each, base), left)
+            offer = self._better(offer, each, _offers(self.pricer.price(each), base), left)
         is_level_enough = np.zeros(len(base.step_s), np.bool_)
         if limits.target < WHOLE_PRICE:
             is_level_enough = is_level(self.problem, plan, limits.target)
-        stepped = self._stepped(found, counts, limits, layers[~is_level_enough[layers]], allowance)
+        search = self._price_search(limits, may_receive=not allowance.is_limited)
+        stepped, prices = self._stepped(search, found, counts, layers[~is_level_enough[layers]], prices)
         if stepped is not None:
-            offer = self._better(offer, stepped, self._offers(stepped, base), left)
+            offer = self._better(offer, stepped, _offers(prices, base), left)
         if not len(offer.chosen) and (self.view.table.is_alive == self.view.devices.is_alive).all():
             return self.view.table
         return self._table(offer.chosen, offer.plan)
@@ -198,36 +200,47 @@ class _Plan:
         anew.put(missed, start_anew(self.problem.of_layers(missed), counts[missed], closer_limits))
         return anew
 
+    def _price_search(self, limits: SearchLimits, *, may_receive: bool) -> PriceSearch:
+        weight = (1 + self.hysteresis) / max(self.view.limits.horizon_steps, 1.0)
+        return PriceSearch(self.pricer, self.problem, weight, may_receive, limits.num_share_steps)
+
     def _stepped(
-        self, found: list[Packing], counts: Experts, limits: SearchLimits, layers: NDArray[np.intp], left: Allowance
-    ) -> Packing | None:
+        self,
+        search: PriceSearch,
+        found: list[Packing],
+        counts: Experts,
+        layers: NDArray[np.intp],
+        prices: LayerPrices,
+    ) -> tuple[Packing | None, LayerPrices]:
         """Return the plan with some layers as steps by the price itself leave them; None where none is worth it.
 
         Layers of one network are alike: where steps gain nothing in the first few, the others are left alone.
 
         Args:
+            search: Takes the steps; where no copies may be received, they are only dropped.
             found: The base, the plan, and other placements.
             counts: int64[layers, experts], the best numbers of copies.
-            limits: How far the search goes.
             layers: Layers that may change.
-            left: Copies that may be received; where they are limited, copies are only dropped.
+            prices: What the plan costs.
+
+        Returns:
+            The changed plan, and what it costs.
         """
-        weight = (1 + self.hysteresis) / max(self.view.limits.horizon_steps, 1.0)
-        search = PriceSearch(self.pricer, self.problem, weight, not left.is_limited, limits.num_share_steps)
-        prices = self.pricer.price(found[1])
         worthwhile = search.worthwhile(prices.step_s)
         worthwhile = worthwhile[np.isin(worthwhile, layers)]
         if not len(worthwhile):
-            return None
+            return None, prices
         stepped, cost = self._all_layers(found[1]), search.cost_of(prices)
         for some in (worthwhile[:TRIED_FIRST], worthwhile[TRIED_FIRST:]):
             if not len(some):
                 break
-            better = search.best(self._starts(found, counts, some, may_receive=not left.is_limited), some)
+            better = search.best(self._starts(found, counts, some, may_receive=search.may_receive), some)
+            changed = self.pricer.price(better, some)
             stepped.put(some, better)
-            if search.cost(better, some).sum() > (1 - WORTH) * cost[some].sum():
+            prices = prices.with_layers(some, changed)
+            if search.cost_of(changed).sum() > (1 - WORTH) * cost[some].sum():
                 break
-        return stepped
+        return stepped, prices
 
     def _starts(
         self, found: list[Packing], counts: Experts, layers: NDArray[np.intp], *, may_receive: bool
@@ -314,12 +327,12 @@ class _Plan:
         )
         return net
 
-    def _offers(self, packing: Packing, base: LayerPrices) -> LayerOffers:
-        """Price a placement against the base, layer by layer."""
-        prices = self.pricer.price(packing)
-        saved_s = base.step_s - prices.step_s
-        saved_s[np.abs(saved_s) <= ROUNDING * base.step_s] = 0.0
-        return LayerOffers(saved_s, prices.receives - base.receives, prices.receive_s - base.receive_s)
+
+def _offers(prices: LayerPrices, base: LayerPrices) -> LayerOffers:
+    """Compare a placement's prices with those of the base, layer by layer."""
+    saved_s = base.step_s - prices.step_s
+    saved_s[np.abs(saved_s) <= ROUNDING * base.step_s] = 0.0
+    return LayerOffers(saved_s, prices.receives - base.receives, prices.receive_s - base.receive_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -453,13 +453,13 @@ def thinned(problem: PlaceProblem, expert: Experts, counts: Experts) -> Experts:
 
 
 def pack_tokens(problem: PlaceProblem, total: Floats) -> Experts:
-    """Fill all slots by tokens alone, the heaviest copies first, each on the least loaded device, as FlashLB does.
+    """Fill all slots by tokens alone, the heaviest copies first, each on the least loaded device; ties as in FlashLB.
 
     Args:
         total: float64[batches, experts], tokens of the problem's layers.
     """
     plain = replace(problem, token_s=total, expert_s=0.0, row_s=None)
-    return pack(plain, copy_counts(plain), 0.0, 0.0)
+    return pack(plain, copy_counts(plain), 0.0, 0.0, are_plain=True)
 
 
 def eplb_starts(view: PlaceView, problem: PlaceProblem, total: Floats) -> list[Experts]:

@@ -20,7 +20,9 @@ STEPS_AT_ONCE = 16  # of which moves are looked up together
 TIE = 1e-9  # of all work of a layer
 
 
-def pack(problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Floats | float) -> Experts:
+def pack(
+    problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Floats | float, *, are_plain: bool = False
+) -> Experts:
     """Place each copy on the device that ends with the least load, and never two of an expert on one device.
 
     A further copy that finds no device without its expert is left out.
@@ -30,20 +32,21 @@ def pack(problem: PlaceProblem, counts: Experts, stay: Floats | float, near: Flo
         stay: Load, as a part of the copy's own, that a device may have more to keep what it holds: a number, or
             float64[batches, 1, 1].
         near: The same for nearness, between an expert's farthest device and one whose rows would take no time.
+        are_plain: Whether ties go to the first device, and copies join no devices, as in EPLB and FlashLB.
 
     Returns:
         int64[batches, devices, slots]
     """
     num_batches, _, num_devices, _ = problem.shape
     work = copy_work(problem, counts)
-    are_joined = problem.room.sum() >= JOINED_SLOTS * num_devices
+    are_joined = not are_plain and problem.room.sum() >= JOINED_SLOTS * num_devices
     items, is_again = _by_weight(work, counts, are_shared_first=are_joined)
     item_work = np.append(work, np.zeros((num_batches, 1)), axis=1)[np.arange(num_batches)[:, None], items]
     stay_s = np.broadcast_to(stay, (num_batches, 1, 1))[:, :, 0] * item_work
     far_s, joins = _far(problem, work, near), _joins(counts, items)[:, : None if are_joined else 0]
     room = problem.room.sum(axis=1)
     far_above = (work * counts).sum(axis=1, keepdims=True) * (1 / problem.speed).max() + 1.0
-    load = _first_loads(room, far_above)
+    load = _first_loads(room, far_above * (not are_plain))
     copies = QueuedCopies(items, item_work, stay_s, far_s, joins < 0, far_above * (joins != 0), load)
     kernel = search_kernel()
     if kernel is not None:

@@ -39,6 +39,15 @@ class LayerPrices:
         """float64[placements], seconds per step."""
         return self.compute_s + self.exchange_s
 
+    def with_layers(self, layers: NDArray[np.intp], other: LayerPrices) -> LayerPrices:
+        """Return the same with those of `other`, which are of these layers alone."""
+        changed = []
+        for name in ("compute_s", "exchange_s", "receives", "receive_s"):
+            figures = getattr(self, name).copy()
+            figures[layers] = getattr(other, name)
+            changed.append(figures)
+        return LayerPrices(*changed)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pricer:

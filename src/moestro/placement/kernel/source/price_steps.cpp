@@ -13,6 +13,7 @@
 namespace {
 
 constexpr int64_t NONE = -1;
+constexpr int NUM_WATCHED = 3;  // slowest and busiest devices that decide whether a step is tried; two may be left out
 constexpr double ROUNDING = 1e-12;  // of a price, by which a bound may be too high
 
 // One expert's part of a step: how many copies it gets more, and the devices that lose and get one.
@@ -42,11 +43,18 @@ class Layer {
           copies_(prices.num_experts, 0),
           compute_s_(prices.num_devices, 0.0),
           rows_s_(prices.rest_s + layer * prices.num_devices, prices.rest_s + (layer + 1) * prices.num_devices),
-          slow_(prices.num_devices),
+          slowness_(prices.num_devices),
           inverse_(prices.num_devices + 1, 1.0) {
         for (int64_t count = 1; count <= num_devices_; ++count) inverse_[count] = 1.0 / double(count);
         for (int64_t device = 0; device < num_devices_; ++device) {
-            slow_[device] = 1 / prices.speed[device];
+            slowness_[device] = 1 / prices.speed[device];
+            const auto node = std::find_if(nodes_.begin(), nodes_.end(),
+                                           [&](const Node& each) { return same_node(each.devices[0], device); });
+            if (node == nodes_.end()) {
+                nodes_.push_back({{device}, 0.0, 0.0});
+            } else {
+                node->devices.push_back(device);
+            }
             for (int64_t slot = 0; slot < num_slots_; ++slot) {
                 const int64_t what = expert_[device * num_slots_ + slot];
                 if (what == EMPTY) continue;
@@ -59,7 +67,7 @@ class Layer {
             for (int64_t device = 0; device < num_devices_; ++device) {
                 const int64_t at = what * num_devices_ + device;
                 const double held = held_[at];
-                compute_s_[device] += held * work(what, copies_[what]) * slow_[device];
+                compute_s_[device] += held * work(what, copies_[what]) * slowness_[device];
                 rows_s_[device] += share * (held * near_s_[at] - sooner_s_[at] * double(in_node_[at]));
             }
         }
@@ -83,11 +91,12 @@ class Layer {
         has_found_ = false;
         set_highest();
         const Largest compute_s(compute_s_), rows_s(rows_s_);
-        for (int nth = 0; nth < 2; ++nth) {
-            slow_ones_[nth] = compute_s.device[nth + 1];
-            busy_ones_[nth] = rows_s.device[nth + 1];
+        for (int nth = 0; nth < NUM_WATCHED; ++nth) {
+            slow_[nth] = std::max(compute_s.device[nth], int64_t(0));
+            busy_[nth] = std::max(rows_s.device[nth], int64_t(0));
         }
         look_up_changes();
+        look_up_nodes();
         try_steps_of(slowest_, compute_s, rows_s);
         if (busiest_ != slowest_) try_steps_of(busiest_, compute_s, rows_s);
         if (has_found_) take(best_);
@@ -110,11 +119,11 @@ class Layer {
 
     // Largest values of the devices, in falling order, as many as leave one when two devices are left out.
     struct Largest {
-        int64_t device[3];
-        double value[3];
+        int64_t device[NUM_WATCHED];
+        double value[NUM_WATCHED];
 
         explicit Largest(const std::vector<double>& values) {
-            for (int nth = 0; nth < 3; ++nth) {
+            for (int nth = 0; nth < NUM_WATCHED; ++nth) {
                 device[nth] = NONE;
                 value[nth] = 0.0;
                 for (int64_t i = 0; i < int64_t(values.size()); ++i) {
@@ -140,8 +149,14 @@ class Layer {
         double work_s, here_s, near_here_s, there_s, near_there_s, sooner_s;
     };
 
+    // Seconds that a step adds at the `slow_` and at the `busy_` devices.
     struct Change {
-        double compute_s, rows_s;
+        double compute_s[NUM_WATCHED], rows_s[NUM_WATCHED];
+    };
+
+    struct Node {
+        std::vector<int64_t> devices;
+        double most_compute_s, most_rows_s;
     };
 
     void look_up_slots(int64_t device) {
@@ -162,7 +177,17 @@ class Layer {
         }
     }
 
-    // What one copy more of each expert changes at the slowest and the busiest device, and one fewer in each spare slot.
+    void look_up_nodes() {
+        for (Node& node : nodes_) {
+            node.most_compute_s = node.most_rows_s = 0.0;
+            for (const int64_t device : node.devices) {
+                node.most_compute_s = std::max(node.most_compute_s, compute_s_[device]);
+                node.most_rows_s = std::max(node.most_rows_s, rows_s_[device]);
+            }
+        }
+    }
+
+    // What one copy more of each expert changes at the watched devices, and one fewer in each spare slot.
     void look_up_changes() {
         added_.resize(num_experts_);
         for (int64_t what = 0; what < num_experts_; ++what) {
@@ -175,30 +200,47 @@ class Layer {
             if (what == EMPTY || copies_[what] < 2) continue;
             const int64_t then = copies_[what] - 1;
             Change& change = dropped_[slot] = scaled(what, then);
-            if (device == slowest_) change.compute_s -= work(what, then) * slow_[slowest_];
-            const int64_t at = what * num_devices_ + busiest_;
-            if (device == busiest_) change.rows_s -= inverse_[then] * near_s_[at];
-            if (same_node(device, busiest_)) change.rows_s += inverse_[then] * sooner_s_[at];
+            for (int nth = 0; nth < NUM_WATCHED; ++nth) {
+                if (device == slow_[nth]) change.compute_s[nth] -= work(what, then) * slowness_[device];
+                const int64_t at = what * num_devices_ + busy_[nth];
+                if (device == busy_[nth]) change.rows_s[nth] -= inverse_[then] * near_s_[at];
+                if (same_node(device, busy_[nth])) change.rows_s[nth] += inverse_[then] * sooner_s_[at];
+            }
         }
     }
 
-    // What the copies that stay change at the slowest and the busiest device if there are other numbers of them.
+    // What the copies that stay change at the watched devices if there are other numbers of them.
     Change scaled(int64_t what, int64_t then) const {
-        const int64_t now = copies_[what], slowest = what * num_devices_ + slowest_, busiest = what * num_devices_ + busiest_;
-        const double held = held_[busiest], more_s = work(what, then) - work(what, now);
-        return {double(held_[slowest]) * more_s * slow_[slowest_],
-                (inverse_[then] - inverse_[now]) * (held * near_s_[busiest] - sooner_s_[busiest] * double(in_node_[busiest]))};
+        const int64_t now = copies_[what];
+        const double more_s = work(what, then) - work(what, now), more = inverse_[then] - inverse_[now];
+        Change change;
+        for (int nth = 0; nth < NUM_WATCHED; ++nth) {
+            const int64_t slow = what * num_devices_ + slow_[nth], busy = what * num_devices_ + busy_[nth];
+            change.compute_s[nth] = double(held_[slow]) * more_s * slowness_[slow_[nth]];
+            change.rows_s[nth] = more * (double(held_[busy]) * near_s_[busy] - sooner_s_[busy] * double(in_node_[busy]));
+        }
+        return change;
     }
 
-    // Lower bound of the price after an expert gets a further copy in a slot: by the slowest and the busiest device.
+    // Lower bound of the price after an expert gets a further copy in a slot: by the watched devices and the slot's own.
     double bound_of_further(int64_t what, int64_t to) const {
-        const int64_t there = to / num_slots_, then = copies_[what] + 1, at = what * num_devices_ + busiest_;
-        double compute_s = compute_s_[slowest_] + added_[what].compute_s + dropped_[to].compute_s;
-        double rows_s = rows_s_[busiest_] + added_[what].rows_s + dropped_[to].rows_s;
-        if (there == slowest_) compute_s += work(what, then) * slow_[slowest_];
-        if (there == busiest_) rows_s += inverse_[then] * near_s_[at];
-        if (same_node(there, busiest_)) rows_s -= inverse_[then] * sooner_s_[at];
-        return compute_s + rows_s;
+        const int64_t there = to / num_slots_, then = copies_[what] + 1, other = expert_[to];
+        const Change &added = added_[what], &dropped = dropped_[to];
+        const double work_s = work(what, then) * slowness_[there];
+        double most_s = compute_s_[there] + work_s;
+        if (other != EMPTY) most_s -= work(other, copies_[other]) * slowness_[there];
+        const double share = inverse_[then];
+        double most_rows_s = 0.0;
+        for (int nth = 0; nth < NUM_WATCHED; ++nth) {
+            const double others_s = compute_s_[slow_[nth]] + added.compute_s[nth] + dropped.compute_s[nth];
+            most_s = std::max(most_s, there == slow_[nth] ? others_s + work_s : others_s);
+            const int64_t busy = busy_[nth], at = what * num_devices_ + busy;
+            double rows_s = rows_s_[busy] + added.rows_s[nth] + dropped.rows_s[nth];
+            if (there == busy) rows_s += share * near_s_[at];
+            if (same_node(there, busy)) rows_s -= share * sooner_s_[at];
+            most_rows_s = std::max(most_rows_s, rows_s);
+        }
+        return most_s + most_rows_s;
     }
 
     void attempt_further(int64_t what, int64_t to) {
@@ -213,8 +255,8 @@ class Layer {
         const double share = inverse_[copies_[what]];
         const int64_t at = what * num_devices_ + there;
         const double arriving_s = share * (is_same ? near_s_[at] : near_s_[at] - sooner_s_[at]);
-        const double first_s = compute_s_[device] + (other.work_s - one.work_s) * slow_[device];
-        const double second_s = compute_s_[there] + (one.work_s - other.work_s) * slow_[there];
+        const double first_s = compute_s_[device] + (other.work_s - one.work_s) * slowness_[device];
+        const double second_s = compute_s_[there] + (one.work_s - other.work_s) * slowness_[there];
         const double most_s = std::max(std::max(first_s, second_s), compute_s.without(device, there));
         const double first_rows_s = rows_s_[device] + (is_same ? other.there_s - one.here_s : other.near_there_s - one.near_here_s);
         const double second_rows_s = rows_s_[there] + arriving_s - (is_same ? other.here_s : other.near_here_s);
@@ -294,28 +336,40 @@ class Layer {
             const double share = inverse_[then], held = held_[at];
             const double work_s = work(part.expert, then);
             if (part.more != 0) {
-                compute_s += held * (work_s - work(part.expert, now)) * slow_[device];
+                compute_s += held * (work_s - work(part.expert, now)) * slowness_[device];
                 rows_s += (share - inverse_[now]) * (held * near_s_[at] - sooner_s_[at] * double(in_node_[at]));
             }
             if (part.leaves != NONE) {
-                if (part.leaves == device) compute_s -= work_s * slow_[device];
+                if (part.leaves == device) compute_s -= work_s * slowness_[device];
                 if (part.leaves == device) rows_s -= share * near_s_[at];
                 if (same_node(part.leaves, device)) rows_s += share * sooner_s_[at];
             }
             if (part.enters != NONE) {
-                if (part.enters == device) compute_s += work_s * slow_[device];
+                if (part.enters == device) compute_s += work_s * slowness_[device];
                 if (part.enters == device) rows_s += share * near_s_[at];
                 if (same_node(part.enters, device)) rows_s -= share * sooner_s_[at];
             }
         }
     }
 
+    // Whether a step changes any device of a node, of which `device` is one: the others need no new price.
+    bool is_changed(const Step& step, int64_t device) const {
+        for (const Part& part : step.part) {
+            if (part.expert == NONE) continue;
+            if (part.leaves != NONE && same_node(part.leaves, device)) return true;
+            if (part.enters != NONE && same_node(part.enters, device)) return true;
+            // With another number of copies, all devices change that hold one or have one on their node.
+            if (part.more != 0 && in_node_[part.expert * num_devices_ + device] > 0) return true;
+        }
+        return false;
+    }
+
     void attempt(const Step& step) {
         const double move_s = moving_s(step);
         double compute_s, rows_s, most_compute_s = 0.0, most_rows_s = 0.0;
         // Devices that decide most often come first.
-        const int64_t probes[] = {slowest_, slow_ones_[0], slow_ones_[1], step.part[0].enters, step.part[1].enters,
-                                  busiest_, busy_ones_[0], busy_ones_[1], step.part[0].leaves, step.part[1].leaves};
+        const int64_t probes[] = {slow_[0], slow_[1], slow_[2], step.part[0].enters, step.part[1].enters,
+                                  busy_[0], busy_[1], busy_[2], step.part[0].leaves, step.part[1].leaves};
         for (const int64_t device : probes) {
             if (device == NONE) continue;
             after(step, device, compute_s, rows_s);
@@ -323,11 +377,19 @@ class Layer {
             most_rows_s = std::max(most_rows_s, rows_s);
             if (!(most_compute_s + most_rows_s + move_s < least_)) return;
         }
-        for (int64_t device = 0; device < num_devices_; ++device) {
-            after(step, device, compute_s, rows_s);
-            most_compute_s = std::max(most_compute_s, compute_s);
-            most_rows_s = std::max(most_rows_s, rows_s);
-            if (!(most_compute_s + most_rows_s + move_s < least_)) return;
+        for (Node& node : nodes_) {
+            if (!is_changed(step, node.devices[0])) {
+                most_compute_s = std::max(most_compute_s, node.most_compute_s);
+                most_rows_s = std::max(most_rows_s, node.most_rows_s);
+                if (!(most_compute_s + most_rows_s + move_s < least_)) return;
+                continue;
+            }
+            for (const int64_t device : node.devices) {
+                after(step, device, compute_s, rows_s);
+                most_compute_s = std::max(most_compute_s, compute_s);
+                most_rows_s = std::max(most_rows_s, rows_s);
+                if (!(most_compute_s + most_rows_s + move_s < least_)) return;
+            }
         }
         least_ = most_compute_s + most_rows_s + move_s;
         best_ = step;
@@ -369,11 +431,12 @@ class Layer {
     std::vector<int64_t> expert_;
     std::vector<uint8_t> held_;
     std::vector<int64_t> in_node_, copies_;
-    std::vector<double> compute_s_, rows_s_, next_compute_s_, next_rows_s_, slow_;
-    int64_t slowest_ = 0, busiest_ = 0, slow_ones_[2] = {}, busy_ones_[2] = {};
+    std::vector<double> compute_s_, rows_s_, next_compute_s_, next_rows_s_, slowness_;
+    int64_t slowest_ = 0, busiest_ = 0, slow_[NUM_WATCHED] = {}, busy_[NUM_WATCHED] = {};
     double least_ = 0.0, highest_ = 0.0;
     bool has_found_ = false;
     Step best_ = {};
+    std::vector<Node> nodes_;
     std::vector<SlotCosts> slots_;
     std::vector<Change> added_, dropped_;
     std::vector<double> inverse_;
