@@ -109,6 +109,7 @@ def cells(
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0, help="5: none on which the score was chosen")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--loads", default=",".join(SHAPES))
     parser.add_argument("--shares", default="0.5,0.75,1.0,1.2", help="of saturation")
@@ -117,13 +118,15 @@ def main() -> None:
     rounds: list[dict[str, object]] = []
     conditions = run_record("simulated")
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for seed in range(args.seeds):
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    for nth, seed in enumerate(seeds, 1):
         for load in args.loads.split(","):
             for share, name, figures in cells(load, args.requests, shares, seed):
                 rounds.append({"load": load, "share": share, "policy": name, "seed": seed, **figures})
                 found.setdefault(f"{load}, {share}", {}).setdefault(name, []).append(figures)
                 print(load, share, name, seed, figures, file=sys.stderr, flush=True)
-        save(args.json, conditions, {"seeds": seed + 1, "requests": args.requests, "rounds": rounds})  # after each seed
+        measured = {"first_seed": args.first_seed, "seeds": nth, "requests": args.requests, "rounds": rounds}
+        save(args.json, conditions, measured)  # after each seed
     means = {
         cell: {name: {key: statistics.mean(each[key] for each in runs) for key in runs[0]} for name, runs in of.items()}
         for cell, of in found.items()

@@ -23,7 +23,6 @@ MAX_GRAMMAR_CHOICES = 4096
 # New grammars that wait for a try, which takes 0.03 s at most, and slow ones that wait for a check, which takes 2 s.
 # Where more come, the client that has most waiting loses its newest.
 MAX_WAITING_TRIES, MAX_WAITING_CHECKS = 64, 16
-# A check has the lowest priority, so that full cores may keep the processor from it for minutes. A full queue takes
 # No whitespace between the elements of JSON; llguidance reads it in the schema.
 _NO_SPACE: dict[str, object] = {"whitespace_flexible": False, "whitespace_pattern": None}
 # Older fields of vLLM, with their names in `structured_outputs`.
