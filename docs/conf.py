@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -28,6 +29,10 @@ autodoc_typehints_description_target = "documented"
 
 
 _HERE = Path(__file__).parent
+sys.path.insert(0, str(_HERE.parent / "tools"))
+
+from reference_tables import for_site, with_tables  # noqa: E402  a script of tools/, whose folder the line above names
+
 _OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#]+)(#[^)]*)?\)")
 
 
@@ -44,6 +49,12 @@ def _name_files_outside(_app: Sphinx, _page: str, source: list[str]) -> None:
     source[0] = _OUTSIDE.sub(name, source[0])
 
 
+def _fill_tables(_app: Sphinx, _page: str, source: list[str]) -> None:
+    """Put the tables that are made from declarations in their marked places: the repository has few of them."""
+    source[0] = with_tables(source[0], for_site)
+
+
 def setup(app: Sphinx) -> None:
-    """Register the hook of this site."""
+    """Register the hooks of this site. Tables come first: their links to files beside docs/ are turned as well."""
+    app.connect("source-read", _fill_tables)
     app.connect("source-read", _name_files_outside)

@@ -26,6 +26,17 @@ def test_generated_tables_are_current():
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+def test_the_site_has_the_tables_that_the_repository_only_names():
+    script = (
+        "import sys; sys.path.insert(0, 'tools'); import reference_tables as it; "
+        "print(it.with_tables(open('docs/flags.md').read(), it.for_site)); [it.for_site(name) for name in it.SITE_ONLY]"
+    )
+    made = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    assert "* `--gpu-memory-utilization FLOAT`:" in made.stdout
+    assert "--gpu-memory-utilization" not in (ROOT / "docs" / "flags.md").read_text()
+
+
 @pytest.mark.parametrize(("kind", "name"), POLICIES)
 def test_a_policy_has_a_source_and_a_description_and_is_made_with_defaults(kind, name):
     entry = kind.entries()[name]

@@ -1,5 +1,7 @@
 """Write the reference tables of docs/ and of tests/mutants.md, which are made from the code, or from a stored result.
 
+Tables of SITE_ONLY are only in the built site (`make docs`); in the repository a sentence says where else they are.
+
     python tools/reference_tables.py            # write them
     python tools/reference_tables.py --check    # exit status 1 if one is out of date
 
@@ -101,12 +103,54 @@ TABLES: dict[str, Callable[[], str]] = {
     "stored results": results_table,
 }
 
+
+def _printed_by(command: str) -> str:
+    return f"`{command}` prints this table; the site (`make docs`) has it here."
+
+
+def _served_by(verb: str) -> str:
+    return f"`/metrics` of `{verb}` states type and meaning of each series; the site (`make docs`) has the table here."
+
+
+def _stored_in(path: str) -> str:
+    return f"The site (`make docs`) has this table here; its figures are in [{Path(path).name}](../{path})."
+
+
+# What stands in the repository in place of a long table.
+SITE_ONLY = {
+    **{
+        f"flags of moestro {verb}": _printed_by(f"moestro {verb} --help-all")
+        for verb in ("serve", "route", "place", "run-batch", "chat", "sim")
+    },
+    "metrics with vLLM's names": _served_by("moestro serve"),
+    "other metrics of moestro serve": _served_by("moestro serve"),
+    "metrics of moestro route": _served_by("moestro route"),
+    "metrics of KV events": _served_by("moestro route"),
+    "metrics of a shadow": _served_by("moestro route"),
+    "flags of vLLM": (
+        "The error of a start with such a flag says what to do; the site (`make docs`) has the table here, and "
+        "[vllm_flags.py](../src/moestro/config/vllm_flags.py) the declarations."
+    ),
+    "latencies of lmetric": _stored_in("bench/results/repro/lmetric.json"),
+    "throughputs of amoe": _stored_in("bench/results/repro/amoe.json"),
+}
+
 _MARKED = re.compile(r"(<!-- generated: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def with_tables(text: str) -> str:
-    """`text` with each marked table as the code has it now."""
-    return _MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+def in_repository(name: str) -> str:
+    """The text of a marked place in the repository: its table, or the sentence that says where the table is."""
+    return SITE_ONLY[name] if name in SITE_ONLY else TABLES[name]()
+
+
+def for_site(name: str) -> str:
+    """The text of a marked place in the built site: always the table."""
+    return TABLES[name]()
+
+
+def with_tables(text: str, shown: Callable[[str], str] = in_repository) -> str:
+    """`text` with what `shown` gives for each marked place, as the code has it now."""
+    return _MARKED.sub(lambda found: f"{found[1]}{shown(found[2])}\n{found[3]}", text)
 
 
 def main() -> int:

@@ -40,7 +40,7 @@ class SourceReports(Collector):
         self._lacking: dict[int, set[str]] = {}  # by engine, figures that others have; each is logged once
 
     async def __call__(self, engine: RoutedEngine) -> None:
-        """Implement `Watcher`: watch one engine until cancelled."""
+        """Watch one engine until cancelled."""
         try:
             while True:
                 self.look(engine, time.monotonic_ns())

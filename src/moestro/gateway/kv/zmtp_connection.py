@@ -102,7 +102,7 @@ class ZmtpConnection(asyncio.Protocol):
         connected.write(greeting() + ready(self._socket_type))
 
     def data_received(self, data: bytes) -> None:
-        """Implement `asyncio.Protocol`: hold the data for `take`, and slow the peer down if it is much."""
+        """Hold the data for `take`, and slow the peer down if it is much."""
         if self.fault:
             return
         self._reader.add(data)

@@ -204,24 +204,24 @@ class KvFeed:
     # --- from the stream
 
     def apply(self, payload: bytes, now_ns: int) -> None:
-        """Implement `Consumer.apply`: make a job of the next batch."""
+        """Make a job of the next batch."""
         self._jobs.append(self._apply(payload))
 
     def began(self, now_ns: int) -> None:
-        """Implement `Consumer.began`: from here on the sink has the cache's complete contents."""
+        """Start an empty index, which is complete from here on."""
         self._jobs.clear()
         self.is_complete = True
         self._sink.kv_cleared(self._engine, now_ns)
 
     def lost(self, now_ns: int) -> None:
-        """Implement `Consumer.lost`: discard the known blocks."""
+        """Discard the known blocks."""
         self._jobs.clear()
         self._end(Incomplete.MISSED)
         self._forget()
         self._sink.kv_lost(self._engine, now_ns)
 
     def restarted(self, now_ns: int) -> None:
-        """Implement `Consumer.restarted`: discard everything known about the old publisher."""
+        """Discard everything known about the old publisher."""
         self._jobs.clear()
         self.dp_rank = None
         self.is_complete = False
@@ -231,7 +231,7 @@ class KvFeed:
         self._sink.kv_lost(self._engine, now_ns)  # incomplete until the new publisher's first batch
 
     def gave_up(self, why: str) -> None:
-        """Implement `Consumer.gave_up`: say that the cache is predicted from now on."""
+        """Report that the cache is predicted from now on."""
         self._warn("given up", f"the index of the engine's cache is given up, and its cache is predicted: {why}")
 
     # --- state

@@ -375,37 +375,37 @@ class RecordedRouter(Router):
         self._write_now(entry)
 
     def add_engine(self, spec: EngineSpec = ANY_ENGINE) -> int:
-        """Implement `Router.add_engine`, and record the call."""
+        """Do what `Router.add_engine` does, and record the call."""
         engine = super().add_engine(spec)
         self._write(EngineAdded(engine, spec))
         return engine
 
     def set_spec(self, engine: int, spec: EngineSpec) -> None:
-        """Implement `Router.set_spec`, and record the call."""
+        """Do what `Router.set_spec` does, and record the call."""
         super().set_spec(engine, spec)
         self._write(SpecSet(engine, spec))
 
     def remove_engine(self, engine: int, now_ns: int) -> None:
-        """Implement `Router.remove_engine`, and record the call."""
+        """Do what `Router.remove_engine` does, and record the call."""
         super().remove_engine(engine, now_ns)
         self._write(EngineRemoved(engine, now_ns))
 
     def set_routable(self, engine: int, *, routable: bool) -> None:
-        """Implement `Router.set_routable`, and record the call if it changes anything; a server repeats it."""
+        """Do what `Router.set_routable` does, and record the call if it changes anything; a server repeats it."""
         is_new = self.is_routable(engine) != routable
         super().set_routable(engine, routable=routable)
         if is_new:
             self._write(RoutableSet(engine, routable))
 
     def engine_lost(self, engine: int, now_ns: int) -> None:
-        """Implement `Router.engine_lost`, and record the call."""
+        """Do what `Router.engine_lost` does, and record the call."""
         super().engine_lost(engine, now_ns)
         self._write(EngineWasLost(engine, now_ns))
 
     def submit(
         self, request: Request, now_ns: int, exclude: Collection[int] = (), making_room: Collection[int] = ()
     ) -> RouteDecision:
-        """Implement `Router.submit`, and record the decision or refusal."""
+        """Do what `Router.submit` does, and record the decision or refusal."""
         # The decision depends on the number of resumed tokens; their values are private content.
         resumed = bytes(len(request.resumed_token_ids))
         sampling = SamplingParams(max_tokens=request.sampling.max_tokens)
@@ -421,7 +421,7 @@ class RecordedRouter(Router):
         return answer
 
     def first_token(self, request_id: str, now_ns: int) -> None:
-        """Implement `Router.first_token`, and record the call."""
+        """Do what `Router.first_token` does, and record the call."""
         super().first_token(request_id, now_ns)
         self._write(FirstTokenCame(request_id, now_ns))
 
@@ -433,32 +433,32 @@ class RecordedRouter(Router):
         cached_share: float | None = None,
         host_share: float | None = None,
     ) -> None:
-        """Implement `Router.ended`, and record the call."""
+        """Do what `Router.ended` does, and record the call."""
         super().ended(request_id, now_ns, num_output_tokens, cached_share, host_share)
         self._write(RequestEnded(request_id, now_ns, num_output_tokens, cached_share, host_share))
 
     def sent_elsewhere(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """Implement `Router.sent_elsewhere`, and record the call."""
+        """Do what `Router.sent_elsewhere` does, and record the call."""
         super().sent_elsewhere(engine, hashes, now_ns)
         self._write(SentElsewhere(engine, hashes, now_ns))
 
     def began_elsewhere(self, key: str, engine: int, request: PeerRequest, now_ns: int) -> None:
-        """Implement `Router.began_elsewhere`, and record the call."""
+        """Do what `Router.began_elsewhere` does, and record the call."""
         super().began_elsewhere(key, engine, request, now_ns)
         self._write(BeganElsewhere(key, engine, request, now_ns))
 
     def first_token_elsewhere(self, key: str, now_ns: int) -> None:
-        """Implement `Router.first_token_elsewhere`, and record the call."""
+        """Do what `Router.first_token_elsewhere` does, and record the call."""
         super().first_token_elsewhere(key, now_ns)
         self._write(FirstTokenElsewhere(key, now_ns))
 
     def ended_elsewhere(self, key: str, now_ns: int) -> None:
-        """Implement `Router.ended_elsewhere`, and record the call."""
+        """Do what `Router.ended_elsewhere` does, and record the call."""
         super().ended_elsewhere(key, now_ns)
         self._write(EndedElsewhere(key, now_ns))
 
     def report(self, engine: int, figures: LoadFigures, as_of_ns: int, now_ns: int) -> None:
-        """Implement `Router.report`, and record the call.
+        """Do what `Router.report` does, and record the call.
 
         An engine reports every step. Of reports without another call between them, the last one alone has an effect.
         """
@@ -472,32 +472,32 @@ class RecordedRouter(Router):
     # Calls about caches do not depend on reports, which therefore stay unwritten: engines make both at every step.
 
     def kv_stored(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """Implement `Router.kv_stored`, and record the call."""
+        """Do what `Router.kv_stored` does, and record the call."""
         super().kv_stored(engine, hashes, now_ns)
         self._write_now(KvStored(engine, hashes, now_ns))
 
     def kv_hosted(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """Implement `Router.kv_hosted`, and record the call."""
+        """Do what `Router.kv_hosted` does, and record the call."""
         super().kv_hosted(engine, hashes, now_ns)
         self._write_now(KvHosted(engine, hashes, now_ns))
 
     def kv_removed(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """Implement `Router.kv_removed`, and record the call."""
+        """Do what `Router.kv_removed` does, and record the call."""
         super().kv_removed(engine, hashes, now_ns)
         self._write_now(KvRemoved(engine, hashes, now_ns))
 
     def kv_cleared(self, engine: int, now_ns: int) -> None:
-        """Implement `Router.kv_cleared`, and record the call."""
+        """Do what `Router.kv_cleared` does, and record the call."""
         super().kv_cleared(engine, now_ns)
         self._write_now(KvCleared(engine, now_ns))
 
     def kv_incomplete(self, engine: int, now_ns: int) -> None:
-        """Implement `Router.kv_incomplete`, and record the call."""
+        """Do what `Router.kv_incomplete` does, and record the call."""
         super().kv_incomplete(engine, now_ns)
         self._write_now(KvIncomplete(engine, now_ns))
 
     def kv_lost(self, engine: int, now_ns: int) -> None:
-        """Implement `Router.kv_lost`, and record the call."""
+        """Do what `Router.kv_lost` does, and record the call."""
         super().kv_lost(engine, now_ns)
         self._write_now(KvLost(engine, now_ns))
 

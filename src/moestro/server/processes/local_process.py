@@ -36,27 +36,27 @@ class LocalProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Implement `StartedProcess.has_ended`."""
+        """Whether the process has ended."""
         return self._process.returncode is not None
 
     @property
     def is_stopped(self) -> bool:
-        """Implement `StartedProcess.is_stopped`."""
+        """Whether a signal has stopped the process for certain."""
         return not self.has_ended and is_stopped(self._process.pid)
 
     async def write(self, data: bytes) -> None:
-        """Implement `StartedProcess.write`."""
+        """Write to the stdin of the process, which stays open."""
         assert self._process.stdin is not None, "it was started with a pipe"
         self._process.stdin.write(data)
 
     def signal(self, number: int) -> None:
-        """Implement `StartedProcess.signal`."""
+        """Send the process a signal, unless it has ended."""
         if not self.has_ended:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
     async def wait(self) -> ProcessEnd:
-        """Implement `StartedProcess.wait`."""
+        """Wait for the end of the process."""
         status = await self._process.wait()
         end_group(self._process.pid)
         return ProcessEnd.of(status)
@@ -90,26 +90,27 @@ class ForkedProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Implement `StartedProcess.has_ended`."""
+        """Whether the process has ended."""
         return self._end.done()
 
     @property
     def is_stopped(self) -> bool:
-        """Implement `StartedProcess.is_stopped`."""
+        """Whether a signal has stopped the process for certain."""
         return not self.has_ended and is_stopped(self._pid)
 
     async def write(self, data: bytes) -> None:
-        """Implement `StartedProcess.write`. A launch spec is far smaller than a pipe's buffer of 64 KiB."""
+        """Write to the stdin of the process, which stays open."""
+        # A launch spec is far smaller than the 64 KiB of a pipe's buffer, so the write does not block.
         if not self.has_ended:
             with contextlib.suppress(BrokenPipeError):  # It has just ended.
                 os.write(self._stdin, data)
 
     def signal(self, number: int) -> None:
-        """Implement `StartedProcess.signal`. The process id is not used again before `_ended`."""
+        """Send the process a signal, unless it has ended. The process id is not used again before `_ended`."""
         if not self.has_ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, number)
 
     async def wait(self) -> ProcessEnd:
-        """Implement `StartedProcess.wait`."""
+        """Wait for the end of the process."""
         return await asyncio.shield(self._end)

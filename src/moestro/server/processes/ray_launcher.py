@@ -233,23 +233,23 @@ class RayProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Implement `StartedProcess.has_ended`."""
+        """Whether the process has ended."""
         return self._end.done()
 
     @property
     def is_stopped(self) -> bool:
-        """Implement `StartedProcess.is_stopped`."""
+        """Whether a signal has stopped the process for certain."""
         return False  # Its node would have to say so.
 
     async def write(self, data: bytes) -> None:
-        """Implement `StartedProcess.write`."""
+        """Write to the stdin of the process, which stays open."""
         try:
             await _answer(self._agent.write.remote(data), _ANSWER_S)
         except EngineDiedError:  # A process on standby may be on a node that is gone without notice.
             self._give_up()
 
     def signal(self, number: int) -> None:
-        """Implement `StartedProcess.signal`."""
+        """Send the process a signal, unless it has ended."""
         if self.has_ended:
             return
         with contextlib.suppress(RayError):
@@ -259,7 +259,7 @@ class RayProcess:
                 self._loop.call_soon_threadsafe(self._loop.call_later, _SIGKILL_S, self._give_up)
 
     async def wait(self) -> ProcessEnd:
-        """Implement `StartedProcess.wait`."""
+        """Wait for the end of the process."""
         return await asyncio.shield(self._end)
 
     async def _watch(self) -> None:
@@ -304,7 +304,7 @@ class RayLauncher:
         self._is_preparing = False  # whether a process on standby is being started
 
     async def open(self) -> None:
-        """Implement `Launcher.open`: reserve room for all processes of the start, and start their agents."""
+        """Reserve room for all processes of the start, and start their agents."""
         needs = self._needs
         if needs.device == "cuda" or (needs.device == "auto" and await asyncio.to_thread(self._cluster.has_gpus)):
             self._bundle["GPU"] = 1.0
