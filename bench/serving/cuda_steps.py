@@ -226,13 +226,13 @@ def work_of(checked: Any, shape: Shape, num_touched: int) -> tuple[int, int]:
     return num_bytes, flops
 
 
-def units_of(shape: Shape, vocabulary: int, seed: int) -> Units:
-    """Greedy units of random tokens in blocks of their own, with lengths of their own."""
+def units_of(shape: Shape, vocabulary: int, seed: int, temperature: float = 0) -> Units:
+    """Units of random tokens in blocks of their own, with lengths of their own; greedy at temperature 0."""
     num_units = shape.num_units
     start, num_new = shape.lengths(seed)
     num_blocks = -(-(start + num_new) // BLOCK_SIZE)
     sampling = np.zeros(num_units, SAMPLING_ROW)
-    sampling["top_p"], sampling["repetition_penalty"] = 1, 1
+    sampling["top_p"], sampling["repetition_penalty"], sampling["temperature"] = 1, 1, temperature
     sampling["num_logprobs"] = sampling["num_prompt_logprobs"] = -1
     rng = np.random.default_rng(seed)
     tables = np.zeros((num_units, num_blocks.max()), np.int32)
@@ -288,7 +288,7 @@ def ceilings(bench: Bench) -> Iterator[Row]:
     }
 
 
-def moestro(bench: Bench, shape: Shape, *, on_own_kernels: bool = False) -> Iterator[Row]:
+def moestro(bench: Bench, shape: Shape, *, on_own_kernels: bool = False, temperature: float = 0) -> Iterator[Row]:
     checked, more = bench.checked, {}
     pools = checked.probe.allocate(shape.num_blocks)
     for blocks in pools.blocks():
@@ -304,7 +304,7 @@ def moestro(bench: Bench, shape: Shape, *, on_own_kernels: bool = False) -> Iter
         device.replay(graphs)
         more["equal_bits"] = has_equal_bits(checked.network, pools, shape, graphs)
     vocabulary = checked.network.config.vocab_size
-    items = (Forward(units_of(shape, vocabulary, seed)) for seed in count())
+    items = (Forward(units_of(shape, vocabulary, seed, temperature)) for seed in count())
 
     def step(item: Forward) -> object:
         device.launch(item, 0)
@@ -334,10 +334,10 @@ def moestro(bench: Bench, shape: Shape, *, on_own_kernels: bool = False) -> Iter
     }
 
 
-def own_kernels(bench: Bench, shape: Shape) -> Iterator[Row]:
+def own_kernels(bench: Bench, shape: Shape, *, temperature: float = 0) -> Iterator[Row]:
     if bench.device.type == "cuda":
         bench.use_own_kernels()
-        yield from moestro(bench, shape, on_own_kernels=True)
+        yield from moestro(bench, shape, on_own_kernels=True, temperature=temperature)
 
 
 @torch.inference_mode()

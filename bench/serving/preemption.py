@@ -9,6 +9,11 @@ means, and the result names the origin. Prompts are random tokens, so no prefix 
 systems run at most 32 sequences, and are given the class as `service_class`, or as `priority` 0 and 1 where they read
 that. Expert-level preemption holds up to 32 more LS sequences; "LS first, 64 places" shows the effect of places alone.
 
+With --device cuda the model is Qwen3-30B-A3B with random weights, and two systems serve it one after another, because
+one card holds one: "iteration-level LS first" and "expert-level preemption", alike but for the mode. All best-effort
+requests of a point are sent at its start, with prompts of --be-input tokens and answers of 8, so that prompts queue
+while LS requests arrive, with 256 tokens and answers of 16. `duration_s` is the time in which the same work is done.
+
 Each round sends the same requests at the same times to every system in turn, so that drift of the machine affects all
 alike. The rates of --claim get --rounds rounds, the others one. The rank has a core of its own; the API server and the
 client share the other. A process of its own sends each round, under --wrap (such as `chrt -f 1`) if given.
@@ -42,9 +47,9 @@ from moestro.workload.generated.draws import poisson
 from moestro.workload.run_records import Records, make_report, spread_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from shared.models import DEMO, ROOT, make_random_model
+from shared.models import DEMO, ROOT, make_qwen3_config, make_random_model
 from shared.results import make_parser, package_version, save, spread
-from shared.server import MOESTRO, Server, engines_of, started
+from shared.server import COMMAND, Server, engines_of, started
 
 LENGTHS = ROOT.parent / "shared" / "traces" / "sharegpt_qwen3_hash16.jsonl.zst"
 STAND_IN = {"input": (862, 0.6), "output": (665, 0.2)}  # mean and sigma of the log, as the trace has them
@@ -61,6 +66,9 @@ MODES = {
     "expert-level preemption": [*LS_FIRST, "--mode", "preemptive"],
     "expert-level, every token": [*LS_FIRST, "--mode", "preemptive", "--pass-decodes"],
 }
+QWEN3 = "qwen3-30b-a3b"
+ON_GPU = ("iteration-level LS first", "expert-level preemption")  # the modes that only preemption tells apart
+GPU_MAX_MODEL_LEN, GPU_BE_OUTPUT, GPU_LS_INPUT, GPU_LS_OUTPUT = 16_384, 8, 256, 16
 VLLM = "vLLM, priority"
 READ_PRIORITY = ("iteration-level priority", VLLM)  # the others refuse a priority, because they ignore it
 CLASSES = ("ls", "be")
@@ -68,7 +76,13 @@ CLASSES = ("ls", "be")
 
 @dataclass(frozen=True)
 class Point:
-    """One load on one server. `pid` is its process; with `reads_priority` the class is sent as a priority too."""
+    """One load on one server.
+
+    Attributes:
+        pid: the server's process.
+        reads_priority: whether the class is sent as a priority too.
+        be_input: least and most tokens of the prompts of a best-effort backlog; None means other lengths, all Poisson.
+    """
 
     url: str
     pid: int
@@ -78,6 +92,7 @@ class Point:
     seed: int
     shrink: float
     lengths: str
+    be_input: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +118,8 @@ def draw(point: Point) -> Requests:
     """Draw the requests of a point."""
     rng = np.random.default_rng([point.seed, round(1000 * point.rate)])
     count = max(round(point.rate * point.seconds), 5)
+    if point.be_input is not None:
+        return backlog(point, count, rng)
     known = trace_lengths(Path(point.lengths))
     if known is not None:
         lengths = known[rng.integers(0, len(known), count)]
@@ -114,6 +131,18 @@ def draw(point: Point) -> Requests:
     is_ls[rng.permutation(count)[: round(LS_SHARE * count)]] = True  # an exact share, in random order
     prompts = [rng.integers(3, VOCAB, size).tolist() for size in sizes[:, 0].tolist()]
     return Requests(prompts, sizes[:, 1], is_ls, poisson(count, point.rate, rng))
+
+
+def backlog(point: Point, count: int, rng: np.random.Generator) -> Requests:
+    """Draw best-effort requests that are all sent at the start, and LS requests that arrive in `point.seconds`."""
+    assert point.be_input is not None
+    num_ls = max(round(LS_SHARE * count), 1)
+    is_ls = np.arange(count) >= count - num_ls
+    sizes = np.where(is_ls, GPU_LS_INPUT, rng.integers(*point.be_input, count, endpoint=True))
+    offsets_ns = np.zeros(count, np.int64)
+    offsets_ns[is_ls] = poisson(num_ls, num_ls / point.seconds, rng)
+    prompts = [rng.integers(3, VOCAB, size).tolist() for size in sizes.tolist()]
+    return Requests(prompts, np.where(is_ls, GPU_LS_OUTPUT, GPU_BE_OUTPUT), is_ls, offsets_ns)
 
 
 def bodies(point: Point, requests: Requests, model: str) -> list[bytes]:
@@ -190,20 +219,24 @@ def figures(records: Records, rows: np.ndarray) -> dict[str, object]:
 
 @contextlib.contextmanager
 def systems(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Server]]:
-    """Start every system, all serving the model with one compute thread each."""
+    """Start every system of `args.modes`, all serving the model with one compute thread each."""
     one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    common = ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", str(BUDGET)]
+    common = ["--dtype", "bfloat16", "--max-num-batched-tokens", str(args.budget), "--device", args.device]
+    common += ["--max-model-len", str(GPU_MAX_MODEL_LEN if args.model == QWEN3 else MAX_MODEL_LEN)]
+    common += ["--load-format", "dummy", "--tokenizer", str(DEMO)] if args.model == QWEN3 else []
     places = ["--max-num-seqs", str(NUM_SEQS)]
     with contextlib.ExitStack() as stack:
         found = {}
         for number, (name, flags) in enumerate(MODES.items()):
             if name in args.modes:
                 port, log = PORT + number, args.work / f"preemption-{number}.log"
-                command = [MOESTRO, "serve", str(directory), "--port", str(port), *common, *flags]
+                command = [*COMMAND, "serve", str(directory), "--port", str(port), *common, *flags]
                 command += [] if places[0] in flags else places
-                command += ["--kv-cache-memory-bytes", str(KV_BYTES)]
+                if args.device == "cpu":
+                    command += ["--kv-cache-memory-bytes", str((4 if args.model == QWEN3 else 1) * KV_BYTES)]
                 server = stack.enter_context(started(command, port, log, **one))
-                pin(psutil.Process(server.process.pid))
+                if args.device == "cpu":
+                    pin(psutil.Process(server.process.pid))
                 found[name] = server
         if args.vllm:
             command = [str(args.vllm), "serve", str(directory), "--port", str(PORT - 1), *common, *places]
@@ -241,11 +274,18 @@ def point_of(args: argparse.Namespace, system: str, server: Server, rate: float,
         seed=seed,
         shrink=args.shrink,
         lengths=str(args.lengths),
+        be_input=tuple(args.be_input) if args.be_input else None,
     )
 
 
 def rounds(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, object]]:
-    """Measure a row for each rate, round and system."""
+    """Measure a row for each rate, round and system. A GPU holds one system at a time."""
+    for modes in [[name] for name in args.modes] if args.device == "cuda" else [args.modes]:
+        yield from rounds_of(argparse.Namespace(**vars(args) | {"modes": modes}), directory)
+
+
+def rounds_of(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, object]]:
+    """Measure a row for each rate, round and system, which run side by side."""
     with systems(args, directory) as servers:
         for name, server in servers.items():
             send(replace(point_of(args, name, server, 4, 99), seconds=2))
@@ -297,18 +337,23 @@ def summaries(found: list[dict[str, object]]) -> list[dict[str, object]]:
 
 def store(args: argparse.Namespace, conditions: RunRecord, found: list[dict[str, object]]) -> None:
     """Write the requested files from the points measured so far."""
-    table, lengths = summaries(found), "ShareGPT" if args.lengths.is_file() else "a log-normal stand-in for ShareGPT"
+    table = summaries(found)
+    origin = "ShareGPT" if args.lengths.is_file() else "a log-normal stand-in for ShareGPT"
+    lengths = f"{origin}, divided by {args.shrink:g}"
+    if args.be_input:
+        lengths = f"a backlog of BE prompts of {args.be_input[0]} to {args.be_input[1]} tokens"
     if args.json:
         setting = {
             "model": args.model, "num_threads": 1,
-            "lengths": f"{lengths}, divided by {args.shrink:g}", "arrivals": "poisson", "ls_share": LS_SHARE,
-            "seconds": args.seconds, "max_num_seqs": NUM_SEQS, "max_num_batched_tokens": BUDGET,
+            "lengths": lengths, "arrivals": "poisson", "ls_share": LS_SHARE,
+            "seconds": args.seconds, "max_num_seqs": NUM_SEQS, "max_num_batched_tokens": args.budget,
+            "device": args.device, "layers": args.layers, "experts": args.experts, "be_input": args.be_input,
             "vllm": package_version(args.vllm.with_name("python"), "vllm") if args.vllm else None,
             "flags": {name: " ".join(flags) for name, flags in MODES.items() if name in args.modes},
         }  # fmt: skip
         save(args.json, conditions, {**setting, "summary": table, "points": found})
     if args.png:
-        plot(args.png, table, f"{args.model}, 20 % LS, lengths of {lengths} / {args.shrink:g}, medians, min and max")
+        plot(args.png, table, f"{args.model}, 20 % LS, lengths: {lengths}; medians, min and max")
 
 
 def plot(path: Path, table: list[dict[str, object]], title: str) -> None:
@@ -334,12 +379,28 @@ def plot(path: Path, table: list[dict[str, object]], title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
+def model_directory(args: argparse.Namespace) -> Path:
+    """Return the directory of the served model, which is made if necessary."""
+    if args.model == "demo":
+        return DEMO
+    if args.model == QWEN3:
+        return make_qwen3_config(args.work / args.model, args.layers, args.experts)
+    return make_random_model(args.work / args.model)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--points", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help="folder for the random model and the servers' logs")
-    parser.add_argument("--model", choices=["demo", "random-640m"], default="demo")
-    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--model", choices=["demo", "random-640m", QWEN3], default=None)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--layers", type=int, default=48, help=f"layers of {QWEN3}")
+    parser.add_argument("--experts", type=int, default=128, help=f"experts of a layer of {QWEN3}")
+    parser.add_argument("--modes", nargs="*", default=None, choices=list(MODES))
+    parser.add_argument(
+        "--be-input", type=int, nargs=2, metavar=("LEAST", "MOST"), help="tokens of a backlog's prompts"
+    )
+    parser.add_argument("--budget", type=int, help="tokens of a step")
     parser.add_argument("--vllm", type=Path, help="vLLM's command in a separate virtual environment")
     parser.add_argument("--rates", type=float, nargs="+", default=[4, 7, 10], help="requests/s")
     parser.add_argument("--claim", type=float, nargs="*", default=[], help="rates that get --rounds rounds")
@@ -356,8 +417,13 @@ def main() -> None:
             print(json.dumps(send(Point(**point))), flush=True)
         return
     conditions = run_record("measured")
+    is_gpu = args.device == "cuda"
+    args.model = args.model or (QWEN3 if is_gpu else "demo")
+    args.modes = args.modes or list(ON_GPU if is_gpu else MODES)
+    args.budget = args.budget or (4 * BUDGET if is_gpu else BUDGET)
+    args.be_input = args.be_input or ([4096, 8192] if is_gpu else None)
     args.work.mkdir(parents=True, exist_ok=True)
-    directory = DEMO if args.model == "demo" else make_random_model(args.work / args.model)
+    directory = model_directory(args)
     found = []
     for row in rounds(args, directory):
         print(json.dumps(row), flush=True)

@@ -18,6 +18,9 @@ from pathlib import Path
 import psutil
 
 MOESTRO = str(Path(sys.executable).with_name("moestro"))
+# The command, or the same from the package's sources, where nothing is installed.
+_FROM_SOURCES = (sys.executable, "-c", "import sys; from moestro.cli import main; sys.exit(main())")
+COMMAND = (MOESTRO,) if Path(MOESTRO).exists() else _FROM_SOURCES
 _START_S = 300
 _PRIORITY = 20  # any real-time one
 _SPIN = """
