@@ -253,12 +253,13 @@ def failures_without_faults(tests: list[str]) -> list[str]:
 
 
 def stored_table() -> str:
-    """Return the stored results as Markdown."""
+    """Return the stored results as Markdown. A file that has another name since then has its name of today."""
     stored = json.loads((ROOT / "bench" / "results" / "robustness" / "mutants.json").read_text())
+    files = {each.fault: each.file for each in read_list(LIST)}
     rows = ["| area | fault | in | caught by |", "|---|---|---|---|"]
     for each in stored["mutants"]:
         test = each["caught_by"].partition("::")[2].partition("[")[0]
-        rows.append(f"| {each['area']} | {each['fault']} | `{each['file']}` | `{test}` |")
+        rows.append(f"| {each['area']} | {each['fault']} | `{files.get(each['fault'], each['file'])}` | `{test}` |")
     return "\n".join(rows)
 
 

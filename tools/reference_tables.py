@@ -133,6 +133,7 @@ SITE_ONLY = {
     ),
     "latencies of lmetric": _stored_in("bench/results/repro/lmetric.json"),
     "throughputs of amoe": _stored_in("bench/results/repro/amoe.json"),
+    "stored results": "The site (`make docs`) lists the files of [bench/results](../bench/results) here.",
 }
 
 _MARKED = re.compile(r"(<!-- generated: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
