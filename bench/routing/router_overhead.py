@@ -7,6 +7,13 @@ DIR is a virtual environment that holds any of `sglang-router`, `smg` and `vllm-
 affects all alike. "bytes passed on" is a Python proxy that inspects nothing. CPU is the user and system time of the
 router's process and threads, in nanoseconds of the kernel's scheduler, over the answered requests. Latency is compared
 with the same load sent straight to the responders. With --append the rounds are added to those in the file.
+
+    # Throughput of 2 workers beside that of one, under a load that saturates them
+    python bench/routing/router_overhead.py --workers 1 2 --policy least_loaded --case saturated \
+        --rounds 5 --seconds 3 --json bench/results/routing/router_workers.json
+
+The ratios to the first number of workers are those of a round, with their median and range. Load and responders need
+cores of their own: on a machine without them, the CPU time of a request shows what a worker costs beside others.
 """
 
 from __future__ import annotations
@@ -40,6 +47,7 @@ CASES = {
     "small, one user": {"size": 2400, "stream": False, "users": 1},
     "small, stream, one user": {"size": 2400, "stream": True, "users": 1},
 }
+SATURATED = {"size": 2400, "stream": False, "users": 64}  # runs where it is named; the kernel spreads connections
 READY_S = 60
 
 
@@ -76,6 +84,26 @@ def peer(program: list[str], *flags: str):
         return [*program, *fixed, *prometheus, "--worker-urls", *workers, *flags]
 
     return command
+
+
+def with_workers(policy: str, numbers: list[int]) -> dict:
+    """Return the maker of the command line of `moestro route` with each number of workers."""
+    return {_workers_name(number): ours(policy, "--workers", str(number)) for number in numbers}
+
+
+def _workers_name(number: int) -> str:
+    return f"moestro route, {number} workers"
+
+
+def ratios(rounds: list[dict], numbers: list[int]) -> dict:
+    """Compute requests/s and CPU of each number of workers over those of the first, in the same round."""
+    first, found = _workers_name(numbers[0]), {}
+    for case, name in ((case, _workers_name(number)) for case in CASES for number in numbers[1:]):
+        for key in ("requests_per_s", "cpu_us"):
+            values = [each[case][name][key] / each[case][first][key] for each in rounds]
+            spread = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+            found.setdefault(case, {}).setdefault(name, {})[key] = spread
+    return found
 
 
 def routers(peers: Path | None, policies: list[str], tokenizer: Path | None) -> dict:
@@ -195,11 +223,14 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="measure exact mode too, with this one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.8, help="of each cell")
-    parser.add_argument("--case", action="append", choices=CASES, help="only these")
+    parser.add_argument("--case", action="append", choices=[*CASES, "saturated"], help="only these")
+    parser.add_argument("--workers", type=int, nargs="+", help="only moestro route, with these numbers of workers")
     parser.add_argument("--append", action="store_true", help="add to the rounds in the file")
     parser.add_argument("--logs", type=Path, default=Path("/tmp"))
     args = parser.parse_args()
     conditions = run_record("measured")
+    if "saturated" in (args.case or ()):
+        CASES["saturated"] = SATURATED
     for case in set(CASES) - set(args.case or CASES):
         del CASES[case]
     rounds = json.loads(args.json.read_text())["rounds"] if args.append and args.json.exists() else []
@@ -209,7 +240,12 @@ def main() -> None:
         log = args.logs / "router_overhead_responder.log"
         stack.enter_context(running([sys.executable, str(PARTS), "respond", *map(str, workers)], log))
         targets: dict = {"direct": (urls[0], None)}
-        for number, (name, command) in enumerate(routers(args.peers, args.policy, args.tokenizer).items()):
+        commands = (
+            with_workers(args.policy[0], args.workers)
+            if args.workers
+            else routers(args.peers, args.policy, args.tokenizer)
+        )
+        for number, (name, command) in enumerate(commands.items()):
             port, log = free_port(), args.logs / f"router_overhead_{number}.log"
             process = stack.enter_context(running(command(port, urls), log))
             wait_until_ready(f"http://127.0.0.1:{port}", process, log)
@@ -224,7 +260,11 @@ def main() -> None:
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
     table = summary(rounds)
     show(table)
-    save(args.json, conditions, {"num_rounds": len(rounds), "summary": table, "rounds": rounds})
+    result = {"num_rounds": len(rounds), "summary": table, "rounds": rounds}
+    if args.workers:
+        result["over_the_first"] = ratios(rounds, args.workers)
+        print(json.dumps(result["over_the_first"], indent=1))
+    save(args.json, conditions, result)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from gateway.rig import FakeEngine, Received, Rig, Wire, looped, rig
+from support.running import PATIENCE_S
 
 from moestro.cli.recorded.explain import _attempt_lines
 from moestro.errors import ConfigError
@@ -225,7 +226,8 @@ async def test_a_router_that_joins_learns_prompts_and_requests_in_flight():
         await caller.head()
         async with rig(**given, peer_name="two") as two, two.app.peers.running(listeners[1]):
             router = two.app.shared.fleet.router
-            await two.until(lambda: sum(loads(two).values()) == 1 and two.app.peers._has_history)
+            await two.app.peers.catch_up(PATIENCE_S)
+            assert sum(loads(two).values()) == 1
             assert router.prompts_sent(two.engine(chosen).row), "it was sent before this router began"
             caller.hang_up()
             await two.until(lambda: not any(loads(two).values()))

@@ -149,6 +149,33 @@ def test_workers_share_a_port_and_one_admin_plane(tmp_path):
 
 
 @pytest.mark.timeout(600)
+def test_a_worker_that_starts_again_has_drains_before_it_takes_requests(tmp_path):
+    @patient
+    async def test():
+        engines = [FakeEngine(name) for name in "ab"]
+        flags = ("--route-policy", "round_robin")
+        async with started(tmp_path, *engines, flags=flags) as running, aiohttp.ClientSession() as session:
+            admin = admin_url(running)
+            await until(_are_ready, session, admin)
+            for action in ("drain", "resume") * 150 + ("drain",):  # a long list, which takes a while to send
+                await read(session, f"{admin}/admin/engines/a/{action}", "POST")
+            num_before = len(engines[0].received)
+            os.kill(psutil.Process(running.process.pid).children()[0].pid, signal.SIGKILL)
+
+            async def takes_requests() -> bool:
+                answers = await asyncio.gather(*(ask(running, "hello") for _ in range(10)), return_exceptions=True)
+                taken = [each["x-moestro-engine"] for each in answers if not isinstance(each, aiohttp.ClientError)]
+                assert set(taken) <= {"b"}
+                metrics = str(await read(session, f"{admin}/metrics"))
+                return sum(sample(metrics, "moestro:route_requests_total", worker="0")) > 10
+
+            await until(takes_requests)  # requests arrive all the time while the worker starts
+            assert len(engines[0].received) == num_before
+
+    test()
+
+
+@pytest.mark.timeout(600)
 def test_workers_count_each_others_requests_and_drain_together(tmp_path):
     @patient
     async def test():

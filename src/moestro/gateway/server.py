@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from moestro.gateway.figures.statline import RouteLines
 from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.settings import ROUTE_NEEDS, EngineUrl, RouteSettings
+from moestro.gateway.workers.starts import WorkerStarts
 from moestro.web.access.rate_limits import ProcessLimits, SharedLimits
 from moestro.web.banner import log_forever, print_banner
 from moestro.web.ports.connections import (
@@ -37,9 +39,13 @@ from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, process_age
 from moestro.web.ports.tls import ServerTls
 from moestro.web.tracing import open_sink
 
+logger = logging.getLogger(__name__)
+
 _SWEEP_S = 0.25
 _MANY_ENGINES = 64  # For which there are open files where lists name the engines.
 _FIRST_LOOK_S = 5.0  # Longest wait of the banner for the first health check of every engine.
+_PEERS_S = 2.0  # Longest wait for the state of other routers, some of which may not connect.
+_OPERATORS_S = 10.0  # Longest wait of a worker for the operators' changes, whose process may be starting again.
 _GC_THRESHOLD = 50_000  # Requests leave no cycles, so frequent collections would waste time.
 
 
@@ -56,11 +62,13 @@ class WorkerPlace:
     Attributes:
         lifeline: end of a pipe, which is closed when the starting process is gone.
         limits: table of the limits that all workers share.
+        starts: stage of each worker's start.
         number: number of the worker.
     """
 
     lifeline: int
     limits: SharedLimits
+    starts: WorkerStarts
     number: int
 
 
@@ -140,8 +148,21 @@ class _RouteServer:
                 _peers(app, peer_listener),
             ):
                 await _first_look(app)
+                await self._catch_up(app)
                 async with self._picker(app) as picker_url:
                     await self._serve(app, listener, admin_listener, picker_url)
+
+    async def _catch_up(self, app: RouterApp) -> None:
+        """Wait for what others know, so that the first decision has it: other routers' state and operators' changes."""
+        if app.peers is not None:
+            await app.peers.catch_up(_PEERS_S)
+        place = self._worker
+        if place is None:
+            return
+        place.starts.wait(place.number)
+        await wait_until(lambda: place.starts.is_updated(place.number), _OPERATORS_S)
+        if not place.starts.is_updated(place.number):
+            logger.warning("worker %d serves without the operators' changes: the admin plane is gone", place.number)
 
     def _peer_socket(self) -> contextlib.AbstractContextManager[socket.socket | None]:
         """Return the bound socket for other routers; None if there are none."""
@@ -170,6 +191,8 @@ class _RouteServer:
         self._lifecycle.is_serving = True
         if self._worker is None:
             self._announce(app, listener, admin_listener, picker_url)
+        else:
+            self._worker.starts.serve(self._worker.number)
         try:
             await self._lifecycle.stop_requested.wait()
             app.admission.is_draining = app.clients.is_closing = True

@@ -23,6 +23,7 @@ from moestro.routing.replication.journal import Journal, Outlet
 from moestro.routing.replication.messages import HistoryPart, OperationBatch, RouterRun, Snapshot, Want, WantHistory
 from moestro.routing.replication.replica import Replica, ReplicaRules
 from moestro.web.ports.faults import LogLimit
+from moestro.web.ports.lifecycle import wait_until
 from moestro.web.ports.tls import MutualTls
 
 
@@ -128,6 +129,8 @@ class PeerExchange:
         self._log = LogLimit(logger)
         self._tls = None if settings.files.certfile is None else MutualTls(settings.files)
         self._has_history = False
+        self._unseen: set[tuple[str, int]] | None = None  # addresses not tried yet; None means not resolved yet
+        self._peer_is_there = asyncio.Event()  # wakes those who wait until they try to connect again
 
     @contextlib.asynccontextmanager
     async def running(self, listener: socket.socket) -> AsyncIterator[None]:
@@ -144,6 +147,16 @@ class PeerExchange:
             for task in [*tasks, *self._accepted]:
                 task.cancel()
             await asyncio.gather(*tasks, *self._accepted, return_exceptions=True)
+
+    async def catch_up(self, seconds: float) -> None:
+        """Wait until the state of all peers that can be reached is here, at most `seconds`."""
+        await wait_until(self._has_all, seconds)
+
+    def _has_all(self) -> bool:
+        names = {link.channel.peer.name for link in self._links}
+        return self._unseen == set() and (
+            not names or (self._has_history and all(self.replica.knows(name) for name in names))
+        )
 
     @property
     def num_links(self) -> int:
@@ -168,6 +181,8 @@ class PeerExchange:
         """Let a router connect, and apply what it sends."""
         try:
             channel = await accept(self._identity, reader, writer)
+            self._peer_is_there.set()
+            self._peer_is_there.clear()
             await self._receive_all(channel)
         except _ERRORS as error:
             if isinstance(error, PeerRefusedError) and str(error) != SELF:
@@ -220,6 +235,8 @@ class PeerExchange:
         try:
             while True:
                 found = {each for address in self._settings.addresses for each in await _resolved(address)}
+                if self._unseen is None:
+                    self._unseen = set(found)
                 for gone in [each for each in tasks if each not in found]:
                     tasks.pop(gone).cancel()
                 for each in found:
@@ -239,17 +256,27 @@ class PeerExchange:
                 tls = None if self._tls is None else self._tls.client
                 channel = await dial(self._identity, host, port, tls)
                 pause_s = _AGAIN_S
+                self._tried(host, port)
                 await self._publish(channel)
             except PeerRefusedError as error:
+                self._tried(host, port)
                 if str(error) == SELF:
                     return
                 self.counts.num_refused += 1
                 pause_s = _REFUSED_AGAIN_S
                 self._log.warning("no peer", f"--peer {host}:{port} is no peer: {error}")
             except (OSError, TimeoutError) as error:
+                self._tried(host, port)
                 self._log.info("unreachable", f"--peer {host}:{port} cannot be reached: {error or 'timed out'}")
-            await asyncio.sleep(pause_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._peer_is_there.wait()  # A router that starts is connected at once.
             pause_s = min(_LONGEST_AGAIN_S, 2 * pause_s)
+
+    def _tried(self, host: str, port: int) -> None:
+        """Note that an address was tried, so that `catch_up` waits for it no longer unless it is connected."""
+        if self._unseen is not None:
+            self._unseen.discard((host, port))
 
     async def _publish(self, channel: PeerChannel) -> None:
         """Send the journal until the connection ends."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -19,6 +19,7 @@ from moestro.gateway.admin import MAX_BODY_BYTES, AdminHandlers, admin_runner
 from moestro.gateway.engines.engine_admin import EngineView
 from moestro.gateway.figures.banner import RouteSummary, route_banner
 from moestro.gateway.settings import AdminSettings, RouteSettings
+from moestro.gateway.workers.starts import WorkerStarts
 from moestro.web.banner import print_banner
 from moestro.web.bodies import Bodies
 from moestro.web.errors import HttpError
@@ -150,7 +151,7 @@ class OperatorsPlace:
         clients_port: port that all workers share.
         worker_ports: port of each worker's own admin plane.
         worker_key: key of these.
-        generation: returns how often a worker has started, by its number.
+        starts: stage of each worker's start.
         lifeline: end of a pipe, which is closed when the starting process is gone.
         prompts: method of comparing prompts, in words.
     """
@@ -159,7 +160,7 @@ class OperatorsPlace:
     clients_port: int
     worker_ports: tuple[int, ...]
     worker_key: str
-    generation: Callable[[int], int]
+    starts: WorkerStarts
     lifeline: int
     prompts: str
 
@@ -195,7 +196,7 @@ async def _follow(workers: Workers, settings: RouteSettings, place: OperatorsPla
     is_announced = False
     while True:
         await workers.look()
-        if workers.num_ready == len(place.worker_ports) and not is_announced:
+        if not is_announced and place.starts.are_serving():
             is_announced = True
             await _announce(workers, settings, place)
         await asyncio.sleep(_LOOK_S)
@@ -239,15 +240,10 @@ class Answered:
 
 @dataclass(slots=True)
 class _Worker:
-    """A worker's own admin plane.
-
-    Attributes:
-        generation: the worker's start that has every change; 0 before the first.
-    """
+    """A worker's own admin plane."""
 
     number: int
     url: str
-    generation: int = 0
 
 
 @dataclass(slots=True)
@@ -270,11 +266,6 @@ class Workers:
         ) as session:
             ports = enumerate(place.worker_ports)
             yield cls(session, place, [_Worker(number, f"http://127.0.0.1:{port}") for number, port in ports])
-
-    @property
-    def num_ready(self) -> int:
-        """Number of workers that serve and have every change."""
-        return sum(worker.generation == self.place.generation(worker.number) > 0 for worker in self.workers)
 
     async def ask(self, worker: _Worker, method: str, path: str, body: bytes = b"") -> Answered | None:
         """Return a worker's answer; None means that it does not answer."""
@@ -310,17 +301,22 @@ class Workers:
             return worst
 
     async def look(self) -> None:
-        """Send each worker that has started again the changes that it lacks."""
+        """Send each worker that waits for them the changes that it lacks; from then on it takes requests."""
+        starts = self.place.starts
         for worker in self.workers:
-            generation = self.place.generation(worker.number)
-            if worker.generation == generation or not generation:
+            start = starts.lacking(worker.number)
+            if start is None:
                 continue
-            async with self.changing:
-                if await self.ask(worker, "GET", "/statistics") is None:
-                    continue
-                for method, path, body in self.actions:
-                    await self.ask(worker, method, path, body)
-                worker.generation = generation
+            async with self.changing:  # A later change reaches the worker itself.
+                if await self._send_actions(worker):
+                    starts.update(worker.number, start)
+
+    async def _send_actions(self, worker: _Worker) -> bool:
+        """Return whether the worker has answered each change of engines."""
+        for method, path, body in self.actions:
+            if await self.ask(worker, method, path, body) is None:
+                return False
+        return True
 
 
 class WorkersAdmin:

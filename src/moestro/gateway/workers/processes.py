@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 import os
 import secrets
 import signal
@@ -27,6 +26,7 @@ from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.gateway.server import WorkerPlace, route
 from moestro.gateway.settings import ROUTE_NEEDS, RouteSettings
 from moestro.gateway.workers.operators import OperatorsPlace, serve_operators
+from moestro.gateway.workers.starts import WorkerStarts
 from moestro.web.access.rate_limits import SharedLimits
 from moestro.web.ports.connections import bound_socket
 from moestro.web.ports.lifecycle import EXIT_S, set_up_logging
@@ -41,7 +41,6 @@ _IDLE_S = 1.0  # longest wait for a signal; the end of a process is one
 _STEADY_S = 10.0  # a worker that lived so long starts again after the first pause
 _SETTINGS_STATUS = 2  # exit status of a process whose settings cannot be honoured
 _MARGIN_S = 10.0
-_COUNTER_BYTES = 8
 
 
 def route_with_workers(settings: RouteSettings, prompt_reader: PromptReader) -> None:
@@ -172,7 +171,7 @@ class _Supervisor:
     def __init__(self, settings: RouteSettings, prompt_reader: PromptReader, plan: _WorkerPlan) -> None:
         self._stop_s = settings.front.shutdown_timeout + EXIT_S + _MARGIN_S
         self._lifeline, self._held = os.pipe()
-        self._generations = mmap.mmap(-1, _COUNTER_BYTES * settings.front.workers)  # how often each worker started
+        self._starts = WorkerStarts(settings.front.workers)
         self._limits = SharedLimits(settings.front.workers)
         self._is_stopping = False
         self._status = 0
@@ -185,18 +184,15 @@ class _Supervisor:
             clients_port=plan.clients,
             worker_ports=plan.admin,
             worker_key=plan.admin_key,
-            generation=self._generation,
+            starts=self._starts,
             lifeline=self._lifeline,
             prompts=prompt_reader.words,
         )
         self._operators = _Process("the admin plane", lambda: serve_operators(settings, place))
 
     def _worker(self, settings: RouteSettings, prompt_reader: PromptReader, at: int) -> Callable[[], None]:
-        return lambda: route(settings, prompt_reader, worker=WorkerPlace(self._lifeline, self._limits, at))
-
-    def _generation(self, at: int) -> int:
-        """Return how often worker number `at` has started."""
-        return int.from_bytes(self._generations[_COUNTER_BYTES * at : _COUNTER_BYTES * (at + 1)])
+        place = WorkerPlace(self._lifeline, self._limits, self._starts, at)
+        return lambda: route(settings, prompt_reader, worker=place)
 
     def run(self) -> int:
         """Run until a signal, and return the exit status."""
@@ -222,12 +218,8 @@ class _Supervisor:
             if process.pid is None and now_s >= process.due_s:
                 process.started_s = now_s
                 if process in self._workers:
-                    self._count(self._workers.index(process))
+                    self._starts.begin(self._workers.index(process))
                 process.pid = self._fork(process)
-
-    def _count(self, at: int) -> None:
-        began = _COUNTER_BYTES * at
-        self._generations[began : began + _COUNTER_BYTES] = (self._generation(at) + 1).to_bytes(_COUNTER_BYTES)
 
     def _fork(self, process: _Process) -> int:
         sys.stdout.flush()

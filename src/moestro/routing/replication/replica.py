@@ -78,6 +78,7 @@ class PeerState:
         is_silent: whether its requests stopped counting.
         wanted_ns: time of the last request for what is missing; None means that nothing is.
         parts: parts of a snapshot that is not complete, by number.
+        has_all: whether all its operations up to some message have been applied.
     """
 
     incarnation: int
@@ -89,6 +90,7 @@ class PeerState:
     is_silent: bool = False
     wanted_ns: int | None = None
     parts: dict[int, Snapshot] = field(default_factory=dict)
+    has_all: bool = False
 
 
 class Replica:
@@ -129,6 +131,11 @@ class Replica:
     def ages_ns(self, now_ns: int) -> dict[str, int]:
         """Return the time since each peer's last message, ns; silent peers are left out."""
         return {name: now_ns - peer.received_ns for name, peer in self._peers.items() if not peer.is_silent}
+
+    def knows(self, name: str) -> bool:
+        """Return whether the requests in flight of a peer are counted here."""
+        peer = self._peers.get(name)
+        return peer is not None and peer.has_all
 
     def receive(self, message: OperationBatch | Snapshot, now_ns: int) -> Want | None:
         """Apply a message of a peer, and return what is to be requested of it."""
@@ -198,6 +205,7 @@ class Replica:
         if is_newest and batch.digest != Digest(len(peer.flights), peer.checksum):
             self.counts.num_differences += 1
             peer.applied_seq = None
+        peer.has_all |= is_newest and peer.applied_seq is not None
 
     def _take_part(self, peer: PeerState, part: Snapshot, now_ns: int) -> None:
         if peer.applied_seq is not None and part.seq <= peer.applied_seq:
@@ -219,7 +227,7 @@ class Replica:
             self._begin(name, peer, began, now_ns, part.now_ns)
             if began.is_computed:
                 self._compute(name, peer, serial, now_ns)
-        peer.applied_seq, peer.parts = part.seq, {}
+        peer.applied_seq, peer.parts, peer.has_all = part.seq, {}, True
         self.counts.num_snapshots += 1
 
     def _lacking(self, peer: PeerState, message: OperationBatch | Snapshot, now_ns: int) -> Want | None:
