@@ -1,7 +1,8 @@
 """Sizes of tiles: how much of a product or of an attention one program computes.
 
 They change no bit: the order of a sum depends on SPLIT and on `num_segments` alone, which know neither rows nor tiles.
-The sizes were the fastest of some that were tried with Qwen3-30B-A3B's shapes on an H100.
+The sizes were the fastest of some that were tried with Qwen3-30B-A3B's shapes on an H100
+(`bench/micro/gpu_tiles.py` compares others).
 """
 
 from __future__ import annotations
