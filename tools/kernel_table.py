@@ -5,8 +5,8 @@
                                                                               # the largest tiles, as a test checks them
     python tools/kernel_table.py --targets 90 --only linear                   # some of them, printed
 
-Each distinct launch of `kernel_launches` is compiled as Triton compiles it on a GPU. `python tools/reference_tables.py`
-may make a table of the stored result (`stored_table`).
+Each distinct launch of `kernel_launches` is compiled as Triton compiles it on a GPU. The site has a table of the stored
+result (`tools/reference_tables.py`).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import kernel_table
 from accuracy_tables import accuracy_table, estimates_table, summary_table
 from attack_table import attacks_table
 from client_tables import agents_table, clients_table
@@ -81,6 +82,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "agents": agents_table,
     "attacks": attacks_table,
     "mutants": stored_table,
+    "compiled kernels": kernel_table.stored_table,
     **{f"claims of {paper}": partial(claims_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
     **{f"set-up of {paper}": partial(setup_of_paper, paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
     "throughputs of amoe": amoe_throughputs,
@@ -133,6 +135,7 @@ SITE_ONLY = {
     ),
     "latencies of lmetric": _stored_in("bench/results/repro/lmetric.json"),
     "throughputs of amoe": _stored_in("bench/results/repro/amoe.json"),
+    "compiled kernels": _stored_in("bench/results/kernels/compiled.json"),
     "stored results": "The site (`make docs`) lists the files of [bench/results](../bench/results) here.",
 }
 

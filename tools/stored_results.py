@@ -20,6 +20,7 @@ RESULTS = ROOT / "bench" / "results"
 # Rooms of src/moestro that results measure, by the beginning of the result's path; the longest beginning counts.
 MEASURES: dict[str, tuple[str, ...]] = {
     "accuracy/": ("calibrate/probing", "cost", "engine", "sim", "worker"),
+    "kernels/": ("model/cuda",),
     "micro/": ("model",),
     "micro/expert_window": ("flow", "worker"),
     "micro/flow_overhead": ("flow",),
