@@ -252,3 +252,28 @@ def test_peaks_are_those_of_torch_and_the_lowest_of_equal_ids(dtype):
     assert tokens[6:].tolist() == lowest
     part = logits[:, ::2]  # not contiguous
     assert find_peaks(part).tokens[6:].tolist() == part.argmax(-1)[6:].tolist()
+
+
+@pytest.mark.parametrize("kind", ["distinct", "equal", "excluded", "in one group", "one above all", "not a number"])
+@pytest.mark.parametrize("vocabulary", [1, 7, 64, 200, 1000])
+def test_the_most_likely_tokens_are_those_of_a_sort_with_equal_ones_by_id(vocabulary, kind):
+    rng = np.random.default_rng(vocabulary)
+    logits = rng.standard_normal((9, vocabulary)).astype(np.float32)
+    if kind == "equal":
+        logits = logits.round()
+    elif kind == "excluded":
+        logits[:, rng.random(vocabulary) < 0.9] = -np.inf
+        logits[:, 0] = 0
+    elif kind == "in one group":
+        logits[:, ::64] += 10
+    elif kind == "one above all":
+        logits[3] = 0
+    elif kind == "not a number":
+        logits[3, vocabulary // 2] = np.nan
+    for count in (1, 3, 20, 500):
+        found = measure_logprobs(torch.from_numpy(logits), torch.zeros(9, dtype=torch.int64), count)
+        for row, ids in enumerate(found.top_ids.tolist()):
+            assert len({*ids}) == len(ids) == min(count, vocabulary)
+            if not np.isnan(logits[row]).any():
+                logprobs = torch.from_numpy(logits).log_softmax(-1)[row].numpy()
+                assert ids == np.lexsort((np.arange(vocabulary), -logprobs))[: len(ids)].tolist()

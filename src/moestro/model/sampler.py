@@ -23,6 +23,7 @@ from moestro.core.rng import GAMMA, MIX_1, MIX_2, mix64, stream_state, uniform
 from moestro.model.upload import upload
 
 _FIRST_LOOK = 1024  # likeliest tokens that a CPU sorts at first, where top_p alone may keep any number of them
+_GROUPS, _FEW_CANDIDATES = 64, 4  # of numbers of a row; candidates for each number sought, beyond which they are cut
 _NUMBERS_AT_ONCE = 1 << 19  # logits that a CPU works on at once, so that they stay in its caches
 _GAMMA, _MIX_1, _MIX_2 = (int(constant.view(np.int64)) for constant in (GAMMA, MIX_1, MIX_2))  # as torch takes them
 _SHORTEST_WAIT = 2.0**-60  # replaces a waiting time of 0, which noise of 0 would give
@@ -218,16 +219,38 @@ def _most_likely(logprobs: Tensor, count: int) -> Tensor:
     """
     if not count:
         return logprobs.new_empty((len(logprobs), 0), dtype=torch.int64)
-    least = logprobs.topk(count, dim=-1).values[:, -1:]
     if logprobs.device.type != "cpu":
-        return _preferred(logprobs, least, count)
-    # The candidates are few, so this takes a half to a third of the time of `_preferred`.
-    numbers = logprobs.numpy()
-    # In one dimension, which takes a quarter of the time; a row of NaN keeps all.
-    rows, ids = np.divmod(np.flatnonzero(~(numbers < least.numpy())), numbers.shape[1])
-    in_order = np.lexsort((ids, -numbers[rows, ids], rows))
-    first = np.searchsorted(rows, np.arange(len(numbers)))
-    return torch.from_numpy(ids[in_order[first[:, None] + np.arange(count)]])
+        return _preferred(logprobs, logprobs.topk(count, dim=-1).values[:, -1:], count)
+    rows, ids = _candidates(logprobs, count)
+    # A row of candidates for each row, so that each is sorted by itself; their ids ascend already.
+    place = np.arange(len(rows)) - np.searchsorted(rows, np.arange(len(logprobs)))[rows]
+    size = len(logprobs), int(place.max(initial=0)) + 1
+    negated, id_of = np.full(size, np.inf, logprobs.numpy().dtype), np.zeros(size, np.int64)
+    negated[rows, place], id_of[rows, place] = -logprobs.numpy()[rows, ids], ids
+    in_order = np.argsort(negated, axis=1, kind="stable")[:, :count]
+    return torch.from_numpy(np.take_along_axis(id_of, in_order, 1))
+
+
+def _candidates(logprobs: Tensor, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(row, id) in ascending order, few for each row, the `count` largest of the row among them. A NaN is always one.
+
+    At least `count` numbers of a row are as large as the `count`-th of the largest in groups, which is found sooner
+    than the `count`-th of all.
+    """
+    num_rows, vocabulary = logprobs.shape
+    groups = max(_GROUPS, 2 * count)
+    if vocabulary >= groups:
+        in_groups = logprobs[:, : vocabulary // groups * groups].reshape(num_rows, -1, groups)
+        rows, ids = _not_below(logprobs, in_groups.amax(1).topk(count, dim=-1).values[:, -1:])
+        if len(rows) <= _FEW_CANDIDATES * count * num_rows:
+            return rows, ids
+    return _not_below(logprobs, logprobs.topk(count, dim=-1).values[:, -1:])
+
+
+def _not_below(logprobs: Tensor, least: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(row, id) of the numbers that are not below `least`, [n, 1]; sought in one dimension, four times as fast."""
+    found = np.flatnonzero(~(logprobs.numpy() < least.numpy()))
+    return np.divmod(found, logprobs.shape[1])
 
 
 def _preferred(logprobs: Tensor, least: Tensor, count: int) -> Tensor:
