@@ -129,6 +129,11 @@ SITE_ONLY = {
     "metrics of moestro route": _served_by("moestro route"),
     "metrics of KV events": _served_by("moestro route"),
     "metrics of a shadow": _served_by("moestro route"),
+    "fields of resumed streams": (
+        "These fields have no exact continuation: several prompts or choices, content other than text, tools,\n"
+        "grammars, `seed` unless `temperature` is 0, `stop`, `bad_words`, `presence_penalty`, `frequency_penalty`,\n"
+        "log probabilities, beams and `thinking_token_budget`. The site (`make docs`) has the table of all fields here."
+    ),
     "flags of vLLM": (
         "The error of a start with such a flag says what to do; the site (`make docs`) has the table here, and "
         "[vllm_flags.py](../src/moestro/config/vllm_flags.py) the declarations."

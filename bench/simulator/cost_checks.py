@@ -264,10 +264,21 @@ def markdown(result: Row) -> str:
     ]
     for name, fit in result["host_fits"].items():
         lines.append(f"| {name} | {fit['step_ms']:.2f} | {fit['sequence_us']:.1f} | {fit['mean_error']:.1%} |")
-    lines += ["", "| table of single operations | rows | mean error | largest |", "|---|---|---|---|"]
-    for name, errors in result["grids"].items():
-        lines.append(f"| {name} | {errors['num_rows']} | {errors['mean_error']:.1%} | {errors['largest_error']:.1%} |")
+    lines += ["", *table_of_operations(result["grids"])]
     return "\n".join(lines)
+
+
+def table_of_operations(grids: dict[str, Row]) -> list[str]:
+    """One line for each operation, with the errors of its networks on each GPU, in the order of `grids`."""
+    cells: dict[str, dict[str, list[str]]] = {}
+    for name, errors in grids.items():
+        gpu, operation, *_ = name.split(", ")
+        cell = cells.setdefault(operation, {}).setdefault(gpu, [])
+        cell.append(f"{errors['mean_error']:.1%} ({errors['largest_error']:.1%})")
+    gpus = list(dict.fromkeys(name.split(", ")[0] for name in grids))
+    heads = ["mean (largest) error of single operations; Qwen3-30B-A3B, Mixtral 8x7B", *gpus]
+    rows = [[operation, *(", ".join(by_gpu[gpu]) for gpu in gpus)] for operation, by_gpu in cells.items()]
+    return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
 
 
 def write_docs(path: Path, generated: str) -> None:
