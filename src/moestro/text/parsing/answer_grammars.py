@@ -1,6 +1,12 @@
 """Grammars of answers that must call a tool, and of answers in which reasoning precedes what a grammar limits.
 
 They are written in llguidance's notation of Lark. The rule `thought` defines what precedes the answer itself.
+Clients' JSON schemas are first reduced to what the library enforces; it refuses other keywords, formats and regular
+expressions. The API's limits are wider:
+
+1. A `format` that no grammar enforces is an annotation, as JSON Schema defines it.
+2. Another keyword that no grammar enforces stays a description, and the caller gets its place.
+3. `oneOf` becomes `anyOf`, which is the same where no value matches two of its members.
 """
 
 from __future__ import annotations
@@ -16,15 +22,6 @@ import msgspec
 from moestro.core.grammar import Grammar
 from moestro.text.parsing.harmony import CALL_HEAD, FINAL_HEAD, OPTIONAL_ANALYSIS
 from moestro.text.parsing.output_parser import ToolSpec
-
-# Reduces clients' JSON schemas to what a grammar enforces.
-#
-# The grammar library refuses keywords, formats and regular expressions that it does not know. The API's limits are
-# wider:
-#
-# 1. A `format` that no grammar enforces is an annotation, as JSON Schema defines it.
-# 2. Another keyword that no grammar enforces stays a description, and the caller gets its place.
-# 3. `oneOf` becomes `anyOf`, which is the same where no value matches two of its members.
 
 ENFORCED_FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
