@@ -6,10 +6,11 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from support.running import free_port
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -22,12 +23,7 @@ def commands() -> str:
 
 def with_free_ports(script: str) -> str:
     """The script with a free port in place of each port number (8000 to 8099)."""
-    with contextlib.ExitStack() as held:
-        free = {}
-        for port in sorted(set(re.findall(r"\b80\d\d\b", script))):
-            listener = held.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            free[port] = str(listener.getsockname()[1])
+    free = {port: str(free_port()) for port in sorted(set(re.findall(r"\b80\d\d\b", script)))}
     return re.sub(r"\b80\d\d\b", lambda found: free[found[0]], script)
 
 
@@ -46,12 +42,15 @@ def test_every_command_of_the_tutorial_runs(tmp_path):
             start_new_session=True,
         )
         try:
-            status = shell.wait(1000)  # pytest itself ends a test after 1200 s
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # the servers of a script that failed
-                os.killpg(shell.pid, signal.SIGKILL)
+            status = shell.wait(600)
+        except subprocess.TimeoutExpired:
+            status = None
+        with contextlib.suppress(ProcessLookupError):  # the servers of a script that failed
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+    logs = "".join(f"{log.name}:\n{log.read_text()}" for log in tmp_path.glob("*.log"))
     shown = (tmp_path / "output").read_text()
-    assert status == 0, shown
+    assert status == 0, f"{shown}\n{logs}"
     assert shown.count("20 answered of 20") == 2
     assert "40 answered of 40" in shown
     assert "2 answered of 2, 0 errors" in shown

@@ -64,8 +64,9 @@ def test_a_client_that_fills_the_queue_gives_up_places_to_others(real_command, t
     try:
         strangers = [send(server, STRANGER, long) for _ in range(2)]
         wait_until(lambda: load(server)[0]["num_running"] == 2)
-        strangers += [send(server, STRANGER, long) for _ in range(4)]
-        wait_until(lambda: load(server)[0]["num_waiting"] == 4)
+        for waiting in range(1, 5):  # one after another, so that the order in which they arrive is known
+            strangers.append(send(server, STRANGER, long))
+            wait_until(lambda waiting=waiting: load(server)[0]["num_waiting"] == waiting)
         assert answer_of(send(server, STRANGER, long))[0] == 503, "the queue is full"
         status, _ = answer_of(send(server, HONEST, {"prompt": "import os", "max_tokens": 2}))
         assert status == 200

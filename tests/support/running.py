@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -29,6 +30,7 @@ FAKE = (sys.executable, str(Path(__file__).with_name("fake_server.py")))
 # How long a test waits for another process. A test goes on at once when the event happens, so that a patience for the
 # busiest machine costs nothing.
 PATIENCE_S = 500.0
+_PORTS = iter(random.SystemRandom().sample(range(10_000, 20_000), 10_000))
 
 
 class Running:
@@ -212,9 +214,14 @@ def envoy_binary() -> Path | None:
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    """A port that nothing listens on, below those that the system gives to connections and servers of others.
+
+    One process gets no port twice, and whatever seeds `random`, two processes get different ones.
+    """
+    for port in _PORTS:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
 
 
 def call_admin(server: Running, method: str, path: str, body: object = None, **headers: str) -> Reply:
