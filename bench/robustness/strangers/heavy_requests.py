@@ -4,8 +4,9 @@
 
 What grows with a request is its sender's alone: beside the largest of each kind, the honest clients' median stays
 within 1.3 times the median beside requests of the same shape without the kind's field, and `/health` answers at once.
-Kinds of long prompts and many choices have no such shape; they are compared with small requests of as many bytes. Both
-are measured in turn, and the ratio is the median of those of all rounds.
+Kinds of long prompts have no such shape; they are compared with small requests of as many bytes. Many choices are
+compared with as many sequences in requests of their own. Both are measured in turn, and the ratio is the median of
+those of all rounds.
 """
 
 from __future__ import annotations
@@ -49,17 +50,19 @@ class Kind:
         path: path of the request.
         plain: body of a completion of the same shape without what makes it heavy; None stands for a small completion
             with as many bytes.
+        num_plain: clients of the stranger that send `plain`.
     """
 
     body: Body
     path: str = COMPLETIONS
     plain: Body | None = None
+    num_plain: int = NUM_STRANGERS
 
-    def harmless(self, url: str) -> tuple[str, bytes]:
-        """Return the URL and the body of the request with which this one is compared."""
+    def harmless(self, url: str) -> tuple[str, bytes, int]:
+        """Return the URL and the body of the request with which this one is compared, and how many clients send it."""
         small = {"prompt": "import os\n", "max_tokens": 1}
         data = json.dumps(self.plain or small).encode()
-        return url + COMPLETIONS, data if self.plain else data.ljust(len(json.dumps(self.body)))
+        return url + COMPLETIONS, data if self.plain else data.ljust(len(json.dumps(self.body))), self.num_plain
 
 
 def _answer(**fields: Any) -> Body:
@@ -114,12 +117,14 @@ def _kinds(vocabulary: int, context: int) -> dict[str, Kind]:
             ),
             plain=_answer(n=16, max_tokens=128, stream=True),
         ),
-        "choices": Kind({"prompt": [long] * 8, "n": 128, "max_tokens": 4}),
+        "choices": Kind(  # twice the places of the server
+            {"prompt": [long] * 8, "n": 128, "max_tokens": 4}, plain={"prompt": long, "max_tokens": 4}, num_plain=128
+        ),
         "salts": Kind(_answer(cache_salt="s" * 1024, user="u" * 1024, max_tokens=16), plain=_answer(max_tokens=16)),
     }
 
 
-def send_for(url: str, data: bytes, seconds: float) -> Counter[str]:
+def send_for(url: str, data: bytes, num_clients: int, seconds: float) -> Counter[str]:
     """Send a body again and again from the stranger's clients for `seconds`; returns how the requests ended.
 
     It runs in a process of its own: sending megabytes would delay the honest clients.
@@ -139,7 +144,7 @@ def send_for(url: str, data: bytes, seconds: float) -> Counter[str]:
 
     async def main() -> None:
         options = {"timeout": aiohttp.ClientTimeout(total=60), "headers": {"Content-Type": "application/json"}}
-        async with sending(send, NUM_STRANGERS, connector=from_stranger(), **options):
+        async with sending(send, num_clients, connector=from_stranger(), **options):
             await asyncio.sleep(seconds)
 
     asyncio.run(main())
@@ -169,7 +174,8 @@ async def _figures(server: Server, kind: Kind, sender: Executor) -> dict[str, ob
     for _ in range(ROUNDS):
         before, _ = await _round(sender, kind.harmless(server.url), base, _probes(server.url))
         await _until_idle(server)
-        during, ended = await _round(sender, (server.url + kind.path, json.dumps(kind.body).encode()), beside, health)
+        heavy = (server.url + kind.path, json.dumps(kind.body).encode(), NUM_STRANGERS)
+        during, ended = await _round(sender, heavy, beside, health)
         await _until_idle(server)
         ends += ended
         if before and during:
@@ -182,9 +188,9 @@ async def _figures(server: Server, kind: Kind, sender: Executor) -> dict[str, ob
 
 
 async def _round(
-    sender: Executor, request: tuple[str, bytes], honest: Neighbours, probes: Neighbours
+    sender: Executor, request: tuple[str, bytes, int], honest: Neighbours, probes: Neighbours
 ) -> tuple[float | None, Counter[str]]:
-    """Send honest requests beside the strangers' `request`, which is a URL and a body.
+    """Send honest requests beside the strangers' `request`: its URL, its body and how many clients send it.
 
     Returns:
         The median duration of the honest requests in seconds, None if none is answered, and the strangers' ends.
