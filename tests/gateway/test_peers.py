@@ -161,6 +161,33 @@ def test_a_renewed_certificate_counts_for_new_connections(tmp_path):
     assert _shake(tls, MutualTls(files)) == (True, True), "a file that cannot be used leaves the old one in place"
 
 
+@looped
+async def test_a_running_router_takes_renewed_certificates_of_peers(tmp_path, monkeypatch):
+    monkeypatch.setattr("moestro.gateway.peers.exchange._RENEW_NS", 0)
+    flags = issue(tmp_path, trustme.CA())
+    files = CertificateFiles("--peer-ssl", flags["peer_ssl_certfile"], None, flags["peer_ssl_ca_certs"])
+    async with routers(2, FakeEngine("a"), key=None, route_policy="least_loaded", **flags) as (one, _):
+        known = one.app.peers._identity
+        host, port = "127.0.0.1", int(known.origin.name.rpartition(":")[2])
+        identity = Identity(RouterRun("other", 1), known.reading)
+
+        async def is_taken(tls: MutualTls) -> bool:
+            try:
+                (await dial(identity, host, port, tls.client)).close()
+            except (OSError, TimeoutError, PeerRefusedError):
+                return False
+            return True
+
+        assert await is_taken(MutualTls(files))
+        issue(tmp_path, trustme.CA())
+        renewed = MutualTls(files)
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if await is_taken(renewed):
+                    break
+                await asyncio.sleep(0.1)
+
+
 def _shake(one: MutualTls, other: MutualTls) -> tuple[bool, bool]:
     """Whether two ends accept each other, whichever connects."""
     found = []

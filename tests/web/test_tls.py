@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import logging
+import os
 import socket
 import ssl
 import time
@@ -14,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.running import MOESTRO, PATIENCE_S, Running, free_port, wait_until
+from support.running import MOESTRO, PATIENCE_S, Running, call, free_port, wait_until
 
 from moestro.errors import ConfigError
-from moestro.web.ports.tls import ServerTls, engine_context
+from moestro.web.ports.tls import EngineTls, ServerTls
 from moestro.web.settings import TlsSettings
 
 trustme = pytest.importorskip("trustme")
@@ -71,6 +72,10 @@ class Certificates:
         if has_certificate:
             context.load_cert_chain(self.client, self.client_key)
         return context
+
+
+def complete_plainly(server: Running) -> int:
+    return call(server, "POST", "/v1/completions", BODY).status
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +181,40 @@ def test_new_connections_get_a_renewed_certificate_without_a_restart(fake_comman
         running.kill()
 
 
+def test_a_router_reads_renewed_authorities_of_engines_without_a_restart(fake_command, tmp_path):
+    theirs, strangers = Certificates(tmp_path / "theirs"), Certificates(tmp_path / "strangers")
+    authorities = tmp_path / "authorities.pem"
+    authorities.write_bytes(strangers.authority.read_bytes())
+    with contextlib.ExitStack() as stack:
+        (tmp_path / "engine").mkdir()
+        engine = Running((*fake_command, *theirs.flags), tmp_path / "engine")
+        stack.callback(engine.kill)
+        quick = ("--health-interval", "0.2", "--engine-ca-certs", str(authorities))
+        router = Running((MOESTRO, "route", "--engine", f"https://{HOST}:{engine.address[1]}", *quick), tmp_path)
+        stack.callback(router.kill)
+        assert complete_plainly(router) == 503
+        authorities.write_bytes(theirs.authority.read_bytes())
+        wait_until(lambda: complete_plainly(router) == 200)
+
+
+def test_connections_to_engines_get_the_renewed_certificates(files, tmp_path):
+    authorities, now_s = tmp_path / "ca.pem", 0.0
+    authorities.write_bytes(files.authority.read_bytes())
+    tls = EngineTls(authorities, None, None, lambda: now_s)
+    before, others = tls.context, Certificates(tmp_path / "others")
+    renewed = before.cert_store_stats()["x509_ca"] + 1
+    authorities.write_bytes(files.authority.read_bytes() + others.authority.read_bytes())
+    os.utime(authorities, (1, 1))
+    assert tls.context is before, "the files are not looked at for each connection"
+    now_s = 10.0
+    assert tls.context.cert_store_stats()["x509_ca"] == renewed
+    after = tls.context
+    authorities.write_text("half a file")
+    os.utime(authorities, (2, 2))
+    now_s = 20.0
+    assert tls.context is after, "a file that cannot be used changes nothing"
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -202,9 +241,9 @@ def test_files_that_cannot_be_used_are_named_with_the_cause(files, tmp_path):
     assert "--ssl-ca-certs" in cause(ssl_ca_certs=tmp_path / "text")
     assert "OpenSSL knows no such cipher" in cause(ssl_ciphers="ROT13")
     with pytest.raises(ConfigError, match="--engine-ca-certs"):
-        engine_context(tmp_path / "text", None, None)
+        EngineTls(tmp_path / "text", None, None)
     with pytest.raises(ConfigError, match="--engine-certfile"):
-        engine_context(None, tmp_path / "text", None)
+        EngineTls(None, tmp_path / "text", None)
 
 
 def test_a_key_with_a_password_is_refused_without_a_prompt(files, tmp_path):

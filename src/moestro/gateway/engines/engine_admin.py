@@ -19,7 +19,7 @@ from moestro.gateway.engines.health_checks import Watch
 from moestro.gateway.engines.upstream import Address, Pool
 from moestro.gateway.settings import EngineSettings, EngineUrl, parsed_ranks
 from moestro.routing.policy_contract import FRESH_NS
-from moestro.web.ports.tls import engine_context
+from moestro.web.ports.tls import EngineTls
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class EngineAdmin:
                 raise ConfigError("--ext-proc names addresses, not ranks: leave dp_ranks out")
         tls = None
         if url.is_tls:
-            tls = engine_context(settings.engine_ca_certs, settings.engine_certfile, settings.engine_keyfile)
+            tls = EngineTls(settings.engine_ca_certs, settings.engine_certfile, settings.engine_keyfile)
         pool = Pool(Address(url.host, url.port, tls, entry.server_name), settings.connect_timeout)
         num_ranks = self._num_ranks(entry)
         address = self.fleet.add(url.name, url.url, pool, self._head(entry), num_ranks, url.traits)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import ssl
 import time
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -15,6 +14,7 @@ from moestro.core.hosts import in_address
 from moestro.gateway.clients.header_cache import HeaderCache
 from moestro.gateway.clients.http_headers import AnswerHead, Headers, answer_lines, size_of
 from moestro.web.ports.heads import MAX_HEAD_BYTES
+from moestro.web.ports.tls import EngineTls
 from moestro.wire.load_report import LOAD_REPORT_HEADER
 
 _HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only sets asyncio's own limit
@@ -50,13 +50,13 @@ class Address:
     """Host and port of an engine.
 
     Attributes:
-        tls: Context of its connections; None means plain HTTP.
+        tls: TLS of its connections; None means plain HTTP.
         server_name: Name in its certificate; empty means `host`.
     """
 
     host: str
     port: int
-    tls: ssl.SSLContext | None = None
+    tls: EngineTls | None = None
     server_name: str = ""
 
 
@@ -113,7 +113,7 @@ class Pool:
                     lambda: connection,
                     address.host,
                     address.port,
-                    ssl=address.tls,
+                    ssl=None if address.tls is None else address.tls.context,
                     server_hostname=(address.server_name or None) if address.tls else None,
                 )
         except BaseException:

@@ -227,7 +227,7 @@ def _credentials(files: CertificateFiles) -> Any:
         return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=authorities)
 
     def renewed() -> Any:
-        return renewal(watched, files, configuration)
+        return renewal(watched, files.certfile, configuration)
 
     return grpc.dynamic_ssl_server_credentials(configuration(), renewed, files.ca_certs is not None)
 

@@ -17,6 +17,7 @@ from moestro.web.settings import CertificateFiles, TlsSettings
 Stamp = tuple[tuple[int, int, int], ...]
 
 _SETTLED_S = 1.0  # Age from which a change counts as complete.
+_LOOK_S = 5.0  # between two looks at the files of connections to engines
 _MAX_LOOKS = 10  # A file that changes at every look is read nevertheless.
 
 
@@ -99,15 +100,16 @@ class ServerTls:
 
     def renew(self) -> None:
         """Read the files again if they have changed. Files that cannot be used leave the old certificate in place."""
-        renewed = renewal(self._watched, self._settings.files, lambda: _context(self._settings))
+        renewed = renewal(self._watched, self._settings.ssl_certfile, lambda: _context(self._settings))
         self.context = renewed or self.context
 
 
-def renewal(watched: WatchedFiles, files: CertificateFiles, read: Callable[[], T]) -> T | None:
+def renewal(watched: WatchedFiles, name: Path | None, read: Callable[[], T]) -> T | None:
     """Return what `read` makes of changed files, and log it; None where they are the same, or cannot be used.
 
     Args:
         watched: Watches the files.
+        name: File of the certificate, for the log.
         read: Reads the files; ConfigError if they cannot be used.
     """
     if not watched.are_to_be_read():
@@ -117,7 +119,7 @@ def renewal(watched: WatchedFiles, files: CertificateFiles, read: Callable[[], T
     except ConfigError as error:
         logger.warning("the certificate stays as it is: %s", error)
         return None
-    logger.info("new connections get the renewed certificate of %s", files.certfile)
+    logger.info("new connections get the renewed certificate of %s", name)
     return made
 
 
@@ -143,7 +145,7 @@ class MutualTls:
 
     def renew(self) -> None:
         """Read the files again if they have changed. Files that cannot be used leave the old certificate in place."""
-        if (renewed := renewal(self._watched, self._files, self._contexts)) is not None:
+        if (renewed := renewal(self._watched, self._files.certfile, self._contexts)) is not None:
             _, self.client = renewed
             # The open port keeps its context.
             assert self._files.certfile is not None, "checked by the constructor"
@@ -171,24 +173,49 @@ def _load_files(context: ssl.SSLContext, files: CertificateFiles) -> None:
         raise ConfigError(text) from error
 
 
-def engine_context(ca_certs: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext:
-    """Return the context of connections to engines.
+class EngineTls:
+    """TLS of the connections to engines, whose files are read again when they change.
 
     Args:
         ca_certs: File with the authorities of engines; None means those of the system.
         certificate: File with the router's own certificate; None means that it has none.
         key: File with the private key of `certificate`; None means that the certificate's file has it.
+        now_s: Clock, seconds.
 
     Raises:
-        ConfigError: A file cannot be used.
+        ConfigError: A file cannot be used; the text says which and why.
     """
-    try:
-        context = ssl.create_default_context(cafile=ca_certs)
-    except OSError as error:
-        raise ConfigError(f"--engine-ca-certs {ca_certs}: {_cause(error)}; give a file in PEM form") from error
-    if certificate is not None:
-        _load_chain(context, "--engine-certfile", certificate, "--engine-keyfile", key)
-    return context
+
+    def __init__(
+        self,
+        ca_certs: Path | None,
+        certificate: Path | None,
+        key: Path | None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ca_certs, self._certificate, self._key = ca_certs, certificate, key
+        self._watched = WatchedFiles(file for file in (ca_certs, certificate, key) if file is not None)
+        self._now_s, self._look_s = now_s, now_s() + _LOOK_S
+        self._context = self._read()
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """Context of a new connection. Files that cannot be used leave the old certificates in place."""
+        if self._now_s() >= self._look_s:
+            self._look_s = self._now_s() + _LOOK_S
+            name = self._certificate or self._ca_certs
+            self._context = renewal(self._watched, name, self._read) or self._context
+        return self._context
+
+    def _read(self) -> ssl.SSLContext:
+        try:
+            context = ssl.create_default_context(cafile=self._ca_certs)
+        except OSError as error:
+            text = f"--engine-ca-certs {self._ca_certs}: {_cause(error)}; give a file in PEM form"
+            raise ConfigError(text) from error
+        if self._certificate is not None:
+            _load_chain(context, "--engine-certfile", self._certificate, "--engine-keyfile", self._key)
+        return context
 
 
 def _context(settings: TlsSettings) -> ssl.SSLContext:
