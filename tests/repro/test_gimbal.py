@@ -222,6 +222,7 @@ def test_tenants_drift_and_requests_fit_small_caches():
     short = fitting(rows, 20 * BLOCK_SIZE)
     assert (short.num_prompt_tokens + short.num_output_tokens).max() <= 15 * BLOCK_SIZE
     assert short.num_output_tokens.min() >= 1
+    assert short.num_prompt_tokens.max() + short.num_output_tokens.max() <= 20 * BLOCK_SIZE, "as each client asks"
 
 
 def test_the_plan_names_known_systems_and_quick_is_a_part_of_it():

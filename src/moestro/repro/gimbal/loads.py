@@ -107,11 +107,13 @@ def shaped_load(trace: Path | None, shape: Shape, num_requests: int, rate: float
 def fitting(rows: Rows, num_tokens: int) -> Rows:
     """Cut answers, and prompts if need be, so that each request fits a KV cache of so many tokens.
 
-    A request may hold no more than three quarters of the cache; few of BurstGPT's are longer.
+    A request may hold no more than three quarters of the cache; few of BurstGPT's are longer. Each client asks for the
+    longest answer of all, so the longest prompt fits beside it.
     """
     most = num_tokens * 3 // 4
     prompt = np.minimum(rows.num_prompt_tokens, most - 1)
-    return replace(rows, num_prompt_tokens=prompt, num_output_tokens=np.minimum(rows.num_output_tokens, most - prompt))
+    output = np.minimum(rows.num_output_tokens, most - prompt)
+    return replace(rows, num_prompt_tokens=np.minimum(prompt, num_tokens - output.max()), num_output_tokens=output)
 
 
 def user_load(shape: SessionShape, num_requests: int, rate: float, jitter_s: float, run: int) -> TimedLoad:
