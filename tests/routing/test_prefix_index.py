@@ -41,6 +41,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.history: list[tuple[bytes, ...]] = []
+        self.kept: list[tuple[bytes, ...]] = []  # sent while events are exact
         self.pending: list[tuple[bytes, ...]] = []
         self.reported: set[bytes] = set()
         self.hosted: set[bytes] = set()
@@ -48,8 +49,19 @@ class Engine:
         self.capacity = math.inf
 
     def sent(self, blocks):
+        if self.is_exact:
+            self.kept.append(blocks)
+            while sum(map(len, self.kept)) > 4 * self.capacity and len(self.kept) > 1:
+                del self.kept[0]
+            return
         self.history.append(blocks)
         self.keep(self.capacity)
+
+    def distrust(self):
+        self.is_exact = False
+        kept, self.kept = self.kept, []
+        for blocks in kept:
+            self.sent(blocks)
 
     def keep(self, capacity):
         while len(self.history) > 1 and self.num_blocks > capacity:
@@ -70,12 +82,14 @@ class Engine:
 
     def lost_track(self):
         self.reported, self.hosted = set(), set()
-        self.is_complete = self.is_exact = False
+        self.incomplete()
 
     def incomplete(self):
-        self.is_complete = self.is_exact = False
+        self.is_complete = False
+        self.distrust()
 
     def forget(self):
+        self.kept = []
         self.lost_track()
         self.history = []
 

@@ -9,7 +9,8 @@ a thousand engines cost little more than ten:
 
 An engine without KV events is represented by its history. An engine with complete events is represented by the blocks
 that it reported and by pending prompts: from the decision to the request's end the engine holds the prompt or will hold
-it. An engine with a gap in its events is represented by its history and by the blocks that it reported.
+it. Its history would not count, so its prompts are only kept, until its events fail and they become its history. An
+engine with a gap in its events is represented by its history and by the blocks that it reported.
 
 An engine may keep blocks in host memory alone. Of reported blocks these are marked. Of a history they are those that
 its device has no room for, because newer prompts came since.
@@ -39,6 +40,7 @@ _UNLIMITED = 1 << 62
 _MOST_UNREPORTED = 3  # prompts in a row; a cache that is full may have lost one of them before its request ended
 _LEAVE_AT_ONCE = 4096  # blocks dropped at once, in a few milliseconds; a stranger may have reported a million
 _LEAVE_A_CALL = 256
+_KEPT_SIZES = 4  # sizes of a cache whose blocks kept prompts have together; prompts share blocks
 _FEW = 8  # up to this number bits are extracted one by one, above it by unpacking all bits
 
 Steps = list[tuple[int, int]]  # (depth in blocks, engines that hold that many leading blocks), by ascending depth
@@ -51,6 +53,8 @@ class _Engine:
     Attributes:
         reported: blocks that the engine reported, in order of their reports.
         prompts: history, oldest first, each prompt as its last run.
+        kept: prompts sent since its events are exact, oldest first, packed.
+        num_kept_blocks: blocks of `kept`, each counted for each prompt.
         capacity: size of the engine's cache in blocks, all tiers together.
         recent: the newest of `prompts`, as many as fit on the device; empty for an engine without host memory.
         num_device_blocks: size of the part of the cache that is on the device. None means all of it.
@@ -61,6 +65,8 @@ class _Engine:
 
     reported: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     prompts: deque[BlockRun] = field(default_factory=deque)
+    kept: deque[bytes] = field(default_factory=deque)
+    num_kept_blocks: int = 0
     capacity: int = _UNLIMITED
     recent: deque[BlockRun] = field(default_factory=deque)
     num_device_blocks: int | None = None
@@ -215,13 +221,11 @@ class PrefixIndex:
         Returns:
             The handle to pass to `ended`; None means no call is needed.
         """
-        last = self._history.add(engine, hashes)
-        if last is not None:
-            self._engines[engine].prompts.append(last)
-            self._keep_recent(engine, hashes)
-            self._keep_capacity(engine)
-            self._keep_share(engine)
-        return self._pending.add(engine, hashes) if is_in_flight and self._exact >> engine & 1 else None
+        if self._exact >> engine & 1:
+            self._keep(engine, hashes)
+            return self._pending.add(engine, hashes) if is_in_flight else None
+        self._remember(engine, hashes)
+        return None
 
     def ended(self, engine: int, pending: BlockRun, *, is_computed: bool = False) -> None:
         """Drop a pending prompt after its request ended: KV events report the blocks that remain.
@@ -238,7 +242,7 @@ class PrefixIndex:
         if is_computed and row.reported:  # an engine without any block may have caching turned off
             row.num_unreported = 0 if first.blocks[:HASH_BYTES] in row.reported else row.num_unreported + 1
             if row.num_unreported >= _MOST_UNREPORTED:
-                self._exact &= ~(1 << engine)
+                self._distrust(engine)
 
     def lacks_events(self, engine: int) -> bool:
         """Return whether prompts were sent to `engine` and no complete events tell what it holds of them."""
@@ -298,7 +302,7 @@ class PrefixIndex:
     def incomplete(self, engine: int) -> None:
         """Record that `engine` holds blocks that its events do not report. Its history counts again beside them."""
         self._complete &= ~(1 << engine)
-        self._exact &= ~(1 << engine)
+        self._distrust(engine)
 
     def lost_track(self, engine: int) -> None:
         """Discard the blocks that `engine` reported, because its events are no longer complete."""
@@ -313,15 +317,19 @@ class PrefixIndex:
 
     def forget(self, engine: int) -> None:
         """Discard all blocks of `engine`, after a restart or removal. Its requests in flight still need `ended`."""
+        row = self._engines[engine]
+        row.kept.clear()
+        row.num_kept_blocks = 0
         self.lost_track(engine)
-        while self._engines[engine].prompts:
+        while row.prompts:
             self._drop_oldest(engine)
         self._forget_recent(engine)
 
     # --- history
 
     def prompts(self, engine: int) -> list[BlockRun]:
-        """Return the history of `engine`: the last run of each prompt, oldest first."""
+        """Return the history of `engine`: the last run of each prompt, oldest first. Kept prompts become history."""
+        self._remember_kept(engine)
         return list(self._engines[engine].prompts)
 
     # --- inside
@@ -346,6 +354,38 @@ class PrefixIndex:
             begin = border
         _set(found, alive, begin)
 
+    def _keep(self, engine: int, hashes: bytes) -> None:
+        """Keep a prompt of an engine with exact events, up to a few sizes of its cache."""
+        row = self._engines[engine]
+        row.kept.append(hashes)
+        row.num_kept_blocks += len(hashes) // HASH_BYTES
+        while row.num_kept_blocks > _KEPT_SIZES * row.capacity and len(row.kept) > 1:
+            self._drop_kept(row)
+        self._keep_share(engine)
+
+    def _drop_kept(self, row: _Engine) -> None:
+        row.num_kept_blocks -= len(row.kept.popleft()) // HASH_BYTES
+
+    def _distrust(self, engine: int) -> None:
+        """Represent `engine` by its history from now on, because its events do not report all its blocks."""
+        self._exact &= ~(1 << engine)
+        self._remember_kept(engine)
+
+    def _remember_kept(self, engine: int) -> None:
+        row = self._engines[engine]
+        kept, row.kept, row.num_kept_blocks = row.kept, deque(), 0
+        for hashes in kept:
+            self._remember(engine, hashes)
+
+    def _remember(self, engine: int, hashes: bytes) -> None:
+        """Add a prompt to the history of `engine`."""
+        last = self._history.add(engine, hashes)
+        if last is not None:
+            self._engines[engine].prompts.append(last)
+            self._keep_recent(engine, hashes)
+            self._keep_capacity(engine)
+            self._keep_share(engine)
+
     def _keep_recent(self, engine: int, hashes: bytes) -> None:
         """Note that the newest prompt is on the device of `engine`, and that the oldest ones may be no more."""
         row = self._engines[engine]
@@ -369,9 +409,11 @@ class PrefixIndex:
 
     def _keep_share(self, engine: int) -> None:
         row, share = self._engines[engine], self._max_bytes // len(self._engines)
-        while (row.prompts or row.reported) and self._bytes_of(engine) > share:
+        while (row.prompts or row.kept or row.reported) and self._bytes_of(engine) > share:
             if row.prompts:
                 self._drop_oldest(engine)
+            elif row.kept:
+                self._drop_kept(row)
             else:
                 self._drop(1 << engine, row.reported.popitem(last=False)[0])
                 self.incomplete(engine)
@@ -385,9 +427,9 @@ class PrefixIndex:
         return (
             len(row.reported) * (REPORTED_BYTES + set_bytes)
             + row.num_hosted * (HOSTED_BYTES + set_bytes)
-            + (len(row.prompts) + len(row.recent)) * PROMPT_BYTES
+            + (len(row.prompts) + len(row.recent) + len(row.kept)) * PROMPT_BYTES
             + num_runs * (RUN_BYTES + set_bytes)
-            + num_blocks * HASH_BYTES
+            + (num_blocks + row.num_kept_blocks) * HASH_BYTES
         )
 
     def _drop_oldest(self, engine: int) -> None:
