@@ -118,6 +118,19 @@ def _stored_in(path: str) -> str:
     return f"The site (`make docs`) has this table here; its figures are in [{Path(path).name}](../{path})."
 
 
+def _set_up_in(paper: str) -> str:
+    path = f"../src/moestro/repro/{paper}/paper.py"
+    return f"[paper.py]({path}) has the set-up beside the paper's sentences; the site (`make docs`) has the table here."
+
+
+def _claims_in(paper: str) -> str:
+    return (
+        f"{claims_of_paper(paper).partition(chr(10))[0]}\n"
+        f"[stored_claims.json](../src/moestro/repro/{paper}/stored_claims.json) has each claim beside our figures;\n"
+        "the site (`make docs`) has the table here."
+    )
+
+
 # What stands in the repository in place of a long table.
 SITE_ONLY = {
     **{
@@ -138,6 +151,9 @@ SITE_ONLY = {
         "The error of a start with such a flag says what to do; the site (`make docs`) has the table here, and "
         "[vllm_flags.py](../src/moestro/config/vllm_flags.py) the declarations."
     ),
+    **{f"set-up of {paper}": _set_up_in(paper) for paper in ("lmetric", "amoe", "gimbal", "qllm")},
+    **{f"claims of {paper}": _claims_in(paper) for paper in ("lmetric", "qllm")},
+    "shapes of gimbal, slow": _stored_in("bench/results/repro/gimbal.json"),
     "latencies of lmetric": _stored_in("bench/results/repro/lmetric.json"),
     "throughputs of amoe": _stored_in("bench/results/repro/amoe.json"),
     "compiled kernels": _stored_in("bench/results/kernels/compiled.json"),

@@ -93,7 +93,14 @@ def _pipeline_ns(times: MicroBatchTimes, first_expert_worker: int) -> int:
     """Time of the layers of a pipeline.
 
     Each worker and each link runs one thing at a time, micro-batch after micro-batch and layer after layer. All ranks
-    meet for each micro-batch before its experts, and all workers with experts after them.
+    meet for each micro-batch before its experts, and all workers with experts after them. For micro-batch i and layer
+    l, with the attention (a), experts (e) and exchange (x) of `times`, and `free` as the time at which a worker or a
+    link has finished its work:
+
+        gated[i, l] = max over ranks r of (max(free[r], back[i, l - 1]) + a[i, r, l])
+        arrived[i, l] = max(free link, gated[i, l]) + x[i, l]
+        computed[i, l] = max over workers w of (max(free[w], arrived[i, l]) + e[i, w, l])
+        back[i, l] = max(free link, computed[i, l]) + x[i, l]
     """
     num_parts, num_ranks, _ = times.attention_ns.shape
     num_sparse = times.exchange_ns.shape[1]
