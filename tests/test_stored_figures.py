@@ -391,9 +391,9 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "AMoE's own division (`async`) has {} times ping-pong there": partial(amoe_sized, ASYNC, PING_PONG_NAME),
     },
     "flow.md": {
-        "priority scheduling | {} |": lambda: preemption_shares()[:1],
-        "priority over FCFS | {} |": lambda: preemption_shares()[1:2],
-        "over iteration-level priority | {} (": lambda: preemption_shares()[2:3],
+        "priority scheduling: {}.": lambda: preemption_shares()[:1],
+        "priority over FCFS: {}.": lambda: preemption_shares()[1:2],
+        "over iteration-level priority: {} (": lambda: preemption_shares()[2:3],
         "it has {} of the tokens/s of FCFS": lambda: preemption_shares()[3:],
     },
 }  # fmt: skip
