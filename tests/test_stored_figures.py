@@ -224,11 +224,6 @@ def loops(device: str) -> list[str]:
     return [f"{row['loop_us']['median']:.0f}" for row in rows if row.get("device") == device]
 
 
-def loop_of_a_loaded_machine() -> list[str]:
-    rows = stored("micro/step_parts.json")["rows"]
-    return [f"{next(row for row in rows if row['part'] == 'rank loop')['loop_us']['median']:.0f}"]
-
-
 def vllm_pair(policy: str) -> list[str]:
     """Hit ratio, mean TTFT in ms, and that over round robin with the least and the most."""
     found = stored("routing/vllm_pair.json")["policies"][policy]
@@ -374,7 +369,6 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "with up to 8 sequences ({} and {} µs)": lambda: loops("awake")[:2],
         "With 32 and 256 a step takes {} and {} µs": lambda: loops("awake")[2:],
         "1 to 256 sequences take {} to {} µs": lambda: loops("asleep")[::3],
-        "whose loop took {} µs with one sequence": loop_of_a_loaded_machine,
     },
     "route.md": {
         "| `round_robin` | {} | {} | 1 |": lambda: vllm_pair("round_robin")[:2],
@@ -391,9 +385,9 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "AMoE's own division (`async`) has {} times ping-pong there": partial(amoe_sized, ASYNC, PING_PONG_NAME),
     },
     "flow.md": {
-        "priority scheduling | {} |": lambda: preemption_shares()[:1],
-        "priority over FCFS | {} |": lambda: preemption_shares()[1:2],
-        "over iteration-level priority | {} (": lambda: preemption_shares()[2:3],
+        "priority scheduling: {}.": lambda: preemption_shares()[:1],
+        "priority over FCFS: {}.": lambda: preemption_shares()[1:2],
+        "over iteration-level priority: {} (": lambda: preemption_shares()[2:3],
         "it has {} of the tokens/s of FCFS": lambda: preemption_shares()[3:],
     },
 }  # fmt: skip

@@ -157,6 +157,7 @@ SITE_ONLY = {
     "latencies of lmetric": _stored_in("bench/results/repro/lmetric.json"),
     "throughputs of amoe": _stored_in("bench/results/repro/amoe.json"),
     "compiled kernels": _stored_in("bench/results/kernels/compiled.json"),
+    "accuracy of predictions": _stored_in("bench/results/accuracy"),
     "stored results": "The site (`make docs`) lists the files of [bench/results](../bench/results) here.",
 }
 

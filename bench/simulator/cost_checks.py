@@ -259,12 +259,8 @@ def markdown(result: Row) -> str:
         "",
         f"Mean absolute error: {fitted:.1%} over the rows marked fit, {others:.1%} over the others.",
         "",
-        "| fit of the host constants | a step, ms | a sequence, µs | mean error |",
-        "|---|---|---|---|",
+        *table_of_operations(result["grids"]),
     ]
-    for name, fit in result["host_fits"].items():
-        lines.append(f"| {name} | {fit['step_ms']:.2f} | {fit['sequence_us']:.1f} | {fit['mean_error']:.1%} |")
-    lines += ["", *table_of_operations(result["grids"])]
     return "\n".join(lines)
 
 

@@ -64,6 +64,16 @@ def test_help_and_table_come_from_the_definitions():
     ]
 
 
+def test_a_table_of_policies_without_settings_has_no_column_for_them():
+    kind = PolicyKind("greeting", "--greeting", "moestro.flow.policies")
+    kind.register("plain", "Says it once.", source="common practice")(Greeting)
+    assert kind.table().splitlines() == [
+        "| name | what it does | source |",
+        "| --- | --- | --- |",
+        "| `plain` | Says it once. | common practice |",
+    ]
+
+
 def test_a_policy_that_fails_its_trial_is_refused():
     def try_once(greeting: Greeting) -> None:
         if not greeting.greet():

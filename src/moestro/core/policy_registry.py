@@ -140,13 +140,18 @@ class PolicyKind(Generic[PolicyT]):
         )
 
     def table(self) -> str:
-        """A Markdown table of all policies: name, what it does, settings with defaults, facts, source."""
-        heads = ["name", "what it does", "settings", *self.facts, "source"]
+        """A Markdown table of all policies: name, what it does, settings (if any has one), facts, source."""
+        settings = {
+            name: ", ".join(f"`{setting}`" for setting in self._written_settings(entry))
+            for name, entry in self.entries().items()
+        }
+        has_settings = any(settings.values())
+        heads = ["name", "what it does", *["settings"] * has_settings, *self.facts, "source"]
         rows = [heads, ["---"] * len(heads)]
         for name, entry in self.entries().items():
-            settings = ", ".join(f"`{setting}`" for setting in self._written_settings(entry)) or "none"
             facts = [words(entry.make()) for words in self.facts.values()]
-            rows.append([f"`{name}`", entry.description, settings, *facts, entry.source])
+            own = [settings[name] or "none"] * has_settings
+            rows.append([f"`{name}`", entry.description, *own, *facts, entry.source])
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
     def _add(self, name: str, entry: PolicyEntry[PolicyT]) -> None:

@@ -1,6 +1,6 @@
 """A measured cost model: `moestro calibrate` writes the table, and this module prices by interpolation.
 
-The file is JSON (`Table` below, explained in `docs/costs.md`). It holds times of single steps on one machine with one
+The file is JSON (`Table` below). It holds times of single steps on one machine with one
 checkpoint, for prefill chunks over (new, cached) tokens and decodes over (sequences, context), and the scheduler's.
 
     step = decode(D, C / D) + tokens(n) - tokens(D) + sum over chunks of [own(q) * q + reading(q) * c] + host
