@@ -25,8 +25,8 @@ from moestro.placement.live_settings import LivePlacementSettings
 from moestro.routing.health.breaker import BreakerState
 from moestro.routing.health.engine_health import Condition
 from moestro.routing.policy_contract import Needs
-from moestro.server.engines.expert_loads import ExpertLoads
-from moestro.server.engines.metrics import Metrics
+from moestro.server.engines.engine_reports import ExpertLoads
+from moestro.server.engines.request_state import Metrics
 from moestro.server.experts.expert_signals import ExpertSignal
 from moestro.server.figures.prometheus import ServerCollector, Sources
 from moestro.web.ports.faults import Fault, Faults, Port

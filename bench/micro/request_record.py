@@ -37,7 +37,7 @@ from moestro.routing.record.decision_record import PolicyText, RecordedRouter
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
-from moestro.server.engines.request_log import RequestLog
+from moestro.server.engines.engine_reports import RequestLog
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save, spread

@@ -18,7 +18,7 @@ from moestro.placement.devices import PlaceLimits
 from moestro.placement.live.group_view import GroupView, MachineOf
 from moestro.placement.live.plan import PlacementPlan, PlanRequest, ask_policy
 from moestro.placement.registry import PLACE_POLICIES
-from moestro.server.experts.expert_places import async_group
+from moestro.server.experts.expert_signals import async_group
 
 HOMES, HOLDERS = (0, 1), (2, 3)
 NUM_LAYERS = len(LAYERS.layers)

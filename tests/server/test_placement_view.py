@@ -30,10 +30,10 @@ from moestro.placement.live_settings import LivePlacementSettings
 from moestro.placement.registry import PLACE_POLICIES, PlacementError
 from moestro.placement.score import score
 from moestro.placement.search.slots import in_slots_of
-from moestro.server.admin.live_placement import open_placement
-from moestro.server.engines.expert_loads import ExpertLoads
-from moestro.server.experts.expert_places import ELSEWHERE
-from moestro.server.experts.placement_prices import live_prices
+from moestro.server.engines.engine_reports import ExpertLoads
+from moestro.server.experts.expert_signals import ELSEWHERE
+from moestro.server.experts.live_placement import open_placement
+from moestro.server.experts.placement_views import live_prices
 
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 3, 8, 6
 HOLDERS = (1, 2, 4)  # of five workers; the others have no room

@@ -27,7 +27,7 @@ from moestro.placement.live.loop import Compute, EffectAnswer, PlacementLoop
 from moestro.placement.live_settings import LivePlacementSettings
 from moestro.placement.registry import PlacementError
 from moestro.server.experts.coordinator import Coordinator
-from moestro.server.experts.expert_places import async_group
+from moestro.server.experts.expert_signals import async_group
 from moestro.web.errors import HttpError
 from moestro.wire.messages import (
     DropLayer,

@@ -24,8 +24,8 @@ from moestro.routing.record.request_trace import Attempt, RequestTrace, ServerFa
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
 from moestro.server.engines.engine_client import EngineClient
-from moestro.server.engines.request_log import RequestLog
-from moestro.server.experts.table_watch import WATCH_S, ReadTable, TableWatch
+from moestro.server.engines.engine_reports import RequestLog
+from moestro.server.experts.expert_signals import WATCH_S, ReadTable, TableWatch
 from moestro.web.record_file import RecordFile, read_clocks, record_key
 from moestro.web.tracing import (
     AttributeValue,

@@ -1,11 +1,13 @@
-"""The operator's view of the load of experts: a summary, all arrays, a file for `moestro place`, and a fresh window."""
+"""The operators' paths of `moestro serve`, on a port of their own: workers, loads of experts, explanations."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -16,10 +18,113 @@ from numpy.typing import NDArray
 from moestro.core.clock import NS_PER_S
 from moestro.core.experts.expert_load import LayerPairs
 from moestro.core.model_info import ModelInfo
-from moestro.server.engines.expert_loads import ExpertLoads, GroupLoad
+from moestro.errors import shown
+from moestro.server.engines.engine_reports import REMEMBERED, ExpertLoads, GroupLoad, RequestLog
+from moestro.server.experts.coordinator import Coordinator
 from moestro.server.experts.expert_signals import ExpertSignals, NearView, near_views
-from moestro.web.errors import HttpError
+from moestro.server.processes.supervisor import Supervisor
+from moestro.web.access.control import Access
+from moestro.web.access.origins import only_programs
+from moestro.web.errors import HttpError, Refusals
+from moestro.web.middleware import HttpMiddleware
+from moestro.web.ports.connections import Front
+from moestro.web.ports.faults import Faults
+from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S
+from moestro.web.statistics import limit_in
 from moestro.workload.experts.expert_profile import ExpertProfile, write_profile
+
+ADMIN_HOST = "127.0.0.1"
+# A placement of DeepSeek-V3 on 320 devices with its shares and moves takes 2 MB.
+ADMIN_BODY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorsPort:
+    """The open port of operators."""
+
+    runner: web.AppRunner
+    listener: socket.socket
+    front: Front
+
+    async def close(self) -> None:
+        """Accept no further connection, and end the open ones."""
+        self.front.close()
+        await self.runner.cleanup()
+        self.listener.close()
+
+
+async def admin_runner(routes: Iterable[web.RouteDef], api_key: str | None, faults: Faults) -> web.AppRunner:
+    """Return an aiohttp runner of the plane, set up to serve. An `api_key` of None means that none is needed."""
+    app = web.Application()
+    app.middlewares.append(only_programs(lambda host: host == "localhost"))
+    app.add_routes(routes)
+    middleware = HttpMiddleware(Access.of([api_key] if api_key else []), Refusals(), ADMIN_BODY_BYTES, faults)
+    return await middleware.runner(app, shutdown_timeout=RESPONSE_FLUSH_S)
+
+
+_MAX_DIGITS = 9  # of a worker's number; Python refuses to read thousands
+
+
+class WorkerAdmin:
+    """Handles the operator's requests.
+
+    Args:
+        coordinator: Knows the workers.
+        supervisor: Owns their processes.
+    """
+
+    def __init__(self, coordinator: Coordinator, supervisor: Supervisor) -> None:
+        self._coordinator, self._supervisor = coordinator, supervisor
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return all routes."""
+        return [
+            web.get("/admin/workers", self.workers),
+            web.post("/admin/workers", self.add),
+            web.post("/admin/workers/{number}/drain", self.drain),
+            web.post("/admin/workers/{number}/resume", self.resume),
+            web.delete("/admin/workers/{number}", self.remove),
+        ]
+
+    async def workers(self, _http: web.Request) -> web.Response:
+        """Handle GET /admin/workers: return all workers."""
+        return _json({"workers": self._coordinator.views()})
+
+    async def add(self, _http: web.Request) -> web.Response:
+        """Handle POST /admin/workers: start a worker with the experts that have the fewest copies, and answer 201."""
+        worker = await self._supervisor.add_worker()
+        return _json(self._coordinator.view(worker), status=201)
+
+    async def drain(self, http: web.Request) -> web.Response:
+        """Handle POST /admin/workers/{number}/drain: send the worker no more tokens until it is resumed."""
+        worker = self._worker(http)
+        self._coordinator.drain(worker, is_draining=True)
+        return _json(self._coordinator.view(worker))
+
+    async def resume(self, http: web.Request) -> web.Response:
+        """Handle POST /admin/workers/{number}/resume: send the worker tokens again."""
+        worker = self._worker(http)
+        self._coordinator.drain(worker, is_draining=False)
+        return _json(self._coordinator.view(worker))
+
+    async def remove(self, http: web.Request) -> web.Response:
+        """Handle DELETE /admin/workers/{number}: drain the worker, and end its process when its tokens have left."""
+        self._supervisor.remove_worker(self._worker(http))
+        return web.Response(status=204)
+
+    def _worker(self, http: web.Request) -> int:
+        """Return the place of the worker with experts of a path's number."""
+        number = http.match_info["number"]
+        is_number = number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS
+        worker = self._coordinator.expert_worker(int(number)) if is_number else None
+        if worker is None:
+            raise HttpError(404, f"There is no expert worker {shown(number)}.", "not_found")
+        return worker
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
+
 
 _NOTE = (
     "Steps of different engines count as independent. An engine that made fewer steps than the busiest one counts as"
@@ -142,7 +247,7 @@ class ExpertAdmin:
             raise HttpError(400, "arrays must be true or false.", "bad_request")
         has_arrays = arrays == "true"
         await self._loads.read(with_pairs=has_arrays)
-        return _json(self._view(has_arrays=has_arrays))
+        return _view_json(self._view(has_arrays=has_arrays))
 
     async def profile(self, _http: web.Request) -> web.Response:
         """Handle GET /admin/experts/profile: return the file that `moestro place` reads."""
@@ -160,7 +265,7 @@ class ExpertAdmin:
         """Handle POST /admin/experts/reset: empty the window of every engine."""
         self._check_experts()
         await self._loads.read(clear=True)
-        return _json(self._view(has_arrays=False))
+        return _view_json(self._view(has_arrays=False))
 
     def _check_experts(self) -> None:
         if not self._info.num_experts:
@@ -240,5 +345,42 @@ def _file_of(profile: ExpertProfile) -> bytes:
         return path.read_bytes()
 
 
-def _json(value: object) -> web.Response:
+def _view_json(value: object) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+class ExplainAdmin:
+    """Handles the operator's requests.
+
+    Args:
+        log: Knows recent requests.
+    """
+
+    def __init__(self, log: RequestLog) -> None:
+        self._log = log
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return all routes."""
+        return [web.get("/admin/explain/{request_id}", self.explain), web.get("/admin/decisions", self.decisions)]
+
+    async def decisions(self, http: web.Request) -> web.Response:
+        """Handle GET /admin/decisions?limit=N: return the decisions for the newest requests."""
+        limit = limit_in(http.query)
+        self._check()
+        return web.Response(
+            body=msgspec.json.encode({"decisions": self._log.recent(limit)}), content_type="application/json"
+        )
+
+    async def explain(self, http: web.Request) -> web.Response:
+        """Handle GET /admin/explain/REQUEST_ID: return the trace of a request."""
+        request_id = http.match_info["request_id"]
+        self._check()
+        trace = self._log.trace(request_id)
+        if trace is None:
+            text = f"Request {shown(request_id)} is unknown: it never arrived, or {REMEMBERED} newer ones have ended."
+            raise HttpError(404, text, "not_found")
+        return web.Response(body=msgspec.json.encode(trace), content_type="application/json")
+
+    def _check(self) -> None:
+        if self._log.has_failed:
+            raise HttpError(500, "Requests are no longer explained because of an error; the log has it.", "no_traces")

@@ -15,12 +15,20 @@ import msgspec
 
 from moestro.core.request import FinishReason, Output, PackedLogprobs, Request
 from moestro.errors import QueueFullError, RequestError
-from moestro.server.api.answers.logprobs import Score, first_score, score_of
-from moestro.server.api.fields.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
-from moestro.server.api.fields.request_builder import Job, ServedModel
+from moestro.server.api.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
+from moestro.server.api.request_builder import Job, ServedModel
 from moestro.server.engines.engine_client import EngineClient, RefusedByRankError
-from moestro.server.engines.piece import Piece
-from moestro.server.engines.request_state import Inbox, InboxEvent, Interrupted, PromptChoices, UnreadEvents
+from moestro.server.engines.request_state import (
+    Inbox,
+    InboxEvent,
+    Interrupted,
+    Piece,
+    PromptChoices,
+    Score,
+    UnreadEvents,
+    first_score,
+    score_of,
+)
 from moestro.text.parsing.answer_parser import ChatPart, StopFinder
 from moestro.text.thread_pool import PrepareThreads
 from moestro.text.tokenizer import CONTEXT_TOKENS, Tokenizer

@@ -15,9 +15,9 @@ from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.model_info import ModelInfo
 from moestro.core.request import Request, SamplingParams, packed_tokens
 from moestro.errors import PromptTooLongError, RequestError, shown
-from moestro.server.api.fields.request_fields import refuse_unknown
-from moestro.server.api.fields.structured_output import RequestedGrammar, refuse_large_grammar
-from moestro.server.api.fields.validation import (
+from moestro.server.api.chat_fields import RequestedGrammar, refuse_large_grammar
+from moestro.server.api.request_fields import refuse_unknown
+from moestro.server.api.validation import (
     ALL_LOGPROBS,
     MAX_PROMPT_IDS,
     ChatAsk,

@@ -13,16 +13,17 @@ import numpy as np
 from moestro.core.json_elements import count_elements
 from moestro.core.request import MAX_LISTED_TOKENS, SAMPLING_RANGES, SamplingDefaults, SamplingParams, ServiceClass
 from moestro.errors import PromptTooLongError, shown
-from moestro.server.api.fields.chat_fields import (
+from moestro.server.api.chat_fields import (
+    RequestedGrammar,
     check_messages,
     invalid,
     offered_tools,
+    requested_grammar,
     template_options,
     unread_in_messages,
 )
-from moestro.server.api.fields.protocol import ChatFields, GenerationFields
-from moestro.server.api.fields.request_fields import decode_chat, decode_chats, decode_completion, named
-from moestro.server.api.fields.structured_output import RequestedGrammar, requested_grammar
+from moestro.server.api.protocol import ChatFields, GenerationFields
+from moestro.server.api.request_fields import decode_chat, decode_chats, decode_completion, named
 from moestro.text.chats.chat_format import NO_TOOLS, ToolUse
 from moestro.text.tokenizer import TemplateOptions
 from moestro.web.adapters.field_places import FieldPlaces

@@ -1,6 +1,7 @@
 """Request and response bodies of the OpenAI API as typed structs.
 
-A field that is neither here nor in `unsupported.py` is ignored with a warning in the answer's headers.
+A field that is neither here nor among the unsupported ones of `request_fields.py` is ignored with a warning in the
+answer's headers.
 """
 
 from __future__ import annotations
