@@ -14,11 +14,10 @@ from prometheus_client.registry import Collector
 from moestro.core.experts.source_load import SourceLoad
 from moestro.core.load_figures import IDLE
 from moestro.gateway.discovery.discovery import Discovery
-from moestro.gateway.engines.source_reports import SourceReports
-from moestro.gateway.figures.prometheus import RouteCollector
-from moestro.gateway.kv.kv_prometheus import KvFigures
-from moestro.gateway.metrics import Counts, EngineCounts
-from moestro.gateway.shadow.observer import ShadowObserver
+from moestro.gateway.engines.fleet import Counts, EngineCounts
+from moestro.gateway.engines.health_checks import SourceReports
+from moestro.gateway.figures import KvFigures, RouteCollector
+from moestro.gateway.shadow import ShadowObserver
 from moestro.placement.live.control import PlacementControl
 from moestro.placement.live.migration import MigrationProgress
 from moestro.placement.live_settings import LivePlacementSettings

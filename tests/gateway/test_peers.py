@@ -18,8 +18,8 @@ from support.running import PATIENCE_S
 
 from moestro.cli.recorded.explain import _attempt_lines
 from moestro.errors import ConfigError
-from moestro.gateway.peers.channel import Identity, PeerChannel, PeerRefusedError, dial
-from moestro.gateway.peers.settings import PeerAddress, RouterPeerSettings
+from moestro.gateway.part_settings import PeerAddress, RouterPeerSettings
+from moestro.gateway.peers import Identity, PeerChannel, PeerRefusedError, dial
 from moestro.gateway.settings import EngineUrl
 from moestro.routing.replication.messages import Digest, HistoryPart, OperationBatch, RouterRun, Snapshot
 from moestro.web.ports.connections import bound_socket

@@ -21,6 +21,7 @@ from moestro.gateway.clients.http_headers import Incoming
 from moestro.gateway.clients.paths import CHAT_PATH
 from moestro.gateway.clients.request_body import (
     BodyMessage,
+    PromptReader,
     RequestBody,
     is_given,
     make_request,
@@ -28,7 +29,6 @@ from moestro.gateway.clients.request_body import (
     read,
     request_from_text,
 )
-from moestro.gateway.kv.prompt_blocks import PromptReader
 from moestro.text.chats.chat_history import EFFORTS, calls_for_templates, template_variables
 from moestro.text.tokenizer import TemplateOptions, Tokenizer
 from moestro.web.adapters.paths import chat_body

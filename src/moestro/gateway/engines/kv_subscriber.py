@@ -1,18 +1,170 @@
-"""Subscriptions to KV events: the connections to one engine's events and replays, made again when they end."""
+"""Subscriptions to the KV events of each engine's publisher: watched, connected, and made again when they end.
+
+A connection holds a bounded number of bytes of what the publisher sends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import cast
 
-from moestro.gateway.kv.kv_sources import KvSource
-from moestro.gateway.kv.zmtp_connection import ZmtpConnection
-from moestro.routing.kv.kv_events import KvFeed
+from moestro.gateway.engines.fleet import Fleet, RoutedEngine
+from moestro.gateway.part_settings import KvSource, KvSources
+from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
 from moestro.web.ports.faults import LogLimit
-from moestro.wire.zmtp import SUBSCRIBE_TO_ALL, message
+from moestro.wire.kv_events import MAX_MESSAGE_BYTES
+from moestro.wire.kv_names import NamingRules
+from moestro.wire.zmtp import SUBSCRIBE_TO_ALL, ZmtpError, ZmtpReader, greeting, keep_alive, message, ready
+
+logger = logging.getLogger(__name__)
+
+
+_CONNECT_S = 5.0
+_HELD_BYTES = 256 << 10  # received and not taken, besides a message that is not whole; then TCP slows the peer down
+_ANSWER_BYTES = 64 << 10  # answers to a peer that does not read them
+_FRAMES_AT_ONCE = 64  # limit of what one call reads, be it complete messages or not
+_TCP = "tcp://"
+_IPC = "ipc://"
+
+
+class ZmtpConnection(asyncio.Protocol):
+    """One connection. It never reconnects: one connection is one process of the publisher.
+
+    Args:
+        socket_type: type of this end.
+        peers: types that the other end may have.
+        wake: called when a message may have arrived, or the connection has ended.
+
+    Attributes:
+        is_over: whether the connection has ended, or could not be made.
+        fault: how the peer broke the protocol or a bound; empty means that it did not.
+    """
+
+    def __init__(self, socket_type: bytes, peers: frozenset[bytes], wake: Callable[[], None]) -> None:
+        self.is_over = False
+        self.fault = ""
+        self._socket_type = socket_type
+        self._wake = wake
+        self._reader = ZmtpReader(peers, MAX_MESSAGE_BYTES)
+        self._transport: asyncio.Transport | None = None
+        self._is_paused = False
+        self._first = b""
+        self._connecting: asyncio.Task[None] | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the handshake is complete."""
+        return self._reader.is_made
+
+    def open(self, endpoint: str, first: bytes) -> None:
+        """Connect to `endpoint`, and send the message `first` after the handshake."""
+        self._first = first
+        self._connecting = asyncio.create_task(self._connect(endpoint))
+
+    def take(self) -> list[bytes] | None:
+        """Return a received message, or None without one that is whole. After a fault of the peer there is none."""
+        if self.is_over and self.fault:
+            return None
+        frames: list[bytes] | None = None
+        try:
+            for _ in range(_FRAMES_AT_ONCE):
+                if self._reader.wants_more:
+                    break
+                frames, answer = self._reader.take()
+                self._answer(answer)
+                if self._first and self._reader.is_made:  # libzmq ends a connection with a message before its handshake
+                    self._answer(self._first)
+                    self._first = b""
+                if frames is not None:
+                    break
+        except ZmtpError as error:
+            self.fault = str(error)
+            self.close()
+        self._resume()
+        return frames
+
+    @property
+    def has_more(self) -> bool:
+        """Whether another call of `take` may return a message."""
+        return not self.fault and not self._reader.wants_more
+
+    def close(self) -> None:
+        """End the connection."""
+        self.is_over = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- from the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin the handshake with the publisher."""
+        self._transport = connected = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        if self.is_over:
+            connected.abort()
+            return
+        raw = connected.get_extra_info("socket")
+        if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
+            keep_alive(raw)
+        connected.write(greeting() + ready(self._socket_type))
+
+    def data_received(self, data: bytes) -> None:
+        """Hold the data for `take`, and slow the peer down if it is much."""
+        if self.fault:
+            return
+        self._reader.add(data)
+        if not self._reader.wants_more and self._reader.num_held_bytes > _HELD_BYTES and not self._is_paused:
+            self._is_paused = True
+            assert self._transport is not None
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Implement `asyncio.Protocol`."""
+        self.is_over = True
+        self._wake()
+
+    # --- inside
+
+    async def _connect(self, endpoint: str) -> None:
+        """Connect, and give up a handshake that takes too long."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(_CONNECT_S):
+                if endpoint.startswith(_IPC):
+                    await loop.create_unix_connection(lambda: self, _unix_path(endpoint.removeprefix(_IPC)))
+                else:
+                    host, _, port = endpoint.removeprefix(_TCP).rpartition(":")
+                    await loop.create_connection(lambda: self, host.strip("[]"), int(port))
+            await asyncio.sleep(_CONNECT_S)
+        if not self.is_made:
+            self.close()
+            self._wake()
+
+    def _answer(self, answer: bytes) -> None:
+        transport = self._transport
+        if answer and transport is not None and transport.get_write_buffer_size() < _ANSWER_BYTES:
+            transport.write(answer)
+
+    def _resume(self) -> None:
+        reader = self._reader
+        if self._is_paused and not self.is_over and (reader.wants_more or reader.num_held_bytes <= _HELD_BYTES):
+            self._is_paused = False
+            assert self._transport is not None
+            self._transport.resume_reading()
+
+
+def _unix_path(path: str) -> str:
+    """Return a path as the system takes it; libzmq writes an abstract one with a leading @."""
+    return "\0" + path[1:] if path.startswith("@") else path
+
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 3.0  # between connection attempts
 _LOOK_S = 1.0  # polling interval for changes without a wake-up
@@ -205,3 +357,60 @@ class _Connection:
         """Close all connections."""
         self.hang_up_replay()
         self.events.close()
+
+
+_WATCH_S = 0.5
+_NUM_SILENT_LOOKS = 60
+
+
+class KvEventsWatch:
+    """Watcher that keeps the router's exact index of an engine's cache, for engines that publish KV events.
+
+    Args:
+        fleet: fleet whose router receives the cache contents.
+        sources: publishers' endpoints.
+        block_size: tokens per block, equal in router and engines.
+        tiers: names of the storage media whose blocks count as hits.
+    """
+
+    def __init__(self, fleet: Fleet, sources: KvSources, block_size: int, tiers: tuple[str, ...]) -> None:
+        self._fleet = fleet
+        self._sources = sources
+        self._block_size = block_size
+        self._tiers = tiers
+        self._running: dict[RoutedEngine, KvSubscription] = {}
+
+    async def __call__(self, engine: RoutedEngine) -> None:
+        """Follow the engine's events until cancelled. Returns at once for an engine without a publisher."""
+        source = self._sources.of(engine.address.name, engine.address.host, engine.rank)
+        if source is None:
+            return
+        naming = NamingRules(model=await self._model_of(engine), block_size=self._block_size, tiers=self._tiers)
+        settings = KvFeedSettings(
+            engine=engine.row, name=engine.name, naming=naming, can_replay=source.replay is not None
+        )
+        log = LogLimit(logger)
+        feed = KvFeed(self._fleet.router, settings, log.warning)
+        subscription = KvSubscription(source, feed, lambda: engine.num_forgotten, log)
+        self._running[engine] = subscription
+        try:
+            await subscription.run()
+        except Exception:
+            self._fleet.router.kv_lost(engine.row, time.monotonic_ns())  # events are missed until the restart
+            raise
+        finally:
+            del self._running[engine]
+
+    def __iter__(self) -> Iterator[tuple[RoutedEngine, KvSubscription]]:
+        """Iterate over the engines with a running subscription."""
+        return iter(tuple(self._running.items()))
+
+    async def _model_of(self, engine: RoutedEngine) -> str:
+        """Wait for the engine's model list and return its first name, the base model's; adapters have other names."""
+        num_looks = 0
+        while not (names := self._fleet.models.names_of(engine.row)):
+            num_looks += 1
+            if num_looks == _NUM_SILENT_LOOKS:
+                logger.warning("KV events of engine %s wait until it lists its model in /v1/models", engine.name)
+            await asyncio.sleep(_WATCH_S)
+        return names[0]
