@@ -21,8 +21,7 @@ from moestro.gateway.shadow import ShadowObserver
 from moestro.placement.live.control import PlacementControl
 from moestro.placement.live.migration import MigrationProgress
 from moestro.placement.live_settings import LivePlacementSettings
-from moestro.routing.health.breaker import BreakerState
-from moestro.routing.health.engine_health import Condition
+from moestro.routing.health import BreakerState, Condition
 from moestro.routing.policy_contract import Needs
 from moestro.server.engines.engine_reports import ExpertLoads
 from moestro.server.engines.request_state import Metrics

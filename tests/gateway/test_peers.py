@@ -21,7 +21,7 @@ from moestro.errors import ConfigError
 from moestro.gateway.part_settings import PeerAddress, RouterPeerSettings
 from moestro.gateway.peers import Identity, PeerChannel, PeerRefusedError, dial
 from moestro.gateway.settings import EngineUrl
-from moestro.routing.replication.messages import Digest, HistoryPart, OperationBatch, RouterRun, Snapshot
+from moestro.routing.replication.journal import Digest, HistoryPart, OperationBatch, RouterRun, Snapshot
 from moestro.web.ports.connections import bound_socket
 from moestro.web.ports.tls import MutualTls
 from moestro.web.settings import CertificateFiles

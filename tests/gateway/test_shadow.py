@@ -22,8 +22,7 @@ from moestro.errors import ConfigError
 from moestro.gateway.part_settings import ShadowSettings
 from moestro.gateway.settings import EngineSettings, RecordSettings, RouteSettings
 from moestro.gateway.shadow import LogFollower, LoggedAnswer, read_line
-from moestro.routing.record.decision_record import EngineCounted, Served, Submitted, decode_entry
-from moestro.routing.record.replay import replay
+from moestro.routing.decision_record import EngineCounted, Served, Submitted, decode_entry, replay
 from moestro.sim.load.recorded_engines import WhatIfSettings
 from moestro.sim.load.shadow_record import is_shadow_record, read_shadow_record
 from moestro.sim.shadow import shadow_what_if

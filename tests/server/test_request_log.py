@@ -28,11 +28,10 @@ from moestro.core.scheduling_events import (
     SequenceQueued,
 )
 from moestro.errors import ConfigError, MoestroError
-from moestro.routing.record import decision_log
-from moestro.routing.record.candidates import Candidates
-from moestro.routing.record.decision_record import ScheduledOn, decode_entry, encode_entry
-from moestro.routing.record.request_trace import RequestTrace, ServerFacts
-from moestro.routing.router import RouteDecision
+from moestro.routing import decision_log
+from moestro.routing.decision_log import RequestTrace, ServerFacts
+from moestro.routing.decision_record import ScheduledOn, decode_entry, encode_entry
+from moestro.routing.router import Candidates, RouteDecision
 from moestro.server.engines.engine_reports import RequestLog
 
 EP = ServerFacts(mode="ep", order="qllm", evict="x", num_experts=16, expert_workers=("engine 0", "engine 1"))

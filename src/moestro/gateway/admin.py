@@ -18,8 +18,8 @@ from moestro.gateway.engines.fleet import EngineAddress, Fleet, RoutedEngine
 from moestro.gateway.engines.health_checks import Watch
 from moestro.gateway.engines.upstream import Address, Pool
 from moestro.gateway.settings import AdminSettings, EngineSettings, EngineUrl, is_loopback, parsed_ranks
+from moestro.routing.decision_log import DecisionLog
 from moestro.routing.policy_contract import FRESH_NS
-from moestro.routing.record.decision_log import DecisionLog
 from moestro.web.access.control import Access
 from moestro.web.access.origins import only_programs
 from moestro.web.bodies import Bodies

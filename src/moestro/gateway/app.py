@@ -39,16 +39,12 @@ from moestro.gateway.resume.stream import Resumption
 from moestro.gateway.settings import EngineSettings, FrontSettings, RecordSettings, RouteSettings
 from moestro.gateway.shadow import LogFollower, ShadowObserver, ShadowProxy
 from moestro.gateway.tracing import RouterTraces
-from moestro.routing.health.breaker import BreakerRules
-from moestro.routing.health.engine_health import HealthRules
-from moestro.routing.health.retry_budget import RetryBudget, RetryRules
-from moestro.routing.health.silence import SilenceRules
+from moestro.routing.decision_log import DecisionLog
+from moestro.routing.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
+from moestro.routing.health import BreakerRules, HealthRules, RetryBudget, RetryRules, SilenceRules
 from moestro.routing.policy_contract import FRESH_NS, RouteInputs
-from moestro.routing.record.decision_log import DecisionLog
-from moestro.routing.record.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
-from moestro.routing.route_queue import RouteQueue
+from moestro.routing.route_queue import EngineSaturation, RouteQueue
 from moestro.routing.router import Router
-from moestro.routing.saturation import EngineSaturation
 from moestro.routing.scrape import SCRAPED_FIGURES
 from moestro.routing.settings import RouterSettings
 from moestro.text.thread_pool import PrepareThreads

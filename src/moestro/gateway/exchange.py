@@ -35,9 +35,8 @@ from moestro.gateway.request_queue import RequestQueue
 from moestro.gateway.resume.request import ResumableRequest
 from moestro.gateway.resume.stream import ResumableStream, Resumption, continued
 from moestro.gateway.tracing import RouterTraces
-from moestro.routing.health.evidence import Origin
-from moestro.routing.health.retry_budget import RetryBudget
-from moestro.routing.record.decision_log import DecisionLog
+from moestro.routing.decision_log import DecisionLog
+from moestro.routing.health import Origin, RetryBudget
 from moestro.routing.router import RouteDecision
 from moestro.web.access.control import Access
 from moestro.web.errors import GenerationError, HttpError, InternalError, error_body

@@ -17,10 +17,9 @@ from moestro.core.views import Figure
 from moestro.gateway.admin import EngineView
 from moestro.gateway.engines.fleet import Counts, EngineCounts, Fleet, RoutedEngine
 from moestro.gateway.engines.kv_subscriber import KvEventsWatch
-from moestro.routing.health.breaker import BreakerState
-from moestro.routing.health.engine_health import Condition
-from moestro.routing.kv.kv_events import KvFeed
-from moestro.routing.record.decision_record import Entry
+from moestro.routing.decision_record import Entry
+from moestro.routing.health import BreakerState, Condition
+from moestro.routing.kv_events import KvFeed
 from moestro.web.banner import Banner, curl_line
 from moestro.web.errors import is_client_error, is_overload
 from moestro.web.ports.faults import Faults

@@ -23,8 +23,7 @@ from moestro.core.request import ServiceClass
 from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, between
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
-from moestro.routing.route_queue import NO_QUEUE, QueueRules
-from moestro.routing.saturation import SaturationRules
+from moestro.routing.route_queue import NO_QUEUE, QueueRules, SaturationRules
 from moestro.routing.settings import ANY_ENGINE, EngineSpec
 from moestro.web.settings import CertificateFiles
 

@@ -31,19 +31,21 @@ from prometheus_client.registry import Collector
 from moestro.core.clock import NS_PER_S
 from moestro.gateway.engines.fleet import Fleet
 from moestro.gateway.part_settings import PeerAddress, RouterPeerSettings
-from moestro.routing.replication.history import HistoryReader, history_parts
-from moestro.routing.replication.journal import Journal, Outlet
-from moestro.routing.replication.messages import (
+from moestro.routing.replication.journal import (
     MAX_MESSAGE_BYTES,
     HistoryPart,
+    HistoryReader,
+    Journal,
     Message,
     OperationBatch,
+    Outlet,
     RouterRun,
     Snapshot,
     Want,
     WantHistory,
     decode_message,
     encode_message,
+    history_parts,
 )
 from moestro.routing.replication.replica import Replica, ReplicaRules
 from moestro.web.ports.faults import LogLimit

@@ -34,7 +34,7 @@ from moestro.gateway.clients.request_body import PromptReader, read
 from moestro.gateway.engines.fleet import Fleet, RoutedEngine
 from moestro.gateway.exchange import Exchange, ExchangeContext, RunningRequest
 from moestro.gateway.resume.request import ResumableRequest
-from moestro.routing.health.engine_health import Condition
+from moestro.routing.health import Condition
 from moestro.web.access.control import UNLIMITED, Access
 from moestro.web.bodies import coding_in, unpacked
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError, base_url_hint

@@ -29,8 +29,8 @@ from moestro.gateway.clients.http_headers import Incoming, own_head
 from moestro.gateway.engines.fleet import Counts, Fleet, RouteBounds, RoutedEngine
 from moestro.gateway.exchange import ExchangeContext
 from moestro.gateway.proxy import Admission, Proxy
-from moestro.routing.record.decision_log import DecisionLog
-from moestro.routing.record.decision_record import EngineCounted, Entry, Served
+from moestro.routing.decision_log import DecisionLog
+from moestro.routing.decision_record import EngineCounted, Entry, Served
 from moestro.routing.router import RouteDecision
 from moestro.web.ports.faults import LogLimit
 

@@ -9,7 +9,7 @@ import pytest
 from support.routers import BLOCK_SIZE, request, router
 
 from moestro.errors import ConfigError
-from moestro.routing.policies.peers.preble import Preble
+from moestro.routing.policies.preble import Preble
 from moestro.routing.registry import policy_from
 from moestro.routing.settings import EngineSpec
 

@@ -15,7 +15,7 @@ from moestro.config.kv_events_settings import KvEventsSettings, kv_events_from
 from moestro.errors import ConfigError
 from moestro.gateway.engines.kv_subscriber import KvSubscription
 from moestro.gateway.part_settings import KvSource
-from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
+from moestro.routing.kv_events import KvFeed, KvFeedSettings
 from moestro.web.ports.faults import LogLimit
 from moestro.wire.kv_names import NamingRules
 

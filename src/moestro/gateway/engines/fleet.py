@@ -25,9 +25,7 @@ from moestro.gateway.clients.paths import GENERATE_PATH
 from moestro.gateway.clients.request_body import with_fields
 from moestro.gateway.engines.upstream import Pool
 from moestro.gateway.part_settings import ANY_TRAITS, NO_GROUP, EngineTraits
-from moestro.routing.health.breaker import BreakerState
-from moestro.routing.health.engine_health import Condition, Health, HealthRules
-from moestro.routing.health.silence import Silence
+from moestro.routing.health import BreakerState, Condition, Health, HealthRules, Silence
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.scrape import EngineTotals
 from moestro.routing.settings import ANY_ENGINE, EngineSpec

@@ -20,9 +20,8 @@ from moestro.core.request import Request
 from moestro.gateway.clients.http_headers import LOOP_HEADER, LOOP_STATUS, AnswerHead, Incoming, Named, RequestHead
 from moestro.gateway.engines.fleet import EngineAddress, Fleet, RoutedEngine
 from moestro.gateway.engines.upstream import EngineConnection
-from moestro.routing.health.engine_health import Condition
-from moestro.routing.health.evidence import Origin
-from moestro.routing.kv.source_watch import KV_EVENTS, SourceChange, SourceNews, SourceWatch
+from moestro.routing.health import Condition, Origin
+from moestro.routing.policy_contract import KV_EVENTS, SourceChange, SourceNews, SourceWatch
 from moestro.routing.router import RouteDecision
 from moestro.routing.scrape import MAX_BYTES, MAX_RANKS, ScrapedLoad, scrape, scrape_ranks
 

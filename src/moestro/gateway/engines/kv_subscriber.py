@@ -16,7 +16,7 @@ from typing import cast
 
 from moestro.gateway.engines.fleet import Fleet, RoutedEngine
 from moestro.gateway.part_settings import KvSource, KvSources
-from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
+from moestro.routing.kv_events import KvFeed, KvFeedSettings
 from moestro.web.ports.faults import LogLimit
 from moestro.wire.kv_events import MAX_MESSAGE_BYTES
 from moestro.wire.kv_names import NamingRules

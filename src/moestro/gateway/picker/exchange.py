@@ -29,7 +29,7 @@ from moestro.gateway.picker import messages
 from moestro.gateway.picker.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
 from moestro.gateway.proxy import Admission
 from moestro.gateway.tracing import RequestSpans
-from moestro.routing.health.evidence import Origin
+from moestro.routing.health import Origin
 from moestro.routing.router import RouteDecision
 from moestro.web.bodies import BodyHold, BodyMemory
 from moestro.web.errors import AuthenticationError, GenerationError, InternalError, too_large

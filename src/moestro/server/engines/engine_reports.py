@@ -28,9 +28,8 @@ from moestro.core.scheduling_events import (
     SequenceQueued,
 )
 from moestro.core.side_job import ending_on_error
-from moestro.routing.record.decision_log import DecisionLog
-from moestro.routing.record.decision_record import Entry, ScheduledOn
-from moestro.routing.record.request_trace import RequestTrace, ServerFacts
+from moestro.routing.decision_log import DecisionLog, RequestTrace, ServerFacts
+from moestro.routing.decision_record import Entry, ScheduledOn
 from moestro.routing.router import RouteDecision
 from moestro.web.record_file import read_clocks
 from moestro.wire.messages import ExpertReport, ReadExperts, load_of

@@ -1,1 +1,0 @@
-"""Policies of other routers, for comparison."""
