@@ -19,8 +19,8 @@ from moestro.gateway.engines.health_checks import SourceReports
 from moestro.gateway.figures import KvFigures, RouteCollector
 from moestro.gateway.shadow import ShadowObserver
 from moestro.placement.live.control import PlacementControl
-from moestro.placement.live.migration import MigrationProgress
-from moestro.placement.live_settings import LivePlacementSettings
+from moestro.placement.live.ep_migration import MigrationProgress
+from moestro.placement.settings import LivePlacementSettings
 from moestro.routing.health import BreakerState, Condition
 from moestro.routing.policy_contract import Needs
 from moestro.server.engines.engine_reports import ExpertLoads

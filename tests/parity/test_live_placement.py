@@ -17,12 +17,11 @@ from support.virtual_loop import run_virtually
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.experts.layer_moves import LayerPlan, moves_between, rounds_of
 from moestro.core.experts.move_agreement import MovingTable
-from moestro.placement.devices import PlaceLimits, even_devices
+from moestro.placement.contract import PlaceLimits, even_devices
 from moestro.placement.live.control import DecisionOutcome, PlacementControl, Trigger
 from moestro.placement.live.ep_migration import EpMigration
-from moestro.placement.live.group_view import GroupView
-from moestro.placement.live_settings import LivePlacementSettings
-from moestro.placement.settings import ExpertLoadSettings
+from moestro.placement.live.plan import GroupView
+from moestro.placement.settings import ExpertLoadSettings, LivePlacementSettings
 from moestro.server.engines.engine_reports import ExpertLoads
 from moestro.server.experts import live_placement
 from moestro.server.experts.expert_signals import lock_step_group

@@ -12,8 +12,8 @@ from support.fake_migration import FakeEngines, FakeMigration
 
 from moestro.core.experts.expert_table import spread_evenly
 from moestro.placement.live.control import DecisionOutcome, PlacementControl
-from moestro.placement.live.group_view import GroupView, PlaceableGroup, group_places
-from moestro.placement.live_settings import LivePlacementSettings
+from moestro.placement.live.plan import GroupView, PlaceableGroup, group_places
+from moestro.placement.settings import LivePlacementSettings
 from moestro.server.experts.live_placement import PlacementDriver
 from moestro.server.experts.placement_views import LivePrices
 

@@ -24,7 +24,7 @@ from moestro.core.clock import NS_PER_MS
 from moestro.core.model_info import ModelInfo
 from moestro.errors import DrainingError, EngineDiedError
 from moestro.placement.live.ep_migration import EpMigration
-from moestro.placement.live.group_view import PlaceableGroup
+from moestro.placement.live.plan import PlaceableGroup
 from moestro.routing.settings import RouterSettings
 from moestro.server.admin import ADMIN_HOST, ExpertAdmin, ExplainAdmin, OperatorsPort, WorkerAdmin, admin_runner
 from moestro.server.api.request_builder import ServedModel

@@ -21,7 +21,7 @@ from moestro.core.experts.near_experts import DISTANCES, SAME_DEVICE, expert_sha
 from moestro.core.load_figures import LoadFigures
 from moestro.core.scheduling_events import ExpertMove, ExpertsMoved
 from moestro.placement.live.ep_migration import EpMigration
-from moestro.placement.live.group_view import GroupPlaces, MachineOf, PlaceableGroup, group_places, machine_numbers
+from moestro.placement.live.plan import GroupPlaces, MachineOf, PlaceableGroup, group_places, machine_numbers
 from moestro.routing.policy_contract import FRESH_NS
 from moestro.routing.router import Router
 from moestro.server.engines.engine_client import EngineClient

@@ -21,12 +21,21 @@ from moestro.core.clock import NS_PER_S
 from moestro.core.model_info import ModelInfo
 from moestro.errors import ConfigError, shown
 from moestro.files.text_files import read_text
-from moestro.placement.live.control import DecisionOutcome, PlacementControl, PlacementDecision, Trigger
-from moestro.placement.live.group_view import GroupView, PlaceableGroup
-from moestro.placement.live.loop import Cancelled, Effect, EffectAnswer, PlacementLoop, Procedure, ReadLoads
-from moestro.placement.live.plan import PlacementPlan
-from moestro.placement.live_settings import NO_POLICY
-from moestro.placement.registry import PlacementError
+from moestro.placement.contract import PlacementError
+from moestro.placement.live.control import (
+    Cancelled,
+    DecisionOutcome,
+    Effect,
+    EffectAnswer,
+    PlacementControl,
+    PlacementDecision,
+    PlacementLoop,
+    Procedure,
+    ReadLoads,
+    Trigger,
+)
+from moestro.placement.live.plan import GroupView, PlaceableGroup, PlacementPlan
+from moestro.placement.settings import NO_POLICY
 from moestro.server.admin import ADMIN_BODY_BYTES
 from moestro.server.engines.engine_reports import ExpertLoads
 from moestro.server.experts.placement_views import LivePrices, PlanView, live_prices, placement_view, plan_view

@@ -16,13 +16,11 @@ from moestro.cost.gpus import gpu_named
 from moestro.cost.links import link_named
 from moestro.cost.named_parts import link_within, read_network
 from moestro.cost.networks import NetworkShape
-from moestro.placement.devices import PlacePrices
+from moestro.placement.contract import PlacePrices, place_prices
 from moestro.placement.live.control import PlacementControl
-from moestro.placement.live.group_view import GroupPlaces
-from moestro.placement.live.plan import PlacementPlan
+from moestro.placement.live.plan import GroupPlaces, PlacementPlan
 from moestro.placement.payback import Payback
 from moestro.placement.placement_file import figures
-from moestro.placement.prices import place_prices
 from moestro.placement.score import NOT_HELD
 
 _DEFAULT_GPU, _CPU = "h100", "cpu"  # the first as in `moestro place`

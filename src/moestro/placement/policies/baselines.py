@@ -1,4 +1,4 @@
-"""DeepSeek's load balancer of experts as a placement policy."""
+"""Placement policies to compare with: one that never moves an expert, and DeepSeek's load balancer of experts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.placement.devices import Devices
+from moestro.placement.contract import PLACE_POLICIES, Devices, PlaceView
 from moestro.placement.eplb import keep_slots, rebalance_experts
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
+
+
+@PLACE_POLICIES.register_function(
+    "static", "leaves every expert where it is", source="vLLM and SGLang without load balancing"
+)
+def static(view: PlaceView) -> ExpertTable:
+    """Return the present placement."""
+    return view.table
+
 
 HIERARCHIES = ("auto", "always", "never")
 

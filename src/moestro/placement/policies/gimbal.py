@@ -1,19 +1,82 @@
-"""Gimbal's first paper: Algorithm 3, and its integer program solved exactly."""
+"""Gimbal's first paper, Algorithm 3 and its integer program solved exactly, and a reconstruction of the second one.
+
+The second paper is known by its abstract only. The affinity between experts of consecutive layers has two readings.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.errors import ConfigError
-from moestro.placement.gimbal_affinity import CUTS, SCOPES, Affinity, pairs_of, rank_pairs
-from moestro.placement.integer_program import IntegerProgram
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
-from moestro.placement.search.slots import even_sizes, table_with
+from moestro.placement.contract import PLACE_POLICIES, PlaceLimits, PlaceView, even_sizes, table_with
+from moestro.placement.integer_program import IntegerProgram, objective_s
+from moestro.placement.policies.moestro import MoestroPlacement
+
+Scope = Literal["layer", "model"]
+Cut = Literal["literal", "symmetric"]
+SCOPES: tuple[Scope, ...] = ("layer", "model")
+CUTS: tuple[Cut, ...] = ("literal", "symmetric")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Affinity:
+    """Pairs of experts that tokens visit one after another; the strongest pair comes first.
+
+    Attributes:
+        layer: int64[pairs], the earlier layer; 0 throughout where one map serves all layers.
+        expert, partner: int64[pairs], experts of the earlier and of the later layer.
+        weight: float64[pairs], tokens per step, above 0.
+    """
+
+    layer: NDArray[np.int64]
+    expert: NDArray[np.int64]
+    partner: NDArray[np.int64]
+    weight: NDArray[np.float64]
+
+
+def pairs_of(load: ExpertLoad, policy: str) -> LayerPairs:
+    """Return the load's pairs.
+
+    Raises:
+        ValueError: The load has none.
+    """
+    if load.pairs is None:
+        raise ValueError(
+            f"{policy} needs pairs of experts that tokens visit in neighbouring layers, and this load has none; "
+            "collect the load from the experts of each token (ExpertLoad.pairs)"
+        )
+    return load.pairs
+
+
+def rank_pairs(pairs: LayerPairs, num_experts: int, scope: Scope, cut: Cut) -> Affinity:
+    """Rank pairs by weight; equal weights in the order of layer, expert and partner.
+
+    Args:
+        scope: "layer" keeps the weights E[i, j, k] of each two layers; "model" sums them to W[j, k] (equation 2).
+        cut: "literal" counts pairs with j < k only, as equation 11 does. "symmetric" counts all of them: with scope
+            "model" it adds W[k, j] to W[j, k] and drops W[j, j], which no placement can cut.
+    """
+    layer = pairs.layer.astype(np.int64)
+    first, second = pairs.expert.astype(np.int64), pairs.next_expert.astype(np.int64)
+    if scope == "model":
+        layer = np.zeros_like(layer)
+        if cut == "symmetric":
+            first, second = np.minimum(first, second), np.maximum(first, second)
+    counts = first < second if cut == "literal" or scope == "model" else np.ones(len(first), np.bool_)
+    counts &= pairs.count > 0
+    key = ((layer * num_experts + first) * num_experts + second)[counts]
+    key, which = np.unique(key, return_inverse=True)
+    weight = np.zeros(len(key))
+    np.add.at(weight, which, pairs.count[counts])
+    order = np.lexsort((key, -weight))
+    key, weight = key[order], weight[order]
+    return Affinity(key // num_experts**2, key // num_experts % num_experts, key % num_experts, weight)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -318,3 +381,26 @@ def _live_anchor(view: PlaceView, anchor: int) -> int:
         raise ValueError(f"the anchor is device {anchor}, and there are {num_devices} devices")
     live = np.flatnonzero(view.devices.is_alive)
     return int(live[((live - anchor) % num_devices).argmin()])
+
+
+# The objective has equal shares and mean loads, and a move needs to pay just once.
+_SEARCH = MoestroPlacement(weighted=0, risk=0.0, hysteresis=0.0)
+
+
+@PLACE_POLICIES.register_function(
+    "gimbal_v2",
+    "lowers the seconds of load, source-aware rows and moves, with equal shares, and without other limits than the"
+    " horizon",
+    source="our reconstruction of Gimbal v2 (arXiv 2606.15177, abstract only); docs/placement_objective.md",
+)
+def gimbal_v2(view: PlaceView) -> ExpertTable:
+    """Return the placement with the least `objective_s` that the search of `moestro` finds, or the present one.
+
+    Raises:
+        ValueError: The experts do not fit the live devices.
+    """
+    found = _SEARCH(replace(view, limits=PlaceLimits(horizon_steps=view.limits.horizon_steps)))
+    all_run = bool((view.table.is_alive == view.devices.is_alive).all())
+    if all_run and objective_s(view, found) >= objective_s(view, view.table):
+        return view.table
+    return found
